@@ -1,0 +1,69 @@
+"""Config sections that more than one actor reads; a section that one actor reads lives in its own file."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from runtime.config import Section
+
+
+class ModelSection(Section):
+    """The policy model, in HF format."""
+
+    path: str = ""
+    """Folder with config.json, *.safetensors and tokenizer.json; relative paths start at the run folder."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type of engines and trainer."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where engines and trainer run; auto takes CUDA where present."""
+    torch_threads: int = Field(default=1, ge=1)
+    """Intra-op threads of each torch process."""
+
+
+class StalenessSection(Section):
+    """How far rollouts may lag behind training."""
+
+    alpha: int = Field(default=1, ge=-1)
+    """Bound α in weight versions: 0 is synchronous on-policy, -1 unbounded."""
+
+
+class TrainSection(Section):
+    """GRPO: the shape of a batch, which the sample buffer reads too, and the optimiser."""
+
+    batch_groups: int = Field(default=32, ge=1)
+    """Groups per training step."""
+    group_size: int = Field(default=8, ge=2)
+    """Rollouts of one task; advantages are taken within them, so one alone would teach nothing."""
+    lr: float = Field(default=5e-4, gt=0)
+    """AdamW's learning rate."""
+    lr_final: float = Field(default=1.0, gt=0, le=1)
+    """Share of `lr` that is left at the last step; the rate falls linearly."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises from 0."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The policy ratio is clipped below 1 - this."""
+    clip_high: float = Field(default=0.28, ge=0)
+    """The policy ratio is clipped above 1 + this."""
+    minibatches: int = Field(default=2, ge=1)
+    """Optimiser updates per step; groups are split over them."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Padded tokens of one forward and backward pass: bounds the trainer's memory."""
+
+
+class RewardSection(Section):
+    """Reward functions, added to what environments give."""
+
+    functions: tuple[str, ...] = ()
+    """Import paths: package.module:function or path/to/file.py:function. See actors/rewards/functions.py for the signature."""
+    timeout_s: float = Field(default=5.0, gt=0)
+    """Longest one call of a function may take; its process is killed after it."""
+    workers: int = Field(default=1, ge=1)
+    """Processes that run the functions."""
+    memory_mb: int = Field(default=0, ge=0)
+    """Address space of each of those processes in MiB; 0 leaves it unbounded."""

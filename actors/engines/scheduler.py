@@ -1,0 +1,103 @@
+"""Continuous batching: which tokens of which requests go into the next step, and what its results mean for them."""
+
+from collections import abc, deque
+from typing import NamedTuple
+
+from actors.engines.sequence import Sequence
+from actors.engines.slots import SlotTable
+
+
+class Row(NamedTuple):
+    """Tokens [start, end) of one sequence. One is sampled after them when they reach the sequence's end."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
+class Scheduler:
+    """First come, first served: a request waits for a slot, is prefilled in pieces that fit a step, then decodes token by token.
+
+    Prefill and decode share a step of at most `max_batch_tokens` tokens; decode comes first, so nobody who runs is starved.
+    """
+
+    def __init__(self, num_slots: int, max_batch_tokens: int, *, prefix_cache: bool = True) -> None:
+        self._slots = SlotTable(num_slots, prefix_cache=prefix_cache)
+        self._max_batch_tokens = max(max_batch_tokens, num_slots)
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[str, Sequence] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_idle_slots(self) -> int:
+        """Slots kept for the next turn of a session."""
+        return self._slots.num_idle
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that is not finished."""
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is; its slot is free for others, or kept for its session."""
+        if self._running.pop(sequence.work.request_id, None) is not None:
+            self._release(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def schedule(self) -> list[Row]:
+        """The next step's rows; empty when nothing can run."""
+        self._admit()
+        left = self._max_batch_tokens
+        rows: list[Row] = []
+        prefilling: list[Sequence] = []
+        for sequence in self._running.values():
+            if len(sequence.tokens) - sequence.num_cached == 1:
+                rows.append(Row(sequence, sequence.num_cached, sequence.num_cached + 1))
+                left -= 1
+            else:
+                prefilling.append(sequence)
+        for sequence in prefilling:
+            if left <= 0:
+                break
+            end = min(len(sequence.tokens), sequence.num_cached + left)
+            rows.append(Row(sequence, sequence.num_cached, end))
+            left -= end - sequence.num_cached
+        return rows
+
+    def computed(self, rows: abc.Sequence[Row]) -> list[Sequence]:
+        """Note that the step cached `rows`; returns the sequences a token is sampled for, in the rows' order."""
+        for sequence, _, end in rows:
+            sequence.num_cached = end
+        return [sequence for sequence, _, end in rows if end == len(sequence.tokens)]
+
+    def retire(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Free the slots of sequences that finished."""
+        for sequence in sequences:
+            del self._running[sequence.work.request_id]
+            self._release(sequence)
+
+    def forget_caches(self) -> None:
+        """The weights changed: idle histories are dropped, running sequences are computed again from their first token."""
+        self._slots.drop_idle()
+        for sequence in self._running.values():
+            sequence.num_cached = 0
+
+    def _admit(self) -> None:
+        while self._waiting:
+            sequence = self._waiting[0]
+            found = self._slots.take(sequence.session, sequence.tokens)
+            if found is None:
+                return
+            sequence.slot, sequence.num_cached = found
+            self._running[sequence.work.request_id] = self._waiting.popleft()
+
+    def _release(self, sequence: Sequence) -> None:
+        self._slots.give_back(sequence.slot, sequence.session, sequence.tokens[: sequence.num_cached])
+        sequence.slot = -1

@@ -1,0 +1,148 @@
+"""An engine without a model: tokens are a function of seed, prompt and version, latencies are loop time. For tests and simulation."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from zlib import crc32
+
+from actors.config import ModelSection
+from actors.engines.chance import bits, key_of
+from actors.engines.engine import Capabilities, Chunk, EngineDead, EngineError, Load, Work
+from actors.engines.model_config import read_config
+from actors.engines.rate import Rate
+from actors.engines.section import EngineSection
+from actors.engines.sequence import Sequence, check
+from actors.engines.weights import read_header
+
+
+class _Slot:
+    """A request's place: its sequence, and what wakes it."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        work = sequence.work
+        seed = 0 if work.sampling.temperature == 0.0 else sequence.key
+        self.key = key_of(seed, str(crc32(repr(work.prompt).encode())))
+        self.changed = asyncio.Event()
+        """Set when it got a slot, was aborted, or the engine was resumed or stopped."""
+        self.runs = False
+
+
+class ScriptedEngine:
+    """Keeps the whole contract, slots and first-come order included. Every request runs in the task that iterates it."""
+
+    def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
+        self.capabilities = Capabilities("scripted", keeps_kv_on_update=True)
+        self._folder, self._section, self._script = folder, section, section.scripted
+        self._vocab_size = section.scripted.vocab_size
+        self._requests: dict[str, _Slot] = {}
+        self._waiting: deque[_Slot] = deque()
+        self._free = section.num_slots
+        self._version = 0
+        self._suspended = self._alive = False
+        self._updating = asyncio.Lock()
+        self._rate = Rate()
+
+    async def start(self) -> None:
+        if (self._folder / "config.json").exists():
+            self._vocab_size = read_config(self._folder).vocab_size
+        self._alive = True
+
+    async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
+        if not self._alive:
+            raise EngineDead("the engine is not running: start it first")
+        check(work, self._section.max_len, self._vocab_size)
+        if work.request_id in self._requests:
+            raise EngineError(f"request {work.request_id} runs already; a request id is used once at a time")
+        sequence = Sequence(work, self._section.max_len)
+        slot = self._requests[work.request_id] = _Slot(sequence)
+        self._queue(slot)
+        try:
+            await self._pass(slot, self._script.prefill_s)
+            while not sequence.finish_reason:
+                await self._pass(slot, self._script.token_s)
+                if not sequence.finish_reason:
+                    sequence.sampled(*self._token(slot), self._version)
+                    self._rate.add(asyncio.get_running_loop().time(), 1)
+                    if not sequence.finish_reason:
+                        yield sequence.chunk()
+            yield sequence.chunk()
+        finally:
+            self._leave(slot)
+
+    async def abort(self, request_id: str) -> None:
+        slot = self._requests.get(request_id)
+        if slot is not None and not slot.sequence.finish_reason:
+            slot.sequence.finish_reason = "aborted"
+            slot.changed.set()
+
+    async def suspend(self) -> None:
+        self._suspended = True
+
+    async def resume(self) -> None:
+        self._suspended = False
+        for slot in self._requests.values():
+            slot.changed.set()
+
+    async def update(self, version: int, weights: memoryview) -> float:
+        read_header(weights, f"weights version {version}")
+        async with self._updating:
+            await asyncio.sleep(self._script.update_s)
+            self._version = version
+        return self._script.update_s
+
+    def load(self) -> Load:
+        running = sum(slot.runs for slot in self._requests.values())
+        speed = self._rate.per_second(asyncio.get_running_loop().time())
+        waiting = len(self._requests) - running
+        return Load(self._section.num_slots, waiting, running, speed, self._version, self._suspended)
+
+    async def stop(self) -> None:
+        self._alive = False
+        for request_id in list(self._requests):
+            await self.abort(request_id)
+
+    def _queue(self, slot: _Slot) -> None:
+        self._waiting.append(slot)
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._free and self._waiting:
+            slot = self._waiting.popleft()
+            slot.runs = True
+            self._free -= 1
+            slot.changed.set()
+
+    def _leave(self, slot: _Slot) -> None:
+        del self._requests[slot.sequence.work.request_id]
+        if slot.runs:
+            self._free += 1
+            self._admit()
+        else:
+            self._waiting.remove(slot)
+
+    async def _ready(self, slot: _Slot) -> None:
+        """Wait for a slot, and while suspended."""
+        while not slot.sequence.finish_reason and (not slot.runs or self._suspended):
+            slot.changed.clear()
+            await slot.changed.wait()
+
+    async def _pass(self, slot: _Slot, delay_s: float) -> None:
+        """Spend `delay_s` in the slot; returns at once when the request is finished."""
+        await self._ready(slot)
+        try:
+            async with asyncio.timeout(delay_s):
+                while not slot.sequence.finish_reason:
+                    slot.changed.clear()
+                    await slot.changed.wait()
+        except TimeoutError:
+            await self._ready(slot)
+
+    def _token(self, slot: _Slot) -> tuple[int, float]:
+        number = bits(slot.key + self._version * 0x9E3779B1, len(slot.sequence.tokens))
+        stops = sorted(slot.sequence.stop_ids)
+        logprob = -(1 + (number >> 8) % 1024) / 256
+        if stops and (number >> 20) % 1024 < self._script.stop_share * 1024:
+            return stops[number % len(stops)], logprob
+        return number % self._vocab_size, logprob

@@ -1,0 +1,48 @@
+"""The engines' section of the config."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from runtime.config import Section
+
+
+class ScriptedSection(Section):
+    """Figures of the scripted engine, in seconds of loop time."""
+
+    prefill_s: float = Field(default=0.0, ge=0)
+    """From getting a slot to the first token."""
+    token_s: float = Field(default=0.01, ge=0)
+    """Each token."""
+    update_s: float = Field(default=0.0, ge=0)
+    """Pause of a weight update."""
+    stop_share: float = Field(default=0.25, ge=0, le=1)
+    """Probability that a token is a stop token, where the request names any."""
+    vocab_size: int = Field(default=256, ge=1)
+    """Token ids are drawn below this, where the model folder has no config.json that says better."""
+
+
+class EngineSection(Section):
+    """What each engine worker runs, and its sizes."""
+
+    kind: str = "torch"
+    """torch, vllm or scripted; or your own class as `package.module:Class`."""
+    num_slots: int = Field(default=64, ge=1)
+    """Requests decoded at once; more wait."""
+    max_len: int = Field(default=1024, ge=2)
+    """Longest prompt and completion together, in tokens."""
+    max_batch_tokens: int = Field(default=2048, ge=1)
+    """Tokens computed in one step; longer prefills are cut into several."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """What a weight update does to KV caches: compute them again under the new weights, or go on with the old."""
+    prefix_cache: bool = True
+    """Keep the slot of a finished request for the next turn of its session, until it is needed."""
+    stream_every: int = Field(default=16, ge=1)
+    """Progress of a long request is reported each time this many tokens were sampled: what an engine's death costs at most."""
+    results_kept: int = Field(default=1024, ge=0)
+    """Finished results kept for askers that lost their reply; the oldest is forgotten first."""
+    check_s: float = Field(default=2.0, gt=0)
+    """Period of looking for newer weights without being told: the net under a lost announcement."""
+    scripted: ScriptedSection = ScriptedSection()
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments for vLLM's AsyncEngineArgs."""

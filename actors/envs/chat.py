@@ -1,0 +1,138 @@
+"""Turns messages into token ids by the model's own chat template, never re-tokenising what the model sampled."""
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from actors.envs.environment import Observation
+
+CACHED = 4096
+"""Texts whose tokens are kept: environments repeat themselves, and tokenising is the dearest part of a turn."""
+
+SAMPLED = "@@sampled@@"
+"""Stands for the model's turn while a template is rendered."""
+
+
+class ChatRenderer:
+    """Reads `tokenizer.json`, the chat template and the stop tokens of a Hugging Face model folder.
+
+    Token ids are int32 little-endian bytes. Raises ValueError, one sentence, for a folder that lacks a part.
+    """
+
+    def __init__(self, folder: Path, *, system_prompt: str = "") -> None:
+        from tokenizers import Tokenizer
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"model folder {folder} has no tokenizer.json")
+        self._tokenizer: Any = Tokenizer.from_file(str(path))
+        config = _read_json(folder / "tokenizer_config.json")
+        self._special = {
+            key: _content(value)
+            for key, value in config.items()
+            if key.endswith("_token") and isinstance(value, str | dict)
+        }
+        self._template = _compile(_template_of(folder, config))
+        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self.stop_token_ids = self._stop_tokens(folder)
+        self._opening = lru_cache(CACHED)(self._render_opening)
+        self._follow_up = lru_cache(CACHED)(self._render_follow_up)
+        self._decoded = lru_cache(CACHED)(self._decode)
+
+    def opening(self, observation: Observation) -> bytes:
+        """Token ids of the first prompt: system prompt, the observation, and the start of the model's turn."""
+        return self._opening(_key(observation))
+
+    def follow_up(self, observation: Observation, last_token: int) -> bytes:
+        """Token ids to append after a sampled turn that ended with `last_token`, up to the start of the next one.
+
+        A turn that was cut off, and so has no stop token, gets one here.
+        """
+        return self._follow_up(_key(observation), last_token if last_token in self.stop_token_ids else -1)
+
+    def decode(self, ids: bytes) -> str:
+        """The text of sampled tokens, without special ones."""
+        return self._decoded(ids)
+
+    def _decode(self, ids: bytes) -> str:
+        return self._tokenizer.decode(array("i", ids).tolist(), skip_special_tokens=True)
+
+    def _render_opening(self, observation: str) -> bytes:
+        return self._encode(self._render([*self._system, *_messages(observation)])).tobytes()
+
+    def _render_follow_up(self, observation: str, stop_token: int) -> bytes:
+        asked = {"role": "user", "content": "?"}
+        sampled = {"role": "assistant", "content": SAMPLED}
+        text = self._render([*self._system, asked, sampled, *_messages(observation)])
+        _, found, rest = text.rpartition(SAMPLED)
+        if not found:
+            raise ValueError("the model's chat template leaves out assistant turns, so a second turn can't be made")
+        ids = self._encode(rest)
+        return ids[_after(stop_token, ids) :].tobytes()
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return self._template.render(messages=messages, add_generation_prompt=True, tools=None, **self._special)
+
+    def _encode(self, text: str) -> "array[int]":
+        return array("i", self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _stop_tokens(self, folder: Path) -> tuple[int, ...]:
+        named = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        found = [] if named is None else [named]
+        for file in ("generation_config.json", "config.json"):
+            ids = _read_json(folder / file).get("eos_token_id")
+            found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+        return tuple(dict.fromkeys(found))
+
+
+def _after(stop_token: int, ids: "array[int]") -> int:
+    """Where to go on in `ids` when the model has sampled the turn's stop token itself; the template may put white space before it."""
+    head = ids[:3].tolist()
+    return head.index(stop_token) + 1 if stop_token in head else 0
+
+
+def _key(observation: Observation) -> str:
+    """Hashable form of an observation: a text as it is, messages as JSON after a NUL."""
+    return observation if isinstance(observation, str) else "\0" + json.dumps(observation)
+
+
+def _messages(key: str) -> list[dict[str, str]]:
+    return json.loads(key[1:]) if key.startswith("\0") else [{"role": "user", "content": key}]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _template_of(folder: Path, config: Mapping[str, Any]) -> str:
+    file = folder / "chat_template.jinja"
+    found = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if isinstance(found, list):  # several named templates
+        named = {entry["name"]: entry["template"] for entry in cast("list[dict[str, str]]", found)}
+        found = named.get("default")
+    if not found:
+        raise ValueError(
+            f"model folder {folder} has no chat template (chat_template.jinja or in tokenizer_config.json)"
+        )
+    return cast("str", found)
+
+
+def _compile(template: str) -> Any:
+    """Templates come with models, from anywhere: they run in jinja's sandbox."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    env.globals["raise_exception"] = refuse
+    return env.from_string(template)

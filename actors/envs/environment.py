@@ -1,0 +1,30 @@
+"""The Environment seam: gymnasium's signature with text in and out. What users write; methods may be plain or async."""
+
+from collections.abc import Awaitable, Mapping
+from typing import Any, Protocol
+
+Observation = str | list[dict[str, str]]
+"""A string, or chat messages as {"role": …, "content": …}."""
+
+Step = tuple[Observation, float, bool, bool, Mapping[str, Any]]
+"""(observation, reward, terminated, truncated, info)"""
+
+
+class Environment(Protocol):
+    """One instance plays one trajectory at a time and may be reset for the next. Constructed with `env.kwargs`.
+
+    A plain (not async) class runs in worker processes that are killed when a call outlives its deadline. Raising anything is
+    allowed: the rollout ends as a named outcome and leaves its group's statistics.
+    """
+
+    def reset(
+        self, *, seed: int
+    ) -> tuple[Observation, Mapping[str, Any]] | Awaitable[tuple[Observation, Mapping[str, Any]]]:
+        """Start an episode; the same seed gives the same task."""
+        ...
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Apply the model's text. The trajectory's reward is the sum of step rewards; a reward that is not finite fails the rollout."""
+        ...
+
+    def close(self) -> Awaitable[None] | None: ...

@@ -1,0 +1,251 @@
+"""Decides where an environment's code runs, and turns whatever it does into a checked result or a named failure."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, cast
+
+from actors.envs.environment import Observation, Step
+from actors.envs.failures import EnvFailure, EnvOutcome
+from actors.envs.results import check_reset, check_step
+from actors.envs.section import EnvSection
+from actors.messages.samples import Purpose
+from runtime.load import LoadError, load_object
+from runtime.pool import WorkerPool, decode, encode_call
+from runtime.pool_errors import (
+    BadResult,
+    PoolError,
+    TargetMissing,
+    UserCodeRaised,
+    WorkerKilled,
+    WorkerTimeout,
+)
+from runtime.pool_process import Limits
+
+BUILT_IN = "actors.envs."
+"""Classes from here are trusted to import quickly, so no worker is started to look at them."""
+
+RESET, STEP = "reset", "step"
+
+CLOSE_S = 5.0
+"""An environment that can't close by then is left to its fate: nobody waits for it."""
+
+TEXT_LIMIT = 2_000
+"""Characters kept of an exception's text."""
+
+
+class HostedEnv(Protocol):
+    """One environment instance, whose failures are EnvFailure and whose results are checked."""
+
+    @property
+    def usable(self) -> bool: ...
+    async def reset(self, seed: int) -> tuple[Observation, Mapping[str, Any]]: ...
+    async def step(self, action: str) -> Step: ...
+    async def close(self) -> None: ...
+
+
+class EnvHost:
+    """Makes environments and keeps those that finished well for the next rollout of the same purpose."""
+
+    def __init__(self, section: EnvSection, *, on_output: Callable[[str], None] | None = None) -> None:
+        self._section = section
+        self._pool = WorkerPool(workers=section.workers, limits=Limits(section.memory_mb), on_output=on_output)
+        self._class: Callable[..., Any] | None = None
+        self._idle: dict[Purpose, list[HostedEnv]] = {"train": [], "eval": []}
+        self._num_built = 0
+
+    async def start(self) -> None:
+        """Find the class and decide where it runs. Raises EnvFailure when it can't be loaded."""
+        target, isolation = self._section.target, self._section.isolation
+        built_in = target.startswith(BUILT_IN)
+        if isolation == "process" or (isolation == "auto" and not built_in and not await self._prefers_inline()):
+            return
+        found = _load(target)
+        if isolation == "inline" or not built_in or getattr(found, "inline", False):
+            self._class = found
+
+    async def borrow(self, purpose: Purpose) -> HostedEnv:
+        """An idle instance, or a new one. Raises EnvFailure when the constructor fails."""
+        idle = self._idle[purpose]
+        while idle:
+            env = idle.pop()
+            if env.usable:
+                return env
+        kwargs = {**self._section.kwargs, **(self._section.eval_kwargs if purpose == "eval" else {})}
+        if self._class is None:
+            return await self._build_in_pool(kwargs)
+        try:
+            return InlineEnv(self._class(**kwargs), self._section)
+        except Exception as error:
+            raise _raised(error, "__init__", "env_reset_failed") from error
+
+    def give_back(self, env: HostedEnv, purpose: Purpose) -> None:
+        """Keep an instance that works for the next rollout."""
+        self._idle[purpose].append(env)
+
+    async def close(self) -> None:
+        """Close idle environments and kill the workers."""
+        for idle in self._idle.values():
+            while idle:
+                await idle.pop().close()
+        await self._pool.close()
+
+    async def _prefers_inline(self) -> bool:
+        """Asked in a worker: importing a user's module may hang or crash too."""
+        try:
+            traits = await self._pool.inspect(self._section.target, deadline_s=self._section.build_timeout_s)
+        except PoolError as error:
+            raise _failed(error, "import", "env_reset_failed") from error
+        return traits.inline or traits.asynchronous
+
+    async def _build_in_pool(self, kwargs: Mapping[str, Any]) -> HostedEnv:
+        self._num_built += 1
+        name = f"env-{self._num_built}"
+        deadline_s = self._section.build_timeout_s
+        try:
+            await self._pool.build(name, self._section.target, encode_call(**kwargs), deadline_s=deadline_s)
+        except PoolError as error:
+            raise _failed(error, "__init__", "env_reset_failed") from error
+        return PooledEnv(self._pool, name, self._section)
+
+
+class InlineEnv:
+    """Runs in this process: coroutines under a deadline; a plain method can't be interrupted and is trusted."""
+
+    usable = True
+
+    def __init__(self, env: Any, section: EnvSection) -> None:
+        self._env = env
+        self._reset_s, self._step_s = section.reset_timeout_s, section.step_timeout_s
+
+    async def reset(self, seed: int) -> tuple[Observation, Mapping[str, Any]]:
+        """Start an episode."""
+        try:
+            result = self._env.reset(seed=seed)
+            if hasattr(result, "__await__"):
+                result = await _within(result, self._reset_s, RESET)
+        except EnvFailure:
+            raise
+        except Exception as error:
+            raise _raised(error, RESET, "env_reset_failed") from error
+        return check_reset(result)
+
+    async def step(self, action: str) -> Step:
+        """Apply the model's text."""
+        try:
+            result = self._env.step(action)
+            if hasattr(result, "__await__"):
+                result = await _within(result, self._step_s, STEP)
+        except EnvFailure:
+            raise
+        except Exception as error:
+            raise _raised(error, STEP, "env_step_failed") from error
+        return check_step(result)
+
+    async def close(self) -> None:
+        """Close it; what it raises then no longer matters to anybody."""
+        try:
+            result = self._env.close()
+            if hasattr(result, "__await__"):
+                await _within(result, CLOSE_S, "close")
+        except Exception:  # noqa: BLE001 - user code may raise anything
+            return
+
+
+class PooledEnv:
+    """Runs in a worker process, which is killed when a call outlives its deadline."""
+
+    def __init__(self, pool: WorkerPool, name: str, section: EnvSection) -> None:
+        self._pool = pool
+        self._name = name
+        self._reset_s, self._step_s = section.reset_timeout_s, section.step_timeout_s
+
+    @property
+    def usable(self) -> bool:
+        """False once its worker ended."""
+        return self._pool.has(self._name)
+
+    async def reset(self, seed: int) -> tuple[Observation, Mapping[str, Any]]:
+        """Start an episode."""
+        payload = encode_call(seed=seed)
+        try:
+            reply = await self._pool.call(self._name, RESET, payload, deadline_s=self._reset_s)
+        except PoolError as error:
+            raise _failed(error, RESET, "env_reset_failed") from error
+        return check_reset(_tuple(decode(reply)))
+
+    async def step(self, action: str) -> Step:
+        """Apply the model's text."""
+        try:
+            reply = await self._pool.call(self._name, STEP, encode_call(action), deadline_s=self._step_s)
+        except PoolError as error:
+            raise _failed(error, STEP, "env_step_failed") from error
+        return check_step(_tuple(decode(reply)))
+
+    async def close(self) -> None:
+        """Close and forget it."""
+        try:
+            await self._pool.call(self._name, "close", encode_call(), deadline_s=CLOSE_S)
+        except PoolError:
+            pass  # it is thrown away whatever it did
+        finally:
+            self._pool.drop(self._name)
+
+
+async def _within(result: Awaitable[Any], limit_s: float, method: str) -> Any:
+    scope = asyncio.timeout(limit_s)
+    try:
+        async with scope:
+            return await result
+    except TimeoutError:
+        if scope.expired():
+            raise EnvFailure("env_timeout", method, f"hung in {method}: no answer within {limit_s:g} s") from None
+        raise
+
+
+def _load(target: str) -> Callable[..., Any]:
+    try:
+        found = load_object(target)
+    except LoadError as error:
+        raise EnvFailure("env_reset_failed", "import", f"can't be loaded: {error}") from error
+    except Exception as error:
+        raise _raised(error, "import", "env_reset_failed") from error
+    if not callable(found):
+        raise EnvFailure("env_reset_failed", "import", f"can't be loaded: {target} is not a class")
+    return found
+
+
+def _raised(error: Exception, method: str, outcome: EnvOutcome) -> EnvFailure:
+    trace, where = error.__traceback__, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        where = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return EnvFailure(outcome, method, f"raised in {method}: {_text(error)}", where)
+
+
+def _failed(error: PoolError, method: str, outcome: EnvOutcome) -> EnvFailure:
+    match error:
+        case UserCodeRaised():
+            return EnvFailure(outcome, method, f"raised in {method}: {error.text}", error.where)
+        case WorkerTimeout():
+            return EnvFailure("env_timeout", method, f"hung in {method}: {error}")
+        case WorkerKilled():
+            return EnvFailure("env_lost", method, f"was lost in {method}: {error}")
+        case BadResult():
+            return EnvFailure("env_bad_result", method, f"returned nothing usable from {method}: {error}")
+        case TargetMissing():
+            return EnvFailure(outcome, method, f"can't be loaded: {error}")
+        case _:
+            return EnvFailure(outcome, method, f"crashed in {method}: {error}")
+
+
+def _text(error: Exception) -> str:
+    try:
+        return repr(error)[:TEXT_LIMIT]
+    except Exception:  # noqa: BLE001 - a user's exception may have a broken repr
+        return type(error).__name__
+
+
+def _tuple(value: Any) -> Any:
+    """MessagePack knows no tuples: a list that came back from a worker may have been one."""
+    return tuple(cast("list[Any]", value)) if isinstance(value, list) else value

@@ -1,0 +1,240 @@
+"""Owns trajectories from their ticket until their scored Put, or their end without one, is acknowledged."""
+
+import asyncio
+from typing import ClassVar
+
+from actors.config import ModelSection, RewardSection
+from actors.envs.chat import ChatRenderer
+from actors.envs.failures import EnvFailure, GaveUp, Subject, sentence
+from actors.envs.hosting import EnvHost
+from actors.envs.outcomes import EnvRecord
+from actors.envs.preflight import try_environment
+from actors.envs.rollout import Rollout, Stage
+from actors.envs.section import EnvSection, RolloutSection
+from actors.messages.samples import Admit, GiveUp, Hold, Put, Standing, Ticket, Trajectory
+from bus.errors import AskFailed
+from runtime.actor import Actor, ActorConfig, Context, handler
+
+ADMIT_WAIT_S = 10.0
+"""How long the sample buffer may hold an Admit back; the ask itself gets a few seconds more."""
+
+ASK_S = 30.0
+"""Limit of one Put or GiveUp; it is asked again until `rollout.put_timeout_s`."""
+
+PAUSE_S = 0.5
+"""Between two asks of a sample buffer that failed the first."""
+
+DRAIN_S = 12.0
+"""Rollouts may finish that long after a drain began; the kernel cuts a drain at 20 s, and giving back takes some too."""
+
+GIVE_BACK_S = 4.0
+"""For giving unfinished tickets back at the end of a drain; what is not acknowledged by then lapses by itself."""
+
+
+class EnvManagerConfig(ActorConfig):
+    """What the environment manager reads."""
+
+    env: EnvSection = EnvSection()
+    rollout: RolloutSection = RolloutSection()
+    model: ModelSection = ModelSection()
+    reward: RewardSection = RewardSection()
+
+
+class EnvManager(Actor):
+    """Runs up to `env.concurrency` rollouts at once. Holds nothing that must survive it: its tickets lapse and are issued again."""
+
+    role: ClassVar[str] = "env_manager"
+    Config: ClassVar[type[ActorConfig]] = EnvManagerConfig
+    drain_order: ClassVar[int] = 10
+
+    def __init__(self, config: EnvManagerConfig, context: Context) -> None:
+        super().__init__(config, context)
+        self._env, self._limits = config.env, config.rollout
+        self._model, self._scored = config.model, bool(config.reward.functions)
+        self._subject = Subject(config.env.target, str(self.run.folder / "logs" / f"{self.name}.jsonl"))
+        self._record = EnvRecord(self._subject, config.env.reset_tries)
+        self._host = EnvHost(config.env, on_output=self._user_output)
+        self._standing = Standing(version=0, alpha=-1)
+        self._running: dict[tuple[str, int], tuple[Ticket, asyncio.Task[None]]] = {}
+        self._changed = asyncio.Event()
+        self._admitting: asyncio.Task[None] | None = None
+        self._stage: Stage | None = None
+        self._ended = False
+
+    async def on_start(self) -> None:
+        """Try the environment, then begin to admit. A broken one ends the job with one sentence."""
+        self._buffer = self.ref("sample_buffer")
+        if problem := await self._prepare():
+            self._end(problem)
+            return
+        self._admitting = self.spawn(self._admit(), name=f"{self.name}.admit")
+        self.spawn(self._hold(), name=f"{self.name}.hold")
+
+    async def on_drain(self) -> None:
+        """Admit no more, let rollouts finish, and give back what is not finished in time."""
+        if self._admitting is not None:
+            self._admitting.cancel()
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                while self._running:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            await self._give_back()
+
+    async def on_stop(self) -> None:
+        """Kill environment workers."""
+        await self._host.close()
+
+    @handler
+    async def standing_changed(self, message: Standing) -> None:
+        """A hint of the sample buffer: training moved on, or α did."""
+        self._standing = message
+
+    async def _prepare(self) -> str:
+        """Read the tokenizer and try the environment; returns the sentence that ends the job, if any."""
+        folder, limits = self.run.folder / self._model.path, self._limits
+        try:
+            renderer = await self.offload(lambda: ChatRenderer(folder, system_prompt=limits.system_prompt))
+            await self._host.start()
+        except ValueError as error:
+            return str(error)
+        except EnvFailure as failure:
+            return sentence(self._subject, failure, seed=self.run.seed)
+        problem = await try_environment(self._host, self._env, self.run.seed, log=self._subject.log)
+        self._stage = Stage(
+            env=self._env,
+            rollout=limits,
+            host=self._host,
+            renderer=renderer,
+            proxy=self.ref("llm_proxy"),
+            reward=self.ref("reward_service") if self._scored else None,
+            standing=lambda: self._standing,
+            metrics=self.metrics,
+            waits=self.waits,
+        )
+        return problem
+
+    async def _admit(self) -> None:
+        """Keep as many rollouts running as there are tickets and room for."""
+        while not self._ended:
+            room = self._env.concurrency - len(self._running)
+            if room == 0:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            request = Admit(room, self.name, self.incarnation, ADMIT_WAIT_S)
+            try:
+                with self.waits.on("tickets", detail=f"room for {room} rollouts", holder="sample_buffer"):
+                    reply = await self._buffer.ask(request, timeout=ADMIT_WAIT_S + 5.0)
+            except AskFailed as error:
+                self.log.warning("not_admitted", error=str(error))
+                await asyncio.sleep(PAUSE_S)
+                continue
+            self._standing = reply.standing
+            for ticket in reply.tickets:
+                self._begin(ticket)
+            if reply.closed:
+                self.log.info("closed", running=len(self._running))
+                return
+
+    def _begin(self, ticket: Ticket) -> None:
+        key = (ticket.trajectory_id, ticket.attempt)
+        if key not in self._running:
+            self._running[key] = (ticket, self.spawn(self._run(ticket), name=f"{self.name}.{ticket.trajectory_id}"))
+            self.metrics.gauge("rollout/in_flight", len(self._running))
+
+    async def _run(self, ticket: Ticket) -> None:
+        assert self._stage is not None
+        try:
+            trajectory = await Rollout(self._stage, ticket).play()
+        except GaveUp as end:
+            await self._failed(ticket, end)
+        except Exception as error:
+            self.log.exception("rollout_crashed", trajectory=ticket.trajectory_id, attempt=ticket.attempt)
+            await self._failed(ticket, GaveUp("crashed", f"{error!r:.500}", retry=True))
+        else:
+            await self._finished(trajectory)
+        finally:
+            self._running.pop((ticket.trajectory_id, ticket.attempt), None)
+            self._changed.set()
+            self.metrics.gauge("rollout/in_flight", len(self._running))
+
+    async def _finished(self, trajectory: Trajectory) -> None:
+        self._record.good()
+        self.metrics.count("rollout/finished")
+        self.metrics.observe("rollout/turns", trajectory.turns)
+        self.metrics.observe("rollout/wall_s", trajectory.wall_s)
+        await self._deliver(Put(trajectory))
+
+    async def _failed(self, ticket: Ticket, end: GaveUp) -> None:
+        self.metrics.count("rollout/error")
+        self.metrics.count(f"rollout/error/{end.reason}")
+        self.log.warning(
+            "rollout_failed",
+            trajectory=ticket.trajectory_id,
+            attempt=ticket.attempt,
+            reason=end.reason,
+            detail=end.detail,
+            where=end.failure.where if end.failure else "",
+            retry=end.retry,
+        )
+        if end.failure is not None:
+            notice, verdict = self._record.bad(ticket, end.failure)
+            if notice:
+                self.notice(notice)
+            if verdict:
+                self._end(verdict)
+        await self._deliver(GiveUp(ticket, end.reason, end.detail[:2000], end.retry))
+
+    async def _deliver(self, request: Put | GiveUp) -> None:
+        """Ask until it is acknowledged: only then does this actor let go of the trajectory."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limits.put_timeout_s
+        ticket = request.trajectory.ticket if isinstance(request, Put) else request.ticket
+        with self.waits.on(ticket.trajectory_id, detail=type(request).__name__.lower(), holder="sample_buffer"):
+            while True:
+                try:
+                    stored = await self._buffer.ask(request, timeout=ASK_S)
+                except AskFailed as error:
+                    if loop.time() >= deadline:
+                        self.log.error("not_delivered", trajectory=ticket.trajectory_id, error=str(error))
+                        return
+                    await asyncio.sleep(PAUSE_S)
+                else:
+                    self._standing = stored.standing
+                    return
+
+    async def _hold(self) -> None:
+        """Renew the tickets of everything that runs, also while nothing else is heard of it."""
+        while True:
+            await asyncio.sleep(self._limits.hold_s)
+            if not self._running:
+                continue
+            try:
+                self._standing = await self._buffer.ask(
+                    Hold(tuple(self._running), self.name), timeout=self._limits.hold_s
+                )
+            except AskFailed as error:
+                self.log.warning("not_held", num=len(self._running), error=str(error))
+
+    async def _give_back(self) -> None:
+        """Hand every unfinished ticket back, for another manager to start anew."""
+        unfinished = list(self._running.values())
+        for _, task in unfinished:
+            task.cancel()
+        self.log.info("tickets_given_back", num=len(unfinished))
+        try:
+            async with asyncio.timeout(GIVE_BACK_S), asyncio.TaskGroup() as tasks:
+                for ticket, _ in unfinished:
+                    tasks.create_task(self._deliver(GiveUp(ticket, "drained", retry=True)))
+        except TimeoutError:
+            self.log.warning("not_given_back", after_s=GIVE_BACK_S)
+
+    def _end(self, why: str) -> None:
+        if not self._ended:
+            self._ended = True
+            self.finish(why, failed=True)
+
+    def _user_output(self, line: str) -> None:
+        self.log.info("user_output", text=line)

@@ -1,0 +1,262 @@
+"""Plays one trajectory: reset, then turn by turn generate and step, then the score. Ends with a Trajectory or GaveUp."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from actors.envs.chat import ChatRenderer
+from actors.envs.environment import Observation
+from actors.envs.failures import EnvFailure, GaveUp
+from actors.envs.hosting import EnvHost, HostedEnv
+from actors.envs.section import EnvSection, RolloutSection
+from actors.envs.transcript import TOKEN_BYTES, Transcript
+from actors.messages.generation import Aborted, Completion, Generate, Sampling, Tokens
+from actors.messages.rewards import NotScored, Score
+from actors.messages.samples import Standing, Ticket, Trajectory
+from bus.errors import AskFailed, Failed
+from bus.message import Request
+
+ReplyT = TypeVar("ReplyT")
+
+
+class Asks(Protocol):
+    """The part of a Ref that a rollout uses."""
+
+    async def ask(self, request: Request[ReplyT], *, timeout: float) -> ReplyT: ...
+
+
+class Gauges(Protocol):
+    """The part of Metrics that a rollout uses."""
+
+    def observe(self, name: str, value: float) -> None: ...
+    def busy(self) -> AbstractContextManager[None]: ...
+
+
+class Waiting(Protocol):
+    """The part of Waits that a rollout uses."""
+
+    def on(self, what: str, *, detail: str = "", holder: str = "", limit: str = "") -> AbstractContextManager[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What every rollout of a manager shares. `reward` is None where no reward functions are configured."""
+
+    env: EnvSection
+    rollout: RolloutSection
+    host: EnvHost
+    renderer: ChatRenderer
+    proxy: Asks
+    reward: Asks | None
+    standing: Callable[[], Standing]
+    metrics: Gauges
+    waits: Waiting
+
+
+class Rollout:
+    """One attempt at one trajectory. `play` is called once."""
+
+    def __init__(self, stage: Stage, ticket: Ticket) -> None:
+        self._stage = stage
+        self._ticket = ticket
+        self._key = f"{ticket.trajectory_id}.{ticket.attempt}"
+        greedy = ticket.purpose == "eval"
+        self._sampling = Sampling(
+            max_new_tokens=stage.rollout.max_new_tokens,
+            temperature=0.0 if greedy else stage.rollout.temperature,
+            top_p=1.0 if greedy else stage.rollout.top_p,
+            stop_token_ids=stage.renderer.stop_token_ids,
+        )
+        self._texts: list[str] = []
+        self._reward = 0.0
+        self._num_invalid = 0
+        self._truncated = False
+        self._info: dict[str, Any] = {}
+
+    async def play(self) -> Trajectory:
+        """The scored trajectory. Raises GaveUp for every way it can end otherwise."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        env, observation = await self._reset()
+        try:
+            transcript = await self._play_turns(env, observation)
+        except GaveUp:
+            self._stage.host.give_back(env, self._ticket.purpose)
+            raise
+        except EnvFailure as failure:
+            await env.close()
+            raise _given_up(failure) from failure
+        except Exception:
+            await env.close()
+            raise
+        self._stage.host.give_back(env, self._ticket.purpose)
+        reward = self._reward + await self._score()
+        return Trajectory(
+            ticket=self._ticket,
+            segments=(transcript.segment(),),
+            reward=reward,
+            turns=len(self._texts),
+            truncated=self._truncated,
+            wall_s=loop.time() - began,
+            version_first=transcript.version_first,
+            version_last=transcript.version_last,
+        )
+
+    async def _reset(self) -> tuple[HostedEnv, Observation]:
+        """An environment that was reset, after up to `env.reset_tries` tries, each on another instance."""
+        stage, ticket = self._stage, self._ticket
+        tries = stage.env.reset_tries
+        failure: EnvFailure | None = None
+        for _ in range(tries):
+            env: HostedEnv | None = None
+            try:
+                with self._waiting("env.reset", f"env.reset_timeout_s={stage.env.reset_timeout_s:g}"):
+                    env = await stage.host.borrow(ticket.purpose)
+                    observation, info = await env.reset(ticket.seed)
+            except EnvFailure as error:
+                failure = error
+                if env is not None:
+                    await env.close()
+            else:
+                self._info.update(info)
+                return env, observation
+        assert failure is not None
+        raise _given_up(failure)
+
+    async def _play_turns(self, env: HostedEnv, observation: Observation) -> Transcript:
+        stage, limits = self._stage, self._stage.rollout
+        transcript = Transcript(stage.renderer.opening(observation))
+        if len(transcript) + limits.max_new_tokens > limits.max_len:
+            raise GaveUp(
+                "generation_failed",
+                f"the first prompt has {len(transcript)} tokens; rollout.max_len is {limits.max_len}",
+            )
+        loop = asyncio.get_running_loop()
+        limit = f"env.step_timeout_s={stage.env.step_timeout_s:g}"
+        while True:
+            self._check_age(transcript)
+            tokens = await self._generate(transcript)
+            text = stage.renderer.decode(tokens.ids)
+            self._texts.append(text)
+            began = loop.time()
+            with self._waiting("env.step", limit), stage.metrics.busy():
+                observation, reward, terminated, truncated, info = await env.step(text)
+            stage.metrics.observe("env/step_s", loop.time() - began)
+            self._reward += reward
+            if info:
+                self._info.update(info)
+                self._num_invalid += bool(info.get("invalid"))
+            if terminated:
+                return transcript
+            if truncated or len(self._texts) >= limits.max_turns:
+                self._truncated = True
+                return transcript
+            shown = stage.renderer.follow_up(observation, _last_token(tokens))
+            if len(transcript) + len(shown) // TOKEN_BYTES + limits.max_new_tokens > limits.max_len:
+                self._truncated = True
+                return transcript
+            transcript.show(shown)
+
+    def _check_age(self, transcript: Transcript) -> None:
+        """The bound is checked at every turn: a trajectory that can no longer train frees its slot at once."""
+        standing = self._stage.standing()
+        if self._ticket.purpose == "eval" or standing.alpha < 0 or transcript.version_first < 0:
+            return
+        age = standing.version - transcript.version_first
+        if age > standing.alpha:
+            raise GaveUp(
+                "stale", f"age {age} after {len(self._texts)} turns; staleness.alpha is {standing.alpha}", retry=True
+            )
+
+    async def _generate(self, transcript: Transcript) -> Tokens:
+        """The next turn, appended to `transcript`; an aborted request goes on from the tokens it has, under a new id."""
+        limits, turn = self._stage.rollout, len(self._texts)
+        request_id = f"{self._key}.{turn}"
+        prompt = transcript.prompt
+        resumed, reason = Tokens(), ""
+        for attempt in range(limits.generate_tries):
+            request = Generate(
+                request_id=request_id if attempt == 0 else f"{request_id}r{attempt}",
+                session=self._ticket.trajectory_id,
+                prompt=prompt,
+                sampling=self._sampling,
+                # Nothing older than what this trajectory began with: its age counts from there.
+                min_version=max(self._ticket.version, transcript.version_first),
+                resumed=resumed,
+            )
+            reply = await self._ask_proxy(request)
+            if isinstance(reply, Completion):
+                try:
+                    transcript.sample(reply.tokens)
+                except ValueError as error:
+                    raise GaveUp("generation_failed", f"{reply.engine} sent {error}", retry=True) from error
+                return reply.tokens
+            resumed, reason = reply.tokens, reply.reason
+            self._check_age(transcript)
+        raise GaveUp("generation_failed", f"aborted {limits.generate_tries} times, lastly: {reason}", retry=True)
+
+    async def _ask_proxy(self, request: Generate) -> Completion | Aborted:
+        timeout_s = self._stage.rollout.generate_timeout_s
+        try:
+            with self._waiting("generate", f"rollout.generate_timeout_s={timeout_s:g}", "llm_proxy"):
+                return await self._stage.proxy.ask(request, timeout=timeout_s)
+        except AskFailed as error:
+            raise GaveUp("generation_failed", str(error), retry=not isinstance(error, Failed)) from error
+
+    async def _score(self) -> float:
+        """What the reward functions add. The environment is no longer held here."""
+        stage = self._stage
+        if stage.reward is None:
+            return 0.0
+        request = Score(self._key, tuple(self._texts), encode_columns(self._columns(), self._info))
+        timeout_s = stage.rollout.reward_timeout_s
+        try:
+            with self._waiting("score", f"rollout.reward_timeout_s={timeout_s:g}", "reward_service"):
+                reply = await stage.reward.ask(request, timeout=timeout_s)
+        except AskFailed as error:
+            raise GaveUp("reward_failed", str(error), retry=not isinstance(error, Failed)) from error
+        if isinstance(reply, NotScored):
+            raise GaveUp("reward_failed", f"{reply.reason}: {reply.detail}")
+        return sum(reply.scores)
+
+    def _columns(self) -> dict[str, Any]:
+        return {
+            "task": self._ticket.task,
+            "seed": self._ticket.seed,
+            "turns": len(self._texts),
+            "invalid_turns": self._num_invalid,
+            "truncated": self._truncated,
+            "env_reward": self._reward,
+        }
+
+    def _waiting(self, stage: str, limit: str, holder: str = "") -> AbstractContextManager[Any]:
+        return self._stage.waits.on(self._ticket.trajectory_id, detail=stage, holder=holder, limit=limit)
+
+
+def encode_columns(columns: Mapping[str, Any], info: Mapping[str, Any]) -> bytes:
+    """Columns for the reward functions as MessagePack: ours, and of the environment's info what can be sent."""
+    plain = dict(columns)
+    for key, value in info.items():
+        if isinstance(key, str) and key not in plain and _is_plain(value):
+            plain[key] = value
+    return msgspec.msgpack.encode(plain)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, str | bool | float) or (isinstance(value, int) and abs(value) < 1 << 63)
+
+
+def _given_up(failure: EnvFailure) -> GaveUp:
+    return GaveUp(failure.outcome, failure.what, retry=failure.outcome == "env_lost", failure=failure)
+
+
+def _last_token(tokens: Tokens) -> int:
+    return int.from_bytes(tokens.ids[-TOKEN_BYTES:], "little", signed=True)

@@ -1,0 +1,122 @@
+"""Generation: what environment managers ask of the proxy, and the proxy of engines."""
+
+from typing import ClassVar
+
+import msgspec
+
+from bus.message import Ack, Message, Request
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How tokens are drawn. `temperature` 0 is greedy; stop tokens are kept as the last token of the completion."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) of a completion were sampled under weight `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True):
+    """Sampled tokens: int32 ids and float32 log-probabilities (of the full, untempered distribution at temperature 1) as little-endian bytes."""
+
+    ids: bytes = b""
+    logprobs: bytes = b""
+    spans: tuple[Span, ...] = ()
+
+
+class Completion(Message, frozen=True):
+    """All of a request's sampled tokens. `finish_reason` is `stop` or `length`."""
+
+    request_id: str
+    tokens: Tokens
+    finish_reason: str
+    engine: str
+
+
+HANDED_BACK = "handed back"
+"""`Aborted.reason` of an engine that drains: the proxy goes on with the request, and its tokens, elsewhere."""
+
+
+class Aborted(Message, frozen=True):
+    """The request ended early; what was sampled before is kept."""
+
+    request_id: str
+    tokens: Tokens
+    reason: str
+
+
+class Generate(Request[Completion | Aborted], frozen=True):
+    """Sample one completion. Asking again with the same `request_id` joins the request or returns its result."""
+
+    idempotent: ClassVar[bool] = True
+    request_id: str
+    session: str
+    """The trajectory: requests of one session prefer the engine that holds its KV cache."""
+    prompt: bytes
+    """int32 little-endian token ids of everything so far."""
+    sampling: Sampling
+    min_version: int = 0
+    """No token is sampled under an older weight version; the engine pulls first if it must."""
+    resumed: Tokens = Tokens()
+    """Tokens already sampled elsewhere (a dead or drained engine): they count towards the completion and are not sampled again.
+    The reply begins with them."""
+
+
+class Abort(Request[Ack], frozen=True):
+    """End a request between two decode steps; its asker gets `Aborted` with the tokens so far. Unknown ids are ignored."""
+
+    idempotent: ClassVar[bool] = True
+    request_id: str
+    reason: str = "asked"
+
+
+class TokensSampled(Message, frozen=True):
+    """Engine → proxy, every few decode steps: progress of running requests, so that an engine's death costs few tokens.
+
+    Each entry holds the tokens since the last report of that request; its spans are positions in the whole completion (resumed
+    tokens counted), so that whoever missed a report sees the gap.
+    """
+
+    engine: str
+    progress: tuple[tuple[str, Tokens], ...]
+
+
+class EngineStatus(Message, frozen=True):
+    """An engine's own account of itself: a restarted proxy rebuilds its table from these."""
+
+    engine: str
+    version: int
+    num_slots: int
+    running: tuple[str, ...]
+    """Request ids waiting or running."""
+    finished: tuple[str, ...]
+    """Request ids whose result is still kept for an asker that lost its reply."""
+    tokens_s: float = 0.0
+    suspended: bool = False
+
+
+class Inspect(Request[EngineStatus], frozen=True):
+    """Ask an engine for its status."""
+
+    idempotent: ClassVar[bool] = True
+
+
+class Suspend(Request[Ack], frozen=True):
+    """Stop decoding between two steps; requests stay where they are."""
+
+    idempotent: ClassVar[bool] = True
+
+
+class Resume(Request[Ack], frozen=True):
+    """Go on decoding after Suspend."""
+
+    idempotent: ClassVar[bool] = True

@@ -1,0 +1,191 @@
+"""Samples: the SampleBuffer's protocol with environment managers and the trainer."""
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+from actors.messages.generation import Span
+from bus.message import Ack, Message, Request
+
+Purpose = Literal["train", "eval"]
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """The right to run one trajectory, leased: renew it with Hold or lose it to another attempt."""
+
+    trajectory_id: str
+    group_id: str
+    attempt: int
+    task: int
+    seed: int
+    """Seed of the environment: the same for every member of a group."""
+    version: int
+    """Weight version at admission: no token of the trajectory may be older."""
+    alpha: int
+    """Staleness bound in versions; -1 is unbounded."""
+    purpose: Purpose = "train"
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """One contiguous token context. Arrays of equal length: int32 `tokens`, uint8 `mask` (1 = sampled), float32 `logprobs` (0 where not sampled)."""
+
+    tokens: bytes
+    mask: bytes
+    logprobs: bytes
+    spans: tuple[Span, ...]
+    """Positions are token indices within this segment."""
+
+
+class Trajectory(msgspec.Struct, frozen=True, array_like=True):
+    """A finished, scored rollout."""
+
+    ticket: Ticket
+    segments: tuple[Segment, ...]
+    reward: float
+    """Sum of step rewards and of what the reward functions added; always finite."""
+    turns: int
+    truncated: bool
+    wall_s: float
+    version_first: int
+    """Weight version of the first sampled token: age counts from it."""
+    version_last: int
+
+
+class Standing(Message, frozen=True):
+    """The one record of where training stands; written by the SampleBuffer alone, pushed as a hint to whoever holds tickets."""
+
+    version: int
+    alpha: int
+
+
+class Tickets(Message, frozen=True):
+    """Reply to Admit: possibly empty when the wait ended; `closed` when the job will admit nothing more."""
+
+    tickets: tuple[Ticket, ...]
+    standing: Standing
+    closed: bool = False
+
+
+class Admit(Request[Tickets], frozen=True):
+    """Ask for up to `num` tickets; held back until at least one may be admitted or `wait_s` passed."""
+
+    num: int
+    holder: str
+    """Actor name of the asker; its death returns its tickets."""
+    incarnation: int
+    wait_s: float = 10.0
+
+
+class Hold(Request[Standing], frozen=True):
+    """Renew the leases of all that the holder runs (`trajectory_id`, `attempt`). A ticket it leaves out went astray and is issued again."""
+
+    idempotent: ClassVar[bool] = True
+    held: tuple[tuple[str, int], ...]
+    holder: str
+
+
+class Stored(Message, frozen=True):
+    """Reply to Put and GiveUp, sent once durable. `fate` is empty while the sample may still train, else its named end."""
+
+    fate: str
+    standing: Standing
+
+
+class Put(Request[Stored], frozen=True):
+    """Hand a scored trajectory over. Acknowledged means durable; a refused attempt gets fate `superseded`."""
+
+    idempotent: ClassVar[bool] = True
+    trajectory: Trajectory
+
+
+class GiveUp(Request[Stored], frozen=True):
+    """A trajectory ended without a score. `retry` asks for another attempt; otherwise it is `failed` with `reason`."""
+
+    idempotent: ClassVar[bool] = True
+    ticket: Ticket
+    reason: str
+    """A named outcome: env_reset_failed, env_step_failed, env_timeout, env_bad_result, reward_failed, generation_failed, stale, drained."""
+    detail: str = ""
+    retry: bool = False
+
+
+class Epoch(Message, frozen=True):
+    """The trainer's licence: only the newest epoch claims and commits. `bound` lists uncommitted steps to replay, oldest first."""
+
+    epoch: int
+    committed: int
+    bound: tuple[int, ...]
+
+
+class DrawEpoch(Request[Epoch], frozen=True):
+    """A starting trainer takes over; `at_least` is its checkpoint's epoch + 1. `step` is the checkpoint's step: it is committed if it was not yet."""
+
+    at_least: int
+    step: int
+
+
+class Batch(Message, frozen=True):
+    """Groups bound to `step`, oldest first: each is a tuple of MessagePack-encoded Trajectory."""
+
+    step: int
+    groups: tuple[tuple[bytes, ...], ...]
+    stale: int
+    """Samples dropped as stale by this hand-over."""
+
+
+class NotReady(Message, frozen=True):
+    """No batch before the wait ended; `why` names what is missing."""
+
+    ready: int
+    wanted: int
+    why: str
+
+
+class Claim(Request[Batch | NotReady], frozen=True):
+    """Bind `groups` groups to `step`, or get the ones already bound to it. Held back up to `wait_s`."""
+
+    idempotent: ClassVar[bool] = True
+    step: int
+    epoch: int
+    groups: int
+    wait_s: float = 10.0
+
+
+class Advance(Request[Standing], frozen=True):
+    """Step `step` was trained and its weights published as version `step`: frees its slots and admits fresh work."""
+
+    idempotent: ClassVar[bool] = True
+    step: int
+    epoch: int
+
+
+class Commit(Request[Ack], frozen=True):
+    """A durable checkpoint covers every step up to `step`: their samples are `trained` for good."""
+
+    idempotent: ClassVar[bool] = True
+    step: int
+    epoch: int
+
+
+class EvalResult(Message, frozen=True):
+    """Mean greedy reward over the held-out tasks that finished."""
+
+    version: int
+    reward: float
+    num: int
+    failed: int
+
+
+class Evaluate(Request[EvalResult | NotReady], frozen=True):
+    """Run held-out task ids 0…num-1 once each, greedily, on the newest weights. Asking again with the same `key` joins it."""
+
+    idempotent: ClassVar[bool] = True
+    key: str
+    num: int
+    wait_s: float = 30.0
+
+
+class Close(Request[Ack], frozen=True):
+    """The job reached its end: admit nothing more."""
+
+    idempotent: ClassVar[bool] = True

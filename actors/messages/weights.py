@@ -1,0 +1,25 @@
+"""Weights: announced as a hint, pulled by whoever needs them."""
+
+from typing import ClassVar
+
+from bus.message import Message, Request
+
+
+class WeightsPublished(Message, frozen=True):
+    """Version `version` of the weights lies in the blob store under `blob`; a higher `epoch` replaces the same version."""
+
+    version: int
+    epoch: int
+    blob: str
+    digest: str
+    size_bytes: int
+
+
+class NoWeights(Message, frozen=True):
+    """Nothing was published yet."""
+
+
+class LatestWeights(Request[WeightsPublished | NoWeights], frozen=True):
+    """Ask the trainer which weights are newest."""
+
+    idempotent: ClassVar[bool] = True

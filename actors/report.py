@@ -1,0 +1,184 @@
+"""Draws report.png and prints the three closing lines of a run: `python -m actors.report RUN_DIR`."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = dict[str, float]
+
+REWARD, EVAL, AGE, ALPHA, READY, BOUND = "#1f6f8b", "#d1495b", "#66a182", "#9a9a9a", "#edae49", "#8d6a9f"
+
+
+class Run(NamedTuple):
+    """What a finished run folder tells. `deaths` are (seconds since the first step began, actor name)."""
+
+    folder: Path
+    rows: list[Row]
+    fates: Counter[str]
+    alpha: int
+    model: str
+    task: str
+    deaths: list[tuple[float, str]]
+    restarts: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the summary and write RUN_DIR/report.png; exit 1 with a sentence when there is no step to report."""
+    run = read_run(Path(argv[0]))
+    if not run.rows:
+        print(f"{run.folder}: no step was finished, so there is nothing to report", file=sys.stderr)  # noqa: T201
+        return 1
+    verdict = summary(run)
+    draw(run, verdict[0].removeprefix("done: "), run.folder / "report.png")
+    print("\n" + "\n".join(verdict))  # noqa: T201
+    return 0
+
+
+def read_run(folder: Path) -> Run:
+    """Read metrics.jsonl, samples.jsonl, config.yaml and the node agent's log. Torn last lines are left out."""
+    import yaml
+
+    config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
+    rows = _lines(folder / "metrics.jsonl")
+    fates = Counter(str(line["fate"]) for line in _lines(folder / "samples.jsonl"))
+    log = _lines(folder / "logs" / "node-1.jsonl")
+    deaths = [(0.0, str(line.get("died", line.get("name", "")))) for line in log if line.get("event") == "died"]
+    env = str(config.get("env", {}).get("class", "")).rsplit(":", 1)[-1]
+    model = str(config.get("model", {}).get("path", ""))
+    return Run(folder, rows, fates, int(config["staleness"]["alpha"]), model, env, deaths, len(deaths))
+
+
+def summary(run: Run) -> list[str]:
+    """Three lines: what was reached, who was busy and what that suggests, where to look next."""
+    rows = run.rows
+    first, last = rows[0], rows[-10:]
+    reward = sum(r["reward/mean"] for r in last) / len(last)
+    held_out = [r["eval/reward"] for r in rows if "eval/reward" in r]
+    wall = last[-1].get("time/wall_s", 0.0)
+    dropped = run.fates.get("stale", 0)
+    age = max(r.get("staleness/max", 0.0) for r in rows)
+    eval_text = f" (held-out {held_out[-1]:.2f})" if held_out else ""
+    return [
+        f"done: reward {first['reward/mean']:.2f} → {reward:.2f}{eval_text} in {int(rows[-1]['step'])} steps, {_duration(wall)}"
+        f" · {sum(run.fates.values()):,} samples, {dropped} dropped, age ≤ {age:.0f} · {run.restarts} restarts",
+        _busy_line(rows),
+        f"report {run.folder / 'report.png'} · trace.json opens in ui.perfetto.dev · next: edit configs/quickstart.yaml or read docs/embedding.md",
+    ]
+
+
+def _busy_line(rows: list[Row]) -> str:
+    busy = {role: 1.0 - sum(values) / len(values) for role, values in _idle_by_role(rows).items()}
+    shown = ", ".join(f"{role} {busy[role]:.0%}" for role in ("engine", "trainer", "env_manager") if role in busy)
+    wait = sum(r.get("time/wait_for_batch", 0.0) for r in rows)
+    total = sum(r.get("time/step", 0.0) for r in rows) or 1.0
+    if wait / total > 0.25:
+        return f"busy: {shown} — generation-bound: the trainer waited {wait / total:.0%} of the time for batches; add engines or environments"
+    if wait / total < 0.05:
+        return f"busy: {shown} — training-bound: batches were ready when the trainer was; more engines would not help"
+    return f"busy: {shown} — balanced: the trainer waited {wait / total:.0%} of the time for batches"
+
+
+def draw(run: Run, verdict: str, target: Path) -> None:
+    """Four panels on one time axis: reward, age against α, idle share per role, queues with weight versions and deaths."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    seconds = [r.get("time/wall_s", r["step"]) for r in run.rows]
+    figure, axes = plt.subplots(4, 1, figsize=(10, 11), sharex=True, height_ratios=(3, 1.5, 2, 2))
+    _draw_reward(axes[0], run.rows, seconds)
+    _draw_age(axes[1], run, seconds)
+    _draw_idle(axes[2], run.rows, seconds)
+    _draw_queues(axes[3], run.rows, seconds)
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[3].set_xlabel("seconds since the first step began")
+    figure.suptitle(f"{run.folder.name} · {run.task} · model {run.model} · {_machine()}\n{verdict}", fontsize=10, wrap=True)
+    figure.tight_layout()
+    figure.savefig(target, dpi=110)
+
+
+def _draw_reward(axis: "Axes", rows: list[Row], seconds: list[float]) -> None:
+    axis.plot(seconds, [r["reward/mean"] for r in rows], color=REWARD, label="reward (mean of the step's samples)")
+    held_out = [(t, r["eval/reward"]) for t, r in zip(seconds, rows, strict=True) if "eval/reward" in r]
+    if held_out:
+        axis.plot(*zip(*held_out, strict=True), "o", color=EVAL, label="held-out reward (greedy)")
+    axis.set_ylabel("reward")
+    axis.set_ylim(bottom=min(0.0, min(r["reward/mean"] for r in rows)))
+    axis.legend(loc="lower right", frameon=False)
+
+
+def _draw_age(axis: "Axes", run: Run, seconds: list[float]) -> None:
+    axis.step(seconds, [r.get("staleness/max", 0.0) for r in run.rows], where="mid", color=AGE, label="oldest")
+    axis.plot(seconds, [r.get("staleness/mean", 0.0) for r in run.rows], color=AGE, alpha=0.5, label="mean")
+    if run.alpha >= 0:
+        axis.axhline(run.alpha, color=ALPHA, linestyle="--", label=f"α = {run.alpha}")
+    dropped = [(t, r["staleness/dropped"]) for t, r in zip(seconds, run.rows, strict=True) if r.get("staleness/dropped")]
+    if dropped:
+        axis.plot([t for t, _ in dropped], [run.alpha] * len(dropped), "x", color=EVAL, label="dropped")
+    axis.set_ylabel("age (versions)")
+    axis.legend(loc="upper right", frameon=False, ncols=4)
+
+
+def _draw_idle(axis: "Axes", rows: list[Row], seconds: list[float]) -> None:
+    roles = {role: values for role, values in _idle_by_role(rows).items() if len(values) == len(rows)}
+    if roles:
+        axis.stackplot(seconds, list(roles.values()), labels=list(roles), alpha=0.8)
+        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    axis.set_ylabel("idle share, stacked\n(1 = a whole role idle)")
+
+
+def _draw_queues(axis: "Axes", rows: list[Row], seconds: list[float]) -> None:
+    for name, color in (("ready", READY), ("bound", BOUND)):
+        depths = [r.get(f"queue/{name}/depth", 0.0) for r in rows]
+        axis.plot(seconds, depths, color=color, label=f"{name}")
+    for t in seconds[:: max(1, len(seconds) // 60)]:
+        axis.axvline(t, ymax=0.04, color=ALPHA, linewidth=0.8)
+    axis.set_ylabel("queue depth\n(ticks: weight versions)")
+    axis.legend(loc="upper right", frameon=False, ncols=2)
+
+
+def _idle_by_role(rows: list[Row]) -> dict[str, list[float]]:
+    """Mean idle share per role and row, roles in name order."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        per_role: dict[str, list[float]] = {}
+        for key, value in row.items():
+            if key.startswith("idle/"):
+                per_role.setdefault(key.removeprefix("idle/").rsplit("-", 1)[0], []).append(value)
+        for role, values in sorted(per_role.items()):
+            found.setdefault(role, []).append(sum(values) / len(values))
+    return found
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text()
+    except OSError:
+        return []
+    complete = text[: text.rfind("\n") + 1].splitlines()
+    return [json.loads(line) for line in complete]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _machine() -> str:
+    import os
+    import platform
+
+    return f"{os.cpu_count()} cores, {platform.machine()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

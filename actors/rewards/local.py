@@ -1,0 +1,122 @@
+"""Scores trajectories by user functions in killable worker processes; each failure has a name."""
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any, cast
+
+import msgspec
+
+from actors.config import RewardSection
+from actors.messages.rewards import NotScored, Score, Scores
+from runtime.pool import Unsendable, WorkerPool, decode, encode_call
+from runtime.pool_errors import BadResult, PoolError, TargetMissing, UserCodeRaised, WorkerKilled, WorkerTimeout
+from runtime.pool_process import Limits
+
+LOAD_S = 60.0
+"""For importing a user's module: some load a model."""
+
+KILLED_TRIES = 3
+"""Tries of a call that was only a bystander of another one's death."""
+
+
+class LocalScorer:
+    """Runs `reward.functions` one after another over a batch of requests."""
+
+    def __init__(self, section: RewardSection, *, on_output: Callable[[str], None] | None = None) -> None:
+        self._section = section
+        self._pool = WorkerPool(workers=section.workers, limits=Limits(section.memory_mb), on_output=on_output)
+
+    async def start(self) -> str:
+        """Load every function once; returns "" or the sentence that says which one can't be used."""
+        for name in self._section.functions:
+            try:
+                await self._pool.inspect(name, deadline_s=LOAD_S)
+            except TargetMissing as error:
+                return f"reward function {error}"
+            except PoolError as error:
+                return f"reward function {name} can't be loaded: {describe(error)}"
+        return ""
+
+    async def close(self) -> None:
+        """Kill the workers."""
+        await self._pool.close()
+
+    async def score(self, requests: Sequence[Score]) -> list[Scores | NotScored]:
+        """One reply per request. When a batch fails, each of its members is tried alone, so that one bad trajectory costs no other."""
+        found: list[tuple[float, ...]] = [() for _ in requests]
+        try:
+            arguments = _arguments(requests)
+            for name in self._section.functions:
+                numbers = await self._call(name, arguments, len(requests))
+                found = [(*scores, number) for scores, number in zip(found, numbers, strict=True)]
+        except _Refused as error:
+            if len(requests) == 1:
+                return [NotScored(error.reason, error.detail)]
+            return [reply for request in requests for reply in await self.score([request])]
+        return [Scores(scores) for scores in found]
+
+    async def _call(self, name: str, arguments: bytes, num: int) -> list[float]:
+        for tries_left in reversed(range(KILLED_TRIES)):
+            try:
+                reply = await self._pool.apply(name, arguments, deadline_s=self._section.timeout_s)
+            except WorkerKilled as error:
+                if not tries_left:
+                    raise _Refused("died", f"{name}: {error}") from error
+            except PoolError as error:
+                raise _Refused(_reason(error), f"{name} {describe(error)}") from error
+            else:
+                return _checked(name, decode(reply), num)
+        raise AssertionError
+
+
+class _Refused(Exception):
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+def describe(error: PoolError) -> str:
+    """What user code did, for the middle of a sentence."""
+    if isinstance(error, UserCodeRaised):
+        return f"raised {error.text} at {error.where}"
+    return str(error)
+
+
+def _reason(error: PoolError) -> str:
+    match error:
+        case WorkerTimeout():
+            return "timeout"
+        case UserCodeRaised() | TargetMissing():
+            return "raised"
+        case BadResult():
+            return "wrong_type"
+        case _:
+            return "died"
+
+
+def _arguments(requests: Sequence[Score]) -> bytes:
+    """Completions, then one list per column that any of the requests has."""
+    rows: list[dict[str, Any]] = []
+    for request in requests:
+        row = msgspec.msgpack.decode(request.columns, type=dict[str, Any])
+        rows.append({**row, "texts": list(request.completions)})
+    names = dict.fromkeys(name for row in rows for name in row if name != "completions")
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return encode_call(completions=["\n".join(request.completions) for request in requests], **columns)
+
+
+def _checked(name: str, result: Any, num: int) -> list[float]:
+    if not isinstance(result, list):
+        kind = result.type_name if isinstance(result, Unsendable) else type(result).__name__
+        raise _Refused("wrong_type", f"{name} returned a {kind} instead of a list of numbers")
+    numbers = cast("list[Any]", result)
+    if len(numbers) != num:
+        raise _Refused("wrong_length", f"{name} returned {len(numbers)} numbers for {num} trajectories")
+    for number in numbers:
+        if not isinstance(number, Real):
+            kind = number.type_name if isinstance(number, Unsendable) else type(number).__name__
+            raise _Refused("wrong_type", f"{name} returned a {kind} instead of a number")
+        if not math.isfinite(number):
+            raise _Refused("not_finite", f"{name} returned {number}")
+    return [float(number) for number in numbers]

@@ -1,0 +1,96 @@
+"""Answers what a trajectory is worth, by user functions, and nothing else: it keeps no state."""
+
+import asyncio
+from collections import deque
+from typing import ClassVar
+
+from actors.config import RewardSection
+from actors.messages.rewards import NotScored, Score, Scores
+from actors.rewards.local import LocalScorer
+from runtime.actor import Actor, ActorConfig, Context, handler
+
+BATCH = 64
+"""Trajectories per call of a function: enough to make the call's own cost vanish."""
+
+MAX_NOTICES = 3
+"""Kinds of failure the user is told about; the log has all of them."""
+
+_Waiting = tuple[Score, "asyncio.Future[Scores | NotScored]"]
+
+
+class RewardServiceConfig(ActorConfig):
+    """What the reward service reads."""
+
+    reward: RewardSection = RewardSection()
+
+
+class RewardService(Actor):
+    """While a worker is busy, requests gather and go to it as one batch."""
+
+    role: ClassVar[str] = "reward_service"
+    Config: ClassVar[type[ActorConfig]] = RewardServiceConfig
+    drain_order: ClassVar[int] = 60
+
+    def __init__(self, config: RewardServiceConfig, context: Context) -> None:
+        super().__init__(config, context)
+        self._section = config.reward
+        self._scorer = LocalScorer(config.reward, on_output=self._user_output)
+        self._waiting: deque[_Waiting] = deque()
+        self._arrived = asyncio.Event()
+        self._told: set[str] = set()
+
+    async def on_start(self) -> None:
+        """Load the functions; one that can't be loaded ends the job with a sentence."""
+        if problem := await self._scorer.start():
+            self.finish(problem, failed=True)
+        for index in range(self._section.workers):
+            self.spawn(self._serve(), name=f"{self.name}.batches-{index}")
+
+    async def on_stop(self) -> None:
+        """Kill the workers."""
+        await self._scorer.close()
+
+    @handler(concurrency=1024)
+    async def score(self, request: Score) -> Scores | NotScored:
+        """The functions' numbers for one trajectory, or why there are none."""
+        if not self._section.functions:
+            return Scores(())
+        reply: asyncio.Future[Scores | NotScored] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, reply))
+        self._arrived.set()
+        return await reply
+
+    async def _serve(self) -> None:
+        while True:
+            batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+            batch = [(request, reply) for request, reply in batch if not reply.done()]
+            if batch:
+                await self._answer(batch)
+            else:
+                self._arrived.clear()
+                await self._arrived.wait()
+
+    async def _answer(self, batch: list[_Waiting]) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        with self.metrics.busy():
+            found = await self._scorer.score([request for request, _ in batch])
+        self.metrics.observe("reward/batch", len(batch))
+        self.metrics.observe("reward/wall_s", loop.time() - began)
+        for (request, reply), scores in zip(batch, found, strict=True):
+            if isinstance(scores, NotScored):
+                self._failed(request, scores)
+            if not reply.done():
+                reply.set_result(scores)
+
+    def _failed(self, request: Score, why: NotScored) -> None:
+        self.metrics.count("reward/error")
+        self.metrics.count(f"reward/error/{why.reason}")
+        self.log.warning("not_scored", trajectory=request.trajectory_id, reason=why.reason, detail=why.detail)
+        if why.reason not in self._told and len(self._told) < MAX_NOTICES:
+            self._told.add(why.reason)
+            log = self.run.folder / "logs" / f"{self.name}.jsonl"
+            self.notice(f"reward function {why.detail}. The rollout leaves its group. Log: {log}")
+
+    def _user_output(self, line: str) -> None:
+        self.log.info("user_output", text=line)

@@ -1,0 +1,142 @@
+"""Hands batches to the trainer: a step's samples are bound once, trained in order, and committed behind a durable checkpoint."""
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from actors.messages.samples import Advance, Batch, Claim, Commit, DrawEpoch, Epoch, NotReady
+from actors.samples.book import Book
+from actors.samples.intake import Intake, Wakes
+from actors.samples.journal import Journal
+from actors.samples.sample import PayloadLost, is_filed
+from planning.staleness import HandOver, hand_over, min_version
+from runtime.store.errors import OutOfOrder, StaleEpoch
+from runtime.store.workset import Claimed, Item, WorkSet
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+
+class TrainerDesk:
+    """One trainer at a time, told apart by its epoch. Raises StaleEpoch to one that was replaced."""
+
+    def __init__(
+        self,
+        book: Book,
+        journal: Journal,
+        workset: WorkSet,
+        wakes: Wakes,
+        intake: Intake,
+        read_payload: Callable[[bytes], Awaitable[bytes]],
+        log: "FilteringBoundLogger",
+    ) -> None:
+        self._book = book
+        self._journal = journal
+        self._workset = workset
+        self._wakes = wakes
+        self._intake = intake
+        self._read_payload = read_payload
+        self._log = log
+
+    async def draw_epoch(self, request: DrawEpoch) -> Epoch:
+        """A trainer takes over from its checkpoint of `request.step`, which is committed here if it was not."""
+        epoch = await self._journal.steadily(partial(self._workset.new_epoch, request.at_least))
+        self._book.epoch = epoch
+        await self._commit(request.step, epoch)
+        await self._advance(request.step)
+        counts = await self._journal.steadily(self._workset.counts)
+        self._book.committed, self._book.bound = counts.committed, set(counts.bound_steps)
+        self._log.info("epoch_drawn", epoch=epoch, committed=counts.committed, bound=counts.bound_steps)
+        return Epoch(epoch=epoch, committed=counts.committed, bound=counts.bound_steps)
+
+    def plan(self, request: Claim) -> HandOver:
+        """Whether the batch may be claimed now. A bound step is handed out again without asking about age."""
+        self._check(request.epoch)
+        if request.step in self._book.bound:
+            return HandOver(True, min_version(request.step, self._book.alpha), "bound before")
+        if request.step <= self._book.committed:
+            raise OutOfOrder(f"step {request.step} was claimed, but {self._book.committed} is committed already")
+        return hand_over(self._book.supply(request.step, request.groups))
+
+    async def claim(self, request: Claim) -> Batch | NotReady:
+        """Bind the batch if the plan still says so."""
+        if request.step not in self._book.bound:
+            await self._intake.drop_old(min_version(request.step, self._book.alpha))
+        plan = self.plan(request)
+        if not plan.take:
+            return self.not_ready(request, plan)
+        await self._journal.flush()
+        bind = partial(self._workset.claim, request.groups, plan.min_version, request.step, request.epoch)
+        claimed = await self._journal.steadily(bind)
+        stale = sum(
+            self._intake.dropped_as_stale(self._book.groups[name])
+            for name in claimed.dropped
+            if name in self._book.groups
+        )
+        if not claimed.groups:
+            await self.find_lost()
+            return self.not_ready(request, plan)
+        self._bind(request.step, claimed)
+        groups = [await self._payloads(items) for _, items in claimed.groups]
+        return Batch(step=request.step, groups=tuple(groups), stale=stale)
+
+    def not_ready(self, request: Claim, plan: HandOver) -> NotReady:
+        """The answer when the wait ends without a batch."""
+        ready = sum(1 for _ in self._book.ready())
+        return NotReady(ready=ready, wanted=request.groups, why=plan.why)
+
+    async def advance(self, request: Advance) -> None:
+        """Step `request.step` was trained: its slots are free."""
+        self._check(request.epoch)
+        await self._advance(request.step)
+        await self._intake.drop_old(min_version(self._book.base + 1, self._book.alpha))
+
+    async def commit(self, request: Commit) -> None:
+        """Steps up to `request.step` are covered by a durable checkpoint."""
+        self._check(request.epoch)
+        await self._commit(request.step, request.epoch)
+
+    async def find_lost(self) -> None:
+        """End the ready groups that the WorkSet no longer has."""
+        for group in list(self._book.ready()):
+            if not await self._intake.members(group):
+                await self._intake.lost(group)
+
+    def _bind(self, step: int, claimed: Claimed) -> None:
+        self._book.bound.add(step)
+        for name, _ in claimed.groups:
+            group = self._book.groups.get(name)
+            if group is not None:
+                group.sealed, group.step = True, step
+
+    async def _payloads(self, items: tuple[Item, ...]) -> tuple[bytes, ...]:
+        """What the trainer gets of a group. A damaged file costs its sample, not the step, which is bound for good."""
+        payloads: list[bytes] = []
+        for item in items:
+            try:
+                payloads.append(await self._read_payload(item.payload) if is_filed(item.payload) else item.payload)
+            except PayloadLost as error:
+                self._log.error("sample_unreadable", trajectory=item.id, error=str(error))
+        return tuple(payloads)
+
+    async def _advance(self, step: int) -> None:
+        if step > self._book.version:
+            self._book.version = step
+            self._book.moved()
+            for group in [g for g in self._book.groups.values() if 0 < g.step <= step]:
+                self._book.remove(group.id)
+            self._wakes.slots.set()
+            self._wakes.supply.set()
+        await self._journal.flush()
+
+    async def _commit(self, step: int, epoch: int) -> None:
+        for each in range(self._book.committed + 1, step + 1):
+            await self._journal.steadily(partial(self._workset.commit, each, epoch))
+            self._book.committed = max(self._book.committed, each)
+            self._book.bound.discard(each)
+            self._wakes.ended.set()
+
+    def _check(self, epoch: int) -> None:
+        self._book.epoch = max(self._book.epoch, epoch)
+        if epoch < self._book.epoch:
+            raise StaleEpoch(f"epoch {epoch} acts, but {self._book.epoch} is the newest: another trainer took over")

@@ -1,0 +1,96 @@
+"""Checkpoints on disk: one folder per step, complete or absent, every file listed with its digest."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from actors.training.engine import TrainError
+
+MANIFEST = "manifest.json"
+
+
+class Manifest(msgspec.Struct):
+    """What a checkpoint folder claims to hold."""
+
+    step: int
+    epoch: int
+    files: dict[str, str]
+    """File name → hex BLAKE2b-256."""
+
+
+def write(folder: Path, files: Mapping[str, bytes], copies: Mapping[str, Path], *, step: int, epoch: int) -> None:
+    """Write `files` and copy `copies` into a new `folder`, all flushed to disk, then make it appear under its name.
+
+    Raises TrainError, and leaves every earlier checkpoint as it was, when the disk refuses.
+    """
+    building = folder.with_name(f".{folder.name}.building")
+    try:
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        digests = {name: _write(building / name, content) for name, content in files.items()}
+        digests |= {name: _write(building / name, source.read_bytes()) for name, source in copies.items()}
+        _write(building / MANIFEST, msgspec.json.encode(Manifest(step, epoch, digests)))
+        shutil.rmtree(folder, ignore_errors=True)
+        building.rename(folder)
+        _sync_folder(folder.parent)
+    except OSError as error:
+        shutil.rmtree(building, ignore_errors=True)
+        raise TrainError(
+            f"checkpoint {folder} could not be written: {error.strerror or error}. The one before it is intact; free some space and --resume."
+        ) from error
+
+
+def check(folder: Path) -> Manifest:
+    """The manifest of a complete checkpoint. Raises TrainError for a missing, truncated or altered one."""
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        for name, digest in manifest.files.items():
+            if _digest((folder / name).read_bytes()) != digest:
+                raise TrainError(f"checkpoint {folder}: {name} is truncated or altered (its digest differs from {MANIFEST}'s)")
+    except (OSError, msgspec.MsgspecError) as error:
+        raise TrainError(f"checkpoint {folder} can't be read: {error}") from error
+    return manifest
+
+
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint under `folder`, and a sentence for each newer one that was passed over."""
+    passed_over: list[str] = []
+    for path in sorted(folder.glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")), reverse=True):
+        try:
+            check(path)
+        except TrainError as error:
+            passed_over.append(str(error))
+        else:
+            return path, passed_over
+    return None, passed_over
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints."""
+    found = sorted(folder.glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
+    for path in found[: max(0, len(found) - keep)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes) -> str:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return _digest(content)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=32).hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

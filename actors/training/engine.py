@@ -1,0 +1,45 @@
+"""The TrainEngine seam: what the Trainer actor asks of the ranks that hold the model. Calls block; the actor offloads them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from actors.messages.samples import Trajectory
+
+
+class StepResult(NamedTuple):
+    """Metrics of one optimiser step by their names in metrics.jsonl (`policy/*`, `optim/*`, `reward/*`, …)."""
+
+    metrics: Mapping[str, float]
+    num_tokens: int
+
+
+class TrainEngine(Protocol):
+    """Owns model, optimiser and RNG. World size 1 first; FSDP2 later behind the same calls."""
+
+    def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
+        """Load the base model, or resume a checkpoint; returns the step and epoch the weights stand at ((0, 0) for a base model).
+
+        Raises TrainError with one sentence when files are missing, truncated or do not fit.
+        """
+        ...
+
+    def train(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> StepResult:
+        """One GRPO update over whole groups; groups without reward spread count in the statistics and train nothing."""
+        ...
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of each token given those before it (first token: 0.0), at temperature 1, in eval mode."""
+        ...
+
+    def export(self) -> list[memoryview | bytes]:
+        """The weights as the parts of one safetensors file image with HF names; valid until the next `train`."""
+        ...
+
+    def save(self, folder: Path, *, epoch: int) -> None:
+        """Write model, optimiser, RNG and step into `folder`, every file flushed to disk. Raises TrainError naming the cause (disk full, …)."""
+        ...
+
+
+class TrainError(Exception):
+    """The training boundary: what failed, on which file or step, and what to do."""

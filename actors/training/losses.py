@@ -1,0 +1,45 @@
+"""The policy-gradient loss and what is measured beside it. Shapes: N tokens of one minibatch, V vocabulary entries."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class PolicyLoss(NamedTuple):
+    """`total` is the sum over tokens, to be divided by the minibatch's token count; the rest are detached sums."""
+
+    total: torch.Tensor
+    ratio: torch.Tensor
+    kl: torch.Tensor
+    clipped: torch.Tensor
+
+
+def clipped_policy_loss(
+    logprobs_N: torch.Tensor,
+    behaviour_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """-Σ min(r·A, clip(r, 1-low, 1+high)·A) with r = exp(logprob - behaviour logprob), per token.
+
+    Sources: PPO (clipping), GRPO (group advantages), DAPO section 3.1 and 3.3 (separate upper clip, token-level mean).
+    `kl` is the k3 estimator of KL(behaviour ‖ policy): r - 1 - ln r.
+    """
+    difference_N = logprobs_N - behaviour_N
+    ratio_N = difference_N.exp()
+    held_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+    total = -torch.minimum(ratio_N * advantages_N, held_N * advantages_N).sum()
+    with torch.no_grad():
+        kl = (ratio_N - 1.0 - difference_N).sum()
+        clipped = ((ratio_N * advantages_N) > (held_N * advantages_N)).sum()
+        return PolicyLoss(total, ratio_N.detach().sum(), kl, clipped)
+
+
+def token_logprobs(logits_NV: torch.Tensor, tokens_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of `tokens_N` at temperature 1, and the entropy of each distribution (nats, detached); both float32."""
+    all_NV = torch.log_softmax(logits_NV.float(), dim=-1)
+    with torch.no_grad():
+        entropy_N = -(all_NV.exp() * all_NV).sum(-1)
+    return all_NV.gather(-1, tokens_N.unsqueeze(-1)).squeeze(-1), entropy_N

@@ -1,0 +1,77 @@
+"""metrics.jsonl: one row per step, gapless, whatever died in between."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from actors.messages.samples import Trajectory
+from runtime.registry import ActorRecord
+
+OWN_PREFIXES = ("queue/", "fabric/")
+"""Figures of other actors that a row carries under their own names."""
+
+
+class Rows:
+    """Owned by the trainer alone."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.wall_s = 0.0
+        """Training time that earlier launches took."""
+
+    def truncate(self, step: int) -> None:
+        """Forget the rows after `step` (they will be written again) and a torn last line, in one atomic replacement."""
+        kept: list[str] = []
+        if self._path.exists():
+            for line in self._path.read_text().splitlines(keepends=True):
+                row = json.loads(line) if line.endswith("\n") else {"step": math.inf}
+                if row["step"] <= step:
+                    kept.append(line)
+                    self.wall_s = float(row.get("time/wall_s", 0.0))
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(kept))
+        temporary.replace(self._path)
+
+    def append(self, row: Mapping[str, float]) -> None:
+        """Add one row. Figures that are not finite are left out: NaN is never a number here."""
+        finite = {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items() if math.isfinite(v)}
+        with self._path.open("a") as file:
+            file.write(json.dumps(finite) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:
+    """Ages and lengths of the trajectories that step `step` trains on."""
+    trajectories = [t for group in groups for t in group]
+    ages = [step - 1 - t.version_first for t in trajectories]
+    lengths = [sum(len(s.mask) for s in t.segments) for t in trajectories]
+    count = len(trajectories)
+    return {
+        "staleness/mean": sum(ages) / count,
+        "staleness/max": float(max(ages)),
+        "rollout/len_mean": sum(lengths) / count,
+        "rollout/turns_mean": sum(t.turns for t in trajectories) / count,
+        "rollout/truncated_frac": sum(t.truncated for t in trajectories) / count,
+        "rollout/wall_s_p99": sorted(t.wall_s for t in trajectories)[int(0.99 * (count - 1))],
+    }
+
+
+def others_metrics(records: Sequence[ActorRecord]) -> dict[str, float]:
+    """What other actors last reported of themselves: idle shares, queues, tokens per second, circuits."""
+    row: dict[str, float] = {}
+    for record in records:
+        row[f"idle/{record.name}"] = record.idle
+        row |= {name: value for name, value in record.metrics.items() if name.startswith(OWN_PREFIXES)}
+        if "staleness/dropped" in record.metrics:
+            row["staleness/dropped"] = record.metrics["staleness/dropped"]
+    finished = sum(r.metrics.get("rollout/finished", 0.0) for r in records)
+    errors = sum(r.metrics.get("rollout/error", 0.0) for r in records)
+    row["rollout/error_frac"] = errors / (finished + errors) if finished + errors else 0.0
+    row["perf/gen_tokens_s"] = sum(r.metrics.get("engine/tokens_s", 0.0) for r in records)
+    transfers = [r.metrics["weights/transfer_s"] for r in records if "weights/transfer_s" in r.metrics]
+    if transfers:
+        row["weights/transfer_s"] = max(transfers)
+    return row

@@ -1,0 +1,196 @@
+"""One rank of training: a transformers model, AdamW, and one GRPO update at a time."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from actors.config import ModelSection, TrainSection
+from actors.messages.samples import Trajectory
+from actors.training import checkpoint as checkpoints
+from actors.training.advantages import group_advantages
+from actors.training.engine import StepResult, TrainError
+from actors.training.losses import clipped_policy_loss, token_logprobs
+from actors.training.packing import TokenSequence, micro_batch, pack, sequences_of
+
+HF_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+"""Copied beside the weights, so that a checkpoint is a model folder that any HF tool loads."""
+
+
+class TorchTrainEngine:
+    """World size 1. Not thread-safe: the Trainer calls it from one offloaded call at a time."""
+
+    def __init__(self, model: ModelSection, train: TrainSection, *, steps: int, seed: int) -> None:
+        self._section, self._train_section = model, train
+        self._steps = steps
+        self._rng = random.Random(seed)
+        self._model: Any = None
+        self._optimizer: torch.optim.Optimizer
+        self._source = Path()
+        self._step = 0
+        torch.set_num_threads(model.torch_threads)
+        torch.manual_seed(seed)
+        wanted = model.device if model.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = torch.device(wanted)
+
+    def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
+        """(step, epoch) of what was loaded; (0, 0) for a base model."""
+        from transformers import AutoModelForCausalLM
+
+        self._source = checkpoint or model_dir
+        if not any(self._source.glob("*.safetensors")):
+            raise TrainError(f"model folder {self._source} has no *.safetensors. Set model.path to a folder in HF format.")
+        manifest = checkpoints.check(checkpoint) if checkpoint else None
+        try:
+            self._model = AutoModelForCausalLM.from_pretrained(
+                self._source, dtype=getattr(torch, self._section.dtype), attn_implementation="sdpa", local_files_only=True
+            ).to(self._device)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise TrainError(f"model folder {self._source} can't be loaded: {str(error).splitlines()[0]}") from error
+        self._model.train()
+        section = self._train_section
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=section.lr, betas=section.betas, weight_decay=section.weight_decay, fused=True
+        )
+        if manifest is None:
+            return 0, 0
+        self._restore((self._source / "optimizer.safetensors").read_bytes(), (self._source / "rng.json").read_bytes())
+        self._step = manifest.step
+        return manifest.step, manifest.epoch
+
+    def train(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> StepResult:
+        """One update from version step - 1 to step; `train.minibatches` optimiser steps over whole groups."""
+        lr = self._learning_rate(step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        useful = [g for g in (_advantaged(group, step - 1) for group in groups) if g]
+        self._rng.shuffle(useful)
+        count = min(self._train_section.minibatches, max(1, len(useful)))
+        totals: dict[str, float] = {}
+        num_tokens = norm = 0.0
+        for index in range(count):
+            sequences = [s for group in useful[index::count] for s in group]
+            if not sequences:
+                continue
+            norm = self._update(sequences, totals, first=index == 0)
+            num_tokens += sum(len(s.tokens) for s in sequences)
+        self._step = step
+        return StepResult(_metrics(totals, norm, lr) | _reward_metrics(groups), int(num_tokens))
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        found: list[list[float]] = []
+        with torch.inference_mode():
+            for tokens in sequences:
+                ids_T = torch.tensor(list(tokens), device=self._device)
+                logits_TV = self._model(ids_T.unsqueeze(0)).logits[0, :-1]
+                logprobs, _ = token_logprobs(logits_TV, ids_T[1:])
+                found.append([0.0, *logprobs.tolist()])
+        return found
+
+    def export(self) -> list[memoryview | bytes]:
+        return [save_tensors({k: v.contiguous() for k, v in self._state().items()})]
+
+    def save(self, folder: Path, *, epoch: int) -> None:
+        files = {
+            "model.safetensors": save_tensors({k: v.contiguous() for k, v in self._state().items()}, {"format": "pt"}),
+            "optimizer.safetensors": self._optimizer_image(),
+            "rng.json": msgspec.json.encode([self._rng.getstate(), torch.get_rng_state().tolist()]),
+        }
+        copies = {name: self._source / name for name in HF_FILES if (self._source / name).exists()}
+        checkpoints.write(folder, files, copies, step=self._step, epoch=epoch)
+
+    def _update(self, sequences: list[TokenSequence], totals: dict[str, float], *, first: bool) -> float:
+        """One optimiser step on the token-level mean loss of `sequences`; returns the gradient's norm before clipping."""
+        section = self._train_section
+        num_trained = sum(sum(s.trained) for s in sequences)
+        self._optimizer.zero_grad(set_to_none=True)
+        for run in pack([len(s.tokens) for s in sequences], section.micro_batch_tokens):
+            batch = micro_batch([sequences[i] for i in run], self._device)
+            hidden_BTD = self._model.model(batch.tokens_BT).last_hidden_state
+            logits_NV = self._model.lm_head(hidden_BTD[batch.rows_N, batch.cols_N])
+            logprobs_N, entropy_N = token_logprobs(logits_NV, batch.targets_N)
+            loss = clipped_policy_loss(
+                logprobs_N, batch.behaviour_N, batch.advantages_N, clip_low=section.clip_low, clip_high=section.clip_high
+            )
+            (loss.total / num_trained).backward()
+            _add(totals, n=len(logprobs_N), entropy=entropy_N.sum(), clipped=loss.clipped, loss=loss.total.detach())
+            if first:
+                mismatch = ((batch.behaviour_N - logprobs_N.detach()) * batch.fresh_N).sum()
+                _add(totals, first_n=len(logprobs_N), ratio=loss.ratio, kl=loss.kl, fresh=batch.fresh_N.sum(), mismatch=mismatch)
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), section.max_grad_norm)
+        self._optimizer.step()
+        return float(norm)
+
+    def _learning_rate(self, step: int) -> float:
+        """Linear warm-up, then linear decay to `lr_final` of the peak at the last step."""
+        section = self._train_section
+        warm = min(1.0, step / section.warmup_steps) if section.warmup_steps else 1.0
+        done = min(1.0, (step - 1) / max(1, self._steps - 1))
+        return section.lr * warm * (1.0 - (1.0 - section.lr_final) * done)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Parameters by HF name; a tied output head is left out, as HF does."""
+        state = self._model.state_dict()
+        if getattr(self._model.config, "tie_word_embeddings", False):
+            state.pop("lm_head.weight", None)
+        return state
+
+    def _optimizer_image(self) -> bytes:
+        tensors: dict[str, torch.Tensor] = {}
+        for index, state in self._optimizer.state_dict()["state"].items():
+            for name, value in state.items():
+                tensors[f"{index}.{name}"] = torch.as_tensor(value).contiguous()
+        return save_tensors(tensors)
+
+    def _restore(self, optimizer: bytes, rng: bytes) -> None:
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in load_tensors(optimizer).items():
+            index, name = key.split(".", 1)
+            state.setdefault(int(index), {})[name] = value
+        self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
+        python_state, torch_state = msgspec.json.decode(rng)
+        self._rng.setstate((python_state[0], tuple(python_state[1]), python_state[2]))
+        torch.set_rng_state(torch.tensor(torch_state, dtype=torch.uint8))
+
+
+def _advantaged(group: Sequence[Trajectory], version: int) -> list[TokenSequence]:
+    advantages = group_advantages([t.reward for t in group])
+    if not any(advantages):
+        return []
+    return [s for t, a in zip(group, advantages, strict=True) for s in sequences_of(t, a, version)]
+
+
+def _add(totals: dict[str, float], **values: "float | torch.Tensor") -> None:
+    for name, value in values.items():
+        totals[name] = totals.get(name, 0.0) + float(value)
+
+
+def _metrics(totals: dict[str, float], norm: float, lr: float) -> dict[str, float]:
+    n = totals.get("n", 0.0) or 1.0
+    first = totals.get("first_n", 0.0) or 1.0
+    fresh = totals.get("fresh", 0.0) or 1.0
+    return {
+        "policy/loss": totals.get("loss", 0.0) / n,
+        "policy/entropy": totals.get("entropy", 0.0) / n,
+        "policy/kl": totals.get("kl", 0.0) / first,
+        "policy/mismatch_kl": totals.get("mismatch", 0.0) / fresh,
+        "policy/ratio_mean": totals["ratio"] / first if "ratio" in totals else 1.0,
+        "policy/clip_frac": totals.get("clipped", 0.0) / n,
+        "optim/grad_norm": norm,
+        "optim/lr": lr,
+    }
+
+
+def _reward_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    rewards = torch.tensor([t.reward for group in groups for t in group], dtype=torch.float64)
+    flat = sum(1 for group in groups if not any(group_advantages([t.reward for t in group])))
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()) if len(rewards) > 1 else 0.0,
+        "reward/zero_std_frac": flat / len(groups),
+    }

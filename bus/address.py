@@ -1,0 +1,96 @@
+"""Decides which addresses exist and which may be used without keys: ipc:// and loopback TCP between processes, mem:// within one."""
+
+import errno
+import ipaddress
+import os
+import socket
+import stat
+from typing import NamedTuple
+
+from bus.errors import BadAddress
+
+IPC = "ipc"
+TCP = "tcp"
+MEMORY = "mem"
+
+IPC_PATH_BYTES = 107
+"""`sun_path` of a Unix socket holds 108 bytes, one of them the closing zero."""
+
+_EXAMPLES = "use ipc:///folder/name, tcp://127.0.0.1:PORT or mem://name"
+
+
+class Address(NamedTuple):
+    """`place` is a path (ipc), a host (tcp, with `port`; 0 lets the system choose) or a name (mem)."""
+
+    scheme: str
+    place: str
+    port: int = 0
+
+
+def parse(address: str) -> Address:
+    """Raises BadAddress for what is malformed, too long, or not allowed without keys."""
+    scheme, separator, rest = address.partition("://")
+    if not separator or not rest or "\0" in rest:
+        raise BadAddress(f"{address!r} is not an address; {_EXAMPLES}")
+    if scheme == IPC:
+        return _ipc(address, rest)
+    if scheme == TCP:
+        return _tcp(address, rest)
+    if scheme == MEMORY:
+        return Address(MEMORY, rest)
+    raise BadAddress(f"{address!r} has the unknown scheme {scheme!r}; {_EXAMPLES}")
+
+
+def check_free(address: Address) -> None:
+    """Raise BadAddress when somebody already listens at an ipc path, or the path cannot be bound.
+
+    Needed because ZeroMQ unlinks the path before it binds: it would take the endpoint of a living process without a word.
+    A socket left behind by a dead process is free.
+    """
+    if address.scheme != IPC:
+        return
+    try:
+        mode = os.stat(address.place).st_mode
+    except FileNotFoundError:
+        folder = os.path.dirname(address.place)
+        if not os.path.isdir(folder):
+            raise BadAddress(f"the folder {folder} for the socket {address.place} does not exist") from None
+        return
+    except OSError as error:
+        raise BadAddress(f"{address.place} cannot be bound: {error.strerror}") from None
+    if not stat.S_ISSOCK(mode):
+        raise BadAddress(f"{address.place} exists and is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        # Refused means that nobody listens; a full backlog (EAGAIN) means that somebody does.
+        if probe.connect_ex(address.place) not in (errno.ECONNREFUSED, errno.ENOENT):
+            raise BadAddress(f"ipc://{address.place} is taken by a living process")
+
+
+def _ipc(address: str, path: str) -> Address:
+    if not path.startswith("/"):
+        raise BadAddress(f"{address!r} must hold an absolute path, like ipc:///run/rubato/engine-1")
+    size = len(os.fsencode(path))
+    if size > IPC_PATH_BYTES:
+        raise BadAddress(
+            f"the socket path {path} has {size} bytes and the system allows {IPC_PATH_BYTES}; use a shorter folder"
+        )
+    return Address(IPC, path)
+
+
+def _tcp(address: str, rest: str) -> Address:
+    host, separator, port = rest.rpartition(":")
+    if not separator or not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) <= 65535)):
+        raise BadAddress(f"{address!r} must name a host and a port, like tcp://127.0.0.1:7788")
+    if not _is_loopback(host):
+        raise BadAddress(f"{address} needs keys. Make them with: rubato keys new --run RUN")
+    return Address(TCP, host, 0 if port == "*" else int(port))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False

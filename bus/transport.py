@@ -1,0 +1,57 @@
+"""The seam between the runtime and the wire: envelopes to and from peers, in order per link, never blocking."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from bus.envelope import Envelope
+
+Peer = str | bytes
+"""A `str` is the address of a peer's bound endpoint (we opened the link); `bytes` names a link a peer opened to us."""
+
+
+class Delivery(NamedTuple):
+    """One envelope as it arrived, with its out-of-band buffers and the peer to answer."""
+
+    peer: Peer
+    envelope: Envelope
+    buffers: Sequence[memoryview]
+
+
+class Identity(NamedTuple):
+    """Who we are on every link, sent as the first message of each; a link of another run is refused."""
+
+    run_id: str
+    name: str
+    incarnation: int
+
+
+class Transport(Protocol):
+    """Moves envelopes. Order is kept per link; a lost link loses a suffix of what was in flight, and says so."""
+
+    @property
+    def address(self) -> str:
+        """Where peers reach us; known once `start` has returned."""
+        ...
+
+    async def start(self, deliver: Callable[[Delivery], None], down: Callable[[Peer, str], None]) -> None:
+        """Bind, then call `deliver` for every arriving envelope and `down(peer, reason)` once per lost or refused link.
+
+        Both callbacks run on the event loop and must not block. Raises BadAddress when the endpoint is taken.
+        """
+        ...
+
+    def post(self, peer: Peer, envelope: Envelope, buffers: Sequence[memoryview | bytes] = ()) -> None:
+        """Queue for `peer`; all envelopes of one loop tick travel together. Opens the link on first use to an address.
+
+        Never blocks and never drops while the link lives; what bounds the queue is the credit that the runtime keeps.
+        Buffers are not copied: leave them alone until the peer has them. Raises BadFrame for what exceeds a frame's limits.
+        """
+        ...
+
+    def disconnect(self, address: str) -> None:
+        """Forget the link to `address` and what is queued for it; later envelopes open a new one."""
+        ...
+
+    async def close(self) -> None:
+        """Flush briefly, then release every socket. Afterwards nothing is delivered."""
+        ...

@@ -1,0 +1,113 @@
+"""Makes the two kinds of sockets, with every option set before they bind or connect: later, libzmq ignores most of them in silence."""
+
+from pathlib import Path
+
+import zmq
+
+from bus.address import IPC, MEMORY, TCP, Address, check_free, parse
+from bus.codec import MAX_FRAME_BYTES
+from bus.errors import BadAddress
+
+HEARTBEAT_MS = 2000
+DEAD_MS = 6000
+"""Three heartbeats missed. libzmq's own thread answers them, so a busy event loop is never taken for a dead one."""
+
+HANDSHAKE_MS = 5000
+"""A connection that has not finished ZMTP's handshake by then is dropped: a stranger holds no memory here."""
+
+NEVER_MS = 24 * 3600 * 1000
+"""When a DEALER would reconnect; its transport drops it long before, so that what is queued for a dead peer never reaches whoever
+takes its address. Not -1, libzmq's own "never": that ends the pipe at once, and replies that arrived but were not read are lost."""
+
+MAX_SOCKETS = 16 * 1024
+"""Three per peer: the DEALER and both ends of its monitor. libzmq's default would end at 340 peers."""
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+
+
+def new_context() -> Context:
+    """One I/O thread: it moves 4 GB/s, more than the event loop behind it can look at."""
+    context: Context = zmq.Context(io_threads=1)
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    return context
+
+
+def new_router(context: Context) -> Socket:
+    """The socket that peers come to; `bind_to` binds it."""
+    socket = _socket(context, zmq.ROUTER)
+    # Without it, what is sent to a peer that has gone vanishes in silence.
+    socket.set(zmq.ROUTER_MANDATORY, 1)
+    return socket
+
+
+def bind_to(socket: Socket, where: str) -> str:
+    """Bind and return the address with the port that the system chose. Raises BadAddress when it is taken or not allowed."""
+    address = _between_processes(where)
+    check_free(address)
+    _prepare(socket, address)
+    try:
+        socket.bind(_spelt(address))
+    except zmq.ZMQError as error:
+        raise BadAddress(f"{where} cannot be bound: {error.strerror}") from None
+    bound = socket.get(zmq.LAST_ENDPOINT)
+    return bound.rstrip(b"\0").decode() if isinstance(bound, bytes) else str(bound)
+
+
+def remove_path(where: str) -> None:
+    """Remove the file of a bound ipc address, if it is one."""
+    address = parse(where)
+    if address.scheme == IPC:
+        Path(address.place).unlink(missing_ok=True)
+
+
+def new_dealer(context: Context) -> Socket:
+    """The socket that goes to one peer; `connect_to` connects it."""
+    socket = _socket(context, zmq.DEALER)
+    socket.set(zmq.RECONNECT_IVL, NEVER_MS)
+    socket.set(zmq.CONNECT_TIMEOUT, HANDSHAKE_MS)
+    return socket
+
+
+def connect_to(socket: Socket, where: str) -> None:
+    """Connect in the background. Raises BadAddress when `where` is not an address that may be reached."""
+    address = _between_processes(where)
+    _prepare(socket, address)
+    try:
+        socket.connect(_spelt(address))
+    except zmq.ZMQError as error:
+        raise BadAddress(f"{where} cannot be connected to: {error.strerror}") from None
+
+
+def _socket(context: Context, kind: int) -> Socket:
+    socket = context.socket(kind)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    # Checked by libzmq against the announced size of each part, before it allocates for it.
+    socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, DEAD_MS)
+    socket.set(zmq.HEARTBEAT_TTL, DEAD_MS)
+    return socket
+
+
+def _between_processes(where: str) -> Address:
+    address = parse(where)
+    if address.scheme == MEMORY:
+        raise BadAddress(f"{where} is an address within one process; this process is reached by ipc:// or tcp://")
+    return address
+
+
+def _prepare(socket: Socket, address: Address) -> None:
+    if address.place.startswith("["):
+        socket.set(zmq.IPV6, 1)
+
+
+def _spelt(address: Address) -> str:
+    if address.scheme == TCP:
+        # A name may stand for several addresses, and libzmq binds to addresses only.
+        host = "127.0.0.1" if address.place == "localhost" else address.place
+        return f"tcp://{host}:{address.port or '*'}"
+    return f"{address.scheme}://{address.place}"

@@ -1,0 +1,120 @@
+"""The `rubato` command: finds the sub-command, imports only that, and prints every error meant for the user as one sentence."""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+
+
+class Command(NamedTuple):
+    """One sub-command; `verb` says whether its `main` wants its own name as the first argument."""
+
+    module: str
+    verb: bool
+    line: str
+
+
+LAUNCH = "runtime.launch.commands"
+
+COMMANDS = {
+    "launch": Command(LAUNCH, False, "run the job that a config describes, or go on with one"),
+    "add": Command(LAUNCH, True, "start more actors of a role in a running job"),
+    "drain": Command(LAUNCH, True, "let actors of a running job finish and end; nothing is lost"),
+    "stop": Command(LAUNCH, True, "drain and save a running job"),
+    "monitor": Command(
+        "runtime.monitor.command", False, "watch a run: live, as one table, as JSON, or what waits for what"
+    ),
+    "doctor": Command("runtime.doctor", False, "check this machine and installation"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `rubato ARGV…` and return the exit code: 2 for a mistake of the user's, 130 after Ctrl-C."""
+    return guarded(_dispatch, list(sys.argv[1:] if argv is None else argv))
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())  # noqa: T201
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"rubato {_version()}")  # noqa: T201
+        return 0
+    name = arguments[0]
+    command = COMMANDS.get(name)
+    if command is None:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        guess = f"Did you mean rubato {near[0]}?" if near else "See rubato --help."
+        print(f"{name} is not a command. {guess}", file=sys.stderr)  # noqa: T201
+        return 2
+    run: Callable[[list[str]], int] = importlib.import_module(command.module).main
+    return run(arguments if command.verb else arguments[1:])
+
+
+def guarded(run: Callable[[list[str]], int], argv: list[str]) -> int:
+    """`run(argv)`, with errors for the user printed as their sentence on stderr and no traceback."""
+    from runtime.errors import RubatoError
+
+    try:
+        code = run(argv)
+        sys.stdout.flush()  # here, where a closed pipe is still caught
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except RubatoError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 2
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        sys.stdout = None
+        return 0
+    except ExceptionGroup as group:
+        meant, others = group.split(RubatoError)
+        if meant is None or others is not None:
+            raise
+        for sentence in dict.fromkeys(str(error) for error in _leaves(meant)):
+            print(sentence, file=sys.stderr)  # noqa: T201
+        return 2
+    return code
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += (
+            _leaves(cast("BaseExceptionGroup[BaseException]", error))
+            if isinstance(error, BaseExceptionGroup)
+            else [error]
+        )
+    return found
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.line}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: rubato COMMAND …",
+            "",
+            "Asynchronous RL post-training of language-model agents.",
+            "",
+            *lines,
+            "",
+            "rubato COMMAND --help says more. Start with: rubato launch configs/quickstart.yaml",
+        ]
+    )
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("rubato-rl")
+    except PackageNotFoundError:
+        return "(not installed: a checkout)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

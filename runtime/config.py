@@ -1,0 +1,141 @@
+"""Configuration: sections declared by actors, composed into one tree, read from YAML with dotted overrides."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from runtime.actor import Actor, ActorConfig
+
+
+class Section(BaseModel):
+    """Base of every config section: frozen, unknown keys refused, each field documented by the string below it."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True, allow_inf_nan=False
+    )
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
+    """Names the run folder under runs/; letters, digits, and _ . - inside."""
+    seed: int = Field(default=1, ge=0)
+    """Everything drawn at random in the run follows from it."""
+    steps: int = Field(default=60, ge=1)
+    """Training steps, after which the job is done."""
+    dir: str = ""
+    """Folder of the run; empty makes one under runs/ from the name and the date. --run-dir wins."""
+    lease_s: float = Field(default=300.0, gt=0)
+    """A host that can't reach the run's state for longer ends its actors; shorter cuts are ridden out."""
+
+
+class StateSection(Section):
+    """Where the little state lives that must outlive processes."""
+
+    url: str = ""
+    """redis:// or unix:// address of a Redis or Valkey server; empty starts one for this run."""
+    durability: Literal["everysec", "always"] = "everysec"
+    """everysec: a killed server may lose two seconds of acknowledged writes; always: none, at one disk sync per write."""
+
+
+class ActorSpec(Section):
+    """One role of the job: which class, how many processes, how often they may be restarted."""
+
+    target: str = Field(alias="class")
+    """Import path: package.module:Class or path/to/file.py:Class."""
+    count: int = Field(default=1, ge=0, le=1024)
+    """Processes started at launch; more can be added while the job runs."""
+    restarts: int = Field(default=5, ge=0)
+    """Restarts of one actor within `restart_window_s` before its failure ends the job."""
+    restart_window_s: float = Field(default=300.0, gt=0)
+    """Deaths further back than this are forgotten."""
+    threads: int = Field(default=1, ge=1)
+    """Threads that numeric libraries in the process may use."""
+
+
+class ReportSection(Section):
+    """Who turns figures into words; import paths, because the runtime itself knows no word of RL."""
+
+    console: str = "actors.console:StepTable"
+    """Class whose `header()` and `line(step, steps, row)` make the launcher's step table."""
+    finish: str = "actors.report"
+    """Module run as `python -m MODULE RUN_DIR` when the job has ended; empty runs none."""
+
+
+class BaseRoot(Section):
+    """The runtime's own sections; the root of a job adds one field per section that its actors declare."""
+
+    run: RunSection = RunSection()
+    state: StateSection = StateSection()
+    prepare: tuple[str, ...] = ()
+    """Modules run one after another as `python -m MODULE RUN_DIR` before actors start."""
+    actors: dict[str, ActorSpec]
+    """The job's roles by name."""
+    report: ReportSection = ReportSection()
+
+
+class Config:
+    """A resolved configuration: checked as a whole, with every actor class imported."""
+
+    def __init__(
+        self, root: BaseRoot, classes: Mapping[str, "type[Actor]"], configs: Mapping[str, "ActorConfig"]
+    ) -> None:
+        self._root = root
+        self._classes = dict(classes)
+        self._configs = dict(configs)
+
+    @property
+    def run(self) -> RunSection:
+        return self._root.run
+
+    @property
+    def state(self) -> StateSection:
+        return self._root.state
+
+    @property
+    def prepare(self) -> tuple[str, ...]:
+        return self._root.prepare
+
+    @property
+    def actors(self) -> Mapping[str, ActorSpec]:
+        return self._root.actors
+
+    @property
+    def report(self) -> ReportSection:
+        return self._root.report
+
+    def section(self, name: str) -> Any:
+        """The section called `name`, as the class its actors declare. Raises KeyError where no actor declares it."""
+        if name not in type(self._root).model_fields:
+            raise KeyError(name)
+        return getattr(self._root, name)
+
+    def actor_class(self, role: str) -> "type[Actor]":
+        """The class behind `role`; KeyError for a role that the config does not have."""
+        return self._classes[role]
+
+    def actor_config(self, role: str) -> Any:
+        """The `Config` of `role`'s class, holding the sections it asked for."""
+        return self._configs[role]
+
+    def dump(self) -> str:
+        """Everything resolved, defaults included, as YAML that `load` reads again."""
+        import yaml
+
+        tree = self._root.model_dump(mode="json", by_alias=True)
+        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read `path`, apply `key.sub=value` overrides (values are YAML), import the actors it names and check the whole.
+
+    Raises ConfigError with one sentence per mistake; nothing has been started or written then.
+    """
+    from runtime.compose import compose
+    from runtime.config_source import read
+
+    return compose(read(Path(path), overrides))

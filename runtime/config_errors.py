@@ -1,0 +1,143 @@
+"""Turns what pydantic found wrong into sentences that name the key, the value given and what is allowed."""
+
+import difflib
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, Union, cast, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from runtime.config_source import Keys, Source
+
+MAX_SENTENCES = 5
+MAX_SHOWN = 60
+"""Characters of a wrong value that are quoted."""
+
+WORDS: dict[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "empty",
+    list: "a list",
+    tuple: "a list",
+    dict: "key: value pairs",
+}
+
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def sentences(error: ValidationError, source: Source, root: type[BaseModel]) -> list[str]:
+    """One sentence per mistake, at most `MAX_SENTENCES`; unknown keys first, since they explain missing ones."""
+    details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+    known = list(_known(root, ()))
+    found: list[str] = []
+    for detail in details:
+        keys = tuple(str(part) for part in detail["loc"])
+        sentence = source.sentence(keys, _sentence(detail, keys, known, root))
+        if sentence not in found:
+            found.append(sentence)
+    return found[:MAX_SENTENCES]
+
+
+def _sentence(detail: ErrorDetails, keys: Keys, known: list[Keys], root: type[BaseModel]) -> str:
+    name = ".".join(keys)
+    if detail["type"] == "extra_forbidden":
+        near = nearest(keys, known)
+        return f"{name} is not a key." + (f" Did you mean {'.'.join(near)}?" if near else "")
+    if detail["type"] == "missing":
+        return f"{name} is missing."
+    if detail["type"] in ("value_error", "assertion_error"):
+        reason = str(detail.get("ctx", {}).get("error", detail["msg"])).rstrip(".")
+        return f"{name}: {reason}." if name else f"{reason}."
+    field = _field(root, keys)
+    wanted = _allowed(field) if field is not None else ""
+    must = f"it must be {wanted}" if wanted else _plain(detail["msg"])
+    return f"{name} is {_shown(detail['input'])}; {must}."
+
+
+def nearest(keys: Keys, known: list[Keys]) -> Keys | None:
+    """The known key that an unknown one was most likely meant to be: a sibling first, then the same last word elsewhere."""
+    beside = {k[len(keys) - 1]: k for k in known if len(k) == len(keys) and k[:-1] == _matched(keys[:-1], k[:-1])}
+    close = difflib.get_close_matches(keys[-1], beside, n=1)
+    if close:
+        return (*keys[:-1], close[0])
+    written, names = ".".join(keys), {".".join(k): k for k in known}
+    close = difflib.get_close_matches(written, names, n=1, cutoff=0.75)
+    if close:
+        return names[close[0]]
+    elsewhere = {k[-1]: k for k in reversed(known)}
+    close = difflib.get_close_matches(keys[-1], elsewhere, n=1, cutoff=0.75)
+    return elsewhere[close[0]] if close else None
+
+
+def _matched(given: Keys, pattern: Keys) -> Keys:
+    """`pattern` itself where `given` fits it; `*` stands for any key."""
+    fits = len(given) == len(pattern) and all(p in ("*", g) for g, p in zip(given, pattern, strict=True))
+    return pattern if fits else ("",)
+
+
+def _known(model: type[BaseModel], above: Keys) -> Iterator[Keys]:
+    for name, field in model.model_fields.items():
+        keys = (*above, field.alias or name)
+        yield keys
+        for inner, starred in _models(field.annotation):
+            yield from _known(inner, (*keys, "*") if starred else keys)
+
+
+def _models(annotation: Any) -> list[tuple[type[BaseModel], bool]]:
+    """Models reachable from an annotation; True where they are values of a dict."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [(annotation, False)]
+    starred = get_origin(annotation) is dict
+    inner = get_args(annotation)
+    return [(model, starred or deeper) for part in inner for model, deeper in _models(part)] if inner else []
+
+
+def _field(model: type[BaseModel], keys: Keys) -> FieldInfo | None:
+    """The field that `keys` name, or None where they lead into a list or free-form mapping."""
+    named = {(f.alias or n): f for n, f in model.model_fields.items()} | dict(model.model_fields)
+    field = named.get(keys[0]) if keys else None
+    if field is None or len(keys) == 1:
+        return field
+    for inner, starred in _models(field.annotation):
+        rest = keys[2:] if starred else keys[1:]
+        return _field(inner, rest) if rest else None
+    return None
+
+
+def _allowed(field: FieldInfo) -> str:
+    words = _words(field.annotation)
+    bounds: list[str] = []
+    for part in cast("list[object]", field.metadata):
+        bounds += [f"{word} {_number(getattr(part, name))}" for name, word in BOUNDS.items() if hasattr(part, name)]
+        pattern, length = getattr(part, "pattern", None), getattr(part, "max_length", None)
+        bounds += [f"matching {pattern}"] if pattern else []
+        bounds += [f"at most {length} long"] if length else []
+    return words + (" " + " and ".join(bounds) if words and bounds else "")
+
+
+def _words(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
+    if origin in (Union, types.UnionType):
+        return " or ".join(filter(None, (_words(part) for part in get_args(annotation))))
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a section of key: value pairs"
+    return WORDS.get(cast("object", origin or annotation), "")
+
+
+def _number(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _plain(message: str) -> str:
+    return message[:1].lower() + message[1:].rstrip(".")
+
+
+def _shown(value: object) -> str:
+    text = "empty" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"

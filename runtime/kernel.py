@@ -1,0 +1,283 @@
+"""The kernel: hosts one actor, owns every task of it, and tells the rest of the run that it lives."""
+
+import asyncio
+import contextvars
+import os
+import random
+import socket
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from bus.codec import encode_body
+from bus.envelope import Kind
+from bus.errors import AskFailed
+from bus.message import Ack, Message
+from bus.transport import Delivery, Transport
+from runtime.actor import Actor, RunInfo
+from runtime.blobs import BlobStore
+from runtime.courier import Courier
+from runtime.deadline import current_deadline, current_trace
+from runtime.dispatch import Dispatcher
+from runtime.errors import ActorFailed
+from runtime.messages import Drain, Finish, Notice, Progress
+from runtime.observe.metrics import Metrics, measure_loop_lag
+from runtime.observe.waits import Waits
+from runtime.ref import Ref
+from runtime.registry import BEAT_S, ActorRecord, Directory, Registry, State
+from runtime.store.errors import StoreUnavailable
+from runtime.store.store import Store
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+ResultT = TypeVar("ResultT")
+
+DRAIN_S = 20.0
+"""An actor that has not drained by then is stopped anyway: what it still held is reissued by those who lent it."""
+
+NODE = "node-1"
+"""The node agent, to whom progress, notices and the end of the job are told."""
+
+OFFLOAD_THREADS = 4
+
+
+class Kernel:
+    """Runs `actor_class` under `name` until it is drained or fails. Also the actor's Context (see runtime/actor.py)."""
+
+    def __init__(
+        self,
+        actor_class: type[Actor],
+        config: Any,
+        *,
+        name: str,
+        incarnation: int,
+        run: RunInfo,
+        transport: Transport,
+        store: Store,
+        blobs: BlobStore,
+        log: "FilteringBoundLogger",
+    ) -> None:
+        self.name, self.incarnation, self.run = name, incarnation, run
+        self.store, self.blobs, self.log = store, blobs, log
+        self.metrics, self.waits = Metrics(), Waits()
+        self.rng = random.Random(f"{run.seed}/{name}/{incarnation}")
+        self.directory = Directory()
+        self.ready = asyncio.Event()
+        self._actor_class, self._config = actor_class, config
+        self._transport = transport
+        self._courier = Courier(transport, name)
+        self._dispatch = Dispatcher(transport, name, log, self.spawn, self._system)
+        self._dispatch.incarnation = incarnation
+        self._registry = Registry(store, self.directory, self._peers_changed)
+        self._stopping = asyncio.Event()
+        self._state: State = "starting"
+        self._beat = 0
+        self._ids = 0
+        self._turn: dict[str, int] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._owned: set[asyncio.Task[Any]] = set()
+        self._threads: ThreadPoolExecutor | None = None
+        self._actor: Actor | None = None
+
+    # -- life cycle ---------------------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Run the actor from start to end. Returns after a drain; raises what failed the actor (grouped)."""
+        await self._transport.start(self._deliver, self._down)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                await self._serve()
+                for task in list(self._owned):
+                    task.cancel()
+        finally:
+            self._tasks = None
+            await self._transport.close()
+            if self._threads is not None:
+                self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def build(self) -> Any:
+        """The actor, before `serve`: for a program that hosts it and wants to hand it something."""
+        self._actor = self._actor_class(self._config, self)
+        return self._actor
+
+    def stop(self) -> None:
+        """Begin to drain; `serve` returns when that is done."""
+        self._stopping.set()
+
+    async def _serve(self) -> None:
+        if not await self._registry.publish(self._record()):
+            raise ActorFailed(
+                f"{self.name}: a newer incarnation holds the name; this one ({self.incarnation}) must end"
+            )
+        await self._registry.sync()
+        self.spawn(self._registry.watch(), name=f"{self.name}.registry")
+        self.spawn(self._courier.sweep(), name=f"{self.name}.deadlines")
+        self.spawn(self._heartbeat(), name=f"{self.name}.heartbeat")
+        self.spawn(measure_loop_lag(self.metrics), name=f"{self.name}.lag")
+        actor = self._actor or self.build()
+        try:
+            await actor.on_start()
+            self.spawn(self._dispatch.consume(actor), name=f"{self.name}.mailbox")
+            await self._become("ready")
+            self.log.info("ready", incarnation=self.incarnation, address=self._transport.address)
+            self.ready.set()
+            await self._stopping.wait()
+            await self._become("draining")
+            self.log.info("draining")
+            await self._drain(actor)
+        finally:
+            await actor.on_stop()
+        self._state = "stopped"
+        await self._registry.withdraw(self._record())
+        self.log.info("stopped", handled=self._dispatch.handled)
+
+    async def _drain(self, actor: Actor) -> None:
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                await actor.on_drain()
+        except TimeoutError:
+            self.log.warning("drain_cut_short", after_s=DRAIN_S)
+
+    async def _become(self, state: State) -> None:
+        self._state = state
+        await self._registry.publish(self._record())
+        await self._registry.announce("ready" if state == "ready" else "left", self._record())
+
+    async def _heartbeat(self) -> None:
+        handled = 0
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self.metrics.gauge("actor/rate_s", (self._dispatch.handled - handled) / BEAT_S)
+            handled = self._dispatch.handled
+            self._beat += 1
+            try:
+                if not await self._registry.publish(self._record()):
+                    raise ActorFailed(
+                        f"{self.name}: a newer incarnation took the name; this one ({self.incarnation}) ends"
+                    )
+            except StoreUnavailable as error:
+                self.log.warning("store_unavailable", error=str(error))
+
+    def _record(self) -> ActorRecord:
+        now = asyncio.get_running_loop().time()
+        metrics = self.metrics.snapshot()
+        return ActorRecord(
+            self.name,
+            self._actor_class.role,
+            self._transport.address,
+            self.incarnation,
+            os.getpid(),
+            socket.gethostname(),
+            self._state,
+            beat=self._beat,
+            progress=self._dispatch.handled,
+            mailbox=self._dispatch.depth,
+            rate_s=metrics.pop("actor/rate_s", 0.0),
+            idle=metrics.pop("idle", 1.0),
+            metrics=metrics,
+            waits=self.waits.snapshot(now),
+        )
+
+    # -- the wire -----------------------------------------------------------------------------------------------
+
+    def _deliver(self, delivery: Delivery) -> None:
+        if delivery.envelope.kind in (Kind.ASK, Kind.TELL, Kind.CANCEL):
+            self._dispatch.arrived(delivery)
+        else:
+            self._courier.arrived(delivery)
+
+    def _down(self, peer: str | bytes, reason: str) -> None:
+        if isinstance(peer, bytes):
+            self._dispatch.forget(peer)
+            return
+        self._courier.lost(peer, reason)
+        if not self._stopping.is_set() and self._tasks is not None:
+            self.spawn(self._registry.lost(peer), name=f"{self.name}.lost")
+
+    def _system(self, tag: str, delivery: Delivery) -> bool:
+        """Messages to the kernel itself overtake everything else."""
+        if tag != Drain.__name__:
+            return False
+        self._stopping.set()
+        tag, body, _ = encode_body(Ack())
+        self._dispatch.reply(delivery, tag, body)
+        return True
+
+    async def _peers_changed(self, joined: set[str], left: set[str]) -> None:
+        if self._actor is not None:
+            await self._actor.on_peers(tuple(sorted(joined)), tuple(sorted(left)))
+
+    # -- Context ------------------------------------------------------------------------------------------------
+
+    def new_id(self, prefix: str) -> str:
+        self._ids += 1
+        return f"{prefix}{self.incarnation:x}.{self._ids:x}"
+
+    def spawn(self, work: Coroutine[Any, Any, ResultT], *, name: str) -> asyncio.Task[ResultT]:
+        if self._tasks is None:
+            work.close()
+            raise RuntimeError(f"{self.name} is not running")
+        context = contextvars.copy_context()
+        context.run(current_deadline.set, 0.0)
+        context.run(current_trace.set, b"")
+        task = self._tasks.create_task(work, name=name, context=context)
+        self._owned.add(task)
+        task.add_done_callback(self._owned.discard)
+        return task
+
+    async def offload(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT:
+        loop = asyncio.get_running_loop()
+        if getattr(loop, "virtual", False):
+            await asyncio.sleep(cost_s)
+            return fn(*args)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(OFFLOAD_THREADS, thread_name_prefix=f"{self.name}.offload")
+        return await loop.run_in_executor(self._threads, fn, *args)
+
+    def ref(self, target: str) -> Ref:
+        return Ref(target, self._courier, self)
+
+    def peers(self, role: str) -> tuple[str, ...]:
+        return self.directory.ready(role)
+
+    def finish(self, reason: str, *, failed: bool = False) -> None:
+        self._tell_node(Finish(self.name, reason, failed))
+
+    def progress(self, step: int, steps: int, row: dict[str, float]) -> None:
+        self._tell_node(Progress(step, steps, row))
+
+    def notice(self, text: str) -> None:
+        self.log.warning("notice", text=text)
+        self._tell_node(Notice(self.name, text))
+
+    def find(self, name: str) -> ActorRecord | None:
+        return self.directory.find(name)
+
+    async def bury(self, name: str) -> None:
+        """`name`'s process is known to be dead: end its lease now and tell everybody."""
+        await self._registry.bury(name)
+
+    def resolve(self, target: str) -> ActorRecord | None:
+        """A ready actor for a name, or the next instance of a role in turn."""
+        found = self.directory.find(target)
+        if found is not None:
+            return found
+        names = self.directory.ready(target)
+        if not names:
+            return None
+        turn = self._turn[target] = (self._turn.get(target, -1) + 1) % len(names)
+        return self.directory.find(names[turn])
+
+    async def change(self) -> None:
+        await self.directory.change()
+
+    def _tell_node(self, message: Message) -> None:
+        self.spawn(self._told(message), name=f"{self.name}.tell_node")
+
+    async def _told(self, message: Message) -> None:
+        try:
+            await self.ref(NODE).tell(message)
+        except AskFailed as error:
+            self.log.warning("node_agent_unreachable", message=type(message).__name__, error=str(error))

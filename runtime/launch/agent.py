@@ -1,0 +1,186 @@
+"""The node agent: supervises this host's actors, hears progress, and decides when the job is over."""
+
+import asyncio
+from typing import ClassVar, NamedTuple, Protocol
+
+from bus.message import Ack
+from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.config import Config
+from runtime.launch.local import Death, LocalLauncher
+from runtime.messages import AddActors, Added, DrainActors, Finish, NotAdded, Notice, Progress, StopJob
+
+DRAIN_LIMIT_S = 25.0
+"""A little longer than a kernel's own drain limit: an actor is killed only when its kernel hangs too."""
+
+STOP_LIMIT_S = 8.0
+"""At the end of the job nothing that still runs is needed, so nobody gets long."""
+
+
+class Outcome(NamedTuple):
+    """How the job ended: `kind` is done, failed or interrupted; `sentence` is for the user."""
+
+    kind: str
+    sentence: str
+
+
+class Screen(Protocol):
+    """Where the launcher shows what happens; see runtime/launch/console.py."""
+
+    def progress(self, message: Progress) -> None: ...
+    def notice(self, text: str, *, good: bool = False) -> None: ...
+    def actors(self, ready: int, wanted: int) -> None: ...
+
+
+class NodeAgent(Actor):
+    """Lives in the launcher's process; one per host."""
+
+    role: ClassVar[str] = "node"
+    Config: ClassVar[type[ActorConfig]] = ActorConfig
+
+    def __init__(self, config: ActorConfig, context: Context) -> None:
+        super().__init__(config, context)
+        self.job: Config
+        self.screen: Screen
+        self.launcher: LocalLauncher
+        self.over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._died_at: dict[str, float] = {}
+        self._wanted: set[str] = set()
+        self._ready: set[str] = set()
+        self._draining: set[str] = set()
+        self.all_ready = asyncio.Event()
+        self.deaths = 0
+
+    async def on_start(self) -> None:
+        self.spawn(self._serve_launcher(), name="node.launcher")
+
+    async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
+        """Actors came up or went away."""
+        self._ready -= set(left)
+        for name in joined:
+            if name in self._wanted:
+                self._ready.add(name)
+                self._back(name)
+        if not self.all_ready.is_set():
+            self.screen.actors(len(self._ready), len(self._wanted))
+            if self._wanted and self._ready >= self._wanted:
+                self.all_ready.set()
+
+    def start_actors(self) -> None:
+        """Start every actor of the config."""
+        for role, spec in self.job.actors.items():
+            for index in range(1, spec.count + 1):
+                self._start(f"{role}-{index}")
+
+    def end(self, outcome: Outcome) -> None:
+        """The first outcome stands."""
+        if not self.over.done():
+            self.over.set_result(outcome)
+
+    @handler
+    async def progress_made(self, message: Progress) -> None:
+        self.screen.progress(message)
+
+    @handler
+    async def noticed(self, message: Notice) -> None:
+        self.screen.notice(message.text)
+
+    @handler
+    async def finished(self, message: Finish) -> None:
+        self.log.info("finished", source=message.source, reason=message.reason, failed=message.failed)
+        self.end(Outcome("failed" if message.failed else "done", message.reason))
+
+    @handler
+    async def add_actors(self, request: AddActors) -> Added | NotAdded:
+        if request.role not in self.job.actors:
+            return NotAdded(f"{request.role} is not a role of this run. Its roles are {', '.join(self.job.actors)}.")
+        if not 1 <= request.num <= 64:
+            return NotAdded(f"can't add {request.num} actors: between 1 and 64 at a time.")
+        taken = [int(n.rsplit("-", 1)[1]) for n in self._wanted if n.rsplit("-", 1)[0] == request.role]
+        first = max(taken, default=0) + 1
+        names = tuple(f"{request.role}-{first + i}" for i in range(request.num))
+        for name in names:
+            self._start(name)
+        self.screen.notice(f"{', '.join(names)} added", good=True)
+        return Added(names)
+
+    @handler(concurrency=8)
+    async def drain_actors(self, request: DrainActors) -> Added | NotAdded:
+        unknown = [n for n in request.names if n not in self.launcher.names()]
+        if unknown:
+            return NotAdded(f"{', '.join(unknown)} does not run here. Running: {', '.join(self.launcher.names())}.")
+        self._draining |= set(request.names)
+        self._wanted -= set(request.names)
+        async with asyncio.TaskGroup() as tasks:
+            for name in request.names:
+                tasks.create_task(self.launcher.drain(name, DRAIN_LIMIT_S))
+        self.screen.notice(f"{', '.join(request.names)} drained", good=True)
+        return Added(request.names)
+
+    @handler
+    async def stop_job(self, request: StopJob) -> Ack:
+        self.end(Outcome("interrupted", "stopped by request"))
+        if request.now:
+            self.launcher.kill_all()
+        return Ack()
+
+    async def died(self, death: Death) -> None:
+        """A supervised process ended."""
+        role = death.name.rsplit("-", 1)[0]
+        await self._bury(death.name)
+        if death.expected:
+            return
+        self.deaths += 1
+        self._died_at[death.name] = asyncio.get_running_loop().time()
+        self.log.warning(
+            "died", actor=death.name, how=death.how, after_s=round(death.after_s, 1), sentence=death.sentence
+        )
+        because = f": {death.sentence}" if death.sentence and not death.how.startswith("signal") else ""
+        if death.restart_in_s is None:
+            self.end(
+                Outcome(
+                    "failed",
+                    f"{death.name} died {death.attempt} times ({death.how}){because}. Log: {self.run.folder}/logs/{death.name}.jsonl",
+                )
+            )
+            return
+        self.screen.notice(
+            f"{death.name} died ({death.how}) after {death.after_s:.1f} s{because}; restarting in {death.restart_in_s:.1f} s "
+            f"({death.attempt} of {death.limit})"
+        )
+        self._ready.discard(death.name)
+        self.metrics.count(f"deaths/{role}")
+
+    async def stop_all(self, *, save: bool) -> None:
+        """Drain every actor, in the order their classes ask for (`save`) or all at once."""
+        self.launcher.stop_restarting()
+        ranks: dict[int, list[str]] = {}
+        for name in self.launcher.names():
+            rank = self.job.actor_class(name.rsplit("-", 1)[0]).drain_order if save else 0
+            ranks.setdefault(rank, []).append(name)
+        for _, names in sorted(ranks.items()):
+            async with asyncio.TaskGroup() as tasks:
+                for name in names:
+                    tasks.create_task(self.launcher.drain(name, DRAIN_LIMIT_S if save else STOP_LIMIT_S))
+
+    def _start(self, name: str) -> None:
+        self._wanted.add(name)
+        self.launcher.start(name, self.job.actors[name.rsplit("-", 1)[0]])
+
+    async def _serve_launcher(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            self.launcher = LocalLauncher(self.run.folder, tasks, self, self._threads)
+            await asyncio.get_running_loop().create_future()
+
+    def _threads(self, role: str) -> int:
+        return self.job.actors[role].threads
+
+    def _back(self, name: str) -> None:
+        died_at = self._died_at.pop(name, None)
+        record = self._context.find(name)
+        if died_at is not None and record is not None:
+            after_s = asyncio.get_running_loop().time() - died_at
+            self.screen.notice(f"{name} is back (incarnation {record.incarnation}) after {after_s:.1f} s", good=True)
+
+    async def _bury(self, name: str) -> None:
+        """Release the dead actor's lease, so that everybody knows within milliseconds and not at its lapse."""
+        await self._context.bury(name)

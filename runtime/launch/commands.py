@@ -1,0 +1,129 @@
+"""`rubato launch`, `add`, `drain` and `stop`, and the same under tools/launch.py."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from runtime.clock import wall_s
+from runtime.errors import LaunchError, RubatoError
+
+ASK_S = 40.0
+"""Longer than a drain takes, so that `drain` reports what happened."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; RubatoError is one sentence on stderr and exit 2."""
+    try:
+        verb = argv[0] if argv else ""
+        if verb in VERBS:
+            return VERBS[verb](list(argv[1:]))
+        return launch(list(argv))
+    except RubatoError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 2
+
+
+def launch(argv: list[str]) -> int:
+    """Start a run, or go on with one."""
+    parser = argparse.ArgumentParser("launch", description="Run the job that a config describes.")
+    parser.add_argument("config", type=Path, help="a YAML file, e.g. configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="change single keys of the config")
+    parser.add_argument("--run-dir", type=Path, help="folder of the run (default: runs/NAME-DATE)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in the folder")
+    parser.add_argument("--force", action="store_true", help="overwrite the run in the folder")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+    given = parser.parse_intermixed_args(argv)
+    from runtime.config import load
+
+    config = load(given.config, given.overrides)
+    if given.dry_run:
+        print(config.dump(), end="")  # noqa: T201
+        return 0
+    folder = given.run_dir or _fresh_folder(config.run.name)
+    import uvloop
+
+    from runtime.launch.launcher import Launcher
+
+    async def run() -> int:
+        return await Launcher(config, folder, resume=given.resume, force=given.force).run()
+
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(_flat(run()))
+
+
+def add(argv: list[str]) -> int:
+    """Start more actors of a role in a running job."""
+    parser = argparse.ArgumentParser("add", description="Start more actors of a role in a running job.")
+    parser.add_argument("role")
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("-n", type=int, default=1)
+    given = parser.parse_args(argv)
+    from runtime.messages import AddActors
+
+    return _ask(given.run, AddActors(given.role, given.n), "added")
+
+
+def drain(argv: list[str]) -> int:
+    """Drain actors of a running job; nothing they hold is lost."""
+    parser = argparse.ArgumentParser("drain", description="Drain actors of a running job.")
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--run", type=Path, required=True)
+    given = parser.parse_args(argv)
+    from runtime.messages import DrainActors
+
+    return _ask(given.run, DrainActors(tuple(given.names)), "drained")
+
+
+def stop(argv: list[str]) -> int:
+    """Drain and save a running job."""
+    parser = argparse.ArgumentParser("stop", description="Drain and save a running job; --now stops it at once.")
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--now", action="store_true")
+    given = parser.parse_args(argv)
+    from runtime.messages import StopJob
+
+    return _ask(given.run, StopJob(given.now), "stopping")
+
+
+VERBS = {"add": add, "drain": drain, "stop": stop}
+
+
+def _ask(folder: Path, request: object, done: str) -> int:
+    from bus.errors import AskFailed
+    from runtime.guest import join
+    from runtime.kernel import NODE
+    from runtime.messages import Added, NotAdded
+
+    async def ask() -> int:
+        async with join(folder, name="command-1") as me:
+            try:
+                reply = await me.ref(NODE).ask(request, timeout=ASK_S)  # type: ignore[arg-type]
+            except AskFailed as error:
+                raise LaunchError(f"the run in {folder} did not answer: {error}") from error
+        if isinstance(reply, NotAdded):
+            raise LaunchError(reply.why)
+        print(f"{done}: {', '.join(reply.names)}" if isinstance(reply, Added) else done)  # noqa: T201
+        return 0
+
+    return asyncio.run(_flat(ask()))
+
+
+async def _flat(work: "asyncio.Future[int] | object") -> int:
+    """Await `work`, and raise a RubatoError buried in exception groups as itself."""
+    try:
+        return await work  # type: ignore[misc]
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, RubatoError):
+            raise error from None
+        raise
+
+
+def _fresh_folder(name: str) -> Path:
+    from datetime import datetime
+
+    stamp = datetime.fromtimestamp(wall_s()).strftime("%m%d-%H%M%S")  # noqa: DTZ006 - a folder name in the user's own time
+    return Path("runs") / f"{name}-{stamp}"

@@ -1,0 +1,69 @@
+"""How a process of a run reaches the run: Store, blobs and a transport of its own."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from bus.transport import Identity, Transport
+from bus.zmq import ZmqTransport
+from runtime.actor import Actor, ActorConfig, RunInfo
+from runtime.blob_agent import BlobClient
+from runtime.blobs import BlobStore
+from runtime.config import Config, load
+from runtime.errors import LaunchError
+from runtime.kernel import Kernel
+from runtime.launch.folder import RunCard, read_card
+from runtime.observe.log import logger
+from runtime.store.open import open_store
+from runtime.store.store import Store
+
+
+class Connection(NamedTuple):
+    """Everything a kernel of this run is built from."""
+
+    config: Config
+    card: RunCard
+    run: RunInfo
+    store: Store
+    blobs: BlobStore
+
+    def transport(self, name: str, incarnation: int) -> Transport:
+        """Endpoints are fresh per incarnation, so that nothing meant for a dead one reaches its successor."""
+        identity = Identity(self.card.id, name, incarnation)
+        return ZmqTransport(identity, f"ipc://{self.card.sockets}/{name}.{incarnation}")
+
+    async def kernel(self, actor_class: type[Actor], config: ActorConfig, name: str) -> Kernel:
+        """A kernel for `name` under a new incarnation."""
+        incarnation = await self.store.increment("incarnation")
+        return Kernel(
+            actor_class,
+            config,
+            name=name,
+            incarnation=incarnation,
+            run=self.run,
+            transport=self.transport(name, incarnation),
+            store=self.store,
+            blobs=self.blobs,
+            log=logger("rubato.actor").bind(actor=name, incarnation=incarnation),
+        )
+
+
+@asynccontextmanager
+async def connect(folder: Path) -> AsyncIterator[Connection]:
+    """Reach the run in `folder`. Raises LaunchError when there is none or nobody answers for it."""
+    folder = folder.resolve()
+    card = read_card(folder)
+    if not Path(card.sockets).is_dir():
+        raise LaunchError(
+            f"the run in {folder} is not running. Start it again with: rubato launch {folder}/config.yaml --run-dir {folder} --resume"
+        )
+    config = load(folder / "config.yaml", [])
+    run = RunInfo(card.id, folder, config.run.seed, config.run.steps)
+    store = open_store(card.state_url, card.id)
+    blobs = BlobClient(Path(card.sockets) / "blobs.sock")
+    try:
+        yield Connection(config, card, run, store, blobs)
+    finally:
+        await blobs.close()
+        await store.close()

@@ -1,0 +1,78 @@
+"""What the launcher prints: start-up, one line per step, notices, a progress bar, the last lines."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from rich.console import Console as Rich
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+
+from runtime.messages import Progress as StepDone
+
+
+class StepTable(Protocol):
+    """How a job's steps read on a terminal; named by `report.console` in the config, because the runtime knows no RL word."""
+
+    def header(self) -> str: ...
+    def line(self, step: int, steps: int, row: Mapping[str, float]) -> str: ...
+
+
+class Console:
+    """Prints for a person on a terminal, and plain lines into a pipe."""
+
+    def __init__(self, table: StepTable) -> None:
+        self._rich = Rich(highlight=False, soft_wrap=True)
+        self._table = table
+        self._bar: Progress | None = None
+        self._task = None
+        self._headed = False
+        self._phase: str | None = None
+
+    def say(self, text: str) -> None:
+        self._rich.print(text, markup=False)
+
+    def stage(self, what: str, text: str, seconds: float | None = None) -> None:
+        """One finished stage of the start-up."""
+        self.close()
+        after = f"ready {seconds:5.1f} s" if seconds is not None else ""
+        self._rich.print(f"  {what:<9} {text:<58} {after}".rstrip(), markup=False)
+
+    def preparing(self, what: str, share: float) -> None:
+        """A long stage under way; drawn on a terminal only."""
+        if self._rich.is_terminal:
+            self._draw(f"  {what}", share, 1.0)
+
+    def actors(self, ready: int, wanted: int) -> None:
+        if self._rich.is_terminal and wanted:
+            self._draw("  actors", ready, wanted, MofNCompleteColumn())
+
+    def progress(self, message: StepDone) -> None:
+        if not self._headed:
+            self.close()
+            self._headed = True
+            self._rich.print("\n" + self._table.header(), markup=False)
+        self._rich.print(self._table.line(message.step, message.steps, message.row), markup=False)
+        if self._rich.is_terminal:
+            self._draw("  steps", message.step, message.steps, MofNCompleteColumn(), TimeRemainingColumn())
+
+    def notice(self, text: str, *, good: bool = False) -> None:
+        self._rich.print(f" [{'green' if good else 'yellow'}]{'✓' if good else '!'}[/] ", end="")
+        self._rich.print(text, markup=False)
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            self._phase = None
+
+    def _draw(self, what: str, done: float, total: float, *columns: ProgressColumn) -> None:
+        if self._bar is None or self._phase != what:
+            self.close()
+            self._bar = Progress(
+                TextColumn("{task.description}"), BarColumn(48), *columns, console=self._rich, transient=True
+            )
+            self._phase = what
+            self._task = self._bar.add_task(what, total=total)
+            self._bar.start()
+        if self._task is not None:
+            self._bar.update(self._task, completed=done, total=total)

@@ -1,0 +1,199 @@
+"""One run from start to end: state, preparation, actors, outcome, report."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from runtime.actor import ActorConfig, RunInfo
+from runtime.blob_agent import BlobClient, BlobServer
+from runtime.config import Config
+from runtime.errors import LaunchError
+from runtime.load import load_object
+from runtime.kernel import NODE
+from runtime.launch.agent import NodeAgent, Outcome
+from runtime.launch.children import die_with_parent
+from runtime.launch.connection import Connection
+from runtime.launch.console import Console
+from runtime.launch.folder import RunCard, RunFolder
+from runtime.observe.log import configure, logger
+from runtime.registry import list_actors
+from runtime.store.embedded import EmbeddedRedis
+from runtime.store.errors import StoreUnavailable
+from runtime.store.open import open_store
+
+REDIS_RESTART_S = 0.2
+"""Pause before a dead embedded server is started again on its own append-only file."""
+
+EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
+
+
+class Launcher:
+    """Runs `config` in `folder`; `run` returns the exit code."""
+
+    def __init__(self, config: Config, folder: Path, *, resume: bool, force: bool) -> None:
+        self._config = config
+        self._folder = RunFolder(folder.resolve())
+        self._resume, self._force = resume, force
+        self._console = Console(load_object(config.report.console)())
+        self._clock = asyncio.get_running_loop().time
+
+    async def run(self) -> int:
+        card = self._folder.open(resume=self._resume, force=self._force)
+        try:
+            configure(self._folder.path / "logs" / f"{NODE}.jsonl", actor=NODE)
+            self._folder.config.write_text(self._config.dump())
+            self._console.say(f"rubato · run {self._folder.path.name} · {self._folder.path}")
+            async with AsyncExitStack() as stack:
+                outcome = await self._serve(card, stack)
+        finally:
+            self._console.close()
+            self._folder.close()
+        return await self._finish(outcome)
+
+    async def _serve(self, card: RunCard, stack: AsyncExitStack) -> Outcome:
+        tasks = await stack.enter_async_context(_cancelled_at_exit())
+        await self._open_state(card, stack, tasks)
+        sockets = Path(card.sockets)
+        server = BlobServer(sockets / "blobs.sock")
+        await server.start()
+        stack.push_async_callback(server.close)
+        self._folder.write(card)
+        await self._prepare()
+        store = open_store(card.state_url, card.id)
+        stack.push_async_callback(store.close)
+        for record in await list_actors(store):  # left over from a launcher that was killed
+            await store.release(f"actor/{record.name}", record.incarnation)
+        blobs = BlobClient(sockets / "blobs.sock")
+        stack.push_async_callback(blobs.close)
+        run = RunInfo(card.id, self._folder.path, self._config.run.seed, self._config.run.steps)
+        connection = Connection(self._config, card, run, store, blobs)
+        return await self._host(connection, tasks)
+
+    async def _host(self, connection: Connection, tasks: asyncio.TaskGroup) -> Outcome:
+        """Run the node agent and the actors until there is an outcome, then stop them."""
+        began = self._clock()
+        kernel = await connection.kernel(NodeAgent, ActorConfig(), NODE)
+        agent = kernel.build()
+        agent.job, agent.screen = self._config, self._console
+        serving = tasks.create_task(kernel.serve(), name=NODE)
+        await kernel.ready.wait()
+        await connection.store.write({"launcher": msgspec.msgpack.encode(os.getpid())})
+        self._catch_signals(agent)
+        agent.start_actors()
+        ready = tasks.create_task(self._announce_ready(agent, began), name="launch.ready")
+        outcome = await agent.over
+        ready.cancel()
+        await agent.stop_all(save=outcome.kind == "interrupted")
+        kernel.stop()
+        await serving
+        return outcome
+
+    async def _announce_ready(self, agent: NodeAgent, began: float) -> None:
+        await agent.all_ready.wait()
+        names = agent.launcher.names()
+        self._console.stage("actors", " ".join(names), self._clock() - began)
+
+    async def _open_state(self, card: RunCard, stack: AsyncExitStack, tasks: asyncio.TaskGroup) -> None:
+        began = self._clock()
+        if self._config.state.url:
+            card.state_url = self._config.state.url
+            what = "redis given by state.url"
+        else:
+            server = EmbeddedRedis(self._folder.path, self._config.state.durability)
+            card.state_url = await server.start()
+            stack.push_async_callback(server.stop)
+            tasks.create_task(self._keep_alive(server), name="launch.redis")
+            what = server.describe()
+        store = open_store(card.state_url, card.id)
+        try:
+            await store.get("launcher")
+        except StoreUnavailable as error:
+            raise LaunchError(str(error)) from error
+        finally:
+            await store.close()
+        self._console.stage("state", what, self._clock() - began)
+
+    async def _keep_alive(self, server: EmbeddedRedis) -> None:
+        while True:
+            code = await server.wait()
+            logger("rubato.launch").warning("redis_died", code=code)
+            self._console.notice(f"the embedded redis died ({code}); restarting it on its append-only file")
+            await asyncio.sleep(REDIS_RESTART_S)
+            await server.start()
+            self._console.notice("the embedded redis is back", good=True)
+
+    async def _prepare(self) -> None:
+        """Run the job's preparations, each a process of its own that prints JSON lines of progress."""
+        for target in self._config.prepare:
+            began = self._clock()
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", target, str(self._folder.path),
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                env=dict(os.environ, PYTHONSAFEPATH="1"), preexec_fn=die_with_parent,
+            )  # fmt: skip
+            assert process.stdout is not None
+            assert process.stderr is not None
+            what = target
+            async for line in process.stdout:
+                told = msgspec.json.decode(line, type=dict[str, str | float])
+                what = str(told.get("what", what))
+                self._console.preparing(what, float(told.get("progress", 0.0)))
+            errors = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+            if await process.wait():
+                raise LaunchError(f"preparing {target} failed: {errors[-1] if errors else 'it gave no reason'}")
+            if what != target:
+                self._console.stage("model", what, self._clock() - began)
+
+    def _catch_signals(self, agent: NodeAgent) -> None:
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            if agent.over.done():
+                agent.launcher.kill_all()
+                return
+            self._console.notice("stopping: what runs is drained and saved; once more to stop now")
+            agent.end(
+                Outcome(
+                    "interrupted",
+                    f"stopped. Go on with: rubato launch {self._folder.path}/config.yaml --run-dir {self._folder.path} --resume",
+                )
+            )
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+
+    async def _finish(self, outcome: Outcome) -> int:
+        if outcome.kind == "failed":
+            print(outcome.sentence, file=sys.stderr)  # noqa: T201 - the sentence for the user
+        elif outcome.kind == "interrupted":
+            self._console.say(outcome.sentence)
+        if self._config.report.finish and outcome.kind != "failed":
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", self._config.report.finish, str(self._folder.path),
+                stdin=asyncio.subprocess.DEVNULL, env=dict(os.environ, PYTHONSAFEPATH="1"), preexec_fn=die_with_parent,
+            )  # fmt: skip
+            await process.wait()
+        return EXIT_CODES[outcome.kind]
+
+
+@asynccontextmanager
+async def _cancelled_at_exit() -> AsyncIterator[asyncio.TaskGroup]:
+    """A TaskGroup whose remaining tasks are cancelled, not awaited, when the block ends."""
+    owned: list[asyncio.Task[object]] = []
+
+    class Group(asyncio.TaskGroup):
+        def create_task(self, *args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+            task = super().create_task(*args, **kwargs)
+            owned.append(task)
+            return task
+
+    async with Group() as tasks:
+        yield tasks
+        for task in owned:
+            task.cancel()

@@ -1,0 +1,67 @@
+"""Loads user code named in a config: `pkg.mod:Name`, or `path/to/file.py:Name`."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class LoadError(ImportError):
+    """The name in the config leads to nothing usable; the message is a sentence for the user."""
+
+
+def load_object(target: str) -> Any:
+    """The object that `target` names. Relative file paths and modules that are not installed start at the working folder.
+
+    Raises LoadError when the name is malformed or leads nowhere. What the module itself raises while it is imported passes
+    through. The folder user code comes from goes to the end of `sys.path`, so it can hide no installed package.
+    """
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise LoadError(f"{target!r} is not of the form package.module:Name or path/to/file.py:Name")
+    module = _load_file(Path(place), target) if place.endswith(".py") else _load_module(place, target)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise LoadError(f"{target} does not exist: {place} defines no {name}")
+        found = getattr(found, part)
+    return found
+
+
+def _load_file(path: Path, target: str) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise LoadError(f"{target} does not exist: there is no file {path}")
+    name = f"rubato_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise LoadError(f"{target}: {path} can't be imported as Python")
+    _add_folder(path.parent)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _load_module(name: str, target: str) -> ModuleType:
+    _add_folder(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise
+        raise LoadError(f"{target} does not exist: there is no module {error.name}") from None
+
+
+def _add_folder(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

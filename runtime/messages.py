@@ -1,0 +1,67 @@
+"""Messages of the runtime itself: between actors' kernels, the node agent and the command line."""
+
+from typing import ClassVar
+
+from bus.message import Ack, Message, Request
+
+
+class Drain(Request[Ack], frozen=True):
+    """To any kernel: take no new work, finish or hand back what runs, stop. Answered once the drain began."""
+
+    idempotent: ClassVar[bool] = True
+
+
+class Progress(Message, frozen=True):
+    """To the node agent: one more step of the job is done; `row` is its line of metrics.jsonl."""
+
+    step: int
+    steps: int
+    row: dict[str, float]
+
+
+class Notice(Message, frozen=True):
+    """To the node agent: one sentence that the user should see now."""
+
+    source: str
+    text: str
+
+
+class Finish(Message, frozen=True):
+    """To the node agent: the job is over, for better or worse."""
+
+    source: str
+    reason: str
+    failed: bool
+
+
+class Added(Message, frozen=True):
+    """Names of the actors that were started."""
+
+    names: tuple[str, ...]
+
+
+class NotAdded(Message, frozen=True):
+    """Why none was started, as one sentence."""
+
+    why: str
+
+
+class AddActors(Request[Added | NotAdded], frozen=True):
+    """To the node agent: start `num` more actors of `role`."""
+
+    role: str
+    num: int
+
+
+class DrainActors(Request[Added | NotAdded], frozen=True):
+    """To the node agent: drain these actors and do not restart them; answered when they have exited."""
+
+    idempotent: ClassVar[bool] = True
+    names: tuple[str, ...]
+
+
+class StopJob(Request[Ack], frozen=True):
+    """To the node agent: drain and save (or stop at once, when `now`); the job can be resumed."""
+
+    idempotent: ClassVar[bool] = True
+    now: bool = False

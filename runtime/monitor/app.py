@@ -1,0 +1,271 @@
+"""The live view: everything of a run on one screen, read-only unless actions were allowed."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import ClassVar, cast
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.css.query import NoMatches
+from textual.pilot import Pilot
+from textual.screen import ModalScreen
+from textual.widgets import ContentSwitcher, DataTable, Static
+
+from runtime.errors import RubatoError
+from runtime.monitor.actions import Actions
+from runtime.monitor.names import DEFAULT, Names
+from runtime.monitor.panels import HELP, flow_page, flow_panel, metrics_page, waits_panel
+from runtime.monitor.snapshot import ActorView
+from runtime.monitor.source import Source, View
+from runtime.monitor.table import COLUMNS, WIDTHS, actor_row, cells, head, trend
+from runtime.monitor.why import render
+
+REFRESH_S = 1.0
+"""Actors publish their figures once a second."""
+
+LOG_LINES = 4
+PAGE_LOG_LINES = 200
+
+JOB_LOG = "node-1"
+"""The node agent's log tells of deaths, restarts and the end: what is shown until another is asked for."""
+
+PICTURE_SIZE = (112, 30)
+
+STYLES = {"ready": "green", "draining": "yellow", "starting": "yellow", "stopped": "red"}
+
+KEYS = "q quit  a actors  f flow  w waits  m metrics  l log  d drain  k kill  + add  ?"
+
+
+class Confirm(ModalScreen[bool]):
+    """Asks one question; y answers yes, anything else that closes it no."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "answer(True)", "yes"),
+        Binding("n,escape,q", "answer(False)", "no"),
+    ]
+    CSS = "Confirm { align: center middle; } Confirm Static { width: auto; max-width: 76; border: round $warning; padding: 1 2; }"
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self._question = question
+
+    def compose(self) -> ComposeResult:
+        yield Static(f"{self._question}\n\ny yes   n no", markup=False)
+
+    def action_answer(self, yes: bool) -> None:
+        self.dismiss(yes)
+
+
+class MonitorApp(App[None]):
+    """Shows what `source` reads, once a second. `actions` is None for a view that only watches."""
+
+    CSS_PATH = "app.tcss"
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("a,escape", "overview", "actors"),
+        Binding("f", "page('flow')", "flow"),
+        Binding("w", "page('waits')", "waits"),
+        Binding("m", "page('metrics')", "metrics"),
+        Binding("l", "page('log')", "log"),
+        Binding("question_mark", "page('help')", "help"),
+        Binding("d", "drain", "drain"),
+        Binding("k", "kill", "kill"),
+        Binding("plus", "add", "add"),
+    ]
+
+    def __init__(self, source: Source, actions: Actions | None = None, names: Names = DEFAULT) -> None:
+        super().__init__()
+        self._source, self._actions, self._names = source, actions, names
+        self._view: View | None = None
+        self._page = ""
+        self._reading = False
+        self._log_of = JOB_LOG
+        self.has_read = asyncio.Event()
+        """Set once there is something to see."""
+
+    def compose(self) -> ComposeResult:
+        yield Static("reading the run", id="head", markup=False)
+        yield Static("", id="trend", markup=False)
+        with ContentSwitcher(initial="overview", id="body"):
+            with Horizontal(id="overview"):
+                yield DataTable[Text](id="actors", cursor_type="row", cell_padding=0)
+                with Vertical(id="side"):
+                    yield Static("", id="flow", markup=False)
+                    yield Static("", id="waits", markup=False)
+            with VerticalScroll(id="page"):
+                yield Static("", id="text", markup=False)
+        yield Static("", id="log", markup=False)
+        yield Static(KEYS, id="keys", markup=False)
+
+    def on_mount(self) -> None:
+        table = self._table()
+        for column, width in zip(cells(COLUMNS), WIDTHS, strict=True):
+            table.add_column(Text(column), width=width + 1)
+        for panel, title in (("#actors", "actors"), ("#flow", "flow"), ("#waits", "waits"), ("#log", "log")):
+            self.query_one(panel).border_title = title
+        table.focus()
+        self.set_interval(REFRESH_S, self.look)
+        self.look()
+
+    def look(self) -> None:
+        """Read the run again, unless the last reading still goes on."""
+        if not self._reading:
+            self._reading = True
+            self.run_worker(self._read(), name="read")
+
+    async def _read(self) -> None:
+        try:
+            view = await self._source.read()
+        finally:
+            self._reading = False
+        last = self._view
+        if view.shown["state"] != "running" and not view.shown["actors"] and last is not None:
+            kept = [ActorView({**actor, "state": "stopped"}) for actor in last.shown["actors"]]
+            if view.shown["state"] == "unreachable":
+                kept = last.shown["actors"]
+            view.shown["actors"] = kept
+        self._view = view
+        self._show(view)
+        self.has_read.set()
+
+    # -- what is on the screen ----------------------------------------------------------------------------------
+
+    def _show(self, view: View) -> None:
+        try:
+            self._write("#head", head(view.shown, view.rows, names=self._names))
+        except NoMatches:  # a dialog is up, or the view is closing: the next look shows it
+            return
+        self._write("#trend", trend(view.shown, view.rows, self.size.width - 2, names=self._names))
+        self._show_actors(view.shown["actors"])
+        self._write("#flow", flow_panel(view.shown, self._names))
+        self._write("#waits", waits_panel(view.shown))
+        self._write("#log", "\n".join(self._source.log(self._log_of, LOG_LINES)) or "nothing logged yet")
+        self.query_one("#log").border_title = f"log of {self._log_of}"
+        if self._page:
+            self._write("#text", self._page_text(view))
+
+    def _show_actors(self, actors: list[ActorView]) -> None:
+        table = self._table()
+        names = [actor["name"] for actor in actors]
+        if names != [key.value for key in table.rows]:
+            chosen = self._selected_name()
+            table.clear()
+            for actor in actors:
+                table.add_row(*self._cells(actor), key=actor["name"])
+            if chosen in names:
+                table.move_cursor(row=names.index(chosen))
+            return
+        for index, actor in enumerate(actors):
+            for column, text in enumerate(self._cells(actor)):
+                table.update_cell_at((index, column), text)  # type: ignore[arg-type]
+        return
+
+    def _cells(self, actor: ActorView) -> list[Text]:
+        texts = [Text(text) for text in cells(actor_row(actor, self._names))]
+        texts[1].stylize(STYLES.get(actor["state"], ""))
+        return texts
+
+    def _page_text(self, view: View) -> str:
+        match self._page:
+            case "flow":
+                return flow_page(view.shown, self._names)
+            case "waits":
+                return render(view.shown, max(40, self.size.width - 4))
+            case "metrics":
+                return metrics_page(view.shown, self._selected_name())
+            case "log":
+                return "\n".join(self._source.log(self._log_of, PAGE_LOG_LINES)) or "nothing logged yet"
+            case _:
+                return HELP
+
+    def action_page(self, page: str) -> None:
+        """Show one page over the overview; the same key again goes back."""
+        if page == self._page:
+            self.action_overview()
+            return
+        if page == "log":
+            self._log_of = self._selected_name() or JOB_LOG
+        self._page = page
+        self.query_one("#body", ContentSwitcher).current = "page"
+        self.query_one("#page").border_title = f"{page} of {self._log_of}" if page == "log" else page
+        self.query_one("#page").focus()
+        if self._view is not None:
+            self._show(self._view)
+        elif page == "help":
+            self._write("#text", HELP)
+
+    def action_overview(self) -> None:
+        self._page = ""
+        self.query_one("#body", ContentSwitcher).current = "overview"
+        self._table().focus()
+
+    # -- what it does to the run --------------------------------------------------------------------------------
+
+    def action_drain(self) -> None:
+        if (chosen := self._chosen()) and (actions := self._allowed()):
+            self._after_yes(f"Drain {chosen['name']}? It is not restarted.", lambda: actions.drain(chosen["name"]))
+
+    def action_kill(self) -> None:
+        if (chosen := self._chosen()) and (actions := self._allowed()):
+            question = f"Kill {chosen['name']} (process {chosen['pid']} on {chosen['host']})?"
+            self._after_yes(question, lambda: actions.kill(chosen))
+
+    def action_add(self) -> None:
+        if (chosen := self._chosen()) and (actions := self._allowed()):
+            self._after_yes(f"Add one more {chosen['role']}?", lambda: actions.add(chosen["role"]))
+
+    def _allowed(self) -> Actions | None:
+        if self._view is None or self._view.shown["state"] == "ended":
+            self.notify("the run has ended", severity="warning")
+            return None
+        if self._actions is None:
+            self.notify("This view only watches. Start it with --allow-actions to act.", severity="warning")
+        return self._actions
+
+    def _after_yes(self, question: str, act: Callable[[], Awaitable[str]]) -> None:
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self.run_worker(self._carry_out(act), name="act")
+
+        self.push_screen(Confirm(question), answered)
+
+    async def _carry_out(self, act: Callable[[], Awaitable[str]]) -> None:
+        try:
+            self.notify(await act(), markup=False)
+        except RubatoError as error:
+            self.notify(str(error), severity="error", markup=False)
+
+    # -- parts --------------------------------------------------------------------------------------------------
+
+    def _chosen(self) -> ActorView | None:
+        name = self._selected_name()
+        actors = self._view.shown["actors"] if self._view is not None else []
+        return next((actor for actor in actors if actor["name"] == name), None)
+
+    def _selected_name(self) -> str:
+        table = self._table()
+        names = [key.value or "" for key in table.rows]
+        return names[table.cursor_row] if 0 <= table.cursor_row < len(names) else ""
+
+    def _table(self) -> DataTable[Text]:
+        return cast("DataTable[Text]", self.query_one("#actors", DataTable))
+
+    def _write(self, selector: str, text: str) -> None:
+        self.query_one(selector, Static).update(Text(text))
+
+
+def picture(app: MonitorApp) -> str:
+    """The view after its first reading, as an SVG, drawn without a terminal."""
+    drawn: list[str] = []
+
+    async def draw(pilot: Pilot[object]) -> None:
+        await app.has_read.wait()
+        await pilot.pause()
+        drawn.append(app.export_screenshot(title="rubato monitor"))
+        app.exit()
+
+    app.run(headless=True, size=PICTURE_SIZE, auto_pilot=draw)
+    return drawn[0] if drawn else ""

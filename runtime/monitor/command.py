@@ -1,0 +1,78 @@
+"""`rubato monitor RUN [--once | --json | --why]`: one look at a run, or the live view."""
+
+import argparse
+import asyncio
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from runtime.errors import RubatoError
+from runtime.monitor.source import Opener, RunSource, View
+
+PLAIN_WIDTH = 80
+"""Width where the output is no terminal."""
+
+
+def main(argv: Sequence[str], *, opener: Opener | None = None) -> int:
+    """Exit 0, or one sentence on stderr and 2. `opener` stands in for `open_store`, e.g. in a program that holds its own Store."""
+    given = _parser().parse_args(list(argv))
+    try:
+        if given.once or given.json or given.why:
+            view = asyncio.run(_look(given.run, opener))
+            print(_told(view, given))  # noqa: T201 - what was asked for
+            return 0
+        return _live(given, opener)
+    except RubatoError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - the sentence for the user
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("monitor", description="Watch a run, or print how it stands.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--once", action="store_true", help="print one table")
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--why", action="store_true", help="print what waits for what")
+    form.add_argument("--screenshot", type=Path, metavar="FILE.svg", help=argparse.SUPPRESS)
+    parser.add_argument("--allow-actions", action="store_true", help="let the live view drain, kill and add actors")
+    return parser
+
+
+def _told(view: View, given: argparse.Namespace) -> str:
+    if given.json:
+        import msgspec
+
+        return msgspec.json.encode(view.shown).decode()
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
+    if given.why:
+        from runtime.monitor.why import render
+
+        return render(view.shown, width)
+    from runtime.monitor.table import once
+
+    return once(view.shown, view.rows, width=width)
+
+
+async def _look(folder: Path, opener: Opener | None) -> View:
+    source = RunSource(folder, opener)
+    try:
+        return await source.read()
+    finally:
+        await source.close()
+
+
+def _live(given: argparse.Namespace, opener: Opener | None) -> int:
+    source = RunSource(given.run, opener)
+    if given.screenshot is None and not sys.stdout.isatty():
+        raise RubatoError("the live view needs a terminal. Use --once, --json or --why to print.")
+    from runtime.monitor.actions import RunActions
+    from runtime.monitor.app import MonitorApp, picture
+
+    app = MonitorApp(source, RunActions(given.run) if given.allow_actions else None)
+    if given.screenshot is not None:
+        given.screenshot.write_text(picture(app))
+    else:
+        app.run()
+    return app.return_code or 0

@@ -1,0 +1,49 @@
+"""The one table that tells the monitor which config keys and metrics to show; everything else here knows no job's words."""
+
+from typing import NamedTuple
+
+
+class Shown(NamedTuple):
+    """One figure: what it is called on the screen, the metric it is read from, and how it is written (a format spec)."""
+
+    label: str
+    metric: str
+    spec: str = ".2f"
+
+
+class Names(NamedTuple):
+    """Where the monitor finds things. Config keys are dotted paths; the rest are names of metrics."""
+
+    steps: str = "run.steps"
+    bound: str = "staleness.alpha"
+    """Config key of the bound shown as `alpha`."""
+    version: str = "weights/version"
+    """Metric shown as `version`, of the whole run and of each actor that has it."""
+    age: str = "staleness/max"
+    dropped: str = "staleness/dropped"
+    """Per row; the screen shows the sum."""
+    queue_prefix: str = "queue/"
+    queue_suffix: str = "/depth"
+    trend: Shown = Shown("reward", "reward/mean")
+    """Drawn as a sparkline."""
+    headline: tuple[Shown, ...] = (
+        Shown("eval", "eval/reward"),
+        Shown("entropy", "policy/entropy"),
+        Shown("kl", "policy/kl", ".3f"),
+        Shown("clip", "policy/clip_frac", ".1%"),
+        Shown("grad", "optim/grad_norm"),
+        Shown("tok/s", "perf/gen_tokens_s", ",.0f"),
+    )
+    """Newest value each, in order of interest: the last ones fall off a narrow screen."""
+    flow: tuple[Shown, ...] = (
+        Shown("in flight", "rollout/in_flight", ",.0f"),
+        Shown("generating", "proxy/in_flight", ",.0f"),
+        Shown("held", "queue/held/depth", ",.0f"),
+        Shown("ready", "queue/ready/depth", ",.0f"),
+        Shown("bound", "queue/bound/depth", ",.0f"),
+        Shown("trained", "samples/trained", ",.0f"),
+    )
+    """Summed over live actors, in the order in which work passes through."""
+
+
+DEFAULT = Names()

@@ -1,0 +1,132 @@
+"""Writes a snapshot as plain text, for `--once` and for the panels of the live view."""
+
+import textwrap
+from collections.abc import Sequence
+from itertools import pairwise
+
+from runtime.monitor.names import DEFAULT, Names, Shown
+from runtime.monitor.snapshot import ActorView, Row, Snapshot, total
+from runtime.monitor.why import seconds
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+COLUMNS = ("name", "state", "inc", "mail", "rate/s", "idle")
+WIDTHS = (19, 8, 4, 4, 6, 4)
+"""50 columns with the spaces between: a second panel fits into 80."""
+
+MAX_WAITS = 8
+
+
+def once(shown: Snapshot, rows: Sequence[Row], *, names: Names = DEFAULT, width: int = 80) -> str:
+    """The whole picture as lines of at most `width` columns."""
+    parts = [head(shown, rows, names=names), trend(shown, rows, width, names=names), ""]
+    if shown["actors"]:
+        parts += [" ".join(cells(COLUMNS)), *(" ".join(cells(actor_row(a, names))) for a in shown["actors"]), ""]
+    parts += [*_hung("flow", flow(shown, names=names), width), *_hung("weights", versions(shown, names=names), width)]
+    for index, line in enumerate(wait_lines(shown)):
+        parts += _hung("" if index else "waits", line, width)
+    return "\n".join(clip(line, width) for line in parts)
+
+
+def head(shown: Snapshot, rows: Sequence[Row], *, names: Names = DEFAULT) -> str:
+    """Run, step, time, age against its bound, how much was dropped, and whether it still runs."""
+    steps = f"/{shown['steps']}" if shown["steps"] is not None else ""
+    parts = [shown["run"], f"step {shown['step']}{steps}", clock(shown["elapsed_s"])]
+    if shown["alpha"] is not None:
+        age = shown["metrics"].get(names.age, 0.0)
+        parts.append(f"age {age:.0f} ≤ α {shown['alpha']:g}" if shown["alpha"] >= 0 else f"age {age:.0f}, unbounded")
+    parts.append(f"{sum(row.get(names.dropped, 0.0) for row in rows):,.0f} dropped")
+    told = {"running": "", "ended": "run ended", "unreachable": "the Store does not answer"}[shown["state"]]
+    return " ── ".join([*parts, told] if told else parts)
+
+
+def trend(shown: Snapshot, rows: Sequence[Row], width: int, *, names: Names = DEFAULT) -> str:
+    """The sparkline and as many newest figures as fit."""
+    values = [row[names.trend.metric] for row in rows if names.trend.metric in row]
+    line = f"{names.trend.label} {sparkline(values, 16)} {values[-1]:{names.trend.spec}}" if values else "no step yet"
+    for figure in names.headline:
+        if figure.metric in shown["metrics"]:
+            told = f"   {figure.label} {shown['metrics'][figure.metric]:{figure.spec}}"
+            line += told if len(line) + len(told) <= width else ""
+    return line
+
+
+def actor_row(actor: ActorView, names: Names = DEFAULT) -> tuple[str, ...]:
+    """The figures of one actor under COLUMNS; a ready one that has a weight version shows that as its state."""
+    version = actor["metrics"].get(names.version)
+    state = f"v{version:.0f}" if version is not None and actor["state"] == "ready" else actor["state"]
+    idle = f"{actor['idle']:.0%}"
+    return actor["name"], state, str(actor["incarnation"]), str(actor["mailbox"]), short(actor["rate_s"]), idle
+
+
+def cells(texts: Sequence[str]) -> list[str]:
+    """Words to the left, figures to the right, each cut to its column."""
+    aligned: list[str] = []
+    for index, (text, width) in enumerate(zip(texts, WIDTHS, strict=True)):
+        cut = clip(text, width)
+        aligned.append(cut.ljust(width) if index < 2 else cut.rjust(width))
+    return aligned
+
+
+def flow(shown: Snapshot, *, names: Names = DEFAULT) -> str:
+    """How much work is at each place, in the order it passes through."""
+    known = [(figure, total(shown, figure.metric)) for figure in names.flow]
+    told = [_told(figure, value) for figure, value in known if value is not None]
+    return " ▸ ".join(told) or "nothing yet"
+
+
+def versions(shown: Snapshot, *, names: Names = DEFAULT) -> str:
+    """The newest version and which actor has which."""
+    if shown["version"] is None:
+        return "none yet"
+    held = [f"{a['name']} v{a['metrics'][names.version]:.0f}" for a in shown["actors"] if names.version in a["metrics"]]
+    return f"v{shown['version']}{': ' if held else ''}{', '.join(held)}"
+
+
+def wait_lines(shown: Snapshot) -> list[str]:
+    """The oldest wait of each actor, oldest first."""
+    oldest: dict[str, str] = {}
+    for wait in shown["waits"]:
+        detail = f": {wait['detail']}" if wait["detail"] else ""
+        oldest.setdefault(wait["actor"], f"{wait['actor']} {seconds(wait['age_s'])} for {wait['what']}{detail}")
+    return list(oldest.values())[:MAX_WAITS] or ["nothing waits"]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most `width` blocks, each the mean of its share of `values`, between their lowest and highest."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [i * len(values) // count for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(BLOCKS[int((mean - low) / span * (len(BLOCKS) - 1) + 0.5) if span else 0] for mean in means)
+
+
+def short(value: float) -> str:
+    """`410`, `5.9k`, `1.2M`."""
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def clock(value_s: float) -> str:
+    """`0:52`, `1:04:09`."""
+    minutes, rest = divmod(int(value_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def clip(text: str, width: int) -> str:
+    """`text` in at most `width` columns; an ellipsis marks what was cut."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _hung(label: str, text: str, width: int) -> list[str]:
+    """`text` under a label column, its further lines below its start."""
+    return textwrap.wrap(text, width, initial_indent=f"{label:<9}", subsequent_indent=" " * 11, break_long_words=False)
+
+
+def _told(figure: Shown, value: float) -> str:
+    return f"{figure.label} {value:{figure.spec}}"

@@ -1,0 +1,55 @@
+"""The process of one actor: `python -m runtime.node RUN_DIR ACTOR_NAME`, started and supervised by the node agent."""
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+from runtime.errors import RubatoError
+from runtime.launch.connection import connect
+from runtime.observe.log import configure, logger
+
+
+def main(argv: list[str]) -> int:
+    folder, name = Path(argv[0]), argv[1]
+    configure(folder / "logs" / f"{name}.jsonl", actor=name)
+    sys.setswitchinterval(0.0005)  # a thread that computes gives the event loop its turn ten times sooner
+    try:
+        asyncio.Runner(loop_factory=_loop_factory()).run(_serve(folder, name))
+    except* RubatoError as group:
+        error = _first(group)
+        logger("rubato.node").error("actor_failed", error=str(error), exc_info=group)
+        print(f"{name}: {error}", file=sys.stderr)  # noqa: T201 - the launcher quotes it
+        return 1
+    except* Exception as group:  # noqa: BLE001 - the boundary of the process: named, logged, and the supervisor's
+        error = _first(group)
+        logger("rubato.node").error("actor_failed", error=repr(error), exc_info=group)
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 - the launcher quotes it
+        return 1
+    return 0
+
+
+async def _serve(folder: Path, name: str) -> None:
+    role = name.rsplit("-", 1)[0]
+    async with connect(folder) as connection:
+        actor_class = connection.config.actor_class(role)
+        kernel = await connection.kernel(actor_class, connection.config.actor_config(role), name)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, kernel.stop)
+        await kernel.serve()
+
+
+def _loop_factory():  # noqa: ANN202 - uvloop's loop type is not exported
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

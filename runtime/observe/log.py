@@ -1,0 +1,96 @@
+"""Logs are events with fields: one JSON object per line and actor, secrets removed, the standard library's logging included."""
+
+import logging
+import logging.handlers
+import re
+from pathlib import Path
+from typing import cast
+
+import structlog
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+
+MAX_BYTES = 64 * 1024 * 1024
+"""Size at which a log file is moved to `.1` (replacing the one before): no actor fills a disk."""
+
+SECRET_KEYS = re.compile(r"(?i)password|passwd|secret|api_?key|private_?key|authorization|credential")
+SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+HIDDEN = "***"
+
+
+def logger(name: str) -> FilteringBoundLogger:
+    """The logger `rubato.<name>`: it writes through the standard library's logging, so an embedding program keeps its own set-up."""
+    wrapped = structlog.wrap_logger(
+        logging.getLogger(f"rubato.{name}"),
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *_common(),
+            structlog.processors.format_exc_info,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
+        cache_logger_on_first_use=True,
+    )
+    return cast("FilteringBoundLogger", wrapped)
+
+
+def configure(path: Path, *, actor: str, level: int = logging.INFO) -> None:
+    """Send all logging of this process to the file `path`, as actor `actor`. Only a process's entry point calls it, once.
+
+    Warnings of the `warnings` module become log lines too. Handlers that were set before are replaced.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=MAX_BYTES, backupCount=1, encoding="utf-8")
+    handler.setFormatter(json_formatter(actor))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    root.setLevel(level)
+    logging.captureWarnings(True)
+
+
+def json_formatter(actor: str) -> logging.Formatter:
+    """Renders records of ours and of others as JSON lines with `t level logger actor event` first, then the fields."""
+
+    def add_actor(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        head = {key: event.pop(key) for key in ("t", "level", "logger") if key in event}
+        return {**head, "actor": actor, "event": event.pop("event", ""), **event}
+
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[*_common(), structlog.stdlib.PositionalArgumentsFormatter()],
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            structlog.processors.format_exc_info,
+            hide_secrets,
+            add_actor,
+            structlog.processors.JSONRenderer(ensure_ascii=False, default=str),
+        ],
+    )
+
+
+def hide_secrets(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    """Blank the values of keys that name a secret, and the user:password part of any URL."""
+    for key, value in event.items():
+        event[key] = _hidden(key, value)
+    return event
+
+
+def _hidden(key: str, value: object) -> object:
+    if SECRET_KEYS.search(key):
+        return HIDDEN
+    if isinstance(value, str):
+        return SECRET_IN_URL.sub(HIDDEN, value) if "://" in value else value
+    if isinstance(value, dict):
+        return {k: _hidden(str(k), v) for k, v in cast("dict[object, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_hidden("", item) for item in cast("list[object]", value)]
+    return value
+
+
+def _common() -> list[Processor]:
+    return [
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="t"),
+    ]

@@ -1,0 +1,140 @@
+"""Runs user code in worker processes that may be killed at any time, so that no user mistake reaches an actor."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from runtime.pool_errors import WorkerKilled
+from runtime.pool_process import Limits, WorkerProcess
+from runtime.pool_worker import FOREIGN
+
+
+class Unsendable(NamedTuple):
+    """Stands in a result for a value that no MessagePack type fits."""
+
+    type_name: str
+
+
+class Traits(NamedTuple):
+    """What a class or function says about where it may run."""
+
+    inline: bool
+    """It declares `inline = True`: it never blocks and may share the actor's process."""
+    asynchronous: bool
+
+
+class WorkerPool:
+    """Worker processes that host instances of user classes and call user functions.
+
+    An instance stays on the worker it was built on; a worker runs its calls one after another. A call that outlives its
+    deadline has its worker killed; the next call that needs a worker starts a new one. Nothing here bounds how many calls
+    wait: callers do, by their own concurrency. User code's output goes to `on_output`, line by line.
+    """
+
+    def __init__(
+        self, *, workers: int = 1, limits: Limits | None = None, on_output: Callable[[str], None] | None = None
+    ) -> None:
+        self._limits = limits or Limits()
+        self._on_output = on_output or _ignore
+        self._workers: list[WorkerProcess | None] = [None] * workers
+        self._ended: set[WorkerProcess] = set()
+        self._homes: dict[str, WorkerProcess] = {}
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Spawn every worker; optional, since a call spawns what it needs. Raises OSError when the system refuses."""
+        async with self._starting:
+            for index in range(len(self._workers)):
+                await self._start(index)
+
+    async def close(self) -> None:
+        """Kill every worker and wait for its end; calls in flight end as WorkerKilled."""
+        workers = [worker for worker in (*self._workers, *self._ended) if worker is not None]
+        self._workers = [None] * len(self._workers)
+        self._homes.clear()
+        self._ended.clear()
+        for worker in workers:
+            worker.kill("the pool was closed")
+        for worker in workers:
+            await worker.gone()
+
+    async def inspect(self, target: str, *, deadline_s: float) -> Traits:
+        """Load `target` in a worker and say what it is. Raises TargetMissing, or what `apply` raises."""
+        worker = await self._least_loaded()
+        found = decode(await worker.request("check", target, "", b"", deadline_s))
+        return Traits(found["inline"], found["asynchronous"])
+
+    async def apply(self, target: str, payload: bytes, *, deadline_s: float) -> bytes:
+        """Call the function `target` with `encode_call(...)`; returns its result for `decode`.
+
+        Coroutine functions are awaited. Raises the errors of `runtime.pool_errors`.
+        """
+        worker = await self._least_loaded()
+        return await worker.request("apply", target, "", payload, deadline_s)
+
+    async def build(self, instance: str, target: str, payload: bytes, *, deadline_s: float) -> None:
+        """Construct the class `target` as `instance`, on the worker with the least to do. Raises as `apply`."""
+        worker = await self._least_loaded()
+        worker.instances.add(instance)
+        self._homes[instance] = worker
+        try:
+            await worker.request("build", target, instance, payload, deadline_s)
+        except BaseException:
+            self.drop(instance)
+            raise
+
+    async def call(self, instance: str, method: str, payload: bytes, *, deadline_s: float) -> bytes:
+        """Call a method of `instance`, as `apply` does. Raises WorkerKilled too where its worker ended in the meantime."""
+        worker = self._homes.get(instance)
+        if worker is None or not worker.alive:
+            self._homes.pop(instance, None)
+            raise WorkerKilled("its process ended during another call")
+        return await worker.request("call", method, instance, payload, deadline_s)
+
+    def has(self, instance: str) -> bool:
+        """Whether `instance` was built and its worker lives."""
+        worker = self._homes.get(instance)
+        return worker is not None and worker.alive
+
+    def drop(self, instance: str) -> None:
+        """Forget `instance`; unknown ones are ignored. No method of it is called."""
+        worker = self._homes.pop(instance, None)
+        if worker is not None:
+            worker.drop(instance)
+
+    async def _least_loaded(self) -> WorkerProcess:
+        if any(worker is None or not worker.alive for worker in self._workers):
+            await self.start()
+        return min((worker for worker in self._workers if worker is not None), key=lambda worker: worker.load)
+
+    async def _start(self, index: int) -> None:
+        old = self._workers[index]
+        if old is not None and old.alive:
+            return
+        if old is not None:
+            self._ended.add(old)
+            self._homes = {key: home for key, home in self._homes.items() if home is not old}
+        self._ended = {worker for worker in self._ended if not worker.over}
+        worker = WorkerProcess(self._limits, self._on_output)
+        await worker.start()
+        self._workers[index] = worker
+
+
+def encode_call(*positional: object, **keyword: object) -> bytes:
+    """Arguments for `apply`, `build` and `call`. Raises TypeError for what MessagePack can't hold."""
+    return msgspec.msgpack.encode((positional, keyword))
+
+
+def decode(reply: bytes) -> Any:
+    """A result: MessagePack's types (tuples became lists), with Unsendable in place of anything else."""
+    return msgspec.msgpack.decode(reply, ext_hook=_foreign)
+
+
+def _foreign(code: int, data: memoryview) -> object:
+    return Unsendable(bytes(data).decode()) if code == FOREIGN else Unsendable(f"MessagePack extension {code}")
+
+
+def _ignore(_: str) -> None:
+    return None

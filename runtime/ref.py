@@ -1,0 +1,80 @@
+"""References to actors: typed asks and tells, retried only where that is safe."""
+
+import asyncio
+from typing import Protocol, TypeVar
+
+from bus.errors import NotSent, Refused, Unknown
+from bus.message import Message, Request
+from runtime.courier import Courier
+from runtime.deadline import budget
+from runtime.registry import ActorRecord
+
+ReplyT = TypeVar("ReplyT")
+
+BACKOFF_S = 0.05
+"""First pause before asking again; doubles up to `BACKOFF_MAX_S`. A change of membership ends the pause early."""
+
+BACKOFF_MAX_S = 1.0
+
+
+class Resolver(Protocol):
+    """Finds a ready actor for a target name or role."""
+
+    def resolve(self, target: str) -> ActorRecord | None: ...
+    async def change(self) -> None: ...
+
+
+class Ref:
+    """The actor called `target`, or any ready instance of that role. Cheap; hold it as long as you like."""
+
+    def __init__(self, target: str, courier: Courier, resolver: Resolver) -> None:
+        self.name = target
+        self._courier = courier
+        self._resolver = resolver
+
+    async def ask(self, request: Request[ReplyT], *, timeout: float, retry: bool = True) -> ReplyT:
+        """The reply, or a subclass of AskFailed before `timeout` (seconds) or the caller's own deadline, whichever is first.
+
+        While no instance is ready the request waits. NotSent and Refused are retried until the deadline; Unknown too where
+        the request is idempotent; `retry=False` leaves that to the caller. Cancelling the ask cancels the work.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + budget(timeout)
+        pause = BACKOFF_S
+        while True:
+            record = await self._find(deadline)
+            try:
+                return await self._courier.ask(record, request, deadline)
+            except (NotSent, Refused, Unknown) as error:
+                final = isinstance(error, Unknown) and not request.idempotent
+                if final or not retry or loop.time() + pause >= deadline:
+                    raise
+            await self._pause(pause)
+            pause = min(2 * pause, BACKOFF_MAX_S)
+
+    async def tell(self, message: Message) -> None:
+        """Send and forget; waits only for credit. Raises NotSent when no instance is ready."""
+        record = self._resolver.resolve(self.name)
+        if record is None:
+            raise NotSent(f"no ready actor {self.name!r}")
+        await self._courier.tell(record, message)
+
+    async def _find(self, deadline: float) -> ActorRecord:
+        record = self._resolver.resolve(self.name)
+        if record is not None:
+            return record
+        try:
+            async with asyncio.timeout_at(deadline):
+                while record is None:
+                    await self._resolver.change()
+                    record = self._resolver.resolve(self.name)
+        except TimeoutError:
+            raise NotSent(f"no ready actor {self.name!r} before the deadline") from None
+        return record
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._resolver.change()
+        except TimeoutError:
+            pass

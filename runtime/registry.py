@@ -1,0 +1,205 @@
+"""Who is in the run and where: leased records in the Store, mirrored in each process and kept fresh by an event stream."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+import msgspec
+
+from runtime.observe.waits import WaitView
+from runtime.store.errors import StoreUnavailable
+from runtime.store.store import Store
+
+LEASE_TTL_S = 10.0
+"""Longer than any pause of a healthy process (a collection, a slow disk), short enough that a dead host is noticed."""
+
+BEAT_S = 1.0
+"""Renewal and status period: one small write per actor and second keeps the monitor live."""
+
+RELIST_S = 15.0
+"""Anti-entropy: the mirror is compared with the leases this often, in case an event was lost."""
+
+State = Literal["starting", "ready", "draining", "stopped"]
+
+
+class ActorRecord(msgspec.Struct, frozen=True):
+    """One live actor as the registry holds it; renewed every beat with fresh figures."""
+
+    name: str
+    role: str
+    address: str
+    incarnation: int
+    pid: int
+    host: str
+    state: State
+    beat: int = 0
+    """Counts renewals, so a suspect that still beats is known to live."""
+    progress: int = 0
+    """Messages handled: standing still while the mailbox is not empty means stalled, not dead."""
+    mailbox: int = 0
+    rate_s: float = 0.0
+    idle: float = 1.0
+    metrics: dict[str, float] = {}
+    waits: list[WaitView] = []
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """One change of membership."""
+
+    kind: Literal["ready", "left"]
+    record: ActorRecord
+
+
+class Directory:
+    """This process's mirror of the registry. `ready` instances only; every change wakes whoever waits for one."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, ActorRecord] = {}
+        self._suspects: dict[str, ActorRecord] = {}
+        self._changed = asyncio.Event()
+
+    def ready(self, role: str) -> tuple[str, ...]:
+        return tuple(sorted(name for name, r in self._records.items() if r.role == role))
+
+    def find(self, name: str) -> ActorRecord | None:
+        return self._records.get(name)
+
+    def at(self, address: str) -> ActorRecord | None:
+        return next((r for r in self._records.values() if r.address == address), None)
+
+    async def change(self) -> None:
+        """Return at the next change of membership."""
+        changed = self._changed
+        await changed.wait()
+
+    def add(self, record: ActorRecord) -> tuple[set[str], set[str]]:
+        """Mirror a ready actor; returns (joined, left) names. An older incarnation than the known one changes nothing."""
+        known, suspect = self._records.get(record.name), self._suspects.get(record.name)
+        if known is not None and known.incarnation >= record.incarnation:
+            return set(), set()
+        if suspect is not None and suspect.incarnation >= record.incarnation and record.beat <= suspect.beat + 1:
+            return set(), set()
+        self._suspects.pop(record.name, None)
+        self._records[record.name] = record
+        self._wake()
+        return {record.name}, {record.name} if known else set()
+
+    def remove(self, name: str, incarnation: int) -> set[str]:
+        """Forget `name` unless a newer incarnation took its place."""
+        known = self._records.get(name)
+        if known is None or known.incarnation > incarnation:
+            return set()
+        del self._records[name]
+        self._wake()
+        return {name}
+
+    def suspect(self, address: str, beat: int) -> set[str]:
+        """The link to `address` broke: treat its actor as gone until it is seen to beat again."""
+        record = self.at(address)
+        if record is None:
+            return set()
+        self._suspects[record.name] = msgspec.structs.replace(record, beat=max(beat, record.beat))
+        return self.remove(record.name, record.incarnation)
+
+    def names(self) -> dict[str, int]:
+        return {name: r.incarnation for name, r in self._records.items()}
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Registry:
+    """Keeps this actor's own record leased, and the Directory in step with everybody else's."""
+
+    def __init__(
+        self, store: Store, directory: Directory, on_change: Callable[[set[str], set[str]], Awaitable[None]]
+    ) -> None:
+        self._store = store
+        self._directory = directory
+        self._on_change = on_change
+        self._beats: dict[str, int] = {}
+        self._after = 0
+
+    async def publish(self, record: ActorRecord) -> bool:
+        """Take or renew the lease; False means a newer incarnation holds the name and this process must end."""
+        value = msgspec.msgpack.encode(record)
+        return await self._store.lease(f"actor/{record.name}", record.incarnation, value, LEASE_TTL_S)
+
+    async def announce(self, kind: Literal["ready", "left"], record: ActorRecord) -> None:
+        bare = msgspec.structs.replace(record, metrics={}, waits=[])
+        await self._store.append("events", msgspec.msgpack.encode(Event(kind, bare)))
+
+    async def withdraw(self, record: ActorRecord) -> None:
+        """Leave for good; nothing happens where a newer incarnation took over."""
+        if await self._store.release(f"actor/{record.name}", record.incarnation):
+            await self.announce("left", record)
+
+    async def bury(self, name: str) -> None:
+        """End the lease of an actor whose process is known to be dead."""
+        for record in await list_actors(self._store):
+            if record.name == name:
+                await self.withdraw(record)
+
+    async def sync(self) -> None:
+        """Bring the mirror up to date once, before anything depends on it."""
+        self._after = await self._last_event()
+        await self.relist()
+
+    async def watch(self) -> None:
+        """Mirror membership until cancelled; `sync` comes first."""
+        while True:
+            try:
+                entries = await self._store.read("events", self._after, wait_s=RELIST_S)
+            except StoreUnavailable:  # static stability: the mirror stays as it is until the Store answers again
+                await asyncio.sleep(BEAT_S)
+                continue
+            for index, value in entries:
+                self._after = index
+                await self._apply(msgspec.msgpack.decode(value, type=Event))
+            if not entries:
+                await self.relist()
+
+    async def relist(self) -> None:
+        """Compare the mirror with the leases themselves."""
+        records = await list_actors(self._store)
+        joined: set[str] = set()
+        left: set[str] = set()
+        for record in records:
+            self._beats[record.address] = record.beat
+            if record.state == "ready":
+                j, gone = self._directory.add(record)
+                joined |= j
+                left |= gone
+        live = {r.name: r.incarnation for r in records}
+        for name, incarnation in self._directory.names().items():
+            if name not in live:
+                left |= self._directory.remove(name, incarnation)
+        if joined or left:
+            await self._on_change(joined, left)
+
+    async def lost(self, address: str) -> None:
+        """The transport lost its link to `address`."""
+        left = self._directory.suspect(address, self._beats.get(address, 0))
+        if left:
+            await self._on_change(set(), left)
+
+    async def _apply(self, event: Event) -> None:
+        if event.kind == "ready":
+            joined, left = self._directory.add(event.record)
+        else:
+            joined, left = set[str](), self._directory.remove(event.record.name, event.record.incarnation)
+        if joined or left:
+            await self._on_change(joined, left)
+
+    async def _last_event(self) -> int:
+        after = 0
+        while entries := await self._store.read("events", after):
+            after = entries[-1][0]
+        return after
+
+
+async def list_actors(store: Store) -> list[ActorRecord]:
+    """Every live actor of the run, by name: what the monitor and the command line read."""
+    leases = await store.leases("actor/")
+    return [msgspec.msgpack.decode(lease.value, type=ActorRecord) for _, lease in sorted(leases.items())]

@@ -1,0 +1,63 @@
+-- WorkSet.claim: drop ready groups below a score, then bind the oldest ones to a step, or none when too few are ready.
+-- Returns {ready groups left, {dropped groups}, {group, {id, "<score>:<payload>", note, ...}, group, ...}}.
+--
+-- KEYS     see workset.lua; uses everything but seen and held
+-- KEYS[3]  STRING <op slot>:dropped  cmsgpack of what this call dropped, for a call whose reply was lost; expires
+-- ARGV     number, num, lowest score, step, epoch
+
+local function report(dropped)
+  local groups = {}
+  for _, group in ipairs(redis.call('ZRANGE', step_key(ARGV[4]), 0, -1)) do
+    local stored = redis.call('HGETALL', group_key(group))
+    local content = {}
+    for at = 1, #stored, 2 do
+      content[stored[at]] = stored[at + 1]
+    end
+    local items = {}
+    for _, id in ipairs(ids_of(group)) do
+      items[#items + 1] = id
+      items[#items + 1] = content[id]
+      items[#items + 1] = redis.call('HGET', NOTES, id) or ''
+    end
+    groups[#groups + 1] = group
+    groups[#groups + 1] = items
+  end
+  return { redis.call('ZCARD', READY), dropped, groups }
+end
+
+if replay() then
+  local kept = redis.call('GET', KEYS[3])
+  return report(kept and cmsgpack.unpack(kept) or {})
+end
+local newest, committed = counter('epoch'), counter('committed')
+if tonumber(ARGV[5]) < newest then
+  return redis.error_reply(string.format('STALE_EPOCH %.0f', newest))
+end
+if tonumber(ARGV[4]) <= committed then
+  return redis.error_reply(string.format('CLAIMED_LATE %.0f', committed))
+end
+redis.call('HSET', SET, 'epoch', ARGV[5])
+if redis.call('EXISTS', step_key(ARGV[4])) == 1 then
+  return report({})
+end
+local dropped = redis.call('ZRANGEBYSCORE', READY, '-inf', '(' .. ARGV[3])
+for _, group in ipairs(dropped) do
+  redis.call('ZREM', READY, group)
+  end_group(group, 'stale', 0, 0)
+end
+if redis.call('ZCARD', READY) >= tonumber(ARGV[2]) then
+  local oldest = redis.call('ZRANGE', READY, 0, ARGV[2] - 1, 'WITHSCORES')
+  for at = 1, #oldest, 2 do
+    redis.call('ZREM', READY, oldest[at])
+    redis.call('ZADD', step_key(ARGV[4]), oldest[at + 1], oldest[at])
+    redis.call('HINCRBY', SET, 'bound', redis.call('HLEN', group_key(oldest[at])))
+  end
+  redis.call('ZADD', STEPS, ARGV[4], ARGV[4])
+end
+if #dropped > 0 then
+  redis.call('SET', KEYS[3], cmsgpack.pack(dropped), 'EX', KEPT_S)
+else
+  redis.call('DEL', KEYS[3])
+end
+answer(1)
+return report(dropped)

@@ -1,0 +1,28 @@
+-- WorkSet.commit: end every item bound to the next step; how many, 0 for a step that was committed already.
+--
+-- KEYS     see workset.lua; uses steps, step:<step>, fates, group:<group>, notes, log
+-- ARGV     number, step, epoch
+
+local done = replay()
+if done then
+  return done
+end
+local newest, committed, step = counter('epoch'), counter('committed'), tonumber(ARGV[2])
+if tonumber(ARGV[3]) < newest then
+  return redis.error_reply(string.format('STALE_EPOCH %.0f', newest))
+end
+if step <= committed then
+  return answer(0)
+end
+if step ~= committed + 1 then
+  return redis.error_reply(string.format('SKIPPED %.0f', committed))
+end
+local num = 0
+for _, group in ipairs(redis.call('ZRANGE', step_key(ARGV[2]), 0, -1)) do
+  num = num + end_group(group, redis.call('HGET', FATES, group), ARGV[2], ARGV[3])
+end
+redis.call('DEL', step_key(ARGV[2]))
+redis.call('ZREM', STEPS, ARGV[2])
+redis.call('HINCRBY', SET, 'bound', -num)
+redis.call('HSET', SET, 'committed', ARGV[2], 'epoch', ARGV[3])
+return answer(num)

@@ -1,0 +1,22 @@
+-- Put in front of every script that changes something: a call whose reply was lost is sent again, but takes effect once.
+--
+-- KEYS[1]  STRING rubato:{run}:op:<client>:<slot>  "<number>:<reply>" of the newest call in this slot; expires
+-- ARGV[1]  the number of this call; a slot has one call at a time, so a number is never seen after a later one
+--
+-- Replies kept this way are integers. `replay` returns the kept one (nil: not run yet), `answer` keeps and returns one.
+
+local KEPT_S = 900 -- far longer than any client goes on retrying
+
+local function replay()
+  local kept = redis.call('GET', KEYS[1])
+  local mark = ARGV[1] .. ':'
+  if kept and string.sub(kept, 1, #mark) == mark then
+    return tonumber(string.sub(kept, #mark + 1))
+  end
+  return nil
+end
+
+local function answer(reply)
+  redis.call('SET', KEYS[1], ARGV[1] .. ':' .. string.format('%.0f', reply), 'EX', KEPT_S)
+  return reply
+end

@@ -1,0 +1,75 @@
+"""The Store: the little state that must outlive processes, behind one Protocol with a memory and a Redis implementation."""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from runtime.store.workset import WorkSet
+
+
+class Fence(NamedTuple):
+    """A write is refused with `Fenced` when `name` was ever fenced with a higher `token`: zombies can't write."""
+
+    name: str
+    token: int
+
+
+class Lease(NamedTuple):
+    """A live holder: `token` is its incarnation, `value` what it wrote last, `remaining_s` until it lapses."""
+
+    token: int
+    value: bytes
+    remaining_s: float
+
+
+class Store(Protocol):
+    """Keys are relative to the run (the implementation prefixes `rubato:{run}:`). Values are bytes.
+
+    Every method raises `StoreUnavailable` when the backend can't be reached within its retry budget.
+    Methods marked *acknowledged* return only when the write is as durable as `state.durability` says.
+    """
+
+    async def get(self, key: str) -> bytes | None: ...
+
+    async def scan(self, prefix: str) -> dict[str, bytes]:
+        """Every key that starts with `prefix`, sorted."""
+        ...
+
+    async def write(self, changes: Mapping[str, bytes | None], *, fence: Fence | None = None) -> None:
+        """Set (bytes) or delete (None) all keys in one atomic step; acknowledged. Raises Fenced and changes nothing for a zombie."""
+        ...
+
+    async def compare_and_set(
+        self, key: str, expected: bytes | None, value: bytes, *, fence: Fence | None = None
+    ) -> bool:
+        """Set `key` only where it still holds `expected` (None: absent); acknowledged."""
+        ...
+
+    async def increment(self, key: str, *, at_least: int = 0) -> int:
+        """max(stored + 1, at_least), stored and returned."""
+        ...
+
+    async def append(self, stream: str, value: bytes, *, limit: int = 10_000) -> int:
+        """Add to a stream and return its index (from 1, gapless); entries older than the newest `limit` are forgotten."""
+        ...
+
+    async def read(self, stream: str, after: int, *, wait_s: float = 0.0) -> list[tuple[int, bytes]]:
+        """Up to 1,000 entries with index > `after`; with none, waits up to `wait_s` for one."""
+        ...
+
+    async def lease(self, name: str, token: int, value: bytes, ttl_s: float) -> bool:
+        """Take or renew `name`. False, and no change, when a live or released lease of a higher token was seen."""
+        ...
+
+    async def release(self, name: str, token: int) -> bool:
+        """Give `name` up if `token` holds it. A lower token can't take it afterwards."""
+        ...
+
+    async def leases(self, prefix: str) -> dict[str, Lease]:
+        """Live leases whose name starts with `prefix`."""
+        ...
+
+    def workset(self, name: str) -> WorkSet:
+        """The durable set of work items called `name`."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,343 @@
+"""One suite over every engine: what a worker may rely on, whichever engine it hosts."""
+
+import asyncio
+import random
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from actors.config import ModelSection
+from actors.engines.engine import ENGINES, EngineError, Work
+from actors.engines.section import EngineSection, ScriptedSection
+from actors.engines.tokens import joined, pack, unpack_ids, unpack_logprobs
+from actors.messages.generation import Sampling, Span, Tokens
+from runtime.load import load_object
+from tests.models import VOCAB, greedy, logprobs, weights_image, write_model
+
+KINDS = [
+    "scripted",
+    "torch",
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600)]),
+]
+MODELLED = KINDS[1:]
+"""Engines that compute a model."""
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="session")
+def other_image(tmp_path_factory) -> memoryview:
+    """Other weights of the same model."""
+    return weights_image(write_model(tmp_path_factory.mktemp("other"), seed=1))
+
+
+@asynccontextmanager
+async def running(kind: str, folder: Path, **options):
+    if kind == "vllm":
+        pytest.importorskip("vllm")
+    section = EngineSection(**{
+        "kind": kind, "num_slots": 8, "max_len": 256, "stream_every": 1, "scripted": ScriptedSection(token_s=0.002, stop_share=0.0)
+    } | options)
+    engine = load_object(ENGINES[kind])(folder, ModelSection(path=str(folder), device="cpu"), section)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@pytest.fixture
+async def engine(request, model_folder):
+    async with running(request.param, model_folder) as engine:
+        yield engine
+
+
+def prompt_of(seed: int, length: int = 12) -> tuple[int, ...]:
+    chance = random.Random(seed)
+    return tuple(chance.randrange(2, VOCAB) for _ in range(length))
+
+
+async def collect(engine, work: Work) -> tuple[Tokens, str]:
+    tokens, reason = Tokens(), ""
+    async with aclosing(engine.generate(work)) as chunks:
+        async for chunk in chunks:
+            assert not reason, "a chunk came after the last one"
+            tokens, reason = joined(tokens, chunk.tokens), chunk.finish_reason
+    return tokens, reason
+
+
+async def first_tokens(chunks, num: int) -> Tokens:
+    tokens = Tokens()
+    while len(tokens.ids) // 4 < num:
+        tokens = joined(tokens, (await anext(chunks)).tokens)
+    return tokens
+
+
+every_engine = pytest.mark.parametrize("engine", KINDS, indirect=True)
+modelled_engine = pytest.mark.parametrize("engine", MODELLED, indirect=True)
+
+
+@every_engine
+async def test_a_request_ends_by_length_with_one_span_and_one_logprob_per_token(engine):
+    work = Work("a", "s", prompt_of(1), Sampling(10))
+
+    tokens, reason = await collect(engine, work)
+
+    assert reason == "length"
+    assert len(unpack_ids(tokens.ids)) == len(unpack_logprobs(tokens.logprobs)) == 10
+    assert tokens.spans == (Span(0, 0, 10),)
+    assert all(value <= 0 for value in unpack_logprobs(tokens.logprobs))
+
+
+@every_engine
+async def test_a_stop_token_ends_the_request_and_is_kept(engine):
+    sampled, _ = await collect(engine, Work("a", "s", prompt_of(1), Sampling(10, seed=5)))
+    ids = unpack_ids(sampled.ids)
+    stop = next(token for token in ids if ids.index(token) >= 3)
+
+    tokens, reason = await collect(engine, Work("b", "s", prompt_of(1), Sampling(10, seed=5, stop_token_ids=(stop,))))
+
+    assert reason == "stop"
+    assert unpack_ids(tokens.ids)[-1] == stop
+    assert len(tokens.ids) // 4 <= 10
+
+
+@every_engine
+async def test_the_same_seed_and_session_give_the_same_tokens_and_another_seed_others(engine):
+    first, _ = await collect(engine, Work("a", "s", prompt_of(2), Sampling(24, seed=1)))
+    again, _ = await collect(engine, Work("b", "s", prompt_of(2), Sampling(24, seed=1)))
+    other, _ = await collect(engine, Work("c", "s", prompt_of(2), Sampling(24, seed=2)))
+
+    assert again.ids == first.ids
+    assert other.ids != first.ids
+
+
+@every_engine
+async def test_members_of_a_group_share_prompt_and_seed_but_sample_differently(engine):
+    one, _ = await collect(engine, Work("a", "g.0", prompt_of(2), Sampling(24, seed=1)))
+    two, _ = await collect(engine, Work("b", "g.1", prompt_of(2), Sampling(24, seed=1)))
+
+    assert one.ids != two.ids
+
+
+@every_engine
+async def test_two_hundred_requests_over_eight_slots_all_finish(engine):
+    works = [Work(f"r{i}", f"s{i}", prompt_of(i, 1 + i % 30), Sampling(1 + i % 7)) for i in range(200)]
+
+    results = await asyncio.gather(*(collect(engine, work) for work in works))
+
+    assert [len(tokens.ids) // 4 for tokens, _ in results] == [work.sampling.max_new_tokens for work in works]
+    assert {reason for _, reason in results} == {"length"}
+    assert engine.load().running == engine.load().waiting == 0
+
+
+@every_engine
+async def test_an_abort_keeps_the_tokens_so_far_and_ends_the_iterator(engine):
+    chunks = engine.generate(Work("a", "s", prompt_of(1), Sampling(200)))
+    tokens, reason = await first_tokens(chunks, 3), ""
+
+    await engine.abort("a")
+    async for chunk in chunks:
+        tokens, reason = joined(tokens, chunk.tokens), chunk.finish_reason
+
+    assert reason == "aborted"
+    assert 3 <= len(tokens.ids) // 4 < 200
+    assert engine.load().running == 0
+
+
+@every_engine
+async def test_aborting_an_unknown_request_is_ignored(engine):
+    await engine.abort("nobody")
+
+    assert (await collect(engine, Work("a", "s", prompt_of(1), Sampling(2))))[1] == "length"
+
+
+@every_engine
+async def test_closing_the_iterator_frees_the_slot(engine):
+    for i in range(20):
+        chunks = engine.generate(Work(f"r{i}", f"s{i}", prompt_of(i), Sampling(240)))
+        await anext(chunks)
+        await chunks.aclose()
+
+    async with asyncio.timeout(30):
+        _, reason = await collect(engine, Work("last", "s", prompt_of(1), Sampling(3)))
+
+    assert reason == "length"
+    assert engine.load().waiting == 0
+
+
+@every_engine
+async def test_nothing_is_sampled_while_suspended_and_requests_go_on_after(engine):
+    chunks = engine.generate(Work("a", "s", prompt_of(1), Sampling(40)))
+    await first_tokens(chunks, 2)
+
+    await engine.suspend()
+    while True:
+        try:
+            async with asyncio.timeout(0.1):
+                await anext(chunks)
+        except TimeoutError:
+            break
+    suspended = engine.load().suspended
+    await engine.resume()
+    await chunks.aclose()
+    _, reason = await collect(engine, Work("b", "s", prompt_of(1), Sampling(4)))
+
+    assert suspended
+    assert reason == "length"
+
+
+@every_engine
+async def test_requests_in_flight_live_through_an_update_and_their_spans_say_where(engine, other_image):
+    works = [Work(f"r{i}", f"s{i}", prompt_of(i), Sampling(60)) for i in range(8)]
+    streams = [engine.generate(work) for work in works]
+    tokens = [await first_tokens(chunks, 3) for chunks in streams]
+
+    await engine.suspend()
+    pause_s = await engine.update(1, other_image)
+    await engine.resume()
+    for i, chunks in enumerate(streams):
+        async for chunk in chunks:
+            tokens[i] = joined(tokens[i], chunk.tokens)
+
+    assert pause_s >= 0
+    assert engine.load().version == 1
+    for found in tokens:
+        assert [span.version for span in found.spans] == [0, 1]
+        assert found.spans[0].start == 0
+        assert found.spans[0].end == found.spans[1].start
+        assert found.spans[1].end == len(found.ids) // 4 == 60
+
+
+@every_engine
+async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(engine, model_folder):
+    before, _ = await collect(engine, Work("a", "s", prompt_of(3), Sampling(12, temperature=0.0)))
+
+    for bad in (b"", b"not a safetensors image at all", bytes(weights_image(model_folder)[:2000])):
+        with pytest.raises(EngineError):
+            await engine.update(1, memoryview(bad))
+    after, _ = await collect(engine, Work("b", "t", prompt_of(3), Sampling(12, temperature=0.0)))
+
+    assert after.ids == before.ids
+    assert after.spans == (Span(0, 0, 12),)
+
+
+@every_engine
+async def test_resumed_tokens_count_and_are_not_sampled_again(engine):
+    whole, _ = await collect(engine, Work("a", "s", prompt_of(4), Sampling(10, seed=3)))
+    ids = unpack_ids(whole.ids)
+    resumed = pack(ids[:6], unpack_logprobs(whole.logprobs)[:6], (Span(0, 0, 6),))
+
+    rest, reason = await collect(engine, Work("b", "s", prompt_of(4), Sampling(10, seed=3), resumed))
+
+    assert unpack_ids(rest.ids) == ids[6:]
+    assert rest.spans == (Span(0, 0, 4),)
+    assert reason == "length"
+
+
+@every_engine
+async def test_a_request_whose_resumed_tokens_are_all_it_asked_for_ends_at_once(engine):
+    resumed = pack([5, 6], [-1.0, -1.0], (Span(0, 0, 2),))
+
+    by_length = await collect(engine, Work("a", "s", prompt_of(4), Sampling(2), resumed))
+    by_stop = await collect(engine, Work("b", "s", prompt_of(4), Sampling(9, stop_token_ids=(6,)), resumed))
+
+    assert by_length == (Tokens(), "length")
+    assert by_stop == (Tokens(), "stop")
+
+
+@every_engine
+async def test_a_request_that_can_never_run_is_refused_with_a_sentence(engine):
+    for prompt in ((), (VOCAB + 5,), prompt_of(1, 300)):
+        with pytest.raises(EngineError, match="request a"):
+            await collect(engine, Work("a", "s", prompt, Sampling(4)))
+
+
+@every_engine
+async def test_stopping_ends_every_request_as_aborted(engine):
+    ends = [asyncio.Event() for _ in range(12)]
+    results: list[str] = []
+
+    async def run(i: int) -> None:
+        async for chunk in engine.generate(Work(f"r{i}", "", prompt_of(i), Sampling(240))):
+            ends[i].set()
+            results.append(chunk.finish_reason) if chunk.finish_reason else None
+
+    async with asyncio.TaskGroup() as tasks:
+        for i in range(12):
+            tasks.create_task(run(i))
+        await ends[0].wait()
+        await engine.stop()
+
+    assert results == ["aborted"] * 12
+
+
+@modelled_engine
+async def test_logprobs_agree_with_transformers(engine, model_folder):
+    works = [Work(f"r{i}", f"s{i}", prompt_of(i, 3 + 5 * i), Sampling(20, temperature=0.7, top_p=0.9)) for i in range(9)]
+
+    results = await asyncio.gather(*(collect(engine, work) for work in works))
+
+    assert worst(model_folder, [(w, t) for w, (t, _) in zip(works, results, strict=True)]) < 1e-4
+
+
+@modelled_engine
+async def test_greedy_is_what_transformers_samples(engine, model_folder):
+    works = [Work(f"r{i}", f"s{i}", prompt_of(50 + i, 5 + 3 * i), Sampling(16, temperature=0.0)) for i in range(8)]
+
+    results = await asyncio.gather(*(collect(engine, work) for work in works))
+
+    for work, (tokens, _) in zip(works, results, strict=True):
+        assert list(unpack_ids(tokens.ids)) == greedy(model_folder, list(work.prompt), 16)
+
+
+@modelled_engine
+async def test_a_sessions_later_turns_have_the_logprobs_of_a_whole_prefill(engine, model_folder):
+    history: list[int] = list(prompt_of(7))
+    found = []
+
+    for turn in range(6):
+        work = Work(f"t{turn}", "session", tuple(history), Sampling(3))
+        tokens, _ = await collect(engine, work)
+        found.append((work, tokens))
+        history += [*unpack_ids(tokens.ids), *prompt_of(100 + turn, 9)]
+
+    assert worst(model_folder, found) < 1e-4
+
+
+@modelled_engine
+async def test_a_session_that_went_another_way_is_not_answered_from_its_old_history(engine, model_folder):
+    first = Work("a", "session", prompt_of(7, 30), Sampling(5))
+    other = Work("b", "session", prompt_of(7, 10) + prompt_of(8, 20), Sampling(5))
+    shorter = Work("c", "session", prompt_of(7, 10), Sampling(5))
+
+    found = [(work, (await collect(engine, work))[0]) for work in (first, other, shorter)]
+
+    assert worst(model_folder, found) < 1e-4
+
+
+@modelled_engine
+async def test_after_an_update_the_new_weights_answer_also_for_a_cached_session(engine, other_image, tmp_path):
+    other = write_model(tmp_path, seed=1)
+    await collect(engine, Work("a", "session", prompt_of(9, 20), Sampling(4)))
+
+    await engine.update(3, other_image)
+    work = Work("b", "session", prompt_of(9, 20) + (5, 6, 7), Sampling(8))
+    tokens, _ = await collect(engine, work)
+
+    assert tokens.spans == (Span(3, 0, 8),)
+    assert worst(other, [(work, tokens)]) < 1e-4
+
+
+def worst(folder: Path, found: list[tuple[Work, Tokens]]) -> float:
+    """Largest mean absolute difference from transformers' log-probs over the given completions."""
+    means = []
+    for work, tokens in found:
+        ids, ours = unpack_ids(tokens.ids), unpack_logprobs(tokens.logprobs)
+        theirs = logprobs(folder, [*work.prompt, *ids])[-len(ids) :]
+        means.append(sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ids))
+    return max(means)

@@ -1,0 +1,199 @@
+"""Every environment, wherever it runs, behaves the same; every mistake in one gets its name."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from actors.envs.failures import EnvFailure
+from actors.envs.hosting import EnvHost
+from actors.envs.preflight import check_environment
+from actors.envs.section import EnvSection
+
+USER = Path(__file__).with_name("user_env.py")
+
+ENVIRONMENTS = {
+    "frozen lake inline": {"class": "actors.envs.frozen_lake:FrozenLakeText"},
+    "frozen lake in a worker": {"class": "actors.envs.frozen_lake:FrozenLakeText", "isolation": "process"},
+    "gymnasium": {
+        "class": "actors.envs.gymnasium:GymnasiumText",
+        "kwargs": {
+            "id": "CliffWalking-v1",
+            "actions": {"up": 0, "right": 1, "down": 2, "left": 3},
+            "template": "You stand on field {observation}.",
+        },
+    },
+    "gymnasium rendered": {
+        "class": "actors.envs.gymnasium:GymnasiumText",
+        "kwargs": {"id": "FrozenLake-v1", "actions": {"left": 0}, "render": True, "kwargs": {"is_slippery": False}},
+    },
+    "plain class in a worker": {"class": f"{USER}:Plain"},
+    "plain class inline": {"class": f"{USER}:Plain", "isolation": "inline"},
+    "async class inline": {"class": f"{USER}:Async"},
+    "async class in a worker": {"class": f"{USER}:Async", "isolation": "process"},
+    "chat messages": {"class": f"{USER}:Messages"},
+}
+
+
+def section(**settings):
+    limits = {"reset_timeout_s": 20, "step_timeout_s": 20, "workers": 1}
+    return EnvSection.model_validate({**limits, **settings})
+
+
+@pytest.fixture
+async def host_of():
+    hosts = []
+
+    async def start(**settings):
+        hosts.append(EnvHost(section(**settings)))
+        await hosts[-1].start()
+        return hosts[-1]
+
+    yield start
+    for host in hosts:
+        await host.close()
+
+
+@pytest.mark.parametrize("settings", ENVIRONMENTS.values(), ids=ENVIRONMENTS.keys())
+async def test_an_environment_plays_resets_to_the_same_task_and_closes(host_of, settings):
+    host = await host_of(**settings)
+    env = await host.borrow("train")
+
+    first, info = await env.reset(11)
+    observation, reward, terminated, truncated, step_info = await env.step("left")
+    again, _ = await env.reset(11)
+    await env.close()
+
+    assert first == again
+    assert isinstance(first, str | list)
+    assert isinstance(observation, str | list)
+    assert [type(value) for value in (reward, terminated, truncated)] == [float, bool, bool]
+    assert isinstance(info, dict)
+    assert isinstance(step_info, dict)
+
+
+@pytest.mark.parametrize("settings", ENVIRONMENTS.values(), ids=ENVIRONMENTS.keys())
+async def test_instances_do_not_share_their_episode(host_of, settings):
+    host = await host_of(**settings)
+    one, other = await host.borrow("train"), await host.borrow("train")
+    await one.reset(11)
+    start, _ = await other.reset(11)
+
+    await one.step("left")
+
+    assert (await other.reset(11))[0] == start
+
+
+async def test_a_gymnasium_environment_takes_words_and_calls_others_invalid(host_of):
+    host = await host_of(**ENVIRONMENTS["gymnasium"])
+    env = await host.borrow("train")
+    start, _ = await env.reset(1)
+
+    invalid = await env.step("fly")
+    moved = await env.step("go up")
+
+    assert start == "You stand on field 36."
+    assert (invalid[0], invalid[1], invalid[4]) == (start, 0.0, {"invalid": True})
+    assert moved[0] == "You stand on field 24."
+
+
+async def test_held_out_tasks_get_their_own_arguments(host_of):
+    host = await host_of(**{"class": f"{USER}:Plain", "kwargs": {"goal": 3}, "eval_kwargs": {"goal": 1}})
+    train, held_out = await host.borrow("train"), await host.borrow("eval")
+
+    infos = [(await env.reset(1))[1] for env in (train, held_out)]
+
+    assert infos == [{"goal": 3}, {"goal": 1}]
+
+
+STEP_MISTAKES = [
+    ("RaisesInStep", "auto", "env_step_failed", "raised in step: KeyError('goal')"),
+    ("RaisesInStep", "inline", "env_step_failed", "raised in step: KeyError('goal')"),
+    ("HangsInStep", "auto", "env_timeout", "hung in step: no answer within 0.5 s"),
+    ("HangsAsync", "auto", "env_timeout", "hung in step: no answer within 0.5 s"),
+    ("Exits", "auto", "env_step_failed", "crashed in step: its process ended with exit code 7"),
+    ("WrongShape", "auto", "env_bad_result", "returned a wrong result from step: 3 values"),
+    ("WrongShape", "inline", "env_bad_result", "returned a wrong result from step: 3 values"),
+    ("NaN", "auto", "env_bad_result", "a reward of nan, which is not finite"),
+    ("Tensor", "auto", "env_bad_result", "an observation of type object"),
+    ("Huge", "auto", "env_bad_result", "at most 10,485,760 are taken"),
+]
+
+
+@pytest.mark.parametrize(("name", "isolation", "outcome", "words"), STEP_MISTAKES)
+async def test_every_mistake_in_a_step_has_its_name(host_of, name, isolation, outcome, words):
+    host = await host_of(**{"class": f"{USER}:{name}", "isolation": isolation, "step_timeout_s": 0.5})
+    env = await host.borrow("train")
+    await env.reset(1)
+
+    with pytest.raises(EnvFailure) as caught:
+        await env.step("x")
+
+    await env.close()
+    assert caught.value.outcome == outcome
+    assert words in caught.value.what
+
+
+START_MISTAKES = [
+    (f"{USER}:Missing", "can't be loaded: .*defines no Missing"),
+    ("no_such_package:Env", "can't be loaded: .*no module no_such_package"),
+    ("nowhere.py:Env", "can't be loaded: .*there is no file"),
+    (f"{USER}:not_a_class", "can't be loaded: .*a class or function is needed"),
+    (
+        f"{USER}:RaisesInInit",
+        r"raised in __init__ \(seed 4211\): KeyError\('goal'\). 3 of 3 tries failed. Log: a.jsonl",
+    ),
+    (
+        f"{USER}:RaisesInReset",
+        r"raised in reset \(seed 4211\): KeyError\('goal'\). 3 of 3 tries failed. Log: a.jsonl",
+    ),
+    (f"{USER}:HangsInReset", r"hung in reset \(seed 4211\): no answer within 0.3 s. 3 of 3 tries failed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"), START_MISTAKES, ids=[target.rpartition(":")[2] for target, _ in START_MISTAKES]
+)
+async def test_a_broken_environment_is_found_before_the_job_begins(target, words):
+    settings = section(**{"class": target, "reset_timeout_s": 0.3})
+
+    problem = await check_environment(settings, 4211, log="a.jsonl")
+
+    assert problem.startswith(f"env {target} ")
+    assert re.search(words, problem), problem
+
+
+async def test_a_working_environment_passes_and_its_held_out_arguments_are_tried_too():
+    good = await check_environment(section(**{"class": f"{USER}:Plain"}), 1)
+    bad = await check_environment(section(**{"class": f"{USER}:Plain", "eval_kwargs": {"gaol": 1}}), 1)
+
+    assert good == ""
+    assert "unexpected keyword argument 'gaol'" in bad
+
+
+async def test_bystanders_of_a_hung_environment_are_lost_through_no_fault_of_theirs(host_of):
+    host = await host_of(**{"class": f"{USER}:HangsInStep", "step_timeout_s": 0.3})
+    hanging, bystander = await host.borrow("train"), await host.borrow("train")
+    await hanging.reset(1)
+    await bystander.reset(1)
+
+    with pytest.raises(EnvFailure, match="hung in step"):
+        await hanging.step("x")
+    with pytest.raises(EnvFailure) as caught:
+        await bystander.reset(1)
+
+    assert caught.value.outcome == "env_lost"
+
+
+async def test_an_idle_environment_whose_worker_died_is_never_lent_again(host_of):
+    host = await host_of(**{"class": f"{USER}:HangsInStep", "step_timeout_s": 0.3})
+    hanging, idle = await host.borrow("train"), await host.borrow("train")
+    await hanging.reset(1)
+    host.give_back(idle, "train")
+    with pytest.raises(EnvFailure):
+        await hanging.step("x")
+
+    fresh = await host.borrow("train")
+
+    assert fresh is not idle
+    assert (await fresh.reset(5))[0] == "at 0, task 5"

@@ -1,0 +1,135 @@
+"""What only the built-in engine promises: Llama models, kept caches, chunked prefill, many small chunks in one."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from actors.config import ModelSection
+from actors.engines.engine import EngineError, Work
+from actors.engines.section import EngineSection
+from actors.engines.tokens import joined, unpack_ids, unpack_logprobs
+from actors.engines.torch_engine import TorchEngine
+from actors.messages.generation import Sampling, Span, Tokens
+from tests.models import logprobs, weights_image, write_model
+
+
+async def started(folder, **options) -> TorchEngine:
+    section = EngineSection(**({"num_slots": 4, "max_len": 200} | options))
+    engine = TorchEngine(folder, ModelSection(device="cpu"), section)
+    await engine.start()
+    return engine
+
+
+async def collect(engine, work):
+    tokens, chunks = Tokens(), 0
+    async for chunk in engine.generate(work):
+        tokens, chunks = joined(tokens, chunk.tokens), chunks + 1
+    return tokens, chunks
+
+
+def difference(folder, work, tokens) -> float:
+    ids, ours = unpack_ids(tokens.ids), unpack_logprobs(tokens.logprobs)
+    theirs = logprobs(folder, [*work.prompt, *ids])[-len(ids) :]
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("max_batch_tokens", [7, 2048])
+async def test_both_families_agree_with_transformers_even_when_prefill_is_cut(tmp_path, family, max_batch_tokens):
+    folder = write_model(tmp_path, family)
+    engine = await started(folder, max_batch_tokens=max_batch_tokens)
+    works = [Work(f"r{i}", "", tuple(range(2, 30 + 10 * i)), Sampling(12)) for i in range(6)]
+
+    results = await asyncio.gather(*(collect(engine, work) for work in works))
+    await engine.stop()
+
+    assert max(difference(folder, work, tokens) for work, (tokens, _) in zip(works, results, strict=True)) < 1e-4
+
+
+async def test_recomputed_caches_make_a_running_request_agree_with_the_new_weights(tmp_path):
+    write_model(tmp_path / "old")
+    new = write_model(tmp_path / "new", seed=1)
+    engine = await started(tmp_path / "old", stream_every=1)
+    work = Work("a", "", (5, 6, 7, 8, 9), Sampling(40))
+    chunks = engine.generate(work)
+    tokens = (await anext(chunks)).tokens
+
+    await engine.update(1, weights_image(new))
+    async for chunk in chunks:
+        tokens = joined(tokens, chunk.tokens)
+    await engine.stop()
+    swapped = tokens.spans[1].start
+    theirs = logprobs(new, [*work.prompt, *unpack_ids(tokens.ids)])[len(work.prompt) - 1 :]
+
+    assert tokens.spans == (Span(0, 0, swapped), Span(1, swapped, 40))
+    assert unpack_logprobs(tokens.logprobs)[swapped:] == pytest.approx(theirs[swapped:], abs=1e-4)
+
+
+async def test_kept_caches_stay_from_the_old_weights(tmp_path):
+    write_model(tmp_path / "old")
+    new = write_model(tmp_path / "new", seed=1)
+    engine = await started(tmp_path / "old", kv_on_update="keep")
+    prompt = tuple(range(2, 40))
+    await collect(engine, Work("a", "session", prompt, Sampling(2)))
+
+    await engine.update(1, weights_image(new))
+    work = Work("b", "session", (*prompt, 50), Sampling(3))
+    tokens, _ = await collect(engine, work)
+    await engine.stop()
+
+    assert engine.capabilities.keeps_kv_on_update
+    assert difference(new, work, tokens) > 1e-3
+
+
+async def test_tokens_are_handed_out_every_so_many_and_at_the_end(tmp_path):
+    engine = await started(write_model(tmp_path), stream_every=16)
+
+    tokens, chunks = await collect(engine, Work("a", "", (5, 6), Sampling(40)))
+    await engine.stop()
+
+    assert len(tokens.ids) == 160
+    assert chunks == 3
+
+
+async def test_a_weights_image_of_another_shape_is_refused_by_name(tmp_path):
+    engine = await started(write_model(tmp_path / "a"))
+    other = weights_image(write_model(tmp_path / "b", vocab_size=101))
+
+    with pytest.raises(EngineError, match=r"embed_tokens.weight has shape \[101, 64\]"):
+        await engine.update(1, other)
+    await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "there is no .*config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "can't be read"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "mamba"}'), "mamba.*engine.kind=vllm"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"12345"), "not a safetensors image"),
+    ],
+)
+async def test_a_model_folder_that_can_not_be_loaded_is_named_in_one_sentence(tmp_path, change, sentence):
+    change(write_model(tmp_path))
+
+    with pytest.raises(EngineError, match=sentence):
+        await started(tmp_path)
+
+
+def test_the_engine_never_imports_transformers():
+    code = "import sys, actors.engines.torch_engine; print([m for m in sys.modules if m.startswith('transformers')])"
+
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+
+    assert out.stdout.strip() == "[]"
+
+
+def test_the_worker_is_imported_without_torch():
+    code = "import sys, actors.engines.worker; print('torch' in sys.modules)"
+
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+
+    assert out.stdout.strip() == "False"

@@ -1,0 +1,309 @@
+"""The environment manager on real kernels over the memory transport, with a sample buffer and a proxy that are small actors."""
+
+import asyncio
+from array import array
+from contextlib import asynccontextmanager
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from actors.envs.manager import EnvManager, EnvManagerConfig
+from actors.messages.generation import Aborted, Completion, Generate, Span, Tokens
+from actors.messages.rewards import NotScored, Score, Scores
+from actors.messages.samples import Admit, GiveUp, Hold, Put, Standing, Stored, Ticket, Tickets
+from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import Identity
+from runtime.actor import Actor, ActorConfig, RunInfo, handler
+from runtime.kernel import NODE, Kernel
+from runtime.messages import Drain, Finish, Notice
+from runtime.observe.log import logger
+from runtime.store.memory import MemoryStore
+
+TEMPLATE = "{% for m in messages %}<s>{{ m.content }}<e>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+STANDING = Standing(0, 1)
+
+
+class Buffer(Actor):
+    """Hands `left` tickets out, as many as asked for, and keeps what comes back."""
+
+    role = "sample_buffer"
+    left, put, given_up, held, most = 0, [], [], [], 0
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.issued = 0
+        self.changed = asyncio.Event()
+        Buffer.put, Buffer.given_up, Buffer.held, Buffer.most = [], [], [], 0
+
+    @handler(concurrency=4)
+    async def admit(self, request: Admit) -> Tickets:
+        if Buffer.left == 0:
+            await asyncio.sleep(0.05)
+        num = min(request.num, Buffer.left)
+        Buffer.left -= num
+        first, self.issued = self.issued, self.issued + num
+        Buffer.most = max(Buffer.most, self.issued - len(Buffer.put) - len(Buffer.given_up))
+        return Tickets(
+            tuple(Ticket(f"t{i}", f"g{i // 8}", 1, i // 8, i // 8, 0, 1) for i in range(first, first + num)), STANDING
+        )
+
+    @handler
+    async def take(self, request: Put) -> Stored:
+        Buffer.put.append(request.trajectory)
+        self.changed.set()
+        return Stored("", STANDING)
+
+    @handler
+    async def take_back(self, request: GiveUp) -> Stored:
+        Buffer.given_up.append(request)
+        self.changed.set()
+        return Stored("failed", STANDING)
+
+    @handler
+    async def hold(self, request: Hold) -> Standing:
+        Buffer.held.append(request.held)
+        self.changed.set()
+        return STANDING
+
+    async def until(self, condition):
+        async with asyncio.timeout(20):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class Proxy(Actor):
+    """Says "right" and "down" in turn; "mute" never answers."""
+
+    role = "llm_proxy"
+    mute = False
+
+    @handler(concurrency=1024)
+    async def generate(self, request: Generate) -> Completion | Aborted:
+        if Proxy.mute:
+            await asyncio.get_running_loop().create_future()
+        text = b"right" if int(request.request_id.rpartition(".")[2]) % 2 else b"down"
+        ids = array("i", [*text, 256])
+        return Completion(
+            request.request_id,
+            Tokens(ids.tobytes(), bytes(4 * len(ids)), (Span(0, 0, len(ids)),)),
+            "stop",
+            "engine-1",
+        )
+
+
+class Reward(Actor):
+    role = "reward_service"
+
+    @handler(concurrency=64)
+    async def score(self, request: Score) -> Scores | NotScored:
+        return Scores((0.25,))
+
+
+class Node(Actor):
+    role = "node"
+    finishes, notices = [], []
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        Node.finishes, Node.notices = [], []
+        self.changed = asyncio.Event()
+
+    @handler
+    async def finished(self, message: Finish) -> None:
+        Node.finishes.append(message)
+        self.changed.set()
+
+    @handler
+    async def noticed(self, message: Notice) -> None:
+        Node.notices.append(message.text)
+
+    async def finish(self):
+        async with asyncio.timeout(20):
+            while not Node.finishes:
+                self.changed.clear()
+                await self.changed.wait()
+        return Node.finishes[0]
+
+
+class Raising:
+    """Raises in its resets."""
+
+    inline = True
+    good_resets = 0
+
+    def reset(self, *, seed):
+        type(self).good_resets -= 1
+        if self.good_resets < 0:
+            raise KeyError("goal")
+        return "x", {}
+
+    def step(self, action):
+        return "x", 1.0, True, False, {}
+
+    def close(self):
+        pass
+
+
+class RaisingLater(Raising):
+    good_resets = 1
+
+
+def write_model(folder):
+    """Token ids are bytes, 256 is the end."""
+    vocab = {letter: i for i, letter in enumerate(_byte_letters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<e>", "<s>"])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<e>"}')
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def _byte_letters():
+    """The byte-level alphabet in the order of the bytes."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+class Cluster:
+    def __init__(self, tasks, folder):
+        self.tasks, self.network, self.store = tasks, MemoryNetwork(), MemoryStore()
+        self.run = RunInfo("test", folder, 7, 1)
+        self.serving = {}
+
+    async def start(self, actor_class, name, config=None):
+        incarnation = await self.store.increment("incarnation")
+        kernel = Kernel(
+            actor_class,
+            config or ActorConfig(),
+            name=name,
+            incarnation=incarnation,
+            run=self.run,
+            transport=MemoryTransport(Identity("test", name, incarnation), self.network),
+            store=self.store,
+            blobs=None,
+            log=logger("rubato.test"),
+        )
+        actor = kernel.build()
+        self.serving[name] = self.tasks.create_task(kernel.serve(), name=name)
+        await kernel.ready.wait()
+        return kernel, actor
+
+
+@asynccontextmanager
+async def cluster(tmp_path, *, tickets, mute=False, **sections):
+    Buffer.left, Proxy.mute = tickets, mute
+    write_model(tmp_path / "model")
+    settings = {"model": {"path": "model"}, "env": {}, "rollout": {"max_new_tokens": 8, "max_turns": 6}}
+    settings = {key: {**settings.get(key, {}), **sections.get(key, {})} for key in {*settings, *sections}}
+    async with asyncio.TaskGroup() as tasks:
+        made = Cluster(tasks, tmp_path)
+        _, made.node = await made.start(Node, NODE)
+        _, made.buffer = await made.start(Buffer, "sample_buffer-1")
+        await made.start(Proxy, "llm_proxy-1")
+        await made.start(Reward, "reward_service-1")
+        made.kernel, made.manager = await made.start(
+            EnvManager, "env_manager-1", EnvManagerConfig.model_validate(settings)
+        )
+        yield made
+        for task in made.serving.values():
+            task.cancel()
+
+
+async def test_every_ticket_ends_in_a_scored_put_and_never_more_run_than_allowed(tmp_path):
+    async with cluster(tmp_path, tickets=40, env={"concurrency": 8}, reward={"functions": ["m:f"]}) as made:
+        await made.buffer.until(lambda: len(Buffer.put) == 40)
+
+        assert sorted(t.ticket.trajectory_id for t in Buffer.put) == sorted(f"t{i}" for i in range(40))
+        assert {t.reward for t in Buffer.put} <= {0.25, 1.25}
+        assert Buffer.most <= 8
+        assert not Buffer.given_up
+
+
+async def test_running_trajectories_are_held(tmp_path):
+    async with cluster(tmp_path, tickets=2, mute=True, rollout={"hold_s": 0.05}) as made:
+        await made.buffer.until(lambda: any(len(held) == 2 for held in Buffer.held))
+
+        assert sorted(Buffer.held[-1]) == [("t0", 1), ("t1", 1)]
+
+
+async def test_a_drained_manager_loses_nothing(tmp_path):
+    async with cluster(tmp_path, tickets=30, env={"concurrency": 8}) as made:
+        await made.buffer.until(lambda: len(Buffer.put) >= 5)
+
+        await made.buffer.ref("env_manager-1").ask(Drain(), timeout=5)
+        await asyncio.wait([made.serving["env_manager-1"]])
+
+        assert not Buffer.given_up
+        assert len({t.ticket.trajectory_id for t in Buffer.put}) == len(Buffer.put)
+        assert made.buffer.issued - len(Buffer.put) <= 8  # tickets that were on their way lapse with their holder
+
+
+async def test_what_does_not_finish_in_a_drain_is_given_back_for_another_try(tmp_path, monkeypatch):
+    monkeypatch.setattr("actors.envs.manager.DRAIN_S", 0.1)
+    async with cluster(tmp_path, tickets=3, mute=True, rollout={"hold_s": 0.05}) as made:
+        await made.buffer.until(lambda: any(len(held) == 3 for held in Buffer.held))
+
+        await made.buffer.ref("env_manager-1").ask(Drain(), timeout=5)
+        await asyncio.wait([made.serving["env_manager-1"]])
+
+        assert sorted(g.ticket.trajectory_id for g in Buffer.given_up) == ["t0", "t1", "t2"]
+        assert {(g.reason, g.retry) for g in Buffer.given_up} == {("drained", True)}
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"class": "no_such_package:Env"}, "env no_such_package:Env can't be loaded"),
+        (
+            {"class": f"{__file__}:Raising", "isolation": "inline"},
+            "raised in reset (seed 7): KeyError('goal'). 3 of 3 tries",
+        ),
+    ],
+    ids=["missing", "raising"],
+)
+async def test_a_broken_environment_ends_the_job_before_the_first_rollout(tmp_path, env, words):
+    async with cluster(tmp_path, tickets=8, env=env) as made:
+        finish = await made.node.finish()
+
+        assert finish.failed
+        assert words in finish.reason
+        assert made.buffer.issued == 0
+
+
+async def test_a_model_folder_without_a_tokenizer_ends_the_job(tmp_path):
+    async with cluster(tmp_path, tickets=8, model={"path": "elsewhere"}) as made:
+        finish = await made.node.finish()
+
+        assert "has no tokenizer.json" in finish.reason
+
+
+async def test_an_environment_that_breaks_later_is_told_once_and_ends_the_job(tmp_path):
+    env = {"class": f"{__file__}:RaisingLater", "isolation": "inline", "reset_tries": 1}
+    async with cluster(tmp_path, tickets=200, env=env) as made:
+        finish = await made.node.finish()
+
+        assert "rollouts failed in their environment" in finish.reason
+        assert len(Node.notices) == 1
+        assert {g.reason for g in Buffer.given_up} == {"env_reset_failed"}
+
+
+async def test_a_crash_of_one_rollout_is_an_outcome_and_the_manager_lives_on(tmp_path):
+    async with cluster(tmp_path, tickets=0) as made:
+        whole, failures = made.manager._stage.renderer.decode, iter([True])
+
+        def decode(ids):
+            if next(failures, False):
+                raise ZeroDivisionError
+            return whole(ids)
+
+        made.manager._stage.renderer.decode = decode
+        Buffer.left = 5
+        await made.buffer.until(lambda: len(Buffer.put) + len(Buffer.given_up) == 5)
+
+        assert [(g.reason, g.retry) for g in Buffer.given_up] == [("crashed", True)]
+        assert len(Buffer.put) == 4

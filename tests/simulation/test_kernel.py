@@ -1,0 +1,227 @@
+"""Kernels on the memory transport: what an asker may rely on."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from bus.errors import Failed, NotSent, Unknown
+from bus.memory import MemoryNetwork, MemoryTransport
+from bus.message import Ack, Message, Request
+from bus.transport import Identity
+from runtime.actor import Actor, ActorConfig, RunInfo, handler
+from runtime.blob_memory import MemoryBlobStore
+from runtime.kernel import Kernel
+from runtime.messages import Drain
+from runtime.observe.log import logger
+from runtime.store.memory import MemoryStore
+
+
+class Echoed(Message, frozen=True):
+    text: str
+
+
+class Echo(Request[Echoed], frozen=True):
+    text: str
+
+
+class Fail(Request[Ack], frozen=True):
+    why: str
+
+
+class Hang(Request[Ack], frozen=True):
+    idempotent: ClassVar[bool] = True
+
+
+class Note(Message, frozen=True):
+    n: int
+
+
+class Server(Actor):
+    role = "server"
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.notes: list[int] = []
+        self.hanging = 0
+        self.cancelled = 0
+
+    @handler
+    async def echo(self, request: Echo) -> Echoed:
+        return Echoed(request.text)
+
+    @handler
+    async def fail(self, request: Fail) -> Ack:
+        raise ValueError(request.why)
+
+    @handler(concurrency=4)
+    async def hang(self, request: Hang) -> Ack:
+        self.hanging += 1
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return Ack()
+
+    @handler
+    async def note(self, message: Note) -> None:
+        self.notes.append(message.n)
+
+
+class Client(Actor):
+    role = "client"
+
+
+class Cluster:
+    """Kernels that share a network and a store, as processes would."""
+
+    def __init__(self, tasks: asyncio.TaskGroup, folder: Path) -> None:
+        self.tasks, self.network, self.store = tasks, MemoryNetwork(), MemoryStore()
+        self.run = RunInfo("test", folder, 7, 1)
+        self.serving: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self, actor_class, name):
+        incarnation = await self.store.increment("incarnation")
+        kernel = Kernel(
+            actor_class,
+            ActorConfig(),
+            name=name,
+            incarnation=incarnation,
+            run=self.run,
+            transport=MemoryTransport(Identity("test", name, incarnation), self.network),
+            store=self.store,
+            blobs=MemoryBlobStore(),
+            log=logger("rubato.test"),
+        )
+        actor = kernel.build()
+        self.serving[name] = self.tasks.create_task(self._serve(kernel), name=name)
+        await kernel.ready.wait()
+        return kernel, actor
+
+    async def kill(self, name):
+        self.serving[name].cancel()
+        await asyncio.wait([self.serving[name]])
+
+    async def _serve(self, kernel):
+        await kernel.serve()
+
+
+@asynccontextmanager
+async def cluster(folder):
+    async with asyncio.TaskGroup() as tasks:
+        made = Cluster(tasks, folder)
+        yield made
+        for task in made.serving.values():
+            task.cancel()
+
+
+async def test_an_ask_is_answered_with_the_typed_reply(tmp_path):
+    async with cluster(tmp_path) as made:
+        await made.start(Server, "server-1")
+        client, _ = await made.start(Client, "client-1")
+
+        by_role = await client.ref("server").ask(Echo("a"), timeout=5)
+        by_name = await client.ref("server-1").ask(Echo("b"), timeout=5)
+
+        assert (by_role, by_name) == (Echoed("a"), Echoed("b"))
+
+
+async def test_an_ask_waits_for_an_actor_that_is_not_there_yet(tmp_path):
+    async with cluster(tmp_path) as made:
+        client, _ = await made.start(Client, "client-1")
+        asking = made.tasks.create_task(client.ref("server").ask(Echo("late"), timeout=5))
+
+        await made.start(Server, "server-1")
+
+        assert await asking == Echoed("late")
+
+
+async def test_an_ask_to_nobody_ends_as_not_sent(tmp_path):
+    async with cluster(tmp_path) as made:
+        client, _ = await made.start(Client, "client-1")
+
+        with pytest.raises(NotSent, match="no ready actor 'server'"):
+            await client.ref("server").ask(Echo("x"), timeout=0.1)
+
+
+async def test_a_handler_that_raises_fails_its_ask_and_nothing_else(tmp_path):
+    async with cluster(tmp_path) as made:
+        await made.start(Server, "server-1")
+        client, _ = await made.start(Client, "client-1")
+
+        with pytest.raises(Failed, match="ValueError: bad luck"):
+            await client.ref("server").ask(Fail("bad luck"), timeout=5)
+
+        assert await client.ref("server").ask(Echo("alive"), timeout=5) == Echoed("alive")
+
+
+async def test_an_ask_ends_at_its_deadline_and_the_work_is_cancelled_with_the_asker(tmp_path):
+    async with cluster(tmp_path) as made:
+        _, server = await made.start(Server, "server-1")
+        client, _ = await made.start(Client, "client-1")
+
+        with pytest.raises(Unknown):
+            await client.ref("server").ask(Hang(), timeout=0.2)
+        asking = made.tasks.create_task(client.ref("server").ask(Hang(), timeout=60))
+        while server.hanging < 2:
+            await asyncio.sleep(0)
+        asking.cancel()
+        while server.cancelled < 1:
+            await asyncio.sleep(0)
+
+        assert server.cancelled >= 1
+
+
+async def test_more_hanging_asks_than_the_handlers_limit_do_not_block_other_messages(tmp_path):
+    async with cluster(tmp_path) as made:
+        _, server = await made.start(Server, "server-1")
+        client, _ = await made.start(Client, "client-1")
+        hanging = [made.tasks.create_task(client.ref("server").ask(Hang(), timeout=60)) for _ in range(10)]
+
+        reply = await client.ref("server").ask(Echo("through"), timeout=5)
+
+        assert reply == Echoed("through")
+        assert server.hanging == 4
+        for task in hanging:
+            task.cancel()
+
+
+async def test_tells_arrive_in_order_far_beyond_the_first_credit(tmp_path):
+    async with cluster(tmp_path) as made:
+        _, server = await made.start(Server, "server-1")
+        client, _ = await made.start(Client, "client-1")
+        ref = client.ref("server")
+
+        for n in range(1000):
+            await ref.tell(Note(n))
+        await ref.ask(Echo("flush"), timeout=5)
+
+        assert server.notes == list(range(1000))
+
+
+async def test_an_idempotent_ask_survives_the_death_of_its_server(tmp_path):
+    async with cluster(tmp_path) as made:
+        await made.start(Server, "server-1")
+        client, _ = await made.start(Client, "client-1")
+        assert await client.ref("server").ask(Echo("before"), timeout=5) == Echoed("before")
+
+        await made.kill("server-1")
+        asking = made.tasks.create_task(client.ref("server").ask(Echo("after"), timeout=20))
+        await made.start(Server, "server-1")
+
+        assert await asking == Echoed("after")
+
+
+async def test_a_drained_actor_leaves_the_directory_of_others(tmp_path):
+    async with cluster(tmp_path) as made:
+        await made.start(Server, "server-1")
+        client, _ = await made.start(Client, "client-1")
+
+        await client.ref("server-1").ask(Drain(), timeout=5)
+        await asyncio.wait([made.serving["server-1"]])
+
+        with pytest.raises(NotSent):
+            await client.ref("server-1").ask(Echo("gone"), timeout=0.1)

@@ -1,0 +1,103 @@
+"""What one actor needs around it in a unit test: a loop whose time jumps to the next timer, and a context without a bus."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.errors import NotSent
+from runtime.actor import RunInfo
+from runtime.observe.log import logger
+from runtime.observe.metrics import Metrics
+from runtime.observe.waits import Waits
+from runtime.store.memory import MemoryStore
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """Never waits: when nothing is ready its time jumps to the next timer; without one the test is stuck and fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self._select = self._selector.select
+        self._selector.select = self._jump
+
+    def time(self):
+        return self.now
+
+    def _jump(self, timeout=None):
+        if timeout is None:
+            raise RuntimeError("nothing is ready and no timer is set: the test waits for an event that nobody sets")
+        self.now += max(0.0, timeout)
+        return self._select(0)
+
+
+class FakeRef:
+    def __init__(self, context, target):
+        self.name, self._context = target, context
+
+    async def ask(self, request, *, timeout):
+        """Like the real one: waits for an actor that is not there, up to the deadline."""
+        self._context.asked.append((self.name, request))
+        try:
+            async with asyncio.timeout(timeout):
+                while self.name not in self._context.actors:
+                    await self._context.changed.wait()
+        except TimeoutError:
+            raise NotSent(f"no ready actor {self.name!r} before the deadline") from None
+        return await self._context.actors[self.name](request)
+
+    async def tell(self, message):
+        if self.name not in self._context.actors:
+            raise NotSent(f"no ready actor {self.name!r}")
+        await self._context.actors[self.name](message)
+
+
+class FakeContext:
+    """Peers are plain async functions in `actors`, by name; `asked`, `notices` keep what the actor did."""
+
+    def __init__(self, name, tasks, store):
+        self.name, self.incarnation, self.run = name, 1, RunInfo("test", Path("run"), 1, 1)
+        self.store, self.blobs, self.rng = store, None, random.Random(1)
+        self.log, self.metrics, self.waits = logger("test"), Metrics(), Waits()
+        self.tasks = tasks
+        self.changed = asyncio.Event()
+        self.actors: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+        self.asked: list[tuple[str, Any]] = []
+        self.notices: list[str] = []
+        self.spawned: list[asyncio.Task] = []
+
+    def spawn(self, work, *, name):
+        task = self.tasks.create_task(work, name=name)
+        self.spawned.append(task)
+        return task
+
+    def ref(self, target):
+        return FakeRef(self, target)
+
+    def peers(self, role):
+        return tuple(sorted(name for name in self.actors if name.rpartition("-")[0] == role or name == role))
+
+    def notice(self, text):
+        self.notices.append(text)
+
+
+@pytest.fixture
+def on_stage():
+    """`on_stage(play)`: run `await play(context)` on a jumping loop; what the actor spawned is cancelled at the end."""
+
+    def run(play, *, name="actor-1", store=None):
+        async def main():
+            async with asyncio.TaskGroup() as tasks:
+                context = FakeContext(name, tasks, store or MemoryStore())
+                await play(context)
+                for task in context.spawned:
+                    task.cancel()
+
+        with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+            runner.run(main())
+
+    return run

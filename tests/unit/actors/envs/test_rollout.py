@@ -1,0 +1,258 @@
+"""One trajectory against fakes of the proxy and the reward service."""
+
+from array import array
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from actors.envs.chat import ChatRenderer
+from actors.envs.failures import GaveUp
+from actors.envs.hosting import EnvHost
+from actors.envs.rollout import Rollout, Stage
+from actors.envs.section import EnvSection, RolloutSection
+from actors.messages.generation import Aborted, Completion, Span, Tokens
+from actors.messages.rewards import NotScored, Scores
+from actors.messages.samples import Standing, Ticket
+from bus.errors import Failed, Unknown
+
+END = 257
+HERE = __name__
+
+
+class Corridor:
+    """Goal after three times "go"; "fail" raises, "nan" pays it, "cut" truncates."""
+
+    inline = True
+    resets = []
+
+    def reset(self, *, seed):
+        Corridor.resets.append(seed)
+        self.position = 0
+        return f"at 0 of {seed}", {"answer": 42, "odd": object()}
+
+    def step(self, action):
+        if action == "fail":
+            raise KeyError("goal")
+        self.position += action == "go"
+        reward = float("nan") if action == "nan" else 0.25
+        return (
+            f"at {self.position}",
+            reward,
+            self.position == 3,
+            action == "cut",
+            {"invalid": action not in ("go", "cut")},
+        )
+
+    def close(self):
+        pass
+
+
+class Moody:
+    """Raises in its first `bad` resets."""
+
+    inline = True
+    tries = 0
+
+    def __init__(self, bad):
+        self.bad = bad
+
+    def reset(self, *, seed):
+        Moody.tries += 1
+        if Moody.tries <= self.bad:
+            raise RuntimeError("not today")
+        return "hello", {}
+
+    def step(self, action):
+        return "", 1.0, True, False, {}
+
+    def close(self):
+        pass
+
+
+class FakeProxy:
+    """Answers with the given words, or raises or returns what is not a word."""
+
+    def __init__(self, renderer, words, versions=(5,)):
+        self.renderer, self.words, self.versions = renderer, list(words), list(versions)
+        self.requests = []
+
+    async def ask(self, request, *, timeout):
+        self.requests.append(request)
+        word = self.words.pop(0)
+        if isinstance(word, Exception):
+            raise word
+        if not isinstance(word, str):
+            return word
+        version = self.versions.pop(0) if len(self.versions) > 1 else self.versions[0]
+        stop = [] if word.endswith("…") else [END]
+        ids = array("i", [*self.renderer._tokenizer.encode(word.rstrip("…")).ids, *stop])
+        tokens = Tokens(ids.tobytes(), array("f", [-1.0] * len(ids)).tobytes(), (Span(version, 0, len(ids)),))
+        return Completion(request.request_id, tokens, "stop", "engine-1")
+
+
+class FakeReward:
+    def __init__(self, reply):
+        self.reply, self.requests = reply, []
+
+    async def ask(self, request, *, timeout):
+        self.requests.append(request)
+        return self.reply
+
+
+class Silent:
+    def observe(self, name, value):
+        pass
+
+    @contextmanager
+    def busy(self):
+        yield
+
+    @contextmanager
+    def on(self, what, **_):
+        yield
+
+
+@pytest.fixture
+def renderer(model_folder):
+    return ChatRenderer(model_folder)
+
+
+async def play(
+    renderer, words, *, env="Corridor", reward=None, ticket=None, standing=(5, 1), kwargs=None, proxy=None, **limits
+):
+    section = EnvSection.model_validate({"class": f"{HERE}:{env}", "isolation": "inline", "kwargs": kwargs or {}})
+    host = EnvHost(section)
+    host._class = {"Corridor": Corridor, "Moody": Moody}[env]
+    proxy = proxy or FakeProxy(renderer, words)
+    rollout = RolloutSection(**{"max_new_tokens": 8, "max_len": 4096, **limits})
+    silent = Silent()
+    stage = Stage(section, rollout, host, renderer, proxy, reward, lambda: Standing(*standing), silent, silent)
+    ticket = ticket or Ticket("t1", "g1", 1, 17, 4211, 5, 1)
+    return await Rollout(stage, ticket).play(), proxy
+
+
+async def test_a_trajectory_ends_at_the_goal_with_the_sum_of_step_rewards(renderer):
+    trajectory, proxy = await play(renderer, ["go", "what", "go", "go"])
+
+    assert (trajectory.reward, trajectory.turns, trajectory.truncated) == (1.0, 4, False)
+    assert [request.request_id for request in proxy.requests] == ["t1.1.0", "t1.1.1", "t1.1.2", "t1.1.3"]
+    assert {request.session for request in proxy.requests} == {"t1"}
+    assert proxy.requests[0].sampling.stop_token_ids == (END,)
+
+
+async def test_every_prompt_continues_the_one_before_by_the_very_tokens_that_were_sampled(renderer):
+    trajectory, proxy = await play(renderer, ["go", "go", "go"])
+    (segment,) = trajectory.segments
+
+    for before, after in zip(proxy.requests, proxy.requests[1:], strict=False):
+        assert after.prompt.startswith(before.prompt)
+    assert segment.tokens.startswith(proxy.requests[-1].prompt)
+    assert len(segment.tokens) == len(segment.logprobs) == 4 * len(segment.mask)
+    sampled = [i for i, bit in enumerate(segment.mask) if bit]
+    assert sampled == [i for span in segment.spans for i in range(span.start, span.end)]
+    assert array("i", segment.tokens).tolist()[sampled[-1]] == END
+
+
+async def test_a_trajectory_is_cut_at_max_turns_max_len_and_by_the_environment(renderer):
+    by_turns, _ = await play(renderer, ["no"] * 9, max_turns=4)
+    by_length, _ = await play(renderer, ["no"] * 99, max_len=200, max_turns=99)
+    by_itself, _ = await play(renderer, ["cut"])
+
+    assert [(t.truncated, t.turns) for t in (by_turns, by_itself)] == [(True, 4), (True, 1)]
+    assert by_length.truncated
+    assert len(by_length.segments[0].mask) <= 200
+
+
+async def test_a_trajectory_older_than_alpha_is_given_up_before_its_next_turn(renderer):
+    with pytest.raises(GaveUp) as caught:
+        await play(renderer, ["go", "go", "go"], standing=(7, 1))
+
+    assert (caught.value.reason, caught.value.retry) == ("stale", True)
+
+
+async def test_age_counts_from_the_first_sampled_token_and_alpha_below_zero_is_no_bound(renderer):
+    fresh, _ = await play(renderer, ["go", "go", "go"], standing=(6, 1))
+    unbounded, _ = await play(renderer, ["go", "go", "go"], standing=(60, -1))
+
+    assert fresh.version_first == unbounded.version_first == 5
+
+
+async def test_no_turn_is_sampled_under_older_weights_than_the_first(renderer):
+    proxy = FakeProxy(renderer, ["go", "go", "go"], versions=[6, 7, 7])
+
+    trajectory, _ = await play(renderer, [], proxy=proxy, standing=(6, 1))
+
+    assert [request.min_version for request in proxy.requests] == [5, 6, 6]
+    assert (trajectory.version_first, trajectory.version_last) == (6, 7)
+
+
+async def test_an_aborted_turn_goes_on_with_its_tokens_under_a_new_id(renderer):
+    part = Tokens(array("i", [1]).tobytes(), array("f", [-1.0]).tobytes(), (Span(5, 0, 1),))
+
+    trajectory, proxy = await play(renderer, [Aborted("t1.1.0", part, "asked"), "go", "go", "go"])
+
+    assert [request.request_id for request in proxy.requests[:3]] == ["t1.1.0", "t1.1.0r1", "t1.1.1"]
+    assert proxy.requests[1].resumed == part
+    assert trajectory.turns == 3
+
+
+@pytest.mark.parametrize(
+    ("answers", "retry"),
+    [([Aborted("", Tokens(), "asked")] * 3, True), ([Unknown("lost")], True), ([Failed("bug")], False)],
+    ids=["aborted", "lost", "failed"],
+)
+async def test_a_turn_that_can_not_be_generated_has_a_named_end(renderer, answers, retry):
+    with pytest.raises(GaveUp) as caught:
+        await play(renderer, answers)
+
+    assert (caught.value.reason, caught.value.retry) == ("generation_failed", retry)
+
+
+@pytest.mark.parametrize(("word", "outcome"), [("fail", "env_step_failed"), ("nan", "env_bad_result")])
+async def test_a_failing_step_is_a_named_outcome_and_not_tried_again(renderer, word, outcome):
+    with pytest.raises(GaveUp) as caught:
+        await play(renderer, ["go", word])
+
+    assert (caught.value.reason, caught.value.retry) == (outcome, False)
+
+
+@pytest.mark.parametrize(("bad", "works"), [(2, True), (3, False)])
+async def test_a_reset_gets_three_tries(renderer, bad, works):
+    Moody.tries = 0
+
+    if works:
+        assert (await play(renderer, ["x"], env="Moody", kwargs={"bad": bad}))[0].reward == 1.0
+    else:
+        with pytest.raises(GaveUp, match="env_reset_failed: raised in reset: RuntimeError"):
+            await play(renderer, ["x"], env="Moody", kwargs={"bad": bad})
+
+
+async def test_held_out_tasks_are_played_greedily(renderer):
+    ticket = Ticket("e1", "g1", 1, 0, 1, 5, 1, "eval")
+
+    _, proxy = await play(renderer, ["go", "go", "go"], ticket=ticket, standing=(99, 1))
+
+    assert proxy.requests[0].sampling.temperature == 0.0
+
+
+async def test_scores_are_added_and_the_functions_see_turns_and_info(renderer):
+    reward = FakeReward(Scores((0.5, -0.25)))
+
+    trajectory, _ = await play(renderer, ["go", "huh", "go", "go"], reward=reward)
+
+    assert trajectory.reward == 1.25
+    assert reward.requests[0].completions == ("go", "huh", "go", "go")
+    columns = msgspec.msgpack.decode(reward.requests[0].columns)
+    assert columns.items() >= {"turns": 4, "invalid_turns": 1, "task": 17, "env_reward": 1.0, "answer": 42}.items()
+    assert "odd" not in columns
+
+
+async def test_a_trajectory_that_is_not_scored_is_given_up_and_never_worth_zero(renderer):
+    with pytest.raises(GaveUp, match=r"reward_failed: timeout: my\.py:f no answer"):
+        await play(renderer, ["go"] * 3, reward=FakeReward(NotScored("timeout", "my.py:f no answer")))
+
+
+async def test_a_first_prompt_that_does_not_fit_is_refused_with_its_length(renderer):
+    with pytest.raises(GaveUp, match=r"the first prompt has \d+ tokens; rollout.max_len is 10"):
+        await play(renderer, ["go"], max_len=10)

@@ -1,0 +1,51 @@
+"""The arrays of a trajectory stay in step with each other."""
+
+from array import array
+
+import pytest
+
+from actors.envs.transcript import Transcript
+from actors.messages.generation import Span, Tokens
+
+
+def ids(*numbers):
+    return array("i", numbers).tobytes()
+
+
+def tokens(*numbers, version=3):
+    return Tokens(ids(*numbers), array("f", [-0.5] * len(numbers)).tobytes(), (Span(version, 0, len(numbers)),))
+
+
+def test_spans_become_positions_in_the_segment_and_only_sampled_tokens_are_trained():
+    transcript = Transcript(ids(1, 2, 3))
+
+    transcript.sample(tokens(4, 5, version=3))
+    transcript.show(ids(6))
+    transcript.sample(tokens(7, version=4))
+    segment = transcript.segment()
+
+    assert array("i", segment.tokens).tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert list(segment.mask) == [0, 0, 0, 1, 1, 0, 1]
+    assert array("f", segment.logprobs).tolist() == [0, 0, 0, -0.5, -0.5, 0, -0.5]
+    assert segment.spans == (Span(3, 3, 5), Span(4, 6, 7))
+    assert (transcript.version_first, transcript.version_last) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Tokens(),
+        Tokens(ids(1, 2), b"\0" * 4, (Span(1, 0, 2),)),
+        Tokens(ids(1, 2), b"\0" * 8, (Span(1, 0, 1),)),
+        Tokens(ids(1, 2), b"\0" * 8, (Span(1, 1, 2),)),
+        Tokens(ids(1, 2), b"\0" * 8, ()),
+    ],
+)
+def test_a_completion_whose_parts_disagree_is_refused_and_changes_nothing(wrong):
+    transcript = Transcript(ids(1))
+
+    with pytest.raises(ValueError, match="completion"):
+        transcript.sample(wrong)
+
+    assert len(transcript) == 1
+    assert transcript.version_first == -1

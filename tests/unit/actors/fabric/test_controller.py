@@ -1,0 +1,268 @@
+"""FabricController without a bus: the switch is the emulated one, or one that fails; time jumps."""
+
+import asyncio
+
+import pytest
+
+from actors.fabric.controller import FabricController
+from actors.fabric.emulated import EmulatedSwitch
+from actors.fabric.section import FabricSection
+from actors.fabric.templates import KEY
+from actors.messages.fabric import GetCircuits, InspectFabric, PhaseIntent, SetCircuits
+from bus.errors import Unknown
+from runtime.store.errors import Fenced
+from runtime.store.memory import MemoryStore
+from runtime.store.store import Fence
+
+ROLLOUT = (("llm_proxy-1", "engine-1", 1000), ("llm_proxy-1", "engine-2", 900))
+SYNC = (("trainer-1", "engine-1", 5000), ("trainer-1", "engine-2", 5000))
+
+
+class Scene:
+    def __init__(self, context, section):
+        self.context, self.section = context, section
+        self.controller = FabricController(FabricController.Config(fabric=section), context)
+        self.start_switch()
+        self.epoch = 0
+
+    def start_switch(self):
+        switch = EmulatedSwitch(EmulatedSwitch.Config(fabric=self.section), self.context)
+
+        async def answer(request):
+            match request:
+                case SetCircuits():
+                    return await switch.set_circuits(request)
+                case GetCircuits():
+                    return await switch.get_circuits(request)
+
+        self.context.actors["optical_switch"] = answer
+
+    async def begins(self, phase, traffic=(), in_s=0.0):
+        await self.controller.phase_intent(PhaseIntent(phase, self.epoch, in_s, traffic))
+
+    async def iteration(self, rollout_s=1.0, sync_s=0.5):
+        self.epoch += 1
+        await self.begins("rollout", ROLLOUT)
+        await asyncio.sleep(rollout_s)
+        await self.begins("weight_sync", SYNC)
+        await asyncio.sleep(sync_s)
+
+    async def report(self):
+        return await self.controller.inspect_fabric(InspectFabric())
+
+    async def circuits(self):
+        return (await self.context.actors["optical_switch"](GetCircuits())).circuits
+
+    def asked(self, kind):
+        return [request for _, request in self.context.asked if isinstance(request, kind)]
+
+
+@pytest.fixture
+def scene(on_stage):
+    def run(play, store=None, **section):
+        async def main(context):
+            stage = Scene(context, FabricSection(**section))
+            await stage.controller.on_start()
+            await play(stage)
+
+        on_stage(main, name="fabric_controller-1", store=store)
+
+    return run
+
+
+def test_the_first_iteration_waits_for_its_circuits(scene):
+    async def play(stage):
+        await stage.iteration()
+
+        report = await stage.report()
+        assert report.reconfigurations == 2
+        assert (report.hidden_s, report.exposed_s) == (0, pytest.approx(0.020))
+        assert report.circuits == await stage.circuits()
+
+    scene(play)
+
+
+def test_later_iterations_change_ahead_of_time_and_hide_the_delay(scene):
+    async def play(stage):
+        for _ in range(2):
+            await stage.iteration()
+        learned = await stage.report()
+
+        for _ in range(10):
+            await stage.iteration()
+
+        report = await stage.report()
+        assert report.reconfigurations - learned.reconfigurations == 20
+        assert report.hidden_s - learned.hidden_s == pytest.approx(0.200)
+        assert report.exposed_s == pytest.approx(learned.exposed_s)
+
+    scene(play)
+
+
+def test_a_phase_that_comes_early_waits_only_for_what_is_left(scene):
+    async def play(stage):
+        for _ in range(3):
+            await stage.iteration()
+        before = await stage.report()
+
+        await stage.iteration(rollout_s=0.984)
+
+        report = await stage.report()
+        assert report.exposed_s - before.exposed_s == pytest.approx(0.006)
+        assert report.hidden_s - before.hidden_s == pytest.approx(0.014)
+
+    scene(play)
+
+
+def test_an_announced_phase_finds_its_circuits_ready(scene):
+    async def play(stage):
+        stage.epoch = 1
+        await stage.begins("rollout", ROLLOUT)
+        await asyncio.sleep(1)
+        await stage.begins("weight_sync", SYNC, in_s=0.5)
+        await asyncio.sleep(0.5)
+        await stage.begins("weight_sync", SYNC)
+        await asyncio.sleep(0.5)
+
+        report = await stage.report()
+        assert (report.hidden_s, report.exposed_s) == (pytest.approx(0.010), pytest.approx(0.010))
+
+    scene(play)
+
+
+def test_phases_too_short_for_the_delay_keep_the_old_circuits(scene):
+    async def play(stage):
+        for _ in range(5):
+            await stage.iteration(sync_s=0.008)
+
+        assert (await stage.report()).reconfigurations <= 4
+        assert stage.context.metrics.snapshot()["fabric/kept"] >= 6
+
+    scene(play)
+
+
+def test_a_repeated_intent_changes_nothing(scene):
+    async def play(stage):
+        for _ in range(3):
+            await stage.begins("rollout", ROLLOUT)
+            await asyncio.sleep(1)
+
+        assert (await stage.report()).reconfigurations == 1
+
+    scene(play)
+
+
+def test_a_new_endpoint_joins_the_templates_of_every_phase(scene):
+    async def play(stage):
+        await stage.iteration()
+        stage.epoch += 1
+
+        await stage.begins("rollout", (*ROLLOUT, ("llm_proxy-1", "engine-3", 800)))
+        await asyncio.sleep(1)
+
+        book = stage.controller._templates.book
+        assert "engine-3" in book.endpoints
+        assert all(len({n for link in p.links for n in link}) == 5 for p in book.phases.values())
+
+    scene(play)
+
+
+def test_a_switch_that_comes_back_empty_gets_its_circuits_again(scene):
+    async def play(stage):
+        await stage.iteration()
+        wanted = await stage.circuits()
+        del stage.context.actors["optical_switch"]
+        await stage.controller.on_peers((), ("optical_switch-1",))
+        await asyncio.sleep(1)
+
+        stage.start_switch()
+        await stage.controller.on_peers(("optical_switch-1",), ())
+        await asyncio.sleep(1)
+
+        assert await stage.circuits() == wanted
+
+    scene(play)
+
+
+def test_without_a_switch_intents_are_taken_and_nothing_is_asked(scene):
+    async def play(stage):
+        del stage.context.actors["optical_switch"]
+
+        for _ in range(3):
+            await stage.iteration()
+
+        assert (await stage.report()).reconfigurations == 0
+        assert stage.context.asked == []
+        assert asyncio.get_running_loop().time() == pytest.approx(4.5)
+
+    scene(play)
+
+
+def test_a_switch_that_does_not_answer_is_asked_less_and_less_often(scene):
+    async def play(stage):
+        async def dead(request):
+            raise Unknown("the link broke")
+
+        stage.context.actors["optical_switch"] = dead
+        await stage.begins("rollout", ROLLOUT)
+        await asyncio.sleep(60)
+        assert len(stage.context.asked) == 7
+
+        stage.start_switch()
+        await asyncio.sleep(60)
+
+        assert (await stage.report()).reconfigurations == 1
+
+    scene(play)
+
+
+def test_a_restarted_controller_knows_the_templates(scene):
+    store = MemoryStore()
+
+    async def first(stage):
+        await stage.iteration()
+
+    async def second(stage):
+        assert set(stage.controller._templates.book.phases) == {"rollout", "weight_sync"}
+        await stage.begins("rollout")
+        await asyncio.sleep(1)
+
+        assert (await stage.report()).reconfigurations == 1
+
+    scene(first, store)
+    scene(second, store)
+
+
+def test_a_record_that_can_not_be_read_is_profiled_again(scene):
+    store = MemoryStore()
+
+    asyncio.run(store.write({KEY: b"not a book"}))
+
+    async def play(stage):
+        await stage.iteration()
+
+        assert (await stage.report()).reconfigurations == 2
+
+    scene(play, store)
+
+
+def test_a_replaced_controller_can_not_write(scene):
+    store = MemoryStore()
+
+    async def play(stage):
+        await store.write({}, fence=Fence("fabric_controller-1", 2))
+        await stage.begins("rollout", ROLLOUT)
+        await asyncio.sleep(1)
+
+    with pytest.raises(ExceptionGroup) as failed:
+        scene(play, store)
+    assert failed.group_contains(Fenced)
+
+
+def test_a_fabric_that_is_switched_off_leaves_the_switch_alone(scene):
+    async def play(stage):
+        await stage.iteration()
+
+        assert stage.context.asked == []
+
+    scene(play, enabled=False)

@@ -1,0 +1,160 @@
+"""Engines that answer when the test says so."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from actors.messages.generation import (
+    HANDED_BACK,
+    Abort,
+    Aborted,
+    Completion,
+    EngineStatus,
+    Generate,
+    Inspect,
+    Resume,
+    Sampling,
+    Span,
+    Suspend,
+    Tokens,
+    TokensSampled,
+)
+from actors.proxy.proxy import LLMProxy
+from actors.proxy.section import ProxySection
+from bus.message import Ack
+
+
+def tokens(ids, version=0, start=0):
+    return Tokens(
+        np.array(ids, "<i4").tobytes(),
+        np.full(len(ids), -0.5, "<f4").tobytes(),
+        (Span(version, start, start + len(ids)),) if ids else (),
+    )
+
+
+def ids_of(value):
+    return np.frombuffer(value.tokens.ids, "<i4").tolist()
+
+
+class FakeEngine:
+    def __init__(self, name, num_slots, version):
+        self.name, self.num_slots, self.version = name, num_slots, version
+        self.generates: list[Generate] = []
+        self.open: dict[str, asyncio.Future] = {}
+        self.cancelled: list[str] = []
+        self.aborts: list[str] = []
+        self.running: tuple[str, ...] = ()
+        self.finished: tuple[str, ...] = ()
+        self.suspended = False
+
+    async def __call__(self, request):
+        match request:
+            case Inspect():
+                return EngineStatus(
+                    self.name, self.version, self.num_slots, self.running, self.finished, suspended=self.suspended
+                )
+            case Generate():
+                return await self._generate(request)
+            case Abort():
+                self.aborts.append(request.request_id)
+                if request.request_id in self.open:
+                    self.end(request.request_id, reason=request.reason)
+            case Suspend() | Resume():
+                self.suspended = isinstance(request, Suspend)
+        return Ack()
+
+    async def _generate(self, request):
+        self.generates.append(request)
+        future = self.open[request.request_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.cancelled.append(request.request_id)
+            raise
+        finally:
+            self.open.pop(request.request_id, None)
+
+    @property
+    def asked(self):
+        return [request.request_id for request in self.generates]
+
+    def complete(self, request_id, ids, version=None):
+        """All of the completion's tokens after the resumed ones."""
+        self.open[request_id].set_result(Completion(request_id, self._all(request_id, ids, version), "stop", self.name))
+
+    def end(self, request_id, ids=(), reason=HANDED_BACK):
+        self.open[request_id].set_result(Aborted(request_id, self._all(request_id, ids, None), reason))
+
+    def _all(self, request_id, ids, version):
+        resumed = next(r.resumed for r in reversed(self.generates) if r.request_id == request_id)
+        new = tokens(list(ids), self.version if version is None else version, len(resumed.ids) // 4)
+        return Tokens(resumed.ids + new.ids, resumed.logprobs + new.logprobs, resumed.spans + new.spans)
+
+
+class Scene:
+    """One proxy, its engines and the askers."""
+
+    def __init__(self, context, section):
+        self.context = context
+        self.proxy = LLMProxy(LLMProxy.Config(proxy=section), context)
+        self.engines: dict[str, FakeEngine] = {}
+
+    def engine(self, name, num_slots=4, version=0):
+        self.engines[name] = self.context.actors[name] = engine = FakeEngine(name, num_slots, version)
+        return engine
+
+    async def joins(self, name, **kwargs):
+        engine = self.engine(name, **kwargs)
+        await self.proxy.on_peers((name,), ())
+        await self.settle()
+        return engine
+
+    async def leaves(self, name):
+        del self.context.actors[name]
+        await self.proxy.on_peers((), (name,))
+
+    async def settle(self):
+        """Let everything run that can run without time passing."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def ask(self, request_id, session="", min_version=0, max_new_tokens=8, resumed=None):
+        """An asker's task, begun."""
+        request = Generate(
+            request_id,
+            session or request_id,
+            b"\1\0\0\0" * 3,
+            Sampling(max_new_tokens, stop_token_ids=(99,)),
+            min_version,
+            resumed or Tokens(),
+        )
+        task = self.context.tasks.create_task(self.proxy.generate(request))
+        await self.settle()
+        return task
+
+    async def sampled(self, name, request_id, ids, version=0, start=0):
+        await self.proxy.tokens_sampled(TokensSampled(name, ((request_id, tokens(ids, version, start)),)))
+
+
+@pytest.fixture
+def scene(on_stage):
+    """`scene(play, **section)`: run `await play(scene)` on a jumping loop."""
+
+    def run(play, **section):
+        async def main(context):
+            await play(Scene(context, ProxySection(**section)))
+
+        on_stage(main, name="llm_proxy-1")
+
+    return run
+
+
+@pytest.fixture(name="ids_of")
+def ids_of_fixture():
+    return ids_of
+
+
+@pytest.fixture(name="tokens")
+def tokens_fixture():
+    return tokens

@@ -1,0 +1,730 @@
+"""SampleBuffer: tickets, slots, groups, hand-over and the one fate of every sample."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from actors.messages.samples import (
+    Admit,
+    Advance,
+    Batch,
+    Claim,
+    Close,
+    Commit,
+    DrawEpoch,
+    Epoch,
+    EvalResult,
+    Evaluate,
+    GiveUp,
+    Hold,
+    NotReady,
+    Put,
+    Standing,
+    Trajectory,
+)
+from runtime.store.errors import Fenced, OutOfOrder, StaleEpoch
+
+
+@dataclass
+class Trainer:
+    """Speaks for the trainer, with its epoch."""
+
+    stage: object
+    epoch: int = 0
+
+    async def start(self, *, step=0, at_least=0):
+        reply = await self.stage.buffer.draw_epoch(DrawEpoch(at_least=at_least, step=step))
+        self.epoch = reply.epoch
+        return reply
+
+    async def claim(self, step, *, groups=2, wait_s=0.0):
+        return await self.stage.buffer.claim(Claim(step, self.epoch, groups, wait_s))
+
+    async def advance(self, step):
+        return await self.stage.buffer.advance(Advance(step, self.epoch))
+
+    async def commit(self, step):
+        return await self.stage.buffer.commit(Commit(step, self.epoch))
+
+
+def ids(batch):
+    return [
+        msgspec.msgpack.decode(sample, type=Trajectory).ticket.trajectory_id
+        for group in batch.groups
+        for sample in group
+    ]
+
+
+async def fill(stage, tickets):
+    """Put every ticket with a reward of its own, so that each group has spread."""
+    for reward, ticket in enumerate(tickets):
+        await stage.put(ticket, float(reward))
+
+
+def test_tickets_come_oldest_group_first_up_to_the_slots(stage):
+    async def scene():
+        await stage.start()
+
+        tickets = await stage.admit(num=100)
+        more = await stage.admit(num=100)
+
+        assert [t.trajectory_id for t in tickets] == [f"g{g:08d}.{m}" for g in range(4) for m in range(2)]
+        assert [(t.attempt, t.version, t.alpha, t.purpose) for t in tickets] == [(1, 0, 1, "train")] * 8
+        assert more == []
+
+    stage.run(scene)
+
+
+def test_members_of_a_group_share_task_and_seed_and_groups_do_not(stage):
+    async def scene():
+        await stage.start()
+
+        tickets = await stage.admit()
+
+        assert len({(t.group_id, t.task, t.seed) for t in tickets}) == 4
+        assert len({t.seed for t in tickets}) == 4
+        assert [t.task for t in tickets] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+    stage.run(scene)
+
+
+def test_an_admit_is_held_back_until_a_step_frees_slots(stage):
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        await fill(stage, await stage.admit())
+        waiting = stage.tasks.create_task(stage.admit(num=1, wait_s=60.0))
+        await trainer.claim(1)
+        assert not waiting.done()
+
+        standing = await trainer.advance(1)
+
+        assert standing == Standing(1, 1)
+        assert [(t.group_id, t.version) for t in await waiting] == [("g00000004", 1)]
+
+    stage.run(scene)
+
+
+def test_with_alpha_0_nothing_starts_for_a_step_before_the_one_before_was_trained(make_stage):
+    stage = make_stage(alpha=0)
+
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        await fill(stage, await stage.admit())
+        await trainer.claim(1)
+
+        during = await stage.admit()
+        await trainer.advance(1)
+        after = await stage.admit()
+
+        assert during == []
+        assert [t.version for t in after] == [1] * 4
+
+    stage.run(scene)
+
+
+def test_the_job_starts_no_group_that_it_will_not_train(make_stage):
+    stage = make_stage(steps=3)
+
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        started = 0
+        for step in (1, 2, 3):
+            tickets = await stage.admit()
+            started += len(tickets)
+            await fill(stage, tickets)
+            assert isinstance(await trainer.claim(step), Batch)
+            await trainer.advance(step)
+
+        assert started == 3 * 2 * 2
+
+    stage.run(scene)
+
+
+def test_a_batch_holds_the_oldest_groups_and_is_the_same_when_asked_again(stage):
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        tickets = await stage.admit()
+        await fill(stage, reversed(tickets))
+
+        batch = await trainer.claim(1)
+        again = await trainer.claim(1)
+
+        assert ids(batch) == [t.trajectory_id for t in tickets[:4]]
+        assert again == batch
+
+    stage.run(scene)
+
+
+def test_a_claim_says_what_is_missing(stage):
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        tickets = await stage.admit(num=4)
+        await fill(stage, tickets[:3])
+        waiting = stage.tasks.create_task(trainer.claim(1, wait_s=5.0))
+        await asyncio.sleep(1.0)
+        (wait,) = stage.buffer.waits.snapshot(asyncio.get_running_loop().time())
+
+        reply = await waiting
+
+        assert reply == NotReady(ready=1, wanted=2, why="1 of 2 groups")
+        assert wait.what == "batch 1"
+        assert wait.detail == "1 of 2 groups; oldest group g00000001 has 1 of 2 members, the rest at env_manager-1"
+        assert wait.holder == "env_manager-1"
+
+    stage.run(scene)
+
+
+def test_a_straggler_is_waited_for_rather_than_dropped(stage):
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        tickets = await stage.admit()
+        straggler = tickets.pop(0)
+        await fill(stage, tickets)
+        await trainer.claim(1)
+        await trainer.advance(1)
+        await fill(stage, await stage.admit())
+
+        waiting = stage.tasks.create_task(trainer.claim(2, wait_s=60.0))
+        await asyncio.sleep(1.0)
+        waits = not waiting.done()
+        fate = await stage.put(straggler)
+
+        assert waits
+        assert fate == ""
+        assert straggler.trajectory_id in ids(await waiting)
+
+    stage.run(scene)
+
+
+def test_a_put_is_answered_as_before_when_it_comes_again(stage):
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        tickets = await stage.admit()
+
+        first = await stage.put(tickets[0])
+        second = await stage.put(tickets[0], reward=9.0)
+        await fill(stage, tickets[1:])
+        await trainer.claim(1)
+        await trainer.advance(1)
+        late = await stage.put(tickets[0])
+
+        assert (first, second, late) == ("", "", "")
+        assert len(await stage.fates()) == 0
+
+    stage.run(scene)
+
+
+def test_two_puts_of_one_sample_at_once_store_it_once(stage, trajectory):
+    async def scene():
+        await stage.start()
+        tickets = await stage.admit()
+
+        async with asyncio.TaskGroup() as tasks:
+            puts = [tasks.create_task(stage.buffer.put(Put(trajectory(tickets[0])))) for _ in range(3)]
+
+        assert {put.result().fate for put in puts} == {""}
+        assert await stage.store.workset("samples").members("g00000000") == ("g00000000.0",)
+
+    stage.run(scene)
+
+
+def test_a_lapsed_ticket_goes_to_another_attempt_and_the_old_one_is_refused(make_stage):
+    stage = make_stage(ticket_ttl_s=10.0)
+
+    async def scene():
+        await stage.start()
+        (lost,) = await stage.admit(num=1)
+        await stage.admit()
+        (again,) = await stage.admit(num=1, wait_s=60.0)
+
+        late = await stage.put(lost)
+        fate = await stage.put(again)
+
+        assert asyncio.get_running_loop().time() == pytest.approx(10.0)
+        assert (again.trajectory_id, again.attempt) == (lost.trajectory_id, 2)
+        assert (late, fate) == ("superseded", "")
+
+    stage.run(scene)
+
+
+def test_a_held_ticket_does_not_lapse(make_stage):
+    stage = make_stage(ticket_ttl_s=10.0)
+
+    async def scene():
+        await stage.start()
+        tickets = await stage.admit()
+        held = tuple((t.trajectory_id, t.attempt) for t in tickets)
+
+        for _ in range(5):
+            await asyncio.sleep(6.0)
+            standing = await stage.buffer.hold(Hold(held, "env_manager-1"))
+        fate = await stage.put(tickets[0])
+
+        assert standing == Standing(0, 1)
+        assert fate == ""
+
+    stage.run(scene)
+
+
+def test_a_ticket_that_its_holder_does_not_know_of_is_issued_again(stage):
+    async def scene():
+        await stage.start()
+        known, astray = await stage.admit(num=2)
+        held = ((known.trajectory_id, known.attempt),)
+
+        await stage.buffer.hold(Hold(held, "env_manager-1"))
+        (other,) = await stage.admit(num=1)
+        await asyncio.sleep(4.0)
+        await stage.buffer.hold(Hold((*held, (other.trajectory_id, 1)), "env_manager-1"))
+        (again,) = await stage.admit(num=1)
+
+        assert other.trajectory_id != astray.trajectory_id
+        assert (again.trajectory_id, again.attempt) == (astray.trajectory_id, 2)
+
+    stage.run(scene)
+
+
+def test_a_lapsed_ticket_still_counts_while_nobody_took_it(make_stage):
+    stage = make_stage(ticket_ttl_s=10.0)
+
+    async def scene():
+        await stage.start()
+        (ticket,) = await stage.admit(num=1)
+        await asyncio.sleep(11.0)
+
+        assert await stage.put(ticket) == ""
+        assert ticket.trajectory_id not in [t.trajectory_id for t in await stage.admit()]
+
+    stage.run(scene)
+
+
+def test_the_rollouts_of_a_manager_that_left_are_issued_again_at_once(stage):
+    async def scene():
+        await stage.start()
+        gone = await stage.admit(num=2, holder="env_manager-2")
+        kept = await stage.admit()
+
+        await stage.buffer.on_peers((), ("env_manager-2",))
+        again = await stage.admit()
+
+        assert [(t.trajectory_id, t.attempt) for t in again] == [(t.trajectory_id, 2) for t in gone]
+        assert await stage.put(kept[0]) == ""
+
+    stage.run(scene)
+
+
+def test_a_restarted_manager_keeps_what_its_new_incarnation_took(stage):
+    async def scene():
+        await stage.start()
+        old = await stage.admit(num=2, holder="env_manager-2", incarnation=5)
+        new = await stage.admit(num=2, holder="env_manager-2", incarnation=6)
+        await asyncio.sleep(0.1)
+        stage.present.add("env_manager-2")
+        await stage.store.lease("actor/env_manager-2", 6, b"", 10.0)
+
+        await stage.buffer.on_peers(("env_manager-2",), ("env_manager-2",))
+        again = await stage.admit(num=2)
+
+        assert [t.trajectory_id for t in again] == [t.trajectory_id for t in old]
+        assert [await stage.put(t) for t in new] == ["", ""]
+
+    stage.run(scene)
+
+
+def test_a_rollout_that_fails_every_attempt_is_failed_and_its_group_shrinks(make_stage):
+    stage = make_stage(group_size=3, max_attempts=2)
+
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        bad, *good = await stage.admit(num=3)
+        retried = await stage.buffer.give_up(GiveUp(bad, "env_timeout", "reset", retry=True))
+        (bad,) = await stage.admit(num=1)
+        ended = await stage.buffer.give_up(GiveUp(bad, "env_timeout", "reset", retry=True))
+        await fill(stage, good)
+
+        batch = await trainer.claim(1, groups=1)
+
+        assert (retried.fate, bad.attempt, ended.fate) == ("", 2, "failed")
+        assert ids(batch) == [t.trajectory_id for t in good]
+        assert await stage.fates() == {bad.trajectory_id: "failed"}
+
+    stage.run(scene)
+
+
+def test_a_drained_manager_costs_no_attempt(make_stage):
+    stage = make_stage(max_attempts=1)
+
+    async def scene():
+        await stage.start()
+        (ticket,) = await stage.admit(num=1)
+
+        reply = await stage.buffer.give_up(GiveUp(ticket, "drained", retry=True))
+        (again,) = await stage.admit(num=1)
+
+        assert reply.fate == ""
+        assert (again.trajectory_id, again.attempt) == (ticket.trajectory_id, 2)
+
+    stage.run(scene)
+
+
+def test_a_group_with_one_score_is_too_small_and_its_slot_is_free(stage):
+    async def scene():
+        await stage.start()
+        tickets = await stage.admit()
+        await stage.put(tickets[0])
+
+        reply = await stage.buffer.give_up(GiveUp(tickets[1], "env_step_failed"))
+        fresh = await stage.admit()
+
+        assert reply.fate == "failed"
+        assert await stage.fates() == {"g00000000.0": "group_too_small", "g00000000.1": "failed"}
+        assert await stage.put(tickets[0]) == "group_too_small"
+        assert {t.group_id for t in fresh} == {"g00000004"}
+
+    stage.run(scene)
+
+
+def test_a_group_without_spread_is_trained_under_its_own_name(stage):
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        tickets = await stage.admit(num=4)
+        for ticket, reward in zip(tickets, (1.0, 1.0, 0.0, 1.0), strict=True):
+            await stage.put(ticket, reward)
+
+        await trainer.claim(1)
+        await trainer.commit(1)
+
+        assert list((await stage.fates()).values()) == ["zero_spread", "zero_spread", "trained", "trained"]
+
+    stage.run(scene)
+
+
+def test_a_trajectory_that_began_too_long_ago_is_stale(stage):
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        await trainer.advance(2)
+        old, young = await stage.admit(num=2)
+
+        first = await stage.put(old, version_first=0)
+        second = await stage.put(young, version_first=1)
+
+        assert (first, second) == ("stale", "group_too_small")
+        assert await stage.fates() == {old.trajectory_id: "stale", young.trajectory_id: "group_too_small"}
+
+    stage.run(scene)
+
+
+def test_a_running_group_that_can_no_longer_train_is_ended_early(make_stage):
+    stage = make_stage(alpha=0, batch_groups=1, group_size=2)
+
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        tickets = await stage.admit()
+        await stage.put(tickets[0])
+
+        await trainer.advance(1)
+
+        assert await stage.fates() == {tickets[0].trajectory_id: "stale", tickets[1].trajectory_id: "stale"}
+        assert await stage.put(tickets[1]) == "stale"
+        assert stage.buffer.metrics.snapshot()["staleness/dropped"] == 2
+        assert len(await stage.admit()) == 2
+
+    stage.run(scene)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_a_failed_rollout(stage, reward):
+    async def scene():
+        await stage.start()
+        (ticket,) = await stage.admit(num=1)
+
+        fate = await stage.put(ticket, reward)
+
+        assert fate == "failed"
+
+    stage.run(scene)
+
+
+def test_a_restarted_trainer_replays_bound_steps_then_goes_on(stage):
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        first = await trainer.start()
+        batches = {}
+        for step in (1, 2, 3):
+            await fill(stage, await stage.admit())
+            batches[step] = ids(await trainer.claim(step))
+            await trainer.advance(step)
+        await trainer.commit(1)
+
+        again = Trainer(stage)
+        reply = await again.start(step=2)
+        replayed = ids(await again.claim(3))
+        await again.advance(3)
+        await fill(stage, await stage.admit())
+        onward = ids(await again.claim(4))
+
+        assert first == Epoch(1, 0, ())
+        assert reply == Epoch(2, 2, (3,))
+        assert replayed == batches[3]
+        assert not set(onward) & {name for batch in batches.values() for name in batch}
+        with pytest.raises(StaleEpoch):
+            await trainer.claim(4)
+        with pytest.raises(StaleEpoch):
+            await trainer.advance(4)
+        with pytest.raises(StaleEpoch):
+            await trainer.commit(3)
+        with pytest.raises(OutOfOrder):
+            await again.claim(2)
+
+    stage.run(scene)
+
+
+def test_an_evaluation_goes_before_training_and_takes_no_slots(stage):
+    async def scene():
+        await stage.start()
+        stage.tasks.create_task(stage.buffer.evaluate(Evaluate("step-0", 3, wait_s=0.0)))
+        await asyncio.sleep(0)
+
+        tickets = await stage.admit(num=5)
+        exam, train = tickets[:3], tickets[3:]
+        early = await stage.buffer.evaluate(Evaluate("step-0", 3, wait_s=1.0))
+        await stage.put(exam[0], 1.0)
+        await stage.put(exam[1], 0.0)
+        await stage.buffer.give_up(GiveUp(exam[2], "env_step_failed"))
+        result = await stage.buffer.evaluate(Evaluate("step-0", 3))
+
+        assert [(t.purpose, t.task, t.alpha) for t in exam] == [("eval", n, -1) for n in range(3)]
+        assert [t.purpose for t in train] == ["train"] * 2
+        assert early == NotReady(0, 3, "0 of 3 held-out tasks have an outcome")
+        assert result == EvalResult(version=0, reward=0.5, num=2, failed=1)
+        assert len(await stage.admit()) == 6
+        assert await stage.fates() == {}
+
+    stage.run(scene)
+
+
+def test_held_out_tasks_have_the_same_seeds_in_every_run(make_stage):
+    stage = make_stage()
+    seeds = []
+
+    async def scene():
+        await stage.start()
+        stage.tasks.create_task(stage.buffer.evaluate(Evaluate("a", 4, wait_s=0.0)))
+        await asyncio.sleep(0)
+        seeds.append([t.seed for t in await stage.admit(num=4)])
+        stage.process.kill()
+        stage.process = None
+
+    stage.run(scene)
+    stage.run_info = stage.run_info._replace(seed=99)
+    stage.run(scene)
+
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 4
+
+
+def test_closing_ends_what_no_step_is_bound_to_and_admits_nothing(stage):
+    async def scene():
+        await stage.start()
+        tickets = await stage.admit()
+        await stage.put(tickets[0])
+        waiting = stage.tasks.create_task(stage.buffer.admit(Admit(1, "env_manager-1", 1, 60.0)))
+        await asyncio.sleep(0)
+
+        await stage.buffer.close(Close())
+
+        assert (await waiting).closed
+        assert set((await stage.fates()).values()) == {"unused"}
+        assert len(await stage.fates()) == 8
+
+    stage.run(scene)
+
+
+def test_the_ledger_tells_what_became_of_each_sample(stage):
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        tickets = await stage.admit()
+        await fill(stage, tickets[:4])
+        await stage.buffer.give_up(GiveUp(tickets[4], "env_reset_failed"))
+        await trainer.claim(1)
+        await trainer.advance(1)
+        await trainer.commit(1)
+        await asyncio.sleep(0.1)
+
+        lines = [json.loads(line) for line in (stage.folder / "samples.jsonl").read_text().splitlines()]
+
+        assert [line["fate"] for line in lines] == ["failed"] + ["trained"] * 4
+        assert lines[0] == {
+            "trajectory_id": "g00000002.0",
+            "group_id": "g00000002",
+            "attempt": 1,
+            "task": 2,
+            "fate": "failed",
+            "step": None,
+            "epoch": None,
+            "version_first": None,
+            "version_from": None,
+            "age": None,
+            "reward": None,
+            "tokens": 0,
+            "turns": 0,
+            "wall_s": 0.0,
+            "reason": "env_reset_failed",
+        }
+        assert lines[2] == {
+            "trajectory_id": "g00000000.1",
+            "group_id": "g00000000",
+            "attempt": 1,
+            "task": 0,
+            "fate": "trained",
+            "step": 1,
+            "epoch": 1,
+            "version_first": 0,
+            "version_from": 0,
+            "age": 0,
+            "reward": 1.0,
+            "tokens": 3,
+            "turns": 3,
+            "wall_s": 0.25,
+            "reason": "",
+        }
+
+    stage.run(scene)
+
+
+def test_a_large_trajectory_lies_in_a_file_until_it_ended(stage, trajectory):
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        tickets = await stage.admit(num=4)
+        for reward, ticket in enumerate(tickets):
+            await stage.buffer.put(Put(trajectory(ticket, float(reward), num_tokens=20_000)))
+        files = sorted(path.name for path in (stage.folder / "samples").iterdir())
+
+        batch = await trainer.claim(1)
+        await trainer.commit(1)
+        await asyncio.sleep(0.1)
+
+        assert files == [t.trajectory_id for t in tickets]
+        assert [len(sample) > 64 * 1024 for group in batch.groups for sample in group] == [True] * 4
+        assert ids(batch) == files
+        assert list((stage.folder / "samples").iterdir()) == []
+
+    stage.run(scene)
+
+
+def test_managers_are_told_of_a_new_version(stage):
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+
+        await trainer.advance(1)
+        await asyncio.sleep(0.1)
+
+        assert stage.process.told == [("env_manager-1", Standing(1, 1))]
+
+    stage.run(scene)
+
+
+def test_while_the_store_is_away_nobody_is_admitted_and_a_put_waits_for_it(stage):
+    async def scene():
+        await stage.start()
+        (ticket,) = await stage.admit(num=1)
+        stage.away = True
+        putting = stage.tasks.create_task(stage.put(ticket))
+        await asyncio.sleep(5.0)
+
+        during = await stage.admit(wait_s=5.0)
+        answered = putting.done()
+        stage.away = False
+        fate = await putting
+        after = await stage.admit(wait_s=5.0)
+
+        assert (during, answered) == ([], False)
+        assert fate == ""
+        assert len(after) == 7
+
+    stage.run(scene)
+
+
+def test_tickets_of_an_asker_that_gave_up_before_they_were_durable_are_not_lost(stage):
+    async def scene():
+        await stage.start()
+        stage.away = True
+        asking = stage.tasks.create_task(stage.admit(num=3))
+        await asyncio.sleep(1.0)
+        asking.cancel()
+        await asyncio.sleep(1.0)
+        stage.away = False
+
+        tickets = await stage.admit(wait_s=10.0)
+
+        assert [(t.trajectory_id, t.attempt) for t in tickets[:3]] == [
+            (f"g{g:08d}.{m}", 1) for g, m in ((0, 0), (0, 1), (1, 0))
+        ]
+
+    stage.run(scene)
+
+
+def test_a_buffer_that_was_replaced_dies_and_changes_nothing(stage):
+    async def scene():
+        old = await stage.start()
+        tickets = await stage.admit()
+        process = stage.process
+        stage.process = None
+        await stage.start()
+
+        with pytest.raises(Fenced):
+            await old._journal.flush() if not old._records.moved() else None
+
+        assert await stage.put(tickets[0]) == ""
+        process.kill()
+
+    stage.run(scene)
+
+
+def test_samples_that_the_store_lost_are_run_again(stage):
+    async def scene():
+        await stage.start()
+        tickets = await stage.admit(num=2)
+        await stage.put(tickets[0], 0.0)
+        workset = stage.store.workset("samples")
+        workset._groups.clear()
+        workset._seen.clear()
+
+        await stage.put(tickets[1], 1.0)
+        (again,) = await stage.admit(num=1)
+
+        assert (again.trajectory_id, again.attempt) == (tickets[0].trajectory_id, 2)
+
+    stage.run(scene)

@@ -1,0 +1,157 @@
+"""A restarted buffer goes on where it stood."""
+
+import asyncio
+
+from actors.messages.samples import Advance, Batch, Claim, DrawEpoch, GiveUp, Put
+
+
+async def begin(stage):
+    """Two groups ready, one half done, one issued; epoch 1."""
+    await stage.start()
+    await stage.buffer.draw_epoch(DrawEpoch(0, 0))
+    tickets = await stage.admit()
+    for reward, ticket in enumerate(tickets[:5]):
+        await stage.put(ticket, float(reward))
+    return tickets
+
+
+def test_running_tickets_keep_their_attempt_so_that_their_holders_may_still_put(stage):
+    async def scene():
+        tickets = await begin(stage)
+
+        await stage.start()
+        none = await stage.admit()
+        fates = [await stage.put(ticket, 9.0) for ticket in tickets[5:]]
+
+        assert none == []
+        assert fates == [""] * 3
+
+    stage.run(scene)
+
+
+def test_a_sample_whose_record_was_written_but_which_never_arrived_may_be_put_again(stage, trajectory):
+    async def scene():
+        tickets = await begin(stage)
+        await stage.start(spare=1, before=True)
+        putting = stage.tasks.create_task(stage.ask("put", Put(trajectory(tickets[6]))))
+
+        stored = await putting
+
+        assert stage.incarnation == 3
+        assert stored.fate == ""
+        assert await stage.store.workset("samples").members("g00000003") == ("g00000003.0",)
+
+    stage.run(scene)
+
+
+def test_unanswered_tickets_lapse_after_a_restart_too(make_stage):
+    stage = make_stage(ticket_ttl_s=10.0)
+
+    async def scene():
+        tickets = await begin(stage)
+        await asyncio.sleep(9.0)
+
+        await stage.start()
+        early = await stage.admit(wait_s=9.0)
+        again = await stage.admit(wait_s=2.0)
+
+        assert early == []
+        assert [(t.trajectory_id, t.attempt) for t in again] == [(t.trajectory_id, 2) for t in tickets[5:]]
+
+    stage.run(scene)
+
+
+def test_ready_and_bound_groups_still_hold_their_slots(stage):
+    async def scene():
+        tickets = await begin(stage)
+        batch = await stage.buffer.claim(Claim(1, 1, 2, 0.0))
+
+        await stage.start()
+        none = await stage.admit()
+        again = await stage.buffer.claim(Claim(1, 1, 2, 0.0))
+        await stage.buffer.advance(Advance(1, 1))
+        fresh = await stage.admit()
+
+        assert isinstance(batch, Batch)
+        assert again == batch
+        assert none == []
+        assert [t.group_id for t in fresh] == ["g00000004"] * 2 + ["g00000005"] * 2
+        assert await stage.put(tickets[0]) == ""
+
+    stage.run(scene)
+
+
+def test_version_and_cursor_survive(stage):
+    async def scene():
+        await begin(stage)
+        await stage.buffer.claim(Claim(1, 1, 2, 0.0))
+        await stage.buffer.advance(Advance(1, 1))
+
+        await stage.start()
+        tickets = await stage.admit()
+
+        assert [(t.group_id, t.task, t.version) for t in tickets[::2]] == [("g00000004", 4, 1), ("g00000005", 5, 1)]
+
+    stage.run(scene)
+
+
+def test_attempts_are_counted_across_restarts(make_stage):
+    stage = make_stage(max_attempts=2)
+
+    async def scene():
+        await stage.start()
+        (ticket,) = await stage.admit(num=1)
+        await stage.buffer.give_up(GiveUp(ticket, "env_timeout", retry=True))
+
+        await stage.start()
+        (again,) = await stage.admit(num=1)
+        ended = await stage.buffer.give_up(GiveUp(again, "env_timeout", retry=True))
+
+        assert again.attempt == 2
+        assert ended.fate == "failed"
+
+    stage.run(scene)
+
+
+def test_tickets_of_a_manager_that_went_away_meanwhile_are_issued_again_at_once(stage):
+    async def scene():
+        await stage.start()
+        gone = await stage.admit(num=2, holder="env_manager-2")
+
+        await stage.start()
+        again = await stage.admit(num=2, wait_s=1.0)
+
+        assert [(t.trajectory_id, t.attempt) for t in again] == [(t.trajectory_id, 2) for t in gone]
+
+    stage.run(scene)
+
+
+def test_a_resumed_jobs_managers_take_over_the_rollouts_of_their_former_incarnations(stage):
+    async def scene():
+        await stage.start()
+        old = await stage.admit()
+        await stage.start()
+        await asyncio.sleep(0.1)
+
+        again = await stage.admit(incarnation=2, wait_s=1.0)
+
+        assert [(t.trajectory_id, t.attempt) for t in again] == [(t.trajectory_id, 2) for t in old]
+
+    stage.run(scene)
+
+
+def test_a_trainer_whose_store_was_emptied_goes_on_from_its_checkpoint(stage):
+    async def scene():
+        await stage.start()
+
+        epoch = await stage.buffer.draw_epoch(DrawEpoch(at_least=4, step=10))
+        tickets = await stage.admit()
+        for reward, ticket in enumerate(tickets):
+            await stage.put(ticket, float(reward))
+        batch = await stage.buffer.claim(Claim(11, epoch.epoch, 2, 0.0))
+
+        assert (epoch.epoch, epoch.committed, epoch.bound) == (4, 10, ())
+        assert {t.version for t in tickets} == {10}
+        assert isinstance(batch, Batch)
+
+    stage.run(scene)

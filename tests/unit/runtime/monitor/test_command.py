@@ -1,0 +1,118 @@
+import asyncio
+import json
+import os
+
+import msgspec
+import pytest
+
+from runtime.launch.folder import RunCard
+from runtime.monitor.command import main
+from runtime.monitor.source import RunSource
+from runtime.store.errors import StoreUnavailable
+from runtime.store.memory import MemoryStore
+
+
+class LoopStore(MemoryStore):
+    """A MemoryStore with one actor in it, leased on whichever loop asks."""
+
+    def __init__(self, record) -> None:
+        super().__init__()
+        self._record = record
+
+    async def leases(self, prefix):
+        await self.lease(f"actor/{self._record.name}", 1, msgspec.msgpack.encode(self._record), 10.0)
+        return await super().leases(prefix)
+
+
+class DeadStore(MemoryStore):
+    async def leases(self, prefix):
+        raise StoreUnavailable("redis is away")
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    folder = tmp_path / "a-run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("run: {steps: 3}\nstaleness: {alpha: 0}\n")
+    (folder / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5, "time/wall_s": 7.0}\n')
+    write_card(folder, sockets=tmp_path, pid=os.getpid())
+    return folder
+
+
+def write_card(folder, *, sockets, pid):
+    (folder / "run.json").write_bytes(msgspec.json.encode(RunCard("a-run-1", str(sockets), "mem://", pid, 0.0)))
+
+
+def test_json_is_one_object_about_the_live_run(run_folder, make_record, capsys):
+    code = main([str(run_folder), "--json"], opener=lambda url, run_id: LoopStore(make_record("engine-1")))
+
+    told = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert (told["run"], told["state"], told["step"], told["alpha"]) == ("a-run", "running", 2, 0)
+    assert [actor["name"] for actor in told["actors"]] == ["engine-1"]
+
+
+@pytest.mark.parametrize(("form", "expected"), [("--once", "run ended"), ("--why", "has ended")])
+def test_a_run_that_ended_is_told_from_its_folder(run_folder, tmp_path, capsys, form, expected):
+    write_card(run_folder, sockets=tmp_path / "gone", pid=os.getpid())
+
+    code = main([str(run_folder), form])
+
+    assert code == 0
+    assert expected in capsys.readouterr().out
+
+
+def test_json_of_a_run_that_ended_says_so(run_folder, capsys):
+    (run_folder / "run.json").unlink()
+
+    main([str(run_folder), "--json"])
+
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["step"], told["actors"], told["elapsed_s"]) == ("ended", 2, [], 7.0)
+
+
+def test_a_store_that_does_not_answer_is_a_state_and_no_error(run_folder, capsys):
+    code = main([str(run_folder), "--json"], opener=lambda url, run_id: DeadStore())
+
+    assert code == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "unreachable"
+
+
+def test_a_folder_that_holds_no_run_is_one_sentence_and_exit_2(tmp_path, capsys):
+    code = main([str(tmp_path / "nothing"), "--json"])
+
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "holds no run" in err
+
+
+def test_the_live_view_without_a_terminal_is_one_sentence_and_exit_2(run_folder, capsys):
+    assert main([str(run_folder)]) == 2
+    assert "needs a terminal" in capsys.readouterr().err
+
+
+async def test_the_store_is_opened_once_for_many_looks(run_folder, make_record):
+    opened = []
+
+    def opener(url, run_id):
+        opened.append((url, run_id))
+        return LoopStore(make_record("engine-1"))
+
+    source = RunSource(run_folder, opener)
+    await source.read()
+    await source.read()
+    await source.close()
+
+    assert opened == [("mem://", "a-run-1")]
+
+
+async def test_a_store_that_hangs_is_left_after_a_while(run_folder, monkeypatch):
+    class HangingStore(MemoryStore):
+        async def leases(self, prefix):
+            await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr("runtime.monitor.source.READ_S", 0.01)
+    view = await RunSource(run_folder, lambda url, run_id: HangingStore()).read()
+
+    assert view.shown["state"] == "unreachable"

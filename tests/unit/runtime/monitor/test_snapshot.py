@@ -1,0 +1,69 @@
+from runtime.monitor.names import Names
+from runtime.monitor.snapshot import lookup, snapshot, total
+
+
+def test_a_snapshot_has_exactly_the_documented_keys(waiting_run):
+    keys = list(waiting_run)
+
+    assert keys == [
+        "run", "state", "step", "steps", "alpha", "version", "elapsed_s", "actors", "queues", "waits", "metrics",
+    ]  # fmt: skip
+    assert list(waiting_run["actors"][0]) == [
+        "name", "role", "pid", "host", "state", "incarnation", "mailbox", "rate_s", "idle", "metrics",
+    ]  # fmt: skip
+
+
+def test_step_bound_and_newest_version_come_from_rows_config_and_actors(waiting_run):
+    assert (waiting_run["step"], waiting_run["steps"], waiting_run["alpha"]) == (41, 60, 1)
+    assert waiting_run["version"] == 23
+
+
+def test_metrics_hold_the_newest_value_of_every_name_even_one_the_last_row_lacks(waiting_run):
+    assert waiting_run["metrics"]["reward/mean"] == 0.83
+    assert waiting_run["metrics"]["eval/reward"] == 0.8
+
+
+def test_queues_are_live_where_an_actor_publishes_them_and_else_from_the_rows(waiting_run):
+    assert waiting_run["queues"] == {"held": 7, "ready": 88.0}
+
+
+def test_waits_name_their_actor_oldest_first(waiting_run):
+    told = [(wait["actor"], wait["what"]) for wait in waiting_run["waits"]]
+
+    assert told[:2] == [("env_manager-1", "tickets"), ("env_manager-1", "g1306.1")]
+    assert len(told) == 5
+
+
+def test_a_run_without_rows_or_actors_has_no_version_and_step_0(config):
+    shown = snapshot("new", [], [], config)
+
+    assert (shown["step"], shown["version"], shown["queues"]) == (0, None, {})
+
+
+def test_other_names_show_another_kind_of_job(make_record):
+    names = Names(steps="job.total", bound="limits.lag", version="model/generation")
+
+    shown = snapshot(
+        "other",
+        [make_record("worker-1", model__generation=5.0)],
+        [],
+        {"job": {"total": 9}, "limits": {"lag": 2.5}},
+        names=names,
+    )
+
+    assert (shown["steps"], shown["alpha"], shown["version"]) == (9, 2.5, 5)
+
+
+def test_lookup_ignores_what_is_not_a_number():
+    config = {"a": {"b": True, "c": "x", "d": 4}}
+
+    assert [lookup(config, key) for key in ("a.b", "a.c", "a.d", "a.d.e", "z")] == [None, None, 4, None, None]
+
+
+def test_a_total_is_summed_over_actors_before_rows_are_asked(make_record):
+    records = [make_record("engine-1", tokens=3.0), make_record("engine-2", tokens=4.0)]
+    shown = snapshot("r", records, [{"step": 1, "tokens": 100.0, "other": 8.0}], {})
+
+    assert total(shown, "tokens") == 7.0
+    assert total(shown, "other") == 8.0
+    assert total(shown, "none") is None

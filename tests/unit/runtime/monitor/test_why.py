@@ -1,0 +1,72 @@
+from runtime.monitor.snapshot import snapshot
+from runtime.monitor.why import render
+from runtime.observe.waits import WaitView
+
+
+def test_the_tree_leads_from_the_trainer_to_the_slow_environment(waiting_run):
+    lines = render(waiting_run, 120).splitlines()
+
+    assert lines[0].startswith("trainer-1 waits 12.4 s for batch 42: 29 of 32 groups")
+    assert lines[0].endswith("limit samples.claim_s = 60")
+    assert lines[1].startswith("  └ sample_buffer-1 waits 12.3 s for batch 42")
+    assert lines[2].startswith("    └ env_manager-1 waits 11.9 s for g1307.2: env.step (p99 0.4 s) (and 2 more)")
+    assert lines[2].endswith("limit env.step_timeout_s = 60")
+    assert lines[3] == "engine-1, engine-2: nothing waits"
+
+
+def test_no_line_is_wider_than_the_screen_and_nothing_is_cut(waiting_run):
+    text = render(waiting_run, 60)
+
+    assert max(len(line) for line in text.splitlines()) <= 60
+    assert "…" not in text
+    assert "oldest group g1307 has 7 of 8" in " ".join(text.split())
+
+
+def test_a_circle_of_waits_is_named_and_ends_the_walk(make_record):
+    records = [
+        make_record("a-1", waits=(WaitView("x", "", "b", 2.0),)),
+        make_record("b-1", waits=(WaitView("y", "", "a", 1.0),)),
+    ]
+
+    lines = render(snapshot("r", records, [], {})).splitlines()
+
+    assert lines == [
+        "a-1 waits 2.0 s for x",
+        "  └ b-1 waits 1.0 s for y",
+        "    └ a-1, which waits above: a circle",
+    ]
+
+
+def test_a_holder_that_does_not_wait_is_shown_at_work(make_record):
+    records = [make_record("a-1", waits=(WaitView("x", "", "b-1", 2.0),)), make_record("b-1")]
+
+    lines = render(snapshot("r", records, [], {})).splitlines()
+
+    assert lines[1] == "  └ b-1 waits for nothing: ready, mailbox 2, 5900 messages/s, idle 9%"
+
+
+def test_a_holder_that_is_not_up_is_said_to_be_missing(make_record):
+    records = [make_record("a-1", waits=(WaitView("x", "", "ghost", 2.0),))]
+
+    assert "  └ ghost: no such actor is up" in render(snapshot("r", records, [], {}))
+
+
+def test_a_role_with_many_instances_shows_the_first_four(make_record):
+    records = [make_record("a-1", waits=(WaitView("x", "", "b", 2.0),)), *(make_record(f"b-{i}") for i in range(6))]
+
+    lines = render(snapshot("r", records, [], {})).splitlines()
+
+    assert sum(line.startswith("  └ b-") for line in lines) == 4
+    assert "  └ and 2 more" in lines
+
+
+def test_when_nothing_waits_one_line_says_so(make_record):
+    shown = snapshot("r", [make_record("a-1"), make_record("b-1")], [], {})
+
+    assert render(shown) == "a-1, b-1: nothing waits"
+
+
+def test_a_run_that_ended_waits_for_nothing():
+    shown = snapshot("r", [], [], {}, state="ended")
+
+    assert render(shown) == "r has ended: nothing runs, so nothing waits"

@@ -1,0 +1,70 @@
+"""The rubato command: what it lists, what it imports, and how errors leave it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from runtime.cli import COMMANDS, guarded, main
+from runtime.errors import LaunchError, RubatoError
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in COMMANDS)
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from runtime.cli import main; main(['--help']);"
+        "sys.exit(sum(name in sys.modules for name in ('pydantic', 'structlog', 'zmq', 'numpy', 'torch', 'asyncio')))"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_a_mistyped_command_is_answered_with_the_nearest(capsys):
+    assert main(["monitr"]) == 2
+
+    assert capsys.readouterr().err == "monitr is not a command. Did you mean rubato monitor?\n"
+
+
+def test_an_error_for_the_user_is_one_sentence_and_exit_2(capsys):
+    def run(argv):
+        raise LaunchError("runs/a already holds a run.")
+
+    assert guarded(run, []) == 2
+
+    assert capsys.readouterr().err == "runs/a already holds a run.\n"
+
+
+def test_an_error_inside_task_groups_is_still_one_sentence(capsys):
+    def run(argv):
+        raise ExceptionGroup("tasks", [ExceptionGroup("inner", [RubatoError("no redis.")]), RubatoError("no redis.")])
+
+    assert guarded(run, []) == 2
+
+    assert capsys.readouterr().err == "no redis.\n"
+
+
+def test_a_mistake_of_ours_keeps_its_traceback():
+    def run(argv):
+        raise ExceptionGroup("tasks", [RubatoError("no redis."), KeyError("ours")])
+
+    with pytest.raises(ExceptionGroup):
+        guarded(run, [])
+
+
+def test_ctrl_c_is_exit_130():
+    def run(argv):
+        raise KeyboardInterrupt
+
+    assert guarded(run, []) == 130
+
+
+def test_a_missing_config_is_refused_by_launch(capsys):
+    assert main(["launch", "configs/none.yaml"]) == 2
+
+    assert "configs/none.yaml does not exist" in capsys.readouterr().err

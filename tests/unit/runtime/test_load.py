@@ -1,0 +1,57 @@
+"""User code is found by import path or file path, and can hide nothing that is installed."""
+
+import sys
+
+import pytest
+
+from runtime.load import LoadError, load_object
+
+
+def test_a_file_is_loaded_once_and_may_import_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "rubato_test_neighbour.py").write_text("VALUE = 4\n")
+    (tmp_path / "mine.py").write_text(
+        "import rubato_test_neighbour\nclass Env:\n    value = rubato_test_neighbour.VALUE\n"
+    )
+
+    first, second = (load_object(f"{tmp_path}/mine.py:Env") for _ in range(2))
+
+    assert first is second
+    assert first.value == 4
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_a_module_in_the_working_folder_is_found_and_names_may_be_nested(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rubato_test_module.py").write_text("class Outer:\n    class Inner: pass\n")
+
+    assert load_object("rubato_test_module:Outer.Inner").__name__ == "Inner"
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("json", "is not of the form"),
+        (":loads", "is not of the form"),
+        ("json:lods", "json defines no lods"),
+        ("rubato_no_such_module.sub:f", "there is no module rubato_no_such_module"),
+        ("json.nothing:f", "there is no module json.nothing"),
+        ("no/such/file.py:Env", "there is no file"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_a_sentence(target, words):
+    with pytest.raises(LoadError, match=words):
+        load_object(target)
+
+
+def test_what_a_users_module_raises_itself_passes_through_and_it_can_be_loaded_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "broken.py"
+    file.write_text("import rubato_missing_dependency\n")
+
+    with pytest.raises(ModuleNotFoundError, match="rubato_missing_dependency"):
+        load_object(f"{file}:Env")
+    file.write_text("Env = 3\n")
+
+    assert load_object(f"{file}:Env") == 3
