@@ -23,8 +23,15 @@ class ModelSection(Section):
 class StalenessSection(Section):
     """How far rollouts may lag behind training."""
 
-    alpha: int = Field(default=1, ge=-1)
-    """Bound α in weight versions: 0 is synchronous on-policy, -1 unbounded."""
+    alpha: int = Field(default=1, ge=0)
+    """Bound α in weight versions: 0 is synchronous on-policy."""
+    bounded: bool = True
+    """False lifts the bound: nothing is dropped for its age, and only `samples.unbounded_batches` limits what is in flight."""
+
+    @property
+    def bound(self) -> int:
+        """α, or -1 where there is no bound: the form it has in messages."""
+        return self.alpha if self.bounded else -1
 
 
 class TrainSection(Section):

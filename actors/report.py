@@ -101,7 +101,9 @@ def draw(run: Run, verdict: str, target: Path) -> None:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[3].set_xlabel("seconds since the first step began")
-    figure.suptitle(f"{run.folder.name} · {run.task} · model {run.model} · {_machine()}\n{verdict}", fontsize=10, wrap=True)
+    figure.suptitle(
+        f"{run.folder.name} · {run.task} · model {run.model} · {_machine()}\n{verdict}", fontsize=10, wrap=True
+    )
     figure.tight_layout()
     figure.savefig(target, dpi=110)
 
@@ -121,7 +123,9 @@ def _draw_age(axis: "Axes", run: Run, seconds: list[float]) -> None:
     axis.plot(seconds, [r.get("staleness/mean", 0.0) for r in run.rows], color=AGE, alpha=0.5, label="mean")
     if run.alpha >= 0:
         axis.axhline(run.alpha, color=ALPHA, linestyle="--", label=f"α = {run.alpha}")
-    dropped = [(t, r["staleness/dropped"]) for t, r in zip(seconds, run.rows, strict=True) if r.get("staleness/dropped")]
+    dropped = [
+        (t, r["staleness/dropped"]) for t, r in zip(seconds, run.rows, strict=True) if r.get("staleness/dropped")
+    ]
     if dropped:
         axis.plot([t for t, _ in dropped], [run.alpha] * len(dropped), "x", color=EVAL, label="dropped")
     axis.set_ylabel("age (versions)")

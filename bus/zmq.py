@@ -23,15 +23,12 @@ from bus.envelope import Envelope
 from bus.errors import BadAddress, BadFrame, LinkRefused
 from bus.link import Link
 from bus.transport import Delivery, Identity, Peer
-from bus.zmq_door import Door
+from bus.zmq_door import LAST_WORDS, Door
 from bus.zmq_sockets import Context, bind_to, connect_to, new_context, new_dealer, new_router, remove_path
 from bus.zmq_wire import Monitor, Wire
 
 LINGER_MS = 500
 """What was posted before `close` has so long to leave; on one host it needs a millisecond."""
-
-LAST_WORDS = 4096
-"""Messages still read from a dead peer before its link is declared lost; far more than its credit allowed it to send."""
 
 _OVER = {
     zmq.Event.CLOSED: "nobody listens there",
@@ -156,7 +153,7 @@ class ZmqTransport:
     def _flush(self) -> None:
         """End of the tick: send what was posted in it, as few messages as possible."""
         dirty, self._dirty = self._dirty, []
-        broken: list[tuple[_Line, str]] = []
+        broken: list[_Line] = []
         used: set[Wire] = set()
         for line in dirty:
             line.is_dirty = False
@@ -166,12 +163,16 @@ class ZmqTransport:
             try:
                 for frame in line.link.outbox.take():
                     line.wire.send(line.routing_id, frame.data, frame.buffers)
-            except zmq.ZMQError as error:
-                broken.append((line, f"{_OVER[zmq.Event.DISCONNECTED]} ({error})"))
+            except zmq.ZMQError:
+                broken.append(line)
         for wire in used:
             wire.flushed()
-        for line, reason in broken:
-            self._lose(line, reason)
+        for line in broken:
+            # The peer is gone, but what it said before may still wait to be read.
+            if line.routing_id:
+                self._door.gone_soon(line.routing_id)
+            else:
+                self._changed(line, zmq.Event.DISCONNECTED)
 
     def _came(self, routing_id: bytes, first: zmq.Frame, beside: list[memoryview]) -> None:
         """A message on the ROUTER."""

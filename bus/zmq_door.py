@@ -15,7 +15,7 @@ from bus.zmq_sockets import Context, Socket
 from bus.zmq_wire import Arrived, Monitor, Wire
 
 LAST_WORDS = 4096
-"""Messages read after a peer died, so that what it said still arrives, before its link is declared lost."""
+"""Messages still read after a peer died, before its link is declared lost; far more than its credit allowed it to send."""
 
 
 class Door:
@@ -50,11 +50,17 @@ class Door:
         if other is not None:
             # Two links by one descriptor: the older one has ended. Its messages may be read after those of the newer one.
             newest, oldest = (routing_id, other) if _came_later(routing_id, other) else (other, routing_id)
-            self._gone_soon(oldest)
+            self.gone_soon(oldest)
         if descriptor in self._connected:
             self._links[descriptor] = newest
         else:
-            self._gone_soon(newest)
+            self.gone_soon(newest)
+
+    def gone_soon(self, routing_id: bytes) -> None:
+        """The link has ended. Said later: this may run while a message of the same peer is handled, and its others come first."""
+        if not self._gone:
+            self._loop.call_soon(self._bury)
+        self._gone.append(routing_id)
 
     def close(self, linger_ms: int) -> None:
         """Unbind; replies under way have `linger_ms` to leave."""
@@ -68,13 +74,7 @@ class Door:
         self._connected.discard(descriptor)
         routing_id = self._links.pop(descriptor, None)
         if routing_id is not None:
-            self._gone_soon(routing_id)
-
-    def _gone_soon(self, routing_id: bytes) -> None:
-        """Not now: this may run while a message of the same peer is being handled, and its others must come first."""
-        if not self._gone:
-            self._loop.call_soon(self._bury)
-        self._gone.append(routing_id)
+            self.gone_soon(routing_id)
 
     def _bury(self) -> None:
         self.wire.drain(LAST_WORDS)

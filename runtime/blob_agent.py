@@ -150,7 +150,10 @@ class BlobServer:
         if known is not None and known[0].epoch > request.epoch:
             return Found(known[0]), -1
         writer.drop()
-        writer.begun, writer.fd = request, os.memfd_create(f"rubato:{request.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        writer.begun, writer.fd = (
+            request,
+            os.memfd_create(f"rubato:{request.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING),
+        )
         os.ftruncate(writer.fd, request.size_bytes)
         return Found(BlobInfo(request.name, request.version, request.epoch, "", request.size_bytes)), writer.fd
 
@@ -231,7 +234,9 @@ class BlobClient:
             packet, fds, _, _ = socket.recv_fds(connection, MAX_PACKET, 1)
         except OSError as error:
             await self.close()
-            raise BlobError(f"the node agent's blobs at {self._path} can't be reached: {error.strerror or error}") from error
+            raise BlobError(
+                f"the node agent's blobs at {self._path} can't be reached: {error.strerror or error}"
+            ) from error
         if not packet:
             await self.close()
             raise BlobError(f"the node agent closed the connection at {self._path}")

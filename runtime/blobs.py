@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from runtime.errors import RubatoError
 
-class BlobError(Exception):
+
+class BlobError(RubatoError):
     """The boundary between an actor and the blobs of its host."""
 
 

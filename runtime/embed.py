@@ -116,7 +116,7 @@ class Job:
             transport=MemoryTransport(Identity(self._run.id, name, incarnation), self._network),
             store=self._store,
             blobs=self._blobs,
-            log=logger("rubato.actor").bind(actor=name, incarnation=incarnation),
+            log=logger("actor").bind(actor=name, incarnation=incarnation),
         )
         return kernel
 

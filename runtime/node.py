@@ -16,15 +16,11 @@ def main(argv: list[str]) -> int:
     sys.setswitchinterval(0.0005)  # a thread that computes gives the event loop its turn ten times sooner
     try:
         asyncio.Runner(loop_factory=_loop_factory()).run(_serve(folder, name))
-    except* RubatoError as group:
+    except Exception as group:  # noqa: BLE001 - the boundary of the process: named, logged, and the supervisor's
         error = _first(group)
-        logger("rubato.node").error("actor_failed", error=str(error), exc_info=group)
-        print(f"{name}: {error}", file=sys.stderr)  # noqa: T201 - the launcher quotes it
-        return 1
-    except* Exception as group:  # noqa: BLE001 - the boundary of the process: named, logged, and the supervisor's
-        error = _first(group)
-        logger("rubato.node").error("actor_failed", error=repr(error), exc_info=group)
-        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 - the launcher quotes it
+        said = str(error) if isinstance(error, RubatoError) else f"{type(error).__name__}: {error}"
+        logger("node").error("actor_failed", error=said, exc_info=group)
+        print(f"{name}: {said}", file=sys.stderr)  # noqa: T201 - the launcher quotes it
         return 1
     return 0
 
@@ -44,8 +40,8 @@ def _loop_factory():  # noqa: ANN202 - uvloop's loop type is not exported
     return uvloop.new_event_loop
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
+def _first(error: BaseException) -> BaseException:
+    """What failed first, out of the groups that task groups wrap it in."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     return error

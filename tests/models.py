@@ -68,7 +68,12 @@ def greedy(folder: Path, prompt: list[int], num: int) -> list[int]:
 
     ids = torch.tensor([prompt])
     out = _reference(folder).generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num, min_new_tokens=num, eos_token_id=None
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=num,
+        min_new_tokens=num,
+        eos_token_id=None,
     )
     return out[0, len(prompt) :].tolist()
 

@@ -2,7 +2,8 @@
 
 import sys
 
+from runtime.cli import guarded
 from runtime.monitor.command import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(guarded(main, sys.argv[1:]))

@@ -10,7 +10,9 @@ FUNCTION_LIMIT, FUNCTION_AIM = 60, 40
 
 
 def main() -> int:
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "*.py"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py"], capture_output=True, text=True, check=True
+    )
     files = [Path(line) for line in listed.stdout.splitlines() if not line.startswith("tests/") and Path(line).exists()]
     refused = 0
     for path in files:

@@ -73,7 +73,7 @@ class SampleBuffer(Actor):
         workset = self.store.workset("samples")
         self._journal = Journal(self.store, Fence(self.role, self.incarnation), self.log, on_outage=self._outage)
         self._records = Records(self.store, self._journal)
-        self._book = Book(self._limits(), self.config.staleness.alpha, self._records.changed, self._records.moved)
+        self._book = Book(self._limits(), self.config.staleness.bound, self._records.changed, self._records.moved)
         self._records.of(self._book)
         shared = (self._book, self._journal, workset, self._wakes)
         self._intake = Intake(*shared, self._file_payload, self.metrics, self.log)

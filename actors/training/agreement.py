@@ -32,7 +32,9 @@ class Agreement(NamedTuple):
     worst: list[Difference]
 
 
-async def sample(proxy: Ref, section: CheckSection, *, vocab_size: int, version: int, key: str, seed: int) -> list[tuple[list[int], Completion]]:
+async def sample(
+    proxy: Ref, section: CheckSection, *, vocab_size: int, version: int, key: str, seed: int
+) -> list[tuple[list[int], Completion]]:
     """Completions of random prompts under weights no older than `version`: off any task, so every weight matters."""
     chance = random.Random(seed)
     found: list[tuple[list[int], Completion]] = []

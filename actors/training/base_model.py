@@ -80,7 +80,9 @@ def make_tokenizer() -> Any:
     split = Regex(rf"\n?[{CELLS}]{{2}}|{'|'.join(ACTIONS)}|.|\n")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(split, behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (UNKNOWN, USER, ASSISTANT, END)])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in (UNKNOWN, USER, ASSISTANT, END)]
+    )
     return tokenizer
 
 

@@ -50,7 +50,9 @@ def check(folder: Path) -> Manifest:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
         for name, digest in manifest.files.items():
             if _digest((folder / name).read_bytes()) != digest:
-                raise TrainError(f"checkpoint {folder}: {name} is truncated or altered (its digest differs from {MANIFEST}'s)")
+                raise TrainError(
+                    f"checkpoint {folder}: {name} is truncated or altered (its digest differs from {MANIFEST}'s)"
+                )
     except (OSError, msgspec.MsgspecError) as error:
         raise TrainError(f"checkpoint {folder} can't be read: {error}") from error
     return manifest

@@ -18,7 +18,13 @@ from actors.training.engine import StepResult, TrainError
 from actors.training.losses import clipped_policy_loss, token_logprobs
 from actors.training.packing import TokenSequence, micro_batch, pack, sequences_of
 
-HF_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+HF_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
 """Copied beside the weights, so that a checkpoint is a model folder that any HF tool loads."""
 
 
@@ -44,11 +50,16 @@ class TorchTrainEngine:
 
         self._source = checkpoint or model_dir
         if not any(self._source.glob("*.safetensors")):
-            raise TrainError(f"model folder {self._source} has no *.safetensors. Set model.path to a folder in HF format.")
+            raise TrainError(
+                f"model folder {self._source} has no *.safetensors. Set model.path to a folder in HF format."
+            )
         manifest = checkpoints.check(checkpoint) if checkpoint else None
         try:
             self._model = AutoModelForCausalLM.from_pretrained(
-                self._source, dtype=getattr(torch, self._section.dtype), attn_implementation="sdpa", local_files_only=True
+                self._source,
+                dtype=getattr(torch, self._section.dtype),
+                attn_implementation="sdpa",
+                local_files_only=True,
             ).to(self._device)
         except (OSError, ValueError, RuntimeError) as error:
             raise TrainError(f"model folder {self._source} can't be loaded: {str(error).splitlines()[0]}") from error
@@ -115,13 +126,24 @@ class TorchTrainEngine:
             logits_NV = self._model.lm_head(hidden_BTD[batch.rows_N, batch.cols_N])
             logprobs_N, entropy_N = token_logprobs(logits_NV, batch.targets_N)
             loss = clipped_policy_loss(
-                logprobs_N, batch.behaviour_N, batch.advantages_N, clip_low=section.clip_low, clip_high=section.clip_high
+                logprobs_N,
+                batch.behaviour_N,
+                batch.advantages_N,
+                clip_low=section.clip_low,
+                clip_high=section.clip_high,
             )
             (loss.total / num_trained).backward()
             _add(totals, n=len(logprobs_N), entropy=entropy_N.sum(), clipped=loss.clipped, loss=loss.total.detach())
             if first:
                 mismatch = ((batch.behaviour_N - logprobs_N.detach()) * batch.fresh_N).sum()
-                _add(totals, first_n=len(logprobs_N), ratio=loss.ratio, kl=loss.kl, fresh=batch.fresh_N.sum(), mismatch=mismatch)
+                _add(
+                    totals,
+                    first_n=len(logprobs_N),
+                    ratio=loss.ratio,
+                    kl=loss.kl,
+                    fresh=batch.fresh_N.sum(),
+                    mismatch=mismatch,
+                )
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), section.max_grad_norm)
         self._optimizer.step()
         return float(norm)

@@ -64,7 +64,7 @@ class Trainer(Actor):
         self._buffer: Ref = self.ref("sample_buffer")
         self._rows = Rows(self.run.folder / "metrics.jsonl")
         self._published: WeightsPublished | None = None
-        self._standing = Standing(0, config.staleness.alpha)
+        self._standing = Standing(0, config.staleness.bound)
         self._step = self._saved = self._epoch = 0
         self._checked = False
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
@@ -140,7 +140,11 @@ class Trainer(Actor):
         self._step = step
         await self._publish()
         row = self._row(step, result, groups)
-        row |= {"time/wait_for_batch": claimed - started, "time/publish": loop.time() - trained, "time/train": trained - claimed}
+        row |= {
+            "time/wait_for_batch": claimed - started,
+            "time/publish": loop.time() - trained,
+            "time/train": trained - claimed,
+        }
         row |= await self._others()
         final = step == self.run.steps
         if (step % self.config.checkpoint.every == 0 or final) and not await self._save():

@@ -41,7 +41,7 @@ def launch(argv: list[str]) -> int:
     if given.dry_run:
         print(config.dump(), end="")  # noqa: T201
         return 0
-    folder = given.run_dir or _fresh_folder(config.run.name)
+    folder = given.run_dir or (Path(config.run.dir) if config.run.dir else _fresh_folder(config.run.name))
     import uvloop
 
     from runtime.launch.launcher import Launcher

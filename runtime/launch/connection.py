@@ -45,7 +45,7 @@ class Connection(NamedTuple):
             transport=self.transport(name, incarnation),
             store=self.store,
             blobs=self.blobs,
-            log=logger("rubato.actor").bind(actor=name, incarnation=incarnation),
+            log=logger("actor").bind(actor=name, incarnation=incarnation),
         )
 
 

@@ -47,6 +47,7 @@ class Launcher:
         card = self._folder.open(resume=self._resume, force=self._force)
         try:
             configure(self._folder.path / "logs" / f"{NODE}.jsonl", actor=NODE)
+            self._folder.config.touch(mode=0o600)  # state.url may hold a password
             self._folder.config.write_text(self._config.dump())
             self._console.say(f"rubato · run {self._folder.path.name} · {self._folder.path}")
             async with AsyncExitStack() as stack:
@@ -58,7 +59,7 @@ class Launcher:
 
     async def _serve(self, card: RunCard, stack: AsyncExitStack) -> Outcome:
         tasks = await stack.enter_async_context(_cancelled_at_exit())
-        await self._open_state(card, stack, tasks)
+        keeper = await self._open_state(card, stack, tasks)
         sockets = Path(card.sockets)
         server = BlobServer(sockets / "blobs.sock")
         await server.start()
@@ -73,7 +74,11 @@ class Launcher:
         stack.push_async_callback(blobs.close)
         run = RunInfo(card.id, self._folder.path, self._config.run.seed, self._config.run.steps)
         connection = Connection(self._config, card, run, store, blobs)
-        return await self._host(connection, tasks)
+        try:
+            return await self._host(connection, tasks)
+        finally:
+            if keeper is not None:
+                keeper.cancel()
 
     async def _host(self, connection: Connection, tasks: asyncio.TaskGroup) -> Outcome:
         """Run the node agent and the actors until there is an outcome, then stop them."""
@@ -99,8 +104,11 @@ class Launcher:
         names = agent.launcher.names()
         self._console.stage("actors", " ".join(names), self._clock() - began)
 
-    async def _open_state(self, card: RunCard, stack: AsyncExitStack, tasks: asyncio.TaskGroup) -> None:
-        began = self._clock()
+    async def _open_state(
+        self, card: RunCard, stack: AsyncExitStack, tasks: asyncio.TaskGroup
+    ) -> "asyncio.Task[None] | None":
+        """Reach or start the Store; returns the task that keeps an embedded server alive."""
+        began, keeper = self._clock(), None
         if self._config.state.url:
             card.state_url = self._config.state.url
             what = "redis given by state.url"
@@ -108,9 +116,9 @@ class Launcher:
             server = EmbeddedRedis(self._folder.path, self._config.state.durability)
             card.state_url = await server.start()
             stack.push_async_callback(server.stop)
-            tasks.create_task(self._keep_alive(server), name="launch.redis")
+            keeper = tasks.create_task(self._keep_alive(server), name="launch.redis")
             what = server.describe()
-        store = open_store(card.state_url, card.id)
+        store = open_store(card.state_url, card.id, patience_s=3.0)
         try:
             await store.get("launcher")
         except StoreUnavailable as error:
@@ -118,11 +126,12 @@ class Launcher:
         finally:
             await store.close()
         self._console.stage("state", what, self._clock() - began)
+        return keeper
 
     async def _keep_alive(self, server: EmbeddedRedis) -> None:
         while True:
             code = await server.wait()
-            logger("rubato.launch").warning("redis_died", code=code)
+            logger("launch").warning("redis_died", code=code)
             self._console.notice(f"the embedded redis died ({code}); restarting it on its append-only file")
             await asyncio.sleep(REDIS_RESTART_S)
             await server.start()

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -42,6 +43,8 @@ class _Child:
         self.limit = spec.restarts
         self.process: asyncio.subprocess.Process | None = None
         self.leaving = False
+        self.wake = asyncio.Event()
+        """Ends the pause before a restart."""
         self.gone = asyncio.Event()
 
 
@@ -55,7 +58,7 @@ class LocalLauncher:
         self._threads = threads
         self._children: dict[str, _Child] = {}
         self._stopping = False
-        self._log = logger("rubato.launch")
+        self._log = logger("launch")
 
     def names(self, role: str | None = None) -> list[str]:
         """Actors this host supervises, oldest first."""
@@ -68,8 +71,11 @@ class LocalLauncher:
 
     async def drain(self, name: str, limit_s: float) -> None:
         """Ask `name` to drain and return when it has exited; it is killed past `limit_s` and never restarted."""
-        child = self._children[name]
+        child = self._children.get(name)
+        if child is None:
+            return
         child.leaving = True
+        child.wake.set()
         self._signal(child, signal.SIGTERM)
         try:
             async with asyncio.timeout(limit_s):
@@ -88,6 +94,7 @@ class LocalLauncher:
         self._stopping = True
         for child in self._children.values():
             child.leaving = True
+            child.wake.set()
             self._signal(child, signal.SIGKILL)
 
     async def _supervise(self, name: str, child: _Child) -> None:
@@ -105,7 +112,9 @@ class LocalLauncher:
                 await self._watcher.died(death)
                 if delay is None:
                     return
-                await asyncio.sleep(delay)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(delay):
+                        await child.wake.wait()
         finally:
             child.gone.set()
             self._children.pop(name, None)

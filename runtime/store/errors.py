@@ -1,7 +1,9 @@
 """What the store refuses, and how it says that it can't be reached."""
 
+from runtime.errors import RubatoError
 
-class StoreError(Exception):
+
+class StoreError(RubatoError):
     """Base of every error of the store."""
 
 

@@ -90,7 +90,9 @@ class RedisStore:
         if fence is not None:
             check_integer("fence token", fence.token, least=0)
         name, token = fence or ("", 0)
-        done = int(await self._client.script("write", [self._key("kv"), self._key("fences")], [name, token, *arguments]))
+        done = int(
+            await self._client.script("write", [self._key("kv"), self._key("fences")], [name, token, *arguments])
+        )
         if done == -1:
             raise Fenced(f"{name!r} writes with token {token}, but a newer one was seen: it took over")
         return done

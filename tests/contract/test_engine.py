@@ -39,9 +39,16 @@ def other_image(tmp_path_factory) -> memoryview:
 async def running(kind: str, folder: Path, **options):
     if kind == "vllm":
         pytest.importorskip("vllm")
-    section = EngineSection(**{
-        "kind": kind, "num_slots": 8, "max_len": 256, "stream_every": 1, "scripted": ScriptedSection(token_s=0.002, stop_share=0.0)
-    } | options)
+    section = EngineSection(
+        **{
+            "kind": kind,
+            "num_slots": 8,
+            "max_len": 256,
+            "stream_every": 1,
+            "scripted": ScriptedSection(token_s=0.002, stop_share=0.0),
+        }
+        | options
+    )
     engine = load_object(ENGINES[kind])(folder, ModelSection(path=str(folder), device="cpu"), section)
     await engine.start()
     try:
@@ -278,7 +285,9 @@ async def test_stopping_ends_every_request_as_aborted(engine):
 
 @modelled_engine
 async def test_logprobs_agree_with_transformers(engine, model_folder):
-    works = [Work(f"r{i}", f"s{i}", prompt_of(i, 3 + 5 * i), Sampling(20, temperature=0.7, top_p=0.9)) for i in range(9)]
+    works = [
+        Work(f"r{i}", f"s{i}", prompt_of(i, 3 + 5 * i), Sampling(20, temperature=0.7, top_p=0.9)) for i in range(9)
+    ]
 
     results = await asyncio.gather(*(collect(engine, work) for work in works))
 

@@ -1,0 +1,326 @@
+"""EngineWorker with the scripted engine, as a kernel on the memory transport and the virtual loop."""
+
+import asyncio
+import functools
+import json
+import struct
+
+from actors.engines.section import EngineSection, ScriptedSection
+from actors.engines.tokens import unpack_ids
+from actors.engines.worker import EngineWorker
+from actors.messages.generation import (
+    HANDED_BACK,
+    Abort,
+    Aborted,
+    Completion,
+    Generate,
+    Inspect,
+    Resume,
+    Sampling,
+    Span,
+    Suspend,
+    TokensSampled,
+)
+from actors.messages.weights import WeightsPublished
+from bus.errors import Failed
+from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import Identity
+from runtime.actor import Actor, ActorConfig, RunInfo, handler
+from runtime.blob_memory import MemoryBlobStore
+from runtime.clock import run_virtual
+from runtime.kernel import Kernel
+from runtime.observe.log import logger
+from runtime.store.memory import MemoryStore
+
+
+class Proxy(Actor):
+    """Asks, and keeps what engines report."""
+
+    role = "llm_proxy"
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.reports: list[TokensSampled] = []
+
+    @handler
+    async def tokens_sampled(self, message: TokensSampled) -> None:
+        self.reports.append(message)
+
+
+class Bench:
+    """One engine worker, and a proxy to ask it from."""
+
+    def __init__(self, tasks, folder):
+        self.tasks, self.folder = tasks, folder
+        self.network, self.store, self.blobs = MemoryNetwork(), MemoryStore(), MemoryBlobStore()
+        self.kernels, self.serving = {}, {}
+
+    async def start(self, actor_class, name, config):
+        incarnation = await self.store.increment("incarnation")
+        kernel = self.kernels[name] = Kernel(
+            actor_class,
+            config,
+            name=name,
+            incarnation=incarnation,
+            run=RunInfo("test", self.folder, 7, 1),
+            transport=MemoryTransport(Identity("test", name, incarnation), self.network),
+            store=self.store,
+            blobs=self.blobs,
+            log=logger("rubato.test"),
+        )
+        actor = kernel.build()
+        self.serving[name] = self.tasks.create_task(kernel.serve(), name=name)
+        await kernel.ready.wait()
+        return actor
+
+    async def start_engine(self, **options):
+        section = EngineSection(
+            **({"kind": "scripted", "max_len": 4096, "scripted": ScriptedSection(token_s=0.01)} | options)
+        )
+        return await self.start(EngineWorker, "engine-1", EngineWorker.Config(engine=section))
+
+    def ask(self, message, timeout=60.0):
+        return self.kernels["llm_proxy-1"].ref("engine-1").ask(message, timeout=timeout)
+
+    async def publish(self, version, epoch=1, *, tell=True):
+        info = await self.blobs.put("weights", version, epoch, [image()])
+        if tell:
+            message = WeightsPublished(version, epoch, "weights", info.digest, info.size_bytes)
+            await self.kernels["llm_proxy-1"].ref("engine-1").tell(message)
+
+
+def image() -> bytes:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(4)
+
+
+def simulated(**options):
+    """Run the test on the virtual loop, with a worker started with `options`."""
+
+    def wrap(test):
+        @functools.wraps(test)
+        def run(tmp_path):
+            async def main():
+                async with asyncio.TaskGroup() as tasks:
+                    bench = Bench(tasks, tmp_path)
+                    bench.proxy = await bench.start(Proxy, "llm_proxy-1", ActorConfig())
+                    worker = await bench.start_engine(**options)
+                    await test(bench, worker)
+                    for kernel in bench.kernels.values():
+                        kernel.stop()
+
+            run_virtual(main, seed=1)
+
+        del run.__wrapped__  # pytest reads the signature: the bench is no fixture
+        return run
+
+    return wrap
+
+
+def request(request_id="r", num=10, **fields):
+    fields = {"session": "s", "prompt": struct.pack("<3i", 5, 6, 7), "sampling": Sampling(num)} | fields
+    return Generate(request_id, **fields)
+
+
+@simulated()
+async def test_a_generate_is_answered_with_all_tokens_and_their_version(bench, worker):
+    reply = await bench.ask(request())
+
+    assert isinstance(reply, Completion)
+    assert (reply.request_id, reply.finish_reason, reply.engine) == ("r", "length", "engine-1")
+    assert reply.tokens.spans == (Span(0, 0, 10),)
+    assert len(unpack_ids(reply.tokens.ids)) == 10
+
+
+@simulated()
+async def test_asking_again_joins_the_request_or_returns_its_result(bench, worker):
+    first = bench.tasks.create_task(bench.ask(request()))
+    await asyncio.sleep(0.05)
+    second = bench.tasks.create_task(bench.ask(request()))
+    await asyncio.sleep(0.01)
+    running = (await bench.ask(Inspect())).running
+
+    replies = [await first, await second, await bench.ask(request())]
+
+    assert running == ("r",)
+    assert replies[0] == replies[1] == replies[2]
+    assert worker.metrics.snapshot()["engine/tokens"] == 10
+    assert (await bench.ask(Inspect())).finished == ("r",)
+
+
+@simulated(results_kept=2)
+async def test_only_the_newest_results_are_kept(bench, worker):
+    for i in range(4):
+        await bench.ask(request(f"r{i}"))
+
+    assert (await bench.ask(Inspect())).finished == ("r2", "r3")
+
+
+@simulated()
+async def test_cancelling_the_only_ask_ends_the_request_but_not_one_that_others_joined(bench, worker):
+    lonely = bench.tasks.create_task(bench.ask(request("lonely", 1000)))
+    shared = [bench.tasks.create_task(bench.ask(request("shared", 20))) for _ in range(2)]
+    await asyncio.sleep(0.05)
+
+    lonely.cancel()
+    shared[0].cancel()
+    await asyncio.sleep(0.05)
+    running = (await bench.ask(Inspect())).running
+    again = await bench.ask(request("lonely", 3))
+
+    assert running == ("shared",)
+    assert len(unpack_ids((await shared[1]).tokens.ids)) == 20
+    assert len(unpack_ids(again.tokens.ids)) == 3
+
+
+@simulated()
+async def test_an_abort_is_answered_with_the_tokens_so_far(bench, worker):
+    asking = bench.tasks.create_task(bench.ask(request(num=1000)))
+    await asyncio.sleep(0.1)
+
+    await bench.ask(Abort("r", "too old"))
+    reply = await asking
+
+    assert isinstance(reply, Aborted)
+    assert reply.reason == "too old"
+    assert 5 <= len(unpack_ids(reply.tokens.ids)) <= 12
+
+
+@simulated()
+async def test_no_token_is_sampled_under_an_older_version_than_asked_for(bench, worker):
+    asking = bench.tasks.create_task(bench.ask(request(min_version=2)))
+    await asyncio.sleep(1.0)
+    sampled_early = asking.done()
+
+    await bench.publish(1)
+    await bench.publish(2)
+    reply = await asking
+
+    assert not sampled_early
+    assert reply.tokens.spans == (Span(2, 0, 10),)
+
+
+@simulated()
+async def test_a_request_that_waits_for_weights_can_be_aborted(bench, worker):
+    asking = bench.tasks.create_task(bench.ask(request(min_version=5)))
+    await asyncio.sleep(0.1)
+
+    await bench.ask(Abort("r"))
+
+    assert await asking == Aborted("r", request().resumed, "asked")
+
+
+@simulated()
+async def test_a_lost_announcement_is_made_up_for(bench, worker):
+    await bench.publish(4, tell=False)
+
+    await asyncio.sleep(2.5)
+
+    assert (await bench.ask(Inspect())).version == 4
+
+
+@simulated()
+async def test_a_request_in_flight_goes_on_across_a_swap(bench, worker):
+    asking = bench.tasks.create_task(bench.ask(request(num=40)))
+    await asyncio.sleep(0.1)
+
+    await bench.publish(1)
+    spans = (await asking).tokens.spans
+
+    assert [span.version for span in spans] == [0, 1]
+    assert (spans[0].start, spans[0].end, spans[1].end) == (0, spans[1].start, 40)
+
+
+@simulated()
+async def test_a_higher_epoch_replaces_the_same_version_and_an_older_one_is_not_taken(bench, worker):
+    await bench.publish(3, epoch=1)
+    await asyncio.sleep(0.1)
+    await bench.publish(3, epoch=2)
+    await asyncio.sleep(0.1)
+
+    assert worker.metrics.snapshot()["weights/version"] == 3
+    assert len(worker.metrics._recent["weights/pause_s"]) == 2
+
+
+@simulated()
+async def test_a_restarted_engine_begins_with_the_newest_weights(bench, worker):
+    await bench.publish(6, tell=False)
+    bench.kernels["engine-1"].stop()
+    await bench.serving["engine-1"]
+
+    await bench.start_engine()
+
+    assert (await bench.ask(Inspect())).version == 6
+
+
+@simulated()
+async def test_a_suspended_engine_samples_nothing_until_it_is_resumed(bench, worker):
+    await bench.ask(Suspend())
+    asking = bench.tasks.create_task(bench.ask(request()))
+    await asyncio.sleep(1.0)
+    status, early = await bench.ask(Inspect()), asking.done()
+
+    await bench.ask(Resume())
+
+    assert status.suspended
+    assert not early
+    assert isinstance(await asking, Completion)
+
+
+@simulated()
+async def test_long_requests_report_their_progress_without_a_gap(bench, worker):
+    reply = await bench.ask(request(num=50))
+
+    reports = [
+        tokens for message in bench.proxy.reports for request_id, tokens in message.progress if request_id == "r"
+    ]
+    spans = [span for tokens in reports for span in tokens.spans]
+    assert len(reports) == 3
+    assert [(span.start, span.end) for span in spans] == [(0, 16), (16, 32), (32, 48)]
+    assert b"".join(tokens.ids for tokens in reports) == reply.tokens.ids[: 48 * 4]
+
+
+@simulated()
+async def test_resumed_tokens_begin_the_reply_and_count_in_positions(bench, worker):
+    whole = await bench.ask(request("a", 40))
+    cut = Aborted("a", whole.tokens, "").tokens
+    resumed = type(cut)(cut.ids[: 4 * 20], cut.logprobs[: 4 * 20], (Span(0, 0, 20),))
+
+    reply = await bench.ask(request("b", 40, resumed=resumed))
+
+    assert reply.tokens == whole.tokens
+    assert bench.proxy.reports[-1].progress[0][1].spans == (Span(0, 20, 36),)
+
+
+@simulated()
+async def test_a_draining_engine_hands_its_requests_back_with_their_tokens(bench, worker):
+    asking = [bench.tasks.create_task(bench.ask(request(f"r{i}", 1000))) for i in range(5)]
+    await asyncio.sleep(0.1)
+
+    bench.kernels["engine-1"].stop()
+    replies = [await ask for ask in asking]
+
+    assert {type(reply) for reply in replies} == {Aborted}
+    assert {reply.reason for reply in replies} == {HANDED_BACK}
+    assert all(len(reply.tokens.ids) >= 20 for reply in replies)
+
+
+@simulated()
+async def test_a_request_that_can_never_run_fails_its_ask_only(bench, worker):
+    try:
+        await bench.ask(request(prompt=b""))
+    except Failed as error:
+        refused = str(error)
+
+    assert "empty prompt" in refused
+    assert isinstance(await bench.ask(request("other")), Completion)
+
+
+@simulated(num_slots=8)
+async def test_more_requests_than_slots_all_finish(bench, worker):
+    asking = [bench.tasks.create_task(bench.ask(request(f"r{i}", 5))) for i in range(100)]
+
+    replies = [await ask for ask in asking]
+
+    assert all(len(reply.tokens.ids) == 20 for reply in replies)
+    assert (await bench.ask(Inspect())).running == ()

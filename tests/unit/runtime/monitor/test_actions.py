@@ -1,0 +1,46 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from runtime.errors import LaunchError
+from runtime.monitor.actions import RunActions
+from runtime.monitor.snapshot import ActorView
+
+
+def actor(name="engine-1", *, pid=1, host=None, role="engine"):
+    return ActorView(
+        name=name, role=role, pid=pid, host=host or socket.gethostname(), state="ready", incarnation=1, mailbox=0, rate_s=0.0, idle=1.0, metrics={}
+    )  # fmt: skip
+
+
+async def test_a_kill_ends_the_process_as_a_crash_would(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    told = await RunActions(tmp_path).kill(actor(pid=process.pid))
+
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert told == f"engine-1 killed (signal 9, process {process.pid})"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "why"),
+    [
+        (actor("node-1", role="node"), "rubato stop"),
+        (actor(pid=os.getpid()), "rubato stop"),
+        (actor(host="elsewhere"), "runs on elsewhere"),
+        (actor(pid=2**22 + 1), "can't be killed"),
+    ],
+)
+async def test_a_kill_is_refused_for_the_launcher_this_process_other_hosts_and_what_is_gone(tmp_path, chosen, why):
+    with pytest.raises(LaunchError, match=why):
+        await RunActions(tmp_path).kill(chosen)
+
+
+async def test_asking_a_run_that_is_not_there_is_one_sentence(tmp_path):
+    with pytest.raises(LaunchError, match="holds no run"):
+        await RunActions(tmp_path).drain("engine-1")
