@@ -248,9 +248,9 @@ class Kernel:
     def progress(self, step: int, steps: int, row: dict[str, float]) -> None:
         self._tell_node(Progress(step, steps, row))
 
-    def notice(self, text: str) -> None:
-        self.log.warning("notice", text=text)
-        self._tell_node(Notice(self.name, text))
+    def notice(self, text: str, *, good: bool = False) -> None:
+        self.log.info("notice", text=text, good=good)
+        self._tell_node(Notice(self.name, text, good))
 
     def find(self, name: str) -> ActorRecord | None:
         return self.directory.find(name)

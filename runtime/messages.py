@@ -24,6 +24,8 @@ class Notice(Message, frozen=True):
 
     source: str
     text: str
+    good: bool = False
+    """Whether it tells of something that went well."""
 
 
 class Finish(Message, frozen=True):

@@ -49,6 +49,7 @@ class Flights:
         self.running: dict[str, Flight] = {}
         self._results: OrderedDict[str, Completion | Aborted] = OrderedDict()
         self._results_kept = results_kept
+        self._num_askers = 0
         self.idle = asyncio.Event()
         """Set while nothing runs and every asker has its answer."""
         self.idle.set()
@@ -80,14 +81,24 @@ class Flights:
                 if len(self._results) > self._results_kept:
                     self._results.popitem(last=False)
         del self.running[flight.request.request_id]
-        self.left(flight)
+        self._settle()
 
     def forget(self, flight: Flight) -> None:
         """Close a flight whose task ended without doing so: it was cancelled before it began."""
         if self.running.get(flight.request.request_id) is flight:
             self.close(flight, None)
 
-    def left(self, flight: Flight) -> None:
-        """An asker, or the flight itself, is done."""
-        if not self.running and not flight.askers:
+    def join(self, flight: Flight) -> None:
+        """One more asker."""
+        flight.askers += 1
+        self._num_askers += 1
+
+    def leave(self, flight: Flight) -> None:
+        """An asker has its answer, or went away."""
+        flight.askers -= 1
+        self._num_askers -= 1
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self.running and not self._num_askers:
             self.idle.set()

@@ -93,16 +93,15 @@ class EngineWorker(Actor):
             if self._draining:
                 return Aborted(request.request_id, request.resumed, HANDED_BACK)
             flight = self._take_off(request)
-        flight.askers += 1
+        self._flights.join(flight)
         try:
             return await asyncio.shield(flight.result)
         finally:
-            flight.askers -= 1
+            self._flights.leave(flight)
             if not flight.askers and not flight.result.done():
                 # Nobody wants the tokens any more.
                 flight.abandoned = True
                 flight.task.cancel()
-            self._flights.left(flight)
 
     def _take_off(self, request: Generate) -> Flight:
         flight = self._flights.open(request)

@@ -209,7 +209,7 @@ class Trainer(Actor):
                 f"trainer and engine disagree: mean |Δlogp| {found.mean_abs:.1e} over {found.num_tokens} tokens, limit {limit:.0e} "
                 f"({self.config.model.dtype}). Check that both load the same model folder and dtype.\n{table(found)}"
             )
-        self.notice(f"trainer and engine agree: mean |Δlogp| {found.mean_abs:.1e} over {found.num_tokens} tokens")
+        self.notice(f"trainer and engine agree: mean |Δlogp| {found.mean_abs:.1e} over {found.num_tokens} tokens", good=True)
 
     async def _save(self) -> bool:
         """Checkpoint, then COMMIT. False, with the run ended and the earlier checkpoint intact, when the disk refuses."""

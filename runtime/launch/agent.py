@@ -82,7 +82,7 @@ class NodeAgent(Actor):
 
     @handler
     async def noticed(self, message: Notice) -> None:
-        self.screen.notice(message.text)
+        self.screen.notice(message.text, good=message.good)
 
     @handler
     async def finished(self, message: Finish) -> None:

@@ -106,4 +106,4 @@ def is_up(card: RunCard) -> bool:
 def _open(url: str, run_id: str) -> Store:
     from runtime.store.open import open_store
 
-    return open_store(url, run_id)
+    return open_store(url, run_id, patience_s=READ_S)

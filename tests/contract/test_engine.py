@@ -335,7 +335,7 @@ async def test_after_an_update_the_new_weights_answer_also_for_a_cached_session(
     await collect(engine, Work("a", "session", prompt_of(9, 20), Sampling(4)))
 
     await engine.update(3, other_image)
-    work = Work("b", "session", prompt_of(9, 20) + (5, 6, 7), Sampling(8))
+    work = Work("b", "session", (*prompt_of(9, 20), 5, 6, 7), Sampling(8))
     tokens, _ = await collect(engine, work)
 
     assert tokens.spans == (Span(3, 0, 8),)

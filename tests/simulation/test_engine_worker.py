@@ -95,7 +95,7 @@ def image() -> bytes:
 
 
 def simulated(**options):
-    """Run the test on the virtual loop, with a worker started with `options`."""
+    """Run the test on the virtual loop under several task orders, with a worker started with `options`."""
 
     def wrap(test):
         @functools.wraps(test)
@@ -105,11 +105,13 @@ def simulated(**options):
                     bench = Bench(tasks, tmp_path)
                     bench.proxy = await bench.start(Proxy, "llm_proxy-1", ActorConfig())
                     worker = await bench.start_engine(**options)
+                    await bench.ask(Inspect())
                     await test(bench, worker)
                     for kernel in bench.kernels.values():
                         kernel.stop()
 
-            run_virtual(main, seed=1)
+            for seed in range(4):
+                run_virtual(main, seed=seed)
 
         del run.__wrapped__  # pytest reads the signature: the bench is no fixture
         return run

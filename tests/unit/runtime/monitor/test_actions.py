@@ -1,7 +1,7 @@
+import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
 
 import pytest
@@ -18,12 +18,11 @@ def actor(name="engine-1", *, pid=1, host=None, role="engine"):
 
 
 async def test_a_kill_ends_the_process_as_a_crash_would(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
 
     told = await RunActions(tmp_path).kill(actor(pid=process.pid))
 
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    assert await process.wait() == -signal.SIGKILL
     assert told == f"engine-1 killed (signal 9, process {process.pid})"
 
 

@@ -1,0 +1,79 @@
+"""How a token is drawn, and what log-probability is reported for it."""
+
+import math
+from collections import Counter
+
+import torch
+
+from actors.engines.chance import key_of, uniform
+from actors.engines.sampling import Draw, sample
+
+LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.1, 0.0]]))
+
+
+def drawn(temperature: float, top_p: float, num: int = 4000) -> Counter:
+    draws = [Draw(temperature, top_p, uniform(key_of(1, "s"), i)) for i in range(num)]
+    ids, _ = sample(LOGITS.repeat(num, 1), draws)
+    return Counter(ids)
+
+
+def test_greedy_takes_the_most_probable_token_whatever_the_number_says():
+    ids, logprobs = sample(LOGITS, [Draw(0.0, 1.0, 0.999)])
+
+    assert ids == [0]
+    assert math.isclose(logprobs[0], math.log(0.5), rel_tol=1e-6)
+
+
+def test_tokens_come_as_often_as_they_are_probable_and_never_with_probability_zero():
+    counts = drawn(1.0, 1.0)
+
+    assert abs(counts[0] / 4000 - 0.5) < 0.03
+    assert abs(counts[2] / 4000 - 0.15) < 0.03
+    assert counts[4] == 0
+
+
+def test_temperature_sharpens_what_is_drawn_but_not_the_reported_logprob():
+    draws = [Draw(0.25, 1.0, uniform(5, i)) for i in range(400)]
+
+    ids, logprobs = sample(LOGITS.repeat(400, 1), draws)
+
+    assert Counter(ids)[0] / 400 > 0.85
+    assert {round(value, 5) for token, value in zip(ids, logprobs, strict=True) if token == 1} <= {
+        round(math.log(0.25), 5)
+    }
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it():
+    assert set(drawn(1.0, 0.7)) == {0, 1}
+    assert set(drawn(1.0, 0.01)) == {0}
+
+
+def test_rows_of_one_batch_keep_their_own_settings():
+    draws = [Draw(0.0, 1.0, 0.99), Draw(1.0, 1.0, 0.99), Draw(1.0, 0.4, 0.99)]
+
+    ids, _ = sample(LOGITS.repeat(3, 1), draws)
+
+    assert ids == [0, 3, 0]
+
+
+def test_a_row_draws_the_same_alone_and_among_others():
+    draws = [Draw(1.0, 1.0, uniform(7, i)) for i in range(50)]
+
+    together, _ = sample(LOGITS.repeat(50, 1), draws)
+    alone = [sample(LOGITS, [draw])[0][0] for draw in draws]
+
+    assert together == alone
+
+
+def test_the_largest_number_still_names_a_token():
+    ids, _ = sample(LOGITS, [Draw(1.0, 1.0, 1 - 2.0**-24)])
+
+    assert ids == [3]
+
+
+def test_the_number_depends_on_seed_session_and_position_alone():
+    numbers = {uniform(key_of(seed, session), i) for seed in (1, 2) for session in "ab" for i in range(100)}
+
+    assert len(numbers) == 400
+    assert all(0 <= number < 1 for number in numbers)
+    assert uniform(key_of(1, "a"), 5) == uniform(key_of(1, "a"), 5)
