@@ -58,7 +58,7 @@ class TrainSection(Section):
     clip_high: float = Field(default=0.28, ge=0)
     """The policy ratio is clipped above 1 + this."""
     minibatches: int = Field(default=2, ge=1)
-    """Optimiser updates per step; groups are split over them."""
+    """Optimiser updates per step, where every group has reward spread; fewer of the same size where not."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Padded tokens of one forward and backward pass: bounds the trainer's memory."""
 

@@ -14,6 +14,7 @@ from typing import (
     Protocol,
     TypeVar,
     Union,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 
     from runtime.blobs import BlobStore
     from runtime.observe.metrics import Metrics
+    from runtime.observe.trace import Trace
     from runtime.observe.waits import Waits
     from runtime.ref import Ref
     from runtime.registry import ActorRecord
     from runtime.store.store import Store
 
 ResultT = TypeVar("ResultT")
-Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
 class ActorConfig(Section):
@@ -71,6 +72,7 @@ class Context(Protocol):
     log: "FilteringBoundLogger"
     metrics: "Metrics"
     waits: "Waits"
+    trace: "Trace"
 
     def new_id(self, prefix: str) -> str: ...
     def spawn(self, work: Coroutine[Any, Any, ResultT], *, name: str) -> asyncio.Task[ResultT]: ...
@@ -84,7 +86,7 @@ class Context(Protocol):
     async def bury(self, name: str) -> None: ...
 
 
-def handler(method: Method | None = None, *, concurrency: int = 1, outlives_asker: bool = False) -> Any:
+def handler(method: Callable[..., Any] | None = None, *, concurrency: int = 1, outlives_asker: bool = False) -> Any:
     """Mark a method as the handler of the message its one argument is annotated with.
 
     With `concurrency` 1 messages are handled one after another, in order per sender. Above, each runs as a task of the actor
@@ -92,8 +94,8 @@ def handler(method: Method | None = None, *, concurrency: int = 1, outlives_aske
     `outlives_asker`: then it goes on, because the asker's successor will ask for the same thing again.
     """
 
-    def mark(function: Method) -> Method:
-        function.__rubato_handler__ = (concurrency, outlives_asker)  # type: ignore[attr-defined]
+    def mark(function: Any) -> Any:
+        function.__rubato_handler__ = (concurrency, outlives_asker)
         return function
 
     return mark(method) if method is not None else mark
@@ -129,6 +131,7 @@ class Actor:
         self.log = context.log
         self.metrics = context.metrics
         self.waits = context.waits
+        self.trace = context.trace
 
     async def on_start(self) -> None:
         """Load state and spawn loops. Messages are delivered, and the actor is announced ready, once this returns."""
@@ -186,8 +189,10 @@ def _inspect(cls: type[Actor], name: str, member: Callable[..., Any]) -> Handler
     message = hints[parameters[0]]
     if not (isinstance(message, type) and issubclass(message, Message)):
         raise TypeError(f"{where} takes {message!r}, which is not a Message")
-    replies = dict(reply_types(message)) if issubclass(message, Request) else {}
-    declared = set() if returned in (None, type(None)) else {tag_of(t) for t in _members(returned)}
+    replies: dict[str, type[Message]] = (
+        dict(reply_types(cast("type[Request[Any]]", message))) if issubclass(message, Request) else {}
+    )
+    declared: set[str] = set() if returned in (None, type(None)) else {tag_of(t) for t in _members(returned)}
     if declared != set(replies):
         raise TypeError(f"{where} returns {sorted(declared)}, but {message.__name__} is answered by {sorted(replies)}")
     return HandlerSpec(name, message, replies, *member.__rubato_handler__)  # type: ignore[attr-defined]

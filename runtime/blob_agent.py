@@ -8,6 +8,7 @@ leaves nothing, because nobody else holds the file.
 import array
 import asyncio
 import fcntl
+import hashlib
 import mmap
 import os
 import socket
@@ -17,57 +18,25 @@ from typing import Any
 
 import msgspec
 
-from runtime.blob_memory import KEPT, digest_of
-from runtime.blobs import BlobCorrupt, BlobError, BlobInfo, BlobMissing
+from runtime.blob_memory import KEPT, check_blob, digest_of, missing
+from runtime.blob_wire import (
+    MAX_PACKET,
+    Absent,
+    Begin,
+    Denied,
+    Finish,
+    Found,
+    Get,
+    decode_reply,
+    decode_request,
+    encode,
+)
+from runtime.blobs import BlobCorrupt, BlobError, BlobInfo
 
-MAX_PACKET = 4096
 MAX_BLOB_BYTES = 1 << 40
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 CHUNK_BYTES = 8 << 20
-"""Written per system call, so that a thread that writes gigabytes can be cancelled between two of them."""
-
-
-class Begin(msgspec.Struct, tag=True, array_like=True):
-    """Give me an empty file of this size."""
-
-    name: str
-    version: int
-    epoch: int
-    size_bytes: int
-
-
-class Finish(msgspec.Struct, tag=True, array_like=True):
-    """The file is filled; seal it and show it."""
-
-    digest: str
-
-
-class Get(msgspec.Struct, tag=True, array_like=True):
-    """Give me the file of this version; -1 asks for the newest one's description alone."""
-
-    name: str
-    version: int
-
-
-class Found(msgspec.Struct, tag=True, array_like=True):
-    """What the agent holds; a descriptor comes beside it where one was asked for."""
-
-    info: BlobInfo
-
-
-class Absent(msgspec.Struct, tag=True, array_like=True):
-    """No such blob."""
-
-
-class Denied(msgspec.Struct, tag=True, array_like=True):
-    """The request makes no sense."""
-
-    why: str
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode_request = msgspec.msgpack.Decoder(Begin | Finish | Get).decode
-_decode_reply = msgspec.msgpack.Decoder(Found | Absent | Denied).decode
+"""Written per system call."""
 
 
 class _Writer:
@@ -93,6 +62,7 @@ class BlobServer:
         self._blobs: dict[str, dict[int, tuple[BlobInfo, int]]] = {}
 
     async def start(self) -> None:
+        self._path.unlink(missing_ok=True)  # left by an agent that was killed
         self._socket.bind(str(self._path))
         self._path.chmod(0o600)
         self._socket.listen(256)
@@ -123,9 +93,9 @@ class BlobServer:
             packet = client.recv(MAX_PACKET)
             if not packet:
                 raise ConnectionError
-            reply, fd = self._answer(_decode_request(packet), self._clients[client])
+            reply, fd = self._answer(decode_request(packet), self._clients[client])
             fds = [] if fd < 0 else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-            client.sendmsg([_encode(reply)], fds)
+            client.sendmsg([encode(reply)], fds)
         except BlockingIOError:
             return
         except (OSError, msgspec.MsgspecError):
@@ -150,10 +120,7 @@ class BlobServer:
         if known is not None and known[0].epoch > request.epoch:
             return Found(known[0]), -1
         writer.drop()
-        writer.begun, writer.fd = (
-            request,
-            os.memfd_create(f"rubato:{request.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING),
-        )
+        writer.begun, writer.fd = request, os.memfd_create("rubato-blob", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(writer.fd, request.size_bytes)
         return Found(BlobInfo(request.name, request.version, request.epoch, "", request.size_bytes)), writer.fd
 
@@ -168,7 +135,10 @@ class BlobServer:
             return Denied(f"the file could not be sealed ({error.strerror}): is it still mapped for writing?")
         info = BlobInfo(begun.name, begun.version, begun.epoch, request.digest, begun.size_bytes)
         versions = self._blobs.setdefault(begun.name, {})
-        replaced = versions.pop(begun.version, None)
+        replaced = versions.get(begun.version)
+        if replaced is not None and replaced[0].epoch > begun.epoch:  # a newer writer was faster
+            writer.drop()
+            return Found(replaced[0])
         versions[begun.version] = (info, writer.fd)
         writer.begun, writer.fd = None, -1
         dropped = [replaced] if replaced else []
@@ -183,6 +153,17 @@ class BlobServer:
         client.close()
 
 
+class _File:
+    """A descriptor that is closed when nobody uses it: a thread may go on filling it after its caller was cancelled."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
 class BlobClient:
     """A process's way to the blobs of its host. One request at a time; waiting ones queue in order."""
 
@@ -192,26 +173,23 @@ class BlobClient:
         self._turn = asyncio.Lock()
 
     async def put(self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes]) -> BlobInfo:
-        size = sum(map(len, parts))
+        check_blob(name, version)
+        views = [memoryview(part) for part in parts]
         async with self._turn:
-            reply, fd = await self._ask(Begin(name, version, epoch, size))
-            if fd < 0:  # the same version under a higher epoch stands already
+            reply, file = await self._ask(Begin(name, version, epoch, sum(view.nbytes for view in views)))
+            if file.fd < 0:  # the same version under a higher epoch stands already
                 return _found(reply, name, version)
-            try:
-                digest = await _in_thread(_fill, fd, parts)
-            finally:
-                os.close(fd)
+            digest = await _in_thread(_fill, file, views)
             reply, _ = await self._ask(Finish(digest))
         return _found(reply, name, version)
 
     async def get(self, name: str, version: int) -> tuple[BlobInfo, memoryview]:
+        if version < 0:
+            raise missing(name, version)
         async with self._turn:
-            reply, fd = await self._ask(Get(name, version))
+            reply, file = await self._ask(Get(name, version))
         info = _found(reply, name, version)
-        try:
-            content = _mapped(fd, info.size_bytes)
-        finally:
-            os.close(fd)
+        content = _mapped(file.fd, info.size_bytes)
         if await _in_thread(digest_of, content) != info.digest:
             raise BlobCorrupt(f"blob {name} version {version} does not have its digest {info.digest[:12]}…")
         return info, content
@@ -222,57 +200,63 @@ class BlobClient:
         return None if isinstance(reply, Absent) else _found(reply, name, -1)
 
     async def close(self) -> None:
+        self._hang_up()
+
+    async def _ask(self, request: Begin | Finish | Get) -> tuple[Found | Absent | Denied, _File]:
+        answered = False
+        try:
+            connection = self._connected()
+            connection.sendmsg([encode(request)])
+            await _readable(connection)
+            packet, fds, _, _ = socket.recv_fds(connection, MAX_PACKET, 1)
+            if not packet:
+                raise ConnectionResetError("it closed the connection")
+            answered = True
+        except OSError as error:
+            raise BlobError(
+                f"the node agent's blobs at {self._path} can't be reached: {error.strerror or error}"
+            ) from error
+        finally:
+            if not answered:  # cancelled, too: the reply must not be taken for that of the next request
+                self._hang_up()
+        return decode_reply(packet), _File(fds[0] if fds else -1)
+
+    def _hang_up(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    async def _ask(self, request: Begin | Finish | Get) -> tuple[Found | Absent | Denied, int]:
-        try:
-            connection = self._connected()
-            connection.sendmsg([_encode(request)])
-            await _readable(connection)
-            packet, fds, _, _ = socket.recv_fds(connection, MAX_PACKET, 1)
-        except OSError as error:
-            await self.close()
-            raise BlobError(
-                f"the node agent's blobs at {self._path} can't be reached: {error.strerror or error}"
-            ) from error
-        if not packet:
-            await self.close()
-            raise BlobError(f"the node agent closed the connection at {self._path}")
-        return _decode_reply(packet), fds[0] if fds else -1
-
     def _connected(self) -> socket.socket:
         if self._socket is None:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.connect(str(self._path))
-            connection.setblocking(False)
-            self._socket = connection
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket.connect(str(self._path))
+            self._socket.setblocking(False)
         return self._socket
 
 
 def _found(reply: Found | Absent | Denied, name: str, version: int) -> BlobInfo:
     if isinstance(reply, Absent):
-        raise BlobMissing(f"blob {name} version {version} was never put, or is freed already")
+        raise missing(name, version)
     if isinstance(reply, Denied):
         raise BlobError(reply.why)
     return reply.info
 
 
 def _mapped(fd: int, size: int) -> memoryview:
-    return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)) if size else memoryview(b"")
+    # Private, because Linux before 6.7 maps no write-sealed file as shared, not even read-only.
+    return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)) if size else memoryview(b"")
 
 
-def _fill(fd: int, parts: Sequence[memoryview | bytes]) -> str:
+def _fill(file: _File, parts: Sequence[memoryview]) -> str:
     """Write `parts` one after another and return the digest of what was written."""
-    import hashlib
-
     digest, offset = hashlib.blake2b(digest_size=32), 0
     for part in parts:
-        view = memoryview(part).cast("B")
+        view = part.cast("B") if part.nbytes else memoryview(b"")
         digest.update(view)
-        for start in range(0, len(view), CHUNK_BYTES):
-            offset += os.pwrite(fd, view[start : start + CHUNK_BYTES], offset)
+        start = 0
+        while start < len(view):
+            start += os.pwrite(file.fd, view[start : start + CHUNK_BYTES], offset + start)
+        offset += len(view)
     return digest.hexdigest()
 
 

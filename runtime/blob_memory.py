@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
-from runtime.blobs import BlobInfo, BlobMissing
+from runtime.blobs import BlobError, BlobInfo, BlobMissing
 
 KEPT = 2
 """Current and previous version: a reader that was told of one is never too late by a single publish."""
@@ -14,6 +14,17 @@ def digest_of(content: bytes | memoryview) -> str:
     return hashlib.blake2b(content, digest_size=32).hexdigest()
 
 
+def missing(name: str, version: int) -> BlobMissing:
+    """The same sentence from every implementation, as for the check below."""
+    return BlobMissing(f"blob {name} version {version} was never put, or is freed already")
+
+
+def check_blob(name: str, version: int) -> None:
+    """Raises BlobError for what no blob is called."""
+    if not name or version < 0:
+        raise BlobError(f"a blob needs a name and a version from 0, got {name!r} and {version}")
+
+
 class MemoryBlobStore:
     """Keeps the newest two versions of each name."""
 
@@ -21,6 +32,7 @@ class MemoryBlobStore:
         self._blobs: dict[str, dict[int, tuple[BlobInfo, bytes]]] = {}
 
     async def put(self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes]) -> BlobInfo:
+        check_blob(name, version)
         content = b"".join(parts)
         versions = self._blobs.setdefault(name, {})
         known = versions.get(version)
@@ -36,7 +48,7 @@ class MemoryBlobStore:
         try:
             info, content = self._blobs[name][version]
         except KeyError:
-            raise BlobMissing(f"blob {name} version {version} was never put, or is freed already") from None
+            raise missing(name, version) from None
         return info, memoryview(content)
 
     async def newest(self, name: str) -> BlobInfo | None:
@@ -44,4 +56,4 @@ class MemoryBlobStore:
         return versions[max(versions)][0] if versions else None
 
     async def close(self) -> None:
-        self._blobs.clear()
+        """Nothing to let go of: what was put stays, for the others that hold this store."""

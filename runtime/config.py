@@ -139,3 +139,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     from runtime.config_source import read
 
     return compose(read(Path(path), overrides))
+
+
+def from_mapping(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The same from what a YAML file would hold: for a program that keeps its config beside its code."""
+    from runtime.compose import compose
+    from runtime.config_source import given
+
+    return compose(given(tree, overrides))

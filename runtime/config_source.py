@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -54,7 +55,15 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Source:
         raise ConfigError(f"{path} is not a text file in UTF-8.") from None
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from error
-    source = parse(text, str(path))
+    return _overridden(parse(text, str(path)), overrides)
+
+
+def given(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Source:
+    """What a program passed in, with `overrides` applied to a copy. Raises ConfigError where an override can't be read."""
+    return _overridden(Source(deepcopy(dict(tree)), "config", {}), overrides)
+
+
+def _overridden(source: Source, overrides: Sequence[str]) -> Source:
     changed: list[Keys] = []
     for override in overrides:
         keys, value = _parsed(override)

@@ -39,9 +39,8 @@ class Pending(NamedTuple):
 
     future: "asyncio.Future[Any]"
     deadline: float
-    address: str
+    record: ActorRecord
     request: Message
-    target: str
 
 
 class Courier:
@@ -63,7 +62,7 @@ class Courier:
         await self._take_credit(record, len(body) + sum(map(len, buffers)), deadline)
         ask_id = next(self._ids)
         future: asyncio.Future[ReplyT] = loop.create_future()
-        self._pending[ask_id] = Pending(future, deadline, record.address, request, record.name)
+        self._pending[ask_id] = Pending(future, deadline, record, request)
         remaining_us = max(1, int((deadline - loop.time()) * 1e6))
         self._post(record, Kind.ASK, ask_id, tag, body, buffers, remaining_us)
         try:
@@ -101,7 +100,7 @@ class Courier:
             del self._accounts[key]
             for waiter in self._waiting.pop(key, ()):
                 _wake(waiter)
-        for ask_id in [i for i, p in self._pending.items() if p.address == address]:
+        for ask_id in [i for i, p in self._pending.items() if p.record.address == address]:
             self._fail(ask_id, Unknown, f"the link broke ({reason})")
 
     async def sweep(self) -> None:
@@ -110,7 +109,8 @@ class Courier:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = loop.time()
-            for ask_id in [i for i, p in self._pending.items() if p.deadline <= now]:
+            for ask_id, pending in [(i, p) for i, p in self._pending.items() if p.deadline <= now]:
+                self._post(pending.record, Kind.CANCEL, ask_id, "", NOTHING, (), 0)
                 self._fail(ask_id, Unknown, "no reply before the deadline")
 
     @property
@@ -120,7 +120,7 @@ class Courier:
     def _fail(self, ask_id: int, kind: type[AskFailed], why: str) -> None:
         pending = self._pending.pop(ask_id)
         if not pending.future.done():
-            pending.future.set_exception(kind(f"{type(pending.request).__name__} to {pending.target}: {why}"))
+            pending.future.set_exception(kind(f"{type(pending.request).__name__} to {pending.record.name}: {why}"))
 
     def _post(
         self,
@@ -177,7 +177,7 @@ def _wake(waiter: "asyncio.Future[None]") -> None:
 
 
 def _reply(pending: Pending, envelope: Envelope, buffers: Sequence[memoryview]) -> Message:
-    what = f"{type(pending.request).__name__} to {pending.target}"
+    what = f"{type(pending.request).__name__} to {pending.record.name}"
     if envelope.kind == Kind.OK:
         expected = reply_types(cast("type[Request[Any]]", type(pending.request))).get(envelope.tag)
         if expected is None:

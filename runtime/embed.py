@@ -1,7 +1,11 @@
-"""A whole job inside the caller's own event loop: memory transport, memory store, no subprocess, no socket."""
+"""A whole job inside the caller's own event loop: memory transport, memory store, no subprocess, no socket.
+
+Nothing is supervised here: an actor that raises ends the job, and the block that embeds it raises ActorFailed.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import logging
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,103 +15,138 @@ from bus.transport import Identity
 from runtime.actor import Actor, ActorConfig, Context, RunInfo, handler
 from runtime.blob_memory import MemoryBlobStore
 from runtime.config import Config
-from runtime.errors import ActorFailed
+from runtime.errors import ActorFailed, first_cause
 from runtime.kernel import NODE, Kernel
+from runtime.launch.folder import RunFolder
 from runtime.messages import Finish, Notice, Progress
 from runtime.observe.log import logger
 from runtime.ref import Ref
 from runtime.store.memory import MemoryStore
 from runtime.store.store import Store
 
+Row = dict[str, float]
+"""One training step, as it stands in metrics.jsonl."""
+
+Extra = Mapping[str, tuple[type[Actor], ActorConfig]]
+"""Actors of the caller's by name (`role-n`), each with its config."""
+
 
 class _Listener(Actor):
-    """Stands where the launcher's node agent stands: hears progress and the end."""
+    """Stands where the launcher's node agent stands: hears progress, notices and the end."""
 
     role: ClassVar[str] = "node"
 
     def __init__(self, config: ActorConfig, context: Context) -> None:
         super().__init__(config, context)
-        self.over: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
-        self.on_row: Callable[[dict[str, float]], None] | None = None
+        self.rows: list[Row] = []
+        self.notices: list[str] = []
+        self.finish: Finish | None = None
+        self._news = asyncio.Event()
+
+    async def news(self) -> None:
+        """Return at the next row, or at the end."""
+        news = self._news
+        await news.wait()
 
     @handler
     async def progress_made(self, message: Progress) -> None:
-        if self.on_row is not None:
-            self.on_row(message.row)
+        self.rows.append(message.row)
+        self._wake()
 
     @handler
     async def noticed(self, message: Notice) -> None:
-        self.log.info("noticed", source=message.source, text=message.text)
+        self.notices.append(message.text)
 
     @handler
     async def finished(self, message: Finish) -> None:
-        if not self.over.done():
-            self.over.set_result(message)
+        self.finish = self.finish or message
+        self.log.info("finished", source=message.source, reason=message.reason, failed=message.failed)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
 
 class Job:
-    """A running embedded job. `extra` actors (yours) run beside those of the config and may be asked like them."""
+    """A running embedded job, as `embed` yields it."""
 
-    def __init__(
-        self,
-        config: Config,
-        folder: str | Path,
-        *,
-        extra: Mapping[str, tuple[type[Actor], ActorConfig]] | None = None,
-        store: Store | None = None,
-        network: MemoryNetwork | None = None,
-    ) -> None:
-        self._config = config
-        self._extra = dict(extra or {})
-        self._store = store or MemoryStore()
-        self._network = network or MemoryNetwork()
+    def __init__(self, config: Config, folder: Path, store: Store, network: MemoryNetwork) -> None:
+        self.config = config
+        self._store, self._network = store, network
         self._blobs = MemoryBlobStore()
-        self._run = RunInfo(config.run.name, Path(folder), config.run.seed, config.run.steps)
-        self._tasks: asyncio.TaskGroup | None = None
-        self._listener: _Listener | None = None
-        self.kernels: dict[str, Kernel] = {}
+        self._run = RunInfo(config.run.name, folder, config.run.seed, config.run.steps)
+        self._kernels: dict[str, Kernel] = {}
+        self._serving: dict[str, asyncio.Task[None]] = {}
+        self._listener: _Listener
 
-    async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Start every actor in `tasks`; returns when all are ready."""
-        self._tasks = tasks
-        self._run.folder.mkdir(parents=True, exist_ok=True)
-        self._listener = (await self._boot(NODE, _Listener, ActorConfig())).build()
-        names = [f"{role}-{i + 1}" for role, spec in self._config.actors.items() for i in range(spec.count)]
-        for name in names:
-            role = name.rsplit("-", 1)[0]
-            await self._boot(name, self._config.actor_class(role), self._config.actor_config(role))
-        for name, (actor_class, config) in self._extra.items():
-            await self._boot(name, actor_class, config)
-        for name, kernel in self.kernels.items():
-            tasks.create_task(kernel.serve(), name=name)
-        for kernel in self.kernels.values():
-            await kernel.ready.wait()
+    @property
+    def notices(self) -> list[str]:
+        """What the launcher would have shown so far, oldest first."""
+        return list(self._listener.notices)
 
     def ref(self, target: str) -> Ref:
-        """A reference to one of the job's actors, by name or role."""
-        return self.kernels[NODE].ref(target)
+        """A reference to the actor `target`, or to any instance of that role."""
+        return self._kernels[NODE].ref(target)
 
-    def on_row(self, callback: Callable[[dict[str, float]], None]) -> None:
-        """Call `callback` with each training step's metrics, as they would be in metrics.jsonl."""
-        assert self._listener is not None
-        self._listener.on_row = callback
+    async def rows(self) -> AsyncGenerator[Row]:
+        """Each training step's metrics from the first on, as they come; ends with the job. Raises ActorFailed when it failed."""
+        told = 0
+        while True:
+            for row in self._listener.rows[told:]:
+                told += 1
+                yield row
+            if told < len(self._listener.rows):
+                continue
+            if self._ended():
+                return
+            await self._listener.news()
 
     async def done(self) -> str:
         """Wait for the job's end and return its closing sentence. Raises ActorFailed when it failed."""
-        assert self._listener is not None
-        finish = await self._listener.over
-        if finish.failed:
-            raise ActorFailed(finish.reason)
-        return finish.reason
+        while (reason := self._ended()) is None:
+            await self._listener.news()
+        return reason
 
-    def stop(self) -> None:
-        """Drain every actor."""
-        for kernel in self.kernels.values():
-            kernel.stop()
+    async def start(self, tasks: asyncio.TaskGroup, extra: Extra) -> None:
+        """Start every actor in `tasks`; returns when all are ready."""
+        self._listener = (await self._boot(NODE, _Listener, ActorConfig())).build()
+        for role, spec in self.config.actors.items():
+            for index in range(1, spec.count + 1):
+                name = f"{role}-{index}"
+                await self._boot(name, self.config.actor_class(role), self.config.actor_config(role))
+        for name, (actor_class, config) in extra.items():
+            await self._boot(name, actor_class, config)
+        for name, kernel in self._kernels.items():
+            self._serving[name] = tasks.create_task(_serve(kernel), name=f"serve.{name}")
+        for kernel in self._kernels.values():
+            await kernel.ready.wait()
+
+    async def stop(self) -> None:
+        """Drain every actor, in the order their classes ask for: what was trained is saved."""
+        ranks: dict[int, list[str]] = {}
+        for name in self._serving:
+            rank = self._rank(name)
+            ranks.setdefault(rank, []).append(name)
+        for _, names in sorted(ranks.items()):
+            for name in names:
+                self._kernels[name].stop()
+            await asyncio.wait([self._serving[name] for name in names])
+
+    def _rank(self, name: str) -> int:
+        role = name.rsplit("-", 1)[0]
+        known = self.config.actors
+        return self.config.actor_class(role).drain_order if role in known else LAST if name == NODE else FIRST
+
+    def _ended(self) -> str | None:
+        finish = self._listener.finish
+        if finish is not None and finish.failed:
+            raise ActorFailed(finish.reason)
+        return None if finish is None else finish.reason
 
     async def _boot(self, name: str, actor_class: type[Actor], config: Any) -> Kernel:
         incarnation = await self._store.increment("incarnation")
-        kernel = self.kernels[name] = Kernel(
+        kernel = self._kernels[name] = Kernel(
             actor_class,
             config,
             name=name,
@@ -121,13 +160,55 @@ class Job:
         return kernel
 
 
+FIRST, LAST = 0, 1000
+"""The caller's own actors drain before the job's, and whoever hears the last notice after them."""
+
+
 @asynccontextmanager
-async def embed(config: Config, folder: str | Path, **options: Any) -> AsyncIterator[Job]:
-    """Run `config`'s actors in this event loop for the length of the block; see Job for the options."""
-    job = Job(config, folder, **options)
-    async with asyncio.TaskGroup() as tasks:
-        await job.start(tasks)
+async def embed(
+    config: Config,
+    folder: str | Path,
+    *,
+    extra: Extra | None = None,
+    force: bool = False,
+    store: Store | None = None,
+    network: MemoryNetwork | None = None,
+) -> AsyncGenerator[Job]:
+    """Run `config`'s actors in this event loop for the length of the block.
+
+    `folder` becomes a run folder; one that holds a run is refused (LaunchError) unless `force`, which clears it. `extra` actors
+    run beside those of the config and may ask and be asked like them. Leaving the block drains and saves; an exception in it, or
+    its cancellation, ends every actor at once. An actor that fails ends the block with ActorFailed. `config.prepare` is not run.
+    """
+    logging.getLogger("rubato").addHandler(
+        logging.NullHandler()
+    )  # the program decides where logs go, not a last resort
+    held = RunFolder(Path(folder).resolve())
+    held.open(resume=False, force=force)
+    try:
+        held.config.touch(mode=0o600)
+        held.config.write_text(config.dump())
+        job = Job(config, held.path, store or MemoryStore(), network or MemoryNetwork())
+        raised: Exception | None = None
         try:
-            yield job
-        finally:
-            job.stop()
+            async with asyncio.TaskGroup() as tasks:
+                await job.start(tasks, extra or {})
+                try:
+                    yield job
+                except Exception as error:
+                    raised = error
+                    raise
+                await job.stop()
+        except BaseExceptionGroup as group:
+            raise (raised or first_cause(group)) from None
+    finally:
+        held.close()
+
+
+async def _serve(kernel: Kernel) -> None:
+    try:
+        await kernel.serve()
+    except Exception as group:
+        error = first_cause(group)
+        said = str(error) if isinstance(error, ActorFailed) else f"{kernel.name}: {type(error).__name__}: {error}"
+        raise ActorFailed(said) from error

@@ -1,5 +1,7 @@
 """What a user is told when the runtime can't go on: each error is one sentence that says what, which and what to do."""
 
+from typing import cast
+
 
 class RubatoError(Exception):
     """Base of every error meant for the user; the command line prints it without a traceback and exits with 2."""
@@ -27,3 +29,11 @@ class ActorFailed(RubatoError):
 
 class BudgetExceeded(RubatoError):
     """An actor failed more often than its restart budget allows; the job ends, and a resume continues from the checkpoint."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """What failed first, out of the groups that task groups wrap it in."""
+    found = error
+    while isinstance(found, BaseExceptionGroup):
+        found = cast("BaseExceptionGroup[BaseException]", found).exceptions[0]
+    return found

@@ -1,43 +1,62 @@
 """A user's own process inside a running job: typed asks to its actors, without being supervised by it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar
 
 from runtime.actor import Actor, ActorConfig
-from runtime.kernel import Kernel
-from runtime.launch.connection import connect
+from runtime.config import Config
+from runtime.errors import LaunchError, first_cause
+from runtime.launch.connection import Connection, connect
+from runtime.registry import list_actors
+from runtime.store.errors import StoreUnavailable
 
 
 class Guest(Actor):
-    """Has no handlers of its own: it only asks."""
+    """Has no handlers of its own: it asks. `job` is the running job's resolved config."""
 
     role: ClassVar[str] = "guest"
+    job: Config
 
 
 @asynccontextmanager
-async def join(folder: str | Path, *, name: str = "guest-1") -> AsyncIterator[Guest]:
+async def join(folder: str | Path, *, name: str = "") -> AsyncGenerator[Guest]:
     """Join the run in `folder` from its own host: `async with join("runs/a") as me: await me.ref("llm_proxy").ask(…)`.
 
-    The guest appears in the monitor under `name` and leaves when the block ends; what it held (tickets) is then reissued.
-    Raises LaunchError when no run is up there.
+    The guest appears in the monitor under `name` (`guest-PID` unless given) and leaves when the block ends; tickets it still
+    held are then issued again. Raises LaunchError when no run is up there, or the name is taken.
     """
     async with connect(Path(folder)) as connection:
+        name = name or f"{Guest.role}-{os.getpid()}"
+        await _check_up(connection, name)
         kernel = await connection.kernel(Guest, ActorConfig(), name)
-        async with serving(kernel) as guest:
-            yield guest
-
-
-@asynccontextmanager
-async def serving(kernel: Kernel) -> AsyncIterator[Actor]:
-    """Run `kernel` beside the block, drained when the block ends."""
-    actor = kernel.build()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(kernel.serve(), name=f"serve.{kernel.name}")
-        await kernel.ready.wait()
+        guest: Guest = kernel.build()
+        guest.job = connection.config
+        raised: Exception | None = None
         try:
-            yield actor
-        finally:
-            kernel.stop()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(kernel.serve(), name=f"serve.{name}")
+                await kernel.ready.wait()
+                try:
+                    yield guest
+                except Exception as error:
+                    raised = error  # handed on below, as itself and not in a group
+                kernel.stop()
+        except BaseExceptionGroup as group:
+            raise (raised or first_cause(group)) from None
+        if raised is not None:
+            raise raised
+
+
+async def _check_up(connection: Connection, name: str) -> None:
+    """A name may be taken over only by the supervisor of its holder: a guest that did so would end an actor of the job."""
+    folder = connection.run.folder
+    try:
+        records = await list_actors(connection.store)
+    except StoreUnavailable as error:
+        raise LaunchError(f"the run in {folder} is not running: {error}") from error
+    if any(record.name == name for record in records):
+        raise LaunchError(f"{name} is taken in the run in {folder}. Join it under another name.")

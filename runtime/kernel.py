@@ -22,6 +22,7 @@ from runtime.dispatch import Dispatcher
 from runtime.errors import ActorFailed
 from runtime.messages import Drain, Finish, Notice, Progress
 from runtime.observe.metrics import Metrics, measure_loop_lag
+from runtime.observe.trace import Trace
 from runtime.observe.waits import Waits
 from runtime.ref import Ref
 from runtime.registry import BEAT_S, ActorRecord, Directory, Registry, State
@@ -57,10 +58,12 @@ class Kernel:
         store: Store,
         blobs: BlobStore,
         log: "FilteringBoundLogger",
+        trace: Trace | None = None,
     ) -> None:
         self.name, self.incarnation, self.run = name, incarnation, run
         self.store, self.blobs, self.log = store, blobs, log
         self.metrics, self.waits = Metrics(), Waits()
+        self.trace = trace or Trace(None)
         self.rng = random.Random(f"{run.seed}/{name}/{incarnation}")
         self.directory = Directory()
         self.ready = asyncio.Event()
@@ -73,6 +76,7 @@ class Kernel:
         self._stopping = asyncio.Event()
         self._state: State = "starting"
         self._beat = 0
+        self._cpu_share = self._cpu_s = 0.0
         self._ids = 0
         self._turn: dict[str, int] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -93,6 +97,7 @@ class Kernel:
                     task.cancel()
         finally:
             self._tasks = None
+            self.trace.close()
             await self._transport.close()
             if self._threads is not None:
                 self._threads.shutdown(wait=False, cancel_futures=True)
@@ -152,6 +157,7 @@ class Kernel:
             self.metrics.gauge("actor/rate_s", (self._dispatch.handled - handled) / BEAT_S)
             handled = self._dispatch.handled
             self._beat += 1
+            self._measure_cpu()
             try:
                 if not await self._registry.publish(self._record()):
                     raise ActorFailed(
@@ -159,6 +165,15 @@ class Kernel:
                     )
             except StoreUnavailable as error:
                 self.log.warning("store_unavailable", error=str(error))
+
+    def _measure_cpu(self) -> None:
+        """Share of one core that this process used, smoothed over some five beats; nothing on virtual time."""
+        if getattr(asyncio.get_running_loop(), "virtual", False):
+            return
+        used = os.times()
+        spent = used.user + used.system - self._cpu_s
+        self._cpu_share += 0.3 * (min(1.0, spent / BEAT_S) - self._cpu_share) if self._cpu_s else 0.0
+        self._cpu_s = used.user + used.system
 
     def _record(self) -> ActorRecord:
         now = asyncio.get_running_loop().time()
@@ -175,7 +190,7 @@ class Kernel:
             progress=self._dispatch.handled,
             mailbox=self._dispatch.depth,
             rate_s=metrics.pop("actor/rate_s", 0.0),
-            idle=metrics.pop("idle", 1.0),
+            idle=min(metrics.pop("idle", 1.0), 1.0 - self._cpu_share),
             metrics=metrics,
             waits=self.waits.snapshot(now),
         )

@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from runtime.errors import RubatoError
+from runtime.errors import RubatoError, first_cause
 from runtime.launch.connection import connect
 from runtime.observe.log import configure, logger
 
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     try:
         asyncio.Runner(loop_factory=_loop_factory()).run(_serve(folder, name))
     except Exception as group:  # noqa: BLE001 - the boundary of the process: named, logged, and the supervisor's
-        error = _first(group)
+        error = first_cause(group)
         said = str(error) if isinstance(error, RubatoError) else f"{type(error).__name__}: {error}"
         logger("node").error("actor_failed", error=said, exc_info=group)
         print(f"{name}: {said}", file=sys.stderr)  # noqa: T201 - the launcher quotes it
@@ -38,13 +38,6 @@ def _loop_factory():  # noqa: ANN202 - uvloop's loop type is not exported
     import uvloop
 
     return uvloop.new_event_loop
-
-
-def _first(error: BaseException) -> BaseException:
-    """What failed first, out of the groups that task groups wrap it in."""
-    while isinstance(error, BaseExceptionGroup) and error.exceptions:
-        error = error.exceptions[0]
-    return error
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class EngineWorker(Actor):
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    @handler(concurrency=1024)
+    @handler(concurrency=1024, outlives_asker=True)
     async def generate(self, request: Generate) -> Completion | Aborted:
         """Bounded by `concurrency`; of these `num_slots` decode and the rest wait in the engine."""
         result = self._flights.result(request.request_id)

@@ -147,7 +147,8 @@ class EnvManager(Actor):
     async def _run(self, ticket: Ticket) -> None:
         assert self._stage is not None
         try:
-            trajectory = await Rollout(self._stage, ticket).play()
+            with self.trace.span("rollout", "env", trajectory=ticket.trajectory_id):
+                trajectory = await Rollout(self._stage, ticket).play()
         except GaveUp as end:
             await self._failed(ticket, end)
         except Exception as error:

@@ -122,7 +122,7 @@ class LLMProxy(Actor):
         seat.bytes_in += len(request.prompt) + len(request.resumed.ids)
         try:
             async with asyncio.timeout(None) as flight.scope:
-                reply = await seat.ref.ask(request, timeout=deadline - loop.time())
+                reply = await seat.ref.ask(request, timeout=deadline - loop.time(), retry=False)
         except TimeoutError:
             self._moved(seat, flight, died=True)
             return None

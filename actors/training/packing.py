@@ -80,9 +80,9 @@ def micro_batch(sequences: Sequence[TokenSequence], device: torch.device) -> Mic
             fresh.append(sequence.fresh[position])
     return MicroBatch(
         torch.tensor(padded, device=device),
-        torch.tensor(rows, device=device),
-        torch.tensor(cols, device=device),
-        torch.tensor(targets, device=device),
+        torch.tensor(rows, device=device, dtype=torch.int64),
+        torch.tensor(cols, device=device, dtype=torch.int64),
+        torch.tensor(targets, device=device, dtype=torch.int64),
         torch.tensor(behaviour, device=device),
         torch.tensor(advantages, device=device),
         torch.tensor(fresh, device=device, dtype=torch.float32),

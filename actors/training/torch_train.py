@@ -1,5 +1,6 @@
 """One rank of training: a transformers model, AdamW, and one GRPO update at a time."""
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,7 +82,8 @@ class TorchTrainEngine:
             group["lr"] = lr
         useful = [g for g in (_advantaged(group, step - 1) for group in groups) if g]
         self._rng.shuffle(useful)
-        count = min(self._train_section.minibatches, max(1, len(useful)))
+        # Minibatches keep their size: late in training few groups have spread, and updates on two of them are noise.
+        count = max(1, math.ceil(self._train_section.minibatches * len(useful) / len(groups)))
         totals: dict[str, float] = {}
         num_tokens = norm = 0.0
         for index in range(count):

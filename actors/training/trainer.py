@@ -67,6 +67,7 @@ class Trainer(Actor):
         self._standing = Standing(0, config.staleness.bound)
         self._step = self._saved = self._epoch = 0
         self._checked = False
+        self._began = self._last_row = 0.0
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
         self._held_out: dict[str, float] = {}
 
@@ -111,11 +112,12 @@ class Trainer(Actor):
     # -- the loop -----------------------------------------------------------------------------------------------
 
     async def _train_to_the_end(self) -> None:
-        began = asyncio.get_running_loop().time()
         try:
             await self._publish()
+            await self._intend("rollout", self._step + 1)
+            self._began = self._last_row = asyncio.get_running_loop().time()
             while self._step < self.run.steps and not self._leaving.is_set():
-                await self._one_step(self._step + 1, began)
+                await self._one_step(self._step + 1)
             if self._step >= self.run.steps and not self._leaving.is_set():
                 await self._buffer.ask(Close(), timeout=ASK_S)
                 self.finish(f"trained {self._step} steps")
@@ -124,49 +126,61 @@ class Trainer(Actor):
         finally:
             self._left.set()
 
-    async def _one_step(self, step: int, began: float) -> None:
+    async def _one_step(self, step: int) -> None:
+        """Claim, train, publish, tell; then checkpoint where it is due. A row stands before the checkpoint that covers it."""
         loop = asyncio.get_running_loop()
-        started = loop.time()
-        await self._intend("rollout", step)
+        asked = loop.time()
         batch = await self._claim(step)
         if batch is None:
             return
         claimed = loop.time()
         groups = [[msgspec.msgpack.decode(t, type=Trajectory) for t in group] for group in batch.groups]
         await self._intend("train_step", step)
-        with self.metrics.busy():
+        with self.metrics.busy(), self.trace.span("train_step", "train", step=step):
             result = await self.offload(self._engine.train, step, groups)
         trained = loop.time()
         self._step = step
         await self._publish()
-        row = self._row(step, result, groups)
-        row |= {
-            "time/wait_for_batch": claimed - started,
-            "time/publish": loop.time() - trained,
+        times = {
+            "time/wait_for_batch": claimed - asked,
             "time/train": trained - claimed,
+            "time/publish": loop.time() - trained,
         }
-        row |= await self._others()
-        final = step == self.run.steps
-        if (step % self.config.checkpoint.every == 0 or final) and not await self._save():
-            return
-        if final and self.config.eval.final_num_tasks:
-            await self._evaluate(step, self.config.eval.final_num_tasks)
-        elif self.config.eval.every and step % self.config.eval.every == 0 and not final:
-            self.spawn(self._evaluate(step, self.config.eval.num_tasks), name="trainer.evaluate")
-        row |= self._held_out
+        await self._evaluate_when_due(step)
+        await self._append_row(step, result, groups, times)
+        if step % self.config.checkpoint.every == 0 or step == self.run.steps:
+            await self._save()
+        await self._intend("rollout", step + 1)
+
+    async def _evaluate_when_due(self, step: int) -> None:
+        """Evaluations run beside training; only the final one is waited for."""
+        section = self.config.eval
+        if step == self.run.steps:
+            if section.final_num_tasks:
+                await self._evaluate(step, section.final_num_tasks)
+        elif section.every and step % section.every == 0:
+            self.spawn(self._evaluate(step, section.num_tasks), name="trainer.evaluate")
+
+    async def _append_row(
+        self, step: int, result: StepResult, groups: list[list[Trajectory]], times: dict[str, float]
+    ) -> None:
+        row = self._row(step, result, groups) | times | await self._others() | self._held_out
         self._held_out = {}
-        now = loop.time()
-        seconds = now - started
-        row |= {"time/step": seconds, "time/wall_s": self._rows.wall_s + now - began}
+        now = asyncio.get_running_loop().time()
+        seconds, self._last_row = now - self._last_row, now
+        row |= {"time/step": seconds, "time/wall_s": self._rows.wall_s + now - self._began}
         row["perf/samples_s"] = sum(map(len, groups)) / seconds
-        row["perf/train_tokens_s"] = result.num_tokens / max(1e-6, trained - claimed)
+        row["perf/train_tokens_s"] = result.num_tokens / max(1e-6, times["time/train"])
         await self.offload(self._rows.append, row)
         self.progress(step, row)
 
     async def _claim(self, step: int) -> Batch | None:
         """The batch of `step`, or None when the actor is to leave first."""
         request = Claim(step, self._epoch, self.config.train.batch_groups)
-        with self.waits.on(f"batch {step}", holder="sample_buffer") as wait:
+        with (
+            self.waits.on(f"batch {step}", holder="sample_buffer") as wait,
+            self.trace.span("claim", "wait", step=step),
+        ):
             while not self._leaving.is_set():
                 reply = await self._buffer.ask(request, timeout=ASK_S)
                 if isinstance(reply, Batch):
@@ -180,8 +194,9 @@ class Trainer(Actor):
             return
         started = asyncio.get_running_loop().time()
         await self._intend("weight_sync", self._step)
-        parts = await self.offload(self._engine.export)
-        info = await self.blobs.put(WEIGHTS, self._step, self._epoch, parts)
+        with self.trace.span("publish", "weights", version=self._step):
+            parts = await self.offload(self._engine.export)
+            info = await self.blobs.put(WEIGHTS, self._step, self._epoch, parts)
         self._published = WeightsPublished(self._step, self._epoch, WEIGHTS, info.digest, info.size_bytes)
         for name in (*self.peers("engine"), *self.peers("llm_proxy")):
             with suppress(AskFailed):
@@ -209,21 +224,23 @@ class Trainer(Actor):
                 f"trainer and engine disagree: mean |Δlogp| {found.mean_abs:.1e} over {found.num_tokens} tokens, limit {limit:.0e} "
                 f"({self.config.model.dtype}). Check that both load the same model folder and dtype.\n{table(found)}"
             )
-        self.notice(f"trainer and engine agree: mean |Δlogp| {found.mean_abs:.1e} over {found.num_tokens} tokens", good=True)
+        self.notice(
+            f"trainer and engine agree: mean |Δlogp| {found.mean_abs:.1e} over {found.num_tokens} tokens", good=True
+        )
 
-    async def _save(self) -> bool:
-        """Checkpoint, then COMMIT. False, with the run ended and the earlier checkpoint intact, when the disk refuses."""
+    async def _save(self) -> None:
+        """Checkpoint, then COMMIT. When the disk refuses, the run ends and the earlier checkpoint is intact."""
         folder = self.run.folder / "checkpoints"
         try:
-            await self.offload(self._save_to, folder / f"step_{self._step}")
+            with self.trace.span("checkpoint", "train", step=self._step):
+                await self.offload(self._save_to, folder / f"step_{self._step}")
         except TrainError as error:
             self.finish(str(error), failed=True)
             self._leaving.set()
-            return False
+            return
         await self._buffer.ask(Commit(self._step, self._epoch), timeout=ASK_S)
         self._saved = self._step
         await self.offload(checkpoints.prune, folder, self.config.checkpoint.keep)
-        return True
 
     async def _evaluate(self, step: int, num: int) -> None:
         """Held-out reward of the newest weights; it lands in the row that is written next."""

@@ -8,12 +8,19 @@ PR_SET_PDEATHSIG = 1
 """Linux: deliver a signal to this process when the thread that started it ends."""
 
 
+_PARENT = os.getpid()
+"""Of the processes started from here; 1 in a container without an init."""
+
+try:
+    _prctl = ctypes.CDLL(None, use_errno=True).prctl  # not between fork and exec, where loading a library may deadlock
+except (OSError, AttributeError):
+    _prctl = None
+
+
 def die_with_parent() -> None:
     """Run in the child between fork and exec. Elsewhere than on Linux it does nothing: such a child notices EOF on its pipe instead."""
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
+    if _prctl is None:
         return
-    if os.getppid() == 1:  # the parent died before the call above
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1 != _PARENT:  # the parent died before the call above
         os.kill(os.getpid(), signal.SIGKILL)

@@ -3,11 +3,11 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 from runtime.clock import wall_s
-from runtime.errors import LaunchError, RubatoError
+from runtime.errors import LaunchError, RubatoError, first_cause
 
 ASK_S = 40.0
 """Longer than a drain takes, so that `drain` reports what happened."""
@@ -31,13 +31,18 @@ def launch(argv: list[str]) -> int:
     parser.add_argument("config", type=Path, help="a YAML file, e.g. configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="change single keys of the config")
     parser.add_argument("--run-dir", type=Path, help="folder of the run (default: runs/NAME-DATE)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in the folder")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in --run-dir, under its own config.yaml and the overrides given here",
+    )
     parser.add_argument("--force", action="store_true", help="overwrite the run in the folder")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
     given = parser.parse_intermixed_args(argv)
     from runtime.config import load
 
-    config = load(given.config, given.overrides)
+    resumed = given.run_dir / "config.yaml" if given.resume and given.run_dir else None
+    config = load(resumed if resumed and resumed.exists() else given.config, given.overrides)
     if given.dry_run:
         print(config.dump(), end="")  # noqa: T201
         return 0
@@ -96,7 +101,7 @@ def _ask(folder: Path, request: object, done: str) -> int:
     from runtime.messages import Added, NotAdded
 
     async def ask() -> int:
-        async with join(folder, name="command-1") as me:
+        async with join(folder) as me:
             try:
                 reply = await me.ref(NODE).ask(request, timeout=ASK_S)  # type: ignore[arg-type]
             except AskFailed as error:
@@ -109,14 +114,12 @@ def _ask(folder: Path, request: object, done: str) -> int:
     return asyncio.run(_flat(ask()))
 
 
-async def _flat(work: "asyncio.Future[int] | object") -> int:
-    """Await `work`, and raise a RubatoError buried in exception groups as itself."""
+async def _flat(work: Awaitable[int]) -> int:
+    """Await `work`; a RubatoError buried in exception groups is raised as itself."""
     try:
-        return await work  # type: ignore[misc]
+        return await work
     except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = first_cause(group)
         if isinstance(error, RubatoError):
             raise error from None
         raise

@@ -1,6 +1,6 @@
 """How a process of a run reaches the run: Store, blobs and a transport of its own."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +13,9 @@ from runtime.blobs import BlobStore
 from runtime.config import Config, load
 from runtime.errors import LaunchError
 from runtime.kernel import Kernel
-from runtime.launch.folder import RunCard, read_card
+from runtime.launch.folder import RunCard, is_up, read_card
 from runtime.observe.log import logger
+from runtime.observe.trace import Trace, trace_path
 from runtime.store.open import open_store
 from runtime.store.store import Store
 
@@ -45,16 +46,17 @@ class Connection(NamedTuple):
             transport=self.transport(name, incarnation),
             store=self.store,
             blobs=self.blobs,
+            trace=Trace(trace_path(self.run.folder, name)),
             log=logger("actor").bind(actor=name, incarnation=incarnation),
         )
 
 
 @asynccontextmanager
-async def connect(folder: Path) -> AsyncIterator[Connection]:
+async def connect(folder: Path) -> AsyncGenerator[Connection]:
     """Reach the run in `folder`. Raises LaunchError when there is none or nobody answers for it."""
     folder = folder.resolve()
     card = read_card(folder)
-    if not Path(card.sockets).is_dir():
+    if not is_up(card):
         raise LaunchError(
             f"the run in {folder} is not running. Start it again with: rubato launch {folder}/config.yaml --run-dir {folder} --resume"
         )

@@ -117,3 +117,16 @@ def read_card(folder: Path) -> RunCard:
         raise LaunchError(f"{folder} holds no run: there is no run.json in it.") from None
     except msgspec.MsgspecError as error:
         raise LaunchError(f"{folder}/run.json is damaged ({error}). Start the run again with --resume.") from error
+
+
+def is_up(card: RunCard) -> bool:
+    """Whether the launcher of this launch still lives on this host."""
+    if not Path(card.sockets).is_dir():
+        return False
+    try:
+        os.kill(card.launcher_pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -4,8 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -14,14 +13,15 @@ from runtime.actor import ActorConfig, RunInfo
 from runtime.blob_agent import BlobClient, BlobServer
 from runtime.config import Config
 from runtime.errors import LaunchError
-from runtime.load import load_object
 from runtime.kernel import NODE
 from runtime.launch.agent import NodeAgent, Outcome
 from runtime.launch.children import die_with_parent
 from runtime.launch.connection import Connection
 from runtime.launch.console import Console
 from runtime.launch.folder import RunCard, RunFolder
+from runtime.load import load_object
 from runtime.observe.log import configure, logger
+from runtime.observe.trace import merge_traces
 from runtime.registry import list_actors
 from runtime.store.embedded import EmbeddedRedis
 from runtime.store.errors import StoreUnavailable
@@ -58,7 +58,7 @@ class Launcher:
         return await self._finish(outcome)
 
     async def _serve(self, card: RunCard, stack: AsyncExitStack) -> Outcome:
-        tasks = await stack.enter_async_context(_cancelled_at_exit())
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
         keeper = await self._open_state(card, stack, tasks)
         sockets = Path(card.sockets)
         server = BlobServer(sockets / "blobs.sock")
@@ -182,6 +182,7 @@ class Launcher:
             print(outcome.sentence, file=sys.stderr)  # noqa: T201 - the sentence for the user
         elif outcome.kind == "interrupted":
             self._console.say(outcome.sentence)
+        await asyncio.get_running_loop().run_in_executor(None, merge_traces, self._folder.path)
         if self._config.report.finish and outcome.kind != "failed":
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", self._config.report.finish, str(self._folder.path),
@@ -189,20 +190,3 @@ class Launcher:
             )  # fmt: skip
             await process.wait()
         return EXIT_CODES[outcome.kind]
-
-
-@asynccontextmanager
-async def _cancelled_at_exit() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup whose remaining tasks are cancelled, not awaited, when the block ends."""
-    owned: list[asyncio.Task[object]] = []
-
-    class Group(asyncio.TaskGroup):
-        def create_task(self, *args, **kwargs):  # noqa: ANN002, ANN003, ANN202
-            task = super().create_task(*args, **kwargs)
-            owned.append(task)
-            return task
-
-    async with Group() as tasks:
-        yield tasks
-        for task in owned:
-            task.cancel()

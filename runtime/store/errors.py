@@ -24,7 +24,7 @@ class StoreUnavailable(StoreError):
 
 
 def fenced(name: str, token: int, newest: int) -> Fenced:
-    """The same sentence from every implementation, as for the three below."""
+    """The same sentence from every implementation, as for those below."""
     return Fenced(f"{name!r} writes with token {token}, but {newest} was seen: a newer one took over")
 
 
@@ -38,3 +38,7 @@ def skipped(step: int, committed: int) -> OutOfOrder:
 
 def claimed_late(step: int, committed: int) -> OutOfOrder:
     return OutOfOrder(f"step {step} was claimed, but {committed} is committed already")
+
+
+def not_a_number(key: str) -> ValueError:
+    return ValueError(f"key {key!r} holds something else than an integer")

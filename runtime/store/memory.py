@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from runtime.store.errors import fenced
+from runtime.store.errors import fenced, not_a_number
 from runtime.store.limits import READ_LIMIT, check_integer, check_ttl
 from runtime.store.memory_workset import MemoryWorkSet
 from runtime.store.store import Fence, Lease
@@ -75,7 +75,10 @@ class MemoryStore:
 
     async def increment(self, key: str, *, at_least: int = 0) -> int:
         check_integer("at_least", at_least)
-        number = max(int(self._keys.get(key, b"0")) + 1, at_least)
+        try:
+            number = max(int(self._keys.get(key, b"0")) + 1, at_least)
+        except ValueError:
+            raise not_a_number(key) from None
         self._keys[key] = b"%d" % number
         return number
 
@@ -130,9 +133,7 @@ class MemoryStore:
         check_integer("fence token", fence.token, least=0)
         newest = self._fences.get(fence.name, 0)
         if fence.token < newest:
-            raise Fenced(
-                f"{fence.name!r} writes with token {fence.token}, but {newest} was seen: a newer one took over"
-            )
+            raise fenced(fence.name, fence.token, newest)
         self._fences[fence.name] = fence.token
 
     def _now(self) -> float:

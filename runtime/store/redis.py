@@ -1,115 +1,115 @@
-"""RedisStore: the Store on Redis 6.2 or later, or Valkey; every method is one command or one script."""
+"""RedisStore: the store over a Redis or Valkey server; every method is one Lua script of `scripts/`, or one command."""
 
 from collections.abc import Mapping
+from typing import cast
 
-from runtime.store.errors import Fenced
+from runtime.store.errors import fenced, not_a_number
 from runtime.store.limits import READ_LIMIT, check_integer, check_ttl
-from runtime.store.redis_client import PATIENCE_S, Client
+from runtime.store.redis_link import PATIENCE_S, Argument, RedisLink, Rejected, Reply, Script, script
 from runtime.store.redis_workset import RedisWorkSet
 from runtime.store.store import Fence, Lease
 
 
 class RedisStore:
-    """State of one run under `rubato:{run}:…`; the braces keep a run in one slot of a cluster.
+    """A `Store` for the run `run_id` at `url` (`redis://`, `rediss://` or `unix://`, password inside).
 
-    `append` and `increment` repeat when a reply was lost: an event may be seen twice, a number skipped.
+    A server that is killed and comes back within `patience_s` is survived by every call; each change is still made exactly once.
     """
 
     def __init__(self, url: str, run_id: str, *, patience_s: float = PATIENCE_S) -> None:
-        self._client = Client(url, patience_s=patience_s)
-        self._prefix = f"rubato:{{{run_id}}}"
+        self._link = link = RedisLink(url, run_id, patience_s=patience_s)
+        self._keys, self._index, self._fences = link.key("keys"), link.key("index"), link.key("fences")
+        self._streams = link.key("streams")
+        self._lease_keys = (link.key("lease", "tokens"), link.key("lease", "values"), link.key("lease", "until"))
         self._worksets: dict[str, RedisWorkSet] = {}
 
+    async def version(self) -> str:
+        """Name and version of the server, from a single attempt."""
+        return await self._link.version()
+
     async def get(self, key: str) -> bytes | None:
-        return await self._client.run(lambda redis: redis.hget(self._key("kv"), key))
+        return await self._link.field(self._keys, key)
 
     async def scan(self, prefix: str) -> dict[str, bytes]:
-        pattern = "".join(f"[{c}]" if c in "*?[]" else "\\\\" if c == "\\" else c for c in prefix) + "*"
-
-        async def all_matching(redis: "object") -> dict[str, bytes]:
-            found: dict[str, bytes] = {}
-            async for key, value in redis.hscan_iter(self._key("kv"), match=pattern, count=1000):  # type: ignore[attr-defined]
-                found[key.decode()] = value
-            return found
-
-        found = await self._client.run(all_matching)
-        return {key: found[key] for key in sorted(found) if key.startswith(prefix)}
+        flat = cast("list[bytes]", await self._link.ask(script("scan"), (self._keys, self._index), prefix))
+        return {key.decode(): value for key, value in zip(flat[::2], flat[1::2], strict=True)}
 
     async def write(self, changes: Mapping[str, bytes | None], *, fence: Fence | None = None) -> None:
-        sets = [(key, value) for key, value in changes.items() if value is not None]
-        flat = [part for pair in sets for part in pair]
-        deletes = [key for key, value in changes.items() if value is None]
-        await self._fenced(fence, ["write", len(sets), *flat, *deletes])
+        flat: list[Argument] = []
+        for key, value in changes.items():
+            flat += (key, "0", b"") if value is None else (key, "1", value)
+        await self._fenced(script("once", "fence", "write"), fence, *flat)
 
     async def compare_and_set(
         self, key: str, expected: bytes | None, value: bytes, *, fence: Fence | None = None
     ) -> bool:
-        present = "0" if expected is None else "1"
-        return await self._fenced(fence, ["cas", key, present, expected or b"", value]) == 1
+        wanted: tuple[Argument, Argument] = ("0", b"") if expected is None else ("1", expected)
+        what = script("once", "fence", "compare_and_set")
+        return bool(await self._fenced(what, fence, key, *wanted, value))
 
     async def increment(self, key: str, *, at_least: int = 0) -> int:
         check_integer("at_least", at_least)
-        return int(await self._client.script("increment", [self._key("kv")], [key, at_least]))
+        try:
+            return int(await self._link.once(script("once", "increment"), (self._keys, self._index), key, at_least))
+        except Rejected:
+            raise not_a_number(key) from None
 
     async def append(self, stream: str, value: bytes, *, limit: int = 10_000) -> int:
         check_integer("limit", limit, least=1)
-        keys = [self._key(f"stream:{stream}"), self._key("kv")]
-        return int(await self._client.script("append", keys, [f"stream:{stream}", value, limit]))
+        keys = (self._streams, self._link.key("stream", stream))
+        return int(await self._link.once(script("once", "append"), keys, stream, value, limit))
 
     async def read(self, stream: str, after: int, *, wait_s: float = 0.0) -> list[tuple[int, bytes]]:
         check_integer("after", after, least=0)
-        key = self._key(f"stream:{stream}")
-        block = {"block": max(1, int(wait_s * 1000))} if wait_s > 0 else {}
-        # A cursor of 0 must not skip entry 1-0, and any other must skip all of its own millisecond: "after-0" does both.
-        reply = await self._client.run(
-            lambda redis: redis.xread({key: f"{after}-0"}, count=READ_LIMIT, **block), blocking=wait_s > 0
-        )
-        entries = _entries(reply)
-        return [(int(entry.split(b"-")[0]), fields[b"v"]) for entry, fields in entries]
+        key = self._link.key("stream", stream)
+        found = await self._read(key, after)
+        if not found and wait_s > 0:
+            await self._link.grown(key, after, wait_s)
+            found = await self._read(key, after)
+        return found
 
     async def lease(self, name: str, token: int, value: bytes, ttl_s: float) -> bool:
         check_integer("token", token, least=0)
         check_ttl(ttl_s)
-        return await self._leases("lease", name, token, value, max(1, int(ttl_s * 1000))) == 1
+        ttl_us = max(1, round(ttl_s * 1e6))
+        return bool(await self._link.ask(script("lease"), self._lease_keys, name, token, value, ttl_us))
 
     async def release(self, name: str, token: int) -> bool:
-        return await self._leases("release", name, token, b"", 0) == 1
+        return bool(await self._link.once(script("once", "release"), self._lease_keys, name, token))
 
     async def leases(self, prefix: str) -> dict[str, Lease]:
-        rows: list[list[bytes]] = await self._leases("list", prefix, 0, b"", 0)  # type: ignore[assignment]
-        found = {row[0].decode(): Lease(int(row[1]), row[2], int(row[3]) / 1000) for row in rows}
+        flat = cast("list[Reply]", await self._link.ask(script("leases"), self._lease_keys, prefix))
+        found = {
+            cast("bytes", flat[at]).decode(): Lease(
+                int(flat[at + 1]), cast("bytes", flat[at + 2]), int(flat[at + 3]) / 1e6
+            )
+            for at in range(0, len(flat), 4)
+        }
         return dict(sorted(found.items()))
 
     def workset(self, name: str) -> RedisWorkSet:
-        return self._worksets.setdefault(name, RedisWorkSet(self._client, self._key(f"ws:{name}")))
+        if name not in self._worksets:
+            self._worksets[name] = RedisWorkSet(self._link, self._link.key("ws", name))
+        return self._worksets[name]
 
     async def close(self) -> None:
-        await self._client.close()
+        await self._link.close()
 
-    async def _fenced(self, fence: Fence | None, arguments: list[object]) -> int:
+    async def _read(self, key: str, after: int) -> list[tuple[int, bytes]]:
+        flat = cast("list[bytes]", await self._link.ask(script("read"), (key,), f"0-{after + 1}", READ_LIMIT))
+        return [(index_of(entry), value) for entry, value in zip(flat[::2], flat[1::2], strict=True)]
+
+    async def _fenced(self, what: Script, fence: Fence | None, *args: Argument) -> Reply:
+        name, token = ("", "") if fence is None else (fence.name, fence.token)
         if fence is not None:
             check_integer("fence token", fence.token, least=0)
-        name, token = fence or ("", 0)
-        done = int(
-            await self._client.script("write", [self._key("kv"), self._key("fences")], [name, token, *arguments])
-        )
-        if done == -1:
-            raise Fenced(f"{name!r} writes with token {token}, but a newer one was seen: it took over")
-        return done
-
-    async def _leases(self, verb: str, name: str, token: int, value: bytes, ttl_ms: int) -> object:
-        keys = [self._key("leases"), self._key("tokens"), self._key("expiry")]
-        return await self._client.script("lease", keys, [verb, name, token, value, ttl_ms])
-
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}:{name}"
+        try:
+            return await self._link.once(what, (self._keys, self._index, self._fences), name, token, *args)
+        except Rejected as error:
+            assert fence is not None
+            raise fenced(fence.name, fence.token, error.number) from None
 
 
-def _entries(reply: object) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """The entries of the one stream that was asked for, whichever protocol version the client speaks."""
-    if not reply:
-        return []
-    if isinstance(reply, dict):
-        (entries,) = reply.values()  # type: ignore[misc]
-        return entries[0] if entries and isinstance(entries[0], list) else entries  # type: ignore[return-value]
-    return reply[0][1]  # type: ignore[index]
+def index_of(entry: bytes) -> int:
+    """Stream entries have the ids `0-<index>`."""
+    return int(entry.partition(b"-")[2])

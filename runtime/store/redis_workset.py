@@ -1,92 +1,109 @@
-"""RedisWorkSet: the WorkSet as one Lua script per act; see scripts/workset.lua for the keys."""
+"""RedisWorkSet: the WorkSet as Lua scripts, one per method, so that each is atomic and can be sent again."""
 
-from typing import Any, Literal
+from typing import Literal, cast
 
-import msgpack
-
-from runtime.store.errors import OutOfOrder, StaleEpoch
+from runtime.store.errors import StoreError, claimed_late, skipped, stale_epoch
 from runtime.store.limits import check_integer, check_item, check_note
-from runtime.store.redis_client import Client
+from runtime.store.redis_link import CLAIM, Argument, RedisLink, Rejected, Reply, script
 from runtime.store.workset import Claimed, Counts, Ended, Item
-
-STALE_EPOCH, OUT_OF_ORDER = -1, -2
 
 
 class RedisWorkSet:
-    """A `WorkSet` on Redis. A repeated `put` answers `duplicate`, a repeated `seal` or `end` False: the first one counted."""
+    """A `WorkSet` whose keys start with `key`; scripts/workset.lua lists them."""
 
-    def __init__(self, client: Client, prefix: str) -> None:
-        self._client = client
-        self._prefix = prefix
+    def __init__(self, link: RedisLink, key: str) -> None:
+        self._link = link
+        self._key = key
 
     async def put(self, item: Item) -> Literal["stored", "duplicate"]:
         check_item(item)
-        stored = await self._run("put", item.id, item.group, item.score, item.payload, item.note)
+        packed = b"%d:%b" % (item.score, item.payload)
+        stored = await self._once("put", item.id, item.group, item.score, packed, item.note)
         return "stored" if stored else "duplicate"
 
     async def end(self, id: str, group: str, fate: str, note: bytes = b"") -> bool:  # noqa: A002
         check_note(id, note)
-        return bool(await self._run("end", id, group, fate, note))
+        return bool(await self._once("end", id, group, fate, note))
 
     async def seal(self, group: str, fate: str) -> bool:
-        return bool(await self._run("seal", group, fate))
+        return bool(await self._once("seal", group, fate))
 
     async def discard(self, group: str, fate: str) -> int:
-        return int(await self._run("discard", group, fate))
+        return int(await self._once("discard", group, fate))
 
     async def claim(self, num: int, min_score: int, step: int, epoch: int) -> Claimed:
         check_integer("num", num, least=1)
         check_integer("step", step, least=1)
         check_integer("min_score", min_score)
         check_integer("epoch", epoch, least=0)
-        reply = self._checked(await self._run("claim", num, min_score, step, epoch), step, epoch)
-        _, groups, dropped, ready = reply
-        return Claimed(
-            tuple((group.decode(), tuple(_item(group, row) for row in rows)) for group, rows in groups),
-            tuple(name.decode() for name in dropped),
-            int(ready),
-        )
+        try:
+            reply = await self._link.once(CLAIM, (self._key,), num, min_score, step, epoch)
+        except Rejected as error:
+            raise _refusal(error, step, epoch) from None
+        ready, dropped, flat = cast("tuple[int, list[bytes], list[Reply]]", reply)
+        groups = tuple((_text(flat[at]), _items(flat[at], flat[at + 1])) for at in range(0, len(flat), 2))
+        return Claimed(groups, tuple(map(_text, dropped)), ready)
 
     async def commit(self, step: int, epoch: int) -> int:
         check_integer("step", step, least=1)
         check_integer("epoch", epoch, least=0)
-        reply = await self._run("commit", step, epoch)
-        return int(self._checked(reply, step, epoch)) if not isinstance(reply, int) else reply
+        try:
+            return int(await self._once("commit", step, epoch))
+        except Rejected as error:
+            raise _refusal(error, step, epoch) from None
 
     async def new_epoch(self, at_least: int = 0) -> int:
         check_integer("at_least", at_least)
-        return int(await self._run("new_epoch", at_least))
+        return int(await self._once("new_epoch", at_least))
 
     async def members(self, group: str) -> tuple[str, ...]:
-        return tuple(name.decode() for name in await self._run("members", group))
+        ids = cast("list[bytes]", await self._link.ask(script("members"), (f"{self._key}:group:{group}",)))
+        return tuple(sorted(map(_text, ids)))
 
     async def ended(self, after: int, *, limit: int = 1000) -> list[Ended]:
         check_integer("limit", limit, least=1)
-        return [_ended(packed) for packed in await self._run("ended", after, limit)]
+        first = f"0-{max(after, 0) + 1}"
+        entries = cast(
+            "list[tuple[bytes, list[bytes]]]", await self._link.ask(script("ended"), (self._log,), first, limit)
+        )
+        return [_ended(entry, fields) for entry, fields in entries]
 
     async def trim(self, through: int) -> None:
-        await self._run("trim", through)
+        await self._link.ask(script("trim"), (self._log,), f"0-{max(through, 0) + 1}")
 
     async def counts(self) -> Counts:
-        *numbers, steps = await self._run("counts")
-        return Counts(*map(int, numbers), bound_steps=tuple(sorted(int(step) for step in steps)))
+        reply = await self._link.ask(script("once", "workset", "counts"), (self._key, self._key))
+        *sizes, steps = cast("tuple[int, int, int, int, int, int, list[bytes]]", tuple(reply))
+        return Counts(*sizes, bound_steps=tuple(map(int, steps)))
 
-    async def _run(self, verb: str, *arguments: object) -> Any:
-        return await self._client.script("workset", [self._prefix], [verb, *arguments])
+    @property
+    def _log(self) -> str:
+        return f"{self._key}:log"
 
-    def _checked(self, reply: Any, step: int, epoch: int) -> Any:
-        if reply[0] == STALE_EPOCH:
-            raise StaleEpoch(f"epoch {epoch} acts, but {reply[1]} is the newest: another claimer took over")
-        if reply[0] == OUT_OF_ORDER:
-            raise OutOfOrder(f"step {step} was asked for, but {reply[1]} is the last committed one")
-        return reply
+    async def _once(self, name: str, *args: Argument) -> Reply:
+        return await self._link.once(script("once", "workset", name), (self._key,), *args)
 
 
-def _item(group: bytes, row: list[bytes]) -> Item:
-    item_id, score, payload, note = row
-    return Item(item_id.decode(), group.decode(), int(score), payload, note)
+def _refusal(error: Rejected, step: int, epoch: int) -> StoreError:
+    if error.code == "STALE_EPOCH":
+        return stale_epoch(epoch, error.number)
+    return claimed_late(step, error.number) if error.code == "CLAIMED_LATE" else skipped(step, error.number)
 
 
-def _ended(packed: bytes) -> Ended:
-    index, item_id, group, fate, step, epoch, note = msgpack.unpackb(packed, raw=True)
-    return Ended(int(index), item_id.decode(), group.decode(), fate.decode(), int(step), int(epoch), note)
+def _text(name: bytes) -> str:
+    return name.decode()
+
+
+def _items(group: bytes, flat: list[bytes]) -> tuple[Item, ...]:
+    """{id, "<score>:<payload>", note, ...} as the claim script tells them."""
+    items: list[Item] = []
+    for at in range(0, len(flat), 3):
+        score, _, payload = flat[at + 1].partition(b":")
+        items.append(Item(_text(flat[at]), _text(group), int(score), payload, flat[at + 2]))
+    return tuple(items)
+
+
+def _ended(entry: bytes, fields: list[bytes]) -> Ended:
+    _, item_id, _, group, _, fate, _, step, _, epoch, _, note = fields
+    index = int(entry.partition(b"-")[2])
+    return Ended(index, _text(item_id), _text(group), _text(fate), int(step), int(epoch), note)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from actors.config import ModelSection
-from actors.engines.engine import EngineError, Work
+from actors.engines.engine import EngineDead, EngineError, Work
 from actors.engines.section import EngineSection
 from actors.engines.tokens import joined, unpack_ids, unpack_logprobs
 from actors.engines.torch_engine import TorchEngine
@@ -133,3 +133,21 @@ def test_the_worker_is_imported_without_torch():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
 
     assert out.stdout.strip() == "False"
+
+
+async def test_a_step_that_fails_ends_the_engine_and_everybody_hears_why(tmp_path):
+    engine = await started(write_model(tmp_path))
+
+    def broken(rows):
+        raise RuntimeError("out of memory")
+
+    engine._runner.step = broken
+    results = await asyncio.gather(
+        *(collect(engine, Work(f"r{i}", "", (5, 6), Sampling(4))) for i in range(6)), return_exceptions=True
+    )
+    with pytest.raises(EngineDead, match="out of memory"):
+        await engine.suspend()
+    await engine.stop()
+
+    assert {type(result) for result in results} == {EngineDead}
+    assert all("out of memory" in str(result) for result in results)

@@ -47,6 +47,7 @@ class Server(Actor):
         self.notes: list[int] = []
         self.hanging = 0
         self.cancelled = 0
+        self.two_hang, self.one_cancelled = asyncio.Event(), asyncio.Event()
 
     @handler
     async def echo(self, request: Echo) -> Echoed:
@@ -59,10 +60,13 @@ class Server(Actor):
     @handler(concurrency=4)
     async def hang(self, request: Hang) -> Ack:
         self.hanging += 1
+        if self.hanging == 2:
+            self.two_hang.set()
         try:
             await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
             self.cancelled += 1
+            self.one_cancelled.set()
             raise
         return Ack()
 
@@ -166,11 +170,9 @@ async def test_an_ask_ends_at_its_deadline_and_the_work_is_cancelled_with_the_as
         with pytest.raises(Unknown):
             await client.ref("server").ask(Hang(), timeout=0.2)
         asking = made.tasks.create_task(client.ref("server").ask(Hang(), timeout=60))
-        while server.hanging < 2:
-            await asyncio.sleep(0)
+        await server.two_hang.wait()
         asking.cancel()
-        while server.cancelled < 1:
-            await asyncio.sleep(0)
+        await server.one_cancelled.wait()
 
         assert server.cancelled >= 1
 

@@ -154,7 +154,7 @@ def loop(settings: Settings, folder: Path, threads: int) -> Iterator[Point]:
     seeds = random.Random(run.seed)
     began = time.perf_counter()
     for step in range(1, run.steps + 1):
-        tasks = [seeds.randrange(1 << 31) for _ in range(train.batch_groups) for _ in (0,)]
+        tasks = [seeds.randrange(1 << 31) for _ in range(train.batch_groups)]
         played = sampler.play([t for t in tasks for _ in range(train.group_size)], version=step - 1, split="train")
         groups = [played[i : i + train.group_size] for i in range(0, num, train.group_size)]
         engine.train(step, groups)

@@ -1,7 +1,14 @@
--- Entry n of a stream has the id n-0, so a reader's cursor is a plain number.
--- KEYS[1] …:stream:NAME  STREAM  entries, field v
--- KEYS[2] …:kv           HASH    'stream:NAME' -> last index
--- ARGV: index key, value, limit
-local n = redis.call('HINCRBY', KEYS[2], ARGV[1], 1)
-redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[3], string.format('%.0f-0', n), 'v', ARGV[2])
-return n
+-- Store.append: add an entry to a stream and return its index; only the newest `limit` entries stay.
+--
+-- KEYS[1]  STRING op slot, see once.lua
+-- KEYS[2]  HASH   rubato:{run}:streams        stream name -> index of its newest entry
+-- KEYS[3]  STREAM rubato:{run}:stream:<name>  entry ids are 0-<index>, one field "v"
+-- ARGV     number, stream name, value, limit
+
+local done = replay()
+if done then
+  return done
+end
+local index = redis.call('HINCRBY', KEYS[2], ARGV[2], 1)
+redis.call('XADD', KEYS[3], 'MAXLEN', ARGV[4], string.format('0-%.0f', index), 'v', ARGV[3])
+return answer(index)

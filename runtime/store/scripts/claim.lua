@@ -25,7 +25,11 @@ local function report(dropped)
   return { redis.call('ZCARD', READY), dropped, groups }
 end
 
-if replay() then
+local done = replay()
+if done and done ~= 1 then
+  return done
+end
+if done then
   local kept = redis.call('GET', KEYS[3])
   return report(kept and cmsgpack.unpack(kept) or {})
 end

@@ -23,6 +23,6 @@ for _, group in ipairs(redis.call('ZRANGE', step_key(ARGV[2]), 0, -1)) do
 end
 redis.call('DEL', step_key(ARGV[2]))
 redis.call('ZREM', STEPS, ARGV[2])
-redis.call('HINCRBY', SET, 'bound', -num)
+redis.call('HINCRBY', SET, 'bound', 0 - num) -- -0 is no integer to Redis
 redis.call('HSET', SET, 'committed', ARGV[2], 'epoch', ARGV[3])
 return answer(num)

@@ -1,5 +1,19 @@
--- KEYS[1] …:kv  HASH  key -> value
--- ARGV: key, at least
-local number = math.max(tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or '0') + 1, tonumber(ARGV[2]))
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f', number))
-return number
+-- Store.increment: max(stored + 1, at least), stored and returned; "NOTANUMBER" where the key holds something else.
+--
+-- KEYS[1]  STRING op slot, see once.lua
+-- KEYS[2]  HASH   rubato:{run}:keys   key -> value
+-- KEYS[3]  ZSET   rubato:{run}:index  every key of that hash with score 0
+-- ARGV     number, key, at least
+
+local done = replay()
+if done then
+  return done
+end
+local number = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or '0')
+if not number then
+  return redis.error_reply('NOTANUMBER 0')
+end
+number = math.max(number + 1, tonumber(ARGV[3]))
+redis.call('HSET', KEYS[2], ARGV[2], string.format('%.0f', number))
+redis.call('ZADD', KEYS[3], 0, ARGV[2])
+return answer(number)

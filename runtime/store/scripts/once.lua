@@ -1,17 +1,19 @@
 -- Put in front of every script that changes something: a call whose reply was lost is sent again, but takes effect once.
 --
 -- KEYS[1]  STRING rubato:{run}:op:<client>:<slot>  "<number>:<reply>" of the newest call in this slot; expires
--- ARGV[1]  the number of this call; a slot has one call at a time, so a number is never seen after a later one
+-- ARGV[1]  the number of this call; a slot has one call at a time, and numbers rise
 --
 -- Replies kept this way are integers. `replay` returns the kept one (nil: not run yet), `answer` keeps and returns one.
 
 local KEPT_S = 900 -- far longer than any client goes on retrying
 
 local function replay()
-  local kept = redis.call('GET', KEYS[1])
-  local mark = ARGV[1] .. ':'
-  if kept and string.sub(kept, 1, #mark) == mark then
-    return tonumber(string.sub(kept, #mark + 1))
+  local number, reply = string.match(redis.call('GET', KEYS[1]) or '', '^(%d+):(.*)$')
+  if number == ARGV[1] then
+    return tonumber(reply)
+  end
+  if number and tonumber(number) > tonumber(ARGV[1]) then
+    return redis.error_reply('ABANDONED the caller has gone on to another call')
   end
   return nil
 end

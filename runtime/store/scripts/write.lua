@@ -1,24 +1,26 @@
--- Set and delete keys in one step, unless the writer was replaced.
--- KEYS[1] …:kv      HASH  key -> value
--- KEYS[2] …:fences  HASH  fence name -> highest token seen
--- ARGV: fence name ('' for none), fence token, mode ('write' or 'cas'), then
---   write: num sets, (key, value)…, keys to delete…
---   cas:   key, expected present ('1'/'0'), expected, value
--- Returns 1 when done, 0 when a compare failed, -1 when fenced.
-if ARGV[1] ~= '' then
-  local newest = tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or '0')
-  if tonumber(ARGV[2]) < newest then return -1 end
-  redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+-- Store.write: set or delete keys in one step.
+--
+-- KEYS[1]  STRING op slot, see once.lua
+-- KEYS[2]  HASH   rubato:{run}:keys    key -> value
+-- KEYS[3]  ZSET   rubato:{run}:index   every key of that hash with score 0, for prefix scans in byte order
+-- KEYS[4]  HASH   rubato:{run}:fences  see fence.lua
+-- ARGV     number, fence name, fence token, then (key, "1" to set or "0" to delete, value) for each change
+
+local done = replay()
+if done then
+  return done
 end
-if ARGV[3] == 'cas' then
-  local held = redis.call('HGET', KEYS[1], ARGV[4])
-  if held == ARGV[7] then return 1 end -- a retry after a lost reply
-  if ARGV[5] == '1' and held ~= ARGV[6] then return 0 end
-  if ARGV[5] == '0' and held then return 0 end
-  redis.call('HSET', KEYS[1], ARGV[4], ARGV[7])
-  return 1
+local refused = fenced()
+if refused then
+  return refused
 end
-local sets = tonumber(ARGV[4])
-for i = 1, sets do redis.call('HSET', KEYS[1], ARGV[3 + 2 * i], ARGV[4 + 2 * i]) end
-for i = 5 + 2 * sets, #ARGV do redis.call('HDEL', KEYS[1], ARGV[i]) end
-return 1
+for at = 4, #ARGV, 3 do
+  if ARGV[at + 1] == '1' then
+    redis.call('HSET', KEYS[2], ARGV[at], ARGV[at + 2])
+    redis.call('ZADD', KEYS[3], 0, ARGV[at])
+  else
+    redis.call('HDEL', KEYS[2], ARGV[at])
+    redis.call('ZREM', KEYS[3], ARGV[at])
+  end
+end
+return answer(1)

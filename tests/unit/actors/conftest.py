@@ -12,6 +12,7 @@ from bus.errors import NotSent
 from runtime.actor import RunInfo
 from runtime.observe.log import logger
 from runtime.observe.metrics import Metrics
+from runtime.observe.trace import Trace
 from runtime.observe.waits import Waits
 from runtime.store.memory import MemoryStore
 
@@ -39,7 +40,7 @@ class FakeRef:
     def __init__(self, context, target):
         self.name, self._context = target, context
 
-    async def ask(self, request, *, timeout):
+    async def ask(self, request, *, timeout, retry=True):
         """Like the real one: waits for an actor that is not there, up to the deadline."""
         self._context.asked.append((self.name, request))
         try:
@@ -63,6 +64,7 @@ class FakeContext:
         self.name, self.incarnation, self.run = name, 1, RunInfo("test", Path("run"), 1, 1)
         self.store, self.blobs, self.rng = store, None, random.Random(1)
         self.log, self.metrics, self.waits = logger("test"), Metrics(), Waits()
+        self.trace = Trace(None)
         self.tasks = tasks
         self.changed = asyncio.Event()
         self.actors: dict[str, Callable[[Any], Awaitable[Any]]] = {}

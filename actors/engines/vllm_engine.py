@@ -1,0 +1,225 @@
+"""The production engine: vLLM's AsyncLLM behind the Engine seam, its model in processes of vLLM's own."""
+
+import asyncio
+import importlib
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from actors.config import ModelSection
+from actors.engines.chance import bits
+from actors.engines.engine import Capabilities, Chunk, EngineDead, EngineError, Load, Work
+from actors.engines.handover import handed_over
+from actors.engines.rate import Rate
+from actors.engines.section import EngineSection
+from actors.engines.sequence import Sequence, check
+from actors.engines.vllm_setup import first_line, launch, prepare_environment
+from actors.engines.weights_check import Expected
+
+STOP_S = 15.0
+"""Longest the processes of vLLM may take to end before they are killed."""
+
+
+class _Request:
+    """One request: what vLLM collects for it, and under which version each token was sampled."""
+
+    def __init__(self, sequence: Sequence, version: int) -> None:
+        self.sequence = sequence
+        self.collector: Any = None
+        """vLLM's RequestOutputCollector, once it was added."""
+        self.num_taken = 0
+        self.marks = [(0, version)]
+        """(number of the first token, version), ascending."""
+        self.aborted = False
+
+    def mark(self, version: int) -> None:
+        """What was not sampled yet comes under `version`. Tokens that nobody has taken out of the collector count as sampled."""
+        output = None if self.collector is None else self.collector.output
+        waiting = len(output.outputs[0].token_ids) if hasattr(output, "outputs") else 0
+        self.marks.append((self.num_taken + waiting, version))
+
+    def take(self, output: Any) -> None:
+        """Add one of vLLM's outputs to the sequence."""
+        completion = output.outputs[0]
+        for token, candidates in zip(completion.token_ids, completion.logprobs or (), strict=True):
+            while len(self.marks) > 1 and self.marks[1][0] <= self.num_taken:
+                del self.marks[0]
+            self.sequence.sampled(token, candidates[token].logprob, self.marks[0][1])
+            self.num_taken += 1
+        if output.finished and not self.sequence.finish_reason:
+            if completion.finish_reason == "error":
+                raise EngineError(f"request {self.sequence.work.request_id} failed inside vLLM; its log says why")
+            self.sequence.finish_reason = "aborted"
+
+
+class VllmEngine:
+    """Lives on one event loop. Commands go to vLLM's engine-core process, which heeds them between two steps."""
+
+    def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
+        self.capabilities = Capabilities(
+            "vllm",
+            keeps_kv_on_update=section.kv_on_update == "keep",
+            prefix_cache=section.prefix_cache,
+            draws_by_position=False,
+        )
+        self._folder, self._model, self._section = folder, model, section
+        self._llm: Any = None
+        self._expected: Expected | None = None
+        self._vocab_size = 0
+        self._requests: dict[str, _Request] = {}
+        self._version = 0
+        self._suspended = False
+        self._boundary = asyncio.Lock()
+        """Held while a request is added or the weights change, so that each token's version is certain."""
+        self._rate = Rate()
+
+    async def start(self) -> None:
+        section = self._section
+        prepare_environment(self._model.torch_threads, section.num_slots)
+        self._expected = await asyncio.to_thread(Expected.of_folder, self._folder)
+        self._llm = await asyncio.to_thread(launch, self._folder, self._model, section)
+        self._vocab_size = self._llm.model_config.get_vocab_size()
+
+    async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
+        llm = self._started()
+        check(work, self._section.max_len, self._vocab_size)
+        if work.request_id in self._requests:
+            raise EngineError(f"request {work.request_id} runs already; a request id is used once at a time")
+        sequence = Sequence(work, self._section.max_len)
+        if sequence.finish_reason:
+            yield sequence.chunk()
+            return
+        request = self._requests[work.request_id] = _Request(sequence, self._version)
+        over = False
+        try:
+            await self._add(llm, request)
+            while not over:
+                output = await self._next(request)
+                self._rate.add(asyncio.get_running_loop().time(), len(output.outputs[0].token_ids))
+                request.take(output)
+                over = output.finished
+                yield sequence.chunk()
+        finally:
+            del self._requests[work.request_id]
+            if not over and not llm.errored:
+                await llm.abort(work.request_id)
+
+    async def abort(self, request_id: str) -> None:
+        llm = self._started()
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.aborted = True
+            await llm.abort(request_id)
+
+    async def suspend(self) -> None:
+        async with self._boundary:
+            if not self._suspended:
+                await self._pause(self._started())
+                self._suspended = True
+
+    async def resume(self) -> None:
+        async with self._boundary:
+            if self._suspended:
+                await self._started().resume_generation()
+                self._suspended = False
+
+    async def update(self, version: int, weights: memoryview) -> float:
+        """The image is checked and copied while vLLM goes on; the pause is the reload itself, and stopping between two steps."""
+        llm, expected = self._started(), self._expected
+        assert expected is not None
+        await asyncio.to_thread(expected.check, weights, f"weights version {version}")
+        with ExitStack() as stack:
+            path = await asyncio.to_thread(stack.enter_context, handed_over(weights))
+            async with self._boundary:
+                began = asyncio.get_running_loop().time()
+                if not self._suspended:
+                    await self._pause(llm)
+                await self._swap(llm, version, path, expected.names)
+                if not self._suspended:
+                    await llm.resume_generation()
+                return asyncio.get_running_loop().time() - began
+
+    def load(self) -> Load:
+        self._started()
+        running = min(len(self._requests), self._section.num_slots)
+        speed = self._rate.per_second(asyncio.get_running_loop().time())
+        waiting = len(self._requests) - running
+        return Load(self._section.num_slots, waiting, running, speed, self._version, self._suspended)
+
+    async def stop(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        for request in self._requests.values():
+            request.aborted = True
+        await llm.abort(list(self._requests))
+        await asyncio.to_thread(llm.shutdown, STOP_S)
+        if llm.output_handler is not None:
+            await asyncio.wait([llm.output_handler], timeout=STOP_S)
+
+    # -- vLLM -------------------------------------------------------------------------------------------------------
+
+    async def _add(self, llm: Any, request: _Request) -> None:
+        sequence, work = request.sequence, request.sequence.work
+        async with self._boundary:
+            request.marks = [(0, self._version)]
+            try:
+                prompt = {"type": "token", "prompt_token_ids": sequence.tokens.copy()}
+                request.collector = await llm.add_request(work.request_id, prompt, self._params(sequence))
+            except Exception as error:  # noqa: BLE001 - vLLM raises what its many parts raise
+                raise self._failed(f"request {work.request_id}", error) from error
+        if request.aborted:
+            await llm.abort(work.request_id)
+
+    async def _next(self, request: _Request) -> Any:
+        try:
+            return request.collector.get_nowait() or await request.collector.get()
+        except Exception as error:  # noqa: BLE001 - vLLM raises what its many parts raise
+            raise self._failed(f"request {request.sequence.work.request_id}", error) from error
+
+    def _params(self, sequence: Sequence) -> Any:
+        library: Any = importlib.import_module("vllm.sampling_params")
+        sampling = sequence.work.sampling
+        return library.SamplingParams(
+            max_tokens=sequence.max_tokens - len(sequence.tokens),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=bits(sequence.key, len(sequence.tokens)) >> 2,
+            stop_token_ids=sorted(sequence.stop_ids),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=library.RequestOutputKind.DELTA,
+        )
+
+    async def _pause(self, llm: Any) -> None:
+        """Returns once no step runs and every token sampled before has reached its collector."""
+        await llm.pause_generation(mode="keep", clear_cache=False)
+        outputs = llm.engine_core.outputs_queue
+        while not outputs.empty():
+            await asyncio.sleep(0)
+
+    async def _swap(self, llm: Any, version: int, path: str, names: list[str]) -> None:
+        try:
+            await llm.collective_rpc("swap_weights", args=(path, names))
+            if self._section.kv_on_update == "recompute":
+                await llm.reset_prefix_cache(reset_running_requests=True)
+        except Exception as error:
+            text = f"vLLM broke while it loaded weights version {version}, and can't go on: {first_line(error)}"
+            raise EngineDead(text) from error
+        self._version = version
+        for request in self._requests.values():
+            request.mark(version)
+
+    def _failed(self, what: str, error: Exception) -> EngineError:
+        if self._llm is None or self._llm.errored:
+            return EngineDead(f"{what}: the vLLM engine is not running any more ({first_line(error)})")
+        return EngineError(f"{what} was refused by vLLM: {first_line(error)}")
+
+    def _started(self) -> Any:
+        if self._llm is None:
+            raise EngineDead("the engine is not running: start it first")
+        if self._llm.errored:
+            raise EngineDead("the vLLM engine-core process ended; its log says why")
+        return self._llm

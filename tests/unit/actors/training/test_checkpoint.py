@@ -1,0 +1,61 @@
+import errno
+
+import pytest
+
+from actors.training import checkpoint
+from actors.training.engine import TrainError
+
+FILES = {"model.safetensors": b"weights", "optimizer.safetensors": b"moments"}
+
+
+def test_a_checkpoint_reads_back_with_its_step_and_epoch(tmp_path):
+    checkpoint.write(tmp_path / "step_5", FILES, {}, step=5, epoch=2)
+
+    manifest = checkpoint.check(tmp_path / "step_5")
+
+    assert (manifest.step, manifest.epoch, set(manifest.files)) == (5, 2, set(FILES))
+
+
+def test_the_newest_complete_checkpoint_is_found_and_a_truncated_one_passed_over(tmp_path):
+    for step in (5, 10):
+        checkpoint.write(tmp_path / f"step_{step}", FILES, {}, step=step, epoch=1)
+    (tmp_path / "step_10" / "model.safetensors").write_bytes(b"wei")
+
+    found, passed_over = checkpoint.newest(tmp_path)
+
+    assert found == tmp_path / "step_5"
+    assert len(passed_over) == 1
+    assert "model.safetensors is truncated" in passed_over[0]
+
+
+@pytest.mark.parametrize("missing", ["manifest.json", "model.safetensors"])
+def test_a_missing_file_is_one_sentence(tmp_path, missing):
+    checkpoint.write(tmp_path / "step_1", FILES, {}, step=1, epoch=1)
+    (tmp_path / "step_1" / missing).unlink()
+
+    with pytest.raises(TrainError, match=missing):
+        checkpoint.check(tmp_path / "step_1")
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
+    checkpoint.write(tmp_path / "step_1", FILES, {}, step=1, epoch=1)
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    with pytest.raises(TrainError, match="No space left"):
+        checkpoint.write(tmp_path / "step_2", FILES, {}, step=2, epoch=1)
+
+    found, passed_over = checkpoint.newest(tmp_path)
+    assert (found, passed_over) == (tmp_path / "step_1", [])
+    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_old_checkpoints_are_pruned_by_step_and_not_by_name(tmp_path):
+    for step in (2, 9, 10):
+        checkpoint.write(tmp_path / f"step_{step}", FILES, {}, step=step, epoch=1)
+
+    checkpoint.prune(tmp_path, 2)
+
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_9"]

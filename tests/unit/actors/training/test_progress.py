@@ -1,0 +1,36 @@
+import json
+import math
+
+import pytest
+
+from actors.training.progress import Rows, batch_metrics
+
+
+def test_rows_after_the_checkpoint_and_a_torn_line_are_forgotten(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time/wall_s": 2.0}\n{"step": 2, "time/wall_s": 4.0}\n{"step": 3}\n{"st')
+
+    rows = Rows(path)
+    rows.truncate(2)
+    rows.append({"step": 3, "reward/mean": 0.5})
+
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    assert rows.wall_s == 4.0
+
+
+def test_a_figure_that_is_not_finite_is_left_out(tmp_path):
+    rows = Rows(tmp_path / "metrics.jsonl")
+
+    rows.append({"step": 1, "policy/kl": math.nan, "optim/lr": 0.1})
+
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "optim/lr": 0.1}
+
+
+def test_ages_count_from_the_version_the_update_starts_from(trajectory):
+    group = [trajectory([1, 2], [0, 1], version=version) for version in (3, 4)]
+
+    found = batch_metrics([group], 5)
+
+    assert found["staleness/max"] == 1.0
+    assert found["staleness/mean"] == pytest.approx(0.5)
+    assert found["rollout/len_mean"] == 2.0

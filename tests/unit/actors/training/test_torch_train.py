@@ -1,0 +1,112 @@
+import pytest
+
+from actors.config import ModelSection, TrainSection
+from actors.training.engine import TrainError
+from actors.training.torch_train import TorchTrainEngine
+
+PROMPT, GOOD, BAD = [4, 5, 6], 7, 8
+
+
+@pytest.fixture
+def engine(model_folder):
+    def make(checkpoint=None, **options):
+        train = TrainSection(**{"lr": 5e-3, "minibatches": 1, **options})
+        found = TorchTrainEngine(ModelSection(path=str(model_folder)), train, steps=10, seed=1)
+        found.load(model_folder, checkpoint)
+        return found
+
+    return make
+
+
+def group_of(engine, trajectory, version=0):
+    """Four rollouts of one prompt: the good token is rewarded."""
+    found = []
+    for token in (GOOD, BAD, GOOD, BAD):
+        logprobs = engine.logprobs([[*PROMPT, token]])[0]
+        kept = [0.0, 0.0, 0.0, logprobs[3]]
+        found.append(trajectory([*PROMPT, token], [0, 0, 0, 1], kept, float(token == GOOD), version))
+    return found
+
+
+def test_training_raises_the_probability_of_what_was_rewarded(engine, trajectory):
+    subject = engine()
+    before = subject.logprobs([[*PROMPT, GOOD]])[0][3]
+
+    for step in range(1, 6):
+        subject.train(step, [group_of(subject, trajectory, step - 1)])
+
+    assert subject.logprobs([[*PROMPT, GOOD]])[0][3] > before + 0.5
+
+
+def test_on_policy_the_ratio_is_one_and_kl_zero(engine, trajectory):
+    subject = engine()
+
+    result = subject.train(1, [group_of(subject, trajectory)])
+
+    assert result.metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert result.metrics["policy/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert result.metrics["policy/mismatch_kl"] == pytest.approx(0.0, abs=1e-5)
+    assert result.metrics["reward/mean"] == 0.5
+    assert result.num_tokens == 16
+
+
+def test_a_batch_without_spread_changes_nothing_but_the_step(engine, trajectory):
+    subject = engine()
+    before = bytes(subject.export()[0])
+
+    result = subject.train(1, [[trajectory([*PROMPT, GOOD], [0, 0, 0, 1], reward=1.0)] * 2])
+
+    assert bytes(subject.export()[0]) == before
+    assert result.num_tokens == 0
+    assert result.metrics["reward/zero_std_frac"] == 1.0
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(engine, trajectory, tmp_path):
+    subject = engine()
+    batches = [[group_of(subject, trajectory)] for _ in range(2)]
+    subject.train(1, batches[0])
+    subject.save(tmp_path / "step_1", epoch=3)
+    subject.train(2, batches[1])
+
+    resumed = engine()
+    stands_at = resumed.load(tmp_path, tmp_path / "step_1")
+    resumed.train(2, batches[1])
+
+    assert stands_at == (1, 3)
+    assert bytes(resumed.export()[0]) == bytes(subject.export()[0])
+
+
+def test_a_checkpoint_is_a_model_folder_that_hf_tools_load(engine, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    engine().save(tmp_path / "step_0", epoch=1)
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step_0", local_files_only=True)
+
+    assert loaded.config.model_type == "qwen3"
+
+
+def test_exported_weights_carry_hf_names_and_no_tied_head(engine):
+    from safetensors.torch import load
+
+    names = set(load(b"".join(bytes(part) for part in engine().export())))
+
+    assert "model.embed_tokens.weight" in names
+    assert "model.layers.1.self_attn.q_norm.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_a_folder_without_weights_is_refused_in_one_sentence(tmp_path):
+    subject = TorchTrainEngine(ModelSection(), TrainSection(), steps=1, seed=1)
+
+    with pytest.raises(TrainError, match=r"has no \*\.safetensors"):
+        subject.load(tmp_path, None)
+
+
+def test_the_learning_rate_warms_up_and_falls_linearly(engine, trajectory):
+    subject = engine(lr=1e-3, lr_final=0.1, warmup_steps=2)
+    group = group_of(subject, trajectory)
+
+    rates = [subject.train(step, [group]).metrics["optim/lr"] for step in (1, 2, 10)]
+
+    assert rates == pytest.approx([0.5e-3, 0.9e-3, 0.1e-3])
