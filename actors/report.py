@@ -22,6 +22,7 @@ class Run(NamedTuple):
     rows: list[Row]
     fates: Counter[str]
     alpha: int
+    steps: int
     model: str
     task: str
     deaths: list[tuple[float, str]]
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{run.folder}: no step was finished, so there is nothing to report", file=sys.stderr)  # noqa: T201
         return 1
     verdict = summary(run)
-    draw(run, verdict[0].removeprefix("done: "), run.folder / "report.png")
+    draw(run, verdict[0], run.folder / "report.png")
     print("\n" + "\n".join(verdict))  # noqa: T201
     return 0
 
@@ -51,7 +52,7 @@ def read_run(folder: Path) -> Run:
     deaths = [(0.0, str(line.get("died", line.get("name", "")))) for line in log if line.get("event") == "died"]
     env = str(config.get("env", {}).get("class", "")).rsplit(":", 1)[-1]
     model = str(config.get("model", {}).get("path", ""))
-    return Run(folder, rows, fates, int(config["staleness"]["alpha"]), model, env, deaths, len(deaths))
+    return Run(folder, rows, fates, int(config["staleness"]["alpha"]), int(config["run"]["steps"]), model, env, deaths, len(deaths))
 
 
 def summary(run: Run) -> list[str]:
@@ -64,8 +65,10 @@ def summary(run: Run) -> list[str]:
     dropped = run.fates.get("stale", 0)
     age = max(r.get("staleness/max", 0.0) for r in rows)
     eval_text = f" (held-out {held_out[-1]:.2f})" if held_out else ""
+    steps, wanted = int(rows[-1]["step"]), run.steps
+    reached = "done" if steps >= wanted else f"stopped at step {steps} of {wanted}"
     return [
-        f"done: reward {first['reward/mean']:.2f} → {reward:.2f}{eval_text} in {int(rows[-1]['step'])} steps, {_duration(wall)}"
+        f"{reached}: reward {first['reward/mean']:.2f} → {reward:.2f}{eval_text} in {steps} steps, {_duration(wall)}"
         f" · {sum(run.fates.values()):,} samples, {dropped} dropped, age ≤ {age:.0f} · {run.restarts} restarts",
         _busy_line(rows),
         f"report {run.folder / 'report.png'} · trace.json opens in ui.perfetto.dev · next: edit configs/quickstart.yaml or read docs/embedding.md",

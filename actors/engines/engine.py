@@ -14,6 +14,8 @@ class Capabilities(NamedTuple):
     """Running requests go on across an update without recomputing their KV cache."""
     prefix_cache: bool = False
     resumes_partial: bool = True
+    draws_by_position: bool = True
+    """A seeded request that goes on elsewhere samples the very tokens it would have sampled here."""
 
 
 class Work(NamedTuple):

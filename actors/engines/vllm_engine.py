@@ -95,10 +95,13 @@ class VllmEngine:
         try:
             await self._add(llm, request)
             while not over:
-                output = await self._next(request)
-                self._rate.add(asyncio.get_running_loop().time(), len(output.outputs[0].token_ids))
-                request.take(output)
-                over = output.finished
+                if request.collector is None:
+                    sequence.finish_reason, over = "aborted", True
+                else:
+                    output = await self._next(request)
+                    self._rate.add(asyncio.get_running_loop().time(), len(output.outputs[0].token_ids))
+                    request.take(output)
+                    over = output.finished
                 yield sequence.chunk()
         finally:
             del self._requests[work.request_id]
@@ -161,8 +164,11 @@ class VllmEngine:
     # -- vLLM -------------------------------------------------------------------------------------------------------
 
     async def _add(self, llm: Any, request: _Request) -> None:
+        """Give vLLM the request, unless it was aborted meanwhile."""
         sequence, work = request.sequence, request.sequence.work
         async with self._boundary:
+            if request.aborted:
+                return
             request.marks = [(0, self._version)]
             try:
                 prompt = {"type": "token", "prompt_token_ids": sequence.tokens.copy()}

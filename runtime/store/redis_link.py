@@ -149,9 +149,13 @@ class RedisLink:
         loop = asyncio.get_running_loop()
         began, pause_s = loop.time(), FIRST_PAUSE_S
         budget_s = self._patience_s if budget_s is None else budget_s
+        task = asyncio.current_task()
+        cancelled = task.cancelling() if task else 0
         while True:
             try:
-                return await call()
+                reply = await call()
+                _honour(task, cancelled)
+                return reply
             except (*TEMPORARY, *REFUSALS) as error:
                 if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):  # redis-py may wrap the latter
                     raise self._refused() from error
@@ -159,6 +163,7 @@ class RedisLink:
                     raise self._away(loop.time() - began, error) from error
             except ResponseError as error:
                 raise _rejection(self.url, error) from error
+            _honour(task, cancelled)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -181,7 +186,14 @@ class RedisLink:
 
     async def _command(self, *words: Argument) -> Reply:
         send = cast("Callable[..., Awaitable[Reply]]", self._redis.execute_command)  # pyright: ignore[reportUnknownMemberType]
-        return await send(*words)
+        async with asyncio.timeout(REPLY_S):
+            return await send(*words)
+
+
+def _honour(task: "asyncio.Task[Any] | None", before: int) -> None:
+    """redis-py loses a cancellation that meets a reply in the same tick; raise it here, or its task would never end."""
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
 
 
 def _connect(url: str) -> "Redis":
@@ -190,7 +202,7 @@ def _connect(url: str) -> "Redis":
         protocol=2,
         retry=Retry(NoBackoff(), 0),
         socket_connect_timeout=CONNECT_S,
-        socket_timeout=REPLY_S,
+        socket_timeout=None,  # redis-py would use wait_for, which in Python 3.11 loses a cancellation
         max_connections=MAX_CALLS + MAX_READERS + 1,
     )
 

@@ -16,6 +16,7 @@ from bus.errors import NotSent
 from runtime.actor import RunInfo
 from runtime.observe.log import logger
 from runtime.observe.metrics import Metrics
+from runtime.observe.trace import Trace
 from runtime.observe.waits import Waits
 from runtime.store.errors import StoreUnavailable
 from runtime.store.memory import MemoryStore
@@ -79,6 +80,7 @@ class Process:
         self.name, self.incarnation, self.run = "sample_buffer-1", incarnation, stage.run_info
         self.store, self.blobs, self.rng = Wire(stage.store, self), None, random.Random(1)
         self.log, self.metrics, self.waits = logger("test"), Metrics(), Waits()
+        self.trace = Trace(None)
         self.dead = asyncio.Event()
         self.owned = set()
         self.told = []
