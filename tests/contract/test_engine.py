@@ -2,13 +2,14 @@
 
 import asyncio
 import random
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from actors.config import ModelSection
-from actors.engines.engine import ENGINES, EngineError, Work
+from actors.engines.engine import ENGINES, EngineDead, EngineError, Work
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.tokens import joined, pack, unpack_ids, unpack_logprobs
 from actors.messages.generation import Sampling, Span, Tokens
@@ -18,10 +19,15 @@ from tests.models import VOCAB, greedy, logprobs, weights_image, write_model
 KINDS = [
     "scripted",
     "torch",
-    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600)]),
+    # vLLM and what it imports warn in many places of their own
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]),
 ]
 MODELLED = KINDS[1:]
 """Engines that compute a model."""
+DRAW_BY_POSITION = KINDS[:-1]
+"""Engines whose seeded requests go on elsewhere as they would have here; contract tests of `Capabilities.draws_by_position`."""
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="session")
@@ -37,8 +43,6 @@ def other_image(tmp_path_factory) -> memoryview:
 
 @asynccontextmanager
 async def running(kind: str, folder: Path, **options):
-    if kind == "vllm":
-        pytest.importorskip("vllm")
     section = EngineSection(
         **{
             "kind": kind,
@@ -46,6 +50,7 @@ async def running(kind: str, folder: Path, **options):
             "max_len": 256,
             "stream_every": 1,
             "scripted": ScriptedSection(token_s=0.002, stop_share=0.0),
+            "vllm": {"kv_cache_memory_bytes": 32 << 20} if kind == "vllm" else {},
         }
         | options
     )
@@ -57,10 +62,36 @@ async def running(kind: str, folder: Path, **options):
         await engine.stop()
 
 
-@pytest.fixture
-async def engine(request, model_folder):
-    async with running(request.param, model_folder) as engine:
-        yield engine
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def slow_starters():
+    """Engines that take long to start, by kind, handed from test to test."""
+    async with AsyncExitStack() as stack:
+        yield stack, {}
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(request, model_folder, slow_starters):
+    """An engine as it is after its start. vLLM is started anew only where a test left it otherwise."""
+    if request.param != "vllm":
+        async with running(request.param, model_folder) as engine:
+            yield engine
+        return
+    pytest.importorskip("vllm")
+    stack, kept = slow_starters
+    if "vllm" not in kept:
+        kept["vllm"] = await stack.enter_async_context(running("vllm", model_folder))
+    engine = kept["vllm"]
+    yield engine
+    if not pristine(engine):
+        await kept.pop("vllm").stop()
+
+
+def pristine(engine) -> bool:
+    try:
+        load = engine.load()
+    except EngineDead:
+        return False
+    return (load.version, load.running, load.waiting, load.suspended) == (0, 0, 0, False)
 
 
 def prompt_of(seed: int, length: int = 12) -> tuple[int, ...]:
@@ -85,6 +116,7 @@ async def first_tokens(chunks, num: int) -> Tokens:
 
 
 every_engine = pytest.mark.parametrize("engine", KINDS, indirect=True)
+draws_by_position = pytest.mark.parametrize("engine", DRAW_BY_POSITION, indirect=True)
 modelled_engine = pytest.mark.parametrize("engine", MODELLED, indirect=True)
 
 
@@ -235,15 +267,14 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(engine,
 
 @every_engine
 async def test_resumed_tokens_count_and_are_not_sampled_again(engine):
-    whole, _ = await collect(engine, Work("a", "s", prompt_of(4), Sampling(10, seed=3)))
-    ids = unpack_ids(whole.ids)
-    resumed = pack(ids[:6], unpack_logprobs(whole.logprobs)[:6], (Span(0, 0, 6),))
+    await goes_on(engine, Sampling(10, temperature=0.0))
 
-    rest, reason = await collect(engine, Work("b", "s", prompt_of(4), Sampling(10, seed=3), resumed))
 
-    assert unpack_ids(rest.ids) == ids[6:]
-    assert rest.spans == (Span(0, 0, 4),)
-    assert reason == "length"
+@draws_by_position
+async def test_a_seeded_request_that_goes_on_elsewhere_samples_what_it_would_have_sampled_here(engine):
+    assert engine.capabilities.draws_by_position
+
+    await goes_on(engine, Sampling(10, seed=3))
 
 
 @every_engine
@@ -340,6 +371,19 @@ async def test_after_an_update_the_new_weights_answer_also_for_a_cached_session(
 
     assert tokens.spans == (Span(3, 0, 8),)
     assert worst(other, [(work, tokens)]) < 1e-4
+
+
+async def goes_on(engine, sampling: Sampling) -> None:
+    """The last four of ten tokens are the same when the first six come with the request."""
+    whole, _ = await collect(engine, Work("a", "s", prompt_of(4), sampling))
+    ids = unpack_ids(whole.ids)
+    resumed = pack(ids[:6], unpack_logprobs(whole.logprobs)[:6], (Span(0, 0, 6),))
+
+    rest, reason = await collect(engine, Work("b", "s", prompt_of(4), sampling, resumed))
+
+    assert unpack_ids(rest.ids) == ids[6:]
+    assert rest.spans == (Span(0, 0, 4),)
+    assert reason == "length"
 
 
 def worst(folder: Path, found: list[tuple[Work, Tokens]]) -> float:

@@ -184,6 +184,27 @@ async def test_a_cancelled_read_harms_nobody(store: Store):
     assert await store.read("s", 0, wait_s=1.0) == [(1, b"1")]
 
 
+async def test_a_caller_that_is_cancelled_ends_at_any_moment(store: Store):
+    async def use(n: int) -> None:
+        while True:
+            await store.get("k")
+            await store.append("s", b"%d" % n, limit=5)
+            await store.read("s", 10**9, wait_s=0.002)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        await store.get("k")
+        for n in range(200):
+            users = [tasks.create_task(use(n)) for _ in range(3)]
+            for _ in range(n % 40):
+                await asyncio.sleep(0)
+            await asyncio.sleep(n % 7 / 2000)
+            for user in users:
+                user.cancel()
+            await asyncio.wait(users)
+
+    assert await store.increment("n") == 1
+
+
 async def test_a_lease_is_renewed_by_its_holder_and_taken_by_a_higher_token_only(store: Store):
     first = await store.lease("a/x", 3, b"one", 30.0)
     renewed = await store.lease("a/x", 3, b"two", 60.0)

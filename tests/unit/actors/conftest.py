@@ -83,7 +83,7 @@ class FakeContext:
     def peers(self, role):
         return tuple(sorted(name for name in self.actors if name.rpartition("-")[0] == role or name == role))
 
-    def notice(self, text):
+    def notice(self, text, *, good=False):
         self.notices.append(text)
 
 
