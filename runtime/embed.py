@@ -40,7 +40,7 @@ class _Listener(Actor):
         super().__init__(config, context)
         self.rows: list[Row] = []
         self.notices: list[str] = []
-        self.finish: Finish | None = None
+        self.ending: Finish | None = None
         self._news = asyncio.Event()
 
     async def news(self) -> None:
@@ -59,7 +59,7 @@ class _Listener(Actor):
 
     @handler
     async def finished(self, message: Finish) -> None:
-        self.finish = self.finish or message
+        self.ending = self.ending or message
         self.log.info("finished", source=message.source, reason=message.reason, failed=message.failed)
         self._wake()
 
@@ -139,7 +139,7 @@ class Job:
         return self.config.actor_class(role).drain_order if role in known else LAST if name == NODE else FIRST
 
     def _ended(self) -> str | None:
-        finish = self._listener.finish
+        finish = self._listener.ending
         if finish is not None and finish.failed:
             raise ActorFailed(finish.reason)
         return None if finish is None else finish.reason

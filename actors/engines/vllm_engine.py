@@ -35,7 +35,7 @@ class _Request:
 
     def mark(self, version: int) -> None:
         """What was not sampled yet comes under `version`. Tokens that nobody has taken out of the collector count as sampled."""
-        output = None if self.collector is None else self.collector.output
+        output: Any = getattr(self.collector, "output", None)
         waiting = len(output.outputs[0].token_ids) if hasattr(output, "outputs") else 0
         self.marks.append((self.num_taken + waiting, version))
 
@@ -173,7 +173,7 @@ class VllmEngine:
             try:
                 prompt = {"type": "token", "prompt_token_ids": sequence.tokens.copy()}
                 request.collector = await llm.add_request(work.request_id, prompt, self._params(sequence))
-            except Exception as error:  # noqa: BLE001 - vLLM raises what its many parts raise
+            except Exception as error:  # vLLM raises what its many parts raise
                 raise self._failed(f"request {work.request_id}", error) from error
         if request.aborted:
             await llm.abort(work.request_id)
@@ -181,7 +181,7 @@ class VllmEngine:
     async def _next(self, request: _Request) -> Any:
         try:
             return request.collector.get_nowait() or await request.collector.get()
-        except Exception as error:  # noqa: BLE001 - vLLM raises what its many parts raise
+        except Exception as error:  # vLLM raises what its many parts raise
             raise self._failed(f"request {request.sequence.work.request_id}", error) from error
 
     def _params(self, sequence: Sequence) -> Any:
@@ -203,7 +203,7 @@ class VllmEngine:
         """Returns once no step runs and every token sampled before has reached its collector."""
         await llm.pause_generation(mode="keep", clear_cache=False)
         outputs = llm.engine_core.outputs_queue
-        while not outputs.empty():
+        while not outputs.empty():  # noqa: ASYNC110 - vLLM's queue has nothing to wait on
             await asyncio.sleep(0)
 
     async def _swap(self, llm: Any, version: int, path: str, names: list[str]) -> None:

@@ -71,7 +71,7 @@ def launch(folder: Path, model: ModelSection, section: EngineSection) -> Any:
             return kind.from_engine_args(options)
     except EngineError:
         raise
-    except Exception as error:  # noqa: BLE001 - vLLM raises what its many parts raise
+    except Exception as error:  # vLLM raises what its many parts raise
         raise EngineError(f"vLLM could not load {folder}: {first_line(error)}") from error
 
 

@@ -32,6 +32,14 @@ class WorkerExtension:
             image = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         tensors = tensors_of(image, path)
         self.model_runner.reload_weights(weights_iterator=((name, tensors[name]) for name in names))
+        _repack(self.model_runner.get_model())
+
+
+def _repack(model: Any) -> None:
+    """On CPU an output layer multiplies by a packed copy of its weights, which a reload forgets where they are the embedding's (0.32)."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
 
 
 def live_as_long_as_owner() -> None:

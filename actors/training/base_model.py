@@ -49,8 +49,8 @@ WARM_UP_BATCH = 16
 LEARNING_RATE = 1e-3
 
 
-def make(folder: Path, seed: int, told: Callable[[str, float], None]) -> int:
-    """Write a model folder in HF format; returns the number of parameters. The same seed gives the same files."""
+def make(folder: Path, seed: int, told: Callable[[str, float], None], *, steps: int = WARM_UP_STEPS) -> int:
+    """Write a model folder in HF format, warmed up for `steps`; returns the number of parameters. The same seed gives the same files."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -64,7 +64,7 @@ def make(folder: Path, seed: int, told: Callable[[str, float], None]) -> int:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=INIT_STD)
-    _warm_up(model, tokenizer, random.Random(seed), told)
+    _warm_up(model, tokenizer, random.Random(seed), told, steps)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -105,7 +105,7 @@ def random_walks(chance: random.Random) -> Iterator[str]:
         yield text
 
 
-def _warm_up(model: Any, tokenizer: Any, chance: random.Random, told: Callable[[str, float], None]) -> None:
+def _warm_up(model: Any, tokenizer: Any, chance: random.Random, told: Callable[[str, float], None], steps: int) -> None:
     """Next-token training on the answer positions alone: a uniform choice of action, then the end of the turn."""
     import torch
     from torch.nn import functional
@@ -113,7 +113,7 @@ def _warm_up(model: Any, tokenizer: Any, chance: random.Random, told: Callable[[
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     walks = random_walks(chance)
     assistant, end = tokenizer.token_to_id(ASSISTANT), tokenizer.token_to_id(END)
-    for step in range(WARM_UP_STEPS):
+    for step in range(steps):
         texts = [tokenizer.encode(next(walks)).ids for _ in range(WARM_UP_BATCH)]
         longest = max(map(len, texts))
         tokens = torch.tensor([t + [0] * (longest - len(t)) for t in texts])
@@ -124,7 +124,7 @@ def _warm_up(model: Any, tokenizer: Any, chance: random.Random, told: Callable[[
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        told("learning the answer format from random walks", (step + 1) / WARM_UP_STEPS)
+        told("learning the answer format from random walks", (step + 1) / steps)
 
 
 def main(argv: Sequence[str]) -> int:

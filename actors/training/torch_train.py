@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
@@ -56,14 +57,15 @@ class TorchTrainEngine:
             )
         manifest = checkpoints.check(checkpoint) if checkpoint else None
         try:
-            self._model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 self._source,
                 dtype=getattr(torch, self._section.dtype),
                 attn_implementation="sdpa",
                 local_files_only=True,
-            ).to(self._device)
-        except (OSError, ValueError, RuntimeError) as error:
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise TrainError(f"model folder {self._source} can't be loaded: {str(error).splitlines()[0]}") from error
+        self._model = model.to(self._device)
         self._model.train()
         section = self._train_section
         self._optimizer = torch.optim.AdamW(

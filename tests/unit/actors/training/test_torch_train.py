@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 
 from actors.config import ModelSection, TrainSection
@@ -101,6 +103,19 @@ def test_a_folder_without_weights_is_refused_in_one_sentence(tmp_path):
 
     with pytest.raises(TrainError, match=r"has no \*\.safetensors"):
         subject.load(tmp_path, None)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_truncated_file_is_refused_in_one_sentence(model_folder, tmp_path, name):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    (folder / name).write_bytes((model_folder / name).read_bytes()[:100])
+    subject = TorchTrainEngine(ModelSection(), TrainSection(), steps=1, seed=1)
+
+    with pytest.raises(TrainError, match="can't be loaded") as refused:
+        subject.load(folder, None)
+
+    assert "\n" not in str(refused.value)
 
 
 def test_the_learning_rate_warms_up_and_falls_linearly(engine, trajectory):

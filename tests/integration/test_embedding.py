@@ -1,0 +1,132 @@
+"""The three forms of embedding, each as a user has it: a copy of the example outside the checkout, and the installed package."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import SMALL, clean_environment, left_behind, python, rubato, write_model
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+QUICKSTART = EXAMPLES.parent / "configs" / "quickstart.yaml"
+
+MAX_LINES = 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A folder of the user's with copies of the examples."""
+    for example in EXAMPLES.glob("*.py"):
+        shutil.copy(example, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def running_job(elsewhere: Path, model: Path) -> Iterator[Path]:
+    """The folder of a small run that goes on until it is stopped."""
+    (elsewhere / "small.yaml").write_text(SMALL)
+    command = [
+        sys.executable,
+        "-m",
+        "runtime.cli",
+        "launch",
+        "small.yaml",
+        "--run-dir",
+        "run",
+        "run.steps=100000",
+        f"model.path={model}",
+    ]
+    with (elsewhere / "out").open("wb") as out:
+        job = subprocess.Popen(command, cwd=elsewhere, env=clean_environment(), stdout=out, stderr=out)
+    try:
+        while job.poll() is None and not _rows(elsewhere / "run"):
+            with pytest.raises(subprocess.TimeoutExpired):
+                job.wait(0.1)
+        assert job.poll() is None, (elsewhere / "out").read_text()
+        yield elsewhere / "run"
+    finally:
+        job.terminate()
+        job.wait(30)
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_a_program_of_under_40_lines(example):
+    assert len(example.read_text().splitlines()) < MAX_LINES
+
+
+def test_an_environment_named_in_the_config_is_trained_on(elsewhere, model):
+    shutil.copy(QUICKSTART, elsewhere)
+    small = (
+        "run.steps=2",
+        "train.batch_groups=2",
+        "train.group_size=2",
+        "eval.final_num_tasks=4",
+        "actors.engine.count=1",
+    )
+
+    ended = rubato(
+        "launch",
+        "quickstart.yaml",
+        "--run-dir",
+        "run",
+        "env.class=my_env.py:MyEnv",
+        "prepare=[]",
+        f"model.path={model}",
+        *small,
+        cwd=elsewhere,
+    )
+
+    assert ended.code == 0, ended.err + ended.out
+    assert [row["step"] for row in _rows(elsewhere / "run")] == [1, 2]
+    assert all(row["rollout/turns_mean"] == 3.0 for row in _rows(elsewhere / "run"))
+    assert "eval/reward" in _rows(elsewhere / "run")[-1]
+    assert left_behind(elsewhere / "run") == []
+
+
+def test_the_actors_run_inside_a_program_of_the_users_own(elsewhere, model):
+    shutil.copytree(model, elsewhere / "mine" / "model")
+
+    ended = python([sys.executable, "embedded_job.py", "mine"], cwd=elsewhere)
+
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines()[-1] == "trained 3 steps"
+    assert [line.split(":")[0] for line in ended.out.splitlines()[:-1]] == ["step 1", "step 2", "step 3"]
+    assert [row["step"] for row in _rows(elsewhere / "mine")] == [1, 2, 3]
+
+
+def test_a_process_of_the_users_own_plays_rollouts_of_a_running_job(elsewhere, running_job):
+    ended = python([sys.executable, "join_job.py", str(running_job)], cwd=elsewhere)
+
+    assert ended.code == 0, ended.err
+    assert len(ended.out.splitlines()) == 4
+    assert all(line.endswith(": handed over") for line in ended.out.splitlines())
+
+
+def test_a_guest_can_not_take_the_name_of_an_actor(elsewhere, running_job):
+    (elsewhere / "impostor.py").write_text(
+        "import asyncio, sys\nfrom runtime.guest import join\n"
+        "async def main():\n    async with join(sys.argv[1], name='trainer-1'):\n        pass\n"
+        "asyncio.run(main())\n"
+    )
+
+    ended = python([sys.executable, "impostor.py", str(running_job)], cwd=elsewhere)
+
+    assert ended.err.splitlines()[-1].endswith(
+        "trainer-1 is taken in the run in " + str(running_job) + ". Join it under another name."
+    )
+
+
+def _rows(run: Path) -> list[dict[str, float]]:
+    try:
+        return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    except (OSError, ValueError):
+        return []

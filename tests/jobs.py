@@ -1,0 +1,103 @@
+"""Whole runs for tests, as a user starts them: the installed `rubato` command in a folder of its own, and nothing left behind."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+COMMAND_S = 60.0
+"""Longest one command may take: several times what it needs on two busy cores."""
+
+SMALL = """
+run: {name: small, steps: 2}
+actors:
+  sample_buffer: {class: "actors.samples.buffer:SampleBuffer"}
+  llm_proxy: {class: "actors.proxy.proxy:LLMProxy"}
+  engine: {class: "actors.engines.worker:EngineWorker"}
+  env_manager: {class: "actors.envs.manager:EnvManager"}
+  trainer: {class: "actors.training.trainer:Trainer"}
+env: {isolation: inline, concurrency: 8}
+engine: {kind: scripted, scripted: {token_s: 0.0}}
+rollout: {max_turns: 3, max_new_tokens: 2}
+train: {batch_groups: 2, group_size: 2}
+check: {enabled: false}
+eval: {every: 0, final_num_tasks: 0}
+checkpoint: {every: 1, keep: 3}
+report: {finish: ""}
+"""
+"""Real actors and processes; the scripted engine answers at once, and nothing is learned."""
+
+ACTING = "\n".join(
+    line for line in SMALL.splitlines() if not line.startswith(("  trainer:", "check:", "eval:", "checkpoint:"))
+)
+"""The same without a trainer, and so without torch: what happens before the first batch is full."""
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def rubato(*arguments: object, cwd: Path, timeout_s: float = COMMAND_S, **environment: str) -> Ended:
+    """Run `rubato ARGUMENTS…` as installed for this interpreter, in the folder `cwd`."""
+    command = [sys.executable, "-m", "runtime.cli", *map(str, arguments)]
+    return python(command, cwd=cwd, timeout_s=timeout_s, **environment)
+
+
+def python(command: list[str], *, cwd: Path, timeout_s: float = COMMAND_S, **environment: str) -> Ended:
+    """Run a command line to its end, without the checkout on its import path."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=clean_environment(**environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """This process's, so that imports find what is installed and never what lies in the working folder."""
+    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": import_path(), **changes}
+
+
+@cache
+def import_path() -> str:
+    """Empty where the package is installed, else the checkout: tests also run without an installation."""
+    seen = subprocess.run(
+        [sys.executable, "-P", "-c", "import runtime"],
+        cwd="/",
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        check=False,
+    )
+    return "" if seen.returncode == 0 else str(Path(__file__).parent.parent)
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Command lines of processes that mention `folder`."""
+    found: list[str] = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue
+        if str(folder) in line and int(entry.parent.name) != os.getpid():
+            found.append(line)
+    return found
+
+
+def write_model(folder: Path) -> Path:
+    """The quickstart's base model before it learned anything: for runs where only its form matters."""
+    from actors.training.base_model import make
+
+    make(folder, 1, lambda what, share: None, steps=0)
+    return folder
