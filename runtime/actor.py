@@ -109,6 +109,17 @@ class Actor:
     handlers: ClassVar[Mapping[str, HandlerSpec]] = {}
     drain_order: ClassVar[int] = 50
     """When the job is drained and saved, actors of a lower order drain first."""
+    least: ClassVar[int] = 0
+    """A job that has the role starts with at least this many."""
+    most: ClassVar[int] = 1024
+    """And never has more than this at once."""
+
+    @classmethod
+    def preflight(cls, config: Any, folder: Path) -> None:
+        """Look at what this actor will need, before any process of the run in `folder` is started; quick, and without heavy imports.
+
+        Raises ConfigError, the sentence that ends the launch.
+        """
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

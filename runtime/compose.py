@@ -35,6 +35,8 @@ def compose(source: Source) -> Config:
             text = f"actors.{role} can't be a role: use small letters, digits and _, and not the name node."
             raise ConfigError(source.sentence(("actors", role), text))
     classes = {role: _load(source, role, spec) for role, spec in roles.items()}
+    for role, spec in roles.items():
+        _check_count(source, role, spec.count, classes[role])
     root_class = root_model(classes)
     root = _validated(root_class, tree, source, root_class)
     configs = {role: _actor_config(source, root, cls) for role, cls in classes.items()}
@@ -71,6 +73,14 @@ def _load(source: Source, role: str, spec: ActorSpec) -> type[Actor]:
         return load_class(spec.target, Actor, key=".".join(keys))
     except ConfigError as error:
         raise ConfigError(source.sentence(keys, str(error))) from error
+
+
+def _check_count(source: Source, role: str, count: int, cls: type[Actor]) -> None:
+    key = f"actors.{role}.count"
+    if not cls.least <= count <= cls.most:
+        bound = f"at least {cls.least}" if count < cls.least else f"at most {cls.most}"
+        text = f"{key} is {count}; a job needs {bound} {role}. Set {key}={max(cls.least, min(count, cls.most))}."
+        raise ConfigError(source.sentence(("actors", role, "count"), text))
 
 
 def _actor_config(source: Source, root: BaseRoot, cls: type[Actor]) -> ActorConfig:

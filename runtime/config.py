@@ -122,6 +122,12 @@ class Config:
         """The `Config` of `role`'s class, holding the sections it asked for."""
         return self._configs[role]
 
+    def preflight(self, folder: Path) -> None:
+        """Let every role look at what it will need in the run folder `folder`. Raises ConfigError; nothing was started."""
+        for role, spec in self.actors.items():
+            if spec.count:
+                self._classes[role].preflight(self._configs[role], folder)
+
     def dump(self) -> str:
         """Everything resolved, defaults included, as YAML that `load` reads again."""
         import yaml

@@ -186,6 +186,7 @@ async def embed(
     held = RunFolder(Path(folder).resolve())
     held.open(resume=False, force=force)
     try:
+        config.preflight(held.path)
         held.config.touch(mode=0o600)
         held.config.write_text(config.dump())
         job = Job(config, held.path, store or MemoryStore(), network or MemoryNetwork())

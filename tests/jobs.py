@@ -1,6 +1,7 @@
 """Whole runs for tests, as a user starts them: the installed `rubato` command in a folder of its own, and nothing left behind."""
 
 import os
+import resource
 import subprocess
 import sys
 from functools import cache
@@ -43,30 +44,30 @@ class Ended(NamedTuple):
     err: str
 
 
-def rubato(*arguments: object, cwd: Path, timeout_s: float = COMMAND_S, **environment: str) -> Ended:
+def rubato(*arguments: object, cwd: Path, largest_file: int = -1) -> Ended:
     """Run `rubato ARGUMENTS…` as installed for this interpreter, in the folder `cwd`."""
-    command = [sys.executable, "-m", "runtime.cli", *map(str, arguments)]
-    return python(command, cwd=cwd, timeout_s=timeout_s, **environment)
+    return python("-m", "runtime.cli", *arguments, cwd=cwd, largest_file=largest_file)
 
 
-def python(command: list[str], *, cwd: Path, timeout_s: float = COMMAND_S, **environment: str) -> Ended:
-    """Run a command line to its end, without the checkout on its import path."""
+def python(*arguments: object, cwd: Path, largest_file: int = -1) -> Ended:
+    """Run `python ARGUMENTS…` to its end, without the checkout on its import path; no file may grow beyond `largest_file` bytes."""
     done = subprocess.run(
-        command,
+        [sys.executable, *map(str, arguments)],
         cwd=cwd,
-        env=clean_environment(**environment),
+        env=clean_environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=COMMAND_S,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file)),
         check=False,
     )
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def clean_environment(**changes: str) -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """This process's, so that imports find what is installed and never what lies in the working folder."""
-    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": import_path(), **changes}
+    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": import_path()}
 
 
 @cache

@@ -23,6 +23,7 @@ from actors.messages.generation import (
     TokensSampled,
 )
 from actors.messages.weights import WeightsPublished
+from actors.model_folder import check_model_folder
 from bus.errors import NotSent
 from bus.message import Ack
 from runtime.actor import Actor, ActorConfig, Context, handler
@@ -36,12 +37,19 @@ class EngineWorker(Actor):
     """One engine per worker. A second ask with the same request id joins the first, or gets its result."""
 
     role = "engine"
+    least = 1
 
     class Config(ActorConfig):
         model: ModelSection = ModelSection()
         engine: EngineSection = EngineSection()
 
     config: Config
+
+    @classmethod
+    def preflight(cls, config: Any, folder: Path) -> None:
+        """An engine with a model needs its weights."""
+        if config.engine.kind in ENGINES and config.engine.kind != "scripted":
+            check_model_folder(folder / config.model.path)
 
     def __init__(self, config: Config, context: Context) -> None:
         super().__init__(config, context)

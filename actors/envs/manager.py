@@ -46,6 +46,7 @@ class EnvManager(Actor):
     role: ClassVar[str] = "env_manager"
     Config: ClassVar[type[ActorConfig]] = EnvManagerConfig
     drain_order: ClassVar[int] = 10
+    least: ClassVar[int] = 1
 
     def __init__(self, config: EnvManagerConfig, context: Context) -> None:
         super().__init__(config, context)
@@ -74,6 +75,8 @@ class EnvManager(Actor):
         """Admit no more, let rollouts finish, and give back what is not finished in time."""
         if self._admitting is not None:
             self._admitting.cancel()
+        if self._ended:  # the job is over: nobody wants what still runs
+            return
         try:
             async with asyncio.timeout(DRAIN_S):
                 while self._running:

@@ -29,6 +29,7 @@ class LLMProxy(Actor):
     """Routes Generate to engines. A second ask with the same request id joins the first or gets its result."""
 
     role = "llm_proxy"
+    least = 1
     drain_order = 60
 
     class Config(ActorConfig):

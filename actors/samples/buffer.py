@@ -58,6 +58,7 @@ class SampleBuffer(Actor):
     """Issues tickets, takes trajectories in, hands batches out. At its bounds callers wait: admission for slots, claims for groups."""
 
     role = "sample_buffer"
+    least = most = 1
 
     class Config(ActorConfig):
         staleness: StalenessSection = Field(default_factory=StalenessSection)

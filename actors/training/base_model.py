@@ -134,7 +134,9 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(argv[0])
     config = yaml.safe_load((folder / "config.yaml").read_text())
     target = folder / config["model"]["path"]
-    if not (target / "tokenizer_config.json").exists():
+    if not target.resolve().is_relative_to(folder.resolve()):
+        _tell(f"{target}, named by model.path", 1.0)  # somebody else's: read, never written
+    elif not (target / "tokenizer_config.json").exists():
         count = make(target, int(config["run"]["seed"]), _tell)
         _tell(f"tiny-qwen3 {count / 1e6:.1f} M parameters, made for this run", 1.0)
     else:

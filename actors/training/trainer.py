@@ -23,6 +23,7 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.messages.weights import LatestWeights, NoWeights, WeightsPublished
+from actors.model_folder import check_model_folder
 from actors.training import checkpoint as checkpoints
 from actors.training.agreement import compare, sample, table
 from actors.training.engine import StepResult, TrainEngine, TrainError
@@ -47,6 +48,7 @@ class Trainer(Actor):
 
     role = "trainer"
     drain_order = 20
+    least = most = 1
 
     class Config(ActorConfig):
         model: ModelSection = Field(default_factory=ModelSection)
@@ -57,6 +59,11 @@ class Trainer(Actor):
         check: CheckSection = Field(default_factory=CheckSection)
 
     config: Config
+
+    @classmethod
+    def preflight(cls, config: Any, folder: Path) -> None:
+        """The model must be there before torch is even imported."""
+        check_model_folder(folder / config.model.path)
 
     def __init__(self, config: Any, context: Context) -> None:
         super().__init__(config, context)
@@ -85,17 +92,30 @@ class Trainer(Actor):
         self._saved = self._step
         drawn = await self._buffer.ask(DrawEpoch(epoch + 1, self._step), timeout=ASK_S)
         self._epoch = drawn.epoch
-        if drawn.committed > self._step:
-            self.finish(
-                f"the newest checkpoint is of step {self._step}, but step {drawn.committed} was committed: checkpoints are missing "
-                f"from {self.run.folder / 'checkpoints'}. Put them back, or start anew with --force.",
-                failed=True,
-            )
+        if drawn.committed > self._step and not self._fall_back(drawn.committed, newest, passed_over):
             return
         self._rows.truncate(self._step)
         self._standing = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
         self.log.info("epoch", epoch=self._epoch, step=self._step, bound=drawn.bound, version=self._standing.version)
         self.spawn(self._train_to_the_end(), name="trainer.steps")
+
+    def _fall_back(self, committed: int, newest: Path | None, passed_over: list[str]) -> bool:
+        """Go on after step `committed` with older weights, where its checkpoint is damaged; else end the run. Its samples are spent."""
+        folder = self.run.folder / "checkpoints"
+        if newest is None or not passed_over:
+            why = (
+                f"{passed_over[0]}. No earlier one is intact"
+                if passed_over
+                else f"step {committed} has no checkpoint in {folder}"
+            )
+            self.finish(f"{why}. Put the checkpoint back, or start anew with --force.", failed=True)
+            self._left.set()
+            return False
+        self.notice(
+            f"going on after step {committed} with the weights of step {self._step}: the updates between are lost"
+        )
+        self._step = self._saved = committed
+        return True
 
     async def on_drain(self) -> None:
         """Finish the step under way, save it and commit it."""

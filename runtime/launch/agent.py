@@ -95,6 +95,12 @@ class NodeAgent(Actor):
             return NotAdded(f"{request.role} is not a role of this run. Its roles are {', '.join(self.job.actors)}.")
         if not 1 <= request.num <= 64:
             return NotAdded(f"can't add {request.num} actors: between 1 and 64 at a time.")
+        most = self.job.actor_class(request.role).most
+        running = len(self.launcher.names(request.role))
+        if running + request.num > most:
+            return NotAdded(
+                f"can't add {request.num} {request.role}: a run has at most {most}, and {running} runs already."
+            )
         taken = [int(n.rsplit("-", 1)[1]) for n in self._wanted if n.rsplit("-", 1)[0] == request.role]
         first = max(taken, default=0) + 1
         names = tuple(f"{request.role}-{first + i}" for i in range(request.num))

@@ -66,6 +66,7 @@ class Launcher:
         stack.push_async_callback(server.close)
         self._folder.write(card)
         await self._prepare()
+        self._config.preflight(self._folder.path)
         store = open_store(card.state_url, card.id)
         stack.push_async_callback(store.close)
         for record in await list_actors(store):  # left over from a launcher that was killed

@@ -54,7 +54,7 @@ def running_job(elsewhere: Path, model: Path) -> Iterator[Path]:
         assert job.poll() is None, (elsewhere / "out").read_text()
         yield elsewhere / "run"
     finally:
-        job.terminate()
+        rubato("stop", "--run", elsewhere / "run", "--now", cwd=elsewhere)
         job.wait(30)
 
 
@@ -95,7 +95,7 @@ def test_an_environment_named_in_the_config_is_trained_on(elsewhere, model):
 def test_the_actors_run_inside_a_program_of_the_users_own(elsewhere, model):
     shutil.copytree(model, elsewhere / "mine" / "model")
 
-    ended = python([sys.executable, "embedded_job.py", "mine"], cwd=elsewhere)
+    ended = python("embedded_job.py", "mine", cwd=elsewhere)
 
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[-1] == "trained 3 steps"
@@ -104,7 +104,7 @@ def test_the_actors_run_inside_a_program_of_the_users_own(elsewhere, model):
 
 
 def test_a_process_of_the_users_own_plays_rollouts_of_a_running_job(elsewhere, running_job):
-    ended = python([sys.executable, "join_job.py", str(running_job)], cwd=elsewhere)
+    ended = python("join_job.py", running_job, cwd=elsewhere)
 
     assert ended.code == 0, ended.err
     assert len(ended.out.splitlines()) == 4
@@ -118,7 +118,7 @@ def test_a_guest_can_not_take_the_name_of_an_actor(elsewhere, running_job):
         "asyncio.run(main())\n"
     )
 
-    ended = python([sys.executable, "impostor.py", str(running_job)], cwd=elsewhere)
+    ended = python("impostor.py", running_job, cwd=elsewhere)
 
     assert ended.err.splitlines()[-1].endswith(
         "trainer-1 is taken in the run in " + str(running_job) + ". Join it under another name."

@@ -1,0 +1,259 @@
+"""Every mistake gets one clear sentence and an exit code other than 0; nothing stored is lost and no process is left."""
+
+import asyncio
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.training import checkpoint as checkpoints
+from runtime import cli
+from runtime.store.embedded import EmbeddedRedis
+from tests.jobs import ACTING, SMALL, Ended, clean_environment, left_behind, rubato, write_model
+
+BAD_ENVS = Path(__file__).parent / "bad_envs.py"
+
+LAUNCH = ("launch", "small.yaml", "--run-dir", "run")
+
+LARGEST_FILE = 2_500_000
+"""Bytes: more than the tiny model's weights, less than its optimiser's state. A file that can't grow stands for a full disk."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def place(tmp_path: Path, model: Path) -> Path:
+    """A folder of the user's: configs, broken environments, and folders that are not what they should be."""
+    (tmp_path / "small.yaml").write_text(
+        SMALL.replace("env: {", f"env: {{class: '{BAD_ENVS}:Uneven', ") + f"model: {{path: {model}}}\n"
+    )
+    (tmp_path / "acting.yaml").write_text(ACTING + f"\nmodel: {{path: {model}}}\n")
+    (tmp_path / "broken.yaml").write_text("run: {steps: 2\n")
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "unfinished.py").write_text("def broken(:\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "metrics.jsonl").write_text('{"step": 41}\n')
+    (tmp_path / "headless").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, tmp_path / "headless")
+    shutil.copy(BAD_ENVS, tmp_path / "envs.py")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, model: Path) -> Path:
+    """A run of two steps with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "small.yaml").write_text(SMALL)
+    ended = rubato(*LAUNCH, f"model.path={model}", f"env.class={BAD_ENVS}:Uneven", cwd=folder)
+    assert ended.code == 0, ended.err
+    return folder / "run"
+
+
+@pytest.fixture
+def stopped(finished: Path, place: Path) -> Path:
+    """A copy of that run, to go on with."""
+    return Path(shutil.copytree(finished, place / "run"))
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory, model: Path) -> Iterator[Path]:
+    """The folder of a run that waits: nothing in it trains."""
+    folder = tmp_path_factory.mktemp("running")
+    (folder / "acting.yaml").write_text(ACTING + f"\nmodel: {{path: {model}}}\n")
+    command = [sys.executable, "-m", "runtime.cli", "launch", "acting.yaml", "--run-dir", str(folder / "run")]
+    with (folder / "out").open("wb") as out:
+        job = subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=out, stderr=out)
+    try:
+        while "actors" not in (folder / "out").read_text() and job.poll() is None:
+            with pytest.raises(subprocess.TimeoutExpired):
+                job.wait(0.1)
+        yield folder / "run"
+    finally:
+        rubato("stop", "--run", folder / "run", "--now", cwd=folder)
+        job.wait(30)
+
+
+CONFIGS = [
+    pytest.param((*LAUNCH, "staleness.alhpa=1"), "staleness.alhpa is not a key. Did you mean staleness.alpha?", id="mistyped key"),
+    pytest.param((*LAUNCH, "colour=red"), "colour is not a key.", id="unknown key"),
+    pytest.param((*LAUNCH, "train.lr=fast"), "train.lr is 'fast'; it must be a number above 0.", id="wrong type"),
+    pytest.param((*LAUNCH, "rollout.top_p=2"), "rollout.top_p is 2; it must be a number above 0 and at most 1.", id="out of range"),
+    pytest.param((*LAUNCH, "env.isolation=cage"), "it must be one of auto, inline, process.", id="unknown choice"),
+    pytest.param((*LAUNCH, "staleness.alpha"), "staleness.alpha is not of the form key.sub=value", id="override without a value"),
+    pytest.param((*LAUNCH, "staleness.alpha=-1"), "staleness.alpha is -1; it must be a whole number at least 0.", id="alpha negative"),
+    pytest.param((*LAUNCH, "train.group_size=1"), "train.group_size is 1; it must be a whole number at least 2.", id="group size 1"),
+    pytest.param((*LAUNCH, "actors.env_manager.count=0"), "Set actors.env_manager.count=1.", id="zero env managers"),
+    pytest.param((*LAUNCH, "actors.trainer.count=2"), "Set actors.trainer.count=1.", id="two trainers"),
+    pytest.param((*LAUNCH, "actors.trainer.class=actors.training.trainer:Trainr"), "Did you mean Trainer?", id="mistyped actor class"),
+    pytest.param(("launch", "nowhere.yaml"), "nowhere.yaml does not exist.", id="missing config file"),
+    pytest.param(("launch", "broken.yaml"), "broken.yaml: not valid YAML", id="broken config file"),
+    pytest.param(("lanch", "small.yaml"), "lanch is not a command. Did you mean rubato launch?", id="mistyped command"),
+    pytest.param(("add", "env_manager", "--run", "empty"), "empty holds no run", id="add to no run"),
+    pytest.param(("drain", "env_manager-1", "--run", "empty"), "empty holds no run", id="drain in no run"),
+    pytest.param(("monitor", "empty", "--once"), "empty holds no run", id="monitor of no run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "sentence"), CONFIGS)
+def test_a_mistake_in_a_command_or_config_is_refused_at_once(command, sentence, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+
+    code = cli.main(command)
+
+    _check_one_sentence(Ended(code, *capsys.readouterr()), sentence, place)
+    assert not (place / "run").exists()
+
+
+REFUSED = [
+    pytest.param(("launch", "small.yaml", "--run-dir", "held"), "held already holds a run (step 41). Add --resume", id="folder holds a run"),
+    pytest.param(("launch", "small.yaml", "--run-dir", "file"), "file can't be used as a run folder", id="folder is a file"),
+    pytest.param(("launch", "small.yaml", "--run-dir", "empty", "--resume"), "empty holds no run to resume.", id="nothing to resume"),
+    pytest.param((*LAUNCH, "state.url=redis://127.0.0.1:1/0"), "redis://127.0.0.1:1/0 could not be reached", id="redis unreachable"),
+    pytest.param((*LAUNCH, "state.url=unix:///no/such.sock"), "unix:///no/such.sock could not be reached", id="redis socket missing"),
+    pytest.param((*LAUNCH, "state.url=localhost"), "state.url", id="redis url malformed"),
+    pytest.param((*LAUNCH, "model.path={place}/headless"), "headless has no *.safetensors. Set model.path", id="model without weights"),
+    pytest.param((*LAUNCH, "model.path={place}/gone"), "gone does not exist. Set model.path", id="model folder missing"),
+    pytest.param((*LAUNCH, "prepare=[no.such.module]"), "preparing no.such.module failed", id="preparation missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "sentence"), REFUSED)
+def test_a_launch_that_can_not_succeed_is_refused_before_any_actor_starts(command, sentence, place):
+    before = _contents(place / "held")
+
+    ended = rubato(*(part.format(place=place) for part in command), cwd=place)
+
+    _check_one_sentence(ended, sentence, place)
+    assert _contents(place / "held") == before
+
+
+SOON = ("env.isolation=auto", "env.reset_timeout_s=0.3", "env.step_timeout_s=0.3", "env.workers=1")
+
+ENVIRONMENTS = [
+    pytest.param("envs.py:Godo", "envs.py defines no Godo", id="class missing"),
+    pytest.param("gone.py:Env", "there is no file", id="file missing"),
+    pytest.param("unfinished.py:Env", "SyntaxError", id="file broken"),
+    pytest.param("envs.py:WantsAnArgument", "raised in __init__", id="constructor raises"),
+    pytest.param("envs.py:RaisesInReset", "raised in reset (seed 1): KeyError('goal'). 3 of 3 tries failed", id="raises in reset"),
+    pytest.param("envs.py:HangsInReset", "hung in reset", id="hangs in reset"),
+    pytest.param("envs.py:BlocksInReset", "hung in reset", id="blocks in reset"),
+    pytest.param("envs.py:ReturnsOneValue", "a str instead of (observation, info)", id="wrong shape from reset"),
+    pytest.param("envs.py:RaisesInStep", "raised in step", id="raises in step"),
+    pytest.param("envs.py:HangsInStep", "hung in step", id="hangs in step"),
+    pytest.param("envs.py:ReturnsFourValues", "4 values instead of (observation, reward, terminated, truncated, info)", id="wrong shape from step"),
+    pytest.param("envs.py:RewardsNan", "a reward of nan, which is not finite", id="NaN reward"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "sentence"), ENVIRONMENTS)
+def test_a_broken_environment_ends_the_job_with_one_sentence(target, sentence, place):
+    ended = rubato("launch", "acting.yaml", "--run-dir", "run", f"env.class={target}", *SOON, cwd=place)
+
+    _check_one_sentence(ended, sentence, place)
+    assert ended.err.startswith(f"env {target} ")
+    assert f"Log: {place}/run/logs/env_manager-1.jsonl" in ended.err
+
+
+def test_a_wrong_redis_password_is_refused(place):
+    async def refused() -> Ended:
+        server = EmbeddedRedis(place / "server")
+        url = await server.start()
+        try:
+            wrong = url.replace("password=", "password=x")
+            return await asyncio.to_thread(rubato, *LAUNCH, f"state.url={wrong}", cwd=place)
+        finally:
+            await server.stop()
+
+    ended = asyncio.run(refused())
+
+    _check_one_sentence(ended, "refused the password. Set state.url with one, or leave state.url out", place)
+
+
+def test_a_run_folder_belongs_to_one_launcher(stopped, place):
+    with (stopped / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ended = rubato(*LAUNCH, "--resume", cwd=place)
+
+    _check_one_sentence(ended, f"{place}/run is running already. Watch it with: rubato monitor", place)
+
+
+RUNNING = [
+    pytest.param(("add", "env_manger", "--run", "{run}"), "env_manger is not a role of this run. Its roles are sample_buffer,", id="add unknown role"),
+    pytest.param(("add", "sample_buffer", "--run", "{run}"), "a run has at most 1, and 1 runs already.", id="add a second buffer"),
+    pytest.param(("add", "engine", "--run", "{run}", "-n", "0"), "can't add 0 actors", id="add none"),
+    pytest.param(("drain", "engine-9", "--run", "{run}"), "engine-9 does not run here. Running:", id="drain unknown name"),
+    pytest.param(("launch", "acting.yaml", "--run-dir", "{run}"), "already holds a run", id="launch into a running run"),
+    pytest.param(("launch", "acting.yaml", "--run-dir", "{run}", "--resume"), "is running already", id="resume a running run"),
+    pytest.param(("launch", "acting.yaml", "--run-dir", "{run}", "--force"), "is running already", id="overwrite a running run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "sentence"), RUNNING)
+def test_a_mistake_leaves_a_running_job_alone(command, sentence, running, place):
+    ended = rubato(*(part.format(run=running) for part in command), cwd=place)
+
+    _check_one_sentence(ended, sentence, place)
+    state = json.loads(rubato("monitor", running, "--json", cwd=place).out)
+    assert {actor["state"] for actor in state["actors"]} == {"ready"}
+
+
+def test_a_truncated_checkpoint_is_passed_over_for_the_one_before(stopped, place):
+    _truncate(stopped / "checkpoints" / "step_2")
+
+    ended = rubato(*LAUNCH, "--resume", "run.steps=3", cwd=place)
+
+    assert ended.code == 0, ended.err
+    assert f"checkpoint {stopped}/checkpoints/step_2: model.safetensors is truncated" in ended.out
+    assert "going on after step 2 with the weights of step 1" in ended.out
+    assert [row["step"] for row in _rows(stopped)] == [1, 2, 3]
+
+
+def test_without_an_intact_checkpoint_a_run_is_not_resumed(stopped, place):
+    for step in (1, 2):
+        _truncate(stopped / "checkpoints" / f"step_{step}")
+
+    ended = rubato(*LAUNCH, "--resume", "run.steps=3", cwd=place)
+
+    _check_one_sentence(ended, "step_2: model.safetensors is truncated", place)
+    assert "No earlier one is intact. Put the checkpoint back, or start anew with --force." in ended.err
+    assert [row["step"] for row in _rows(stopped)] == [1, 2]
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before_as_it_was(stopped, place):
+    ended = rubato(*LAUNCH, "--resume", "run.steps=4", cwd=place, largest_file=LARGEST_FILE)
+
+    _check_one_sentence(ended, f"checkpoint {stopped}/checkpoints/step_3 could not be written", place)
+    assert "The one before it is intact; free some space and --resume." in ended.err
+    assert checkpoints.check(stopped / "checkpoints" / "step_2").step == 2
+    assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["step_1", "step_2"]
+
+
+def _check_one_sentence(ended: Ended, sentence: str, place: Path) -> None:
+    assert ended.code not in (0, None)
+    assert sentence in ended.err
+    assert len(ended.err.splitlines()) == 1
+    assert "Traceback" not in ended.out + ended.err
+    assert left_behind(place) == []
+
+
+def _truncate(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+def _rows(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
