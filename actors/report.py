@@ -16,7 +16,7 @@ REWARD, EVAL, AGE, ALPHA, READY, BOUND = "#1f6f8b", "#d1495b", "#66a182", "#9a9a
 
 
 class Run(NamedTuple):
-    """What a finished run folder tells. `deaths` are (seconds since the first step began, actor name)."""
+    """What a finished run folder tells. `deaths` are (seconds on the rows' time axis, actor name)."""
 
     folder: Path
     rows: list[Row]
@@ -26,7 +26,6 @@ class Run(NamedTuple):
     model: str
     task: str
     deaths: list[tuple[float, str]]
-    restarts: int
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,10 +48,10 @@ def read_run(folder: Path) -> Run:
     rows = _lines(folder / "metrics.jsonl")
     fates = Counter(str(line["fate"]) for line in _lines(folder / "samples.jsonl"))
     log = _lines(folder / "logs" / "node-1.jsonl")
-    deaths = [(0.0, str(line.get("died", line.get("name", "")))) for line in log if line.get("event") == "died"]
+    deaths = [(_on_axis(line["t"], rows), str(line["actor"])) for line in log if line.get("event") == "died"]
     env = str(config.get("env", {}).get("class", "")).rsplit(":", 1)[-1]
     model = str(config.get("model", {}).get("path", ""))
-    return Run(folder, rows, fates, int(config["staleness"]["alpha"]), int(config["run"]["steps"]), model, env, deaths, len(deaths))
+    return Run(folder, rows, fates, int(config["staleness"]["alpha"]), int(config["run"]["steps"]), model, env, deaths)
 
 
 def summary(run: Run) -> list[str]:
@@ -69,7 +68,7 @@ def summary(run: Run) -> list[str]:
     reached = "done" if steps >= wanted else f"stopped at step {steps} of {wanted}"
     return [
         f"{reached}: reward {first['reward/mean']:.2f} → {reward:.2f}{eval_text} in {steps} steps, {_duration(wall)}"
-        f" · {sum(run.fates.values()):,} samples, {dropped} dropped, age ≤ {age:.0f} · {run.restarts} restarts",
+        f" · {sum(run.fates.values()):,} samples, {dropped} dropped, age ≤ {age:.0f} · {len(run.deaths)} restarts",
         _busy_line(rows),
         f"report {run.folder / 'report.png'} · trace.json opens in ui.perfetto.dev · next: edit configs/quickstart.yaml or read docs/embedding.md",
     ]
@@ -100,6 +99,11 @@ def draw(run: Run, verdict: str, target: Path) -> None:
     _draw_age(axes[1], run, seconds)
     _draw_idle(axes[2], run.rows, seconds)
     _draw_queues(axes[3], run.rows, seconds)
+    for at, name in run.deaths:
+        axes[3].axvline(at, color=EVAL, linewidth=0.8, linestyle=":")
+        axes[3].annotate(
+            name, (at, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=6, color=EVAL
+        )
     for axis in axes:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
@@ -149,7 +153,7 @@ def _draw_queues(axis: "Axes", rows: list[Row], seconds: list[float]) -> None:
         axis.plot(seconds, depths, color=color, label=f"{name}")
     for t in seconds[:: max(1, len(seconds) // 60)]:
         axis.axvline(t, ymax=0.04, color=ALPHA, linewidth=0.8)
-    axis.set_ylabel("queue depth\n(ticks: weight versions)")
+    axis.set_ylabel("queue depth\n(ticks: weight versions; dotted: deaths)")
     axis.legend(loc="upper right", frameon=False, ncols=2)
 
 
@@ -164,6 +168,17 @@ def _idle_by_role(rows: list[Row]) -> dict[str, list[float]]:
         for role, values in sorted(per_role.items()):
             found.setdefault(role, []).append(sum(values) / len(values))
     return found
+
+
+def _on_axis(t: str, rows: list[Row]) -> float:
+    """When something logged at `t` happened, on the axis of training time: the first row written after it."""
+    from datetime import datetime
+
+    unix_s = datetime.fromisoformat(t).timestamp()
+    return next(
+        (r["time/wall_s"] for r in rows if r.get("time/unix_s", 0.0) >= unix_s),
+        rows[-1]["time/wall_s"] if rows else 0.0,
+    )
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

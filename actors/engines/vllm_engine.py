@@ -158,6 +158,7 @@ class VllmEngine:
             request.aborted = True
         await llm.abort(list(self._requests))
         await asyncio.to_thread(llm.shutdown, STOP_S)
+        llm.shutdown = _nothing  # its __del__ would call it again, maybe when the interpreter is half gone
         if llm.output_handler is not None:
             await asyncio.wait([llm.output_handler], timeout=STOP_S)
 
@@ -229,3 +230,6 @@ class VllmEngine:
         if self._llm.errored:
             raise EngineDead("the vLLM engine-core process ended; its log says why")
         return self._llm
+
+
+def _nothing() -> None: ...

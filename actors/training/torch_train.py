@@ -49,6 +49,9 @@ class TorchTrainEngine:
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
         """(step, epoch) of what was loaded; (0, 0) for a base model."""
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
 
         self._source = checkpoint or model_dir
         if not any(self._source.glob("*.safetensors")):

@@ -31,6 +31,7 @@ from actors.training.progress import Rows, batch_metrics, others_metrics
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from bus.errors import AskFailed
 from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.clock import wall_s
 from runtime.registry import list_actors
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class Trainer(Actor):
         self._held_out = {}
         now = asyncio.get_running_loop().time()
         seconds, self._last_row = now - self._last_row, now
-        row |= {"time/step": seconds, "time/wall_s": self._rows.wall_s + now - self._began}
+        row |= {"time/step": seconds, "time/wall_s": self._rows.wall_s + now - self._began, "time/unix_s": wall_s()}
         row["perf/samples_s"] = sum(map(len, groups)) / seconds
         row["perf/train_tokens_s"] = result.num_tokens / max(1e-6, times["time/train"])
         await self.offload(self._rows.append, row)

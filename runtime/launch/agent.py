@@ -12,8 +12,8 @@ from runtime.messages import AddActors, Added, DrainActors, Finish, NotAdded, No
 DRAIN_LIMIT_S = 25.0
 """A little longer than a kernel's own drain limit: an actor is killed only when its kernel hangs too."""
 
-STOP_LIMIT_S = 8.0
-"""At the end of the job nothing that still runs is needed, so nobody gets long."""
+STOP_LIMITS_S = {"interrupted": DRAIN_LIMIT_S, "done": 8.0, "failed": 3.0}
+"""By outcome. At the end nothing that still runs is needed; what a failed run did not write down is caught up when it is resumed."""
 
 
 class Outcome(NamedTuple):
@@ -156,8 +156,9 @@ class NodeAgent(Actor):
         self._ready.discard(death.name)
         self.metrics.count(f"deaths/{role}")
 
-    async def stop_all(self, *, save: bool) -> None:
-        """Drain every actor, in the order their classes ask for (`save`) or all at once."""
+    async def stop_all(self, kind: str) -> None:
+        """Drain every actor after an outcome of `kind`: in the order their classes ask for where it is to be saved, else all at once."""
+        save = kind == "interrupted"
         self.launcher.stop_restarting()
         ranks: dict[int, list[str]] = {}
         for name in self.launcher.names():
@@ -166,7 +167,7 @@ class NodeAgent(Actor):
         for _, names in sorted(ranks.items()):
             async with asyncio.TaskGroup() as tasks:
                 for name in names:
-                    tasks.create_task(self.launcher.drain(name, DRAIN_LIMIT_S if save else STOP_LIMIT_S))
+                    tasks.create_task(self.launcher.drain(name, STOP_LIMITS_S[kind]))
 
     def _start(self, name: str) -> None:
         self._wanted.add(name)

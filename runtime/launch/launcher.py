@@ -95,7 +95,7 @@ class Launcher:
         ready = tasks.create_task(self._announce_ready(agent, began), name="launch.ready")
         outcome = await agent.over
         ready.cancel()
-        await agent.stop_all(save=outcome.kind == "interrupted")
+        await agent.stop_all(outcome.kind)
         kernel.stop()
         await serving
         return outcome

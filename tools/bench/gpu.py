@@ -139,10 +139,14 @@ def main() -> int:
             for num, rate in rates.items():
                 beside = transformers_rate(folder, num)
                 share = rate / num * 2 * count / bandwidth
-                print(f"{shape} {num:4d} concurrent: {rate:9,.0f} tok/s, transformers {beside:9,.0f} ({rate / beside:.1f}x), {share:.0%} of bandwidth")
+                print(
+                    f"{shape} {num:4d} concurrent: {rate:9,.0f} tok/s, transformers {beside:9,.0f} ({rate / beside:.1f}x), {share:.0%} of bandwidth"
+                )
                 found[f"{shape}/{num}"] = {"tokens_s": rate, "transformers_tokens_s": beside, "bandwidth_share": share}
             trained = trainer_rate(folder)
-            print(f"{shape} trainer {trained:9,.0f} tok/s, MFU {6 * count * trained / flops:.0%} · swap {swap / 1e9:.1f} GB/s")
+            print(
+                f"{shape} trainer {trained:9,.0f} tok/s, MFU {6 * count * trained / flops:.0%} · swap {swap / 1e9:.1f} GB/s"
+            )
             found[f"{shape}/train"] = {"tokens_s": trained, "mfu": 6 * count * trained / flops, "swap_gb_s": swap / 1e9}
     if given.json:
         given.json.write_text(json.dumps(found, indent=2))
