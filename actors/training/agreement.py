@@ -66,6 +66,18 @@ def compare(
     return Agreement(sum(gaps) / max(1, len(gaps)), len(gaps), worst)
 
 
+def require(found: Agreement, section: CheckSection, dtype: str) -> str:
+    """A sentence for the user. Raises TrainError, with the tokens that differ most, where the two do not see the same policy."""
+    limit = section.limit_float32 if dtype == "float32" else section.limit_bfloat16
+    measured = f"mean |Δlogp| {found.mean_abs:.1e} over {found.num_tokens} tokens"
+    if not found.mean_abs <= limit:
+        raise TrainError(
+            f"trainer and engine disagree: {measured}, limit {limit:.0e} ({dtype}). "
+            f"Check that both load the same model folder and dtype.\n{table(found)}"
+        )
+    return f"trainer and engine agree: {measured}"
+
+
 def table(agreement: Agreement) -> str:
     """The worst tokens, one per line."""
     lines = ["prompt  position  token   engine      trainer     |Δ|"]

@@ -38,6 +38,7 @@ class SteppedEngine(Actor):
     """Samples token n as the n-th of each completion, a few per tick, and reports each tick; version 0."""
 
     role = "engine"
+    stalls_at = -1
 
     def __init__(self, config, context):
         super().__init__(config, context)
@@ -61,6 +62,9 @@ class SteppedEngine(Actor):
         try:
             while num < request.sampling.max_new_tokens and not drained.is_set():
                 await asyncio.sleep(0.002)
+                if num == self.stalls_at:
+                    await drained.wait()
+                    break
                 more = _tokens(num, num + 1)
                 num += 1
                 await self.ref("llm_proxy").tell(TokensSampled(self.name, ((request.request_id, more),)))
@@ -74,6 +78,12 @@ class SteppedEngine(Actor):
     async def on_drain(self):
         for drained in self.running.values():
             drained.set()
+
+
+class StallingEngine(SteppedEngine):
+    """Stops after ten tokens until it is drained, however slow the machine is."""
+
+    stalls_at = 10
 
 
 class NoBlobs:
@@ -179,7 +189,7 @@ async def test_completions_survive_the_death_of_their_engine_without_a_lost_or_d
 async def test_a_drained_engine_loses_nothing(tmp_path, generate):
     async with cluster(tmp_path) as made:
         await made.start(LLMProxy, "llm_proxy-1")
-        await made.start(SteppedEngine, "engine-1")
+        await made.start(StallingEngine, "engine-1")
         asker = await made.start(Asker, "env_manager-1")
         proxy = asker.ref("llm_proxy")
         asking = [made.tasks.create_task(proxy.ask(generate(i), timeout=20)) for i in range(6)]
