@@ -22,8 +22,8 @@ class Manifest(msgspec.Struct):
     """File name → hex BLAKE2b-256."""
 
 
-def write(folder: Path, files: Mapping[str, bytes], copies: Mapping[str, Path], *, step: int, epoch: int) -> None:
-    """Write `files` and copy `copies` into a new `folder`, all flushed to disk, then make it appear under its name.
+def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int) -> None:
+    """Write `files` into a new `folder`, all flushed to disk, then make it appear under its name.
 
     Raises TrainError, and leaves every earlier checkpoint as it was, when the disk refuses.
     """
@@ -32,7 +32,6 @@ def write(folder: Path, files: Mapping[str, bytes], copies: Mapping[str, Path], 
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         digests = {name: _write(building / name, content) for name, content in files.items()}
-        digests |= {name: _write(building / name, source.read_bytes()) for name, source in copies.items()}
         _write(building / MANIFEST, msgspec.json.encode(Manifest(step, epoch, digests)))
         shutil.rmtree(folder, ignore_errors=True)
         building.rename(folder)

@@ -39,7 +39,7 @@ class TorchTrainEngine:
         self._rng = random.Random(seed)
         self._model: Any = None
         self._optimizer: torch.optim.Optimizer
-        self._source = Path()
+        self._described: dict[str, bytes] = {}
         self._step = 0
         torch.set_num_threads(model.torch_threads)
         torch.manual_seed(seed)
@@ -53,21 +53,21 @@ class TorchTrainEngine:
 
         transformers_logging.disable_progress_bar()
 
-        self._source = checkpoint or model_dir
-        if not any(self._source.glob("*.safetensors")):
-            raise TrainError(
-                f"model folder {self._source} has no *.safetensors. Set model.path to a folder in HF format."
-            )
+        source = checkpoint or model_dir
+        if not any(source.glob("*.safetensors")):
+            raise TrainError(f"model folder {source} has no *.safetensors. Set model.path to a folder in HF format.")
         manifest = checkpoints.check(checkpoint) if checkpoint else None
+        # Held, not copied at each save: the checkpoint they come from is pruned some steps later.
+        self._described = {name: (source / name).read_bytes() for name in HF_FILES if (source / name).exists()}
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                self._source,
+                source,
                 dtype=getattr(torch, self._section.dtype),
                 attn_implementation="sdpa",
                 local_files_only=True,
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise TrainError(f"model folder {self._source} can't be loaded: {str(error).splitlines()[0]}") from error
+            raise TrainError(f"model folder {source} can't be loaded: {str(error).splitlines()[0]}") from error
         self._model = model.to(self._device)
         self._model.train()
         section = self._train_section
@@ -76,7 +76,7 @@ class TorchTrainEngine:
         )
         if manifest is None:
             return 0, 0
-        self._restore((self._source / "optimizer.safetensors").read_bytes(), (self._source / "rng.json").read_bytes())
+        self._restore((source / "optimizer.safetensors").read_bytes(), (source / "rng.json").read_bytes())
         self._step = manifest.step
         return manifest.step, manifest.epoch
 
@@ -119,8 +119,7 @@ class TorchTrainEngine:
             "optimizer.safetensors": self._optimizer_image(),
             "rng.json": msgspec.json.encode([self._rng.getstate(), torch.get_rng_state().tolist()]),
         }
-        copies = {name: self._source / name for name in HF_FILES if (self._source / name).exists()}
-        checkpoints.write(folder, files, copies, step=self._step, epoch=epoch)
+        checkpoints.write(folder, files | self._described, step=self._step, epoch=epoch)
 
     def _update(self, sequences: list[TokenSequence], totals: dict[str, float], *, first: bool) -> float:
         """One optimiser step on the token-level mean loss of `sequences`; returns the gradient's norm before clipping."""

@@ -9,7 +9,7 @@ FILES = {"model.safetensors": b"weights", "optimizer.safetensors": b"moments"}
 
 
 def test_a_checkpoint_reads_back_with_its_step_and_epoch(tmp_path):
-    checkpoint.write(tmp_path / "step_5", FILES, {}, step=5, epoch=2)
+    checkpoint.write(tmp_path / "step_5", FILES, step=5, epoch=2)
 
     manifest = checkpoint.check(tmp_path / "step_5")
 
@@ -18,7 +18,7 @@ def test_a_checkpoint_reads_back_with_its_step_and_epoch(tmp_path):
 
 def test_the_newest_complete_checkpoint_is_found_and_a_truncated_one_passed_over(tmp_path):
     for step in (5, 10):
-        checkpoint.write(tmp_path / f"step_{step}", FILES, {}, step=step, epoch=1)
+        checkpoint.write(tmp_path / f"step_{step}", FILES, step=step, epoch=1)
     (tmp_path / "step_10" / "model.safetensors").write_bytes(b"wei")
 
     found, passed_over = checkpoint.newest(tmp_path)
@@ -30,7 +30,7 @@ def test_the_newest_complete_checkpoint_is_found_and_a_truncated_one_passed_over
 
 @pytest.mark.parametrize("missing", ["manifest.json", "model.safetensors"])
 def test_a_missing_file_is_one_sentence(tmp_path, missing):
-    checkpoint.write(tmp_path / "step_1", FILES, {}, step=1, epoch=1)
+    checkpoint.write(tmp_path / "step_1", FILES, step=1, epoch=1)
     (tmp_path / "step_1" / missing).unlink()
 
     with pytest.raises(TrainError, match=missing):
@@ -38,14 +38,14 @@ def test_a_missing_file_is_one_sentence(tmp_path, missing):
 
 
 def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
-    checkpoint.write(tmp_path / "step_1", FILES, {}, step=1, epoch=1)
+    checkpoint.write(tmp_path / "step_1", FILES, step=1, epoch=1)
 
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint.os, "fsync", full)
     with pytest.raises(TrainError, match="No space left"):
-        checkpoint.write(tmp_path / "step_2", FILES, {}, step=2, epoch=1)
+        checkpoint.write(tmp_path / "step_2", FILES, step=2, epoch=1)
 
     found, passed_over = checkpoint.newest(tmp_path)
     assert (found, passed_over) == (tmp_path / "step_1", [])
@@ -54,7 +54,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
 
 def test_old_checkpoints_are_pruned_by_step_and_not_by_name(tmp_path):
     for step in (2, 9, 10):
-        checkpoint.write(tmp_path / f"step_{step}", FILES, {}, step=step, epoch=1)
+        checkpoint.write(tmp_path / f"step_{step}", FILES, step=step, epoch=1)
 
     checkpoint.prune(tmp_path, 2)
 

@@ -5,6 +5,7 @@ import pytest
 from actors.config import ModelSection, TrainSection
 from actors.training.engine import TrainError
 from actors.training.torch_train import TorchTrainEngine
+from tests.jobs import write_model
 
 PROMPT, GOOD, BAD = [4, 5, 6], 7, 8
 
@@ -125,3 +126,17 @@ def test_the_learning_rate_warms_up_and_falls_linearly(engine, trajectory):
     rates = [subject.train(step, [group]).metrics["optim/lr"] for step in (1, 2, 10)]
 
     assert rates == pytest.approx([0.5e-3, 0.9e-3, 0.1e-3])
+
+
+def test_checkpoints_stay_whole_model_folders_after_the_one_that_was_resumed_is_pruned(tmp_path):
+    model = write_model(tmp_path / "model")
+    first = TorchTrainEngine(ModelSection(), TrainSection(), steps=3, seed=1)
+    first.load(model, None)
+    first.save(tmp_path / "checkpoints" / "step_0", epoch=1)
+
+    resumed = TorchTrainEngine(ModelSection(), TrainSection(), steps=3, seed=1)
+    resumed.load(model, tmp_path / "checkpoints" / "step_0")
+    shutil.rmtree(tmp_path / "checkpoints" / "step_0")
+    resumed.save(tmp_path / "checkpoints" / "step_1", epoch=2)
+
+    TorchTrainEngine(ModelSection(), TrainSection(), steps=3, seed=1).load(model, tmp_path / "checkpoints" / "step_1")
