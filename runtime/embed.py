@@ -200,7 +200,7 @@ async def embed(
                     raised = error
                     raise
                 await job.stop()
-        except BaseExceptionGroup as group:
+        except ExceptionGroup as group:
             raise (raised or first_cause(group)) from None
     finally:
         held.close()

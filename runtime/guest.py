@@ -45,7 +45,7 @@ async def join(folder: str | Path, *, name: str = "") -> AsyncGenerator[Guest]:
                 except Exception as error:  # noqa: BLE001 - the caller's own; handed on below, as itself
                     raised = error
                 kernel.stop()
-        except BaseExceptionGroup as group:
+        except ExceptionGroup as group:
             raise (raised or first_cause(group)) from None
         if raised is not None:
             raise raised

@@ -79,11 +79,13 @@ class WorkerPool:
         worker = await self._least_loaded()
         worker.instances.add(instance)
         self._homes[instance] = worker
+        built = False
         try:
             await worker.request("build", target, instance, payload, deadline_s)
-        except BaseException:
-            self.drop(instance)
-            raise
+            built = True
+        finally:
+            if not built:
+                self.drop(instance)
 
     async def call(self, instance: str, method: str, payload: bytes, *, deadline_s: float) -> bytes:
         """Call a method of `instance`, as `apply` does. Raises WorkerKilled too where its worker ended in the meantime."""

@@ -118,7 +118,7 @@ async def _flat(work: Awaitable[int]) -> int:
     """Await `work`; a RubatoError buried in exception groups is raised as itself."""
     try:
         return await work
-    except BaseExceptionGroup as group:
+    except ExceptionGroup as group:
         error = first_cause(group)
         if isinstance(error, RubatoError):
             raise error from None
