@@ -15,20 +15,8 @@ class LaunchError(RubatoError):
     """The job could not be brought up (folder taken, port refused, binary missing); what had started was stopped again."""
 
 
-class RunFolderTaken(LaunchError):
-    """The run folder already holds a run, and neither --resume nor --force was given; nothing in it was touched."""
-
-
-class NoSuchRun(RubatoError):
-    """A folder holds no run, or no live one, that a command could talk to."""
-
-
 class ActorFailed(RubatoError):
     """An actor raised or its process ended; its supervisor restarts it while its budget lasts."""
-
-
-class BudgetExceeded(RubatoError):
-    """An actor failed more often than its restart budget allows; the job ends, and a resume continues from the checkpoint."""
 
 
 def first_cause(error: BaseException) -> BaseException:
