@@ -1,4 +1,4 @@
-"""Decides which addresses exist and which may be used without keys: ipc:// and loopback TCP between processes, mem:// within one."""
+"""Decides which addresses exist and which need keys: all but ipc:// and loopback tcp:// between processes, and mem:// within one."""
 
 import errno
 import ipaddress
@@ -27,15 +27,15 @@ class Address(NamedTuple):
     port: int = 0
 
 
-def parse(address: str) -> Address:
-    """Raises BadAddress for what is malformed, too long, or not allowed without keys."""
+def parse(address: str, *, keyed: bool = False) -> Address:
+    """Raises BadAddress for what is malformed, too long, or, unless `keyed`, not allowed without keys."""
     scheme, separator, rest = address.partition("://")
     if not separator or not rest or "\0" in rest:
         raise BadAddress(f"{address!r} is not an address; {_EXAMPLES}")
     if scheme == IPC:
         return _ipc(address, rest)
     if scheme == TCP:
-        return _tcp(address, rest)
+        return _tcp(address, rest, keyed=keyed)
     if scheme == MEMORY:
         return Address(MEMORY, rest)
     raise BadAddress(f"{address!r} has the unknown scheme {scheme!r}; {_EXAMPLES}")
@@ -78,16 +78,17 @@ def _ipc(address: str, path: str) -> Address:
     return Address(IPC, path)
 
 
-def _tcp(address: str, rest: str) -> Address:
+def _tcp(address: str, rest: str, *, keyed: bool) -> Address:
     host, separator, port = rest.rpartition(":")
     if not separator or not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) <= 65535)):
         raise BadAddress(f"{address!r} must name a host and a port, like tcp://127.0.0.1:7788")
-    if not _is_loopback(host):
+    if not keyed and not is_loopback(host):
         raise BadAddress(f"{address} needs keys. Make them with: rubato keys new --run RUN")
     return Address(TCP, host, 0 if port == "*" else int(port))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether `host`, an address or a name, can't be reached from elsewhere. A name other than localhost may stand for anything."""
     if host == "localhost":
         return True
     try:

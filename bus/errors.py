@@ -9,12 +9,20 @@ class BadAddress(BusError):
     """An address is malformed, taken, or not allowed; nothing was bound or connected."""
 
 
+class BadKeys(BusError):
+    """Keys are damaged, or this machine can't use them; nothing was bound or connected."""
+
+
 class BadFrame(BusError):
     """A frame, envelope, body or array failed its checks; nothing was allocated for it and nothing ran."""
 
 
 class LinkRefused(BusError):
-    """The peer may not speak on this link (another run, another protocol, no HELLO); the link ends."""
+    """The peer may not speak on this link (another run, another protocol, no HELLO); the link ends. `kind` is for counting."""
+
+    def __init__(self, sentence: str, kind: str = "greeting") -> None:
+        super().__init__(sentence)
+        self.kind = kind
 
 
 class AskFailed(BusError):

@@ -76,11 +76,12 @@ class Link:
         ours = self._identity
         if greeting.protocol != PROTOCOL:
             raise LinkRefused(
-                f"{greeting.name} speaks protocol {greeting.protocol}, {ours.name} speaks {PROTOCOL}; run one version of Rubato"
+                f"{greeting.name} speaks protocol {greeting.protocol}, {ours.name} speaks {PROTOCOL}; run one version of Rubato",
+                "protocol",
             )
         if greeting.run_id != ours.run_id:
             raise LinkRefused(
-                f"{greeting.name} belongs to run {greeting.run_id!r}, {ours.name} belongs to run {ours.run_id!r}"
+                f"{greeting.name} belongs to run {greeting.run_id!r}, {ours.name} belongs to run {ours.run_id!r}", "run"
             )
         self.peer_name = greeting.name
         self.is_open = True

@@ -15,6 +15,7 @@ from bus.errors import BadAddress, BadFrame, LinkRefused
 from bus.faults import HEARTBEAT_S, FaultPlan, LinkFaults
 from bus.link import Link
 from bus.outbox import Frame
+from bus.refusals import Refusals
 from bus.transport import Delivery, Identity, Peer
 
 
@@ -137,6 +138,8 @@ class MemoryTransport:
 
     def __init__(self, identity: Identity, network: MemoryNetwork) -> None:
         self.identity = identity
+        self.refusals = Refusals()
+        self.public_address = ""
         self.loop: asyncio.AbstractEventLoop
         self._network = network
         self._address = f"{MEMORY}://{identity.name}.{identity.incarnation}"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from bus.envelope import Envelope
+from bus.refusals import Refusals
 
 Peer = str | bytes
 """A `str` is the address of a peer's bound endpoint (we opened the link); `bytes` names a link a peer opened to us."""
@@ -28,9 +29,17 @@ class Identity(NamedTuple):
 class Transport(Protocol):
     """Moves envelopes. Order is kept per link; a lost link loses a suffix of what was in flight, and says so."""
 
+    refusals: Refusals
+    """Who and what was turned away here, for the runtime to count and log."""
+
     @property
     def address(self) -> str:
         """Where peers reach us; known once `start` has returned."""
+        ...
+
+    @property
+    def public_address(self) -> str:
+        """Where peers on other hosts reach us; empty when only this host can."""
         ...
 
     async def start(self, deliver: Callable[[Delivery], None], down: Callable[[Peer, str], None]) -> None:

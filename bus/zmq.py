@@ -21,11 +21,14 @@ import zmq
 from bus.chunks import join
 from bus.envelope import Envelope
 from bus.errors import BadAddress, BadFrame, LinkRefused
+from bus.keys import Keys
 from bus.link import Link
+from bus.refusals import Refusals
 from bus.transport import Delivery, Identity, Peer
 from bus.zmq_door import LAST_WORDS, Door
 from bus.zmq_sockets import Context, bind_to, connect_to, new_context, new_dealer, new_router, remove_path
 from bus.zmq_wire import Monitor, Wire
+from bus.zmq_zap import Zap
 
 LINGER_MS = 500
 """What was posted before `close` has so long to leave; on one host it needs a millisecond."""
@@ -56,9 +59,14 @@ class _Line:
 class ZmqTransport:
     """The Transport between processes. Like ZeroMQ's sockets it belongs to one thread: that of its event loop."""
 
-    def __init__(self, identity: Identity, bind: str) -> None:
+    def __init__(self, identity: Identity, bind: str, *, public: str = "", keys: Keys | None = None) -> None:
+        """`public` is a second, tcp address to bind, for peers on other hosts. With `keys`, tcp is CURVE wherever it is used."""
         self.identity = identity
+        self.refusals = Refusals()
         self._bind = bind
+        self._public = public
+        self._keys = keys
+        self._zap: Zap | None = None
         self._address = ""
         self._lines: dict[Peer, _Line] = {}
         self._dirty: list[_Line] = []
@@ -75,6 +83,11 @@ class ZmqTransport:
         """Where peers reach us; known once `start` has returned."""
         return self._address
 
+    @property
+    def public_address(self) -> str:
+        """Where peers on other hosts reach us, if they can."""
+        return self._public
+
     async def start(self, deliver: Callable[[Delivery], None], down: Callable[[Peer, str], None]) -> None:
         """See Transport. Raises BadAddress also for an address that is malformed or would need keys."""
         self._loop = asyncio.get_running_loop()
@@ -82,11 +95,17 @@ class ZmqTransport:
         self._context = new_context()
         router = new_router(self._context)
         # The door listens to the socket before the first peer can come.
-        self._door = Door(self._context, router, self._loop, self._came, self._left)
+        self._door = Door(self._context, router, self._loop, self._came, self._left, self.refusals)
+        if self._keys is not None:
+            allowed = frozenset({self._keys.client.public})
+            self._zap = Zap(self._context, self._loop, allowed, lambda said: self.refusals.add("key", said))
         try:
-            self._address = bind_to(router, self._bind)
+            self._address = bind_to(router, self._bind, self._keys)
+            if self._public:
+                self._public = bind_to(router, self._public, self._keys)
         except BadAddress:
-            self._door.close(0)
+            remove_path(self._address or "mem://unbound")
+            self._close_door(0)
             self._context.term()
             raise
         self._is_running = True
@@ -119,9 +138,14 @@ class ZmqTransport:
         self._lines.clear()
         # libzmq leaves the socket's file behind. While we still listen on it nobody else can have taken the path.
         remove_path(self._address)
-        self._door.close(LINGER_MS)
+        self._close_door(LINGER_MS)
         # Waits for the last sends; the context, unlike its sockets, may be used from any thread.
         await self._loop.run_in_executor(None, self._context.term)
+
+    def _close_door(self, linger_ms: int) -> None:
+        self._door.close(linger_ms)
+        if self._zap is not None:
+            self._zap.close()
 
     def _dial(self, address: str) -> _Line:
         """Open a link. What fails here is reported like any other loss, at the end of the tick."""
@@ -133,7 +157,7 @@ class ZmqTransport:
             line.monitor = Monitor(
                 self._context, dealer, name, sum(_OVER), self._loop, lambda event, _: self._changed(line, event)
             )
-            connect_to(dealer, address)
+            connect_to(dealer, address, self._keys)
         except (BadAddress, zmq.ZMQError) as error:
             if line.monitor is not None:
                 line.monitor.close()
@@ -203,7 +227,7 @@ class ZmqTransport:
             envelopes = link.arrived(first.buffer)
             buffers = join(beside)
         except (BadFrame, LinkRefused) as error:
-            self._refuse(line, str(error), was_open=was_open)
+            self._refuse(line, error, was_open=was_open)
             return
         if not was_open and not line.is_dirty:
             self._mark(line)
@@ -214,8 +238,10 @@ class ZmqTransport:
                 return
             deliver(Delivery(peer, envelope, buffers if index == last else ()))
 
-    def _refuse(self, line: _Line, reason: str, *, was_open: bool) -> None:
+    def _refuse(self, line: _Line, error: BadFrame | LinkRefused, *, was_open: bool) -> None:
         """The peer may not go on. A ROUTER cannot hang up on one peer, so one that came to us is told, and not heard any more."""
+        reason = str(error)
+        self.refusals.add(error.kind if isinstance(error, LinkRefused) else "frame", reason)
         if isinstance(line.link.peer, str):
             self._lose(line, reason)
             return

@@ -11,11 +11,18 @@ from collections.abc import Callable
 
 import zmq
 
+from bus.refusals import Refusals
 from bus.zmq_sockets import Context, Socket
 from bus.zmq_wire import Arrived, Monitor, Wire
 
 LAST_WORDS = 4096
 """Messages still read after a peer died, before its link is declared lost; far more than its credit allowed it to send."""
+
+_FAILURES = {
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it left or was too slow during the handshake",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it had no keys, those of another job, or spoke another protocol",
+}
+_EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH | sum(_FAILURES)
 
 
 class Door:
@@ -28,14 +35,18 @@ class Door:
         loop: asyncio.AbstractEventLoop,
         came: Arrived,
         left: Callable[[bytes], None],
+        refusals: Refusals,
     ) -> None:
         self._loop = loop
+        self._refusals = refusals
         self._left = left
         self._connected: set[int] = set()
         self._links: dict[int, bytes] = {}
         self._gone: list[bytes] = []
-        events = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED
-        self._monitor = Monitor(context, router, "door", events, loop, self._changed)
+        self._silent = 0
+        """Connections that ended before we heard a word from them and that nobody has counted yet."""
+        self._failure = ""
+        self._monitor = Monitor(context, router, "door", _EVENTS, loop, self._changed)
         self.wire = Wire(router, loop, came, routed=True)
 
     def admit(self, routing_id: bytes, first: zmq.Frame) -> None:
@@ -54,6 +65,7 @@ class Door:
         if descriptor in self._connected:
             self._links[descriptor] = newest
         else:
+            self._silent -= 1  # its end was seen before its first word was read
             self.gone_soon(newest)
 
     def gone_soon(self, routing_id: bytes) -> None:
@@ -70,11 +82,31 @@ class Door:
     def _changed(self, event: zmq.Event, descriptor: int) -> None:
         if event == zmq.Event.ACCEPTED:
             self._connected.add(descriptor)
-            return
+        elif event == zmq.Event.DISCONNECTED:
+            self._ended(descriptor)
+        elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+            self._silent -= 1  # counted by the ZAP handler, which knows its key
+        else:  # DISCONNECTED follows
+            self._failure = _FAILURES[event]
+
+    def _ended(self, descriptor: int) -> None:
         self._connected.discard(descriptor)
         routing_id = self._links.pop(descriptor, None)
         if routing_id is not None:
             self.gone_soon(routing_id)
+            return
+        self._silent += 1
+        self._loop.call_soon(self._count_silent)
+
+    def _count_silent(self) -> None:
+        """A connection without a link was a stranger's, unless what it said is still to be read."""
+        self.wire.drain(LAST_WORDS)
+        while self._silent > 0:
+            self._silent -= 1
+            self._refusals.add(
+                "handshake", f"a connection ended before it said who it is: {self._failure or 'no ZMTP'}"
+            )
+        self._failure = ""
 
     def _bury(self) -> None:
         self.wire.drain(LAST_WORDS)

@@ -7,6 +7,7 @@ import zmq
 from bus.address import IPC, MEMORY, TCP, Address, check_free, parse
 from bus.codec import MAX_FRAME_BYTES
 from bus.errors import BadAddress
+from bus.keys import Keys
 
 HEARTBEAT_MS = 2000
 DEAD_MS = 6000
@@ -41,11 +42,20 @@ def new_router(context: Context) -> Socket:
     return socket
 
 
-def bind_to(socket: Socket, where: str) -> str:
-    """Bind and return the address with the port that the system chose. Raises BadAddress when it is taken or not allowed."""
-    address = _between_processes(where)
+def bind_to(socket: Socket, where: str, keys: Keys | None = None) -> str:
+    """Bind and return the address with the port that the system chose. Raises BadAddress when it is taken or not allowed.
+
+    On tcp `keys` are used wherever there are any. libzmq copies a socket's options into each endpoint as it is bound, so one
+    socket may be bound in the clear first and with keys afterwards, but not the other way round.
+    """
+    address = _between_processes(where, keys)
     check_free(address)
     _prepare(socket, address)
+    if keys is not None and address.scheme == TCP:
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_SECRETKEY, keys.server.secret.encode())
+        # Without a domain libzmq would admit every key.
+        socket.set(zmq.ZAP_DOMAIN, b"rubato")
     try:
         socket.bind(_spelt(address))
     except zmq.ZMQError as error:
@@ -56,7 +66,7 @@ def bind_to(socket: Socket, where: str) -> str:
 
 def remove_path(where: str) -> None:
     """Remove the file of a bound ipc address, if it is one."""
-    address = parse(where)
+    address = parse(where, keyed=True)
     if address.scheme == IPC:
         Path(address.place).unlink(missing_ok=True)
 
@@ -69,10 +79,14 @@ def new_dealer(context: Context) -> Socket:
     return socket
 
 
-def connect_to(socket: Socket, where: str) -> None:
+def connect_to(socket: Socket, where: str, keys: Keys | None = None) -> None:
     """Connect in the background. Raises BadAddress when `where` is not an address that may be reached."""
-    address = _between_processes(where)
+    address = _between_processes(where, keys)
     _prepare(socket, address)
+    if keys is not None and address.scheme == TCP:
+        socket.set(zmq.CURVE_SERVERKEY, keys.server.public.encode())
+        socket.set(zmq.CURVE_PUBLICKEY, keys.client.public.encode())
+        socket.set(zmq.CURVE_SECRETKEY, keys.client.secret.encode())
     try:
         socket.connect(_spelt(address))
     except zmq.ZMQError as error:
@@ -93,8 +107,8 @@ def _socket(context: Context, kind: int) -> Socket:
     return socket
 
 
-def _between_processes(where: str) -> Address:
-    address = parse(where)
+def _between_processes(where: str, keys: Keys | None) -> Address:
+    address = parse(where, keyed=keys is not None)
     if address.scheme == MEMORY:
         raise BadAddress(f"{where} is an address within one process; this process is reached by ipc:// or tcp://")
     return address

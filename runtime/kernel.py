@@ -158,6 +158,7 @@ class Kernel:
             handled = self._dispatch.handled
             self._beat += 1
             self._measure_cpu()
+            self._report_refusals()
             try:
                 if not await self._registry.publish(self._record()):
                     raise ActorFailed(
@@ -165,6 +166,12 @@ class Kernel:
                     )
             except StoreUnavailable as error:
                 self.log.warning("store_unavailable", error=str(error))
+
+    def _report_refusals(self) -> None:
+        """Once per beat, so that a flood of strangers is one line of log per second."""
+        for reason, total, sentence in self._transport.refusals.news():
+            self.metrics.gauge(f"bus/refused/{reason}", total)
+            self.log.warning("refused", reason=reason, total=total, newest=sentence)
 
     def _measure_cpu(self) -> None:
         """Share of one core that this process used, smoothed over some five beats; nothing on virtual time."""
