@@ -72,5 +72,7 @@ class RewardSection(Section):
     """Longest one call of a function may take; its process is killed after it."""
     workers: int = Field(default=1, ge=1)
     """Processes that run the functions."""
-    memory_mb: int = Field(default=0, ge=0)
-    """Address space of each of those processes in MiB; 0 leaves it unbounded."""
+    memory_mb: int = Field(default=8192, ge=0)
+    """Private memory of each of those processes in MiB; 0 leaves it unbounded."""
+    max_processes: int = Field(default=256, ge=1)
+    """Processes and threads that each of them may have, itself included."""

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from runtime.pool_errors import WorkerKilled
-from runtime.pool_process import Limits, WorkerProcess
+from runtime.pool_limits import Limits, shortcoming
+from runtime.pool_process import WorkerProcess
 from runtime.pool_worker import FOREIGN
 
 
@@ -38,14 +39,24 @@ class WorkerPool:
     ) -> None:
         self._limits = limits or Limits()
         self._on_output = on_output or _ignore
+        self._preloaded: dict[str, float] = {}
+        self._told = False
         self._workers: list[WorkerProcess | None] = [None] * workers
         self._ended: set[WorkerProcess] = set()
         self._homes: dict[str, WorkerProcess] = {}
         self._starting = asyncio.Lock()
 
+    @property
+    def num_alive(self) -> int:
+        """Workers that take calls now."""
+        return sum(worker is not None and worker.alive for worker in self._workers)
+
     async def start(self) -> None:
-        """Spawn every worker; optional, since a call spawns what it needs. Raises OSError when the system refuses."""
+        """Spawn every worker; optional, since a call spawns what it needs. Raises NoWorker when the system refuses."""
         async with self._starting:
+            if not self._told and (text := shortcoming()):
+                self._on_output(text)
+            self._told = True
             for index in range(len(self._workers)):
                 await self._start(index)
 
@@ -65,6 +76,19 @@ class WorkerPool:
         worker = await self._least_loaded()
         found = decode(await worker.request("check", target, "", b"", deadline_s))
         return Traits(found["inline"], found["asynchronous"])
+
+    async def preload(self, target: str, *, deadline_s: float) -> None:
+        """Load `target` in every worker, and in each that is started later: a call's own deadline is not spent on imports.
+
+        Raises as `inspect`.
+        """
+        await self.start()
+        workers = [worker for worker in self._workers if worker is not None]
+        replies = [worker.request("check", target, "", b"", deadline_s) for worker in workers]
+        for ended in await asyncio.gather(*replies, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
+        self._preloaded[target] = deadline_s
 
     async def apply(self, target: str, payload: bytes, *, deadline_s: float) -> bytes:
         """Call the function `target` with `encode_call(...)`; returns its result for `decode`.
@@ -122,6 +146,9 @@ class WorkerPool:
         worker = WorkerProcess(self._limits, self._on_output)
         await worker.start()
         self._workers[index] = worker
+        for target, deadline_s in self._preloaded.items():
+            # Calls sent from now on wait behind it. How it ends is for the call that needs the target to say.
+            worker.request("check", target, "", b"", deadline_s).add_done_callback(_seen)
 
 
 def encode_call(*positional: object, **keyword: object) -> bytes:
@@ -140,3 +167,9 @@ def _foreign(code: int, data: memoryview) -> object:
 
 def _ignore(_: str) -> None:
     return None
+
+
+def _seen(reply: "asyncio.Future[bytes]") -> None:
+    """Take note of an exception, or its loss would be reported."""
+    if not reply.cancelled():
+        reply.exception()

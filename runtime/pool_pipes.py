@@ -12,11 +12,18 @@ OUTPUT_LINE_LIMIT = 2_000
 
 
 class FrameChannel(asyncio.Protocol):
-    """Frames are a little-endian uint32 length and that many bytes. A length above `max_bytes` ends the channel."""
+    """Frames are a little-endian uint32 length and that many bytes. A length above `max_bytes` is told to `on_garbage`."""
 
-    def __init__(self, max_bytes: int, on_frame: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        on_frame: Callable[[bytes], None],
+        on_garbage: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
         self._max_bytes = max_bytes
         self._on_frame = on_frame
+        self._on_garbage = on_garbage
         self._on_end = on_end
         self._transport: asyncio.Transport | None = None
         self._data = bytearray()
@@ -41,6 +48,7 @@ class FrameChannel(asyncio.Protocol):
         while len(self._data) >= 4:
             size = int.from_bytes(self._data[:4], "little")
             if size > self._max_bytes:
+                self._on_garbage()
                 self.close()
                 return
             if len(self._data) < size + 4:
@@ -55,20 +63,43 @@ class FrameChannel(asyncio.Protocol):
 
 
 class OutputLines(asyncio.SubprocessProtocol):
-    """Passes printed lines on, at most OUTPUT_LINES_S a second, and tells when the pipe and the process end."""
+    """Passes printed lines on, at most OUTPUT_LINES_S a second, and tells when the pipe and the process end.
+
+    `on_flood` is told once of more than `max_bytes` since the last `start_count`; nothing is passed on after it.
+    """
 
     def __init__(
-        self, on_line: Callable[[str], None], on_pipe_end: Callable[[], None], on_exit: Callable[[], None]
+        self,
+        max_bytes: int,
+        on_line: Callable[[str], None],
+        on_flood: Callable[[], None],
+        on_pipe_end: Callable[[], None],
+        on_exit: Callable[[], None],
     ) -> None:
+        self._max_bytes = max_bytes
         self._on_line = on_line
+        self._on_flood = on_flood
         self._on_pipe_end = on_pipe_end
         self._on_exit = on_exit
         self._rest = b""
         self._window_start = 0.0
         self._num_lines = 0
+        self._num_bytes = 0
+        self._flooded = False
+
+    def start_count(self) -> None:
+        """Another call begins: what it prints counts from here. Some of the last one's output may still be in the pipe."""
+        self._num_bytes = 0
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """Called by the loop."""
+        if self._flooded:
+            return
+        self._num_bytes += len(data)
+        if self._num_bytes > self._max_bytes:
+            self._flooded = True
+            self._on_flood()
+            return
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > OUTPUT_LINE_LIMIT:
             lines.append(self._rest)

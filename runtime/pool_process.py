@@ -15,32 +15,30 @@ import msgspec
 
 from runtime import pool_worker
 from runtime.pool_errors import (
-    BadResult,
+    ChannelBroken,
+    LeftProcesses,
+    NoWorker,
+    OutputFlood,
     PoolError,
-    TargetMissing,
     UserCodeRaised,
-    WorkerDied,
     WorkerKilled,
     WorkerTimeout,
 )
+from runtime.pool_limits import Limits, choose_uid
 from runtime.pool_pipes import FrameChannel, OutputLines
+from runtime.pool_verdicts import ending, error_of
 
 LAST_WORDS_S = 0.5
-"""How long an ended process's pipes may stay open (a grandchild may hold them) before they are closed."""
+"""How long a process whose socket or output ended may take to end by itself, and one that ended may keep its pipes open."""
+
+KILL_S = 5.0
+"""How long a process's init may take to end the whole tree before it is killed itself."""
 
 FRAME_OVERHEAD_BYTES = 64
 """What a reply's frame adds to its payload, generously."""
 
-
 _REPLIES = msgspec.msgpack.Decoder(tuple[int, int, bytes])
 _ROOT = str(Path(pool_worker.__file__).resolve().parent.parent)
-
-
-class Limits(NamedTuple):
-    """What a worker process may use. `memory_mb` bounds its address space in MiB; 0 leaves it alone."""
-
-    memory_mb: int = 0
-    max_reply_bytes: int = 10 * 1024 * 1024
 
 
 class _Call(NamedTuple):
@@ -55,13 +53,16 @@ class WorkerProcess:
     def __init__(self, limits: Limits, on_output: Callable[[str], None]) -> None:
         self.instances: set[str] = set()
         self._limits = limits
-        self._channel = FrameChannel(limits.max_reply_bytes + FRAME_OVERHEAD_BYTES, self._replied, self._channel_ended)
-        self._output = OutputLines(on_output, self._settle, self._exited)
+        max_frame = limits.max_reply_bytes + FRAME_OVERHEAD_BYTES
+        self._channel = FrameChannel(max_frame, self._replied, self._garbled, self._channel_ended)
+        self._output = OutputLines(limits.max_output_bytes, on_output, self._flooded, self._settle, self._exited)
         self._transport: asyncio.SubprocessTransport | None = None
         self._calls: deque[_Call] = deque()
         self._num_calls = 0
         self._timer: asyncio.TimerHandle | None = None
         self._verdict: str | None = None
+        self._cut = False
+        self._last_resort: asyncio.TimerHandle | None = None
         self._open = 2
         self._gone = asyncio.Event()
 
@@ -82,11 +83,17 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id; 0 before `start`."""
+        """Process id of the worker's init; 0 before `start`."""
         return 0 if self._transport is None else self._transport.get_pid()
 
     async def start(self) -> None:
-        """Spawn the process. Raises OSError when the system refuses."""
+        """Spawn the process. Raises NoWorker when the system refuses."""
+        try:
+            await self._start()
+        except OSError as error:
+            raise NoWorker(f"no process could be started for it: {error}") from error
+
+    async def _start(self) -> None:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -103,8 +110,8 @@ class WorkerProcess:
             "fd": fd,
             "root": _ROOT,
             "parent": os.getpid(),
-            "memory_mb": self._limits.memory_mb,
-            "max_reply_bytes": self._limits.max_reply_bytes,
+            "uid": choose_uid(),
+            "limits": self._limits,
         }
         transport, _ = await asyncio.get_running_loop().subprocess_exec(
             lambda: self._output,
@@ -147,10 +154,11 @@ class WorkerProcess:
             await self._gone.wait()
 
     def _watch(self) -> None:
-        """Start the clock of the call that runs now."""
+        """Start the clock of the call that runs now, and the count of what it prints."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._output.start_count()
         if self._calls:
             self._timer = asyncio.get_running_loop().call_later(self._calls[0].deadline_s, self._overdue)
 
@@ -158,12 +166,20 @@ class WorkerProcess:
         late = WorkerTimeout(f"no answer within {self._calls[0].deadline_s:g} s")
         self._condemn("its process was killed because another call on it hung", late)
 
+    def _flooded(self) -> None:
+        flood = OutputFlood(f"printed more than {self._limits.max_output_bytes:,} bytes")
+        self._condemn("its process was killed because another call on it printed too much", flood)
+
+    def _garbled(self) -> None:
+        broken = ChannelBroken("user code wrote to its worker's own socket")
+        self._condemn("its process was killed because another call broke its socket", broken)
+
     def _condemn(self, verdict: str, first: PoolError) -> None:
         """Kill the process: the running call ends with `first`, the others as bystanders."""
         if self._verdict is None:
             self._verdict = verdict
         self._fail(verdict, first)
-        self._kill_group()
+        self._end_tree()
 
     def _fail(self, verdict: str, first: PoolError) -> None:
         calls, self._calls = self._calls, deque()
@@ -173,39 +189,56 @@ class WorkerProcess:
                 call.reply.set_exception(first)
             first = WorkerKilled(verdict)
 
-    def _kill_group(self) -> None:
+    def _end_tree(self) -> None:
+        """Have the init end the worker and all that came of it; should it not manage, end the init."""
+        if self._transport is not None and not self._gone.is_set():
+            self._signal(signal.SIGTERM)
+            if self._last_resort is None:
+                self._last_resort = asyncio.get_running_loop().call_later(KILL_S, self._signal, signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
         try:
             if self._transport is not None and not self._gone.is_set():
-                os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass  # nobody of the group is left; macOS says so with a permission error
+                self._transport.send_signal(number)
+        except ProcessLookupError:
+            pass  # it ended
 
     def _replied(self, frame: bytes) -> None:
         if not self._calls:
             return
-        call, outcome, payload = _REPLIES.decode(frame)
+        try:
+            call, outcome, payload = _REPLIES.decode(frame)
+            error = None if outcome == pool_worker.DONE else error_of(outcome, payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            self._garbled()
+            return
         head = self._calls[0]
         if call != head.id:
-            self.kill("user code wrote to its worker's own socket")
+            self._garbled()
             return
         self._calls.popleft()
         self._watch()
-        if head.reply.done():
-            return
-        if outcome == pool_worker.DONE:
-            head.reply.set_result(payload)
-        else:
-            head.reply.set_exception(_error_of(outcome, payload))
+        if not head.reply.done():
+            if error is None:
+                head.reply.set_result(payload)
+            else:
+                head.reply.set_exception(error)
+        if isinstance(error, LeftProcesses) or (isinstance(error, UserCodeRaised) and error.at_limit):
+            self.kill(f"its process was replaced because another call {error}")
 
     def _channel_ended(self) -> None:
         if self._verdict is None:
             self._verdict = "its process ended during another call"
         # The process is about to end by itself, with the exit code that tells why; unless user code closed the socket.
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, self._kill_group)
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, self._cut_off)
         self._settle()
 
+    def _cut_off(self) -> None:
+        if self._transport is not None and self._transport.get_returncode() is None:
+            self._cut = True
+            self._end_tree()
+
     def _exited(self) -> None:
-        self._kill_group()
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self._finish)
         self._settle()
 
@@ -221,22 +254,8 @@ class WorkerProcess:
         self._gone.set()
         verdict = self._verdict or "its process ended during another call"
         self._verdict = verdict
-        self._fail(verdict, WorkerDied(_ending(self._transport.get_returncode() or 0)))
+        if self._last_resort is not None:
+            self._last_resort.cancel()
+        self._fail(verdict, ending(self._transport.get_returncode() or 0, cut=self._cut))
         self._channel.close()
         self._transport.close()
-
-
-def _error_of(outcome: int, payload: bytes) -> PoolError:
-    if outcome == pool_worker.RAISED:
-        kind, text, where = msgspec.msgpack.decode(payload, type=tuple[str, str, str])
-        return UserCodeRaised(kind, text, where)
-    return (TargetMissing if outcome == pool_worker.MISSING else BadResult)(payload.decode())
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"its process ended with exit code {code}"
-    try:
-        return f"its process died of {signal.Signals(-code).name}"
-    except ValueError:
-        return f"its process died of signal {-code}"

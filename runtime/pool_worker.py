@@ -5,6 +5,7 @@ Parent to worker: [id, verb, target, instance, payload], where payload is Messag
 Worker to parent: [id, outcome, payload].
 """
 
+import errno
 import json
 import os
 import signal
@@ -15,8 +16,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-DONE, RAISED, UNSENDABLE, MISSING = 0, 1, 2, 3
-"""Outcomes. The payload is the result; or for RAISED [type, repr, where]; or for the last two a sentence."""
+DONE, RAISED, UNSENDABLE, MISSING, TOO_LARGE, LEFT = range(6)
+"""Outcomes. The payload is the result; or for RAISED [type, repr, where]; or for the others half a sentence."""
 
 FOREIGN = 1
 """MessagePack extension: a value that can't be sent; its data is the name of its type."""
@@ -28,27 +29,55 @@ TEXT_LIMIT = 2_000
 def main() -> None:
     """Serve until the parent goes away. The one argument holds the settings as JSON."""
     settings = json.loads(sys.argv[1])
-    _end_with_parent(settings["parent"])
-    _limit_memory(settings["memory_mb"])
     if settings["root"] not in sys.path:
         sys.path.append(settings["root"])
-    channel = socket.socket(fileno=settings["fd"])
-    host = UserCode()
+    from runtime.pool_init import fork_worker
+    from runtime.pool_limits import Limits, enter
+
+    limits = Limits(*settings["limits"])
+    init = fork_worker(settings["parent"], settings["uid"], settings["fd"])
+    enter(limits, settings["uid"], init)
+    os.set_inheritable(settings["fd"], False)
+    _serve(socket.socket(fileno=settings["fd"]), UserCode(init), limits.max_reply_bytes)
+
+
+def _serve(channel: socket.socket, host: "UserCode", max_bytes: int) -> NoReturn:
+    os.register_at_fork(after_in_child=channel.close)
     requests = msgspec.msgpack.Decoder(tuple[int, str, str, str, bytes])
     while True:
         call, verb, target, instance, payload = requests.decode(_receive(channel))
-        outcome, reply = _answer(host, verb, target, instance, payload, settings["max_reply_bytes"])
+        outcome, reply = _answer(host, verb, target, instance, payload, max_bytes)
         if verb != "drop":
             frame = msgspec.msgpack.encode((call, outcome, reply))
-            channel.sendall(len(frame).to_bytes(4, "little") + frame)
+            try:
+                channel.sendall(len(frame).to_bytes(4, "little") + frame)
+            except OSError as error:
+                _cut_off(error)
 
 
 class UserCode:
     """The instances of user classes that live in this process, by the key the parent gave them."""
 
-    def __init__(self) -> None:
+    def __init__(self, init: int) -> None:
         self._instances: dict[str, Any] = {}
         self._runner: Any = None
+        self._init = init
+        self._pid = os.getpid()
+        self._known: set[int] = set()
+
+    def leave_if_forked(self) -> None:
+        """A child that user code forked has come back from the call as well: only one of the two may answer it."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+
+    def new_orphans(self) -> dict[int, str]:
+        """Processes, by pid, that lost their parent since this was asked last, and still run."""
+        from runtime.pool_init import orphans
+
+        found = orphans(self._init)
+        new = {pid: name for pid, name in found.items() if pid != self._pid and pid not in self._known}
+        self._known = set(found)
+        return new
 
     def act(self, verb: str, target: str, instance: str, payload: bytes) -> object:
         """Carry out one request; raises what the user's code raises, and LoadError for a name that leads nowhere."""
@@ -94,13 +123,18 @@ def _answer(host: UserCode, verb: str, target: str, instance: str, payload: byte
     try:
         result = host.act(verb, target, instance, payload)
     except Exception as error:  # noqa: BLE001 - user code may raise anything
+        host.leave_if_forked()
         return _failure(error)
+    host.leave_if_forked()
+    if (left := host.new_orphans()) and verb == "apply":  # a module or an instance may keep a server
+        names = ", ".join(f"{name} (pid {pid})" for pid, name in left.items())
+        return LEFT, f"left processes running: {names}".encode()[:TEXT_LIMIT]
     try:
         reply = encode(result)
     except Exception as error:  # noqa: BLE001 - a user's object may raise while it is read, and integers overflow
         return UNSENDABLE, f"its result can't be sent: {_text(error)}".encode()
     if len(reply) > max_bytes:
-        return UNSENDABLE, f"its result has {len(reply):,} bytes; at most {max_bytes:,} are taken".encode()
+        return TOO_LARGE, f"its result has {len(reply):,} bytes; at most {max_bytes:,} are taken".encode()
     return DONE, reply
 
 
@@ -149,7 +183,10 @@ def _receive(channel: socket.socket) -> bytes:
 def _read(channel: socket.socket, size: int) -> bytes:
     parts = bytearray()
     while len(parts) < size:
-        part = channel.recv(min(size - len(parts), 1 << 20))
+        try:
+            part = channel.recv(min(size - len(parts), 1 << 20))
+        except OSError as error:
+            _cut_off(error)
         if not part:
             _leave()
         parts += part
@@ -162,21 +199,12 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-def _end_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
+def _cut_off(error: OSError) -> NoReturn:
+    """The parent is gone; or user code closed the socket, which the parent sees: it is about to end this process, and says why."""
+    if error.errno in (errno.EPIPE, errno.ECONNRESET):
         _leave()
-
-
-def _limit_memory(memory_mb: int) -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_mb:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    while True:
+        signal.pause()
 
 
 if __name__ == "__main__":

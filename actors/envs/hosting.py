@@ -13,13 +13,14 @@ from runtime.load import LoadError, load_object
 from runtime.pool import WorkerPool, decode, encode_call
 from runtime.pool_errors import (
     BadResult,
+    NoWorker,
     PoolError,
     TargetMissing,
     UserCodeRaised,
     WorkerKilled,
     WorkerTimeout,
 )
-from runtime.pool_process import Limits
+from runtime.pool_limits import Limits
 
 BUILT_IN = "actors.envs."
 """Classes from here are trusted to import quickly, so no worker is started to look at them."""
@@ -48,7 +49,8 @@ class EnvHost:
 
     def __init__(self, section: EnvSection, *, on_output: Callable[[str], None] | None = None) -> None:
         self._section = section
-        self._pool = WorkerPool(workers=section.workers, limits=Limits(section.memory_mb), on_output=on_output)
+        limits = Limits(section.memory_mb, max_processes=section.max_processes)
+        self._pool = WorkerPool(workers=section.workers, limits=limits, on_output=on_output)
         self._class: Callable[..., Any] | None = None
         self._idle: dict[Purpose, list[HostedEnv]] = {"train": [], "eval": []}
         self._num_built = 0
@@ -232,7 +234,7 @@ def _failed(error: PoolError, method: str, outcome: EnvOutcome) -> EnvFailure:
             return EnvFailure(outcome, method, f"raised in {method}: {error.text}", error.where)
         case WorkerTimeout():
             return EnvFailure("env_timeout", method, f"hung in {method}: {error}")
-        case WorkerKilled():
+        case WorkerKilled() | NoWorker():
             return EnvFailure("env_lost", method, f"was lost in {method}: {error}")
         case BadResult():
             return EnvFailure("env_bad_result", method, f"returned nothing usable from {method}: {error}")

@@ -23,7 +23,9 @@ class EnvSection(Section):
     workers: int = Field(default=2, ge=1)
     """Worker processes per environment manager, where isolation needs them."""
     memory_mb: int = Field(default=0, ge=0)
-    """Address space of each worker in MiB; 0 leaves it unbounded."""
+    """Private memory of each worker in MiB; 0 leaves it unbounded."""
+    max_processes: int = Field(default=1024, ge=1)
+    """Processes and threads that each worker may have, itself included."""
     build_timeout_s: float = Field(default=60.0, gt=0)
     """Longest the import and the constructor may take."""
     reset_timeout_s: float = Field(default=60.0, gt=0)

@@ -12,7 +12,7 @@ class Scores(Message, frozen=True):
 
 
 class NotScored(Message, frozen=True):
-    """A named failure (`timeout`, `raised`, `died`, `not_finite`, `wrong_type`, `wrong_length`); never a reward of 0."""
+    """A failure by its name, never a reward of 0. `reason` is `not_finite`, `wrong_type`, `wrong_length`, or a PoolError's."""
 
     reason: str
     detail: str

@@ -1,5 +1,6 @@
 """Scores trajectories by user functions in killable worker processes; each failure has a name."""
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -10,8 +11,8 @@ import msgspec
 from actors.config import RewardSection
 from actors.messages.rewards import NotScored, Score, Scores
 from runtime.pool import Unsendable, WorkerPool, decode, encode_call
-from runtime.pool_errors import BadResult, PoolError, TargetMissing, UserCodeRaised, WorkerKilled, WorkerTimeout
-from runtime.pool_process import Limits
+from runtime.pool_errors import PoolError, TargetMissing, UserCodeRaised, WorkerKilled
+from runtime.pool_limits import Limits
 
 LOAD_S = 60.0
 """For importing a user's module: some load a model."""
@@ -19,19 +20,31 @@ LOAD_S = 60.0
 KILLED_TRIES = 3
 """Tries of a call that was only a bystander of another one's death."""
 
+ALONE_TIMEOUTS = 3
+"""A batch that failed is tried one by one for this many times `reward.timeout_s`; what is left then fails as the batch did."""
+
 
 class LocalScorer:
     """Runs `reward.functions` one after another over a batch of requests."""
 
     def __init__(self, section: RewardSection, *, on_output: Callable[[str], None] | None = None) -> None:
         self._section = section
-        self._pool = WorkerPool(workers=section.workers, limits=Limits(section.memory_mb), on_output=on_output)
+        self._pool = WorkerPool(
+            workers=section.workers,
+            limits=Limits(section.memory_mb, max_processes=section.max_processes, writes=False),
+            on_output=on_output,
+        )
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that take calls now; one that ended is replaced at the next call."""
+        return self._pool.num_alive
 
     async def start(self) -> str:
-        """Load every function once; returns "" or the sentence that says which one can't be used."""
+        """Load every function in every worker; returns "" or the sentence that says which one can't be used."""
         for name in self._section.functions:
             try:
-                await self._pool.inspect(name, deadline_s=LOAD_S)
+                await self._pool.preload(name, deadline_s=LOAD_S)
             except TargetMissing as error:
                 return f"reward function {error}"
             except PoolError as error:
@@ -44,16 +57,31 @@ class LocalScorer:
 
     async def score(self, requests: Sequence[Score]) -> list[Scores | NotScored]:
         """One reply per request. When a batch fails, each of its members is tried alone, so that one bad trajectory costs no other."""
-        found: list[tuple[float, ...]] = [() for _ in requests]
         try:
-            arguments = _arguments(requests)
-            for name in self._section.functions:
-                numbers = await self._call(name, arguments, len(requests))
-                found = [(*scores, number) for scores, number in zip(found, numbers, strict=True)]
+            return [*await self._score(requests)]
         except _Refused as error:
             if len(requests) == 1:
                 return [NotScored(error.reason, error.detail)]
-            return [reply for request in requests for reply in await self.score([request])]
+            return await self._one_by_one(requests, error)
+
+    async def _one_by_one(self, requests: Sequence[Score], together: "_Refused") -> list[Scores | NotScored]:
+        """Bounded as a whole: were each of a full batch given its own timeout, the last would wait for minutes."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + ALONE_TIMEOUTS * self._section.timeout_s
+        replies: list[Scores | NotScored] = []
+        for request in requests:
+            if loop.time() < end:
+                replies += await self.score([request])
+            else:
+                replies.append(NotScored(together.reason, f"{together.detail} (in one call with others)"))
+        return replies
+
+    async def _score(self, requests: Sequence[Score]) -> list[Scores]:
+        found: list[tuple[float, ...]] = [() for _ in requests]
+        arguments = _arguments(requests)
+        for name in self._section.functions:
+            numbers = await self._call(name, arguments, len(requests))
+            found = [(*scores, number) for scores, number in zip(found, numbers, strict=True)]
         return [Scores(scores) for scores in found]
 
     async def _call(self, name: str, arguments: bytes, num: int) -> list[float]:
@@ -62,12 +90,17 @@ class LocalScorer:
                 reply = await self._pool.apply(name, arguments, deadline_s=self._section.timeout_s)
             except WorkerKilled as error:
                 if not tries_left:
-                    raise _Refused("died", f"{name}: {error}") from error
+                    raise _Refused(error.reason, f"{name}: {error}") from error
             except PoolError as error:
-                raise _Refused(_reason(error), f"{name} {describe(error)}") from error
+                raise _Refused(error.reason, f"{name} {describe(error)}{self._limits(error)}") from error
             else:
                 return _checked(name, decode(reply), num)
         raise AssertionError
+
+    def _limits(self, error: PoolError) -> str:
+        if not (isinstance(error, UserCodeRaised) and error.at_limit):
+            return ""
+        return f" (reward.memory_mb={self._section.memory_mb}, reward.max_processes={self._section.max_processes})"
 
 
 class _Refused(Exception):
@@ -81,18 +114,6 @@ def describe(error: PoolError) -> str:
     if isinstance(error, UserCodeRaised):
         return f"raised {error.text} at {error.where}"
     return str(error)
-
-
-def _reason(error: PoolError) -> str:
-    match error:
-        case WorkerTimeout():
-            return "timeout"
-        case UserCodeRaised() | TargetMissing():
-            return "raised"
-        case BadResult():
-            return "wrong_type"
-        case _:
-            return "died"
 
 
 def _arguments(requests: Sequence[Score]) -> bytes:

@@ -84,8 +84,8 @@ class RewardService(Actor):
                 reply.set_result(scores)
 
     def _failed(self, request: Score, why: NotScored) -> None:
-        self.metrics.count("reward/error")
-        self.metrics.count(f"reward/error/{why.reason}")
+        self.metrics.count("reward/failed")
+        self.metrics.count(f"reward/failed/{why.reason}")
         self.log.warning("not_scored", trajectory=request.trajectory_id, reason=why.reason, detail=why.detail)
         if why.reason not in self._told and len(self._told) < MAX_NOTICES:
             self._told.add(why.reason)

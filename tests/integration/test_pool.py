@@ -11,7 +11,7 @@ import pytest
 
 from runtime.pool import Unsendable, WorkerPool, decode, encode_call
 from runtime.pool_errors import BadResult, TargetMissing, UserCodeRaised, WorkerDied, WorkerKilled, WorkerTimeout
-from runtime.pool_process import Limits
+from runtime.pool_limits import Limits
 
 USER = str(Path(__file__).with_name("user_code.py"))
 NOTHING = encode_call()

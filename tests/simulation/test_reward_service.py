@@ -81,7 +81,7 @@ async def test_concurrent_requests_share_calls_and_each_gets_its_own_score(tmp_p
 
 
 async def test_a_failing_function_is_told_to_the_user_once(tmp_path):
-    async with service(tmp_path, f"{USER}:picky") as (node, _):
+    async with service(tmp_path, f"{USER}:picky") as (node, rewards):
         ref = node.ref("reward_service")
 
         replies = [await ref.ask(request(i, "bad"), timeout=20) for i in range(3)]
@@ -89,6 +89,8 @@ async def test_a_failing_function_is_told_to_the_user_once(tmp_path):
 
         assert [type(reply) for reply in replies] == [NotScored] * 3
         assert len(node.notices) == 1
+        metrics = rewards.metrics.snapshot()
+        assert (metrics["reward/failed"], metrics["reward/failed/raised"]) == (3, 3)
         assert "picky raised KeyError('bad')" in node.notices[0]
 
 

@@ -18,3 +18,11 @@ def test_a_group_without_spread_teaches_nothing():
 
 def test_a_single_member_has_no_advantage():
     assert group_advantages([1.0]) == [0.0]
+
+
+def test_a_member_without_a_score_is_not_in_the_statistics():
+    """It is absent, not 0: the others' advantages are those of a smaller group."""
+    scored = group_advantages([1.0, 1.0, 0.0])
+
+    assert scored == pytest.approx([0.577349, 0.577349, -1.154699], rel=1e-5)
+    assert scored != pytest.approx(group_advantages([1.0, 1.0, 0.0, 0.0])[:3], rel=1e-2)
