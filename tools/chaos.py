@@ -1,0 +1,275 @@
+"""Kill, stop and restart random processes of a run, then check that it did everything it promised.
+
+python tools/chaos.py configs/quickstart.yaml --seconds 90 --seed 1
+python tools/chaos.py configs/quickstart.yaml run.steps=60 --seconds 90 --kill redis,trainer --pause 15 20
+
+Kinds: kill (SIGKILL), stop (SIGSTOP, and SIGCONT up to 20 s later), restart (SIGTERM). A launcher that ended is started again with
+--resume. Ends with 0 and a line of figures, or with 1 and one sentence. Linux only.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from actors.samples.audit import Expected, audit  # noqa: E402
+from runtime.config import Config, load  # noqa: E402
+from runtime.errors import RubatoError  # noqa: E402
+from tools.chaos_job import Job, Victim  # noqa: E402
+
+LONGEST_STOP_S = 20.0
+"""Twice the lease of an actor: whoever is stopped that long comes back as one believed dead."""
+PATIENCE_S = 120.0
+"""Longest between two steps before the run counts as stuck: start-up on a busy machine included."""
+GONE_S = 10.0
+"""Processes of a job that ended have so long to follow."""
+LOOK_S = 0.05
+"""Another program's files and processes send no event when they change."""
+KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "restart": signal.SIGTERM}
+WEIGHTS = {"kill": 5, "stop": 3, "restart": 2}
+
+
+class Broken(Exception):
+    """A promise was not kept; the sentence for the user."""
+
+
+class Chaos:
+    """Chooses who is hit, how and when, by the seed; keeps what happened."""
+
+    def __init__(self, job: Job, roles: list[str], kinds: list[str], rng: random.Random) -> None:
+        self._job, self._rng, self._roles, self._kinds = job, rng, roles, kinds
+        self._deck: list[str] = []
+        self._waking: dict[int, float] = {}
+        self.events: list[dict[str, Any]] = []
+        self.rows: list[tuple[float, int]] = []
+        """When each step first had a row, and which."""
+
+    def hit(self, now: float) -> bool:
+        """Hit the next role of the deck; False where none of its processes lives at the moment."""
+        if not self._deck:
+            self._deck = self._rng.sample(self._roles, len(self._roles))
+        role = self._deck.pop()
+        candidates = sorted(v for v in self._job.victims() if v.role == role)
+        if not candidates:
+            return False
+        victim = self._rng.choice(candidates)
+        first = not any(e["role"] == role for e in self.events)
+        kind = self._kinds[0] if first else self._rng.choices(self._kinds, [WEIGHTS[k] for k in self._kinds])[0]
+        stop_s = round(0.5 * (LONGEST_STOP_S / 0.5) ** self._rng.random(), 1) if kind == "stop" else 0.0
+        if not _send(victim, KINDS[kind]):
+            return False
+        if kind == "stop":
+            self._waking[victim.pid] = now + stop_s
+        self.events.append({"at_s": round(now, 2), "role": role, "name": victim.name, "kind": kind, "stop_s": stop_s})
+        print(f"{now:6.1f} s  step {self._job.steps():<4} {kind} {victim.name}" + (f" for {stop_s} s" if stop_s else ""))
+        return True
+
+    def wake(self, now: float) -> None:
+        """Continue whatever was stopped long enough."""
+        for pid in [pid for pid, at in self._waking.items() if at <= now]:
+            del self._waking[pid]
+            _send(Victim(pid, "", ""), signal.SIGCONT)
+
+    def saw(self, now: float) -> None:
+        """Note the newest step."""
+        step = self._job.steps()
+        if step > (self.rows[-1][1] if self.rows else 0):
+            self.rows.append((now, step))
+
+    def pauses(self) -> dict[str, dict[str, float]]:
+        """Longest time without a new step from each event to the next one but one, over all events of a role and kind."""
+        found: dict[str, list[float]] = {}
+        for index, event in enumerate(self.events):
+            later = self.events[index + 2 :]
+            until = later[0]["at_s"] if later else event["at_s"] + LONGEST_STOP_S
+            event["pause_s"] = round(max(_gaps([at for at, _ in self.rows], event["at_s"], until), default=0.0), 2)
+            found.setdefault(f"{event['role']} {event['kind']}", []).append(event["pause_s"])
+        return {
+            what: {"n": len(all_s), "median_s": round(statistics.median(all_s), 2), "max_s": max(all_s)}
+            for what, all_s in sorted(found.items())
+        }
+
+
+def _gaps(times: list[float], since: float, until: float) -> Iterator[float]:
+    """Lengths of the gaps between `times` that overlap with [since, until]."""
+    for before, after in zip(times, times[1:], strict=False):
+        if before <= until and after >= since:
+            yield after - before
+
+
+def _send(victim: Victim, number: signal.Signals) -> bool:
+    try:
+        os.kill(victim.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def go(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos) -> dict[str, Any]:
+    """The run under chaos, then to its end; returns the figures. Raises Broken."""
+    loop = asyncio.get_running_loop()
+    rng = random.Random(f"{args.seed}/when")
+    await job.start()
+    await _until_step(job, chaos, 1)
+    began = loop.time()
+    next_at = began + rng.uniform(*args.pause)
+    while (now := loop.time()) < began + args.seconds:
+        chaos.saw(now - began)
+        chaos.wake(now - began)
+        if job.launcher.returncode is not None:
+            await _again(job, config)
+        elif now >= next_at and chaos.hit(now - began):
+            next_at = now + rng.uniform(*args.pause)
+        await asyncio.sleep(LOOK_S)
+    chaos.wake(float("inf"))
+    print(f"{args.seconds:6.1f} s  chaos ends at step {job.steps()}; {len(chaos.events)} events")
+    await _to_the_end(job, chaos, config, began)
+    return {"wall_s": round(loop.time() - began, 1)}
+
+
+async def _until_step(job: Job, chaos: Chaos, step: int) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + PATIENCE_S
+    while job.steps() < step:
+        if job.launcher.returncode is not None:
+            raise Broken(f"the run ended before step {step}: {job.last_words()}")
+        if loop.time() > deadline:
+            raise Broken(f"the run did not reach step {step} within {PATIENCE_S:.0f} s")
+        await asyncio.sleep(LOOK_S)
+
+
+async def _again(job: Job, config: Config) -> None:
+    """The launcher ended: nothing of it may be left, then it goes on."""
+    code = job.launcher.returncode
+    if code == 0:
+        raise Broken(f"the run of {config.run.steps} steps ended during the chaos; give more with run.steps=")
+    if code not in (-signal.SIGKILL, 130):
+        raise Broken(f"the launcher ended with {code}: {job.last_words()}")
+    await _no_orphans(job)
+    await job.start()
+
+
+async def _no_orphans(job: Job) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + GONE_S
+    while left := job.left():
+        if loop.time() > deadline:
+            told = " ".join(left[0].words)[:200]
+            raise Broken(f"{len(left)} processes are left {GONE_S:.0f} s after their launcher ended, first: {told}")
+        await asyncio.sleep(LOOK_S)
+
+
+async def _to_the_end(job: Job, chaos: Chaos, config: Config, began: float) -> None:
+    loop = asyncio.get_running_loop()
+    last, at = job.steps(), loop.time()
+    while (code := job.launcher.returncode) != 0:
+        chaos.saw(loop.time() - began)
+        if code is not None:
+            await _again(job, config)
+        if job.steps() > last:
+            last, at = job.steps(), loop.time()
+        if loop.time() > at + PATIENCE_S:
+            raise Broken(f"the run is stuck after step {last}: nothing new for {PATIENCE_S:.0f} s")
+        await asyncio.sleep(LOOK_S)
+    await _no_orphans(job)
+
+
+def judge(job: Job, config: Config) -> dict[str, Any]:
+    """Hold what was written against what is promised."""
+    train, alpha = config.section("train"), config.section("staleness").bound
+    found = audit(job.folder, Expected(config.run.steps, train.batch_groups, train.group_size, alpha))
+    leaked = job.leaked()
+    if leaked:
+        found.problems.append(f"{len(leaked)} paths are left behind, first {leaked[0]}")
+    lost = found.fates.get("lost", 0)
+    if lost and config.state.durability == "always":
+        found.problems.append(f"{lost} samples were lost under state.durability=always")
+    if found.problems:
+        raise Broken("; ".join(found.problems))
+    return {"steps": found.steps, "samples": found.samples, "fates": found.fates, "orphans": 0, "leaked": 0}
+
+
+def main(argv: list[str]) -> int:
+    args = _arguments(argv)
+    try:
+        config = load(args.config, args.overrides)
+        chosen = _chosen(args.kill, config)
+    except (RubatoError, Broken) as error:
+        print(error)
+        return 2
+    folder = args.run_dir or Path(tempfile.mkdtemp(prefix="chaos-run-")) / "run"
+    job = Job(args.config, folder.resolve(), args.overrides)
+    chaos = Chaos(job, chosen, args.kinds, random.Random(args.seed))
+    return asyncio.run(_run(args, config, job, chaos))
+
+
+async def _run(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos) -> int:
+    figures: dict[str, Any] = {"config": str(args.config), "seed": args.seed, "seconds": args.seconds}
+    try:
+        figures |= await go(args, config, job, chaos)
+        figures |= judge(job, config)
+        sentence = ""
+    except Broken as error:
+        sentence = str(error)
+    finally:
+        await job.end_left()
+    hits = Counter(event["kind"] for event in chaos.events)
+    figures |= {"pauses": chaos.pauses(), "events": chaos.events, "launches": job.launches, "hits": dict(hits)}
+    if args.json:
+        args.json.write_text(json.dumps(figures | {"broken": sentence}, indent=1) + "\n")
+    if sentence:
+        print(f"BROKEN, seed {args.seed}: {sentence} (run: {job.folder}, output: {job.output})")
+        return 1
+    job.forget(keep=args.run_dir is not None)
+    print(_summary(args, figures))
+    return 0
+
+
+def _summary(args: argparse.Namespace, figures: dict[str, Any]) -> str:
+    hits = ", ".join(f"{num} {kind}" for kind, num in sorted(figures["hits"].items()))
+    fates = ", ".join(f"{num} {fate}" for fate, num in sorted(figures["fates"].items(), key=lambda item: -item[1]))
+    return (
+        f"seed {args.seed}: {args.seconds:g} s of chaos ({hits}; {figures['launches']} launches), {figures['steps']} steps gapless, "
+        f"{figures['samples']} samples each one fate ({fates}), 0 in two steps, 0 over the bound, 0 orphans, 0 leaks"
+    )
+
+
+def _chosen(kill: str, config: Config) -> list[str]:
+    """The roles to hit. Raises Broken for one that the job does not have."""
+    known = [*config.actors, "redis", "launcher", "worker"]
+    if config.state.url:
+        known.remove("redis")
+    chosen = known if kill == "all" else kill.split(",")
+    if unknown := [role for role in chosen if role not in known]:
+        raise Broken(f"{unknown[0]} is not a role of this job. Its roles are {', '.join(known)}, or all.")
+    return chosen
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("chaos", description="Kill, stop and restart processes of a run, then check it.")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="change single keys of the config")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long the chaos lasts; then the run ends in peace")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kill", default="all", metavar="ROLES", help="roles, `redis`, `launcher`, `worker`, by commas")
+    parser.add_argument("--kinds", default="kill,stop,restart", type=lambda text: text.split(","))
+    parser.add_argument("--pause", nargs=2, type=float, default=(2.0, 10.0), metavar="S", help="between two events")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--run-dir", type=Path, help="keep the run there; what is in it is overwritten")
+    return parser.parse_intermixed_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
