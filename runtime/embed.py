@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from bus.memory import MemoryNetwork, MemoryTransport
+from bus.message import Ack
 from bus.transport import Identity
 from runtime.actor import Actor, ActorConfig, Context, RunInfo, handler
 from runtime.blob_memory import MemoryBlobStore
@@ -58,10 +59,11 @@ class _Listener(Actor):
         self.notices.append(message.text)
 
     @handler
-    async def finished(self, message: Finish) -> None:
+    async def finished(self, message: Finish) -> Ack:
         self.ending = self.ending or message
         self.log.info("finished", source=message.source, reason=message.reason, failed=message.failed)
         self._wake()
+        return Ack()
 
     def _wake(self) -> None:
         self._news.set()

@@ -40,6 +40,12 @@ DRAIN_S = 20.0
 NODE = "node-1"
 """The node agent, to whom progress, notices and the end of the job are told."""
 
+FINISH_S = 30.0
+"""Limit of one attempt to tell that the job is over."""
+
+STOPPED_S = 4.0
+"""A heartbeat that comes this late shows that the process was stopped or the Store away: others may have given this actor up."""
+
 OFFLOAD_THREADS = 4
 
 
@@ -151,7 +157,7 @@ class Kernel:
         await self._registry.announce("ready" if state == "ready" else "left", self._record())
 
     async def _heartbeat(self) -> None:
-        handled = 0
+        handled, last = 0, asyncio.get_running_loop().time()
         while True:
             await asyncio.sleep(BEAT_S)
             self.metrics.gauge("actor/rate_s", (self._dispatch.handled - handled) / BEAT_S)
@@ -164,8 +170,19 @@ class Kernel:
                     raise ActorFailed(
                         f"{self.name}: a newer incarnation took the name; this one ({self.incarnation}) ends"
                     )
+                now = asyncio.get_running_loop().time()
+                if now - last > STOPPED_S:
+                    await self._rejoin(now - last)
+                last = now
             except StoreUnavailable as error:
                 self.log.warning("store_unavailable", error=str(error))
+
+    async def _rejoin(self, silent_s: float) -> None:
+        """Be seen again at once by whoever lost a link to this actor or saw its lease lapse, instead of at their next look round."""
+        self.log.warning("rejoined", silent_s=round(silent_s, 1))
+        if self._state == "ready":
+            self._beat += 1  # a suspect has to be seen to beat more than once
+            await self._registry.announce("ready", self._record())
 
     def _report_refusals(self) -> None:
         """Once per beat, so that a flood of strangers is one line of log per second."""
@@ -265,7 +282,7 @@ class Kernel:
         return self.directory.ready(role)
 
     def finish(self, reason: str, *, failed: bool = False) -> None:
-        self._tell_node(Finish(self.name, reason, failed))
+        self.spawn(self._finished(Finish(self.name, reason, failed)), name=f"{self.name}.finish")
 
     def progress(self, step: int, steps: int, row: dict[str, float]) -> None:
         self._tell_node(Progress(step, steps, row))
@@ -297,6 +314,17 @@ class Kernel:
 
     def _tell_node(self, message: Message) -> None:
         self.spawn(self._told(message), name=f"{self.name}.tell_node")
+
+    async def _finished(self, message: Finish) -> None:
+        """The node agent may be stopped, or its link broken, just now."""
+        while True:
+            try:
+                await self.ref(NODE).ask(message, timeout=FINISH_S)
+            except AskFailed as error:
+                self.log.warning("node_agent_unreachable", message="Finish", error=str(error))
+            else:
+                return
+            await asyncio.sleep(BEAT_S)
 
     async def _told(self, message: Message) -> None:
         try:

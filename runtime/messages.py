@@ -28,8 +28,10 @@ class Notice(Message, frozen=True):
     """Whether it tells of something that went well."""
 
 
-class Finish(Message, frozen=True):
-    """To the node agent: the job is over, for better or worse."""
+class Finish(Request[Ack], frozen=True):
+    """To the node agent: the job is over, for better or worse. Asked until it is acknowledged, or the job would never end."""
+
+    idempotent: ClassVar[bool] = True
 
     source: str
     reason: str

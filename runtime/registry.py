@@ -19,6 +19,9 @@ BEAT_S = 1.0
 RELIST_S = 15.0
 """Anti-entropy: the mirror is compared with the leases this often, in case an event was lost."""
 
+LOOK_S, LOOKS = 2.5 * BEAT_S, 3
+"""After a link broke, its actor is looked for this often, at this distance: a process that was only stopped beats again."""
+
 State = Literal["starting", "ready", "draining", "stopped"]
 
 
@@ -101,6 +104,20 @@ class Directory:
         self._suspects[record.name] = msgspec.structs.replace(record, beat=max(beat, record.beat))
         return self.remove(record.name, record.incarnation)
 
+    @property
+    def suspects(self) -> tuple[str, ...]:
+        return tuple(self._suspects)
+
+    def doubt(self, records: list[ActorRecord]) -> None:
+        """A suspect has to beat beyond what these say; one that another incarnation replaced is no longer of interest."""
+        found = {record.name: record for record in records}
+        for name, suspect in list(self._suspects.items()):
+            record = found.get(name)
+            if record is None or record.incarnation > suspect.incarnation:
+                del self._suspects[name]
+            else:
+                self._suspects[name] = msgspec.structs.replace(suspect, beat=max(suspect.beat, record.beat))
+
     def names(self) -> dict[str, int]:
         return {name: r.incarnation for name, r in self._records.items()}
 
@@ -120,6 +137,7 @@ class Registry:
         self._on_change = on_change
         self._beats: dict[str, int] = {}
         self._after = 0
+        self._looking = False
 
     async def publish(self, record: ActorRecord) -> bool:
         """Take or renew the lease; False means a newer incarnation holds the name and this process must end."""
@@ -181,8 +199,26 @@ class Registry:
     async def lost(self, address: str) -> None:
         """The transport lost its link to `address`."""
         left = self._directory.suspect(address, self._beats.get(address, 0))
-        if left:
-            await self._on_change(set(), left)
+        if not left:
+            return
+        await self._on_change(set(), left)
+        if not self._looking:
+            self._looking = True
+            try:
+                await self._look_for_suspects()
+            finally:
+                self._looking = False
+
+    async def _look_for_suspects(self) -> None:
+        try:
+            for _ in range(LOOKS):
+                self._directory.doubt(await list_actors(self._store))
+                if not self._directory.suspects:
+                    return
+                await asyncio.sleep(LOOK_S)
+                await self.relist()
+        except StoreUnavailable:
+            return  # `watch` compares again once it is back
 
     async def _apply(self, event: Event) -> None:
         if event.kind == "ready":

@@ -12,6 +12,7 @@ from actors.messages.generation import Aborted, Completion, Generate, Span, Toke
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.messages.samples import Admit, GiveUp, Hold, Put, Standing, Stored, Ticket, Tickets
 from bus.memory import MemoryNetwork, MemoryTransport
+from bus.message import Ack
 from bus.transport import Identity
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
 from runtime.kernel import NODE, Kernel
@@ -110,9 +111,10 @@ class Node(Actor):
         self.changed = asyncio.Event()
 
     @handler
-    async def finished(self, message: Finish) -> None:
+    async def finished(self, message: Finish) -> Ack:
         Node.finishes.append(message)
         self.changed.set()
+        return Ack()
 
     @handler
     async def noticed(self, message: Notice) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.rewards.service import RewardService, RewardServiceConfig
 from bus.memory import MemoryNetwork, MemoryTransport
+from bus.message import Ack
 from bus.transport import Identity
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
 from runtime.kernel import NODE, Kernel
@@ -28,8 +29,9 @@ class Node(Actor):
         self.over = asyncio.get_running_loop().create_future()
 
     @handler
-    async def finished(self, message: Finish) -> None:
+    async def finished(self, message: Finish) -> Ack:
         self.over.set_result(message)
+        return Ack()
 
     @handler
     async def noticed(self, message: Notice) -> None:
