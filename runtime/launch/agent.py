@@ -8,6 +8,7 @@ from runtime.actor import Actor, ActorConfig, Context, handler
 from runtime.config import Config
 from runtime.launch.local import Death, LocalLauncher
 from runtime.messages import AddActors, Added, DrainActors, Finish, NotAdded, Notice, Progress, StopJob
+from runtime.store.errors import StoreUnavailable
 
 DRAIN_LIMIT_S = 25.0
 """A little longer than a kernel's own drain limit: an actor is killed only when its kernel hangs too."""
@@ -85,9 +86,10 @@ class NodeAgent(Actor):
         self.screen.notice(message.text, good=message.good)
 
     @handler
-    async def finished(self, message: Finish) -> None:
+    async def finished(self, message: Finish) -> Ack:
         self.log.info("finished", source=message.source, reason=message.reason, failed=message.failed)
         self.end(Outcome("failed" if message.failed else "done", message.reason))
+        return Ack()
 
     @handler
     async def add_actors(self, request: AddActors) -> Added | NotAdded:
@@ -189,5 +191,8 @@ class NodeAgent(Actor):
             self.screen.notice(f"{name} is back (incarnation {record.incarnation}) after {after_s:.1f} s", good=True)
 
     async def _bury(self, name: str) -> None:
-        """Release the dead actor's lease, so that everybody knows within milliseconds and not at its lapse."""
-        await self._context.bury(name)
+        """Release the dead actor's lease, so that everybody knows within milliseconds; while the Store is away, at its lapse."""
+        try:
+            await self._context.bury(name)
+        except StoreUnavailable as error:
+            self.log.warning("not_buried", actor=name, error=str(error))

@@ -9,7 +9,7 @@ PR_SET_PDEATHSIG = 1
 
 
 _PARENT = os.getpid()
-"""Of the processes started from here; 1 in a container without an init."""
+"""Of the processes started from here."""
 
 try:
     _prctl = ctypes.CDLL(None, use_errno=True).prctl  # not between fork and exec, where loading a library may deadlock
@@ -22,5 +22,5 @@ def die_with_parent() -> None:
     if _prctl is None:
         return
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1 != _PARENT:  # the parent died before the call above
+    if os.getppid() != _PARENT:  # it died before the call above, and init or a subreaper took its place
         os.kill(os.getpid(), signal.SIGKILL)

@@ -60,6 +60,8 @@ async def connect(folder: Path) -> AsyncGenerator[Connection]:
         raise LaunchError(
             f"the run in {folder} is not running. Start it again with: rubato launch {folder}/config.yaml --run-dir {folder} --resume"
         )
+    if not card.state_url:
+        raise LaunchError(f"the run in {folder} is just starting. Try again in a moment.")
     config = load(folder / "config.yaml", [])
     run = RunInfo(card.id, folder, config.run.seed, config.run.steps)
     store = open_store(card.state_url, card.id)

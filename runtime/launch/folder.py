@@ -14,6 +14,9 @@ import msgspec
 from runtime.clock import wall_s
 from runtime.errors import LaunchError
 
+PREFIX = "rubato-"
+"""Of folders of sockets."""
+
 
 class RunCard(msgspec.Struct):
     """`run.json`, readable by its owner alone: it holds the Store's password."""
@@ -55,13 +58,12 @@ class RunFolder:
                 f"{self.path} already holds a run{self._standing()}. Add --resume to go on, --force to overwrite, or another --run-dir."
             )
         self._take_lock()
+        previous = self._previous(needed=resume)
         if force and not resume:
             self._clear()
-        previous = read_card(self.path) if resume else None
+            previous = None
         (self.path / "logs").mkdir(exist_ok=True)
-        self._sockets = Path(tempfile.mkdtemp(prefix="rubato-"))
-        if previous is not None:
-            shutil.rmtree(previous.sockets, ignore_errors=True)
+        self._sockets = Path(tempfile.mkdtemp(prefix=PREFIX))
         run_id = previous.id if previous else f"{self.path.name}-{secrets.token_hex(4)}"
         launches = previous.launches + 1 if previous else 1
         return RunCard(run_id, str(self._sockets), "", os.getpid(), wall_s(), launches=launches)
@@ -79,6 +81,18 @@ class RunFolder:
             shutil.rmtree(self._sockets, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
+
+    def _previous(self, *, needed: bool) -> RunCard | None:
+        """The card of the launch before, whose sockets are cleared away: we hold the lock, so that launch is over."""
+        try:
+            previous = read_card(self.path)
+        except LaunchError:
+            if needed and self.card.exists():
+                raise
+            return None
+        if Path(previous.sockets).name.startswith(PREFIX):
+            shutil.rmtree(previous.sockets, ignore_errors=True)
+        return previous
 
     def _take_lock(self) -> None:
         try:

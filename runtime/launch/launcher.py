@@ -26,9 +26,12 @@ from runtime.registry import list_actors
 from runtime.store.embedded import EmbeddedRedis
 from runtime.store.errors import StoreUnavailable
 from runtime.store.open import open_store
+from runtime.supervision import RestartBudget
 
-REDIS_RESTART_S = 0.2
-"""Pause before a dead embedded server is started again on its own append-only file."""
+REDIS_RESTART_S, REDIS_LONGEST_S = 0.2, 2.0
+"""Pause before a dead embedded server is started again on its own append-only file: the first, and what it doubles up to."""
+REDIS_RESTARTS, REDIS_WINDOW_S = 10, 300.0
+"""More deaths than this within the window end the job: its file or its disk is broken."""
 
 EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
 
@@ -49,6 +52,7 @@ class Launcher:
             configure(self._folder.path / "logs" / f"{NODE}.jsonl", actor=NODE)
             self._folder.config.touch(mode=0o600)  # state.url may hold a password
             self._folder.config.write_text(self._config.dump())
+            self._folder.write(card)  # whoever resumes a launch that was killed from here on knows what to clear away
             self._console.say(f"rubato · run {self._folder.path.name} · {self._folder.path}")
             async with AsyncExitStack() as stack:
                 outcome = await self._serve(card, stack)
@@ -114,7 +118,7 @@ class Launcher:
             card.state_url = self._config.state.url
             what = "redis given by state.url"
         else:
-            server = EmbeddedRedis(self._folder.path, self._config.state.durability)
+            server = EmbeddedRedis(self._folder.path, self._config.state.durability, sockets=Path(card.sockets))
             card.state_url = await server.start()
             stack.push_async_callback(server.stop)
             keeper = tasks.create_task(self._keep_alive(server), name="launch.redis")
@@ -130,13 +134,24 @@ class Launcher:
         return keeper
 
     async def _keep_alive(self, server: EmbeddedRedis) -> None:
+        """Start it again whenever it ends. Raises LaunchError when it ends again and again."""
+        budget = RestartBudget(REDIS_RESTARTS, REDIS_WINDOW_S, first_s=REDIS_RESTART_S, longest_s=REDIS_LONGEST_S)
         while True:
             code = await server.wait()
-            logger("launch").warning("redis_died", code=code)
+            plan = budget.died(self._clock())
+            logger("launch").warning("redis_died", code=code, attempt=plan.attempt)
+            if plan.delay_s is None:
+                raise LaunchError(
+                    f"the embedded redis ended {plan.attempt} times (last with {code}). Log: {self._folder.path}/state/redis.log"
+                )
             self._console.notice(f"the embedded redis died ({code}); restarting it on its append-only file")
-            await asyncio.sleep(REDIS_RESTART_S)
-            await server.start()
-            self._console.notice("the embedded redis is back", good=True)
+            await asyncio.sleep(plan.delay_s)
+            try:
+                await server.start()
+            except LaunchError as error:  # it ended while it started: counted above
+                logger("launch").warning("redis_not_back", error=str(error))
+            else:
+                self._console.notice("the embedded redis is back", good=True)
 
     async def _prepare(self) -> None:
         """Run the job's preparations, each a process of its own that prints JSON lines of progress."""

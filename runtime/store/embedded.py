@@ -43,16 +43,23 @@ class EmbeddedRedis:
 
     `everysec` may lose the last two seconds of acknowledged writes, when the machine dies and, where its disk was slow, when only
     the server is killed; `always` loses none. `program` is the server to run; `find_server` picks it otherwise.
-    Raises LaunchError when there is none or it does not start.
+    Its socket lies in a private folder below `sockets`, which whoever owns that removes if this process can't. Raises LaunchError
+    when there is no server program or it does not start.
     """
 
     def __init__(
-        self, folder: Path, durability: Literal["everysec", "always"] = "everysec", *, program: Path | None = None
+        self,
+        folder: Path,
+        durability: Literal["everysec", "always"] = "everysec",
+        *,
+        program: Path | None = None,
+        sockets: Path | None = None,
     ) -> None:
         self._program = program or find_server()
         self._state = folder.resolve() / "state"
         self._durability = durability
         self._password = secrets.token_urlsafe(32)
+        self._sockets = sockets
         self._private: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._version, self._packaged = "redis, not started", self._program == packaged_server()
@@ -70,7 +77,7 @@ class EmbeddedRedis:
 
     async def start(self) -> str:
         """Start, or start again after it died, on the same file and the same socket; returns the URL once it answers."""
-        configuration = self._configure()
+        again, configuration = self._private is not None, self._configure()
         self._process = await asyncio.create_subprocess_exec(
             self._program,
             configuration,
@@ -84,7 +91,7 @@ class EmbeddedRedis:
         try:
             await self._answering()
         except (LaunchError, asyncio.CancelledError):
-            await self.stop()
+            await (self._end() if again else self.stop())
             raise
         return self.url
 
@@ -94,6 +101,12 @@ class EmbeddedRedis:
 
     async def stop(self) -> None:
         """Stop it with everything written to its file, and remove the private folder. Safe to call twice."""
+        await self._end()
+        if self._private is not None:
+            shutil.rmtree(self._private, ignore_errors=True)
+            self._private = None
+
+    async def _end(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             try:
@@ -102,9 +115,6 @@ class EmbeddedRedis:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
-        if self._private is not None:
-            shutil.rmtree(self._private, ignore_errors=True)
-            self._private = None
 
     def describe(self) -> str:
         """`embedded redis 6.2.14 (private socket, for development)`."""
@@ -118,7 +128,7 @@ class EmbeddedRedis:
         """Write the configuration, which holds the password, where only this user can read it."""
         self._state.mkdir(parents=True, exist_ok=True)
         if self._private is None:
-            self._private = _private_folder()
+            self._private = _private_folder(self._sockets)
         quoted = str(self._state).replace("\\", "\\\\").replace('"', '\\"')
         text = CONFIGURATION.format(
             socket=self._private / "redis.sock", password=self._password, state=quoted, durability=self._durability
@@ -158,9 +168,9 @@ class EmbeddedRedis:
         )
 
 
-def _private_folder() -> Path:
+def _private_folder(parent: Path | None) -> Path:
     """A new 0700 folder whose path is short enough for a socket, however long TMPDIR is."""
-    folder = Path(tempfile.mkdtemp(prefix="rubato-"))
+    folder = Path(tempfile.mkdtemp(prefix="rubato-", dir=parent))
     if len(os.fsencode(folder / "redis.sock")) <= LONGEST_SOCKET_PATH:
         return folder
     folder.rmdir()
