@@ -9,6 +9,7 @@ Kinds: kill (SIGKILL), stop (SIGSTOP, and SIGCONT up to 20 s later), restart (SI
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -65,7 +66,7 @@ class Chaos:
         if not candidates:
             return False
         victim = self._rng.choice(candidates)
-        first = not any(e["role"] == role for e in self.events)
+        first = role == "launcher" and not any(e["role"] == role for e in self.events)
         kind = self._kinds[0] if first else self._rng.choices(self._kinds, [WEIGHTS[k] for k in self._kinds])[0]
         stop_s = round(0.5 * (LONGEST_STOP_S / 0.5) ** self._rng.random(), 1) if kind == "stop" else 0.0
         if not _send(victim, KINDS[kind]):
@@ -73,7 +74,9 @@ class Chaos:
         if kind == "stop":
             self._waking[victim.pid] = now + stop_s
         self.events.append({"at_s": round(now, 2), "role": role, "name": victim.name, "kind": kind, "stop_s": stop_s})
-        print(f"{now:6.1f} s  step {self._job.steps():<4} {kind} {victim.name}" + (f" for {stop_s} s" if stop_s else ""))
+        print(
+            f"{now:6.1f} s  step {self._job.steps():<4} {kind} {victim.name}" + (f" for {stop_s} s" if stop_s else "")
+        )
         return True
 
     def wake(self, now: float) -> None:
@@ -104,7 +107,7 @@ class Chaos:
 
 def _gaps(times: list[float], since: float, until: float) -> Iterator[float]:
     """Lengths of the gaps between `times` that overlap with [since, until]."""
-    for before, after in zip(times, times[1:], strict=False):
+    for before, after in itertools.pairwise(times):
         if before <= until and after >= since:
             yield after - before
 
@@ -261,9 +264,13 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("chaos", description="Kill, stop and restart processes of a run, then check it.")
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="change single keys of the config")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long the chaos lasts; then the run ends in peace")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="how long the chaos lasts; then the run ends in peace"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kill", default="all", metavar="ROLES", help="roles, `redis`, `launcher`, `worker`, by commas")
+    parser.add_argument(
+        "--kill", default="all", metavar="ROLES", help="roles, `redis`, `launcher`, `worker`, by commas"
+    )
     parser.add_argument("--kinds", default="kill,stop,restart", type=lambda text: text.split(","))
     parser.add_argument("--pause", nargs=2, type=float, default=(2.0, 10.0), metavar="S", help="between two events")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")

@@ -16,6 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PR_SET_CHILD_SUBREAPER = 36
 """Linux: orphans below this process become its children, so that none can hide."""
 
+SHARED = ("rubato", "psm_", "torch_", "sem.")
+"""How names of shared memory begin that this project, Python or torch make."""
+
 
 class Victim(NamedTuple):
     """A process of the job. `role` is an actor's role, `redis`, `launcher`, or `worker` for what actors start themselves."""
@@ -158,8 +161,8 @@ def descendants(root: int) -> list[Process]:
 
 
 def shared_memory() -> set[str]:
-    """POSIX shared memory of this user."""
-    return {str(path) for path in Path("/dev/shm").glob("*") if path.owner() == _user()}
+    """POSIX shared memory and semaphores; folders in there are somebody's scratch space."""
+    return {str(path) for path in Path("/dev/shm").glob("*") if path.is_file() and path.name.startswith(SHARED)}
 
 
 def mapped() -> set[str]:
@@ -171,12 +174,6 @@ def mapped() -> set[str]:
         except OSError:
             continue
     return found
-
-
-def _user() -> str:
-    import pwd
-
-    return pwd.getpwuid(os.getuid()).pw_name
 
 
 def _actor_name(process: Process) -> str:

@@ -71,7 +71,7 @@ def _trained(ledger: list[dict[str, Any]], expected: Expected) -> list[str]:
     wrong = [step for step in range(1, expected.steps + 1) if sizes[step] != expected.batch_groups]
     if wrong or set(sizes) - set(range(1, expected.steps + 1)):
         problems.append(f"{len(wrong)} steps did not train {expected.batch_groups} groups{_some('', wrong)}")
-    if 0 <= expected.alpha and (old := [x["trajectory_id"] for x in trained if x["age"] > expected.alpha]):
+    if expected.alpha >= 0 and (old := [x["trajectory_id"] for x in trained if x["age"] > expected.alpha]):
         problems.append(f"{len(old)} samples were trained beyond the bound of {expected.alpha}{_some('', old)}")
     return problems
 

@@ -1,0 +1,66 @@
+"""What the audit of a finished run must find. Each test breaks one promise of a run that kept them all."""
+
+import json
+
+import pytest
+
+from actors.samples.audit import Expected, audit
+
+EXPECTED = Expected(steps=2, batch_groups=1, group_size=2, alpha=1)
+
+
+def line(group, member, step, fate="trained", age=0):
+    name = f"g{group:08d}"
+    return {"trajectory_id": f"{name}.{member}", "group_id": name, "fate": fate, "step": step, "age": age}
+
+
+@pytest.fixture
+def ledger():
+    trained = [line(group, member, step=group + 1) for group in range(2) for member in range(2)]
+    return [*trained, line(2, 0, None, "unused"), line(2, 1, None, "failed")]
+
+
+@pytest.fixture
+def problems(tmp_path):
+    def found(ledger, steps=(1, 2)):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s}) + "\n" for s in steps))
+        (tmp_path / "samples.jsonl").write_text("".join(json.dumps(x) + "\n" for x in ledger))
+        return audit(tmp_path, EXPECTED).problems
+
+    return found
+
+
+def test_a_run_that_kept_its_promises_has_no_problems(problems, ledger):
+    assert problems(ledger) == []
+
+
+def test_a_missing_a_repeated_and_a_surplus_row_are_found(problems, ledger):
+    for steps in [(2,), (1, 1, 2), (1, 2, 3)]:
+        assert "rows for 2 steps" in problems(ledger, steps)[0]
+
+
+def test_a_sample_without_a_fate_is_found(problems, ledger):
+    assert problems(ledger[:-1]) == ["1 samples have no fate (g00000002.1)"]
+
+
+def test_a_sample_that_ended_twice_is_found(problems, ledger):
+    assert "1 samples have two fates (g00000000.0)" in problems([*ledger, ledger[0]])
+
+
+def test_a_group_trained_in_two_steps_is_found(problems, ledger):
+    ledger[1]["step"] = 2
+
+    assert "1 groups are spread over several steps (g00000000)" in problems(ledger)
+
+
+def test_a_step_that_trained_too_few_groups_is_found(problems, ledger):
+    for sample in ledger[2:4]:
+        sample["step"] = None
+
+    assert problems(ledger) == ["1 steps did not train 1 groups (2)"]
+
+
+def test_a_sample_beyond_the_bound_is_found(problems, ledger):
+    ledger[3]["age"] = 2
+
+    assert problems(ledger) == ["1 samples were trained beyond the bound of 1 (g00000001.1)"]
