@@ -22,7 +22,8 @@ ENTRIES = 1000
 """Entries read and written at a time: a quarter of a megabyte."""
 
 KEPT = 20_000
-"""Ends that stay in the Store behind the file, in case the machine loses the file's last pages."""
+"""Ends that stay in the Store behind the file, in case the machine loses the file's last pages. Their ids stay known as long: a put
+or an end of an older one can only come from a buffer that was replaced as long ago, and that one is fenced before it writes."""
 
 
 class Line(msgspec.Struct, frozen=True):

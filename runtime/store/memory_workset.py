@@ -112,7 +112,9 @@ class MemoryWorkSet:
         return self._log[start : start + limit]
 
     async def trim(self, through: int) -> None:
-        del self._log[: bisect_right(self._log, through, key=lambda entry: entry.index)]
+        num = bisect_right(self._log, through, key=lambda entry: entry.index)
+        self._seen.difference_update(entry.id for entry in self._log[:num])
+        del self._log[:num]
 
     async def counts(self) -> Counts:
         groups = self._groups.values()

@@ -69,7 +69,8 @@ class RedisWorkSet:
         return [_ended(entry, fields) for entry, fields in entries]
 
     async def trim(self, through: int) -> None:
-        await self._link.ask(script("trim"), (self._log,), f"0-{max(through, 0) + 1}")
+        last = max(through, 0)
+        await self._link.ask(script("trim"), (self._log, f"{self._key}:seen"), f"0-{last}", f"0-{last + 1}")
 
     async def counts(self) -> Counts:
         reply = await self._link.ask(script("once", "workset", "counts"), (self._key, self._key))

@@ -60,7 +60,7 @@ class WorkSet(Protocol):
     """Raises `StaleEpoch` for a claim or commit under an older epoch than the newest, and `OutOfOrder` for a commit that skips a step."""
 
     async def put(self, item: Item) -> Literal["stored", "duplicate"]:
-        """Hold `item` in its group; acknowledged. An id that was ever put or ended is a duplicate and changes nothing."""
+        """Hold `item` in its group; acknowledged. An id that was put or ended, and not trimmed since, is a duplicate and changes nothing."""
         ...
 
     async def end(self, id: str, group: str, fate: str, note: bytes = b"") -> bool:  # noqa: A002
@@ -100,7 +100,7 @@ class WorkSet(Protocol):
         ...
 
     async def trim(self, through: int) -> None:
-        """Forget log entries up to index `through`; their ids stay known for duplicate checks."""
+        """Forget log entries up to index `through` and their ids: what is put again under one of these is new. Bounds the memory."""
         ...
 
     async def counts(self) -> Counts: ...

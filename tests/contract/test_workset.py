@@ -37,7 +37,6 @@ async def test_an_item_is_stored_once_whatever_became_of_it(workset: WorkSet):
     assert not await workset.end("a", "g", "failed")
 
     await workset.discard("g", "dropped")
-    await workset.trim(99)
 
     assert await workset.put(item) == "duplicate"
     assert not await workset.end("a", "g", "failed")
@@ -233,6 +232,19 @@ async def test_the_log_is_read_in_pieces_and_trimmed_without_renumbering(workset
     await workset.end("i7", "g", "failed")
     assert [e.index for e in await workset.ended(0)] == [7]
     assert (await workset.counts()).ended == 7
+
+
+async def test_ids_are_forgotten_with_their_log_entries_and_no_earlier(workset: WorkSet):
+    for i in (1, 2, 3):
+        await workset.put(Item(f"i{i}", f"g{i}", 1, b""))
+    await workset.discard("g1", "dropped")
+    await workset.discard("g2", "dropped")
+
+    await workset.trim(1)
+
+    assert await workset.put(Item("i1", "g1", 1, b"")) == "stored"
+    assert await workset.put(Item("i2", "g2", 1, b"")) == "duplicate"
+    assert await workset.put(Item("i3", "g3", 1, b"")) == "duplicate"
 
 
 async def test_counts_tell_where_everything_is(workset: WorkSet):

@@ -3,7 +3,7 @@
 -- KEYS[1]  STRING op slot, see once.lua
 -- KEYS[2]  HASH   rubato:{run}:ws:<name>  held, bound (items), ended (newest log index), committed, epoch
 -- and, built from KEYS[2], so in the same hash slot:
---   :seen          SET    every id that was ever put or ended
+--   :seen          SET    every id that was put or ended, until its log entry is trimmed
 --   :held          ZSET   group -> lowest score of its items; groups not sealed yet
 --   :ready         ZSET   group -> lowest score; sealed groups that no step has claimed
 --   :fates         HASH   group -> the fate it was sealed with; every ready or bound group
