@@ -138,8 +138,20 @@ async def go(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos) -
         await asyncio.sleep(LOOK_S)
     chaos.wake(float("inf"))
     print(f"{args.seconds:6.1f} s  chaos ends at step {job.steps()}; {len(chaos.events)} events")
+    steps = config.run.steps
+    if args.rest is not None:
+        await _kill(job)
+        steps = min(steps, job.steps() + args.rest)
+        await job.start(f"run.steps={steps}")
     await _to_the_end(job, chaos, config, began)
-    return {"wall_s": round(loop.time() - began, 1)}
+    return {"wall_s": round(loop.time() - began, 1), "wanted": steps}
+
+
+async def _kill(job: Job) -> None:
+    if job.launcher.returncode is None:
+        job.launcher.kill()
+    await job.launcher.wait()
+    await _no_orphans(job)
 
 
 async def _until_step(job: Job, chaos: Chaos, step: int) -> None:
@@ -189,10 +201,10 @@ async def _to_the_end(job: Job, chaos: Chaos, config: Config, began: float) -> N
     await _no_orphans(job)
 
 
-def judge(job: Job, config: Config) -> dict[str, Any]:
+def judge(job: Job, config: Config, steps: int) -> dict[str, Any]:
     """Hold what was written against what is promised."""
     train, alpha = config.section("train"), config.section("staleness").bound
-    found = audit(job.folder, Expected(config.run.steps, train.batch_groups, train.group_size, alpha))
+    found = audit(job.folder, Expected(steps, train.batch_groups, train.group_size, alpha))
     leaked = job.leaked()
     if leaked:
         found.problems.append(f"{len(leaked)} paths are left behind, first {leaked[0]}")
@@ -222,7 +234,7 @@ async def _run(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos)
     figures: dict[str, Any] = {"config": str(args.config), "seed": args.seed, "seconds": args.seconds}
     try:
         figures |= await go(args, config, job, chaos)
-        figures |= judge(job, config)
+        figures |= judge(job, config, figures["wanted"])
         sentence = ""
     except Broken as error:
         sentence = str(error)
@@ -267,6 +279,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="how long the chaos lasts; then the run ends in peace"
     )
+    parser.add_argument("--rest", type=int, metavar="STEPS", help="steps after the chaos, where the run has more left")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--kill", default="all", metavar="ROLES", help="roles, `redis`, `launcher`, `worker`, by commas"

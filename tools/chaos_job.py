@@ -60,8 +60,9 @@ class Job:
         assert self._launcher is not None, "start() it first"
         return self._launcher
 
-    async def start(self) -> None:
-        """Launch it, or go on with it."""
+    async def start(self, *overrides: str) -> None:
+        """Launch it, or go on with it under further overrides."""
+        self._overrides += overrides
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         again = ["--resume"] if self.launches else ["--force"]
         command = ["launch", str(self.config), *self._overrides, "--run-dir", str(self.folder), *again]
