@@ -4,6 +4,7 @@ import asyncio
 from typing import ClassVar
 
 from actors.config import ModelSection, RewardSection
+from actors.envs import dead_letters
 from actors.envs.chat import ChatRenderer
 from actors.envs.failures import EnvFailure, GaveUp, Subject, sentence
 from actors.envs.hosting import EnvHost
@@ -12,7 +13,7 @@ from actors.envs.preflight import try_environment
 from actors.envs.rollout import Rollout, Stage
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.samples import Admit, GiveUp, Hold, Put, Standing, Ticket, Trajectory
-from bus.errors import AskFailed
+from bus.errors import AskFailed, Failed
 from runtime.actor import Actor, ActorConfig, Context, handler
 
 ADMIT_WAIT_S = 10.0
@@ -169,7 +170,8 @@ class EnvManager(Actor):
         self.metrics.count("rollout/finished")
         self.metrics.observe("rollout/turns", trajectory.turns)
         self.metrics.observe("rollout/wall_s", trajectory.wall_s)
-        await self._deliver(Put(trajectory))
+        if not await self._deliver(Put(trajectory)):
+            await self._deliver(GiveUp(trajectory.ticket, dead_letters.REASON, retry=True))
 
     async def _failed(self, ticket: Ticket, end: GaveUp) -> None:
         self.metrics.count("rollout/error")
@@ -191,23 +193,28 @@ class EnvManager(Actor):
                 self._end(verdict)
         await self._deliver(GiveUp(ticket, end.reason, end.detail[:2000], end.retry))
 
-    async def _deliver(self, request: Put | GiveUp) -> None:
-        """Ask until it is acknowledged: only then does this actor let go of the trajectory."""
+    async def _deliver(self, request: Put | GiveUp) -> bool:
+        """Ask until it is acknowledged: only then does this actor let go of the trajectory. False where it became a dead letter."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limits.put_timeout_s
         ticket = request.trajectory.ticket if isinstance(request, Put) else request.ticket
+        failed = 0
         with self.waits.on(ticket.trajectory_id, detail=type(request).__name__.lower(), holder="sample_buffer"):
             while True:
                 try:
                     stored = await self._buffer.ask(request, timeout=ASK_S)
                 except AskFailed as error:
+                    failed += isinstance(error, Failed)
+                    if failed >= dead_letters.DELIVERIES:
+                        await dead_letters.bury(self, request, str(error))
+                        return False
                     if loop.time() >= deadline:
                         self.log.error("not_delivered", trajectory=ticket.trajectory_id, error=str(error))
-                        return
-                    await asyncio.sleep(PAUSE_S)
+                        return True
+                    await asyncio.sleep(PAUSE_S * 4**failed)
                 else:
                     self._standing = stored.standing
-                    return
+                    return True
 
     async def _hold(self) -> None:
         """Renew the tickets of everything that runs, also while nothing else is heard of it."""

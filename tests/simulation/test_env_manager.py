@@ -4,9 +4,12 @@ import asyncio
 from array import array
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from actors.envs import manager as manager_module
+from actors.envs.dead_letters import DeadLetter
 from actors.envs.manager import EnvManager, EnvManagerConfig
 from actors.messages.generation import Aborted, Completion, Generate, Span, Tokens
 from actors.messages.rewards import NotScored, Score, Scores
@@ -29,6 +32,7 @@ class Buffer(Actor):
 
     role = "sample_buffer"
     left, put, given_up, held, most = 0, [], [], [], 0
+    poison = ""
 
     def __init__(self, config, context):
         super().__init__(config, context)
@@ -50,6 +54,8 @@ class Buffer(Actor):
 
     @handler
     async def take(self, request: Put) -> Stored:
+        if request.trajectory.ticket.trajectory_id == Buffer.poison:
+            raise ValueError("indigestible")
         Buffer.put.append(request.trajectory)
         self.changed.set()
         return Stored("", STANDING)
@@ -119,6 +125,7 @@ class Node(Actor):
     @handler
     async def noticed(self, message: Notice) -> None:
         Node.notices.append(message.text)
+        self.changed.set()
 
     async def finish(self):
         async with asyncio.timeout(20):
@@ -224,6 +231,27 @@ async def test_every_ticket_ends_in_a_scored_put_and_never_more_run_than_allowed
         assert {t.reward for t in Buffer.put} <= {0.25, 1.25}
         assert Buffer.most <= 8
         assert not Buffer.given_up
+
+
+async def test_a_trajectory_that_the_buffer_fails_on_becomes_a_dead_letter_and_its_attempt_is_given_up(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Buffer, "poison", "t3")
+    monkeypatch.setattr(manager_module, "PAUSE_S", 0.001)
+    async with cluster(tmp_path, tickets=8) as made:
+        await made.buffer.until(lambda: len(Buffer.put) == 7 and Buffer.given_up)
+
+        assert [(g.ticket.trajectory_id, g.reason, g.retry) for g in Buffer.given_up] == [("t3", "dead_letter", True)]
+        ((_, entry),) = await made.store.read("dead_letters", 0)
+        letter = msgspec.msgpack.decode(entry, type=DeadLetter)
+        assert (letter.trajectory_id, letter.holder, letter.request) == ("t3", "env_manager-1", "Put")
+        assert "indigestible" in letter.error
+        assert made.kernel.metrics.snapshot()["dead_letters"] == 1
+        async with asyncio.timeout(20):
+            while not Node.notices:
+                made.node.changed.clear()
+                await made.node.changed.wait()
+        assert "3 deliveries failed" in Node.notices[0]
 
 
 async def test_running_trajectories_are_held(tmp_path):
