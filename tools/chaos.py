@@ -32,7 +32,9 @@ from tools.chaos_job import Job, Victim  # noqa: E402
 
 LONGEST_STOP_S = 20.0
 """Twice the lease of an actor: whoever is stopped that long comes back as one believed dead."""
-PATIENCE_S = 120.0
+START_S = 300.0
+"""Longest until the first step, the making of a model included."""
+PATIENCE_S = 180.0
 """Longest between two steps before the run counts as stuck: start-up on a busy machine included."""
 GONE_S = 10.0
 """Processes of a job that ended have so long to follow."""
@@ -125,7 +127,7 @@ async def go(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos) -
     loop = asyncio.get_running_loop()
     rng = random.Random(f"{args.seed}/when")
     await job.start()
-    await _until_step(job, chaos, 1)
+    await _until_step(job, 1)
     began = loop.time()
     next_at = began + rng.uniform(*args.pause)
     while (now := loop.time()) < began + args.seconds:
@@ -154,14 +156,14 @@ async def _kill(job: Job) -> None:
     await _no_orphans(job)
 
 
-async def _until_step(job: Job, chaos: Chaos, step: int) -> None:
+async def _until_step(job: Job, step: int) -> None:
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + PATIENCE_S
+    deadline = loop.time() + START_S
     while job.steps() < step:
         if job.launcher.returncode is not None:
             raise Broken(f"the run ended before step {step}: {job.last_words()}")
         if loop.time() > deadline:
-            raise Broken(f"the run did not reach step {step} within {PATIENCE_S:.0f} s")
+            raise Broken(f"the run did not reach step {step} within {START_S:.0f} s")
         await asyncio.sleep(LOOK_S)
 
 
