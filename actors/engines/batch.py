@@ -70,42 +70,50 @@ def build(rows: Sequence[Row], shape: Shape) -> Batch:
     """Tensors for `rows`, which `arrange` ordered."""
     ids: list[int] = []
     positions: list[int] = []
-    places: list[int] = []
+    slots: list[int] = []
     last: list[int] = []
+    num_single = 0
     for sequence, start, end in rows:
-        ids += sequence.tokens[start:end]
-        positions += range(start, end)
-        base = sequence.slot * shape.max_len
-        places += range(base + start, base + end)
+        if end - start == 1:
+            num_single += 1
+            ids.append(sequence.tokens[start])
+            positions.append(start)
+            slots.append(sequence.slot)
+        else:
+            ids += sequence.tokens[start:end]
+            positions += range(start, end)
+            slots += [sequence.slot] * (end - start)
         if end == len(sequence.tokens):
             last.append(len(ids) - 1)
-    table = torch.from_numpy(np.array((ids, positions, places), np.int64)).to(shape.device)
-    num_single = sum(1 for row in rows if row.end - row.start == 1)
-    dense = _dense(rows[:num_single], shape)
+    table = np.array((ids, positions, slots), np.int64)
+    dense = _dense(table[2, :num_single], table[1, :num_single] + 1, shape)
     loose = rows if dense is None else rows[num_single:]
     pieces = _pieces(loose, 0 if dense is None else num_single, shape)
+    table[2] = table[2] * shape.max_len + table[1]
+    on_device = torch.from_numpy(table).to(shape.device)
     everywhere = len(last) == len(ids)
     chosen = None if everywhere else torch.tensor(last, dtype=torch.int64, device=shape.device)
-    return Batch(table[0], table[1], table[2], dense, pieces, chosen)
+    return Batch(on_device[0], on_device[1], on_device[2], dense, pieces, chosen)
 
 
-def _dense(rows: Sequence[Row], shape: Shape) -> Dense | None:
+def _dense(slots: np.ndarray, ends: np.ndarray, shape: Shape) -> Dense | None:
     """Attend over a whole range of slots in one call when that reads less than row by row would cost."""
-    if len(rows) < 2:
+    num = len(slots)
+    if num < 2:
         return None
-    first, last = rows[0].sequence.slot, rows[-1].sequence.slot + 1
-    length = max(row.end for row in rows)
+    first, last, length = int(slots[0]), int(slots[-1]) + 1, int(ends.max())
     width = shape.kv_width / 64
-    apart = len(rows) * CALL_POSITIONS + width * sum(row.end for row in rows)
+    apart = num * CALL_POSITIONS + width * int(ends.sum())
     if shape.device.type == "cpu" and width * (last - first) * length / shape.threads > apart:
         return None
-    ends = np.ones(last - first, np.int64)
-    places = [row.sequence.slot - first for row in rows]
-    ends[places] = [row.end for row in rows]
-    hidden = np.arange(length) >= ends[:, None]
-    mask = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(shape.device, shape.dtype)
-    index = None if len(rows) == last - first else torch.tensor(places, device=shape.device)
-    return Dense(len(rows), first, last, length, index, mask.view(last - first, 1, 1, length))
+    index, held = None, ends
+    if num < last - first:
+        held = np.ones(last - first, np.int64)
+        held[slots - first] = ends
+        index = torch.from_numpy(slots - first).to(shape.device)
+    hidden = np.arange(length) >= held[:, None]
+    mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+    return Dense(num, first, last, length, index, mask.to(shape.device).view(last - first, 1, 1, length))
 
 
 def _pieces(rows: Sequence[Row], begin: int, shape: Shape) -> tuple[Piece, ...]:

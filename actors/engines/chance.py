@@ -1,6 +1,13 @@
 """The number that picks each token: a function of the request's seed and the token's position, and of nothing else."""
 
 from hashlib import blake2b
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Whole = TypeVar("Whole", "int", "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]")
+"""One number, or a uint64 array of them: the same operations serve both."""
 
 _MASK = (1 << 64) - 1
 
@@ -10,7 +17,7 @@ def key_of(seed: int, session: str) -> int:
     return int.from_bytes(blake2b(f"{seed}/{session}".encode(), digest_size=8).digest(), "little")
 
 
-def bits(key: int, position: int) -> int:
+def bits(key: Whole, position: Whole) -> Whole:
     """64 bits for the token at absolute `position` (SplitMix64).
 
     They depend on nothing else, so a request that goes on elsewhere draws on as it would have here.
@@ -21,6 +28,6 @@ def bits(key: int, position: int) -> int:
     return z ^ (z >> 31)
 
 
-def uniform(key: int, position: int) -> float:
+def uniform(key: Whole, position: Whole) -> "float | np.ndarray":
     """A number in [0, 1), a multiple of 2^-24 and so exact in float32."""
     return (bits(key, position) >> 40) * 2.0**-24

@@ -33,7 +33,16 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _norm(config: ModelConfig, x_TE: Tensor, weight: Tensor) -> Tensor:
+    if x_TE.dtype == torch.float32 and x_TE.device.type == "cpu":
+        return _shrink(x_TE, config.rms_eps).mul_(weight)
     return F.rms_norm(x_TE, (config.hidden_size,), weight, config.rms_eps)
+
+
+def _shrink(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) over the last dimension: on CPU torch's rms_norm is a chain of kernels that takes half as long again."""
+    size = x.shape[-1]
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * norm.square_().add_(size * eps).rsqrt_().mul_(size**0.5)
 
 
 def _attention(

@@ -10,7 +10,7 @@ from actors.engines.kv_cache import KVCache
 from actors.engines.model import forward
 from actors.engines.model_config import ModelConfig, read_config
 from actors.engines.model_weights import Weights, fuse, rotations, tensors_of
-from actors.engines.sampling import Draw, sample
+from actors.engines.sampling import draws_of, sample
 from actors.engines.scheduler import Row
 from actors.engines.section import EngineSection
 from actors.engines.weights import folder_images
@@ -50,8 +50,7 @@ class ModelRunner:
         logits = forward(self.config, self.weights, self._turns, self._cache, batch)
         if not ends:
             return rows, [], []
-        draws = [Draw(s.work.sampling.temperature, s.work.sampling.top_p, s.uniform()) for s in ends]
-        return rows, *sample(logits, draws)
+        return rows, *sample(logits, draws_of(ends))
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,50 +1,56 @@
 """Draws the next token of every row at once; a row's draw depends on its seed and position, never on its neighbours."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import abc
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from actors.engines.chance import uniform
+from actors.engines.sequence import Sequence
 
-class Draw(NamedTuple):
-    """How one row's token is drawn: `uniform` in [0, 1) picks it from the distribution; temperature 0 is greedy."""
-
-    temperature: float
-    top_p: float
-    uniform: float
+_LARGEST = 1 - 2.0**-23
+"""Times any total, this is less than the total in float32: the largest number still names a token that has a probability."""
 
 
-def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
-    """Token id and log-probability per row of float32 `logits_RV`.
+def draws_of(sequences: abc.Sequence[Sequence]) -> np.ndarray:
+    """[R, 3] float32, how each row's next token is drawn: temperature (0 is greedy), top_p, and the number that picks it."""
+    keys = np.array([sequence.key for sequence in sequences], np.uint64)
+    positions = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)
+    draws = np.empty((len(sequences), 3), np.float32)
+    draws[:, :2] = [sequence.temperature_top_p for sequence in sequences]
+    draws[:, 2] = uniform(keys, positions)
+    return draws
+
+
+def sample(logits_RV: Tensor, draws_R3: np.ndarray) -> tuple[list[int], list[float]]:
+    """Token id and log-probability per row of float32 `logits_RV`, drawn as `draws_of` says.
 
     Log-probabilities are of the full softmax at temperature 1, whatever temperature and top_p the token was drawn with.
     """
-    device = logits_RV.device
-    if all(draw.temperature == 0.0 for draw in draws):
+    greedy = draws_R3[:, 0] == 0.0
+    logprobs_RV = logits_RV.log_softmax(-1)
+    if greedy.all():
         chosen = logits_RV.argmax(-1, keepdim=True)
     else:
-        temperature, top_p, number = torch.tensor(draws, dtype=torch.float32).t().unsqueeze(-1).to(device)
-        scaled = logits_RV
-        if any(draw.temperature != 1.0 for draw in draws):
-            scaled = logits_RV / temperature.masked_fill(temperature == 0.0, 1.0)
-        probs = scaled.softmax(-1)
-        if any(draw.top_p < 1.0 for draw in draws):
-            probs = _nucleus(probs, top_p)
-        chosen = _pick(probs, number)
-        if any(draw.temperature == 0.0 for draw in draws):
-            chosen = torch.where(temperature == 0.0, logits_RV.argmax(-1, keepdim=True), chosen)
-    logprobs = logits_RV.gather(-1, chosen) - logits_RV.logsumexp(-1, keepdim=True)
-    both = torch.cat((chosen.double(), logprobs.double()), -1).t().tolist()
-    return [int(token) for token in both[0]], both[1]
+        chosen = _drawn(logits_RV, logprobs_RV, draws_R3)
+        if greedy.any():
+            rows = torch.from_numpy(greedy).to(logits_RV.device).unsqueeze(-1)
+            chosen = torch.where(rows, logits_RV.argmax(-1, keepdim=True), chosen)
+    return chosen.squeeze(-1).tolist(), logprobs_RV.gather(-1, chosen).squeeze(-1).tolist()
 
 
-def _pick(probs_RV: Tensor, number_R1: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds `number` of the total: never one of probability 0."""
-    cumulative = probs_RV.cumsum(-1)
-    total = cumulative[:, -1:]
-    target = torch.minimum(number_R1 * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True)
+def _drawn(logits_RV: Tensor, logprobs_RV: Tensor, draws_R3: np.ndarray) -> Tensor:
+    """[R, 1] the first token whose cumulative probability exceeds `uniform` of the total: never one of probability 0."""
+    temperature, top_p, number = torch.from_numpy(draws_R3).to(logits_RV.device).split(1, -1)
+    if (draws_R3[:, 0] == 1.0).all():
+        probs = logprobs_RV.exp()
+    else:
+        probs = (logits_RV / temperature.masked_fill(temperature == 0.0, 1.0)).softmax(-1)
+    if (draws_R3[:, 1] < 1.0).any():
+        probs = _nucleus(probs, top_p)
+    cumulative = probs.cumsum(-1)
+    return torch.searchsorted(cumulative, number.clamp(max=_LARGEST) * cumulative[:, -1:], right=True)
 
 
 def _nucleus(probs_RV: Tensor, top_p_R1: Tensor) -> Tensor:

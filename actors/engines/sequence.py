@@ -1,6 +1,6 @@
 """One request inside an engine: its tokens, how far they are cached, and what was sampled but not handed out yet."""
 
-from actors.engines.chance import key_of, uniform
+from actors.engines.chance import key_of
 from actors.engines.engine import Chunk, EngineError, Work
 from actors.engines.tokens import pack, unpack_ids
 from actors.messages.generation import Span
@@ -17,10 +17,11 @@ class Sequence:
         "session",
         "slot",
         "stop_ids",
+        "temperature_top_p",
         "tokens",
         "unsent_ids",
         "unsent_logprobs",
-        "unsent_spans",
+        "unsent_versions",
         "work",
     )
 
@@ -30,39 +31,36 @@ class Sequence:
         self.tokens = [*work.prompt, *unpack_ids(work.resumed.ids)]
         self.max_tokens = min(max_len, len(work.prompt) + work.sampling.max_new_tokens)
         self.stop_ids = frozenset(work.sampling.stop_token_ids)
+        self.temperature_top_p = (work.sampling.temperature, work.sampling.top_p)
         self.key = key_of(work.sampling.seed, work.session or work.request_id)
         self.slot = -1
         self.num_cached = 0
         """Tokens whose keys and values are in the slot."""
         self.unsent_ids: list[int] = []
         self.unsent_logprobs: list[float] = []
-        self.unsent_spans: list[Span] = []
+        self.unsent_versions: list[tuple[int, int]] = []
+        """(version, index of the first unsent token it sampled)"""
         self.finish_reason = ""
         if len(self.tokens) > len(work.prompt):
             self._judge(self.tokens[-1])
         elif len(self.tokens) >= self.max_tokens:
             self.finish_reason = "length"
 
-    def uniform(self) -> float:
-        """The number that picks the next token."""
-        return uniform(self.key, len(self.tokens))
-
     def sampled(self, token: int, logprob: float, version: int) -> None:
         """Append one token; sets `finish_reason` when it is the last."""
         self.tokens.append(token)
-        at = len(self.unsent_ids)
         self.unsent_ids.append(token)
         self.unsent_logprobs.append(logprob)
-        if at and self.unsent_spans[-1].version == version:
-            self.unsent_spans[-1] = Span(version, self.unsent_spans[-1].start, at + 1)
-        else:
-            self.unsent_spans.append(Span(version, at, at + 1))
+        if not self.unsent_versions or self.unsent_versions[-1][0] != version:
+            self.unsent_versions.append((version, len(self.unsent_ids) - 1))
         self._judge(token)
 
     def chunk(self) -> Chunk:
         """What was sampled since the last chunk."""
-        chunk = Chunk(pack(self.unsent_ids, self.unsent_logprobs, self.unsent_spans), self.finish_reason)
-        self.unsent_ids, self.unsent_logprobs, self.unsent_spans = [], [], []
+        ends = [start for _, start in self.unsent_versions[1:]] + [len(self.unsent_ids)]
+        spans = [Span(version, start, end) for (version, start), end in zip(self.unsent_versions, ends, strict=False)]
+        chunk = Chunk(pack(self.unsent_ids, self.unsent_logprobs, spans), self.finish_reason)
+        self.unsent_ids, self.unsent_logprobs, self.unsent_versions = [], [], []
         return chunk
 
     def _judge(self, token: int) -> None:

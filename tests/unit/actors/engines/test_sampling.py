@@ -3,22 +3,35 @@
 import math
 from collections import Counter
 
+import numpy as np
 import torch
 
 from actors.engines.chance import key_of, uniform
-from actors.engines.sampling import Draw, sample
+from actors.engines.engine import Work
+from actors.engines.sampling import draws_of
+from actors.engines.sampling import sample as sample_array
+from actors.engines.sequence import Sequence
+from actors.messages.generation import Sampling
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.1, 0.0]]))
 
 
+def draw(temperature: float, top_p: float, number: float) -> tuple[float, float, float]:
+    return (temperature, top_p, number)
+
+
+def sample(logits, draws):
+    return sample_array(logits, np.array(draws, np.float32))
+
+
 def drawn(temperature: float, top_p: float, num: int = 4000) -> Counter:
-    draws = [Draw(temperature, top_p, uniform(key_of(1, "s"), i)) for i in range(num)]
+    draws = [draw(temperature, top_p, uniform(key_of(1, "s"), i)) for i in range(num)]
     ids, _ = sample(LOGITS.repeat(num, 1), draws)
     return Counter(ids)
 
 
 def test_greedy_takes_the_most_probable_token_whatever_the_number_says():
-    ids, logprobs = sample(LOGITS, [Draw(0.0, 1.0, 0.999)])
+    ids, logprobs = sample(LOGITS, [draw(0.0, 1.0, 0.999)])
 
     assert ids == [0]
     assert math.isclose(logprobs[0], math.log(0.5), rel_tol=1e-6)
@@ -33,7 +46,7 @@ def test_tokens_come_as_often_as_they_are_probable_and_never_with_probability_ze
 
 
 def test_temperature_sharpens_what_is_drawn_but_not_the_reported_logprob():
-    draws = [Draw(0.25, 1.0, uniform(5, i)) for i in range(400)]
+    draws = [draw(0.25, 1.0, uniform(5, i)) for i in range(400)]
 
     ids, logprobs = sample(LOGITS.repeat(400, 1), draws)
 
@@ -49,7 +62,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
 
 
 def test_rows_of_one_batch_keep_their_own_settings():
-    draws = [Draw(0.0, 1.0, 0.99), Draw(1.0, 1.0, 0.99), Draw(1.0, 0.4, 0.99)]
+    draws = [draw(0.0, 1.0, 0.99), draw(1.0, 1.0, 0.99), draw(1.0, 0.4, 0.99)]
 
     ids, _ = sample(LOGITS.repeat(3, 1), draws)
 
@@ -57,7 +70,7 @@ def test_rows_of_one_batch_keep_their_own_settings():
 
 
 def test_a_row_draws_the_same_alone_and_among_others():
-    draws = [Draw(1.0, 1.0, uniform(7, i)) for i in range(50)]
+    draws = [draw(1.0, 1.0, uniform(7, i)) for i in range(50)]
 
     together, _ = sample(LOGITS.repeat(50, 1), draws)
     alone = [sample(LOGITS, [draw])[0][0] for draw in draws]
@@ -66,7 +79,7 @@ def test_a_row_draws_the_same_alone_and_among_others():
 
 
 def test_the_largest_number_still_names_a_token():
-    ids, _ = sample(LOGITS, [Draw(1.0, 1.0, 1 - 2.0**-24)])
+    ids, _ = sample(LOGITS, [draw(1.0, 1.0, 1 - 2.0**-24)])
 
     assert ids == [3]
 
@@ -77,3 +90,13 @@ def test_the_number_depends_on_seed_session_and_position_alone():
     assert len(numbers) == 400
     assert all(0 <= number < 1 for number in numbers)
     assert uniform(key_of(1, "a"), 5) == uniform(key_of(1, "a"), 5)
+
+
+def test_the_numbers_of_a_batch_are_those_of_its_rows():
+    works = [Work(f"r{i}", f"s{i}", (1, 2, 3)[: 1 + i % 3], Sampling(4, 0.5 + i, 0.9, seed=i)) for i in range(20)]
+    sequences = [Sequence(work, 100) for work in works]
+
+    draws = draws_of(sequences)
+
+    assert draws[:, 2].tolist() == [uniform(s.key, len(s.tokens)) for s in sequences]
+    assert draws[:, 0].tolist() == [0.5 + i for i in range(20)]
