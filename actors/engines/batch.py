@@ -1,4 +1,4 @@
-"""One step's tokens as tensors: single-token rows first, then the longer pieces, packed without padding."""
+"""One step's tokens as tensors, packed without padding: single-token rows first, then short rows, then long ones."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,21 +9,31 @@ from torch import Tensor
 
 from actors.engines.scheduler import Row
 
-CALL_POSITIONS = 200
-"""A separate attention call costs about as much as reading this many KV positions of 64 floats (measured: 6 µs)."""
+CALL_POSITIONS = 1000
+"""A row that attends alone costs about as much more as reading this many KV positions of 64 floats (measured: 30 µs a layer)."""
+
+SHORT = 64
+"""Rows of up to this many tokens may attend together, padded to the longest."""
+
+QUERIES = 8
+"""This many queries on a KV position cost about as much as reading it."""
 
 
-class Dense(NamedTuple):
-    """Single-token rows that attend together, over the neighbouring slots [first, last); the mask hides what is not theirs."""
+class Group(NamedTuple):
+    """Packed tokens [begin, end) of rows that attend together: a grid of B places with `width` queries each."""
 
-    num_rows: int
+    begin: int
+    end: int
+    width: int
     first: int
     last: int
     length: int
+    slots: Tensor | None
+    """[B] the slots to gather; None: B is the whole range [first, last), read in place."""
     places: Tensor | None
-    """[num_rows] slot - first of each row; None when every slot of the range takes part."""
+    """[end - begin] where each token stands in the flattened grid; None when they fill it in order."""
     mask: Tensor
-    """[last - first, 1, 1, length], 0 or -inf."""
+    """[B, 1, width · queries per KV head, length] (or 1 for the third), 0 or -inf: hides what is not theirs."""
 
 
 class Piece(NamedTuple):
@@ -45,25 +55,31 @@ class Batch(NamedTuple):
     positions: Tensor
     rows: Tensor
     """[T] where each token's key and value go: slot · max_len + position."""
-    dense: Dense | None
+    groups: tuple[Group, ...]
+    """They come first, in order; then the pieces."""
     pieces: tuple[Piece, ...]
     last: Tensor | None
     """[R] the tokens after which one is sampled; None when that is all of them, in order."""
 
 
 class Shape(NamedTuple):
-    """What decides how attention is split: KV floats per position (K·D), threads, and the cache's slot length."""
+    """What decides how attention is split: the cache's slot length, KV floats per position (K·D), queries per KV head, threads."""
 
     max_len: int
     kv_width: int
+    folded: int
     threads: int
     device: torch.device
     dtype: torch.dtype
 
 
 def arrange(rows: Sequence[Row]) -> list[Row]:
-    """The order in which a batch packs them."""
-    return sorted(rows, key=lambda row: (row.end - row.start > 1, row.sequence.slot))
+    """The order in which a batch packs them: single tokens, short rows, long ones."""
+    return sorted(rows, key=lambda row: (_kind(row.end - row.start), row.sequence.slot))
+
+
+def _kind(num: int) -> int:
+    return 0 if num == 1 else 1 if num <= SHORT else 2
 
 
 def build(rows: Sequence[Row], shape: Shape) -> Batch:
@@ -72,10 +88,8 @@ def build(rows: Sequence[Row], shape: Shape) -> Batch:
     positions: list[int] = []
     slots: list[int] = []
     last: list[int] = []
-    num_single = 0
     for sequence, start, end in rows:
         if end - start == 1:
-            num_single += 1
             ids.append(sequence.tokens[start])
             positions.append(start)
             slots.append(sequence.slot)
@@ -86,34 +100,63 @@ def build(rows: Sequence[Row], shape: Shape) -> Batch:
         if end == len(sequence.tokens):
             last.append(len(ids) - 1)
     table = np.array((ids, positions, slots), np.int64)
-    dense = _dense(table[2, :num_single], table[1, :num_single] + 1, shape)
-    loose = rows if dense is None else rows[num_single:]
-    pieces = _pieces(loose, 0 if dense is None else num_single, shape)
     table[2] = table[2] * shape.max_len + table[1]
     on_device = torch.from_numpy(table).to(shape.device)
     everywhere = len(last) == len(ids)
     chosen = None if everywhere else torch.tensor(last, dtype=torch.int64, device=shape.device)
-    return Batch(on_device[0], on_device[1], on_device[2], dense, pieces, chosen)
+    groups, loose = _groups(rows, shape)
+    pieces = _pieces(loose, groups[-1].end if groups else 0, shape)
+    return Batch(on_device[0], on_device[1], on_device[2], groups, pieces, chosen)
 
 
-def _dense(slots: np.ndarray, ends: np.ndarray, shape: Shape) -> Dense | None:
-    """Attend over a whole range of slots in one call when that reads less than row by row would cost."""
-    num = len(slots)
-    if num < 2:
+def _groups(rows: Sequence[Row], shape: Shape) -> tuple[tuple[Group, ...], Sequence[Row]]:
+    """The groups that are worth it, and the rows that are left. Those come after every group, or the order would not hold."""
+    groups: list[Group] = []
+    begin = 0
+    for kind in (0, 1):
+        alike = [row for row in rows if _kind(row.end - row.start) == kind]
+        group = _group(alike, begin, shape) if len(alike) > 1 else None
+        if group is not None:
+            groups.append(group)
+            begin = group.end
+            rows = rows[len(alike) :]
+        elif alike:
+            break
+    return tuple(groups), rows
+
+
+def _group(rows: Sequence[Row], begin: int, shape: Shape) -> Group | None:
+    """Attend together when that costs less than row by row would: gathered, or as a range of slots where few are idle."""
+    starts, ends, slots = np.array([(start, end, sequence.slot) for sequence, start, end in rows], np.int64).T
+    sizes = ends - starts
+    num, width, length = len(rows), int(sizes.max()), int(ends.max())
+    first, last = int(slots[0]), int(slots[-1]) + 1
+    gathered = last - first > 2 * num
+    floats = shape.kv_width / 64
+    apart = num * CALL_POSITIONS + floats * float((ends * (1 + sizes / QUERIES)).sum())
+    reads = 2 * num if gathered else last - first
+    together = floats * (reads + num * width / QUERIES) * length
+    if shape.device.type == "cpu" and together / shape.threads > apart:
         return None
-    first, last, length = int(slots[0]), int(slots[-1]) + 1, int(ends.max())
-    width = shape.kv_width / 64
-    apart = num * CALL_POSITIONS + width * int(ends.sum())
-    if shape.device.type == "cpu" and width * (last - first) * length / shape.threads > apart:
-        return None
-    index, held = None, ends
-    if num < last - first:
-        held = np.ones(last - first, np.int64)
-        held[slots - first] = ends
-        index = torch.from_numpy(slots - first).to(shape.device)
-    hidden = np.arange(length) >= held[:, None]
+    grid = np.arange(num) if gathered else slots - first
+    held = np.zeros(num if gathered else last - first, np.int64)
+    held[grid] = starts
+    places = None
+    if width > 1 or len(held) > num:
+        within = np.arange(int(sizes.sum())) - np.repeat(sizes.cumsum() - sizes, sizes)
+        places = torch.from_numpy(np.repeat(grid * width, sizes) + within).to(shape.device)
+    index = torch.from_numpy(slots).to(shape.device) if gathered else None
+    end = begin + int(sizes.sum())
+    return Group(begin, end, width, first, last, length, index, places, _mask(held, width, length, shape))
+
+
+def _mask(starts: np.ndarray, width: int, length: int, shape: Shape) -> Tensor:
+    """Query j of a place sees the positions up to its start + j. Each is repeated for the heads folded into the query length."""
+    hidden = np.arange(length) > (starts[:, None] + np.arange(width))[..., None]
+    if width > 1:
+        hidden = hidden.repeat(shape.folded, 1)
     mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-    return Dense(num, first, last, length, index, mask.to(shape.device).view(last - first, 1, 1, length))
+    return mask.unsqueeze(1).to(shape.device)
 
 
 def _pieces(rows: Sequence[Row], begin: int, shape: Shape) -> tuple[Piece, ...]:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.engines.batch import Batch, Dense, Piece
+from actors.engines.batch import Batch, Group, Piece
 from actors.engines.engine import EngineError
 from actors.engines.model_config import ModelConfig
 
@@ -28,8 +28,8 @@ class KVCache:
             ) from None
         self._keys, self._values = list(table[0]), list(table[1])
         shape = (num_slots, max_len, heads, size)
-        self._key_slots = [t.view(shape).transpose(1, 2) for t in self._keys]
-        self._value_slots = [t.view(shape).transpose(1, 2) for t in self._values]
+        self._key_slots = [t.view(shape) for t in self._keys]
+        self._value_slots = [t.view(shape) for t in self._values]
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put `keys` and `values` [T, K·D] at `rows` (slot · max_len + position)."""
@@ -39,30 +39,35 @@ class KVCache:
     def attend(self, layer: int, q_THD: Tensor, batch: Batch) -> Tensor:
         """Attention of the batch's tokens over what their slots hold, themselves included: [T, H·D]."""
         keys, values = self._key_slots[layer], self._value_slots[layer]
-        parts: list[Tensor] = []
-        if batch.dense is not None:
-            parts.append(self._together(keys, values, q_THD[: batch.dense.num_rows], batch.dense))
+        parts = [self._together(keys, values, q_THD, group) for group in batch.groups]
         parts += [_alone(keys, values, q_THD, piece) for piece in batch.pieces]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _together(self, keys: Tensor, values: Tensor, q_RHD: Tensor, dense: Dense) -> Tensor:
+    def _together(self, keys: Tensor, values: Tensor, q_THD: Tensor, group: Group) -> Tensor:
         """Heads that share a KV head are folded into the query length, so nothing is repeated."""
-        q = q_RHD.unflatten(1, self._groups[:2])
-        if dense.places is not None:
-            spread = q.new_zeros(dense.last - dense.first, *self._groups)
-            q = spread.index_copy_(0, dense.places, q)
-        k = keys[dense.first : dense.last, :, : dense.length]
-        v = values[dense.first : dense.last, :, : dense.length]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=dense.mask)
-        if dense.places is not None:
-            out = out.index_select(0, dense.places)
-        return out.reshape(dense.num_rows, -1)
+        heads, folded, size = self._groups
+        num, width = group.mask.shape[0], group.width
+        q = q_THD[group.begin : group.end]
+        if group.places is not None:
+            grid = q.new_zeros(num * width, heads * folded, size)
+            q = grid.index_copy_(0, group.places, q)
+        q = q.reshape(num, width, heads, folded, size).transpose(1, 2).reshape(num, heads, width * folded, size)
+        k, v = _of(keys, group).transpose(1, 2), _of(values, group).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask)
+        out = out.unflatten(2, (width, folded)).transpose(1, 2).reshape(num * width, heads * folded * size)
+        return out if group.places is None else out.index_select(0, group.places)
+
+
+def _of(table: Tensor, group: Group) -> Tensor:
+    if group.slots is None:
+        return table[group.first : group.last, : group.length]
+    return table[:, : group.length].index_select(0, group.slots)
 
 
 def _alone(keys: Tensor, values: Tensor, q_THD: Tensor, piece: Piece) -> Tensor:
     begin, end, slot, length, causal, mask = piece
     q = q_THD.narrow(0, begin, end - begin).transpose(0, 1).unsqueeze(0)
-    k = keys.narrow(0, slot, 1).narrow(2, 0, length)
-    v = values.narrow(0, slot, 1).narrow(2, 0, length)
+    k = keys.narrow(0, slot, 1).narrow(1, 0, length).transpose(1, 2)
+    v = values.narrow(0, slot, 1).narrow(1, 0, length).transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
     return out.transpose(1, 2).reshape(end - begin, -1)

@@ -15,34 +15,30 @@ def forward(config: ModelConfig, weights: Weights, turns: Tensor, cache: KVCache
 
     `turns` is `rotations(…)` for every position. T packed tokens, E hidden, H heads, K KV heads, D head size.
     """
+    eps = torch.tensor(config.rms_eps, dtype=torch.float32)
     x_TE = F.embedding(batch.ids, weights.embed)
     turn = turns.index_select(0, batch.positions)
     for i, layer in enumerate(weights.layers):
-        attended = _attention(config, layer, i, _norm(config, x_TE, layer.input_norm), turn, cache, batch)
+        attended = _attention(config, layer, i, _norm(x_TE, layer.input_norm, eps), turn, cache, batch)
         if i == config.num_layers - 1 and batch.last is not None:
             # The last layer's output is only wanted where a token will be sampled.
             attended, x_TE = attended.index_select(0, batch.last), x_TE.index_select(0, batch.last)
         x_TE = x_TE + _linear(attended, layer.out, layer.out_bias)
-        gate, up = _linear(_norm(config, x_TE, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        gate, up = _linear(_norm(x_TE, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
         x_TE = x_TE + _linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
-    return torch.mm(_norm(config, x_TE, weights.norm), weights.head).float()
+    return torch.mm(_norm(x_TE, weights.norm, eps), weights.head).float()
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
-def _norm(config: ModelConfig, x_TE: Tensor, weight: Tensor) -> Tensor:
-    if x_TE.dtype == torch.float32 and x_TE.device.type == "cpu":
-        return _shrink(x_TE, config.rms_eps).mul_(weight)
-    return F.rms_norm(x_TE, (config.hidden_size,), weight, config.rms_eps)
-
-
-def _shrink(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) over the last dimension: on CPU torch's rms_norm is a chain of kernels that takes half as long again."""
-    size = x.shape[-1]
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * norm.square_().add_(size * eps).rsqrt_().mul_(size**0.5)
+def _norm(x_TE: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """On CPU in float32 these four kernels take 0.6 of the time of rms_norm, which is a chain of six there."""
+    if x_TE.dtype != torch.float32 or x_TE.device.type != "cpu":
+        return F.rms_norm(x_TE, weight.shape, weight, float(eps))
+    norm = torch.linalg.vector_norm(x_TE, dim=-1, keepdim=True)
+    return (x_TE * torch.addcmul(eps, norm, norm, value=1 / x_TE.shape[-1]).rsqrt_()).mul_(weight)
 
 
 def _attention(

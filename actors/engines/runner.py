@@ -36,7 +36,12 @@ class ModelRunner:
         tensors = {n: t for source, image in folder_images(folder) for n, t in tensors_of(image, source).items()}
         weights = fuse(config, tensors, place, kind)
         kv_width = config.num_kv_heads * config.head_dim
-        return cls(config, weights, section, Shape(section.max_len, kv_width, threads, place, kind))
+        return cls(
+            config,
+            weights,
+            section,
+            Shape(section.max_len, kv_width, config.num_heads // config.num_kv_heads, threads, place, kind),
+        )
 
     def prepare(self, image: memoryview, source: str) -> Weights:
         """New weights beside the old ones: from any thread, while steps go on. Raises EngineError when they do not fit."""
