@@ -113,14 +113,14 @@ def _groups(rows: Sequence[Row], shape: Shape) -> tuple[tuple[Group, ...], Seque
     """The groups that are worth it, and the rows that are left. Those come after every group, or the order would not hold."""
     groups: list[Group] = []
     begin = 0
-    for kind in (0, 1):
-        alike = [row for row in rows if _kind(row.end - row.start) == kind]
-        group = _group(alike, begin, shape) if len(alike) > 1 else None
+    kinds = [_kind(row.end - row.start) for row in rows]
+    singles, shorts = kinds.count(0), kinds.count(1)
+    for num in (singles, shorts) if singles > 1 else (singles + shorts,):
+        group = _group(rows[:num], begin, shape) if num > 1 else None
         if group is not None:
             groups.append(group)
-            begin = group.end
-            rows = rows[len(alike) :]
-        elif alike:
+            begin, rows = group.end, rows[num:]
+        elif num:
             break
     return tuple(groups), rows
 
@@ -130,7 +130,7 @@ def _group(rows: Sequence[Row], begin: int, shape: Shape) -> Group | None:
     starts, ends, slots = np.array([(start, end, sequence.slot) for sequence, start, end in rows], np.int64).T
     sizes = ends - starts
     num, width, length = len(rows), int(sizes.max()), int(ends.max())
-    first, last = int(slots[0]), int(slots[-1]) + 1
+    first, last = int(slots.min()), int(slots.max()) + 1
     gathered = last - first > 2 * num
     floats = shape.kv_width / 64
     apart = num * CALL_POSITIONS + floats * float((ends * (1 + sizes / QUERIES)).sum())

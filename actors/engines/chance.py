@@ -1,7 +1,7 @@
 """The number that picks each token: a function of the request's seed and the token's position, and of nothing else."""
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +22,7 @@ def bits(key: Whole, position: Whole) -> Whole:
 
     They depend on nothing else, so a request that goes on elsewhere draws on as it would have here.
     """
-    z = (key + (position + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z: Any = (key + (position + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
     return z ^ (z >> 31)

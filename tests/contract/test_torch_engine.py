@@ -48,6 +48,30 @@ async def test_both_families_agree_with_transformers_even_when_prefill_is_cut(tm
     assert max(difference(folder, work, tokens) for work, (tokens, _) in zip(works, results, strict=True)) < 1e-4
 
 
+@pytest.mark.parametrize("turning", [(0, 7, 11), tuple(range(10)), (0, 1, 2, 3, 5, 8, 11)])
+async def test_short_turns_that_attend_together_agree_with_transformers(tmp_path, turning):
+    """Few sessions whose slots lie far apart are gathered; many are read as a range, idle slots and all."""
+    folder = write_model(tmp_path)
+    engine = await started(folder, num_slots=16)
+    firsts = [Work(f"a{i}", f"s{i}", tuple(range(2, 12 + 3 * i)), Sampling(1)) for i in range(12)]
+    histories = [
+        [*work.prompt, *unpack_ids(tokens.ids)]
+        for work, (tokens, _) in zip(
+            firsts, await asyncio.gather(*(collect(engine, work) for work in firsts)), strict=True
+        )
+    ]
+
+    await engine.suspend()
+    works = [Work(f"b{i}", f"s{i}", (*histories[i], *range(40, 41 + i % 4 * 5)), Sampling(1 + i % 3)) for i in turning]
+    asking = asyncio.gather(*(collect(engine, work) for work in works))
+    await asyncio.sleep(0)
+    await engine.resume()
+    results = await asking
+    await engine.stop()
+
+    assert max(difference(folder, work, tokens) for work, (tokens, _) in zip(works, results, strict=True)) < 2e-5
+
+
 async def test_recomputed_caches_make_a_running_request_agree_with_the_new_weights(tmp_path):
     write_model(tmp_path / "old")
     new = write_model(tmp_path / "new", seed=1)

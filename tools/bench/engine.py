@@ -1,7 +1,7 @@
 """Tokens per second of the built-in engine, the cost of a short turn, and the time from process start to ready.
 
 python tools/bench/engine.py                        a 3 M-parameter random model at 1, 16 and 64 concurrent requests
-python tools/bench/engine.py --transformers         beside transformers' generate (static batch) on the same model and load
+python tools/bench/engine.py --transformers         beside transformers' generate (static batch) on the same model and load, in turns
 python tools/bench/engine.py --model DIR --threads 1 --new-tokens 64
 """
 
@@ -10,10 +10,12 @@ import asyncio
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,8 +100,18 @@ def measure_ready(folder: Path, threads: int) -> None:
         print(f"ready after {time.perf_counter() - began:.2f} s from process start")
 
 
-async def measure(folder: Path, threads: int, concurrency: list[int], new_tokens: int, repeat: int) -> None:
-    """Throughput at each concurrency, then many short turns on cached sessions; the best of `repeat` runs each."""
+async def measure(
+    folder: Path,
+    threads: int,
+    concurrency: list[int],
+    new_tokens: int,
+    repeat: int,
+    rival: Callable[[int], float] | None,
+) -> None:
+    """Throughput at each concurrency, then many short turns on cached sessions; the best of `repeat` runs each.
+
+    `rival` gives another engine's tokens/s at a concurrency; its runs alternate with ours, so that both meet the same machine.
+    """
     from actors.engines.torch_engine import TorchEngine
 
     vocab = read_config(folder).vocab_size
@@ -132,38 +144,40 @@ async def measure(folder: Path, threads: int, concurrency: list[int], new_tokens
         return (time.perf_counter() - began) / (num * TURNS) * 1e3
 
     for num in concurrency:
-        rates = [await throughput(num, run) for run in range(repeat)]
-        print(f"{num:4d} concurrent: {max(rates):8.0f} tokens/s (best of {repeat}, {new_tokens} new tokens each)")
+        ours: list[float] = []
+        theirs: list[float] = []
+        for run in range(repeat):
+            ours.append(await throughput(num, run))
+            if rival is not None:
+                theirs.append(await asyncio.to_thread(rival, num))
+        print(f"{num:4d} concurrent: {max(ours):8.0f} tokens/s (best of {repeat}, {new_tokens} new tokens each)")
+        if theirs:
+            ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+            print(f"{num:4d} in a static batch: {max(theirs):8.0f} tokens/s (transformers); median ratio {ratio:.2f}")
     for num in (32, 64):
         costs = [await turns(num, run) for run in range(repeat)]
         print(f"{num:4d} sessions: {min(costs):6.2f} ms per turn of {TURN_NEW} new and {TURN_SAMPLED} sampled tokens")
     await engine.stop()
 
 
-def measure_transformers(folder: Path, threads: int, concurrency: list[int], new_tokens: int) -> None:
-    """transformers' generate with a static batch, for comparison."""
+def transformers_rate(folder: Path, threads: int, new_tokens: int) -> Callable[[int], float]:
+    """Tokens/s of transformers' generate with a static batch of the given size."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for num in concurrency:
+
+    def rate(num: int) -> float:
+        torch.set_num_threads(threads)
         ids = torch.randint(0, model.config.vocab_size, (num, PROMPT))
-        rates = []
-        for _ in range(2):
-            began = time.perf_counter()
-            with torch.inference_mode():
-                model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    do_sample=True,
-                    top_k=0,
-                    max_new_tokens=new_tokens,
-                    min_new_tokens=new_tokens,
-                    pad_token_id=0,
-                )
-            rates.append(num * new_tokens / (time.perf_counter() - began))
-        print(f"{num:4d} in a static batch: {max(rates):8.0f} tokens/s (transformers)")
+        options = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
+        length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+        began = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=torch.ones_like(ids), **options, **length)
+        return num * new_tokens / (time.perf_counter() - began)
+
+    return rate
 
 
 def main() -> None:
@@ -181,9 +195,8 @@ def main() -> None:
         if args.model is None:
             write_model(folder, args.hidden, heads=args.hidden // 32)
         measure_ready(folder, args.threads)
-        asyncio.run(measure(folder, args.threads, args.concurrency, args.new_tokens, args.repeat))
-        if args.transformers:
-            measure_transformers(folder, args.threads, args.concurrency, args.new_tokens)
+        rival = transformers_rate(folder, args.threads, args.new_tokens) if args.transformers else None
+        asyncio.run(measure(folder, args.threads, args.concurrency, args.new_tokens, args.repeat, rival))
 
 
 if __name__ == "__main__":
