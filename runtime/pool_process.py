@@ -171,7 +171,7 @@ class WorkerProcess:
         self._condemn("its process was killed because another call on it printed too much", flood)
 
     def _garbled(self) -> None:
-        broken = ChannelBroken("user code wrote to its worker's own socket")
+        broken = ChannelBroken("wrote to its worker's own socket")
         self._condemn("its process was killed because another call broke its socket", broken)
 
     def _condemn(self, verdict: str, first: PoolError) -> None:

@@ -36,7 +36,7 @@ def error_of(outcome: int, payload: bytes) -> PoolError:
 def ending(code: int, *, cut: bool) -> WorkerDied:
     """Why a process ended by itself; `cut`: it lost its socket first, and may have been ended for that."""
     if cut and code in (-signal.SIGTERM, -signal.SIGKILL):
-        return ChannelBroken("user code closed its worker's own socket")
+        return ChannelBroken("closed its worker's own socket")
     if code >= 0:
         return WorkerExited(f"its process ended with exit code {code}")
     try:

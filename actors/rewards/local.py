@@ -11,7 +11,16 @@ import msgspec
 from actors.config import RewardSection
 from actors.messages.rewards import NotScored, Score, Scores
 from runtime.pool import Unsendable, WorkerPool, decode, encode_call
-from runtime.pool_errors import PoolError, TargetMissing, UserCodeRaised, WorkerKilled
+from runtime.pool_errors import (
+    BadResult,
+    PoolError,
+    TargetMissing,
+    UserCodeRaised,
+    WorkerCrashed,
+    WorkerExited,
+    WorkerKilled,
+    WorkerTimeout,
+)
 from runtime.pool_limits import Limits
 
 LOAD_S = 60.0
@@ -111,9 +120,15 @@ class _Refused(Exception):
 
 def describe(error: PoolError) -> str:
     """What user code did, for the middle of a sentence."""
-    if isinstance(error, UserCodeRaised):
-        return f"raised {error.text} at {error.where}"
-    return str(error)
+    match error:
+        case UserCodeRaised():
+            return f"raised {error.text} at {error.where}"
+        case WorkerExited() | WorkerCrashed() | WorkerTimeout():
+            return f"failed: {error}"
+        case BadResult():
+            return f"returned nothing usable: {error}"
+        case _:
+            return str(error)
 
 
 def _arguments(requests: Sequence[Score]) -> bytes:

@@ -15,6 +15,9 @@ BATCH = 64
 MAX_NOTICES = 3
 """Kinds of failure the user is told about; the log has all of them."""
 
+FIRST, RECENT, MAX_SHARE = 32, 64, 0.95
+"""No reward in the first 32 trajectories, or in more than 95 % of the last 64: nothing is left to learn from."""
+
 _Waiting = tuple[Score, "asyncio.Future[Scores | NotScored]"]
 
 
@@ -38,6 +41,8 @@ class RewardService(Actor):
         self._waiting: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
         self._told: set[str] = set()
+        self._recent: deque[bool] = deque(maxlen=RECENT)
+        self._ever_good = False
 
     async def on_start(self) -> None:
         """Load the functions; one that can't be loaded ends the job with a sentence."""
@@ -80,6 +85,9 @@ class RewardService(Actor):
         for (request, reply), scores in zip(batch, found, strict=True):
             if isinstance(scores, NotScored):
                 self._failed(request, scores)
+            else:
+                self._ever_good = True
+                self._recent.append(False)
             if not reply.done():
                 reply.set_result(scores)
 
@@ -91,6 +99,19 @@ class RewardService(Actor):
             self._told.add(why.reason)
             log = self.run.folder / "logs" / f"{self.name}.jsonl"
             self.notice(f"reward function {why.detail}. The rollout leaves its group. Log: {log}")
+        if why.reason != "lost":
+            self._judge(why)
+
+    def _judge(self, why: NotScored) -> None:
+        """End a job that has nothing to learn from, with the newest failure as its reason."""
+        self._recent.append(True)
+        num, failed = len(self._recent), sum(self._recent)
+        if num >= FIRST and (not self._ever_good or (num == RECENT and failed > MAX_SHARE * num)):
+            log = self.run.folder / "logs" / f"{self.name}.jsonl"
+            sentence = (
+                f"reward function {why.detail}. {failed} of the last {num} trajectories got no reward. Log: {log}"
+            )
+            self.finish(sentence, failed=True)
 
     def _user_output(self, line: str) -> None:
         self.log.info("user_output", text=line)

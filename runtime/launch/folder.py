@@ -16,6 +16,8 @@ from runtime.errors import LaunchError
 
 PREFIX = "rubato-"
 """Of folders of sockets."""
+MAX_TEMPORARY_BYTES = 60
+"""Of the folder for temporary files: the system allows some 107 bytes for a socket's path, and actors' names need the rest."""
 
 
 class RunCard(msgspec.Struct):
@@ -50,6 +52,7 @@ class RunFolder:
 
     def open(self, *, resume: bool, force: bool) -> RunCard:
         """Take the folder for a launch. Raises LaunchError when it holds a run and neither flag allows for that."""
+        _check_temporary(tempfile.gettempdir())
         held = any((self.path / name).exists() for name in ("metrics.jsonl", "config.yaml", "run.json"))
         if resume and not self.config.exists():
             raise LaunchError(f"{self.path} holds no run to resume. Leave --resume out to start one there.")
@@ -144,3 +147,8 @@ def is_up(card: RunCard) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _check_temporary(folder: str) -> None:
+    if len(os.fsencode(folder)) > MAX_TEMPORARY_BYTES:
+        raise LaunchError(f"{folder} is too long for the paths of sockets. Set TMPDIR=/tmp.")

@@ -15,6 +15,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
+    InvalidResponse,
     NoPermissionError,
     NoScriptError,
     ReadOnlyError,
@@ -161,6 +162,8 @@ class RedisLink:
                     raise self._refused() from error
                 if loop.time() - began + pause_s > budget_s:
                     raise self._away(loop.time() - began, error) from error
+            except InvalidResponse as error:
+                raise self._stranger() from error
             except ResponseError as error:
                 raise _rejection(self.url, error) from error
             _honour(task, cancelled)
@@ -172,9 +175,15 @@ class RedisLink:
             f"{self.url} refused the password. Set state.url with one, or leave state.url out to use the embedded server."
         )
 
+    def _stranger(self) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{self.url} is taken by a server that is not Redis. "
+            "Correct state.url, or leave it out to use the embedded server."
+        )
+
     def _away(self, seconds: float, error: Exception) -> StoreUnavailable:
         return StoreUnavailable(
-            f"{self.url} could not be reached for {seconds:.0f} s ({error}). "
+            f"{self.url} could not be reached for {seconds:.0f} s ({error or type(error).__name__}). "
             "Start that server or correct state.url, or leave state.url out to use the embedded server."
         )
 

@@ -4,8 +4,10 @@ import asyncio
 import fcntl
 import json
 import shutil
+import socketserver
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,17 @@ from tests.jobs import ACTING, SMALL, Ended, clean_environment, left_behind, rub
 BAD_ENVS = Path(__file__).parent / "bad_envs.py"
 
 LAUNCH = ("launch", "small.yaml", "--run-dir", "run")
+
+BAD_REWARDS = """
+def raises(completions, **columns):
+    raise KeyError("answer")
+
+def leaves(completions, **columns):
+    raise SystemExit(3)
+
+def nan(completions, **columns):
+    return [float("nan")] * len(completions)
+"""
 
 LARGEST_FILE = 2_500_000
 """Bytes: more than the tiny model's weights, less than its optimiser's state. A file that can't grow stands for a full disk."""
@@ -177,6 +190,58 @@ def test_a_wrong_redis_password_is_refused(place):
     ended = asyncio.run(refused())
 
     _check_one_sentence(ended, "refused the password. Set state.url with one, or leave state.url out", place)
+
+
+@pytest.fixture
+def stranger() -> Iterator[int]:
+    """A port on which something listens that is no Redis."""
+
+    class Answer(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.rfile.readline()
+            self.wfile.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+def test_a_port_taken_by_another_server_is_named(stranger, place):
+    ended = rubato(*LAUNCH, f"state.url=redis://127.0.0.1:{stranger}/0", cwd=place)
+
+    _check_one_sentence(ended, f"redis://127.0.0.1:{stranger}/0 is taken by a server that is not Redis.", place)
+
+
+def test_a_temporary_folder_too_long_for_sockets_is_refused(place, monkeypatch):
+    folder = place / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+
+    ended = rubato(*LAUNCH, cwd=place)
+
+    _check_one_sentence(ended, f"{folder} is too long for the paths of sockets. Set TMPDIR=/tmp.", place)
+
+
+REWARDS = [
+    pytest.param("missing", "reward function rewards.py:missing does not exist: rewards.py defines no missing", id="missing"),
+    pytest.param("raises", "reward function rewards.py:raises raised KeyError('answer')", id="raises"),
+    pytest.param("leaves", "reward function rewards.py:leaves failed: its process ended with exit code 3", id="exits"),
+    pytest.param("nan", "reward function rewards.py:nan returned nan", id="NaN"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "sentence"), REWARDS)
+def test_a_reward_function_that_never_scores_ends_the_job_with_one_sentence(name, sentence, place):
+    (place / "rewards.py").write_text(BAD_REWARDS)
+    service = "actors.reward_service={class: actors.rewards.service:RewardService}"
+
+    command = ("launch", "acting.yaml", "--run-dir", "run", service, f"reward.functions=[rewards.py:{name}]")
+    ended = rubato(*command, "env.concurrency=64", "train.batch_groups=32", cwd=place)
+
+    _check_one_sentence(ended, sentence, place)
 
 
 def test_a_run_folder_belongs_to_one_launcher(stopped, place):
