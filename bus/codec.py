@@ -17,6 +17,9 @@ MAX_ENVELOPES = 512
 """Per frame: beyond it coalescing saves nothing more, and a frame is decoded in one go on the event loop."""
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_BODY_BYTES = MAX_FRAME_BYTES // 2
+"""So that the header always fits."""
+
 MAX_BUFFERS = 256
 MAX_BUFFERS_BYTES = 1024 * 1024 * 1024
 """All buffers of one message together; weights, which are larger, are blobs and never messages."""
@@ -52,17 +55,30 @@ _NOT_OURS = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 """All that msgspec raises for bytes that are malformed, of another type, or nested beyond reason (UnicodeDecodeError is a ValueError)."""
 
 _encoder = msgspec.msgpack.Encoder()
+_encode = _encoder.encode
+_Raw = msgspec.Raw
 _decode_frame = msgspec.msgpack.Decoder(list[Envelope]).decode
 _decode_array_inline = msgspec.msgpack.Decoder(_ArrayInline).decode
 _decode_array_beside = msgspec.msgpack.Decoder(_ArrayBeside).decode
 _decode_buffer_beside = msgspec.msgpack.Decoder(_BufferBeside).decode
 
 
-def encode_body(message: Message) -> tuple[str, msgspec.Raw, list[memoryview]]:
+def encode_body(message: Message) -> tuple[str, msgspec.Raw, Sequence[memoryview]]:
     """The message's tag, its body, and the buffers that travel beside the body, in the order their indices name.
 
     Raises BadFrame when it exceeds the limits of a frame, TypeError when a field's value cannot travel at all.
     """
+    try:
+        body = _encode(message)
+    except TypeError:
+        return _encode_with_buffers(message)
+    if len(body) > MAX_BODY_BYTES:
+        raise _too_large(message, body)
+    return type(message).__name__, _Raw(body), ()
+
+
+def _encode_with_buffers(message: Message) -> tuple[str, msgspec.Raw, list[memoryview]]:
+    """The same for a message that holds an Array or a Buffer, which the plain encoder does not know."""
     buffers: list[memoryview] = []
 
     def beside(value: Any) -> msgspec.msgpack.Ext:
@@ -70,11 +86,14 @@ def encode_body(message: Message) -> tuple[str, msgspec.Raw, list[memoryview]]:
 
     # An encoder costs 0.2 µs to make and so belongs to this call alone: no state to share between threads.
     body = msgspec.msgpack.Encoder(enc_hook=beside).encode(message)
-    # Half a frame, so that the header always fits.
-    if len(body) > MAX_FRAME_BYTES // 2:
-        raise BadFrame(f"{tag_of(type(message))} takes {len(body)} bytes; make its large fields a Buffer or an Array")
+    if len(body) > MAX_BODY_BYTES:
+        raise _too_large(message, body)
     check_buffers(buffers)
     return tag_of(type(message)), msgspec.Raw(body), buffers
+
+
+def _too_large(message: Message, body: bytes) -> BadFrame:
+    return BadFrame(f"{tag_of(type(message))} takes {len(body)} bytes; make its large fields a Buffer or an Array")
 
 
 def decode_body(message: type[MessageT], body: msgspec.Raw | bytes, buffers: Sequence[memoryview] = ()) -> MessageT:
@@ -93,7 +112,7 @@ def decode_body(message: type[MessageT], body: msgspec.Raw | bytes, buffers: Seq
 def encode_envelope(envelope: Envelope) -> bytes:
     """One envelope as it stands in a frame. Raises BadFrame when it cannot travel."""
     try:
-        piece = _encoder.encode(envelope)
+        piece = _encode(envelope)
     except (TypeError, *_NOT_OURS) as error:
         raise BadFrame(f"an envelope for {envelope.target!r} cannot be encoded: {error}") from error
     if len(piece) > MAX_FRAME_BYTES - 3:

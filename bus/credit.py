@@ -3,11 +3,12 @@
 The receiver's queue never holds more than it granted. Sender and receiver compute the charge of a message alike, from its size.
 """
 
-WINDOW_MESSAGES = 64
+WINDOW_MESSAGES = 1024
 WINDOW_BYTES = 4 * 1024 * 1024
-"""Both sides start from these without a word on the wire. Large enough that a sender rarely waits, small enough that 64 senders fit in memory."""
+"""Both sides start from these without a word on the wire. Large enough that a sender of small messages goes on while the receiver
+works through the batch before, small enough that what 64 senders may have queued fits in memory: the bytes bound that."""
 
-REGRANT_MESSAGES = WINDOW_MESSAGES // 2
+REGRANT_MESSAGES = WINDOW_MESSAGES // 4
 REGRANT_BYTES = WINDOW_BYTES // 2
 
 
@@ -31,7 +32,7 @@ class Account:
 
     def take(self, size_bytes: int) -> bool:
         """Pay for one message of `size_bytes`; False, and nothing is paid, when the credit does not reach."""
-        cost = charge(size_bytes)
+        cost = size_bytes if size_bytes < REGRANT_BYTES else REGRANT_BYTES
         if self.messages < 1 or self.size_bytes < cost:
             return False
         self.messages -= 1
@@ -54,9 +55,9 @@ class Grants:
         self.size_bytes = 0
 
     def consumed(self, size_bytes: int) -> tuple[int, int]:
-        """One message left the queue. Returns (messages, bytes) to grant now, or (0, 0) while less than half a window has gathered."""
+        """One message left the queue. Returns (messages, bytes) to grant now, or (0, 0) while too little has gathered."""
         self.messages += 1
-        self.size_bytes += charge(size_bytes)
+        self.size_bytes += size_bytes if size_bytes < REGRANT_BYTES else REGRANT_BYTES
         if self.messages < REGRANT_MESSAGES and self.size_bytes < REGRANT_BYTES:
             return 0, 0
         return self.collect()

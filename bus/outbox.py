@@ -30,17 +30,19 @@ class Outbox:
         self._size = 0
         self._closed: list[Frame] = []
 
-    def add(self, envelope: Envelope, buffers: Sequence[memoryview | bytes] = ()) -> None:
-        """Append in order. Raises BadFrame, leaving the outbox as it was, when the envelope exceeds a limit."""
+    def add(self, envelope: Envelope, buffers: Sequence[memoryview | bytes] = ()) -> int:
+        """Append in order; how many envelopes wait for their frame to close. Raises BadFrame, leaving the outbox as it was, when the envelope exceeds a limit."""
         piece = encode_envelope(envelope)
         if buffers:
             check_buffers(buffers)
         if self._size + len(piece) > FULL_BYTES and self._pieces:
             self._close(())
-        self._pieces.append(piece)
+        pieces = self._pieces
+        pieces.append(piece)
         self._size += len(piece)
-        if buffers or len(self._pieces) == MAX_ENVELOPES:
+        if buffers or len(pieces) == MAX_ENVELOPES:
             self._close(buffers)
+        return len(pieces)
 
     def take(self) -> list[Frame]:
         """Everything added so far, in order; the outbox is empty afterwards."""

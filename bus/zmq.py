@@ -33,6 +33,9 @@ from bus.zmq_zap import Zap
 LINGER_MS = 500
 """What was posted before `close` has so long to leave; on one host it needs a millisecond."""
 
+PUSH_ENVELOPES = 128
+"""So many are sent without waiting for the end of the tick: the receiver works on them while the sender encodes the next."""
+
 _OVER = {
     zmq.Event.CLOSED: "nobody listens there",
     zmq.Event.DISCONNECTED: "the peer closed the connection or died",
@@ -70,6 +73,7 @@ class ZmqTransport:
         self._address = ""
         self._lines: dict[Peer, _Line] = {}
         self._dirty: list[_Line] = []
+        self._flush_is_due = False
         self._names = itertools.count(1)
         self._is_running = False
         self._context: Context
@@ -95,7 +99,7 @@ class ZmqTransport:
         self._context = new_context()
         router = new_router(self._context)
         # The door listens to the socket before the first peer can come.
-        self._door = Door(self._context, router, self._loop, self._came, self._left, self.refusals)
+        self._door = Door(self._context, router, self._loop, self._came, self._left, self.refusals, self._flush_soon)
         if self._keys is not None:
             allowed = frozenset({self._keys.client.public})
             self._zap = Zap(self._context, self._loop, allowed, lambda said: self.refusals.add("key", said))
@@ -117,9 +121,11 @@ class ZmqTransport:
             if isinstance(peer, bytes) or not self._is_running:
                 return
             line = self._dial(peer)
-        line.link.outbox.add(envelope, buffers)
+        waiting = line.link.outbox.add(envelope, buffers)
         if not line.is_dirty:
             self._mark(line)
+        elif waiting >= PUSH_ENVELOPES and line.wire is not None:
+            self._send(line, line.wire)
 
     def disconnect(self, address: str) -> None:
         """See Transport."""
@@ -165,38 +171,52 @@ class ZmqTransport:
                 dealer.close(0)
             self._loop.call_soon(self._lose, line, str(error))
         else:
-            line.wire = Wire(dealer, self._loop, lambda _, first, beside: self._arrived(line, first, beside))
+            line.wire = Wire(
+                dealer,
+                self._loop,
+                lambda _, first, beside: self._arrived(line, first, beside),
+                drained=self._flush_soon,
+            )
         return line
 
     def _mark(self, line: _Line) -> None:
         line.is_dirty = True
-        if not self._dirty:
-            self._loop.call_soon(self._flush)
         self._dirty.append(line)
+        if not self._flush_is_due:
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Also called when messages have arrived: whoever they woke runs before this flush and in the same turn of the loop, so that
+        an answer does not cost a turn of its own."""
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         """End of the tick: send what was posted in it, as few messages as possible."""
+        self._flush_is_due = False
+        if not self._dirty:
+            return
         dirty, self._dirty = self._dirty, []
-        broken: list[_Line] = []
         used: set[Wire] = set()
         for line in dirty:
             line.is_dirty = False
-            if line.wire is None:
-                continue
-            used.add(line.wire)
-            try:
-                for frame in line.link.outbox.take():
-                    line.wire.send(line.routing_id, frame.data, frame.buffers)
-            except zmq.ZMQError:
-                broken.append(line)
+            if line.wire is not None:
+                used.add(line.wire)
+                self._send(line, line.wire)
         for wire in used:
             wire.flushed()
-        for line in broken:
-            # The peer is gone, but what it said before may still wait to be read.
+
+    def _send(self, line: _Line, wire: Wire) -> None:
+        try:
+            for data, buffers in line.link.outbox.take():
+                wire.send(line.routing_id, data, buffers)
+        except zmq.ZMQError:
+            # The peer is gone, but what it said before may still wait to be read. Said later: this may run inside `post`.
             if line.routing_id:
                 self._door.gone_soon(line.routing_id)
             else:
-                self._changed(line, zmq.Event.DISCONNECTED)
+                self._loop.call_soon(self._changed, line, zmq.Event.DISCONNECTED)
 
     def _came(self, routing_id: bytes, first: zmq.Frame, beside: list[memoryview]) -> None:
         """A message on the ROUTER."""
@@ -232,11 +252,13 @@ class ZmqTransport:
         if not was_open and not line.is_dirty:
             self._mark(line)
         peer, deliver = link.peer, self._deliver
-        last = len(envelopes) - 1 if buffers else -1
-        for index, envelope in enumerate(envelopes):
+        last = envelopes.pop() if buffers else None
+        for envelope in envelopes:
             if line.wire is None:
                 return
-            deliver(Delivery(peer, envelope, buffers if index == last else ()))
+            deliver(Delivery(peer, envelope, ()))
+        if last is not None and line.wire is not None:
+            deliver(Delivery(peer, last, buffers))
 
     def _refuse(self, line: _Line, error: BadFrame | LinkRefused, *, was_open: bool) -> None:
         """The peer may not go on. A ROUTER cannot hang up on one peer, so one that came to us is told, and not heard any more."""

@@ -36,6 +36,7 @@ class Door:
         came: Arrived,
         left: Callable[[bytes], None],
         refusals: Refusals,
+        drained: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._refusals = refusals
@@ -47,7 +48,7 @@ class Door:
         """Connections that ended before we heard a word from them and that nobody has counted yet."""
         self._failure = ""
         self._monitor = Monitor(context, router, "door", _EVENTS, loop, self._changed)
-        self.wire = Wire(router, loop, came, routed=True)
+        self.wire = Wire(router, loop, came, routed=True, drained=drained)
 
     def admit(self, routing_id: bytes, first: zmq.Frame) -> None:
         """Watch the link that `first`, its first message, came by."""

@@ -45,11 +45,19 @@ class Wire:
     """Owns `socket`: reads it whenever there is something, and closes it."""
 
     def __init__(
-        self, socket: Socket, loop: asyncio.AbstractEventLoop, arrived: Arrived, *, routed: bool = False
+        self,
+        socket: Socket,
+        loop: asyncio.AbstractEventLoop,
+        arrived: Arrived,
+        *,
+        routed: bool = False,
+        drained: Callable[[], None] | None = None,
     ) -> None:
+        """`drained` is called after messages were handed to `arrived` because the socket had become readable."""
         self._socket = socket
         self._loop = loop
         self._arrived = arrived
+        self._drained = drained
         self._routed = routed
         self._is_closed = False
         self._comes_back = False
@@ -107,6 +115,8 @@ class Wire:
     def _readable(self) -> None:
         self._comes_back = False
         self.drain(BURST)
+        if self._drained is not None:
+            self._drained()
 
     def _come_back(self) -> None:
         if not self._comes_back and not self._is_closed:

@@ -1,10 +1,11 @@
 """The outgoing half of a process: the table of open asks, the credit of each peer, and how a reply finds its asker."""
 
 import asyncio
+import functools
 import itertools
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -13,7 +14,7 @@ from bus.credit import Account
 from bus.envelope import Envelope, Kind
 from bus.errors import AskFailed, BadFrame, BusError, Failed, NotSent, Refused, Unknown
 from bus.message import Message, Request, reply_types
-from bus.transport import Delivery, Transport
+from bus.transport import Delivery, Peer, Transport
 from runtime.deadline import current_trace
 from runtime.registry import ActorRecord
 
@@ -24,7 +25,10 @@ SWEEP_S = 0.05
 
 NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 
-REFUSALS = {
+_ASK, _TELL, _CANCEL, _OK, _CREDIT = (int(k) for k in (Kind.ASK, Kind.TELL, Kind.CANCEL, Kind.OK, Kind.CREDIT))
+"""To look a member of Kind up costs as much as to decode an envelope."""
+
+REFUSALS: Mapping[int, str] = {
     Kind.EXPIRED: "its deadline passed before the handler started",
     Kind.WRONG_INCARNATION: "it was meant for another incarnation",
     Kind.NO_ACTOR: "no such actor lives there",
@@ -34,7 +38,7 @@ REFUSALS = {
 }
 
 
-class Pending(NamedTuple):
+class Pending(msgspec.Struct):
     """One open ask."""
 
     future: "asyncio.Future[Any]"
@@ -43,52 +47,88 @@ class Pending(NamedTuple):
     request: Message
 
 
+class _Route:
+    """The way to one actor: its account at this process, and who waits for credit, first come first served."""
+
+    __slots__ = ("account", "record", "waiting")
+
+    def __init__(self, record: ActorRecord) -> None:
+        self.record = record
+        self.account = Account()
+        self.waiting: deque[asyncio.Future[None]] = deque()
+
+    def wake(self, most: int) -> None:
+        for _ in range(min(most, len(self.waiting))):
+            waiter = self.waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+
+
 class Courier:
     """Sends for one kernel. Open asks are bounded by the credit that receivers grant."""
 
-    def __init__(self, transport: Transport, sender: str) -> None:
+    def __init__(self, transport: Transport, sender: str, incarnation: int) -> None:
         self._transport = transport
         self._sender = sender
+        self._keys = f"{sender}/{incarnation:x}/"
         self._ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}
-        self._accounts: dict[tuple[str, str], Account] = {}
-        self._waiting: dict[tuple[str, str], deque[asyncio.Future[None]]] = {}
+        self._routes: dict[tuple[str, str], _Route] = {}
+        self._latest: dict[str, _Route] = {}
         self.late = 0
         """Replies that came after their asker had gone: counted, then dropped."""
 
-    async def ask(self, record: ActorRecord, request: Request[ReplyT], deadline: float) -> ReplyT:
+    def new_key(self) -> str:
+        """An idempotency key of the whole run: all attempts at one ask carry it, and one of them is executed."""
+        return f"{self._keys}{next(self._ids):x}"
+
+    async def ask(self, record: ActorRecord, request: Request[ReplyT], deadline: float, key: str = "") -> ReplyT:
+        """One attempt: the reply, or AskFailed by `deadline` (loop time)."""
         loop = asyncio.get_running_loop()
         tag, body, buffers = encode_body(request)
-        await self._take_credit(record, len(body) + sum(map(len, buffers)), deadline)
+        size = len(body) + sum(map(len, buffers)) if buffers else len(body)
+        route = self._latest.get(record.name)
+        if route is None or route.record is not record:
+            route = self._route(record)
+        if route.waiting or not route.account.take(size):
+            await self._take_credit(route, size, deadline)
         ask_id = next(self._ids)
         future: asyncio.Future[ReplyT] = loop.create_future()
         self._pending[ask_id] = Pending(future, deadline, record, request)
-        remaining_us = max(1, int((deadline - loop.time()) * 1e6))
-        self._post(record, Kind.ASK, ask_id, tag, body, buffers, remaining_us)
+        budget_us = int((deadline - loop.time()) * 1e6)
+        self._post(record, _ASK, ask_id, tag, budget_us if budget_us > 1 else 1, key, body, buffers)
         try:
             return await future
         except asyncio.CancelledError:
             if self._pending.pop(ask_id, None) is not None:
-                self._post(record, Kind.CANCEL, ask_id, "", NOTHING, (), 0)
+                self._post(record, _CANCEL, ask_id, "", 0, "", NOTHING, ())
             raise
 
-    async def tell(self, record: ActorRecord, message: Message) -> None:
+    def tell(self, record: ActorRecord, message: Message) -> Awaitable[None] | None:
+        """Send and forget. What it returns is to be awaited first: there is no credit now."""
         tag, body, buffers = encode_body(message)
-        await self._take_credit(record, len(body) + sum(map(len, buffers)), deadline=None)
-        self._post(record, Kind.TELL, 0, tag, body, buffers, 0)
+        size = len(body) + sum(map(len, buffers)) if buffers else len(body)
+        route = self._latest.get(record.name)
+        if route is None or route.record is not record:
+            route = self._route(record)
+        if route.waiting or not route.account.take(size):
+            return self._tell_later(route, size, tag, body, buffers)
+        self._post(record, _TELL, 0, tag, 0, "", body, buffers)
+        return None
 
     def arrived(self, delivery: Delivery) -> None:
         """A reply or a grant of credit."""
         envelope = delivery.envelope
-        if envelope.kind == Kind.CREDIT:
-            self._credit(cast("str", delivery.peer), envelope.target, envelope.credit, envelope.id)
-            return
         if envelope.credit:
-            self._credit(cast("str", delivery.peer), envelope.target, envelope.credit, envelope.budget_us)
-        pending = self._pending.pop(envelope.id, None)
-        if pending is None or pending.future.done():
+            size_bytes = envelope.id if envelope.kind == _CREDIT else envelope.budget_us
+            self._credit(delivery.peer, envelope.target, envelope.credit, size_bytes)
+        if envelope.kind == _CREDIT:
+            return
+        pending = self._pending.get(envelope.id)
+        if pending is None or pending.record.address != delivery.peer or pending.future.done():
             self.late += 1
             return
+        del self._pending[envelope.id]
         try:
             pending.future.set_result(_reply(pending, envelope, delivery.buffers))
         except BusError as error:
@@ -96,10 +136,11 @@ class Courier:
 
     def lost(self, address: str, reason: str) -> None:
         """The link is gone: every ask on it may or may not have run, and its credit starts anew."""
-        for key in [k for k in self._accounts if k[0] == address]:
-            del self._accounts[key]
-            for waiter in self._waiting.pop(key, ()):
-                _wake(waiter)
+        for route in [r for (where, _), r in self._routes.items() if where == address]:
+            del self._routes[address, route.record.name]
+            if self._latest.get(route.record.name) is route:
+                del self._latest[route.record.name]
+            route.wake(len(route.waiting))
         for ask_id in [i for i, p in self._pending.items() if p.record.address == address]:
             self._fail(ask_id, Unknown, f"the link broke ({reason})")
 
@@ -110,7 +151,7 @@ class Courier:
             await asyncio.sleep(SWEEP_S)
             now = loop.time()
             for ask_id, pending in [(i, p) for i, p in self._pending.items() if p.deadline <= now]:
-                self._post(pending.record, Kind.CANCEL, ask_id, "", NOTHING, (), 0)
+                self._post(pending.record, _CANCEL, ask_id, "", 0, "", NOTHING, ())
                 self._fail(ask_id, Unknown, "no reply before the deadline")
 
     @property
@@ -125,69 +166,92 @@ class Courier:
     def _post(
         self,
         record: ActorRecord,
-        kind: Kind,
+        kind: int,
         ask_id: int,
         tag: str,
+        budget_us: int,
+        key: str,
         body: msgspec.Raw,
         buffers: Sequence[memoryview | bytes],
-        budget_us: int,
     ) -> None:
-        trace = current_trace.get()
-        envelope = Envelope(
-            kind, ask_id, record.name, record.incarnation, tag, budget_us, trace, "", 0, body, self._sender
+        trace, incarnation = current_trace.get(), record.incarnation
+        self._transport.post(
+            record.address,
+            Envelope(kind, ask_id, record.name, incarnation, tag, budget_us, trace, key, 0, body, self._sender),
+            buffers,
         )
-        self._transport.post(record.address, envelope, buffers)
 
-    async def _take_credit(self, record: ActorRecord, size: int, deadline: float | None) -> None:
-        key = (record.address, record.name)
-        account = self._accounts.get(key)
-        if account is None:
-            account = self._accounts[key] = Account()
-        queue = self._waiting.get(key)
-        while queue or not account.take(size):
+    def _route(self, record: ActorRecord) -> _Route:
+        """The account belongs to the link, so it stays when only the incarnation at its end is another."""
+        route = self._routes.get((record.address, record.name))
+        if route is None:
+            route = self._routes[record.address, record.name] = _Route(record)
+        route.record = record
+        self._latest[record.name] = route
+        return route
+
+    async def _tell_later(
+        self, route: _Route, size: int, tag: str, body: msgspec.Raw, buffers: Sequence[memoryview | bytes]
+    ) -> None:
+        record = route.record
+        await self._take_credit(route, size, None)
+        self._post(record, _TELL, 0, tag, 0, "", body, buffers)
+
+    async def _take_credit(self, route: _Route, size: int, deadline: float | None) -> None:
+        """Wait in line, then pay. Raises NotSent at the deadline, or when the link breaks first."""
+        record = route.record
+        while True:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            queue = self._waiting.setdefault(key, deque())
-            queue.append(waiter)
+            route.waiting.append(waiter)
             try:
                 async with asyncio.timeout_at(deadline):
                     await waiter
-            except TimeoutError:
-                raise NotSent(f"{record.name} granted no credit before the deadline") from None
-            finally:
-                if waiter in queue:
-                    queue.remove(waiter)
-            if self._accounts.get(key) is not account:
+            except (TimeoutError, asyncio.CancelledError) as error:
+                if waiter in route.waiting:
+                    route.waiting.remove(waiter)
+                else:
+                    route.wake(1)  # it was this one's turn; now it is the next one's
+                if isinstance(error, TimeoutError):
+                    raise NotSent(f"{record.name} granted no credit before the deadline") from None
+                raise
+            if self._routes.get((record.address, record.name)) is not route:
                 raise NotSent(f"the link to {record.name} broke before sending")
-            queue = None
+            if route.account.take(size):
+                return
 
-    def _credit(self, address: str, target: str, messages: int, size_bytes: int) -> None:
-        account = self._accounts.get((address, target))
-        if account is None:
-            return
-        account.grant(messages, size_bytes)
-        queue = self._waiting.get((address, target))
-        for _ in range(min(messages, len(queue) if queue else 0)):
-            if queue:
-                _wake(queue.popleft())
+    def _credit(self, peer: Peer, target: str, messages: int, size_bytes: int) -> None:
+        route = self._routes.get((peer, target)) if isinstance(peer, str) else None
+        if route is not None:
+            route.account.grant(messages, size_bytes)
+            route.wake(messages)
 
 
-def _wake(waiter: "asyncio.Future[None]") -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+@functools.cache
+def _replies_to(request: "type[Request[Any]]") -> Mapping[str, type[Message]]:
+    return reply_types(request)
 
 
 def _reply(pending: Pending, envelope: Envelope, buffers: Sequence[memoryview]) -> Message:
-    what = f"{type(pending.request).__name__} to {pending.record.name}"
-    if envelope.kind == Kind.OK:
-        expected = reply_types(cast("type[Request[Any]]", type(pending.request))).get(envelope.tag)
+    kind = envelope.kind
+    if kind == _OK:
+        expected = _replies_to(cast("type[Request[Any]]", type(pending.request))).get(envelope.tag)
         if expected is None:
-            raise Failed(f"{what}: answered by {envelope.tag}, which is not one of its replies")
+            raise Failed(f"{_what(pending)}: answered by {envelope.tag}, which is not one of its replies")
         try:
             return decode_body(expected, envelope.body, buffers)
         except BadFrame as error:
-            raise Failed(f"{what}: its reply could not be decoded: {error}") from error
-    if envelope.kind == Kind.ERROR:
-        raise Failed(f"{what}: {msgspec.msgpack.decode(envelope.body, type=str)}")
-    if envelope.kind == Kind.BAD_BODY:
-        raise Failed(f"{what}: {msgspec.msgpack.decode(envelope.body, type=str)}")
-    raise Refused(f"{what}: {REFUSALS.get(Kind(envelope.kind), 'refused')}")
+            raise Failed(f"{_what(pending)}: its reply could not be decoded: {error}") from error
+    if kind in (Kind.ERROR, Kind.BAD_BODY):
+        raise Failed(f"{_what(pending)}: {_text(envelope.body)}")
+    raise Refused(f"{_what(pending)}: {REFUSALS.get(kind, 'refused')}")
+
+
+def _what(pending: Pending) -> str:
+    return f"{type(pending.request).__name__} to {pending.record.name}"
+
+
+def _text(body: msgspec.Raw) -> str:
+    try:
+        return msgspec.msgpack.decode(body, type=str)
+    except (msgspec.MsgspecError, ValueError):
+        return "it failed, and its reason could not be read"

@@ -1,21 +1,27 @@
-"""The incoming half of a process: from arrived envelope to handler to reply."""
+"""The incoming half of a process: from arrived envelope to handler to reply.
+
+A handler that takes one message at a time is awaited by the consumer itself: no task, no timer and no queue per message. Constants
+stand for members of `Kind`, because looking a member up costs as much as decoding an envelope.
+"""
 
 import asyncio
-from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
 from bus.codec import decode_body, encode_body
-from bus.credit import Grants
+from bus.credit import Grants, charge
 from bus.envelope import Envelope, Kind
 from bus.errors import AskFailed, BadFrame, BusError
+from bus.message import Message
 from bus.transport import Delivery, Peer, Transport
 from runtime.actor import Actor, HandlerSpec
 from runtime.courier import NOTHING
 from runtime.deadline import current_deadline, current_trace
-from runtime.mailbox import Letter, Mailbox
+from runtime.mailbox import Mailbox
+from runtime.replies import Replies
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -23,16 +29,40 @@ if TYPE_CHECKING:
 BREATH = 256
 """Letters handled before the consumer lets the loop run: long enough to amortise, short enough to stay under 20 ms."""
 
-REPLIES_KEPT = 1024
-"""Replies remembered per idempotency key, so that a retried ask is answered without running twice."""
+NOBODY = b""
+"""The peer of letters whose link is gone: they are handled, and what is posted to it goes nowhere."""
+
+_ASK, _TELL, _CANCEL, _OK, _CREDIT = (int(k) for k in (Kind.ASK, Kind.TELL, Kind.CANCEL, Kind.OK, Kind.CREDIT))
 
 
 class Spawn(Protocol):
     def __call__(self, work: Coroutine[Any, Any, Any], *, name: str) -> "asyncio.Task[Any]": ...
 
 
+class Handler(NamedTuple):
+    """A handler of the actor that lives here: what it declared, and the bound method."""
+
+    spec: HandlerSpec
+    run: Callable[[Any], Awaitable[Any]]
+
+
+class _Running:
+    """A handler at work, and whom it answers: whoever asked, or asked again under the same key."""
+
+    __slots__ = ("delivery", "outlives_asker", "task")
+
+    def __init__(self, delivery: Delivery, *, outlives_asker: bool) -> None:
+        self.delivery = delivery
+        self.outlives_asker = outlives_asker
+        self.task: asyncio.Task[Any] | None = None
+
+
 class Dispatcher:
-    """Runs one actor's handlers. A handler that raises fails its ask and nothing else."""
+    """Runs one actor's handlers. A handler that raises fails its ask and nothing else.
+
+    `system` handles messages to the kernel itself, by tag: they overtake everything else. Whatever is not for the actor goes to
+    `answered`.
+    """
 
     def __init__(
         self,
@@ -40,21 +70,24 @@ class Dispatcher:
         name: str,
         log: "FilteringBoundLogger",
         spawn: Spawn,
-        system: Callable[[str, Delivery], bool],
+        system: Mapping[str, Callable[[Delivery], None]],
+        answered: Callable[[Delivery], None],
     ) -> None:
         self._transport = transport
         self._name = name
         self._log = log
         self._spawn = spawn
         self._system = system
+        self._answered = answered
         self._mailbox = Mailbox()
         self._grants: dict[Peer, Grants] = {}
-        self._running: dict[tuple[Peer, int], asyncio.Task[Any]] = {}
-        self._outliving: set[tuple[Peer, int]] = set()
+        self._running: dict[tuple[Peer, int], _Running] = {}
+        self._keyed: dict[str, _Running] = {}
         self._counts: dict[str, int] = {}
-        self._parked: dict[str, deque[Letter]] = {}
-        self._replies: OrderedDict[str, tuple[str, msgspec.Raw]] = OrderedDict()
+        self._parked: dict[str, deque[Delivery]] = {}
+        self._replies = Replies()
         self._actor: Actor | None = None
+        self._time: Callable[[], float] = _running_time
         self.incarnation = 0
         self.handled = 0
 
@@ -64,148 +97,229 @@ class Dispatcher:
         return len(self._mailbox) + sum(map(len, self._parked.values()))
 
     def arrived(self, delivery: Delivery) -> None:
-        """An ASK, TELL or CANCEL from a peer."""
+        """Anything from a peer."""
         envelope = delivery.envelope
-        if envelope.kind == Kind.CANCEL:
-            self._cancel(delivery)
-            return
-        if envelope.target != self._name:
+        kind = envelope.kind
+        if kind != _TELL and kind != _ASK:
+            if kind == _CANCEL:
+                self._cancel(delivery)
+            else:
+                self._answered(delivery)
+        elif envelope.target != self._name:
+            # The sender's account is that of the actor it meant.
+            self._grant(delivery.peer, envelope.target, 1, charge(_size(delivery)))
             self._refuse(delivery, Kind.NO_ACTOR)
         elif envelope.incarnation and envelope.incarnation != self.incarnation:
-            self._refuse(delivery, Kind.WRONG_INCARNATION)
-        elif self._system(envelope.tag, delivery):
             self._consumed(delivery)
+            self._refuse(delivery, Kind.WRONG_INCARNATION)
+        elif envelope.tag in self._system:
+            self._consumed(delivery)
+            self._system[envelope.tag](delivery)
         else:
-            deadline = envelope.budget_us / 1e6 + asyncio.get_running_loop().time() if envelope.budget_us else 0.0
-            if not self._mailbox.put(Letter(delivery, deadline)):
+            if envelope.budget_us:
+                delivery.deadline = envelope.budget_us / 1e6 + self._time()
+            if not self._mailbox.put(delivery):
                 self._consumed(delivery)
                 self._refuse(delivery, Kind.OVERLOADED)
 
     def forget(self, peer: Peer) -> None:
         """The link is gone: its credit starts anew, and what it asked for is cancelled where its handler does not outlive it."""
         self._grants.pop(peer, None)
-        for key in [k for k in self._running if k[0] == peer and k not in self._outliving]:
-            self._running[key].cancel()
+        for letter in (*self._mailbox.letters, *(w for parked in self._parked.values() for w in parked)):
+            if letter.peer == peer:
+                letter.peer = NOBODY
+        for key, running in list(self._running.items()):
+            if key[0] == peer and not running.outlives_asker:
+                self._end(running)
 
     async def consume(self, actor: Actor) -> None:
         """Handle letters until cancelled: in order, but for handlers that declare a concurrency."""
         self._actor = actor
-        breath = 0
+        self._time = asyncio.get_running_loop().time
+        handlers = {tag: Handler(spec, getattr(actor, spec.method)) for tag, spec in actor.handlers.items()}
+        letters, trace, deadline = self._mailbox.letters, b"", 0.0
         while True:
-            letter = await self._mailbox.get()
-            self._consumed(letter.delivery)
-            spec = actor.handlers.get(letter.delivery.envelope.tag)
-            if spec is None:
-                text = f"{type(actor).__name__} has no handler for {letter.delivery.envelope.tag}"
-                self._reply_error(letter.delivery, Kind.BAD_BODY, text)
-            elif spec.concurrency == 1:
-                await self._handle(spec, letter)
-            elif self._counts.get(spec.method, 0) < spec.concurrency:
-                self._start(spec, letter)
+            await self._mailbox.wait()
+            for _ in range(BREATH):
+                if not letters:
+                    break
+                delivery = letters.popleft()
+                envelope = delivery.envelope
+                handler = handlers.get(envelope.tag)
+                if handler is None:
+                    self._consumed(delivery)
+                    text = f"{type(actor).__name__} has no handler for {envelope.tag}"
+                    self._reply_error(delivery, Kind.BAD_BODY, text)
+                elif handler.spec.concurrency > 1:
+                    self._admit(handler, delivery)
+                else:
+                    self._consumed(delivery)
+                    message = self._open(handler.spec, delivery)
+                    if message is None:
+                        continue
+                    if delivery.deadline != deadline:
+                        deadline = delivery.deadline
+                        current_deadline.set(deadline)
+                    if envelope.trace != trace:
+                        trace = envelope.trace
+                        current_trace.set(trace)
+                    await self._run(handler, delivery, message)
             else:
-                self._parked.setdefault(spec.method, deque()).append(letter)
-            breath += 1
-            if breath >= BREATH:
-                breath = 0
                 await asyncio.sleep(0)
 
-    def reply(self, delivery: Delivery, tag: str, body: msgspec.Raw, buffers: Any = ()) -> None:
-        self._post(delivery, Kind.OK, tag, body, buffers)
-
-    def _start(self, spec: HandlerSpec, letter: Letter) -> None:
-        self._counts[spec.method] = self._counts.get(spec.method, 0) + 1
-        key = (letter.delivery.peer, letter.delivery.envelope.id)
-        task = self._spawn(self._handle(spec, letter), name=f"{self._name}.{spec.method}")
-        if letter.delivery.envelope.kind == Kind.ASK:
-            self._running[key] = task
-            if spec.outlives_asker:
-                self._outliving.add(key)
-        task.add_done_callback(lambda _: self._ended(spec, key))
-
-    def _ended(self, spec: HandlerSpec, key: tuple[Peer, int]) -> None:
-        self._running.pop(key, None)
-        self._outliving.discard(key)
-        self._counts[spec.method] -= 1
-        parked = self._parked.get(spec.method)
-        if parked:
-            self._start(spec, parked.popleft())
-
-    async def _handle(self, spec: HandlerSpec, letter: Letter) -> None:
-        envelope = letter.delivery.envelope
-        if letter.deadline and letter.deadline <= asyncio.get_running_loop().time():
-            self._refuse(letter.delivery, Kind.EXPIRED)
-            return
-        if envelope.key and envelope.key in self._replies:
-            tag, body = self._replies[envelope.key]
-            self._post(letter.delivery, Kind.OK, tag, body, ())
-            return
+    def reply(self, delivery: Delivery, message: Message) -> None:
+        """Answer an ask."""
+        envelope = delivery.envelope
         try:
-            message = decode_body(spec.message, envelope.body, letter.delivery.buffers)
+            tag, body, buffers = encode_body(message)
+        except (BusError, TypeError) as error:
+            self._log.error("bad_reply", tag=envelope.tag, error=str(error))
+            self._reply_error(delivery, Kind.ERROR, f"{self._name}: its reply cannot travel: {error}")
+            return
+        if envelope.key and not buffers:
+            self._replies.keep(envelope.key, tag, body)
+        self._post(delivery, _OK, tag, body, buffers)
+
+    # -- one handler --------------------------------------------------------------------------------------------
+
+    def _open(self, spec: HandlerSpec, delivery: Delivery) -> Message | None:
+        """The decoded message; None when it was answered or refused without running."""
+        envelope = delivery.envelope
+        if delivery.deadline and delivery.deadline <= self._time():
+            self._refuse(delivery, Kind.EXPIRED)
+            return None
+        if envelope.key:
+            known = self._replies.get(envelope.key)
+            if known is not None:
+                self._post(delivery, _OK, known.tag, known.body, ())
+                return None
+        try:
+            return decode_body(spec.message, envelope.body, delivery.buffers)
         except BadFrame as error:
             self._log.warning("bad_body", tag=envelope.tag, sender=envelope.sender, error=str(error))
-            self._reply_error(letter.delivery, Kind.BAD_BODY, f"{envelope.tag}: {error}")
-            return
-        deadline, trace = current_deadline.set(letter.deadline), current_trace.set(envelope.trace)
+            self._reply_error(delivery, Kind.BAD_BODY, f"{envelope.tag}: {error}")
+            return None
+
+    async def _run(self, handler: Handler, delivery: Delivery, message: Message, job: _Running | None = None) -> None:
+        """Run the handler and answer: `delivery`, or whoever `job` answers by then."""
         try:
-            await self._run(spec, letter.delivery, message)
+            result = await handler.run(message)
+        except Exception as error:  # noqa: BLE001 - a handler may raise anything; it fails its ask, not the actor
+            if not isinstance(error, AskFailed | BusError):
+                self._log.error("handler_failed", handler=handler.spec.method, error=repr(error), exc_info=True)
+            text = f"{self._name}: {type(error).__name__}: {error}"
+            self._reply_error(job.delivery if job else delivery, Kind.ERROR, text)
+        else:
+            if delivery.envelope.kind == _ASK:
+                self.reply(job.delivery if job else delivery, result)
         finally:
-            current_deadline.reset(deadline)
-            current_trace.reset(trace)
             self.handled += 1
 
-    async def _run(self, spec: HandlerSpec, delivery: Delivery, message: Any) -> None:
-        try:
-            result = await getattr(self._actor, spec.method)(message)
-        except (AskFailed, BusError) as error:
-            self._reply_error(delivery, Kind.ERROR, f"{self._name}: {type(error).__name__}: {error}")
-        except Exception as error:  # noqa: BLE001 - a handler may raise anything; it fails its ask, not the actor
-            self._log.error("handler_failed", handler=spec.method, error=repr(error), exc_info=True)
-            self._reply_error(delivery, Kind.ERROR, f"{self._name}: {type(error).__name__}: {error}")
-        else:
-            if delivery.envelope.kind == Kind.ASK:
-                tag, body, buffers = encode_body(result)
-                if delivery.envelope.key and not buffers:
-                    self._remember(delivery.envelope.key, tag, body)
-                self._post(delivery, Kind.OK, tag, body, buffers)
+    # -- handlers that run beside each other --------------------------------------------------------------------
 
-    def _remember(self, key: str, tag: str, body: msgspec.Raw) -> None:
-        self._replies[key] = (tag, body)
-        if len(self._replies) > REPLIES_KEPT:
-            self._replies.popitem(last=False)
+    def _admit(self, handler: Handler, delivery: Delivery) -> None:
+        """Start it, or park it: a parked letter keeps its sender's credit, which bounds how many there are."""
+        if self._counts.get(handler.spec.method, 0) < handler.spec.concurrency:
+            self._start(handler, delivery)
+        else:
+            self._parked.setdefault(handler.spec.method, deque()).append(delivery)
+
+    def _start(self, handler: Handler, delivery: Delivery) -> None:
+        self._consumed(delivery)
+        envelope, spec = delivery.envelope, handler.spec
+        where = delivery.peer, envelope.id
+        if envelope.key and envelope.key in self._keyed:
+            # Asked again while it runs, because the link broke: from now on it runs for the one who asked last.
+            running = self._keyed[envelope.key]
+            self._running.pop((running.delivery.peer, running.delivery.envelope.id), None)
+            self._running[where] = running
+            running.delivery = delivery
+            return
+        message = self._open(spec, delivery)
+        if message is None:
+            return
+        self._counts[spec.method] = self._counts.get(spec.method, 0) + 1
+        running = _Running(delivery, outlives_asker=spec.outlives_asker)
+        running.task = self._spawn(self._beside(handler, running, message), name=f"{self._name}.{spec.method}")
+        if envelope.kind == _ASK:
+            self._running[where] = running
+            if envelope.key:
+                self._keyed[envelope.key] = running
+        running.task.add_done_callback(lambda _: self._ended(handler, running))
+
+    async def _beside(self, handler: Handler, running: _Running, message: Message) -> None:
+        current_deadline.set(running.delivery.deadline)
+        current_trace.set(running.delivery.envelope.trace)
+        await self._run(handler, running.delivery, message, running)
+
+    def _ended(self, handler: Handler, running: _Running) -> None:
+        self._forget(running)
+        method = handler.spec.method
+        self._counts[method] -= 1
+        parked = self._parked.get(method)
+        while parked and self._counts[method] < handler.spec.concurrency:
+            self._start(handler, parked.popleft())
+
+    def _forget(self, running: _Running) -> None:
+        """It answers nobody any more."""
+        envelope = running.delivery.envelope
+        self._running.pop((running.delivery.peer, envelope.id), None)
+        if self._keyed.get(envelope.key) is running:
+            del self._keyed[envelope.key]
+
+    def _end(self, running: _Running) -> None:
+        """Cancel it. Whoever asks again under its key meanwhile gets a run of its own."""
+        self._forget(running)
+        if running.task is not None:
+            running.task.cancel()
 
     def _cancel(self, delivery: Delivery) -> None:
-        key = (delivery.peer, delivery.envelope.id)
-        task = self._running.get(key)
-        if task is not None:
-            task.cancel()
+        peer, ask_id = delivery.peer, delivery.envelope.id
+        running = self._running.get((peer, ask_id))
+        if running is not None:
+            self._end(running)
             return
-        letter = self._mailbox.cancel(*key)
+        letter = self._mailbox.cancel(peer, ask_id)
         if letter is not None:
-            self._consumed(letter.delivery)
+            self._consumed(letter)
         for parked in self._parked.values():
-            for waiting in [w for w in parked if (w.delivery.peer, w.delivery.envelope.id) == key]:
+            for waiting in [w for w in parked if w.peer == peer and w.envelope.id == ask_id]:
                 parked.remove(waiting)
+                self._consumed(waiting)
+
+    # -- what goes back -----------------------------------------------------------------------------------------
 
     def _consumed(self, delivery: Delivery) -> None:
         """The letter left the queue: its credit goes back once enough has gathered."""
         grants = self._grants.get(delivery.peer)
         if grants is None:
             grants = self._grants[delivery.peer] = Grants()
-        size = len(delivery.envelope.body) + sum(map(len, delivery.buffers))
-        messages, size_bytes = grants.consumed(size)
+        messages, size_bytes = grants.consumed(_size(delivery) if delivery.buffers else len(delivery.envelope.body))
         if messages:
-            envelope = Envelope(Kind.CREDIT, size_bytes, self._name, 0, "", 0, b"", "", messages, NOTHING)
-            self._transport.post(delivery.peer, envelope)
+            self._grant(delivery.peer, self._name, messages, size_bytes)
+
+    def _grant(self, peer: Peer, target: str, messages: int, size_bytes: int) -> None:
+        self._transport.post(peer, Envelope(_CREDIT, size_bytes, target, 0, "", 0, b"", "", messages, NOTHING))
 
     def _refuse(self, delivery: Delivery, kind: Kind) -> None:
-        if delivery.envelope.kind == Kind.ASK:
+        if delivery.envelope.kind == _ASK:
             self._post(delivery, kind, "", NOTHING, ())
 
     def _reply_error(self, delivery: Delivery, kind: Kind, text: str) -> None:
-        if delivery.envelope.kind == Kind.ASK:
+        if delivery.envelope.kind == _ASK:
             self._post(delivery, kind, "", msgspec.Raw(msgspec.msgpack.encode(text)), ())
 
-    def _post(self, delivery: Delivery, kind: Kind, tag: str, body: msgspec.Raw, buffers: Any) -> None:
+    def _post(
+        self, delivery: Delivery, kind: int, tag: str, body: msgspec.Raw, buffers: Sequence[memoryview | bytes]
+    ) -> None:
         asked = delivery.envelope
         envelope = Envelope(kind, asked.id, self._name, self.incarnation, tag, 0, asked.trace, "", 0, body)
         self._transport.post(delivery.peer, envelope, buffers)
+
+
+def _size(delivery: Delivery) -> int:
+    return len(delivery.envelope.body) + sum(map(len, delivery.buffers))
+
+
+def _running_time() -> float:
+    return asyncio.get_running_loop().time()

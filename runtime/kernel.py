@@ -9,8 +9,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bus.codec import encode_body
-from bus.envelope import Kind
 from bus.errors import AskFailed
 from bus.message import Ack, Message
 from bus.transport import Delivery, Transport
@@ -75,8 +73,9 @@ class Kernel:
         self.ready = asyncio.Event()
         self._actor_class, self._config = actor_class, config
         self._transport = transport
-        self._courier = Courier(transport, name)
-        self._dispatch = Dispatcher(transport, name, log, self.spawn, self._system)
+        self._courier = Courier(transport, name, incarnation)
+        system = {Drain.__name__: self._drain_asked}
+        self._dispatch = Dispatcher(transport, name, log, self.spawn, system, self._courier.arrived)
         self._dispatch.incarnation = incarnation
         self._registry = Registry(store, self.directory, self._peers_changed)
         self._stopping = asyncio.Event()
@@ -94,7 +93,7 @@ class Kernel:
 
     async def serve(self) -> None:
         """Run the actor from start to end. Returns after a drain; raises what failed the actor (grouped)."""
-        await self._transport.start(self._deliver, self._down)
+        await self._transport.start(self._dispatch.arrived, self._down)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -221,12 +220,6 @@ class Kernel:
 
     # -- the wire -----------------------------------------------------------------------------------------------
 
-    def _deliver(self, delivery: Delivery) -> None:
-        if delivery.envelope.kind in (Kind.ASK, Kind.TELL, Kind.CANCEL):
-            self._dispatch.arrived(delivery)
-        else:
-            self._courier.arrived(delivery)
-
     def _down(self, peer: str | bytes, reason: str) -> None:
         if isinstance(peer, bytes):
             self._dispatch.forget(peer)
@@ -235,14 +228,9 @@ class Kernel:
         if not self._stopping.is_set() and self._tasks is not None:
             self.spawn(self._registry.lost(peer), name=f"{self.name}.lost")
 
-    def _system(self, tag: str, delivery: Delivery) -> bool:
-        """Messages to the kernel itself overtake everything else."""
-        if tag != Drain.__name__:
-            return False
+    def _drain_asked(self, delivery: Delivery) -> None:
         self._stopping.set()
-        tag, body, _ = encode_body(Ack())
-        self._dispatch.reply(delivery, tag, body)
-        return True
+        self._dispatch.reply(delivery, Ack())
 
     async def _peers_changed(self, joined: set[str], left: set[str]) -> None:
         if self._actor is not None:

@@ -36,15 +36,19 @@ class Ref:
         """The reply, or a subclass of AskFailed before `timeout` (seconds) or the caller's own deadline, whichever is first.
 
         While no instance is ready the request waits. NotSent and Refused are retried until the deadline; Unknown too where
-        the request is idempotent; `retry=False` leaves that to the caller. Cancelling the ask cancels the work.
+        the request is idempotent; `retry=False` leaves that to the caller. Attempts share a key: while the actor that executed
+        one still lives, another is answered with its reply and not executed. Cancelling the ask cancels the work.
         """
-        loop = asyncio.get_running_loop()
+        loop, courier = asyncio.get_running_loop(), self._courier
         deadline = loop.time() + budget(timeout)
+        key = courier.new_key() if retry and request.idempotent else ""
         pause = BACKOFF_S
         while True:
-            record = await self._find(deadline)
+            record = self._resolver.resolve(self.name)
+            if record is None:
+                record = await self._find(deadline)
             try:
-                return await self._courier.ask(record, request, deadline)
+                return await courier.ask(record, request, deadline, key)
             except (NotSent, Refused, Unknown) as error:
                 final = isinstance(error, Unknown) and not request.idempotent
                 if final or not retry or loop.time() + pause >= deadline:
@@ -57,12 +61,12 @@ class Ref:
         record = self._resolver.resolve(self.name)
         if record is None:
             raise NotSent(f"no ready actor {self.name!r}")
-        await self._courier.tell(record, message)
+        credit = self._courier.tell(record, message)
+        if credit is not None:
+            await credit
 
     async def _find(self, deadline: float) -> ActorRecord:
-        record = self._resolver.resolve(self.name)
-        if record is not None:
-            return record
+        record = None
         try:
             async with asyncio.timeout_at(deadline):
                 while record is None:

@@ -1,10 +1,10 @@
 from bus.credit import REGRANT_BYTES, REGRANT_MESSAGES, WINDOW_BYTES, WINDOW_MESSAGES, Account, Grants
 
 
-def test_a_sender_starts_with_a_window_of_64_messages_and_4_mib():
+def test_a_sender_starts_with_a_window_of_1024_messages_and_4_mib():
     by_count, by_size = Account(), Account()
 
-    assert sum(by_count.take(1) for _ in range(100)) == WINDOW_MESSAGES == 64
+    assert sum(by_count.take(1) for _ in range(2000)) == WINDOW_MESSAGES == 1024
     assert sum(by_size.take(1024 * 1024) for _ in range(100)) == WINDOW_BYTES // (1024 * 1024) == 4
 
 
