@@ -1,4 +1,7 @@
-"""What travels between the blobs of a host and their users: one MessagePack struct per packet."""
+"""What travels between the blobs of a host and their users: one MessagePack struct per packet, memory as file descriptors beside it.
+
+A descriptor comes with a reply only when this connection has not had it before: each process maps a segment once.
+"""
 
 import msgspec
 
@@ -7,33 +10,52 @@ from runtime.blobs import BlobInfo
 MAX_PACKET = 4096
 """Bytes: names are short, and contents travel as file descriptors."""
 
+MAX_GONE = 256
+"""Segments named in one reply; the rest come with the next."""
+
 
 class Begin(msgspec.Struct, tag=True, array_like=True):
-    """Give me an empty file of this size."""
+    """Lend me a segment of at least this size to write into."""
 
-    name: str
-    version: int
-    epoch: int
     size_bytes: int
 
 
 class Finish(msgspec.Struct, tag=True, array_like=True):
-    """The file is filled; seal it and show it."""
+    """The segment holds this blob; show it. I write no more."""
 
-    digest: str
+    segment: int
+    info: BlobInfo
 
 
 class Get(msgspec.Struct, tag=True, array_like=True):
-    """Give me the file of this version; -1 asks for the newest one's description alone."""
+    """Lend me the segment of this version; -1 asks for the newest one's description alone."""
 
     name: str
     version: int
 
 
+class Drop(msgspec.Struct, tag=True, array_like=True):
+    """I use that segment no more, once: the token that one `Begin` or `Get` gave. Not answered."""
+
+    segment: int
+
+
+class Room(msgspec.Struct, tag=True, array_like=True):
+    """A segment to write into, lent until it is dropped."""
+
+    segment: int
+    capacity: int
+    gone: tuple[int, ...] = ()
+    """Segments this connection mapped that exist no more: unmap them."""
+
+
 class Found(msgspec.Struct, tag=True, array_like=True):
-    """What the agent holds; a descriptor comes beside it where one was asked for."""
+    """What the agent holds; `segment` is lent until it is dropped, or -1 where none was asked for."""
 
     info: BlobInfo
+    segment: int = -1
+    capacity: int = 0
+    gone: tuple[int, ...] = ()
 
 
 class Absent(msgspec.Struct, tag=True, array_like=True):
@@ -46,6 +68,9 @@ class Denied(msgspec.Struct, tag=True, array_like=True):
     why: str
 
 
+RequestPacket = Begin | Finish | Get | Drop
+ReplyPacket = Room | Found | Absent | Denied
+
 encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Begin | Finish | Get).decode
-decode_reply = msgspec.msgpack.Decoder(Found | Absent | Denied).decode
+decode_request = msgspec.msgpack.Decoder(RequestPacket).decode
+decode_reply = msgspec.msgpack.Decoder(ReplyPacket).decode

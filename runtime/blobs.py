@@ -1,4 +1,4 @@
-"""Blobs: immutable, named, versioned, checksummed buffers; written once, pulled by whoever needs them."""
+"""Blobs: immutable, named, versioned, checksummed buffers; written once, mapped or pulled by whoever needs them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -19,7 +19,7 @@ class BlobCorrupt(BlobError):
 
 
 class BlobInfo(NamedTuple):
-    """What a reader checks: `digest` is the hex BLAKE2b-256 of the whole buffer."""
+    """What a reader checks: `digest` as runtime/blob_digest.py makes it; empty for a blob put without, which stays on its host."""
 
     name: str
     version: int
@@ -28,21 +28,44 @@ class BlobInfo(NamedTuple):
     size_bytes: int
 
 
+class Draft(Protocol):
+    """A blob that is being written, in the memory in which it will be read."""
+
+    memory: memoryview
+    """Writable. Whoever holds it, or a slice of it, keeps the memory from being used for anything else."""
+
+    async def publish(self, digest: str) -> BlobInfo:
+        """Show it; nothing may be written any more. Returns the standing blob where that has a higher epoch."""
+        ...
+
+
 class BlobStore(Protocol):
     """Owned by the node agent, so a blob outlives the process that wrote it. Keeps the newest two versions of a name.
 
     Raises `BlobMissing` for what was never put or is already freed, `BlobCorrupt` when the digest does not match.
     """
 
-    async def put(self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes]) -> BlobInfo:
-        """Concatenate `parts` into version `version`. The same version under a higher epoch replaces it; under a lower one is
-        ignored, and the standing one is returned."""
+    async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> Draft:
+        """Room for a blob of this size. A draft that is let go of without `publish` leaves nothing."""
         ...
 
-    async def get(self, name: str, version: int) -> tuple[BlobInfo, memoryview]:
-        """Map a version read-only, digest checked. The mapping lives as long as the memoryview, whatever is freed meanwhile."""
+    async def put(
+        self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True
+    ) -> BlobInfo:
+        """Concatenate `parts` into version `version`. The same version under a higher epoch replaces it; under a lower one is
+        ignored, and the standing one is returned. Without `checked` it gets no digest: readers on this host alone can use it."""
+        ...
+
+    async def get(self, name: str, version: int, *, check: bool = True) -> tuple[BlobInfo, memoryview]:
+        """A version, read-only and not copied; its digest, if it has one, is checked unless `check` is off.
+
+        The content stays as it is for as long as the memoryview, or anything made from it without a copy, lives: only then is
+        the memory used again, whatever is put or freed meanwhile.
+        """
         ...
 
     async def newest(self, name: str) -> BlobInfo | None: ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Let go of everything; what `get` returned must not be used any more."""
+        ...

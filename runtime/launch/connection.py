@@ -8,7 +8,7 @@ from typing import NamedTuple
 from bus.transport import Identity, Transport
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, ActorConfig, RunInfo
-from runtime.blob_agent import BlobClient
+from runtime.blob_client import BlobClient
 from runtime.blobs import BlobStore
 from runtime.config import Config, load
 from runtime.errors import LaunchError

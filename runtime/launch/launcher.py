@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from runtime.actor import ActorConfig, RunInfo
-from runtime.blob_agent import BlobClient, BlobServer
+from runtime.blob_agent import BlobServer
+from runtime.blob_client import BlobClient
 from runtime.config import Config
 from runtime.errors import LaunchError
 from runtime.kernel import NODE

@@ -4,12 +4,14 @@ import asyncio
 import os
 from array import array
 from collections.abc import AsyncGenerator, Callable
-from hashlib import blake2b
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from runtime.blob_agent import BlobClient, BlobServer
+from runtime.blob_agent import BlobServer
+from runtime.blob_client import BlobClient
+from runtime.blob_digest import digest_of
 from runtime.blob_memory import MemoryBlobStore
 from runtime.blobs import BlobError, BlobInfo, BlobMissing, BlobStore
 
@@ -49,7 +51,7 @@ async def test_what_was_put_is_got_back_with_its_digest_and_can_not_be_changed(b
 
     found, content = await blobs.get("w", 3)
 
-    assert info == found == BlobInfo("w", 3, 1, blake2b(b"abcd", digest_size=32).hexdigest(), 4)
+    assert info == found == BlobInfo("w", 3, 1, sha256(sha256(b"abcd").digest()).hexdigest(), 4)
     assert content == b"abcd"
     assert content.readonly
 
@@ -185,3 +187,30 @@ async def test_a_cancelled_call_does_not_leave_its_answer_to_the_next(blobs: Blo
         await asyncio.gather(call, return_exceptions=True)
 
         assert (await blobs.get("b", 1))[1] == b"b" * 100_000
+
+
+async def test_a_draft_is_written_where_it_will_be_read_and_shown_only_when_published(blobs: BlobStore):
+    draft = await blobs.draft("w", 1, 0, 6)
+    draft.memory[:] = b"abcdef"
+
+    before = await blobs.newest("w")
+    info = await draft.publish(digest_of(draft.memory))
+
+    assert before is None
+    assert await blobs.get("w", 1) == (info, b"abcdef")
+
+
+async def test_a_blob_without_a_digest_says_so(blobs: BlobStore):
+    info = await blobs.put("w", 1, 0, [b"fast"], checked=False)
+
+    assert info.digest == ""
+    assert (await blobs.get("w", 1))[1] == b"fast"
+
+
+async def test_what_is_read_stays_as_it_is_through_any_number_of_later_versions(blobs: BlobStore):
+    held = {}
+    for version in range(1, 9):
+        await blobs.put("w", version, 0, [bytes([version]) * 5_000_000])
+        held[version] = (await blobs.get("w", version))[1][1000:1010]  # a slice alone keeps it
+
+    assert {version: bytes(view) for version, view in held.items()} == {v: bytes([v]) * 10 for v in range(1, 9)}
