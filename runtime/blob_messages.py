@@ -1,0 +1,83 @@
+"""What node agents say to each other about blobs. All may be repeated: a blob of one epoch never changes."""
+
+from typing import ClassVar
+
+from bus.message import Message, Request
+from bus.tensor import Buffer
+
+
+class NotHere(Message, frozen=True):
+    """Why this host can't give it; ask another."""
+
+    why: str
+
+
+class BlobPiece(Message, frozen=True):
+    """One piece of the content, as long as runtime/blob_digest.py cuts it; the last may be shorter."""
+
+    data: Buffer
+
+
+class GetPiece(Request[BlobPiece | NotHere], frozen=True):
+    """Piece `index`, counted from 0. A host that is still pulling it answers once it has it."""
+
+    idempotent: ClassVar[bool] = True
+    name: str
+    version: int
+    epoch: int
+    index: int
+
+
+class BlobPieces(Message, frozen=True):
+    """The digests of all pieces, 32 bytes each, in order: their own digest is the blob's."""
+
+    digests: Buffer
+
+
+class GetPieces(Request[BlobPieces | NotHere], frozen=True):
+    """What each piece must hash to."""
+
+    idempotent: ClassVar[bool] = True
+    name: str
+    version: int
+    epoch: int
+
+
+class Newest(Message, frozen=True):
+    """The newest version that a host has."""
+
+    version: int
+    epoch: int
+    digest: str
+    size_bytes: int
+
+
+class FindNewest(Request[Newest | NotHere], frozen=True):
+    """Which version of this name is the newest there?"""
+
+    idempotent: ClassVar[bool] = True
+    name: str
+
+
+class Pulled(Message, frozen=True):
+    """It lies on this host now. `sources`: who gave pieces of it; empty where it was here already."""
+
+    sources: tuple[str, ...]
+
+
+class NotPulled(Message, frozen=True):
+    """No source had all of it; what went wrong with each."""
+
+    why: str
+
+
+class PullBlob(Request[Pulled | NotPulled], frozen=True):
+    """Bring this blob to your host, from one of the node agents in `sources`, best first. Asked often, it is pulled once."""
+
+    idempotent: ClassVar[bool] = True
+    name: str
+    version: int
+    epoch: int
+    digest: str
+    size_bytes: int
+    sources: tuple[str, ...]

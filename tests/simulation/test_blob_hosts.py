@@ -1,0 +1,222 @@
+"""Blobs between hosts: each pulls once, through relays, past dead and lying ones, and never a piece twice."""
+
+import asyncio
+from collections import Counter
+from contextlib import asynccontextmanager
+
+from bus.memory import MemoryNetwork, MemoryTransport
+from bus.tensor import Buffer
+from bus.transport import Identity
+from planning.relay import plan, sources
+from runtime.actor import Actor, ActorConfig, RunInfo, handler
+from runtime.blob_digest import PIECE_BYTES
+from runtime.blob_hosts import HostBlobs
+from runtime.blob_memory import MemoryBlobStore
+from runtime.blob_messages import BlobPiece, FindNewest, GetPiece, Newest, NotHere, NotPulled, PullBlob, Pulled
+from runtime.kernel import Kernel
+from runtime.observe.log import logger
+from runtime.store.memory import MemoryStore
+
+CONTENT = b"".join(bytes([n]) * PIECE_BYTES for n in range(1, 6)) + b"the end"
+PIECES = 6
+
+
+class Host(HostBlobs):
+    """Counts the pieces it gives; `lies_about` and `stops_before` are faults."""
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.given: list[int] = []
+        self.lies_about: set[int] = set()
+        self.stops_before = PIECES
+        self.stopped = asyncio.Event()
+
+    @handler(concurrency=64)
+    async def get_piece(self, request: GetPiece) -> BlobPiece | NotHere:
+        if request.index >= self.stops_before:
+            self.stopped.set()
+            await asyncio.get_running_loop().create_future()
+        reply = await super().get_piece(request)
+        if isinstance(reply, BlobPiece):
+            self.given.append(request.index)
+            if request.index in self.lies_about:
+                return BlobPiece(Buffer(bytes(len(reply.data))))
+        return reply
+
+
+class Engine(Actor):
+    role = "engine"
+
+
+class Hosts:
+    """Node agents, each with blobs of its own, and one actor that asks them."""
+
+    def __init__(self, tasks, folder):
+        self.tasks, self.network, self.store = tasks, MemoryNetwork(), MemoryStore()
+        self.run = RunInfo("test", folder, 7, 1)
+        self.serving, self.hosts, self.blobs = {}, {}, {}
+
+    async def start(self, actor_class, name):
+        incarnation = await self.store.increment("incarnation")
+        self.blobs[name] = MemoryBlobStore()
+        kernel = Kernel(
+            actor_class,
+            ActorConfig(),
+            name=name,
+            incarnation=incarnation,
+            run=self.run,
+            transport=MemoryTransport(Identity("test", name, incarnation), self.network),
+            store=self.store,
+            blobs=self.blobs[name],
+            log=logger("rubato.test"),
+        )
+        self.hosts[name] = kernel.build()
+        self.serving[name] = self.tasks.create_task(kernel.serve(), name=name)
+        await kernel.ready.wait()
+        return kernel
+
+    async def kill(self, name):
+        self.serving.pop(name).cancel()
+        await asyncio.sleep(0.01)
+
+    def pull(self, name, info, where):
+        """Ask host `name` to pull, from the hosts `where`."""
+        ask = self.asker.ref(name).ask(PullBlob(*info, tuple(where)), timeout=120)
+        return self.tasks.create_task(ask)
+
+    def num_given(self):
+        return sum(len(host.given) for host in self.hosts.values() if isinstance(host, Host))
+
+
+@asynccontextmanager
+async def hosts(folder, count):
+    async with asyncio.TaskGroup() as tasks:
+        made = Hosts(tasks, folder)
+        for number in range(1, count + 1):
+            await made.start(Host, f"node-{number}")
+        made.asker = await made.start(Engine, "engine-1")
+        yield made
+        for task in made.serving.values():
+            task.cancel()
+
+
+async def test_a_blob_arrives_whole_and_is_pulled_once_however_many_ask(tmp_path):
+    async with hosts(tmp_path, 2) as made:
+        info = await made.blobs["node-1"].put("w", 3, 1, [CONTENT])
+
+        asked = [made.pull("node-2", info, ["node-1"]) for _ in range(5)]
+        replies = [await ask for ask in asked]
+        again = await made.pull("node-2", info, ["node-1"])
+
+        assert replies == [Pulled(("node-1",))] * 5
+        assert again == Pulled(())
+        assert await made.blobs["node-2"].get("w", 3) == (info, CONTENT)
+        assert Counter(made.hosts["node-1"].given) == Counter(range(PIECES))
+
+
+async def test_every_host_of_a_tree_pulls_each_piece_once_and_the_root_serves_two(tmp_path):
+    async with hosts(tmp_path, 9) as made:
+        info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
+        names = sorted(made.hosts.keys() - {"engine-1"})
+        tree = plan("node-1", names)
+
+        asked = [made.pull(name, info, sources(tree, name)) for name in names]
+        for name, ask in zip(names, asked, strict=True):
+            assert await ask == (Pulled(()) if name == "node-1" else Pulled((tree.parents[name],)))
+
+        assert [bytes((await made.blobs[name].get("w", 1))[1]) for name in names] == [CONTENT] * 9
+        assert made.num_given() == 8 * PIECES
+        assert len(made.hosts["node-1"].given) == 2 * PIECES
+
+
+async def test_when_a_relay_dies_half_way_what_it_gave_is_not_pulled_again(tmp_path):
+    async with hosts(tmp_path, 3) as made:
+        info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
+        await made.blobs["node-2"].put("w", 1, 0, [CONTENT])
+        made.hosts["node-2"].stops_before = 4
+
+        pulling = made.pull("node-3", info, ["node-2", "node-1"])
+        await made.hosts["node-2"].stopped.wait()
+        await made.kill("node-2")
+
+        assert await pulling == Pulled(("node-2", "node-1"))
+        assert sorted(made.hosts["node-2"].given) == [0, 1, 2, 3]
+        assert sorted(made.hosts["node-1"].given) == [4, 5]
+        assert (await made.blobs["node-3"].get("w", 1))[1] == CONTENT
+
+
+async def test_after_a_broken_link_the_same_source_goes_on_from_the_last_whole_piece(tmp_path):
+    async with hosts(tmp_path, 2) as made:
+        info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
+        source = made.hosts["node-1"]
+        source.stops_before = 3
+
+        pulling = made.pull("node-2", info, ["node-1"])
+        await source.stopped.wait()
+        source.stops_before = PIECES  # what was asked for meanwhile is never answered: the asks end at their deadline
+
+        assert await pulling == Pulled(("node-1",))
+        assert Counter(source.given) == Counter(range(PIECES))
+
+
+async def test_a_source_that_lies_is_named_and_left_and_its_good_pieces_are_kept(tmp_path, caplog):
+    async with hosts(tmp_path, 3) as made:
+        info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
+        await made.blobs["node-2"].put("w", 1, 0, [CONTENT])
+        made.hosts["node-2"].lies_about = {5}
+
+        alone = await made.pull("node-3", info, ["node-2"])
+        helped = await made.pull("node-3", info, ["node-2", "node-1"])
+
+        assert isinstance(alone, NotPulled)
+        assert "node-2: piece 5 of blob w version 1 does not have its digest" in alone.why
+        assert isinstance(helped, Pulled)
+        assert (await made.blobs["node-3"].get("w", 1))[1] == CONTENT
+
+
+async def test_a_source_with_another_content_under_the_same_name_is_refused_before_a_piece_is_pulled(tmp_path):
+    async with hosts(tmp_path, 3) as made:
+        info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
+        await made.blobs["node-2"].put("w", 1, 0, [CONTENT[::-1]])
+
+        reply = await made.pull("node-3", info, ["node-2", "node-1"])
+
+        assert reply == Pulled(("node-1",))
+        assert made.hosts["node-2"].given == []
+
+
+async def test_what_no_source_has_is_not_pulled_and_each_source_is_named(tmp_path):
+    async with hosts(tmp_path, 3) as made:
+        info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
+
+        reply = await made.pull("node-3", info, ["node-2", "node-9"])
+
+        assert isinstance(reply, NotPulled)
+        assert "node-2: node-2: blob w version 1 is not here" in reply.why
+        assert "node-9: it is not there" in reply.why
+        assert await made.blobs["node-3"].newest("w") is None
+
+
+async def test_blobs_without_a_digest_do_not_leave_their_host(tmp_path):
+    async with hosts(tmp_path, 2) as made:
+        info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT], checked=False)
+
+        assert isinstance(await made.pull("node-2", info, ["node-1"]), NotPulled)
+
+
+async def test_an_empty_blob_travels_too(tmp_path):
+    async with hosts(tmp_path, 2) as made:
+        info = await made.blobs["node-1"].put("w", 1, 0, [])
+
+        await made.pull("node-2", info, ["node-1"])
+
+        assert await made.blobs["node-2"].newest("w") == info
+
+
+async def test_a_host_tells_its_newest_version(tmp_path):
+    async with hosts(tmp_path, 1) as made:
+        info = await made.blobs["node-1"].put("w", 7, 2, [b"x"])
+        ref = made.asker.ref("node-1")
+
+        assert await ref.ask(FindNewest("w"), timeout=5) == Newest(7, 2, info.digest, 1)
+        assert isinstance(await ref.ask(FindNewest("other"), timeout=5), NotHere)
