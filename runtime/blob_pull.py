@@ -9,7 +9,6 @@ from bus.errors import AskFailed
 from runtime.blob_digest import DIGEST_BYTES, PIECE_BYTES, join_digests, piece_digest
 from runtime.blob_messages import BlobPieces, GetPiece, GetPieces, NotHere
 from runtime.blobs import BlobCorrupt, BlobError, BlobInfo, BlobMissing, Draft
-from runtime.errors import first_cause
 
 WINDOW = 8
 """Pieces asked for at once: enough to fill a link while one is checked, and all that a pull holds beside the blob itself."""
@@ -44,22 +43,21 @@ class Pull:
         A source whose piece does not have its digest is not asked again. Raises BlobError, naming what went wrong with each
         source, when all of them together gave nothing new.
         """
-        trusted = list(sources)
+        trusted, failures = list(sources), dict[str, str]()
         while True:
-            before, failures = len(self._there), list[str]()
+            before = len(self._there)
             for source in tuple(trusted):
                 try:
                     await self._pull_from(source)
-                except* (AskFailed, BlobError) as group:
-                    error = first_cause(group)
-                    failures.append(f"{source}: {error}")
+                except (AskFailed, BlobError) as error:
+                    failures[source] = f"{source}: {error}"
                     if isinstance(error, BlobCorrupt):
                         trusted.remove(source)
                 if not self._missing and (self.digests is not None or not self._check):
                     return await self._draft.publish(self.info.digest)
             if len(self._there) == before:
                 what = f"blob {self.info.name} version {self.info.version} could not be pulled"
-                self._failed = f"{what}: {'; '.join(failures) or 'no host has it'}"
+                self._failed = f"{what}: {'; '.join(failures.values()) or 'no host has it'}"
                 self._tell()
                 raise BlobError(self._failed)
 
@@ -81,9 +79,12 @@ class Pull:
         if self._check and self.digests is None:
             self.digests = await self._manifest(source)
             self._tell()
+        failures: list[AskFailed | BlobError] = []
         async with asyncio.TaskGroup() as tasks:
             for _ in range(min(WINDOW, len(self._missing))):
-                tasks.create_task(self._work(source))
+                tasks.create_task(self._work(source, failures))
+        if failures:
+            raise failures[0]
 
     async def _manifest(self, source: str) -> bytes:
         reply = await self._ask(source, GetPieces(*self.info[:3]))
@@ -99,11 +100,14 @@ class Pull:
             raise BlobCorrupt(f"blob {self.info.name} {self.info.version} does not have {self.info.size_bytes} bytes")
         return digests
 
-    async def _work(self, source: str) -> None:
-        while self._missing:
+    async def _work(self, source: str, failures: list[AskFailed | BlobError]) -> None:
+        """Nobody is cancelled when another fails: a piece that has arrived is still checked and kept."""
+        while self._missing and not failures:
             index = self._missing.popleft()
             try:
                 await self._fetch(source, index)
+            except (AskFailed, BlobError) as error:
+                failures.append(error)
             finally:
                 if index not in self._there:
                     self._missing.appendleft(index)

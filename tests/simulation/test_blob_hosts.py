@@ -1,6 +1,7 @@
 """Blobs between hosts: each pulls once, through relays, past dead and lying ones, and never a piece twice."""
 
 import asyncio
+import functools
 from collections import Counter
 from contextlib import asynccontextmanager
 
@@ -13,6 +14,7 @@ from runtime.blob_digest import PIECE_BYTES
 from runtime.blob_hosts import HostBlobs
 from runtime.blob_memory import MemoryBlobStore
 from runtime.blob_messages import BlobPiece, FindNewest, GetPiece, Newest, NotHere, NotPulled, PullBlob, Pulled
+from runtime.clock import run_virtual
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
@@ -88,6 +90,16 @@ class Hosts:
         return sum(len(host.given) for host in self.hosts.values() if isinstance(host, Host))
 
 
+def virtual(test):
+    """Run the test in virtual time."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        return run_virtual(lambda: test(*args, **kwargs))
+
+    return run
+
+
 @asynccontextmanager
 async def hosts(folder, count):
     async with asyncio.TaskGroup() as tasks:
@@ -100,6 +112,7 @@ async def hosts(folder, count):
             task.cancel()
 
 
+@virtual
 async def test_a_blob_arrives_whole_and_is_pulled_once_however_many_ask(tmp_path):
     async with hosts(tmp_path, 2) as made:
         info = await made.blobs["node-1"].put("w", 3, 1, [CONTENT])
@@ -114,6 +127,7 @@ async def test_a_blob_arrives_whole_and_is_pulled_once_however_many_ask(tmp_path
         assert Counter(made.hosts["node-1"].given) == Counter(range(PIECES))
 
 
+@virtual
 async def test_every_host_of_a_tree_pulls_each_piece_once_and_the_root_serves_two(tmp_path):
     async with hosts(tmp_path, 9) as made:
         info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
@@ -129,6 +143,7 @@ async def test_every_host_of_a_tree_pulls_each_piece_once_and_the_root_serves_tw
         assert len(made.hosts["node-1"].given) == 2 * PIECES
 
 
+@virtual
 async def test_when_a_relay_dies_half_way_what_it_gave_is_not_pulled_again(tmp_path):
     async with hosts(tmp_path, 3) as made:
         info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
@@ -137,6 +152,9 @@ async def test_when_a_relay_dies_half_way_what_it_gave_is_not_pulled_again(tmp_p
 
         pulling = made.pull("node-3", info, ["node-2", "node-1"])
         await made.hosts["node-2"].stopped.wait()
+        ((pull, _),) = made.hosts["node-3"]._pulls.values()
+        for index in range(4):
+            await pull.piece(index)
         await made.kill("node-2")
 
         assert await pulling == Pulled(("node-2", "node-1"))
@@ -145,6 +163,7 @@ async def test_when_a_relay_dies_half_way_what_it_gave_is_not_pulled_again(tmp_p
         assert (await made.blobs["node-3"].get("w", 1))[1] == CONTENT
 
 
+@virtual
 async def test_after_a_broken_link_the_same_source_goes_on_from_the_last_whole_piece(tmp_path):
     async with hosts(tmp_path, 2) as made:
         info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
@@ -159,6 +178,7 @@ async def test_after_a_broken_link_the_same_source_goes_on_from_the_last_whole_p
         assert Counter(source.given) == Counter(range(PIECES))
 
 
+@virtual
 async def test_a_source_that_lies_is_named_and_left_and_its_good_pieces_are_kept(tmp_path, caplog):
     async with hosts(tmp_path, 3) as made:
         info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
@@ -174,6 +194,7 @@ async def test_a_source_that_lies_is_named_and_left_and_its_good_pieces_are_kept
         assert (await made.blobs["node-3"].get("w", 1))[1] == CONTENT
 
 
+@virtual
 async def test_a_source_with_another_content_under_the_same_name_is_refused_before_a_piece_is_pulled(tmp_path):
     async with hosts(tmp_path, 3) as made:
         info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
@@ -185,6 +206,7 @@ async def test_a_source_with_another_content_under_the_same_name_is_refused_befo
         assert made.hosts["node-2"].given == []
 
 
+@virtual
 async def test_what_no_source_has_is_not_pulled_and_each_source_is_named(tmp_path):
     async with hosts(tmp_path, 3) as made:
         info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
@@ -197,6 +219,7 @@ async def test_what_no_source_has_is_not_pulled_and_each_source_is_named(tmp_pat
         assert await made.blobs["node-3"].newest("w") is None
 
 
+@virtual
 async def test_blobs_without_a_digest_do_not_leave_their_host(tmp_path):
     async with hosts(tmp_path, 2) as made:
         info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT], checked=False)
@@ -204,6 +227,7 @@ async def test_blobs_without_a_digest_do_not_leave_their_host(tmp_path):
         assert isinstance(await made.pull("node-2", info, ["node-1"]), NotPulled)
 
 
+@virtual
 async def test_an_empty_blob_travels_too(tmp_path):
     async with hosts(tmp_path, 2) as made:
         info = await made.blobs["node-1"].put("w", 1, 0, [])
@@ -213,6 +237,7 @@ async def test_an_empty_blob_travels_too(tmp_path):
         assert await made.blobs["node-2"].newest("w") == info
 
 
+@virtual
 async def test_a_host_tells_its_newest_version(tmp_path):
     async with hosts(tmp_path, 1) as made:
         info = await made.blobs["node-1"].put("w", 7, 2, [b"x"])

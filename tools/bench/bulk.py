@@ -3,6 +3,9 @@
 One host: a publisher actor copies a 64 MB array into the blobs of its host and asks N reader actors, each a process of its own, to look
 at it; a reader maps it, touches every page and answers. A run lasts from the publisher's `put` to the last answer. GB/s = bytes
 mapped by all readers / time. The blobs' agent, the messages and the drop tokens are the product's; digests only where the row says so.
+
+Two hosts: a node agent pulls a 64 MB blob from another over TCP on the loopback, in 4 MiB pieces of which eight are under way, into memory
+that is there already; in the clear or with CURVE. Both ends share this machine's cores, which two hosts would not.
 """
 
 import argparse
@@ -12,7 +15,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -20,14 +24,20 @@ from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import msgspec
 import numpy as np
 
+from bus.keys import Keys, new_keys
 from bus.message import Ack, Request
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
 from runtime.blob_agent import BlobServer
 from runtime.blob_client import BlobClient
+from runtime.blob_hosts import HostBlobs
+from runtime.blob_memory import MemoryBlobStore
+from runtime.blob_pull import Pull
+from runtime.blobs import BlobInfo
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.registry import ActorRecord
@@ -62,7 +72,7 @@ class Reader(Actor):
 class Publisher(Actor):
     role = "publisher"
 
-    async def measure(self, readers: list[str], size: int, runs: int, *, check: bool) -> list[float]:
+    async def measure(self, readers: Sequence[str], size: int, runs: int, *, check: bool) -> list[float]:
         """Seconds of each run."""
         array = np.ones(size // 8, np.uint64)
         refs = [self.ref(name) for name in readers]
@@ -70,7 +80,7 @@ class Publisher(Actor):
         for version in range(1, runs + WARM_UP + 1):
             array[0] = version
             began = perf_counter()
-            await self.blobs.put("bulk", version, 0, [memoryview(array).cast("B")], checked=check)
+            await self.blobs.put("bulk", version, 0, [array.data.cast("B")], checked=check)
             async with asyncio.TaskGroup() as tasks:
                 for ref in refs:
                     tasks.create_task(ref.ask(Look(version, check), timeout=60))
@@ -82,6 +92,38 @@ def measure(readers: int, size: int = SIZE, runs: int = 30, *, check: bool = Fal
     """GB/s over all readers on this host, the median run. `check` makes and checks digests."""
     with tempfile.TemporaryDirectory(prefix="rubato-bulk-") as folder:
         return asyncio.run(_publish(Path(folder), readers, size, runs, check=check))
+
+
+class Puller(HostBlobs):
+    async def measure(self, source: str, info: BlobInfo, runs: int, *, check: bool) -> list[float]:
+        """Seconds of each pull."""
+        room = _Room(info)
+        took: list[float] = []
+        for _ in range(runs + 2):
+            pull = Pull(
+                info, room, lambda source, request: self.ref(source).ask(request, timeout=30), self.offload, check=check
+            )
+            began = perf_counter()
+            await pull.run([source])
+            took.append(perf_counter() - began)
+        return took[2:]
+
+
+class _Room:
+    """A draft that is never shown, used again and again."""
+
+    def __init__(self, info: BlobInfo) -> None:
+        self._info = info
+        self.memory = np.zeros(info.size_bytes, np.uint8).data
+
+    async def publish(self, digest: str) -> BlobInfo:
+        return self._info._replace(digest=digest)
+
+
+def measure_tcp(size: int = SIZE, runs: int = 10, *, curve: bool = False, check: bool = False) -> float:
+    """GB/s of a pull over TCP on the loopback, the median run."""
+    with tempfile.TemporaryDirectory(prefix="rubato-bulk-") as folder:
+        return asyncio.run(_pull(Path(folder), size, runs, curve=curve, check=check))
 
 
 def memcpy_gb_s(size: int = SIZE, runs: int = 20) -> float:
@@ -103,10 +145,23 @@ async def _publish(folder: Path, readers: int, size: int, runs: int, *, check: b
         stack.push_async_callback(server.close)
         processes = [await _start(stack, "read", str(folder), name) for name in names]
         for process in processes:
-            await process.stdout.readline()
+            await _line(process)
         result = await _start(stack, "publish", str(folder), str(size), str(runs), str(int(check)), *names)
-        took = json.loads(await result.stdout.readline())
+        took = json.loads(await _line(result))
     return readers * size / median(took) / 1e9
+
+
+async def _pull(folder: Path, size: int, runs: int, *, curve: bool, check: bool) -> float:
+    if curve:
+        path = folder / "keys.json"
+        path.touch(mode=0o600)
+        path.write_bytes(msgspec.json.encode(new_keys()))
+    async with AsyncExitStack() as stack:
+        source = await _start(stack, "serve", str(folder), str(size))
+        told = (await _line(source)).decode().strip()
+        result = await _start(stack, "pull", str(folder), str(runs), str(int(check)), told)
+        took = json.loads(await _line(result))
+    return size / median(took) / 1e9
 
 
 async def _start(stack: AsyncExitStack, *args: str) -> asyncio.subprocess.Process:
@@ -123,38 +178,87 @@ async def _start(stack: AsyncExitStack, *args: str) -> asyncio.subprocess.Proces
     return process
 
 
+async def _line(process: asyncio.subprocess.Process) -> bytes:
+    assert process.stdout is not None
+    return await process.stdout.readline()
+
+
 async def _child(role: str, folder: Path, *args: str) -> None:
-    if role == "read":
-        kernel = _kernel(Reader, args[0], folder, [])
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(kernel.serve())
-            await kernel.ready.wait()
-            print("ready", flush=True)
-            await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-        return
-    size, runs, check = int(args[0]), int(args[1]), bool(int(args[2]))
-    names = list(args[3:])
-    kernel = _kernel(Publisher, "publisher-1", folder, names)
+    await {"read": _read, "publish": _put, "serve": _serve, "pull": _fetch}[role](folder, *args)
+
+
+async def _read(folder: Path, name: str) -> None:
+    await _stay(_kernel(Reader, name, folder), "ready")
+
+
+async def _serve(folder: Path, size: str) -> None:
+    store = MemoryBlobStore()
+    info = await store.put("bulk", 1, 0, [os.urandom(int(size))])
+    transport = _transport("node-1", folder, "tcp://127.0.0.1:0")
+    kernel = _kernel(HostBlobs, "node-1", folder, store=store, transport=transport)
+    await _stay(kernel, lambda: json.dumps([transport.address, *info]))
+
+
+async def _put(folder: Path, size: str, runs: str, check: str, *names: str) -> None:
+    kernel = _kernel(Publisher, "publisher-1", folder)
     publisher = kernel.build()
+    async with _served(kernel):
+        for name in names:
+            kernel.directory.add(ActorRecord(name, "reader", f"ipc://{folder}/{name}", 1, 0, "here", "ready"))
+        print(json.dumps(await publisher.measure(names, int(size), int(runs), check=bool(int(check)))), flush=True)
+
+
+async def _fetch(folder: Path, runs: str, check: str, told: str) -> None:
+    address, *info = json.loads(told)
+    transport = _transport("node-2", folder, "tcp://127.0.0.1:0")
+    kernel = _kernel(Puller, "node-2", folder, store=MemoryBlobStore(), transport=transport)
+    puller = kernel.build()
+    async with _served(kernel):
+        kernel.directory.add(ActorRecord("node-1", "node", address, 1, 0, "there", "ready"))
+        print(
+            json.dumps(await puller.measure("node-1", BlobInfo(*info), int(runs), check=bool(int(check)))), flush=True
+        )
+
+
+@asynccontextmanager
+async def _served(kernel: Kernel) -> AsyncGenerator[None]:
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(kernel.serve())
         await kernel.ready.wait()
-        for name in names:
-            kernel.directory.add(ActorRecord(name, "reader", f"ipc://{folder}/{name}", 1, 0, "here", "ready"))
-        print(json.dumps(await publisher.measure(names, size, runs, check=check)), flush=True)
+        yield
         serving.cancel()
 
 
-def _kernel(actor_class: type[Actor], name: str, folder: Path, _peers: list[str]) -> Kernel:
+async def _stay(kernel: Kernel, said: str | Callable[[], str]) -> None:
+    """Serve until the parent hangs up or kills us."""
+    async with _served(kernel):
+        print(said if isinstance(said, str) else said(), flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+def _transport(name: str, folder: Path, address: str) -> ZmqTransport:
+    path = folder / "keys.json"
+    keys = msgspec.json.decode(path.read_bytes(), type=Keys) if path.exists() else None
+    return ZmqTransport(Identity("bulk", name, 1), address, keys=keys)
+
+
+def _kernel(
+    actor_class: type[Actor],
+    name: str,
+    folder: Path,
+    *,
+    store: MemoryBlobStore | None = None,
+    transport: ZmqTransport | None = None,
+) -> Kernel:
     return Kernel(
         actor_class,
         ActorConfig(),
         name=name,
         incarnation=1,
         run=RunInfo("bulk", folder, 1, 1),
-        transport=ZmqTransport(Identity("bulk", name, 1), f"ipc://{folder}/{name}"),
+        transport=transport or _transport(name, folder, f"ipc://{folder}/{name}"),
         store=MemoryStore(),
-        blobs=BlobClient(folder / "blobs.sock"),
+        blobs=store or BlobClient(folder / "blobs.sock"),
         log=logger("bench"),
     )
 
@@ -177,6 +281,11 @@ def main() -> int:
             name = f"shared_1to{readers}" + ("_checked" if check else "")
             rows[name] = measure(readers, runs=given.runs, check=check)
             print(f"{name:24} {rows[name]:6.1f} GB/s  {rows[name] / copied:5.2f} x memcpy", flush=True)
+    for curve in (False, True):
+        for check in (False, True):
+            name = "tcp" + ("_curve" if curve else "") + ("_checked" if check else "")
+            rows[name] = measure_tcp(runs=max(3, given.runs // 3), curve=curve, check=check)
+            print(f"{name:24} {rows[name]:6.2f} GB/s", flush=True)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))
     return 0
