@@ -94,10 +94,10 @@ class Chaos:
             self.rows.append((now, step))
 
     def pauses(self) -> dict[str, dict[str, float]]:
-        """Longest time without a new step from each event to the next one but one, over all events of a role and kind."""
+        """Longest time without a new step that overlaps with the time from each event to the next, by role and kind."""
         found: dict[str, list[float]] = {}
         for index, event in enumerate(self.events):
-            later = self.events[index + 2 :]
+            later = self.events[index + 1 :]
             until = later[0]["at_s"] if later else event["at_s"] + LONGEST_STOP_S
             event["pause_s"] = round(max(_gaps([at for at, _ in self.rows], event["at_s"], until), default=0.0), 2)
             found.setdefault(f"{event['role']} {event['kind']}", []).append(event["pause_s"])

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PR_SET_CHILD_SUBREAPER = 36
 """Linux: orphans below this process become its children, so that none can hide."""
 
-SHARED = ("rubato", "psm_", "torch_", "sem.")
-"""How names of shared memory begin that this project, Python or torch make."""
+SHARED = ("rubato", "torch_")
+"""How names of shared memory begin that this project or torch make."""
 
 
 class Victim(NamedTuple):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.errors import LaunchError
 from runtime.store.embedded import EmbeddedRedis
 from runtime.store.errors import StoreUnavailable
 from runtime.store.redis import RedisStore
@@ -238,3 +239,19 @@ async def test_the_next_embedded_server_finds_the_state_and_leaves_nothing_priva
 
 def socket_of(server: EmbeddedRedis) -> Path:
     return Path(server.url.partition("://")[2].partition("?")[0])
+
+
+async def test_a_server_that_fails_to_start_again_keeps_its_address_for_the_next_try(
+    server: EmbeddedRedis, store: RedisStore
+):
+    await store.write({"a": b"1"})
+    url, program = server.url, server._program
+    await kill(server)
+
+    server._program = Path("/bin/false")
+    with pytest.raises(LaunchError, match="ended with code 1 as it started"):
+        await server.start()
+    server._program = program
+
+    assert await server.start() == url
+    assert await store.get("a") == b"1"
