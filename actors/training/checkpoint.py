@@ -33,6 +33,7 @@ def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int) ->
         building.mkdir(parents=True)
         digests = {name: _write(building / name, content) for name, content in files.items()}
         _write(building / MANIFEST, msgspec.json.encode(Manifest(step, epoch, digests)))
+        _sync_folder(building)
         shutil.rmtree(folder, ignore_errors=True)
         building.rename(folder)
         _sync_folder(folder.parent)
@@ -71,9 +72,11 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
+    """Remove all but the newest `keep` checkpoints, and what a process that was killed had begun to write."""
     found = sorted(folder.glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
     for path in found[: max(0, len(found) - keep)]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".step_*.building"):
         shutil.rmtree(path, ignore_errors=True)
 
 

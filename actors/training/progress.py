@@ -31,7 +31,10 @@ class Rows:
                     kept.append(line)
                     self.wall_s = float(row.get("time/wall_s", 0.0))
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
+        with temporary.open("w") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(self._path)
 
     def append(self, row: Mapping[str, float]) -> None:

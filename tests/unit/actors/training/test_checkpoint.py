@@ -59,3 +59,13 @@ def test_old_checkpoints_are_pruned_by_step_and_not_by_name(tmp_path):
     checkpoint.prune(tmp_path, 2)
 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_9"]
+
+
+def test_pruning_keeps_the_newest_and_clears_what_a_killed_process_had_begun(tmp_path):
+    for step in (5, 10, 15):
+        checkpoint.write(tmp_path / f"step_{step}", {"a": b"x"}, step=step, epoch=1)
+    (tmp_path / ".step_20.building").mkdir()
+
+    checkpoint.prune(tmp_path, keep=2)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_15"]
