@@ -3,7 +3,6 @@
 The side that opened a link does not wait for WELCOME before it posts: a refusal costs it nothing but what it posted meanwhile.
 """
 
-import hashlib
 from typing import TypeVar
 
 import msgspec
@@ -17,9 +16,6 @@ from bus.transport import Identity, Peer
 PROTOCOL = 1
 """Changes when an old process could misread a new one's envelopes."""
 
-SCHEMA = "17c8b0ffa01a2ef3"
-"""Digest of what the wire is made of; `schema_of_the_wire` computes it. A peer that states another one is refused."""
-
 BodyT = TypeVar("BodyT")
 
 _HANDSHAKE = frozenset({Kind.HELLO, Kind.WELCOME, Kind.REFUSED})
@@ -32,18 +28,7 @@ class Greeting(msgspec.Struct, array_like=True, frozen=True):
     run_id: str
     name: str
     incarnation: int
-    schema: str = SCHEMA
-    """A client that leaves it out is judged by `protocol` alone."""
-
-
-def schema_of_the_wire() -> str:
-    """What `SCHEMA` must be: the fields of envelope and greeting in order, with their types, and every kind with its number."""
-    fields = [
-        [(f.name, getattr(f.type, "__name__", str(f.type))) for f in msgspec.structs.fields(s)]
-        for s in (Envelope, Greeting)
-    ]
-    wire = (PROTOCOL, *fields, [(kind.name, kind.value) for kind in Kind])
-    return hashlib.sha256(msgspec.json.encode(wire)).hexdigest()[:16]
+    schema: str = ""
 
 
 class Link:
@@ -99,9 +84,10 @@ class Link:
             raise LinkRefused(
                 f"{greeting.name} belongs to run {greeting.run_id!r}, {ours.name} belongs to run {ours.run_id!r}", "run"
             )
-        if greeting.schema != SCHEMA:
+        if greeting.schema and ours.schema and greeting.schema != ours.schema:
             raise LinkRefused(
-                f"{greeting.name} speaks schema {greeting.schema}, {ours.name} speaks {SCHEMA}; run one version of Rubato",
+                f"{greeting.name} has other message types ({greeting.schema}) than {ours.name} ({ours.schema}): "
+                "run one version of Rubato and of your own messages on every host",
                 "schema",
             )
         self.peer_name = greeting.name

@@ -28,6 +28,8 @@ class Identity(NamedTuple):
     run_id: str
     name: str
     incarnation: int
+    schema: str = ""
+    """Fingerprint of the job's message types; two that differ do not talk. Empty, as in a client of another language, is not compared."""
 
 
 class Transport(Protocol):
