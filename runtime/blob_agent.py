@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.blob_client import BlobClient as BlobClient
 from runtime.blob_memory import KEPT
 from runtime.blob_slab import Segment, Slab
 from runtime.blob_wire import (

@@ -9,6 +9,7 @@ from actors.config import ModelSection
 from actors.engines.engine import ENGINES, Engine, EngineDead, EngineError, Work
 from actors.engines.flights import Flight, Flights
 from actors.engines.section import EngineSection
+from actors.engines.weights_hosts import WeightsHosts
 from actors.engines.weights_puller import WeightsPuller
 from actors.messages.generation import (
     HANDED_BACK,
@@ -27,6 +28,7 @@ from actors.model_folder import check_model_folder
 from bus.errors import NotSent
 from bus.message import Ack
 from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.kernel import NODE
 from runtime.load import load_object
 
 GAUGES_S = 0.5
@@ -66,9 +68,10 @@ class EngineWorker(Actor):
         """Load the base model, then go to the newest published weights, if any: a late joiner takes the same path."""
         section = self.config.engine
         build: Any = await self.offload(load_object, ENGINES.get(section.kind, section.kind))
+        blobs = WeightsHosts(self.blobs, getattr(self._context, "node", NODE), self._context.find, self.peers, self.ref)
         self._engine = engine = build(self._model_folder(), self.config.model, section)
         await engine.start()
-        self._weights = weights = WeightsPuller(engine, self.blobs, self.metrics, self.waits, self.log)
+        self._weights = weights = WeightsPuller(engine, blobs, self.metrics, self.waits, self.log)
         await weights.pull()
         self.metrics.gauge("weights/version", weights.version)
         self.spawn(weights.keep_up(section.check_s), name=f"{self.name}.weights")

@@ -4,7 +4,8 @@ import asyncio
 from typing import ClassVar, NamedTuple, Protocol
 
 from bus.message import Ack
-from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.actor import ActorConfig, Context, handler
+from runtime.blob_hosts import HostBlobs
 from runtime.config import Config
 from runtime.launch.local import Death, LocalLauncher
 from runtime.messages import AddActors, Added, DrainActors, Finish, NotAdded, Notice, Progress, StopJob
@@ -32,7 +33,7 @@ class Screen(Protocol):
     def actors(self, ready: int, wanted: int) -> None: ...
 
 
-class NodeAgent(Actor):
+class NodeAgent(HostBlobs):
     """Lives in the launcher's process; one per host."""
 
     role: ClassVar[str] = "node"

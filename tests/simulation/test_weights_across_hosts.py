@@ -1,0 +1,175 @@
+"""Engines on other hosts than the trainer's: each host pulls a version once, all its engines read it, and cuts only delay it."""
+
+import asyncio
+import functools
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+from actors.engines.weights_hosts import WeightsHosts
+from actors.engines.weights_puller import WeightsPuller
+from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import Identity
+from runtime.actor import Actor, ActorConfig, RunInfo, handler
+from runtime.blob_digest import PIECE_BYTES
+from runtime.blob_hosts import HostBlobs
+from runtime.blob_memory import MemoryBlobStore
+from runtime.blob_messages import BlobPiece, GetPiece, NotHere
+from runtime.clock import run_virtual
+from runtime.kernel import Kernel
+from runtime.observe.log import logger
+from runtime.store.memory import MemoryStore
+
+IMAGE = bytes(range(256)) * (2 * PIECE_BYTES // 256) + b"end"
+PIECES = 3
+
+NODES: dict[str, str] = {}
+"""Actor → the node agent of its host."""
+
+
+class Node(HostBlobs):
+    given = 0
+
+    @handler(concurrency=64)
+    async def get_piece(self, request: GetPiece) -> BlobPiece | NotHere:
+        reply = await super().get_piece(request)
+        self.given += isinstance(reply, BlobPiece)
+        return reply
+
+
+class Trainer(Actor):
+    role = "trainer"
+
+
+class FakeEngine:
+    def __init__(self):
+        self.held = (0, b"")
+
+    async def update(self, version, image):
+        self.held = (version, bytes(image))
+        return 0.0
+
+
+class Engine(Actor):
+    role = "engine"
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.engine = FakeEngine()
+        blobs = WeightsHosts(self.blobs, NODES[self.name], self.find, self.peers, self.ref)
+        self.weights = WeightsPuller(self.engine, blobs, self.metrics, self.waits, self.log)
+
+    def find(self, name):
+        """As the registry of a run on several hosts tells it."""
+        return SimpleNamespace(node=NODES[name]) if self._context.find(name) is not None else None
+
+    async def on_start(self):
+        await self.weights.pull()
+
+
+class Job:
+    def __init__(self, tasks, folder):
+        self.tasks, self.folder, self.network, self.store = tasks, folder, MemoryNetwork(), MemoryStore()
+        self.blobs, self.actors, self.serving = {}, {}, {}
+
+    async def start(self, actor_class, name, host):
+        incarnation = await self.store.increment("incarnation")
+        NODES[name] = f"node-{ord(host) - ord('a') + 1}"
+        kernel = Kernel(
+            actor_class,
+            ActorConfig(),
+            name=name,
+            incarnation=incarnation,
+            run=RunInfo("test", self.folder, 7, 1),
+            transport=MemoryTransport(Identity("test", name, incarnation), self.network),
+            store=self.store,
+            blobs=self.blobs.setdefault(host, MemoryBlobStore()),
+            log=logger("rubato.test"),
+        )
+        self.actors[name] = kernel.build()
+        self.serving[name] = self.tasks.create_task(kernel.serve(), name=name)
+        await kernel.ready.wait()
+
+    async def pull_all(self):
+        async with asyncio.TaskGroup() as tasks:
+            for actor in self.actors.values():
+                if isinstance(actor, Engine):
+                    tasks.create_task(actor.weights.pull())
+
+    def held(self):
+        return {name: actor.engine.held for name, actor in self.actors.items() if isinstance(actor, Engine)}
+
+
+def virtual(test):
+    """Run the test in virtual time."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        return run_virtual(lambda: test(*args, **kwargs))
+
+    return run
+
+
+@asynccontextmanager
+async def job(folder):
+    """The trainer on host a, two engines on b, one each on c and d."""
+    async with asyncio.TaskGroup() as tasks:
+        made = Job(tasks, folder)
+        for number, host in enumerate("abcd", 1):
+            await made.start(Node, f"node-{number}", host)
+        await made.start(Trainer, "trainer-1", "a")
+        for number, host in enumerate("bbcd", 1):
+            await made.start(Engine, f"engine-{number}", host)
+        await asyncio.sleep(0)
+        yield made
+        for task in made.serving.values():
+            task.cancel()
+
+
+@virtual
+async def test_each_host_pulls_a_version_once_and_every_engine_gets_it(tmp_path):
+    async with job(tmp_path) as made:
+        await made.blobs["a"].put("weights", 1, 1, [IMAGE])
+
+        await made.pull_all()
+
+        assert made.held() == {f"engine-{n}": (1, IMAGE) for n in range(1, 5)}
+        assert sum(made.actors[f"node-{n}"].given for n in range(1, 5)) == 3 * PIECES
+        assert made.actors["node-1"].given == 2 * PIECES
+
+
+@virtual
+async def test_a_late_engine_on_a_new_host_takes_the_same_path(tmp_path):
+    async with job(tmp_path) as made:
+        await made.blobs["a"].put("weights", 5, 1, [IMAGE])
+        await made.start(Node, "node-5", "e")
+
+        await made.start(Engine, "engine-5", "e")
+
+        assert made.held()["engine-5"] == (5, IMAGE)
+
+
+@virtual
+async def test_when_a_relay_is_dead_its_host_is_planned_around(tmp_path):
+    async with job(tmp_path) as made:
+        await made.blobs["a"].put("weights", 1, 1, [IMAGE])
+        made.serving.pop("node-2").cancel()  # the relay of host b, under which d would pull
+        await asyncio.sleep(0.1)
+
+        await made.actors["engine-4"].weights.pull()
+
+        assert made.held()["engine-4"] == (1, IMAGE)
+
+
+@virtual
+async def test_an_engine_whose_host_reaches_nobody_keeps_what_it_has(tmp_path):
+    async with job(tmp_path) as made:
+        await made.blobs["a"].put("weights", 1, 1, [IMAGE])
+        await made.pull_all()
+        await made.blobs["a"].put("weights", 2, 1, [IMAGE[::-1]])
+        for number in (1, 2, 3):
+            made.serving.pop(f"node-{number}").cancel()
+        await asyncio.sleep(0.1)
+
+        await made.actors["engine-4"].weights.pull()
+
+        assert made.held()["engine-4"] == (1, IMAGE)
