@@ -28,6 +28,9 @@ COMMANDS = {
     "monitor": Command(
         "runtime.monitor.command", False, "watch a run: live, as one table, as JSON, or what waits for what"
     ),
+    "keys": Command(
+        "runtime.launch.keys_command", False, "make a run's keys, or print the token with which a host joins it"
+    ),
     "doctor": Command("runtime.doctor", False, "check this machine and installation"),
 }
 

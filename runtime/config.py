@@ -33,11 +33,20 @@ class RunSection(Section):
     """A host that can't reach the run's state for longer ends its actors; shorter cuts are ridden out."""
 
 
+class BusSection(Section):
+    """Where the run is reached from other hosts; by default from nowhere."""
+
+    host: str = ""
+    """Address of this host as other hosts reach it, such as 10.0.0.5. Needs keys: rubato keys new --run DIR."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the gate that joining hosts come to; 0 lets the system choose."""
+
+
 class StateSection(Section):
     """Where the little state lives that must outlive processes."""
 
     url: str = ""
-    """redis:// or unix:// address of a Redis or Valkey server; empty starts one for this run."""
+    """redis://, rediss:// or unix:// address of a Redis or Valkey server; empty starts one for this run."""
     durability: Literal["everysec", "always"] = "everysec"
     """everysec: a killed server may lose two seconds of acknowledged writes; always: none, at one disk sync per write."""
 
@@ -70,6 +79,7 @@ class BaseRoot(Section):
     """The runtime's own sections; the root of a job adds one field per section that its actors declare."""
 
     run: RunSection = RunSection()
+    bus: BusSection = BusSection()
     state: StateSection = StateSection()
     prepare: tuple[str, ...] = ()
     """Modules run one after another as `python -m MODULE RUN_DIR` before actors start."""
@@ -91,6 +101,10 @@ class Config:
     @property
     def run(self) -> RunSection:
         return self._root.run
+
+    @property
+    def bus(self) -> BusSection:
+        return self._root.bus
 
     @property
     def state(self) -> StateSection:
@@ -128,11 +142,13 @@ class Config:
             if spec.count:
                 self._classes[role].preflight(self._configs[role], folder)
 
-    def dump(self) -> str:
-        """Everything resolved, defaults included, as YAML that `load` reads again."""
+    def dump(self, *, shared: bool = False) -> str:
+        """Everything resolved, defaults included, as YAML that `load` reads again; `shared` leaves out what concerns one host."""
         import yaml
 
         tree = self._root.model_dump(mode="json", by_alias=True)
+        if shared:
+            tree["bus"], tree["state"]["url"] = {}, ""
         return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -23,7 +23,7 @@ from runtime.observe.metrics import Metrics, measure_loop_lag
 from runtime.observe.trace import Trace
 from runtime.observe.waits import Waits
 from runtime.ref import Ref
-from runtime.registry import BEAT_S, ActorRecord, Directory, Registry, State
+from runtime.registry import BEAT_S, LEASE_TTL_S, NODE, ActorRecord, Directory, Registry, State
 from runtime.store.errors import StoreUnavailable
 from runtime.store.store import Store
 
@@ -34,9 +34,6 @@ ResultT = TypeVar("ResultT")
 
 DRAIN_S = 20.0
 """An actor that has not drained by then is stopped anyway: what it still held is reissued by those who lent it."""
-
-NODE = "node-1"
-"""The node agent, to whom progress, notices and the end of the job are told."""
 
 FINISH_S = 30.0
 """Limit of one attempt to tell that the job is over."""
@@ -63,13 +60,14 @@ class Kernel:
         blobs: BlobStore,
         log: "FilteringBoundLogger",
         trace: Trace | None = None,
+        node: str = NODE,
     ) -> None:
-        self.name, self.incarnation, self.run = name, incarnation, run
+        self.name, self.incarnation, self.run, self.node = name, incarnation, run, node
         self.store, self.blobs, self.log = store, blobs, log
         self.metrics, self.waits = Metrics(), Waits()
         self.trace = trace or Trace(None)
         self.rng = random.Random(f"{run.seed}/{name}/{incarnation}")
-        self.directory = Directory()
+        self.directory = Directory(node)
         self.ready = asyncio.Event()
         self._actor_class, self._config = actor_class, config
         self._transport = transport
@@ -177,11 +175,23 @@ class Kernel:
                 self.log.warning("store_unavailable", error=str(error))
 
     async def _rejoin(self, silent_s: float) -> None:
-        """Be seen again at once by whoever lost a link to this actor or saw its lease lapse, instead of at their next look round."""
-        self.log.warning("rejoined", silent_s=round(silent_s, 1))
+        """Be seen again at once by whoever lost a link to this actor or saw its lease lapse, instead of at their next look round.
+
+        Where the lease has lapsed the run has gone on without this actor. It comes back as a new incarnation: whatever was meant
+        for the old one, or still says so, is refused.
+        """
+        if silent_s > LEASE_TTL_S:
+            self.incarnation = await self.store.increment("incarnation")
+            self._dispatch.incarnation = self.incarnation
+            if self._actor is not None:
+                self._actor.incarnation = self.incarnation
+            self.metrics.count("actor/registered_anew")
+            await self._registry.publish(self._record())
+        self.log.warning("rejoined", silent_s=round(silent_s, 1), incarnation=self.incarnation)
         if self._state == "ready":
             self._beat += 1  # a suspect has to be seen to beat more than once
             await self._registry.announce("ready", self._record())
+        await self._registry.relist()  # those it lost links to are seen again too
 
     def _report_refusals(self) -> None:
         """Once per beat, so that a flood of strangers is one line of log per second."""
@@ -216,6 +226,8 @@ class Kernel:
             idle=min(metrics.pop("idle", 1.0), 1.0 - self._cpu_share),
             metrics=metrics,
             waits=self.waits.snapshot(now),
+            node=self.node,
+            public=self._transport.public_address,
         )
 
     # -- the wire -----------------------------------------------------------------------------------------------
@@ -270,7 +282,9 @@ class Kernel:
         return self.directory.ready(role)
 
     def finish(self, reason: str, *, failed: bool = False) -> None:
-        self.spawn(self._finished(Finish(self.name, reason, failed)), name=f"{self.name}.finish")
+        # What fails on a host that joined ends that host's part of the job, not the job.
+        node = self.node if failed else NODE
+        self.spawn(self._finished(Finish(self.name, reason, failed), node), name=f"{self.name}.finish")
 
     def progress(self, step: int, steps: int, row: dict[str, float]) -> None:
         self._tell_node(Progress(step, steps, row))
@@ -303,11 +317,11 @@ class Kernel:
     def _tell_node(self, message: Message) -> None:
         self.spawn(self._told(message), name=f"{self.name}.tell_node")
 
-    async def _finished(self, message: Finish) -> None:
+    async def _finished(self, message: Finish, node: str) -> None:
         """The node agent may be stopped, or its link broken, just now."""
         while True:
             try:
-                await self.ref(NODE).ask(message, timeout=FINISH_S)
+                await self.ref(node).ask(message, timeout=FINISH_S)
             except AskFailed as error:
                 self.log.warning("node_agent_unreachable", message="Finish", error=str(error))
             else:

@@ -51,10 +51,11 @@ class NotAdded(Message, frozen=True):
 
 
 class AddActors(Request[Added | NotAdded], frozen=True):
-    """To the node agent: start `num` more actors of `role`."""
+    """To the first host's node agent: start `num` more actors of `role`; where `node` is another host's agent, it starts them."""
 
     role: str
     num: int
+    node: str = ""
 
 
 class DrainActors(Request[Added | NotAdded], frozen=True):

@@ -22,6 +22,9 @@ RELIST_S = 15.0
 LOOK_S, LOOKS = 2.5 * BEAT_S, 3
 """After a link broke, its actor is looked for this often, at this distance: a process that was only stopped beats again."""
 
+NODE = "node-1"
+"""The node agent of the host that launched the run."""
+
 State = Literal["starting", "ready", "draining", "stopped"]
 
 
@@ -44,6 +47,10 @@ class ActorRecord(msgspec.Struct, frozen=True):
     idle: float = 1.0
     metrics: dict[str, float] = {}
     waits: list[WaitView] = []
+    node: str = NODE
+    """The node agent of its host."""
+    public: str = ""
+    """Where actors on other hosts reach it; `address` is for those of its own."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
@@ -54,9 +61,13 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Directory:
-    """This process's mirror of the registry. `ready` instances only; every change wakes whoever waits for one."""
+    """This process's mirror of the registry, as seen from the host of `node`: each record's `address` is the one to use from there.
 
-    def __init__(self) -> None:
+    `ready` instances only; every change wakes whoever waits for one.
+    """
+
+    def __init__(self, node: str = NODE) -> None:
+        self._node = node
         self._records: dict[str, ActorRecord] = {}
         self._suspects: dict[str, ActorRecord] = {}
         self._changed = asyncio.Event()
@@ -77,6 +88,7 @@ class Directory:
 
     def add(self, record: ActorRecord) -> tuple[set[str], set[str]]:
         """Mirror a ready actor; returns (joined, left) names. An older incarnation than the known one changes nothing."""
+        record = self.seen_from_here(record)
         known, suspect = self._records.get(record.name), self._suspects.get(record.name)
         if known is not None and known.incarnation >= record.incarnation:
             return set(), set()
@@ -86,6 +98,12 @@ class Directory:
         self._records[record.name] = record
         self._wake()
         return {record.name}, {record.name} if known else set()
+
+    def seen_from_here(self, record: ActorRecord) -> ActorRecord:
+        """The record with the address that this host uses."""
+        if record.node == self._node or not record.public:
+            return record
+        return msgspec.structs.replace(record, address=record.public)
 
     def remove(self, name: str, incarnation: int) -> set[str]:
         """Forget `name` unless a newer incarnation took its place."""
@@ -169,14 +187,14 @@ class Registry:
         while True:
             try:
                 entries = await self._store.read("events", self._after, wait_s=RELIST_S)
+                if not entries:
+                    await self.relist()
             except StoreUnavailable:  # static stability: the mirror stays as it is until the Store answers again
                 await asyncio.sleep(BEAT_S)
                 continue
             for index, value in entries:
                 self._after = index
                 await self._apply(msgspec.msgpack.decode(value, type=Event))
-            if not entries:
-                await self.relist()
 
     async def relist(self) -> None:
         """Compare the mirror with the leases themselves."""
@@ -184,7 +202,7 @@ class Registry:
         joined: set[str] = set()
         left: set[str] = set()
         for record in records:
-            self._beats[record.address] = record.beat
+            self._beats[self._directory.seen_from_here(record).address] = record.beat
             if record.state == "ready":
                 j, gone = self._directory.add(record)
                 joined |= j

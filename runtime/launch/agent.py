@@ -1,18 +1,26 @@
 """The node agent: supervises this host's actors, hears progress, and decides when the job is over."""
 
 import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import ClassVar, NamedTuple, Protocol
 
+from bus.errors import AskFailed
 from bus.message import Ack
 from runtime.actor import ActorConfig, Context, handler
 from runtime.blob_hosts import HostBlobs
 from runtime.config import Config
 from runtime.launch.local import Death, LocalLauncher
 from runtime.messages import AddActors, Added, DrainActors, Finish, NotAdded, Notice, Progress, StopJob
+from runtime.registry import NODE
 from runtime.store.errors import StoreUnavailable
 
 DRAIN_LIMIT_S = 25.0
 """A little longer than a kernel's own drain limit: an actor is killed only when its kernel hangs too."""
+
+TELL_S = 5.0
+LOOK_S = 1.0
+"""How often a host that joined looks for the first one."""
 
 STOP_LIMITS_S = {"interrupted": DRAIN_LIMIT_S, "done": 8.0, "failed": 3.0}
 """By outcome. At the end nothing that still runs is needed; what a failed run did not write down is caught up when it is resumed."""
@@ -49,6 +57,8 @@ class NodeAgent(HostBlobs):
         self._wanted: set[str] = set()
         self._ready: set[str] = set()
         self._draining: set[str] = set()
+        self._elsewhere: set[str] = set()
+        """Names given to hosts that joined; never given twice."""
         self.all_ready = asyncio.Event()
         self.deaths = 0
 
@@ -71,7 +81,7 @@ class NodeAgent(HostBlobs):
         """Start every actor of the config."""
         for role, spec in self.job.actors.items():
             for index in range(1, spec.count + 1):
-                self._start(f"{role}-{index}")
+                self.start(f"{role}-{index}")
 
     def end(self, outcome: Outcome) -> None:
         """The first outcome stands."""
@@ -99,21 +109,28 @@ class NodeAgent(HostBlobs):
         if not 1 <= request.num <= 64:
             return NotAdded(f"can't add {request.num} actors: between 1 and 64 at a time.")
         most = self.job.actor_class(request.role).most
-        running = len(self.launcher.names(request.role))
+        running = len(self.launcher.names(request.role)) + sum(_role(name) == request.role for name in self._elsewhere)
         if running + request.num > most:
             return NotAdded(
                 f"can't add {request.num} {request.role}: a run has at most {most}, and {running} runs already."
             )
-        taken = [int(n.rsplit("-", 1)[1]) for n in self._wanted if n.rsplit("-", 1)[0] == request.role]
+        taken = [int(n.rsplit("-", 1)[1]) for n in self._wanted | self._elsewhere if _role(n) == request.role]
         first = max(taken, default=0) + 1
         names = tuple(f"{request.role}-{first + i}" for i in range(request.num))
+        if request.node:
+            self._elsewhere |= set(names)
+            self.screen.notice(f"{', '.join(names)} joins from {request.node}", good=True)
+            return Added(names)
         for name in names:
-            self._start(name)
+            self.start(name)
         self.screen.notice(f"{', '.join(names)} added", good=True)
         return Added(names)
 
     @handler(concurrency=8)
     async def drain_actors(self, request: DrainActors) -> Added | NotAdded:
+        away = [n for n in request.names if n in self._elsewhere and self._context.find(n) is not None]
+        if away and len(away) == len(request.names):
+            return await self._drain_elsewhere(away)
         unknown = [n for n in request.names if n not in self.launcher.names()]
         if unknown:
             return NotAdded(f"{', '.join(unknown)} does not run here. Running: {', '.join(self.launcher.names())}.")
@@ -159,6 +176,31 @@ class NodeAgent(HostBlobs):
         self._ready.discard(death.name)
         self.metrics.count(f"deaths/{role}")
 
+    async def stop_hosts(self, kind: str) -> None:
+        """Tell the hosts that joined that the job is over, and give them time to hand back what they hold."""
+        others = set(self.peers(self.role)) - {self.name}
+        for name in others:
+            with suppress(AskFailed):
+                await self.ref(name).ask(StopJob(now=kind == "failed"), timeout=TELL_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_LIMITS_S[kind]):
+                while others & set(self.peers(self.role)):
+                    await self._context.change()
+
+    async def follow_run(self, lease_s: float) -> None:
+        """On a host that joined: end it once the first host's agent was not to be found for `lease_s`, until cancelled."""
+        loop = asyncio.get_running_loop()
+        seen = loop.time()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            with suppress(StoreUnavailable):
+                if await self.store.leases(f"actor/{NODE}"):
+                    seen = loop.time()
+            if loop.time() - seen > lease_s:
+                self.end(
+                    Outcome("failed", f"the run was out of reach for {lease_s:g} s (run.lease_s): this host leaves it")
+                )
+
     async def stop_all(self, kind: str) -> None:
         """Drain every actor after an outcome of `kind`: in the order their classes ask for where it is to be saved, else all at once."""
         save = kind == "interrupted"
@@ -172,7 +214,21 @@ class NodeAgent(HostBlobs):
                 for name in names:
                     tasks.create_task(self.launcher.drain(name, STOP_LIMITS_S[kind]))
 
-    def _start(self, name: str) -> None:
+    async def _drain_elsewhere(self, names: Sequence[str]) -> Added | NotAdded:
+        """Hand the request to the agents of their hosts."""
+        hosts: dict[str, list[str]] = {}
+        for name in names:
+            record = self._context.find(name)
+            hosts.setdefault(record.node if record else "", []).append(name)
+        for host, there in hosts.items():
+            reply = await self.ref(host).ask(DrainActors(tuple(there)), timeout=DRAIN_LIMIT_S + TELL_S)
+            if isinstance(reply, NotAdded):
+                return reply
+        self._elsewhere -= set(names)
+        return Added(tuple(names))
+
+    def start(self, name: str) -> None:
+        """Start one actor of this host and keep it running."""
         self._wanted.add(name)
         self.launcher.start(name, self.job.actors[name.rsplit("-", 1)[0]])
 
@@ -197,3 +253,7 @@ class NodeAgent(HostBlobs):
             await self._context.bury(name)
         except StoreUnavailable as error:
             self.log.warning("not_buried", actor=name, error=str(error))
+
+
+def _role(name: str) -> str:
+    return name.rsplit("-", 1)[0]

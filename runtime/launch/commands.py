@@ -58,15 +58,40 @@ def launch(argv: list[str]) -> int:
 
 
 def add(argv: list[str]) -> int:
-    """Start more actors of a role in a running job."""
+    """Start more actors of a role in a running job, on its first host or on this one."""
     parser = argparse.ArgumentParser("add", description="Start more actors of a role in a running job.")
     parser.add_argument("role")
-    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="with --join: what differs on this host")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--run", type=Path, help="folder of a run on this host")
+    where.add_argument(
+        "--join", metavar="TOKEN", help="of rubato keys join-token on the run's first host; - reads it from stdin"
+    )
     parser.add_argument("-n", type=int, default=1)
-    given = parser.parse_args(argv)
+    parser.add_argument("--host", default="", help="with --join: this host's address as the others reach it")
+    parser.add_argument("--run-dir", type=Path, help="with --join: folder for this host's part of the run")
+    given = parser.parse_intermixed_args(argv)
+    if given.join is not None:
+        return _join(given)
     from runtime.messages import AddActors
 
     return _ask(given.run, AddActors(given.role, given.n), "added")
+
+
+def _join(given: argparse.Namespace) -> int:
+    """Stay in the foreground as this host's node agent until the job ends or Ctrl-C."""
+    import uvloop
+
+    from runtime.launch.join import Joiner
+    from runtime.launch.token import read_token
+
+    token = read_token(sys.stdin.readline() if given.join == "-" else given.join)
+    folder = given.run_dir or _fresh_folder(token.run_id)
+
+    async def run() -> int:
+        return await Joiner(token, given.role, given.n, folder, given.host, tuple(given.overrides)).run()
+
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(_flat(run()))
 
 
 def drain(argv: list[str]) -> int:

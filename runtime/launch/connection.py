@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from bus.keys import Keys
 from bus.transport import Identity, Transport
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, ActorConfig, RunInfo
@@ -13,6 +14,7 @@ from runtime.blobs import BlobStore
 from runtime.config import Config, load
 from runtime.errors import LaunchError
 from runtime.kernel import Kernel
+from runtime.keys import find_keys
 from runtime.launch.folder import RunCard, is_up, read_card
 from runtime.observe.log import logger
 from runtime.observe.trace import Trace, trace_path
@@ -28,11 +30,13 @@ class Connection(NamedTuple):
     run: RunInfo
     store: Store
     blobs: BlobStore
+    keys: Keys | None = None
 
     def transport(self, name: str, incarnation: int) -> Transport:
         """Endpoints are fresh per incarnation, so that nothing meant for a dead one reaches its successor."""
         identity = Identity(self.card.id, name, incarnation)
-        return ZmqTransport(identity, f"ipc://{self.card.sockets}/{name}.{incarnation}")
+        public = f"tcp://{self.card.host}:*" if self.card.host else ""
+        return ZmqTransport(identity, f"ipc://{self.card.sockets}/{name}.{incarnation}", public=public, keys=self.keys)
 
     async def kernel(self, actor_class: type[Actor], config: ActorConfig, name: str) -> Kernel:
         """A kernel for `name` under a new incarnation."""
@@ -48,6 +52,7 @@ class Connection(NamedTuple):
             blobs=self.blobs,
             trace=Trace(trace_path(self.run.folder, name)),
             log=logger("actor").bind(actor=name, incarnation=incarnation),
+            node=self.card.node,
         )
 
 
@@ -67,7 +72,8 @@ async def connect(folder: Path) -> AsyncGenerator[Connection]:
     store = open_store(card.state_url, card.id)
     blobs = BlobClient(Path(card.sockets) / "blobs.sock")
     try:
-        yield Connection(config, card, run, store, blobs)
+        keys = find_keys(folder)
+        yield Connection(config, card, run, store, blobs, keys.curve if keys else None)
     finally:
         await blobs.close()
         await store.close()

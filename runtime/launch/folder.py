@@ -13,6 +13,7 @@ import msgspec
 
 from runtime.clock import wall_s
 from runtime.errors import LaunchError
+from runtime.keys import FILE as KEYS_FILE
 
 PREFIX = "rubato-"
 """Of folders of sockets."""
@@ -30,8 +31,13 @@ class RunCard(msgspec.Struct):
     launcher_pid: int
     started_s: float
     """Wall clock, seconds since the epoch."""
-    node_address: str = ""
     launches: int = 1
+    node: str = "node-1"
+    """The node agent of this host."""
+    host: str = ""
+    """Address of this host as others reach it; empty when they do not."""
+    gate: str = ""
+    """Where hosts that join reach the Store; empty on a host that joined, and where none can."""
 
 
 class RunFolder:
@@ -69,7 +75,8 @@ class RunFolder:
         self._sockets = Path(tempfile.mkdtemp(prefix=PREFIX))
         run_id = previous.id if previous else f"{self.path.name}-{secrets.token_hex(4)}"
         launches = previous.launches + 1 if previous else 1
-        return RunCard(run_id, str(self._sockets), "", os.getpid(), wall_s(), launches=launches)
+        gate = previous.gate if previous else ""
+        return RunCard(run_id, str(self._sockets), "", os.getpid(), wall_s(), launches=launches, gate=gate)
 
     def write(self, card: RunCard) -> None:
         """Publish the card atomically, 0600."""
@@ -111,7 +118,7 @@ class RunFolder:
 
     def _clear(self) -> None:
         for entry in self.path.iterdir():
-            if entry.name == ".lock":
+            if entry.name in (".lock", KEYS_FILE):
                 continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)

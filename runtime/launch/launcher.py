@@ -9,21 +9,24 @@ from pathlib import Path
 
 import msgspec
 
+from bus.address import is_loopback
+from bus.errors import BadAddress
 from runtime.actor import ActorConfig, RunInfo
 from runtime.blob_agent import BlobServer
 from runtime.blob_client import BlobClient
 from runtime.config import Config
 from runtime.errors import LaunchError
-from runtime.kernel import NODE
+from runtime.keys import RunKeys, command_for, find_keys
 from runtime.launch.agent import NodeAgent, Outcome
 from runtime.launch.children import die_with_parent
 from runtime.launch.connection import Connection
 from runtime.launch.console import Console
 from runtime.launch.folder import RunCard, RunFolder
+from runtime.launch.gate import GateServer, way_to
 from runtime.load import load_object
 from runtime.observe.log import configure, logger
 from runtime.observe.trace import merge_traces
-from runtime.registry import list_actors
+from runtime.registry import NODE, list_actors
 from runtime.store.embedded import EmbeddedRedis
 from runtime.store.errors import StoreUnavailable
 from runtime.store.open import open_store
@@ -46,10 +49,13 @@ class Launcher:
         self._resume, self._force = resume, force
         self._console = Console(load_object(config.report.console)())
         self._clock = asyncio.get_running_loop().time
+        self._keys: RunKeys | None = None
 
     async def run(self) -> int:
         card = self._folder.open(resume=self._resume, force=self._force)
         try:
+            self._keys = find_keys(self._folder.path)
+            card.host = self._host_address()
             configure(self._folder.path / "logs" / f"{NODE}.jsonl", actor=NODE)
             self._folder.config.touch(mode=0o600)  # state.url may hold a password
             self._folder.config.write_text(self._config.dump())
@@ -75,11 +81,12 @@ class Launcher:
         store = open_store(card.state_url, card.id)
         stack.push_async_callback(store.close)
         for record in await list_actors(store):  # left over from a launcher that was killed
-            await store.release(f"actor/{record.name}", record.incarnation)
+            if record.node == NODE:
+                await store.release(f"actor/{record.name}", record.incarnation)
         blobs = BlobClient(sockets / "blobs.sock")
         stack.push_async_callback(blobs.close)
         run = RunInfo(card.id, self._folder.path, self._config.run.seed, self._config.run.steps)
-        connection = Connection(self._config, card, run, store, blobs)
+        connection = Connection(self._config, card, run, store, blobs, self._keys.curve if self._keys else None)
         try:
             return await self._host(connection, tasks)
         finally:
@@ -94,12 +101,14 @@ class Launcher:
         agent.job, agent.screen = self._config, self._console
         serving = tasks.create_task(kernel.serve(), name=NODE)
         await kernel.ready.wait()
-        await connection.store.write({"launcher": msgspec.msgpack.encode(os.getpid())})
+        shared = self._config.dump(shared=True).encode()
+        await connection.store.write({"launcher": msgspec.msgpack.encode(os.getpid()), "config": shared})
         self._catch_signals(agent)
         agent.start_actors()
         ready = tasks.create_task(self._announce_ready(agent, began), name="launch.ready")
         outcome = await agent.over
         ready.cancel()
+        await agent.stop_hosts(outcome.kind)
         await agent.stop_all(outcome.kind)
         kernel.stop()
         await serving
@@ -119,11 +128,15 @@ class Launcher:
             card.state_url = self._config.state.url
             what = "redis given by state.url"
         else:
-            server = EmbeddedRedis(self._folder.path, self._config.state.durability, sockets=Path(card.sockets))
+            password = self._keys.state_password if self._keys else ""
+            server = EmbeddedRedis(
+                self._folder.path, self._config.state.durability, sockets=Path(card.sockets), password=password
+            )
             card.state_url = await server.start()
             stack.push_async_callback(server.stop)
             keeper = tasks.create_task(self._keep_alive(server), name="launch.redis")
             what = server.describe()
+        await self._open_gate(card, stack, tasks)
         store = open_store(card.state_url, card.id, patience_s=3.0)
         try:
             await store.get("launcher")
@@ -133,6 +146,35 @@ class Launcher:
             await store.close()
         self._console.stage("state", what, self._clock() - began)
         return keeper
+
+    def _host_address(self) -> str:
+        """`bus.host`, if it is allowed. Raises LaunchError with what to do."""
+        host = self._config.bus.host
+        if host in ("0.0.0.0", "*", "::", "[::]"):
+            raise LaunchError(
+                f"bus.host={host} is no address that another host could use. Name one of this host's own."
+            )
+        if host and not is_loopback(host) and self._keys is None:
+            raise LaunchError(
+                f"bus.host={host} lets other hosts in, which needs keys. Make them with: {command_for(self._folder.path)}"
+            )
+        return host
+
+    async def _open_gate(self, card: RunCard, stack: AsyncExitStack, tasks: asyncio.TaskGroup) -> None:
+        """Let hosts that join reach the Store, where there is an address to come to and keys to know them by."""
+        connect = way_to(card.state_url)
+        if not card.host or self._keys is None or connect is None:
+            card.gate = ""
+            return
+        port = self._config.bus.port or card.gate.rpartition(":")[2] or "*"
+        gate = GateServer(card.id, f"tcp://{card.host}:{port}", self._keys.curve, connect, tasks)
+        try:
+            await gate.start()
+        except BadAddress as error:
+            raise LaunchError(f"the gate for other hosts: {error}. Change bus.host or bus.port.") from error
+        stack.push_async_callback(gate.close)
+        card.gate = gate.address
+        self._console.stage("gate", f"{card.gate} · token: rubato keys join-token --run {self._folder.path}")
 
     async def _keep_alive(self, server: EmbeddedRedis) -> None:
         """Start it again whenever it ends. Raises LaunchError when it ends again and again."""

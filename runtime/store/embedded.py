@@ -10,6 +10,7 @@ from typing import Literal
 
 from runtime.errors import LaunchError
 from runtime.launch.children import die_with_parent
+from runtime.store.acl import USER, rule
 from runtime.store.errors import StoreUnavailable
 from runtime.store.redis_link import RedisLink
 from runtime.store.servers import find_server, packaged_server
@@ -25,7 +26,8 @@ CONFIGURATION = """\
 port 0
 unixsocket {socket}
 unixsocketperm 600
-requirepass {password}
+user default off
+user {rule}
 daemonize no
 databases 1
 dir "{state}"
@@ -42,9 +44,10 @@ class EmbeddedRedis:
     """One server for the run in `folder`; its append-only file is `folder/state/appendonly.aof` (a folder from Redis 7 on).
 
     `everysec` may lose the last two seconds of acknowledged writes, when the machine dies and, where its disk was slow, when only
-    the server is killed; `always` loses none. `program` is the server to run; `find_server` picks it otherwise.
-    Its socket lies in a private folder below `sockets`, which whoever owns that removes if this process can't. Raises LaunchError
-    when there is no server program or it does not start.
+    the server is killed; `always` loses none. `program` is the server to run; `find_server` picks it otherwise. It admits one user,
+    limited to our keys and commands (runtime/store/acl.py), by `password`, which is drawn where none is given. Its socket lies in a
+    private folder below `sockets`, which whoever owns that removes if this process can't. Raises LaunchError when there is no server
+    program or it does not start.
     """
 
     def __init__(
@@ -54,11 +57,12 @@ class EmbeddedRedis:
         *,
         program: Path | None = None,
         sockets: Path | None = None,
+        password: str = "",
     ) -> None:
         self._program = program or find_server()
         self._state = folder.resolve() / "state"
         self._durability = durability
-        self._password = secrets.token_urlsafe(32)
+        self._password = password or secrets.token_urlsafe(32)
         self._sockets = sockets
         self._private: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -72,8 +76,13 @@ class EmbeddedRedis:
     @property
     def url(self) -> str:
         """Where it listens, password included: keep it to yourself. It stays the same when the server is started again."""
+        return f"unix://{self.socket}?username={USER}&password={self._password}"
+
+    @property
+    def socket(self) -> Path:
+        """Of the server, in a folder that only this user enters."""
         assert self._private is not None, "start() it first"
-        return f"unix://{self._private / 'redis.sock'}?password={self._password}"
+        return self._private / "redis.sock"
 
     async def start(self) -> str:
         """Start, or start again after it died, on the same file and the same socket; returns the URL once it answers."""
@@ -131,7 +140,7 @@ class EmbeddedRedis:
             self._private = _private_folder(self._sockets)
         quoted = str(self._state).replace("\\", "\\\\").replace('"', '\\"')
         text = CONFIGURATION.format(
-            socket=self._private / "redis.sock", password=self._password, state=quoted, durability=self._durability
+            socket=self.socket, rule=rule(self._password), state=quoted, durability=self._durability
         )
         path = self._private / "redis.conf"
         path.touch(mode=0o600)

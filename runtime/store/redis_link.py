@@ -159,7 +159,7 @@ class RedisLink:
                 return reply
             except (*TEMPORARY, *REFUSALS) as error:
                 if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):  # redis-py may wrap the latter
-                    raise self._refused() from error
+                    raise self._refused(error) from error
                 if loop.time() - began + pause_s > budget_s:
                     raise self._away(loop.time() - began, error) from error
             except InvalidResponse as error:
@@ -170,7 +170,11 @@ class RedisLink:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _refused(self) -> StoreUnavailable:
+    def _refused(self, error: Exception) -> StoreUnavailable:
+        if isinstance(error, NoPermissionError):
+            return StoreUnavailable(
+                f"{self.url} does not allow its user a command: {error}. Give the user the rights in docs/security.md."
+            )
         return StoreUnavailable(
             f"{self.url} refused the password. Set state.url with one, or leave state.url out to use the embedded server."
         )

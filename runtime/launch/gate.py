@@ -1,0 +1,233 @@
+"""The gate: a second host's way to the run's Store. Bytes travel through the bus, so Redis itself never listens on a network.
+
+Each connection of a local client is a numbered stream over one CURVE link: `open`, `data`, `ack`, `end`. A sender has at most
+`WINDOW_BYTES` of a stream unacknowledged, so neither side holds more than that for a peer that does not read.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+import msgspec
+
+from bus.address import is_loopback
+from bus.envelope import Envelope, Kind
+from bus.keys import Keys
+from bus.transport import Delivery, Identity, Peer, Transport
+from bus.zmq import ZmqTransport
+from runtime.observe.log import logger
+
+REDIS_PORT = 6379
+NAMED = ("username", "password")
+PIECE_BYTES = 64 * 1024
+WINDOW_BYTES = 1024 * 1024
+MAX_STREAMS = 4096
+"""Of all hosts together: some 80 connections per process that joined. Further ones are ended at once, and tried again."""
+
+Key = tuple[Peer, int]
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Stream:
+    """One end of one connection: what the local socket says goes to the peer, and the other way round."""
+
+    def __init__(self, transport: Transport, key: Key) -> None:
+        self._transport, self._key = transport, key
+        self._inbox: asyncio.Queue[bytes] = asyncio.Queue(WINDOW_BYTES)
+        self._held = 0
+        self._window = WINDOW_BYTES
+        self._acked = asyncio.Event()
+        self._over = asyncio.Event()
+
+    async def run(self, ends: Awaitable[Ends]) -> None:
+        """Carry bytes until either side ends the connection, or there is none."""
+        try:
+            reader, writer = await ends
+        except OSError:
+            self.post("end")
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                pumps = [tasks.create_task(self._send(reader)), tasks.create_task(self._receive(writer))]
+                await self._over.wait()
+                for pump in pumps:
+                    pump.cancel()
+        finally:
+            self.post("end")
+            writer.close()
+
+    def arrived(self, envelope: Envelope) -> None:
+        """What the peer says about this stream. More than its window allows, or nonsense, ends it."""
+        if envelope.tag == "ack":
+            self._window += max(0, envelope.budget_us)
+            self._acked.set()
+            return
+        data = _data(envelope)
+        self._held += len(data)
+        if data and self._held <= WINDOW_BYTES:
+            self._inbox.put_nowait(data)
+        else:
+            self.end()
+
+    def end(self) -> None:
+        self._over.set()
+
+    def post(self, tag: str, data: bytes = b"", size: int = 0) -> None:
+        peer, number = self._key
+        body = msgspec.Raw(msgspec.msgpack.encode(data))
+        self._transport.post(peer, Envelope(Kind.TELL, number, "gate", 0, tag, size, b"", "", 0, body))
+
+    async def _send(self, reader: asyncio.StreamReader) -> None:
+        with suppress(OSError):
+            while data := await reader.read(PIECE_BYTES):
+                while self._window < len(data):
+                    self._acked.clear()
+                    await self._acked.wait()
+                self._window -= len(data)
+                self.post("data", data)
+        self.end()
+
+    async def _receive(self, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while True:
+                data = await self._inbox.get()
+                writer.write(data)
+                await writer.drain()
+                self._held -= len(data)
+                self.post("ack", size=len(data))
+        self.end()
+
+
+class Gate:
+    """What both ends share: a transport and the streams over it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._streams: dict[Key, Stream] = {}
+        self._log = logger("gate")
+
+    @property
+    def address(self) -> str:
+        """Where the transport is bound; known once `start` has returned."""
+        return self._transport.address
+
+    async def start(self) -> None:
+        """Raises BadAddress when the address is taken or not this host's."""
+        await self._transport.start(self._arrived, self._down)
+
+    async def close(self) -> None:
+        for stream in self._streams.values():
+            stream.end()
+        await self._transport.close()
+
+    def begin(self, key: Key) -> Stream:
+        """Listed at once, so that nothing that arrives for it is lost; `carry` takes it off."""
+        stream = self._streams[key] = Stream(self._transport, key)
+        return stream
+
+    async def carry(self, key: Key, stream: Stream, ends: Awaitable[Ends]) -> None:
+        try:
+            await stream.run(ends)
+        finally:
+            del self._streams[key]
+
+    def asked(self, key: Key) -> None:
+        """The peer begins a stream; only the first host is asked that."""
+
+    def _arrived(self, delivery: Delivery) -> None:
+        for news in self._transport.refusals.news():
+            self._log.warning("refused", reason=news.reason, total=news.total, newest=news.sentence)
+        key = (delivery.peer, delivery.envelope.id)
+        stream = self._streams.get(key)
+        if stream is not None:
+            stream.arrived(delivery.envelope)
+        elif delivery.envelope.tag == "open":
+            self.asked(key)
+
+    def _down(self, peer: Peer, reason: str) -> None:
+        self._log.info("gate_link_down", reason=reason)
+        for key, stream in self._streams.items():
+            if key[0] == peer:
+                stream.end()
+
+
+class GateServer(Gate):
+    """On the first host, bound to a tcp address with keys: leads to what `connect` opens, the Store's server on this host."""
+
+    def __init__(
+        self, run_id: str, address: str, keys: Keys, connect: Callable[[], Awaitable[Ends]], tasks: asyncio.TaskGroup
+    ) -> None:
+        super().__init__(ZmqTransport(Identity(run_id, "gate", 1), address, keys=keys))
+        self._connect = connect
+        self._tasks = tasks
+
+    def asked(self, key: Key) -> None:
+        stream = Stream(self._transport, key)
+        if len(self._streams) >= MAX_STREAMS:
+            stream.post("end")
+            return
+        self._streams[key] = stream
+        self._tasks.create_task(self.carry(key, stream, self._connect()), name=f"gate.{key[1]}")
+
+
+class GateClient(Gate):
+    """On a host that joined: a Unix socket at `path` that behaves as if the first host's Redis listened there."""
+
+    def __init__(self, run_id: str, gate: str, keys: Keys, path: Path, name: str) -> None:
+        super().__init__(ZmqTransport(Identity(run_id, name, 1), f"ipc://{path}.gate", keys=keys))
+        self._gate = gate
+        self._path = path
+        self._numbers = itertools.count(1)
+        self._listener: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        await super().start()
+        self._listener = await asyncio.start_unix_server(self._accepted, self._path)
+        self._path.chmod(0o600)
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        await super().close()
+
+    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        key = (self._gate, next(self._numbers))
+        stream = self.begin(key)
+        stream.post("open")
+        await self.carry(key, stream, _ready(reader, writer))
+
+
+async def _ready(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Ends:
+    return reader, writer
+
+
+def _data(envelope: Envelope) -> bytes:
+    """Empty for `end` and for what is malformed."""
+    if envelope.tag != "data":
+        return b""
+    try:
+        return msgspec.msgpack.decode(envelope.body, type=bytes)
+    except msgspec.MsgspecError:
+        return b""
+
+
+def way_to(state_url: str) -> Callable[[], Awaitable[Ends]] | None:
+    """How to connect to a server that only its own host reaches; None for one that other hosts reach by `state_url` itself."""
+    parts = urlsplit(state_url)
+    if parts.scheme == "unix":
+        return lambda: asyncio.open_unix_connection(parts.path)
+    if parts.scheme == "redis" and is_loopback(parts.hostname or "localhost"):
+        return lambda: asyncio.open_connection(parts.hostname or "localhost", parts.port or REDIS_PORT)
+    return None
+
+
+def way_through(state_url: str, path: Path) -> str:
+    """The URL of the same server behind the gate's socket `path`: the same user and password."""
+    parts = urlsplit(state_url)
+    given = dict(parse_qsl(parts.query))
+    user = unquote(parts.username or "") or given.get("username", "")
+    password = unquote(parts.password or "") or given.get("password", "")
+    return f"unix://{path}?{urlencode({name: value for name, value in zip(NAMED, (user, password), strict=True) if value})}"

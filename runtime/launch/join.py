@@ -1,0 +1,168 @@
+"""A host that joins a running job: a node agent of its own, with its own sockets, blobs and processes, until either side ends it."""
+
+import asyncio
+import signal
+import socket
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from bus.errors import AskFailed, BadAddress
+from runtime.actor import ActorConfig, RunInfo
+from runtime.blob_agent import BlobClient, BlobServer
+from runtime.config import Config, load
+from runtime.errors import LaunchError
+from runtime.keys import write_keys
+from runtime.launch.agent import NodeAgent, Outcome
+from runtime.launch.connection import Connection
+from runtime.launch.console import Console
+from runtime.launch.folder import RunCard, RunFolder
+from runtime.launch.gate import GateClient, way_through
+from runtime.launch.launcher import EXIT_CODES
+from runtime.launch.token import JoinToken
+from runtime.load import load_object
+from runtime.messages import AddActors, NotAdded
+from runtime.observe.log import configure
+from runtime.registry import NODE
+from runtime.store.errors import StoreUnavailable
+from runtime.store.open import open_store
+from runtime.store.store import Store
+
+REACH_S = 15.0
+"""For the first contact with the run: a wrong address is told then."""
+ASK_S = 20.0
+
+
+class Joiner:
+    """Brings `num` actors of `role` into the run that `token` opens; `run` returns the exit code."""
+
+    def __init__(
+        self, token: JoinToken, role: str, num: int, folder: Path, host: str = "", overrides: tuple[str, ...] = ()
+    ) -> None:
+        self._token = token
+        self._role, self._num = role, num
+        self._folder = RunFolder(folder.resolve())
+        self._host = host
+        self._overrides = overrides
+
+    async def run(self) -> int:
+        card = self._folder.open(resume=False, force=False)
+        card.id = self._token.run_id
+        card.host = self._host or _own_address(self._token.gate or self._token.state_url)
+        write_keys(self._folder.path, self._token.keys)
+        try:
+            async with AsyncExitStack() as stack:
+                outcome = await self._serve(card, stack)
+        finally:
+            self._folder.close()
+        print(outcome.sentence, file=sys.stderr)  # noqa: T201 - the sentence for the user
+        return EXIT_CODES[outcome.kind]
+
+    async def _serve(self, card: RunCard, stack: AsyncExitStack) -> Outcome:
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        sockets = Path(card.sockets)
+        await self._open_gate(card, stack)
+        store = open_store(card.state_url, card.id)
+        stack.push_async_callback(store.close)
+        config = await self._fetch_config(card, store)
+        card.node = f"node-{await store.increment('nodes', at_least=2)}"
+        configure(self._folder.path / "logs" / f"{card.node}.jsonl", actor=card.node)
+        server = BlobServer(sockets / "blobs.sock")
+        await server.start()
+        stack.push_async_callback(server.close)
+        self._folder.write(card)
+        config.actor_class(self._role).preflight(config.actor_config(self._role), self._folder.path)
+        blobs = BlobClient(sockets / "blobs.sock")
+        stack.push_async_callback(blobs.close)
+        run = RunInfo(card.id, self._folder.path, config.run.seed, config.run.steps)
+        return await self._host_actors(Connection(config, card, run, store, blobs, self._token.keys.curve), tasks)
+
+    async def _host_actors(self, connection: Connection, tasks: asyncio.TaskGroup) -> Outcome:
+        kernel = await connection.kernel(NodeAgent, ActorConfig(), connection.card.node)
+        agent = kernel.build()
+        console = Console(load_object(connection.config.report.console)())
+        agent.job, agent.screen = connection.config, console
+        serving = tasks.create_task(kernel.serve(), name=agent.name)
+        await kernel.ready.wait()
+        following = tasks.create_task(agent.follow_run(connection.config.run.lease_s), name="follow_run")
+        try:
+            outcome = await self._work(agent, console)
+        finally:
+            following.cancel()
+            await agent.stop_all("interrupted")
+            kernel.stop()
+            await serving
+        return outcome
+
+    async def _work(self, agent: NodeAgent, console: Console) -> Outcome:
+        """Get names from the first host, start the actors, and stay until there is an outcome."""
+        try:
+            reply = await agent.ref(NODE).ask(AddActors(self._role, self._num, agent.name), timeout=ASK_S)
+        except AskFailed as error:
+            raise LaunchError(f"the run {self._token.run_id} did not let this host in: {error}") from error
+        if isinstance(reply, NotAdded):
+            raise LaunchError(reply.why)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, lambda: _interrupt(agent))
+        for name in reply.names:
+            agent.start(name)
+        console.say(f"{agent.name} joined {self._token.run_id} with {', '.join(reply.names)} · {self._folder.path}")
+        return await agent.over
+
+    async def _open_gate(self, card: RunCard, stack: AsyncExitStack) -> None:
+        """From here on the run's Store seems to be on this host."""
+        card.state_url = self._token.state_url
+        if not self._token.gate:
+            return
+        path = Path(card.sockets) / "state.sock"
+        gate = GateClient(card.id, self._token.gate, self._token.keys.curve, path, f"gate@{card.host}")
+        try:
+            await gate.start()
+        except BadAddress as error:
+            raise LaunchError(f"the way to the run's state: {error}") from error
+        stack.push_async_callback(gate.close)
+        card.state_url = way_through(self._token.state_url, path)
+
+    async def _fetch_config(self, card: RunCard, store: Store) -> Config:
+        """The job's config as the first host resolved it, with this host's own overrides."""
+        try:
+            async with asyncio.timeout(REACH_S):
+                text = await store.get("config")
+        except (TimeoutError, StoreUnavailable) as error:
+            raise LaunchError(
+                f"the run {card.id} could not be reached at {self._token.gate or 'its state.url'} within {REACH_S:.0f} s. "
+                "Is it running, is that address reachable from here, and is the token its newest one?"
+            ) from error
+        if text is None:
+            raise LaunchError(
+                f"the run {card.id} has no config yet: it is still starting, or the token is another run's."
+            )
+        self._folder.config.touch(mode=0o600)
+        self._folder.config.write_bytes(text)
+        config = load(self._folder.config, self._overrides)
+        self._folder.config.write_text(config.dump())
+        if self._role not in config.actors:
+            raise LaunchError(f"{self._role} is not a role of this run. Its roles are {', '.join(config.actors)}.")
+        return config
+
+
+def _interrupt(agent: NodeAgent) -> None:
+    if agent.over.done():
+        agent.launcher.kill_all()
+    agent.end(Outcome("interrupted", f"{agent.name} left the run"))
+
+
+def _own_address(there: str) -> str:
+    """The address of this host that leads to `there`: no packet is sent."""
+    parts = urlsplit(there)
+    family = socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((parts.hostname, parts.port or 1))
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise LaunchError(
+            f"this host has no way to {parts.hostname} ({error.strerror}). Name its own address with --host."
+        ) from error

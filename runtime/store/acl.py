@@ -1,0 +1,16 @@
+"""What the run's user may do on its Redis: our keys and the commands that our scripts use, nothing that configures or lists a server."""
+
+USER = "rubato"
+KEYS = "~rubato:*"
+
+COMMANDS = (
+    "del", "eval", "evalsha", "exists", "get", "hdel", "hexists", "hget", "hgetall", "hincrby", "hkeys", "hlen", "hset", "info",
+    "sadd", "set", "time", "xadd", "xrange", "xread", "xtrim", "zadd", "zcard", "zrange", "zrangebylex", "zrangebyscore", "zrem",
+    "zscore",
+)  # fmt: skip
+"""Commands inside a Lua script are checked too. `info` tells the server's version, which start-up prints."""
+
+
+def rule(password: str) -> str:
+    """As it stands behind `user` in redis.conf, and behind `ACL SETUSER` on a server that is shared."""
+    return " ".join((USER, "on", f">{password}", KEYS, "resetchannels", "-@all", *(f"+{name}" for name in COMMANDS)))

@@ -1,0 +1,152 @@
+"""The gate carries any byte stream between two hosts, over links with keys, and holds back a side that does not read."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bus.envelope import Envelope, Kind
+from bus.keys import Keys, new_keys
+from runtime.launch import gate as gates
+from runtime.launch.gate import GateClient, GateServer, Stream, way_through, way_to
+
+
+@pytest.fixture
+async def far_end(tmp_path: Path) -> AsyncGenerator[asyncio.Queue]:
+    """What stands for Redis: it sends back what it reads, and nothing before it is told to."""
+    asked: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        go = asyncio.Event()
+        asked.put_nowait(go)
+        await go.wait()
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, tmp_path / "far")
+    yield asked
+    server.close()
+
+
+@asynccontextmanager
+async def gate(folder: Path, keys: Keys, *, theirs: Keys | None = None, run: str = "run"):
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        connect = way_to(f"unix://{folder / 'far'}?password=p")
+        assert connect is not None
+        server = GateServer("run", "tcp://127.0.0.1:*", keys, connect, tasks)
+        await server.start()
+        client = GateClient(run, server.address, theirs or keys, folder / "near", "gate@test")
+        await client.start()
+        try:
+            yield server, client
+        finally:
+            await client.close()
+            await server.close()
+
+
+async def test_bytes_arrive_whole_and_in_order_in_both_directions(tmp_path, far_end):
+    sent = bytes(range(256)) * 20_000
+    async with gate(tmp_path, new_keys()):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
+        writer.write(sent)
+        (await far_end.get()).set()
+        back = await reader.readexactly(len(sent))
+        writer.close()
+
+    assert back == sent
+
+
+async def test_a_side_that_does_not_read_is_sent_no_more_than_its_window(tmp_path, far_end, monkeypatch):
+    posted = 0
+    post = Stream.post
+
+    def counted(self: Stream, tag: str, data: bytes = b"", size: int = 0) -> None:
+        nonlocal posted
+        posted += len(data)
+        post(self, tag, data, size)
+
+    monkeypatch.setattr(Stream, "post", counted)
+    async with gate(tmp_path, new_keys()) as (_, client):
+        _, writer = await asyncio.open_unix_connection(tmp_path / "near")
+        writer.write(bytes(8 * gates.WINDOW_BYTES))
+        go = await far_end.get()
+        [stream] = client._streams.values()
+        while stream._window >= gates.PIECE_BYTES:  # noqa: ASYNC110 - until its window is used up
+            await asyncio.sleep(0.01)
+        in_flight = posted
+        go.set()
+        writer.transport.abort()
+
+    # The far socket's own buffer took some before its owner stopped reading.
+    assert in_flight <= 2 * gates.WINDOW_BYTES
+
+
+async def test_the_end_of_either_side_is_the_end_of_the_other(tmp_path, far_end):
+    async with gate(tmp_path, new_keys()) as (server, client):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
+        writer.write(b"x")
+        (await far_end.get()).set()
+        assert await reader.readexactly(1) == b"x"
+        writer.write_eof()
+        rest = await reader.read()
+        writer.close()
+        while server._streams or client._streams:  # noqa: ASYNC110 - its tasks end a tick or two later
+            await asyncio.sleep(0.01)
+
+    assert rest == b""
+
+
+async def test_where_nobody_listens_behind_the_gate_a_connection_ends_at_once(tmp_path):
+    async with gate(tmp_path, new_keys()):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
+        assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.parametrize(("reason", "run"), [("key", "run"), ("run", "another run")])
+async def test_a_host_with_other_keys_or_of_another_run_gets_nowhere_and_is_counted(tmp_path, reason, run, far_end):
+    keys = new_keys()
+    theirs = keys._replace(client=new_keys().client) if reason == "key" else keys
+    async with gate(tmp_path, keys, theirs=theirs, run=run) as (server, _):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
+        assert await reader.read() == b""
+        writer.close()
+
+        assert server._transport.refusals.counts.get(reason)
+        assert far_end.empty()
+
+
+@pytest.mark.parametrize("tag", ["data", "ack", "end", "nonsense"])
+async def test_a_peer_that_talks_nonsense_ends_its_own_stream_and_no_other(tmp_path, tag, far_end):
+    async with gate(tmp_path, new_keys()) as (server, client):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
+        writer.write(b"good")
+        (await far_end.get()).set()
+        assert await reader.readexactly(4) == b"good"
+        for number in (1, 7):
+            body = msgspec.Raw(b"\x05")
+            envelope = Envelope(Kind.TELL, number, "gate", 0, tag, -5, b"", "", 0, body)
+            client._transport.post(server.address, envelope)
+        other_reader, other = await asyncio.open_unix_connection(tmp_path / "near")
+        other.write(b"still")
+        (await far_end.get()).set()
+        assert await other_reader.readexactly(5) == b"still"
+        writer.close()
+        other.close()
+
+
+def test_only_a_server_that_its_host_alone_reaches_needs_the_gate():
+    assert way_to("unix:///tmp/redis.sock?password=p") is not None
+    assert way_to("redis://:p@127.0.0.1:6379/0") is not None
+    assert way_to("redis://:p@10.0.0.5:6379") is None
+    assert way_to("rediss://u:p@state.cluster:6379") is None
+
+
+@pytest.mark.parametrize("url", ["unix:///r.sock?username=u&password=p%2Fq", "redis://u:p%2Fq@127.0.0.1:6379"])
+def test_user_and_password_go_along(url):
+    assert way_through(url, Path("/s")) == "unix:///s?username=u&password=p%2Fq"

@@ -1,0 +1,125 @@
+"""A second host joins a running job, as its user does it: with a token, over tcp with keys, and nothing of the first host's but that."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("place")
+    write_model(place / "model")
+    (place / "small.yaml").write_text(SMALL)
+    return place
+
+
+def until(condition, what: str):
+    """What `condition` returns once it is true; the processes under test can only be watched from outside."""
+    deadline = time.perf_counter() + LIMIT_S
+    while not (found := condition()):
+        assert time.perf_counter() < deadline, f"{what} did not happen within {LIMIT_S} s"
+        time.sleep(0.1)  # noqa: TID251 - another process's progress can't be awaited
+    return found
+
+
+@contextmanager
+def started(log: Path, *arguments: object, cwd: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """`rubato ARGUMENTS…` while the block runs; what it says is in `log`."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "runtime.cli", *map(str, arguments)],
+            cwd=cwd, env=clean_environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def actors_of(run: Path) -> dict[str, dict]:
+    told = rubato("monitor", run, "--json", cwd=run)
+    return {a["name"]: a for a in json.loads(told.out)["actors"]} if told.code == 0 else {}
+
+
+def test_a_host_joins_by_token_works_and_leaves_when_the_job_ends(place):
+    run, second = place / "first", place / "second"
+    assert rubato("keys", "new", "--run", run, cwd=place).code == 0
+    launch = ("launch", "small.yaml", f"model.path={place / 'model'}", "run.steps=100000", "bus.host=127.0.0.1")
+    with started(place / "first.log", *launch, "--run-dir", run, cwd=place) as launcher:
+        token = until(
+            lambda: (t := rubato("keys", "join-token", "--run", run, cwd=place)).code == 0 and t.out, "a token"
+        )
+        join = ("add", "env_manager", "--join", token.strip(), "--run-dir", second)
+        with started(place / "second.log", *join, cwd=place) as joiner:
+            until(lambda: "env_manager-2" in actors_of(run), "the second manager")
+            drained = until(lambda: _drained(run), "the drain of the only manager on the first host")
+            before = _steps(run)
+            until(lambda: _steps(run) > before + 3, "steps from the joined manager's rollouts alone")
+            stopped = rubato("stop", "--run", run, cwd=place)
+            codes = launcher.wait(LIMIT_S), joiner.wait(LIMIT_S)
+
+    assert drained.code == stopped.code == 0
+    assert codes == (130, 130)
+    assert "env_manager-2 joins from node-2" in (place / "first.log").read_text()
+    assert not left_behind(run)
+    assert not left_behind(second)
+    said = (place / "first.log").read_text() + (place / "second.log").read_text()
+    assert "Traceback" not in said
+
+
+def _steps(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def _drained(run: Path):
+    if _steps(run) < 1:
+        return None
+    return rubato("drain", "env_manager-1", "--run", run, cwd=run)
+
+
+def test_a_host_address_without_keys_is_refused_with_the_command_that_makes_them(place):
+    ended = rubato("launch", "small.yaml", "--run-dir", place / "open", "bus.host=10.0.0.5", cwd=place)
+
+    assert ended.code == 2
+    assert ended.err == (
+        f"bus.host=10.0.0.5 lets other hosts in, which needs keys. Make them with: rubato keys new --run {place / 'open'}\n"
+    )
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
+def test_an_address_that_stands_for_all_is_refused(place, host):
+    ended = rubato("launch", "small.yaml", "--run-dir", place / "all", f"bus.host='{host}'", cwd=place)
+
+    assert (ended.code, ended.err) == (
+        2,
+        f"bus.host={host} is no address that another host could use. Name one of this host's own.\n",
+    )
+
+
+def test_an_address_of_another_host_is_refused(place):
+    run = place / "foreign"
+    assert rubato("keys", "new", "--run", run, cwd=place).code == 0
+    ended = rubato("launch", "small.yaml", "--run-dir", run, "bus.host=192.0.2.1", cwd=place)
+
+    assert ended.code == 2
+    assert ended.err.startswith("the gate for other hosts: tcp://192.0.2.1:* cannot be bound")
+
+
+def test_what_is_no_token_is_refused_in_one_sentence(place):
+    ended = rubato("add", "engine", "--join", "rubato1.nonsense", "--run-dir", place / "none", cwd=place)
+
+    assert ended.code == 2
+    assert ended.err.startswith("this is no join token (")
+    assert not (place / "none").exists()
