@@ -26,7 +26,7 @@ from bus.link import Link
 from bus.refusals import Refusals
 from bus.transport import Delivery, Identity, Peer
 from bus.zmq_door import LAST_WORDS, Door
-from bus.zmq_sockets import Context, bind_to, connect_to, new_context, new_dealer, new_router, remove_path
+from bus.zmq_sockets import MAX_QUEUED, Context, bind_to, connect_to, new_context, new_dealer, new_router, remove_path
 from bus.zmq_wire import Monitor, Wire
 from bus.zmq_zap import Zap
 
@@ -105,8 +105,10 @@ class ZmqTransport:
             self._zap = Zap(self._context, self._loop, allowed, lambda said: self.refusals.add("key", said))
         try:
             self._address = bind_to(router, self._bind, self._keys)
+            self._door.bound(self._address)
             if self._public:
                 self._public = bind_to(router, self._public, self._keys)
+                self._door.bound(self._public)
         except BadAddress:
             remove_path(self._address or "mem://unbound")
             self._close_door(0)
@@ -211,12 +213,20 @@ class ZmqTransport:
         try:
             for data, buffers in line.link.outbox.take():
                 wire.send(line.routing_id, data, buffers)
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
+            if line.routing_id and error.errno == zmq.EAGAIN:
+                self._too_slow(line)
+                return
             # The peer is gone, but what it said before may still wait to be read. Said later: this may run inside `post`.
             if line.routing_id:
                 self._door.gone_soon(line.routing_id)
             else:
                 self._loop.call_soon(self._changed, line, zmq.Event.DISCONNECTED)
+
+    def _too_slow(self, line: _Line) -> None:
+        """A peer that came to us does not read what we answer: its connection ends, and frees what is queued for it."""
+        self.refusals.add("slow", f"{line.link.peer_name} left {MAX_QUEUED} frames unread")
+        self._door.hang_up(line.routing_id)
 
     def _came(self, routing_id: bytes, first: zmq.Frame, beside: list[memoryview]) -> None:
         """A message on the ROUTER."""

@@ -7,16 +7,23 @@ know to be connected belongs to a link that has ended; and of two links with one
 """
 
 import asyncio
+import os
+import resource
+import socket
 from collections.abc import Callable
 
 import zmq
 
+from bus.address import IPC, parse
 from bus.refusals import Refusals
 from bus.zmq_sockets import Context, Socket
 from bus.zmq_wire import Arrived, Monitor, Wire
 
 LAST_WORDS = 4096
 """Messages still read after a peer died, before its link is declared lost; far more than its credit allowed it to send."""
+
+MAX_CONNECTIONS = 4096
+"""Each costs some 30 KiB before its peer has said a word."""
 
 _FAILURES = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it left or was too slow during the handshake",
@@ -44,6 +51,8 @@ class Door:
         self._connected: set[int] = set()
         self._links: dict[int, bytes] = {}
         self._gone: list[bytes] = []
+        self._most = most_connections()
+        self._bound: set[object] = set()
         self._silent = 0
         """Connections that ended before we heard a word from them and that nobody has counted yet."""
         self._failure = ""
@@ -69,6 +78,18 @@ class Door:
             self._silent -= 1  # its end was seen before its first word was read
             self.gone_soon(newest)
 
+    def bound(self, address: str) -> None:
+        """The ROUTER listens at `address`: connections to it are ours to end."""
+        where = parse(address, keyed=True)
+        self._bound.add(where.place if where.scheme == IPC else where.port)
+
+    def hang_up(self, routing_id: bytes) -> None:
+        """End the connection of a link; its end is reported like any other."""
+        for descriptor, known in self._links.items():
+            if known == routing_id:
+                self._cut(descriptor)
+                return
+
     def gone_soon(self, routing_id: bytes) -> None:
         """The link has ended. Said later: this may run while a message of the same peer is handled, and its others come first."""
         if not self._gone:
@@ -83,12 +104,26 @@ class Door:
     def _changed(self, event: zmq.Event, descriptor: int) -> None:
         if event == zmq.Event.ACCEPTED:
             self._connected.add(descriptor)
+            if len(self._connected) > self._most:
+                self._silent -= 1
+                self._refusals.add("full", f"a connection beyond the {self._most} that this process takes")
+                self._cut(descriptor)
         elif event == zmq.Event.DISCONNECTED:
             self._ended(descriptor)
         elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
             self._silent -= 1  # counted by the ZAP handler, which knows its key
         else:  # DISCONNECTED follows
             self._failure = _FAILURES[event]
+
+    def _cut(self, descriptor: int) -> None:
+        """Shut a connection of ours down; libzmq sees its end. By now the descriptor may be another file's, so it is looked at first."""
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                name = connection.getsockname()
+                if (name[1] if isinstance(name, tuple) else name) in self._bound:
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it has ended already
 
     def _ended(self, descriptor: int) -> None:
         self._connected.discard(descriptor)
@@ -114,6 +149,11 @@ class Door:
         gone, self._gone = self._gone, []
         for routing_id in gone:
             self._left(routing_id)
+
+
+def most_connections() -> int:
+    """Half of the files that this process may have open, so that a flood of connections never keeps it from opening others."""
+    return min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 def _came_later(one: bytes, other: bytes) -> bool:

@@ -20,6 +20,10 @@ NEVER_MS = 24 * 3600 * 1000
 """When a DEALER would reconnect; its transport drops it long before, so that what is queued for a dead peer never reaches whoever
 takes its address. Not -1, libzmq's own "never": that ends the pipe at once, and replies that arrived but were not read are lost."""
 
+MAX_QUEUED = 4096
+"""Frames in each direction between us and one peer that came to us. Credit keeps honest peers far below. Beyond it a sender is not
+read from until we caught up, and one that does not read its replies is hung up on (a ROUTER that must deliver says so and drops nothing)."""
+
 MAX_SOCKETS = 16 * 1024
 """Three per peer: the DEALER and both ends of its monitor. libzmq's default would end at 340 peers."""
 
@@ -37,8 +41,10 @@ def new_context() -> Context:
 def new_router(context: Context) -> Socket:
     """The socket that peers come to; `bind_to` binds it."""
     socket = _socket(context, zmq.ROUTER)
-    # Without it, what is sent to a peer that has gone vanishes in silence.
+    # Without it, what is sent to a peer that has gone, or reads nothing, vanishes in silence.
     socket.set(zmq.ROUTER_MANDATORY, 1)
+    socket.set(zmq.SNDHWM, MAX_QUEUED)
+    socket.set(zmq.RCVHWM, MAX_QUEUED)
     return socket
 
 

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 from runtime.errors import RubatoError, first_cause
+from runtime.launch.children import allow_many_files
 from runtime.launch.connection import connect
 from runtime.observe.log import configure, logger
 
 
 def main(argv: list[str]) -> int:
     folder, name = Path(argv[0]), argv[1]
+    allow_many_files()
     configure(folder / "logs" / f"{name}.jsonl", actor=name)
     sys.setswitchinterval(0.0005)  # a thread that computes gives the event loop its turn ten times sooner
     try:

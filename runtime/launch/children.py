@@ -2,7 +2,10 @@
 
 import ctypes
 import os
+import resource
 import signal
+
+MANY_FILES = 16 * 1024
 
 PR_SET_PDEATHSIG = 1
 """Linux: deliver a signal to this process when the thread that started it ends."""
@@ -24,3 +27,11 @@ def die_with_parent() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != _PARENT:  # it died before the call above, and init or a subreaper took its place
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def allow_many_files() -> None:
+    """Raise this process's own limit of open files: each peer costs a few, and 1024 is what many systems start from."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(MANY_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -15,6 +15,7 @@ from runtime.config import Config, load
 from runtime.errors import LaunchError
 from runtime.keys import write_keys
 from runtime.launch.agent import NodeAgent, Outcome
+from runtime.launch.children import allow_many_files
 from runtime.launch.connection import Connection
 from runtime.launch.console import Console
 from runtime.launch.folder import RunCard, RunFolder
@@ -47,6 +48,7 @@ class Joiner:
         self._overrides = overrides
 
     async def run(self) -> int:
+        allow_many_files()
         card = self._folder.open(resume=False, force=False)
         card.id = self._token.run_id
         card.host = self._host or _own_address(self._token.gate or self._token.state_url)

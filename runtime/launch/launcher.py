@@ -18,7 +18,7 @@ from runtime.config import Config
 from runtime.errors import LaunchError
 from runtime.keys import RunKeys, command_for, find_keys
 from runtime.launch.agent import NodeAgent, Outcome
-from runtime.launch.children import die_with_parent
+from runtime.launch.children import allow_many_files, die_with_parent
 from runtime.launch.connection import Connection
 from runtime.launch.console import Console
 from runtime.launch.folder import RunCard, RunFolder
@@ -52,6 +52,7 @@ class Launcher:
         self._keys: RunKeys | None = None
 
     async def run(self) -> int:
+        allow_many_files()
         card = self._folder.open(resume=self._resume, force=self._force)
         try:
             self._keys = find_keys(self._folder.path)

@@ -1,0 +1,165 @@
+"""Two hosts with addresses of their own, as network namespaces: they work as one job, are cut apart, and become one again.
+
+RUBATO_CUT_S=30 cuts for that long; the default is just longer than the leases. Needs root and iproute2.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.jobs import SMALL, clean_environment, left_behind, write_model
+
+CUT_S = float(os.environ.get("RUBATO_CUT_S", "13"))
+"""Longer than a lease of 10 s, so that the cut host is given up."""
+LIMIT_S = 90.0
+
+SLOWER = ("engine.scripted.token_s=0.02", "rollout.max_turns=6")
+"""A rollout takes a second or so: some run at any moment, on either host."""
+
+
+class Hosts(NamedTuple):
+    """Names of the two namespaces, and the address of the first."""
+
+    first: str
+    second: str
+    address: str
+
+    def link(self, state: str) -> None:
+        """Plug the second host's cable in (`up`) or out (`down`)."""
+        ip("-n", self.second, "link", "set", "wire", state)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    mark = f"{os.getpid() % 10_000:04d}"
+    hosts = Hosts(f"rubato-a{mark}", f"rubato-b{mark}", "10.203.7.1")
+    with ExitStack() as stack:
+        for name in (hosts.first, hosts.second):
+            try:
+                ip("netns", "add", name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespace can be made here: {error.stderr.decode().strip()}")
+            stack.callback(ip, "netns", "del", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("link", "add", "wire", "netns", hosts.first, "type", "veth", "peer", "name", "wire", "netns", hosts.second)
+        for name, address in ((hosts.first, hosts.address), (hosts.second, "10.203.7.2")):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
+            ip("-n", name, "link", "set", "wire", "up")
+        yield hosts
+
+
+class Job:
+    """Runs `rubato` commands on either host, and looks at what the run has written."""
+
+    def __init__(self, hosts: Hosts, place: Path, stack: ExitStack) -> None:
+        self.hosts, self.place, self._stack = hosts, place, stack
+        self.run = place / "first"
+
+    def start(self, host: str, log: str, *arguments: object) -> "subprocess.Popen[bytes]":
+        file = self._stack.enter_context((self.place / log).open("wb"))
+        process = subprocess.Popen(self._command(host, arguments), cwd=self.place, env=clean_environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file)  # fmt: skip
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        return process
+
+    def ask(self, *arguments: object) -> str:
+        """What the command prints on the first host, or nothing when it fails."""
+        done = subprocess.run(self._command(self.hosts.first, arguments), cwd=self.place, env=clean_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False)  # fmt: skip
+        return done.stdout if done.returncode == 0 else ""
+
+    def actors(self) -> dict[str, dict]:
+        told = self.ask("monitor", self.run, "--json")
+        return {a["name"]: a for a in json.loads(told)["actors"]} if told else {}
+
+    def ready(self, *names: str) -> dict[str, dict] | None:
+        found = self.actors()
+        return found if all(found.get(name, {}).get("state") == "ready" for name in names) else None
+
+    def steps(self) -> list[int]:
+        return [row["step"] for row in lines(self.run / "metrics.jsonl")]
+
+    def events(self, actor: str, event: str) -> list[dict]:
+        return [e for log in self.place.glob(f"*/logs/{actor}.jsonl") for e in lines(log) if e["event"] == event]
+
+    def _command(self, host: str, arguments: tuple[object, ...]) -> list[str]:
+        return ["ip", "netns", "exec", host, sys.executable, "-m", "runtime.cli", *map(str, arguments)]
+
+
+def lines(path: Path) -> list[dict]:
+    """Whole lines only: the last one may be under way."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def until(condition, what: str):
+    """What `condition` returns once it is true; the processes under test can only be watched from outside."""
+    deadline = time.perf_counter() + LIMIT_S
+    while not (found := condition()):
+        assert time.perf_counter() < deadline, f"{what} did not happen within {LIMIT_S} s"
+        time.sleep(0.1)  # noqa: TID251 - another process's progress can't be awaited
+    return found
+
+
+@pytest.mark.timeout(300)  # ten processes start on two cores, and a cut must outlast a lease
+def test_a_joined_host_works_is_cut_off_and_comes_back_as_a_new_incarnation(hosts, tmp_path):
+    write_model(tmp_path / "model")
+    (tmp_path / "small.yaml").write_text(SMALL)
+    with ExitStack() as stack:
+        job = Job(hosts, tmp_path, stack)
+        job.ask("keys", "new", "--run", job.run)
+        launch = ("launch", "small.yaml", f"model.path={tmp_path / 'model'}", "run.steps=100000", *SLOWER)
+        launcher = job.start(hosts.first, "first.log", *launch, f"bus.host={hosts.address}", "--run-dir", job.run)
+        token = until(lambda: job.ask("keys", "join-token", "--run", job.run), "a token").strip()
+        managers = job.start(
+            hosts.second, "managers.log", "add", "env_manager", "-n", 2, "--join", token, "--run-dir", "managers"
+        )
+        engines = job.start(hosts.second, "engines.log", "add", "engine", "--join", token, "--run-dir", "engines")
+        joined = ("env_manager-2", "env_manager-3", "engine-2")
+        before = until(lambda: job.ready(*joined), "the second host")
+        at = len(job.steps())
+        until(lambda: len(job.steps()) > at + 5, "steps with both hosts")
+
+        hosts.link("down")
+        time.sleep(CUT_S)  # noqa: TID251 - the length of the cut is what is tested
+        during = len(job.steps())
+        until(lambda: len(job.steps()) > during + 2, "steps on the first host alone")
+        hosts.link("up")
+        until(lambda: _newer(job, before, joined), "new incarnations of everything that was cut off")
+        healed = len(job.steps())
+        worked = {name: len(job.events(name, "rollout_finished")) for name in joined}
+        until(lambda: len(job.steps()) > healed + 5, "steps after the cut")
+        job.ask("stop", "--run", job.run)
+        codes = launcher.wait(LIMIT_S), managers.wait(LIMIT_S), engines.wait(LIMIT_S)
+
+    assert codes == (130, 130, 130)
+    assert job.steps() == list(range(1, len(job.steps()) + 1))
+    ledger = lines(job.run / "samples.jsonl")
+    assert max(Counter(line["trajectory_id"] for line in ledger).values()) == 1
+    assert all(line["age"] <= 1 for line in ledger if line["fate"] == "trained")
+    assert any(line["attempt"] > 0 for line in ledger if line["fate"] in ("trained", "zero_spread"))
+    assert job.events("sample_buffer-1", "holder_left")
+    for name in joined:
+        assert any(e["silent_s"] > 10 for e in job.events(name, "rejoined"))
+    assert not left_behind(tmp_path)
+    assert worked
+
+
+def _newer(job: Job, before: dict[str, dict], names: tuple[str, ...]) -> bool:
+    found = job.ready(*names)
+    return found is not None and all(found[name]["incarnation"] > before[name]["incarnation"] for name in names)
