@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 from bus.errors import AskFailed, BadAddress
 from runtime.actor import ActorConfig, RunInfo
-from runtime.blob_agent import BlobClient, BlobServer
+from runtime.blob_agent import BlobServer
+from runtime.blob_client import BlobClient
 from runtime.config import Config, load
 from runtime.errors import LaunchError
 from runtime.keys import write_keys
