@@ -83,14 +83,6 @@ class Job:
         done = subprocess.run(self._command(self.hosts.first, arguments), cwd=self.place, env=clean_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False)  # fmt: skip
         return done.stdout if done.returncode == 0 else ""
 
-    def actors(self) -> dict[str, dict]:
-        told = self.ask("monitor", self.run, "--json")
-        return {a["name"]: a for a in json.loads(told)["actors"]} if told else {}
-
-    def ready(self, *names: str) -> dict[str, dict] | None:
-        found = self.actors()
-        return found if all(found.get(name, {}).get("state") == "ready" for name in names) else None
-
     def steps(self) -> list[int]:
         return [row["step"] for row in lines(self.run / "metrics.jsonl")]
 
@@ -131,7 +123,7 @@ def test_a_joined_host_works_is_cut_off_and_comes_back_as_a_new_incarnation(host
         )
         engines = job.start(hosts.second, "engines.log", "add", "engine", "--join", token, "--run-dir", "engines")
         joined = ("env_manager-2", "env_manager-3", "engine-2")
-        before = until(lambda: job.ready(*joined), "the second host")
+        until(lambda: all(job.events(name, "ready") for name in joined), "the second host")
         at = len(job.steps())
         until(lambda: len(job.steps()) > at + 5, "steps with both hosts")
 
@@ -140,9 +132,8 @@ def test_a_joined_host_works_is_cut_off_and_comes_back_as_a_new_incarnation(host
         during = len(job.steps())
         until(lambda: len(job.steps()) > during + 2, "steps on the first host alone")
         hosts.link("up")
-        until(lambda: _newer(job, before, joined), "new incarnations of everything that was cut off")
+        until(lambda: all(_anew(job, name) for name in joined), "new incarnations of everything that was cut off")
         healed = len(job.steps())
-        worked = {name: len(job.events(name, "rollout_finished")) for name in joined}
         until(lambda: len(job.steps()) > healed + 5, "steps after the cut")
         job.ask("stop", "--run", job.run)
         codes = launcher.wait(LIMIT_S), managers.wait(LIMIT_S), engines.wait(LIMIT_S)
@@ -154,12 +145,11 @@ def test_a_joined_host_works_is_cut_off_and_comes_back_as_a_new_incarnation(host
     assert all(line["age"] <= 1 for line in ledger if line["fate"] == "trained")
     assert any(line["attempt"] > 0 for line in ledger if line["fate"] in ("trained", "zero_spread"))
     assert job.events("sample_buffer-1", "holder_left")
-    for name in joined:
-        assert any(e["silent_s"] > 10 for e in job.events(name, "rejoined"))
+    assert job.events("node-2", "blob_pulled") or job.events("node-3", "blob_pulled")
     assert not left_behind(tmp_path)
-    assert worked
 
 
-def _newer(job: Job, before: dict[str, dict], names: tuple[str, ...]) -> bool:
-    found = job.ready(*names)
-    return found is not None and all(found[name]["incarnation"] > before[name]["incarnation"] for name in names)
+def _anew(job: Job, name: str) -> bool:
+    """Whether `name` noticed that its lease had lapsed, and came back under a higher incarnation."""
+    first = job.events(name, "ready")[0]["incarnation"]
+    return any(e["silent_s"] > 10 and e["incarnation"] > first for e in job.events(name, "rejoined"))
