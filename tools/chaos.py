@@ -65,7 +65,8 @@ class Chaos:
             self._deck = self._rng.sample(self._roles, len(self._roles))
         role = self._deck.pop()
         candidates = sorted(v for v in self._job.victims() if v.role == role)
-        if not candidates:
+        if not candidates:  # its turn comes again once it lives
+            self._deck.insert(0, role)
             return False
         victim = self._rng.choice(candidates)
         first = role == "launcher" and not any(e["role"] == role for e in self.events)
