@@ -17,6 +17,7 @@ from runtime.pool_errors import (
     PoolError,
     TargetMissing,
     UserCodeRaised,
+    WorkerDied,
     WorkerKilled,
     WorkerTimeout,
 )
@@ -96,11 +97,15 @@ class EnvHost:
 
     async def _prefers_inline(self) -> bool:
         """Asked in a worker: importing a user's module may hang or crash too."""
-        try:
-            traits = await self._pool.inspect(self._section.target, deadline_s=self._section.build_timeout_s)
-        except PoolError as error:
-            raise _failed(error, "import", "env_reset_failed") from error
-        return traits.inline or traits.asynchronous
+        for tries_left in reversed(range(self._section.reset_tries)):
+            try:
+                traits = await self._pool.inspect(self._section.target, deadline_s=self._section.build_timeout_s)
+            except PoolError as error:
+                if tries_left and isinstance(error, WorkerDied | WorkerKilled):
+                    continue  # somebody else may have killed it
+                raise _failed(error, "import", "env_reset_failed") from error
+            return traits.inline or traits.asynchronous
+        raise AssertionError
 
     async def _build_in_pool(self, kwargs: Mapping[str, Any]) -> HostedEnv:
         self._num_built += 1

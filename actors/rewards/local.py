@@ -17,6 +17,7 @@ from runtime.pool_errors import (
     TargetMissing,
     UserCodeRaised,
     WorkerCrashed,
+    WorkerDied,
     WorkerExited,
     WorkerKilled,
     WorkerTimeout,
@@ -25,6 +26,9 @@ from runtime.pool_limits import Limits
 
 LOAD_S = 60.0
 """For importing a user's module: some load a model."""
+
+LOAD_TRIES = 3
+"""Of one function, while its worker dies as it loads."""
 
 KILLED_TRIES = 3
 """Tries of a call that was only a bystander of another one's death."""
@@ -53,12 +57,21 @@ class LocalScorer:
         """Load every function in every worker; returns "" or the sentence that says which one can't be used."""
         for name in self._section.functions:
             try:
-                await self._pool.preload(name, deadline_s=LOAD_S)
+                await self._load(name)
             except TargetMissing as error:
                 return f"reward function {error}"
             except PoolError as error:
                 return f"reward function {name} can't be loaded: {describe(error)}"
         return ""
+
+    async def _load(self, name: str) -> None:
+        """A worker that ended meanwhile may have been killed by somebody else: no reason to end a job at the first time."""
+        for _ in range(LOAD_TRIES - 1):
+            try:
+                return await self._pool.preload(name, deadline_s=LOAD_S)
+            except (WorkerDied, WorkerKilled):
+                continue
+        return await self._pool.preload(name, deadline_s=LOAD_S)
 
     async def close(self) -> None:
         """Kill the workers."""

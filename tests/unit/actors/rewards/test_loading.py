@@ -1,0 +1,50 @@
+"""Loading reward functions while workers die around it."""
+
+from typing import ClassVar
+
+import pytest
+
+from actors.config import RewardSection
+from actors.rewards.local import LocalScorer
+from runtime.pool_errors import PoolError, UserCodeRaised, WorkerCrashed, WorkerKilled
+
+
+class DyingPool:
+    """Fails its first calls as told."""
+
+    failures: ClassVar[list[PoolError]] = []
+
+    def __init__(self, failures):
+        self.failures, self.calls = list(failures), 0
+
+    async def preload(self, name, *, deadline_s):
+        self.calls += 1
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+def scorer(*failures):
+    made = LocalScorer(RewardSection(functions=("m:f",)))
+    made._pool = DyingPool(failures)
+    return made
+
+
+@pytest.mark.parametrize("failure", [WorkerCrashed("its process died of SIGKILL"), WorkerKilled("another call hung")])
+async def test_a_worker_that_is_killed_as_it_loads_a_function_is_replaced(failure):
+    made = scorer(failure, failure)
+
+    assert await made.start() == ""
+    assert made._pool.calls == 3
+
+
+async def test_a_function_whose_workers_die_each_time_is_refused_with_the_reason():
+    made = scorer(*[WorkerCrashed("its process died of SIGSEGV")] * 3)
+
+    assert await made.start() == "reward function m:f can't be loaded: failed: its process died of SIGSEGV"
+
+
+async def test_a_function_that_raises_is_refused_at_once():
+    made = scorer(UserCodeRaised("KeyError", "KeyError('x')", "m.py:1"))
+
+    assert "raised" in await made.start()
+    assert made._pool.calls == 1
