@@ -46,8 +46,28 @@ class LinkFaults:
 
     def __init__(self, plan: FaultPlan, sender: str, receiver: str, number: int) -> None:
         self._plan = plan
+        self._sender, self._receiver = sender, receiver
         self._rng = random.Random(f"{plan.seed}/{sender}>{receiver}/{number}")
-        self._cuts = [(p.start_s, min(p.end_s, plan.until_s)) for p in plan.partitions if p.cuts(sender, receiver)]
+        self._cuts: list[tuple[float, float]] = []
+        self._loses_until = -math.inf
+        for partition in plan.partitions:
+            self.add(partition)
+
+    def add(self, partition: Partition) -> None:
+        """A partition that was not in the plan."""
+        if partition.cuts(self._sender, self._receiver):
+            self._cuts.append((partition.start_s, min(partition.end_s, self._plan.until_s)))
+
+    def lose_next(self, until_s: float) -> None:
+        """The link breaks under the next frame that is sent before `until_s`, and the frame is lost."""
+        self._loses_until = until_s
+
+    def loses(self, now: float) -> bool:
+        """Whether a frame sent now is the one that `lose_next` meant."""
+        if now >= self._loses_until:
+            return False
+        self._loses_until = -math.inf
+        return True
 
     def hold_s(self, now: float) -> float:
         """How long a frame sent at `now` is held back."""

@@ -4,15 +4,17 @@ Nothing here depends on time or chance but the loop's clock and the fault plan's
 """
 
 import asyncio
+import contextvars
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 
 from bus.address import MEMORY
 from bus.envelope import Envelope
 from bus.errors import BadAddress, BadFrame, LinkRefused
-from bus.faults import HEARTBEAT_S, FaultPlan, LinkFaults
+from bus.faults import HEARTBEAT_S, FaultPlan, LinkFaults, Partition
 from bus.link import Link
 from bus.outbox import Frame
 from bus.refusals import Refusals
@@ -20,12 +22,20 @@ from bus.transport import Delivery, Identity, Peer
 
 
 class MemoryNetwork:
-    """The wires between the endpoints of one event loop. Without a plan nothing goes wrong and nothing takes time."""
+    """The wires between the endpoints of one event loop. Without a plan nothing goes wrong and nothing takes time.
 
-    def __init__(self, faults: FaultPlan | None = None) -> None:
+    Faults may also be ordered while it runs (`cut`, `snap`, `lose_next`; names are patterns); they need a plan, for its chances.
+    """
+
+    def __init__(
+        self, faults: FaultPlan | None = None, *, tap: Callable[[str, str, Frame | str], None] | None = None
+    ) -> None:
+        self.tap = tap
+        """Hears of every frame as it lands, and of every link's end: (sender, receiver, what)."""
         self._faults = faults
         self._endpoints: dict[str, MemoryTransport] = {}
         self._numbers = itertools.count(1)
+        self._cuts: list[Partition] = []
 
     def kill(self, address: str) -> None:
         """End the endpoint as SIGKILL would: nothing is flushed, and whoever has a link to it hears of it."""
@@ -37,8 +47,10 @@ class MemoryNetwork:
         if self._endpoints.setdefault(address, endpoint) is not endpoint:
             raise BadAddress(f"{address} is taken by another endpoint of this network")
 
-    def unbind(self, address: str) -> None:
-        self._endpoints.pop(address, None)
+    def unbind(self, address: str, endpoint: "MemoryTransport") -> None:
+        """Nothing happens where somebody else listens there by now."""
+        if self._endpoints.get(address) is endpoint:
+            del self._endpoints[address]
 
     def connect(self, near: "End") -> "End | None":
         """Join `near` to whoever is bound at its peer's address; None when nobody is."""
@@ -49,9 +61,43 @@ class MemoryNetwork:
         # Five bytes that begin with zero: what a ROUTER calls a peer that chose no name.
         far = far_transport.accept(b"\0" + number.to_bytes(4, "big"))
         here, there = near.owner.identity.name, far.owner.identity.name
-        near.join(far, self._faults.between(here, there, number) if self._faults else None)
-        far.join(near, self._faults.between(there, here, number) if self._faults else None)
+        near.join(far, self._between(here, there, number))
+        far.join(near, self._between(there, here, number))
         return far
+
+    def cut(self, sender: str, receiver: str, seconds: float) -> None:
+        """From now on nothing passes from `sender` to `receiver` for so long; links that bear no such silence break."""
+        now = asyncio.get_running_loop().time()
+        partition = Partition(sender=sender, receiver=receiver, start_s=now, end_s=now + seconds)
+        self._cuts.append(partition)
+        for end in self._ends(sender, receiver):
+            end.cut(partition)
+
+    def snap(self, one: str, other: str, reason: str) -> None:
+        """Every link between the two breaks now, and loses a suffix of what is in flight in each direction."""
+        for end in self._ends(one, other):
+            end.snap(reason)
+
+    def lose_next(self, sender: str, receiver: str, until_s: float) -> None:
+        """The next frame on each present link from `sender` to `receiver` is lost, and its link breaks."""
+        for end in self._ends(sender, receiver):
+            end.lose_next(until_s)
+
+    def _between(self, sender: str, receiver: str, number: int) -> LinkFaults | None:
+        if self._faults is None:
+            return None
+        faults = self._faults.between(sender, receiver, number)
+        for partition in self._cuts:
+            faults.add(partition)
+        return faults
+
+    def _ends(self, sender: str, receiver: str) -> Iterator["End"]:
+        """The ends from which a link leads from `sender` to `receiver`."""
+        for endpoint in list(self._endpoints.values()):
+            for end in endpoint.ends():
+                for each in (end, end.far) if end.far is not None and isinstance(end.link.peer, str) else ():
+                    if fnmatchcase(each.owner.identity.name, sender) and fnmatchcase(each.far_name, receiver):
+                        yield each
 
 
 class End:
@@ -61,23 +107,40 @@ class End:
         self.owner = owner
         self.link = link
         self.is_over = False
-        self._far: End | None = None
+        self.far: End | None = None
+        self._is_snapped = False
         self._faults: LinkFaults | None = None
         self._flying: deque[tuple[float, Frame | str]] = deque()
         """When each lands, and what: a frame, or the reason why nothing follows."""
         self._last_due = 0.0
         self._timer: asyncio.Handle | None = None
 
+    @property
+    def far_name(self) -> str:
+        return self.far.owner.identity.name if self.far is not None else ""
+
     def join(self, far: "End", faults: LinkFaults | None) -> None:
-        self._far = far
+        self.far = far
         self._faults = faults
-        loop = self.owner.loop
-        if faults is not None and (silent := faults.silent_at(loop.time())) < math.inf:
-            loop.call_at(silent, self.snap, f"no heartbeat for {HEARTBEAT_S:g} s")
+        self._watch_silence()
+
+    def cut(self, partition: Partition) -> None:
+        """The network is cut in this direction."""
+        if self._faults is not None:
+            self._faults.add(partition)
+            self._watch_silence()
+
+    def lose_next(self, until_s: float) -> None:
+        if self._faults is not None:
+            self._faults.lose_next(until_s)
 
     def send(self, frame: Frame) -> None:
         """Let it fly: it arrives after all that flew before, one loop tick later at the earliest."""
-        if self._faults is not None and self._faults.breaks(self.owner.loop.time()):
+        now = self.owner.loop.time()
+        if self._faults is not None and self._faults.loses(now):
+            self.snap("the link broke")
+            return
+        if self._faults is not None and self._faults.breaks(now):
             self.owner.loop.call_soon(self.snap, "the link broke")
         self._launch(frame)
 
@@ -90,13 +153,14 @@ class End:
 
     def snap(self, reason: str) -> None:
         """The link breaks under both ends; each loses a suffix of what the other had in flight."""
-        far = self._far
-        if far is None or self.is_over or far.is_over:
+        far = self.far
+        if far is None or self.is_over or far.is_over or self._is_snapped:
             return
-        for end in (self, far):
+        for end, other in ((self, far), (far, self)):
+            end._is_snapped = True
             end._lose_suffix()
             end._flying.append((0.0, reason))
-            end._land(everything=True)
+            end.owner.loop.call_soon(end._land_all, context=other.owner.context)
 
     def _launch(self, what: Frame | str) -> None:
         now = self.owner.loop.time()
@@ -111,13 +175,22 @@ class End:
         while len(self._flying) > survivors:
             self._flying.pop()
 
+    def _watch_silence(self) -> None:
+        loop = self.owner.loop
+        if self._faults is not None and (silent := self._faults.silent_at(loop.time())) < math.inf:
+            loop.call_at(silent, self.snap, f"no heartbeat for {HEARTBEAT_S:g} s")
+
+    def _land_all(self) -> None:
+        self._land(everything=True)
+
     def _land(self, *, everything: bool = False) -> None:
-        """Hand over what is due."""
+        """Hand over what is due. Runs in the receiver's context: one that stands still receives nothing."""
         self._timer = None
-        far = self._far
+        far = self.far
         now = self.owner.loop.time()
         while far is not None and not far.is_over and self._flying and (everything or self._flying[0][0] <= now):
             _, what = self._flying.popleft()
+            self.owner.tap(far.owner, what)
             if isinstance(what, str):
                 far.is_over = True
                 far.owner.lost(far.link, what)
@@ -127,22 +200,28 @@ class End:
             self._wake(now)
 
     def _wake(self, now: float) -> None:
-        if self._timer is None:
+        if self._timer is None and self.far is not None:
             due = self._flying[0][0]
-            loop = self.owner.loop
-            self._timer = loop.call_soon(self._land) if due <= now else loop.call_at(due, self._land)
+            loop, context = self.owner.loop, self.far.owner.context
+            if due <= now:
+                self._timer = loop.call_soon(self._land, context=context)
+            else:
+                self._timer = loop.call_at(due, self._land, context=context)
 
 
 class MemoryTransport:
     """The Transport of tests, simulation and embedded actors."""
 
-    def __init__(self, identity: Identity, network: MemoryNetwork) -> None:
+    def __init__(self, identity: Identity, network: MemoryNetwork, address: str = "") -> None:
+        """`address` is fresh per incarnation unless it is given."""
         self.identity = identity
         self.refusals = Refusals()
         self.public_address = ""
         self.loop: asyncio.AbstractEventLoop
+        self.context: contextvars.Context
+        """The context it was started in; what arrives is handed over in it."""
         self._network = network
-        self._address = f"{MEMORY}://{identity.name}.{identity.incarnation}"
+        self._address = address or f"{MEMORY}://{identity.name}.{identity.incarnation}"
         self._ends: dict[Peer, End] = {}
         self._dirty: list[End] = []
         self._is_running = False
@@ -156,7 +235,7 @@ class MemoryTransport:
 
     async def start(self, deliver: Callable[[Delivery], None], down: Callable[[Peer, str], None]) -> None:
         """See Transport."""
-        self.loop = asyncio.get_running_loop()
+        self.loop, self.context = asyncio.get_running_loop(), contextvars.copy_context()
         self._deliver, self._down = deliver, down
         self._network.bind(self._address, self)
         self._is_running = True
@@ -186,11 +265,21 @@ class MemoryTransport:
         if self._is_running:
             self._flush()
             self._stop(keep=True)
-            self._network.unbind(self._address)
+            self._network.unbind(self._address, self)
 
     def die(self) -> None:
         """End without a word, as a killed process does."""
         self._stop(keep=False)
+        self._network.unbind(self._address, self)
+
+    def ends(self) -> list[End]:
+        """The links it has."""
+        return list(self._ends.values())
+
+    def tap(self, receiver: "MemoryTransport", what: Frame | str) -> None:
+        """Something of ours lands at `receiver`."""
+        if self._network.tap is not None:
+            self._network.tap(self.identity.name, receiver.identity.name, what)
 
     def accept(self, peer: bytes) -> End:
         end = self._ends[peer] = End(self, Link(peer, self.identity, accepted=True))
@@ -236,7 +325,7 @@ class MemoryTransport:
 
     def _mark(self, end: End) -> None:
         if not self._dirty:
-            self.loop.call_soon(self._flush)
+            self.loop.call_soon(self._flush, context=self.context)
         self._dirty.append(end)
 
     def _flush(self) -> None:

@@ -21,7 +21,10 @@ VIRTUAL_LIMIT_S = 86_400.0
 
 
 def wall_s() -> float:
-    """Seconds since the epoch: for what a person reads, never for measuring or waiting."""
+    """Seconds since the epoch: for what a person reads, never for measuring or waiting. On a virtual loop its time, so runs replay."""
+    loop = asyncio._get_running_loop()  # pyright: ignore[reportPrivateUsage] - None where no loop runs
+    if isinstance(loop, VirtualLoop):
+        return loop.time()
     return time.time()  # noqa: TID251 - the single place
 
 
@@ -123,7 +126,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _draw(self) -> asyncio.Handle:
         if self._chance is None or len(self._queue) == 1:
             return self._queue.pop(0)
-        index = self._chance.randrange(len(self._queue))
+        index = int(self._chance.random() * len(self._queue))
         if not _steps_a_task(self._queue[index]):
             index = next(i for i, handle in enumerate(self._queue) if not _steps_a_task(handle))
         return self._queue.pop(index)
@@ -147,13 +150,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def run_virtual(
-    main: Callable[[], Coroutine[Any, Any, ResultT]], seed: int | None = None, *, limit_s: float = VIRTUAL_LIMIT_S
+    main: Callable[[], Coroutine[Any, Any, ResultT]],
+    seed: int | None = None,
+    *,
+    limit_s: float = VIRTUAL_LIMIT_S,
+    loop: VirtualLoop | None = None,
 ) -> ResultT:
-    """Run `main()` to its end on a fresh VirtualLoop and return its result; tasks it left behind are cancelled.
+    """Run `main()` to its end on `loop`, or on a fresh VirtualLoop, and return its result; tasks it left behind are cancelled.
 
     Raises Deadlock as the loop does, and whatever an exception handler would have been called with: nothing is only logged.
     """
-    loop = VirtualLoop(seed, limit_s=limit_s)
+    loop = loop or VirtualLoop(seed, limit_s=limit_s)
     lost: list[Exception] = []
 
     def remember(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

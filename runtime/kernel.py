@@ -7,6 +7,7 @@ import random
 import socket
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from bus.errors import AskFailed
@@ -78,6 +79,7 @@ class Kernel:
         self._registry = Registry(store, self.directory, self._peers_changed)
         self._stopping = asyncio.Event()
         self._state: State = "starting"
+        self._renewing = asyncio.Lock()
         self._beat = 0
         self._cpu_share = self._cpu_s = 0.0
         self._ids = 0
@@ -137,8 +139,9 @@ class Kernel:
             await self._drain(actor)
         finally:
             await actor.on_stop()
-        self._state = "stopped"
-        await self._registry.withdraw(self._record())
+        async with self._renewing:  # a renewal under way would take the lease again
+            self._state = "stopped"
+            await self._registry.withdraw(self._record())
         self.log.info("stopped", handled=self._dispatch.handled)
 
     async def _drain(self, actor: Actor) -> None:
@@ -163,10 +166,7 @@ class Kernel:
             self._measure_cpu()
             self._report_refusals()
             try:
-                if not await self._registry.publish(self._record()):
-                    raise ActorFailed(
-                        f"{self.name}: a newer incarnation took the name; this one ({self.incarnation}) ends"
-                    )
+                await self._renew()
                 now = asyncio.get_running_loop().time()
                 if now - last > STOPPED_S:
                     await self._rejoin(now - last)
@@ -198,6 +198,11 @@ class Kernel:
         for reason, total, sentence in self._transport.refusals.news():
             self.metrics.gauge(f"bus/refused/{reason}", total)
             self.log.warning("refused", reason=reason, total=total, newest=sentence)
+
+    async def _renew(self) -> None:
+        async with self._renewing:
+            if self._state != "stopped" and not await self._registry.publish(self._record()):
+                raise ActorFailed(f"{self.name}: a newer incarnation took the name; this one ({self.incarnation}) ends")
 
     def _measure_cpu(self) -> None:
         """Share of one core that this process used, smoothed over some five beats; nothing on virtual time."""
@@ -238,7 +243,8 @@ class Kernel:
             return
         self._courier.lost(peer, reason)
         if not self._stopping.is_set() and self._tasks is not None:
-            self.spawn(self._registry.lost(peer), name=f"{self.name}.lost")
+            with suppress(RuntimeError):  # this actor ends, and need not know who else does
+                self.spawn(self._registry.lost(peer), name=f"{self.name}.lost")
 
     def _drain_asked(self, delivery: Delivery) -> None:
         self._stopping.set()
@@ -261,7 +267,11 @@ class Kernel:
         context = contextvars.copy_context()
         context.run(current_deadline.set, 0.0)
         context.run(current_trace.set, b"")
-        task = self._tasks.create_task(work, name=name, context=context)
+        try:
+            task = self._tasks.create_task(work, name=name, context=context)
+        except RuntimeError:  # the group is ending
+            work.close()
+            raise
         self._owned.add(task)
         task.add_done_callback(self._owned.discard)
         return task

@@ -47,7 +47,7 @@ class Book:
         self.bound: set[int] = set()
         """Steps that are claimed and not committed."""
         self.leases = Leases(limits.ticket_ttl_s)
-        self._closed: OrderedDict[str, str] = OrderedDict()
+        self._closed: OrderedDict[str, tuple[str, tuple[int, ...]]] = OrderedDict()
         self._pending: list[tuple[bool, str, int]] = []
 
     # -- where things stand ---------------------------------------------------------------------------------------
@@ -100,9 +100,11 @@ class Book:
         group = self.groups.get(name) or self.rounds.get(name)
         return (group, group.members[index]) if group is not None and index < len(group.members) else None
 
-    def closed_fate(self, group: str) -> str:
-        """What a put to a group that is no longer in the book is told."""
-        return self._closed.get(group, "superseded")
+    def closed_fate(self, ticket: Ticket) -> str:
+        """What a put to a group that is no longer in the book is told. What trained was the newest attempt."""
+        fate, attempts = self._closed.get(ticket.group_id, ("superseded", ()))
+        _, index = split_id(ticket.trajectory_id)
+        return fate if index < len(attempts) and attempts[index] == ticket.attempt else "superseded"
 
     # -- tickets --------------------------------------------------------------------------------------------------
 
@@ -188,7 +190,8 @@ class Book:
             return
         for index in range(len(group.members)):
             self.leases.release(trajectory_id(name, index))
-        self._closed[name] = "" if group.trainable else group.fate or "superseded"
+        fate = "" if group.trainable else group.fate or "superseded"
+        self._closed[name] = (fate, tuple(member.attempt for member in group.members))
         if len(self._closed) > CLOSED_KEPT:
             self._closed.popitem(last=False)
         self.changed(name)

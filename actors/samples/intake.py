@@ -73,7 +73,7 @@ class Intake:
         ticket = trajectory.ticket
         found = self._book.find(ticket.trajectory_id)
         if found is None:
-            return self._book.closed_fate(ticket.group_id)
+            return self._book.closed_fate(ticket)
         group, member = found
         if ticket.attempt != member.attempt:
             return "superseded"
@@ -95,7 +95,7 @@ class Intake:
         ticket = request.ticket
         found = self._book.find(ticket.trajectory_id)
         if found is None:
-            return self._book.closed_fate(ticket.group_id)
+            return self._book.closed_fate(ticket)
         group, member = found
         if ticket.attempt != member.attempt:
             return "superseded"
@@ -178,9 +178,11 @@ class Intake:
         self._log.info("group_discarded", group=group.id, fate=fate, held=num)
 
     async def drop_old(self, oldest: int) -> None:
-        """End the running groups that hold a first token older than `oldest`: they would never train."""
-        for group in [g for g in self._book.running() if not g.fate and g.version_known(self._book.base) < oldest]:
-            await self.discard(group, "stale")
+        """End the groups, running or ready, that hold a first token older than `oldest`: they would never train."""
+        groups = [*(g for g in self._book.running() if not g.fate), *self._book.ready()]
+        for group in groups:
+            if group.version_known(self._book.base) < oldest and not group.step:
+                await self.discard(group, "stale")
 
     async def end_unused(self) -> None:
         """The job is over: end whatever no step is bound to."""

@@ -155,3 +155,41 @@ def test_a_trainer_whose_store_was_emptied_goes_on_from_its_checkpoint(stage):
         assert isinstance(batch, Batch)
 
     stage.run(scene)
+
+
+def test_groups_that_a_lower_bound_leaves_too_old_free_their_slots(make_stage):
+    async def scene(stage, lower):
+        await begin(stage)
+        lower.store, lower.tasks, lower.incarnation = stage.store, stage.tasks, stage.incarnation
+        await lower.start()
+        await lower.buffer.draw_epoch(DrawEpoch(0, 0))
+        await lower.buffer.advance(Advance(1, 2))
+
+        counts = await stage.store.workset("samples").counts()
+        stage.process.kill()
+        stage.process = lower.process
+
+        assert counts.ready == 0
+
+    stage, lower = make_stage(alpha=1), make_stage(alpha=0)
+    stage.run(lambda: scene(stage, lower))
+
+
+def test_a_late_put_of_an_older_attempt_is_superseded_although_its_group_trained(make_stage):
+    stage = make_stage(ticket_ttl_s=10.0)
+
+    async def scene():
+        await stage.start()
+        await stage.buffer.draw_epoch(DrawEpoch(0, 0))
+        tickets = await stage.admit()
+        await asyncio.sleep(11.0)
+        again = await stage.admit()
+        for reward, ticket in enumerate(again):
+            await stage.put(ticket, float(reward))
+        await stage.buffer.claim(Claim(1, 1, 2, 0.0))
+        await stage.buffer.advance(Advance(1, 1))
+
+        assert await stage.put(tickets[0], 1.0) == "superseded"
+        assert await stage.put(again[0], 0.0) == ""
+
+    stage.run(scene)

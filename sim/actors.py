@@ -1,0 +1,99 @@
+"""The real actors, with toys where a model or a worker process would be, and with the monitor listening."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from actors.messages.samples import Put, Stored
+from actors.rewards.service import RewardService
+from actors.samples.buffer import SampleBuffer
+from actors.training.engine import TrainEngine
+from actors.training.trainer import Trainer
+from bus.message import Ack
+from runtime.actor import Actor, Context, handler
+from runtime.kernel import Kernel
+from runtime.messages import Finish, Notice, Progress
+from sim.checks import Monitor
+from sim.process import Process
+from sim.toys import ToyScorer, ToyTrainEngine
+
+ResultT = TypeVar("ResultT")
+
+COSTS_S: Mapping[str, float] = {
+    "train": 0.15,
+    "_save_to": 0.08,
+    "export": 0.02,
+    "_append": 0.01,
+    "append": 0.005,
+    "newest": 0.02,
+}
+"""Virtual seconds of blocking calls, by the function's name."""
+
+
+class SimKernel(Kernel):
+    """Blocking calls take time, and have no effect once the process is dead."""
+
+    process: Process
+
+    async def offload(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT:
+        await asyncio.sleep(cost_s or COSTS_S.get(getattr(fn, "__name__", ""), 0.0))
+        self.process.check_alive()
+        return fn(*args)
+
+
+class SimBuffer(SampleBuffer):
+    """Tells the monitor what it acknowledged."""
+
+    monitor: Monitor
+    process: Process
+
+    @handler(concurrency=1024)
+    async def put(self, request: Put) -> Stored:
+        stored = await super().put(request)
+        if self.process.alive:
+            self.monitor.stored(request.trajectory, stored.fate)
+        return stored
+
+
+class SimRewards(RewardService):
+    """Scores without worker processes."""
+
+    def __init__(self, config: Any, context: Context) -> None:
+        super().__init__(config, context)
+        self._scorer: Any = ToyScorer()
+
+
+class SimTrainer(Trainer):
+    """Trains a toy, whose saves are where it may be made to crash."""
+
+    monitor: Monitor
+    process: Process
+    saving: Callable[[Process, str, int], None]
+
+    async def on_start(self) -> None:
+        await super().on_start()
+        self.monitor.drew(self.process, self._epoch)
+
+    def _build(self) -> TrainEngine:
+        return ToyTrainEngine(self.monitor.trained, lambda point, step: self.saving(self.process, point, step))
+
+
+class SimNode(Actor):
+    """Stands where the launcher stands: hears progress, notices and the end."""
+
+    role: ClassVar[str] = "node"
+    on_row: Callable[[int], None]
+    on_finish: Callable[[Finish], None]
+
+    @handler
+    async def progress_made(self, message: Progress) -> None:
+        self.on_row(message.step)
+
+    @handler
+    async def noticed(self, message: Notice) -> None:
+        self.log.info("noticed", text=message.text)
+
+    @handler
+    async def finished(self, message: Finish) -> Ack:
+        self.on_finish(message)
+        return Ack()

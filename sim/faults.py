@@ -1,0 +1,90 @@
+"""What may go wrong in a simulated run, and how a seed draws it."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+ROLES = ("sample_buffer", "llm_proxy", "engine", "env_manager", "reward_service", "trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: `after_s` seconds after the row of step `step` was first heard. `seconds` is how long it lasts, where it does."""
+
+    kind: str
+    step: int
+    after_s: float
+    target: str = ""
+    other: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        where = " ".join(part for part in (self.target, self.other) if part)
+        lasts = f" for {self.seconds:.2f} s" if self.seconds else ""
+        return f"{self.kind} {where}{lasts} at step {self.step} + {self.after_s:.3f} s"
+
+
+Draw = Callable[[random.Random, Sequence[str]], tuple[str, str, float]]
+
+
+def _one(low_s: float, high_s: float) -> Draw:
+    return lambda rng, names: (rng.choice(names), "", rng.uniform(low_s, high_s) if high_s else 0.0)
+
+
+def _two(low_s: float, high_s: float) -> Draw:
+    def draw(rng: random.Random, names: Sequence[str]) -> tuple[str, str, float]:
+        first, second = rng.sample(list(names), 2)
+        return first, second, rng.uniform(low_s, high_s) if high_s else 0.0
+
+    return draw
+
+
+def _trainer(low_s: float = 0.0, high_s: float = 0.0) -> Draw:
+    return lambda rng, names: ("trainer-1", "", rng.uniform(low_s, high_s) if high_s else 0.0)
+
+
+def _store(low_s: float, high_s: float) -> Draw:
+    return lambda rng, names: ("", "", rng.uniform(low_s, high_s) if high_s else 0.0)
+
+
+KINDS: dict[str, tuple[int, Draw]] = {
+    "link_snap": (3, _two(0, 0)),
+    "link_delay": (2, _two(0.05, 0.8)),
+    "partition": (3, _two(1.0, 12.0)),
+    "kill": (6, _one(0, 0)),
+    "freeze": (3, _one(0.5, 12.0)),
+    "zombie": (3, _one(2.0, 14.0)),
+    "slow_loop": (2, _one(1.0, 4.0)),
+    "resume": (2, _store(0, 0)),
+    "store_latency": (2, _store(0.5, 4.0)),
+    "store_reply_lost": (3, _store(0, 0)),
+    "store_restart": (2, _store(0.1, 3.0)),
+    "store_loss": (3, _store(0.1, 3.0)),
+    "script_cache_lost": (1, _store(0, 0)),
+    "crash_before_save": (2, _trainer()),
+    "crash_after_save": (2, _trainer()),
+    "crash_before_commit": (2, _trainer()),
+    "crash_after_commit": (2, _trainer()),
+    "zombie_before_commit": (3, _trainer(1.0, 8.0)),
+    "publish_lost": (2, _trainer()),
+    "weights_corrupt": (1, _one(0, 0)),
+    "weights_half": (1, _one(0, 0)),
+}
+"""Kind → how often it is drawn, and how its target and length are drawn."""
+
+DEFAULT = [kind for kind in KINDS if kind != "store_loss"]
+"""Drawn unless others are asked for."""
+
+
+def draw(seed: int, names: Sequence[str], steps: int, kinds: Sequence[str]) -> list[Fault]:
+    """Three to seven faults, in the order they come. The last steps are left undisturbed, so that every fault takes effect."""
+    rng = random.Random(f"{seed}/faults")
+    found: list[Fault] = []
+    weights = [KINDS[kind][0] for kind in kinds]
+    for _ in range(rng.randint(3, 7)):
+        kind = rng.choices(kinds, weights)[0]
+        target, other, seconds = KINDS[kind][1](rng, names)
+        found.append(
+            Fault(kind, rng.randint(0, steps - 4), round(rng.uniform(0.0, 1.5), 3), target, other, round(seconds, 3))
+        )
+    return sorted(found, key=lambda fault: (fault.step, fault.after_s))

@@ -1,0 +1,201 @@
+"""Carries faults out on a world, each at its step, and heals them."""
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from bus.faults import HEARTBEAT_S
+from sim.checks import Monitor
+from sim.faults import Fault
+from sim.process import Killed, Process
+from sim.world import World
+
+UP_S = 40.0
+"""A fault whose target is down waits so long for it to come back."""
+
+TAKE_OVER_S = 0.5
+"""From the freezing of a process until somebody takes its name."""
+
+
+class Injector:
+    """`active` counts faults under way; `healed_at` is when the last one ended."""
+
+    def __init__(self, world: World, faults: list[Fault], monitor: Monitor) -> None:
+        self._world, self._faults, self._monitor = world, faults, monitor
+        self._rng = random.Random(f"{world.setup.seed}/inject")
+        self._context = contextvars.copy_context()
+        self._tasks: asyncio.TaskGroup
+        self.active = 0
+        self.fired = 0
+        self.healed_at = 0.0
+        self._acts: dict[str, Callable[[Fault], Awaitable[None]]] = {
+            "link_snap": self._snap,
+            "link_delay": self._delay,
+            "partition": self._partition,
+            "kill": self._kill,
+            "freeze": self._freeze,
+            "zombie": self._zombie,
+            "slow_loop": self._slow,
+            "resume": self._resume,
+            "store_latency": self._store_latency,
+            "store_reply_lost": self._reply_lost,
+            "store_restart": self._store_restart,
+            "store_loss": self._store_restart,
+            "script_cache_lost": self._scripts,
+            "publish_lost": self._publish_lost,
+            "weights_corrupt": self._spoil,
+            "weights_half": self._spoil,
+        }
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        for number, fault in enumerate(self._faults):
+            tasks.create_task(self._carry_out(fault), name=f"fault.{number}.{fault.kind}")
+
+    def thaw(self, process: Process) -> None:
+        """It goes on, with everything that happened meanwhile before it."""
+        loop: Any = asyncio.get_running_loop()
+        process.thawed_at = loop.time()
+        loop.thaw(process)
+
+    async def _carry_out(self, fault: Fault) -> None:
+        world, loop = self._world, asyncio.get_running_loop()
+        while world.step < fault.step and world.ending is None:
+            await world.moved.wait()
+        await asyncio.sleep(fault.after_s)
+        if fault.target:
+            await self._is_up(fault.target)
+        world.record.say(f"FAULT {fault}")
+        self.fired += 1
+        self.active += 1
+        try:
+            await self._acts.get(fault.kind, self._arm)(fault)
+        finally:
+            self.active -= 1
+            self.healed_at = loop.time()
+
+    async def _is_up(self, name: str) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(UP_S):
+                await self._world.ready(name)
+
+    # -- the network --------------------------------------------------------------------------------------------
+
+    async def _snap(self, fault: Fault) -> None:
+        self._world.network.snap(fault.target, fault.other, "the link broke")
+        self._world.network.snap(fault.other, fault.target, "the link broke")
+
+    async def _delay(self, fault: Fault) -> None:
+        self._world.network.cut(fault.target, fault.other, fault.seconds)
+        self._world.network.cut(fault.other, fault.target, fault.seconds)
+        await asyncio.sleep(fault.seconds)
+
+    async def _partition(self, fault: Fault) -> None:
+        self._world.network.cut(fault.target, fault.other, fault.seconds)
+        await asyncio.sleep(fault.seconds)
+
+    async def _publish_lost(self, fault: Fault) -> None:
+        self._world.network.lose_next("trainer-1", "engine-*", asyncio.get_running_loop().time() + 20.0)
+
+    # -- processes ----------------------------------------------------------------------------------------------
+
+    async def _kill(self, fault: Fault) -> None:
+        self._world.processes[fault.target].kill()
+
+    async def _freeze(self, fault: Fault) -> None:
+        await self._frozen(self._world.processes[fault.target], fault.seconds)
+
+    async def _zombie(self, fault: Fault) -> None:
+        await self._become_zombie(self._world.processes[fault.target], fault.seconds)
+
+    async def _become_zombie(self, process: Process, seconds: float) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._frozen(process, seconds), name=f"frozen.{process.name}")
+            await asyncio.sleep(TAKE_OVER_S)
+            if process.alive and self._world.processes[process.name] is process:
+                self._world.replace(process)
+
+    async def _frozen(self, process: Process, seconds: float) -> None:
+        """Links bear a silence only so long."""
+        process.frozen = True
+        await asyncio.sleep(min(seconds, HEARTBEAT_S))
+        if seconds > HEARTBEAT_S and process.transport is not None:
+            for end in process.transport.ends():
+                end.snap(f"no heartbeat for {HEARTBEAT_S:g} s")
+            await asyncio.sleep(seconds - HEARTBEAT_S)
+        self.thaw(process)
+
+    async def _resume(self, fault: Fault) -> None:
+        self._world.resume(self._rng.randint(0, self._world.setup.alpha))
+
+    async def _slow(self, fault: Fault) -> None:
+        process = self._world.processes[fault.target]
+        process.slowness_s = 0.01
+        await asyncio.sleep(fault.seconds)
+        process.slowness_s = 0.0
+        process.thawed_at = asyncio.get_running_loop().time()
+
+    # -- the store ----------------------------------------------------------------------------------------------
+
+    async def _store_latency(self, fault: Fault) -> None:
+        self._world.store.slow_until = asyncio.get_running_loop().time() + fault.seconds
+        await asyncio.sleep(fault.seconds)
+
+    async def _reply_lost(self, fault: Fault) -> None:
+        self._world.store.lose_replies += self._rng.randint(1, 8)
+
+    async def _scripts(self, fault: Fault) -> None:
+        self._world.store.forget_scripts += 20
+
+    async def _store_restart(self, fault: Fault) -> None:
+        store = self._world.store
+        if not store.is_up:
+            return
+        if fault.kind == "store_loss" and not store.durable:
+            store.begin_window()
+            self._monitor.window_begins()
+            await asyncio.sleep(self._rng.uniform(0.0, 1.0))
+        store.crash()
+        self._monitor.store_lost()
+        self._world.record.say("the store is down")
+        await asyncio.sleep(fault.seconds)
+        store.restart()
+
+    # -- the trainer and its weights ----------------------------------------------------------------------------
+
+    async def _arm(self, fault: Fault) -> None:
+        """Something happens when the trainer comes to a certain point."""
+        world = self._world
+        match fault.kind:
+            case "crash_before_save":
+                world.at_save["before_save"] = self._crash
+            case "crash_after_save":
+                world.at_save["after_save"] = self._crash
+            case "crash_before_commit":
+                world.at_commit["before"] = Process.kill
+            case "crash_after_commit":
+                world.at_commit["after"] = Process.kill
+            case "zombie_before_commit":
+                world.at_save["after_save"] = lambda process: self._zombify(process, fault.seconds)
+            case _:
+                raise ValueError(f"{fault.kind} is no fault")
+
+    def _crash(self, process: Process) -> None:
+        process.kill()
+        raise Killed(process.name)
+
+    def _zombify(self, process: Process, seconds: float) -> None:
+        """Called inside the process itself: what follows must not belong to it."""
+        process.frozen = True
+
+        def go_on() -> None:
+            self._tasks.create_task(self._become_zombie(process, seconds), name="zombie")
+
+        asyncio.get_running_loop().call_soon(go_on, context=self._context)
+
+    async def _spoil(self, fault: Fault) -> None:
+        why = "digest mismatch" if fault.kind == "weights_corrupt" else "half of it was received"
+        self._world.blobs.spoiled.append(why)

@@ -1,0 +1,201 @@
+"""One seed from start to verdict; the same seed gives the same run, to the last event."""
+
+import asyncio
+import gc
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import actors.envs.manager
+import bus.credit
+import runtime.courier
+import runtime.observe.metrics
+from runtime.clock import Deadlock, run_virtual
+from runtime.messages import Finish
+from sim import faults as drawn
+from sim import setup as setups
+from sim.checks import Monitor, Violation
+from sim.faults import Fault
+from sim.inject import Injector
+from sim.journal import Record
+from sim.loop import SimLoop
+from sim.setup import Setup
+from sim.toys import renderer, write_tokenizer
+from sim.world import World
+
+PROGRESS_S = 75.0
+"""Longest wait for a step once nothing is disturbed: leases and tickets have to lapse, and asks to be tried again."""
+
+LIMIT_S = 1200.0
+"""Virtual seconds of a whole run."""
+
+DRAIN_S = 60.0
+
+
+@dataclass
+class Outcome:
+    """How a seed went. `hash` covers every bus and store event."""
+
+    seed: int
+    hash: str
+    steps: int
+    events: int
+    fired: int
+    virtual_s: float
+    violation: Violation | None
+    faults: list[Fault]
+    lines: list[str] = field(default_factory=list)
+
+
+class Bench:
+    """What all seeds of one process share: the tokenizer's folder and a place for run folders, in memory where there is one."""
+
+    def __init__(self) -> None:
+        place = Path("/dev/shm")
+        self.folder = Path(tempfile.mkdtemp(prefix="rubato-sim-", dir=place if place.is_dir() else None))
+        self.model = write_tokenizer(self.folder / "model")
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def faults_of(seed: int, kinds: Sequence[str]) -> list[Fault]:
+    setup = setups.draw(seed)
+    return drawn.draw(seed, setup.names, setup.steps, kinds)
+
+
+def run(bench: Bench, seed: int, faults: list[Fault], *, keep: bool = False) -> Outcome:
+    """Run `seed` with `faults`."""
+    setup = setups.draw(seed)
+    folder = bench.folder / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    loop = SimLoop(seed, limit_s=LIMIT_S)
+    record = Record(loop.time, keep=keep)
+    monitor = Monitor(setup.alpha, setup.window)
+    monitor.now = loop.time
+    job = Job(setup, faults, folder, bench.model, record, monitor)
+    gc.disable()
+    try:
+        with settings(setup):
+            run_virtual(job.main, loop=loop)
+    except Deadlock as error:
+        monitor.fail("progress", str(error))
+    except Exception as error:  # noqa: BLE001 - whatever nobody caught is a finding
+        monitor.fail("nothing is left to the loop", repr(error))
+    finally:
+        gc.enable()
+    injector = job.injector
+    return Outcome(
+        seed,
+        record.hash,
+        job.world.step,
+        record.num_events,
+        injector.fired if injector else 0,
+        loop.time(),
+        monitor.violation,
+        faults,
+        record.lines,
+    )
+
+
+class settings:
+    """Small windows of credit make the accounting matter; managers share one renderer; what only costs time is rare."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._new = {
+            (bus.credit, "WINDOW_MESSAGES"): setup.window,
+            (bus.credit, "REGRANT_MESSAGES"): max(1, setup.window // 2),
+            (actors.envs.manager, "ChatRenderer"): renderer,
+            (runtime.courier, "SWEEP_S"): 0.5,
+            (runtime.observe.metrics, "LAG_PERIOD_S"): 60.0,
+        }
+        self._old: dict[object, object] = {}
+
+    def __enter__(self) -> None:
+        for (module, name), value in self._new.items():
+            self._old[(module, name)] = getattr(module, name)
+            setattr(module, name, value)
+
+    def __exit__(self, *_: object) -> None:
+        for (module, name), value in self._old.items():  # type: ignore[misc]
+            setattr(module, name, value)
+
+
+class Job:
+    """The main task of a seed."""
+
+    def __init__(
+        self, setup: Setup, faults: list[Fault], folder: Path, model: Path, record: Record, monitor: Monitor
+    ) -> None:
+        self.setup, self.faults, self.folder, self.model = setup, faults, folder, model
+        self.record, self.monitor = record, monitor
+        self.world: World
+        self.injector: Injector | None = None
+
+    async def main(self) -> None:
+        self.world = world = World(self.setup, self.folder, self.model, self.record, self.monitor)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(self._watch(), name="watch")
+                await world.start(tasks)
+                self.injector = Injector(world, self.faults, self.monitor)
+                async with asyncio.TaskGroup() as faults:
+                    self.injector.start(faults)
+                    await self._finished()
+                await world.settled()
+                self._check()
+                async with asyncio.timeout(DRAIN_S):
+                    await world.stop()
+                watch.cancel()
+        except* TimeoutError:
+            self.monitor.fail("drain", f"not drained within {DRAIN_S:g} s: {world.waiting()}")
+        except* Violation:
+            pass
+        if self.monitor.violation is None:
+            await self._judge()
+
+    async def _finished(self) -> Finish:
+        while self.world.ending is None:
+            await self.world.moved.wait()
+        return self.world.ending
+
+    async def _watch(self) -> None:
+        """Ends everything at the first violation, and looks for one every second."""
+        loop: Any = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(1.0)
+            injector = self.injector
+            self._check()
+            since = max(self.world.row_at, injector.healed_at if injector else 0.0)
+            if (injector is None or not injector.active) and loop.time() - since > PROGRESS_S:
+                text = f"no step for {PROGRESS_S:g} s after step {self.world.step}: {self.world.waiting()}"
+                self.monitor.fail("progress", text)
+            if self.monitor.violation is not None:
+                loop.thaw_all()
+                raise self.monitor.violation
+
+    def _check(self) -> None:
+        self.monitor.check(list(self.world.processes.values()), asyncio.get_running_loop().time())
+
+    async def _judge(self) -> None:
+        """Everything is over: what is left behind?"""
+        state, fail = self.world.store.state, self.monitor.fail
+        if left := await state.leases("actor/"):
+            fail("drain leaves nothing", f"leases of {', '.join(left)}")
+        tasks = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        if tasks:
+            fail("drain leaves nothing", f"tasks {', '.join(sorted(tasks))}")
+        entries = await state.workset("samples").ended(0, limit=1_000_000)
+        self.monitor.ended(entries, _lines(self.folder / "samples.jsonl"))
+        rows = [row["step"] for row in _lines(self.folder / "metrics.jsonl")]
+        if rows != list(range(1, self.setup.steps + 1)):
+            fail("gapless steps", f"metrics.jsonl has rows {rows}")
+
+
+def _lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

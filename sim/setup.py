@@ -1,0 +1,115 @@
+"""How large a simulated job is and how it is configured: drawn from the seed, like its faults."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from actors.config import ModelSection, RewardSection, StalenessSection, TrainSection
+from actors.engines.section import EngineSection, ScriptedSection
+from actors.engines.worker import EngineWorker
+from actors.envs.manager import EnvManager, EnvManagerConfig
+from actors.envs.section import EnvSection, RolloutSection
+from actors.proxy.proxy import LLMProxy
+from actors.rewards.service import RewardServiceConfig
+from actors.samples.section import SamplesSection
+from actors.training.section import CheckpointSection, CheckSection, EvalSection
+from runtime.actor import Actor
+from sim.actors import SimBuffer, SimRewards, SimTrainer
+
+CLASSES: Mapping[str, type[Actor]] = {
+    "sample_buffer": SimBuffer,
+    "llm_proxy": LLMProxy,
+    "engine": EngineWorker,
+    "env_manager": EnvManager,
+    "reward_service": SimRewards,
+    "trainer": SimTrainer,
+}
+
+
+class Setup(NamedTuple):
+    """One job."""
+
+    seed: int
+    steps: int
+    alpha: int
+    group_size: int
+    batch_groups: int
+    num_engines: int
+    num_managers: int
+    concurrency: int
+    num_slots: int
+    checkpoint_every: int
+    window: int
+    """Messages of credit; small ones make the accounting matter."""
+    durable: bool
+    patience_s: float
+    delay_s: float
+    latency_s: float
+
+    @property
+    def names(self) -> list[str]:
+        """Every process, the trainer last."""
+        engines = [f"engine-{i + 1}" for i in range(self.num_engines)]
+        managers = [f"env_manager-{i + 1}" for i in range(self.num_managers)]
+        return ["sample_buffer-1", "llm_proxy-1", *engines, "reward_service-1", *managers, "trainer-1"]
+
+
+def draw(seed: int) -> Setup:
+    rng = random.Random(f"{seed}/setup")
+    return Setup(
+        seed=seed,
+        steps=rng.randint(20, 24),
+        alpha=rng.choice((0, 1, 1, 2, 3)),
+        group_size=rng.choice((2, 2, 3)),
+        batch_groups=rng.choice((2, 2, 3)),
+        num_engines=rng.choice((2, 2, 3)),
+        num_managers=rng.choice((1, 2, 2)),
+        concurrency=rng.choice((3, 6, 8)),
+        num_slots=rng.choice((2, 4)),
+        checkpoint_every=rng.choice((1, 2, 3, 5)),
+        window=rng.choice((2, 4, 64)),
+        durable=rng.random() < 0.5,
+        patience_s=rng.choice((1.0, 20.0)),
+        delay_s=rng.choice((0.0, 0.002, 0.02)),
+        latency_s=rng.choice((0.0, 0.001, 0.005)),
+    )
+
+
+def configs(setup: Setup, model: Path) -> dict[str, Any]:
+    """The config of each role."""
+    train = TrainSection(batch_groups=setup.batch_groups, group_size=setup.group_size)
+    staleness = StalenessSection(alpha=setup.alpha)
+    where = ModelSection(path=str(model))
+    reward = RewardSection(functions=("sim.toys:score",))
+    scripted = ScriptedSection(token_s=0.01, stop_share=0.4, vocab_size=8)
+    rollout = RolloutSection(
+        max_turns=2, max_new_tokens=3, max_len=64, generate_timeout_s=20.0, reward_timeout_s=10.0, put_timeout_s=60.0, hold_s=2.0
+    )  # fmt: skip
+    return {
+        "sample_buffer": SimBuffer.Config(staleness=staleness, train=train, samples=SamplesSection(ticket_ttl_s=8.0)),
+        "llm_proxy": LLMProxy.Config(),
+        "engine": EngineWorker.Config(
+            model=where,
+            engine=EngineSection(
+                kind="scripted", num_slots=setup.num_slots, max_len=64, stream_every=2, scripted=scripted
+            ),
+        ),
+        "env_manager": EnvManagerConfig(
+            env=EnvSection.model_validate(
+                {"class": "sim.toys:WalkEnv", "concurrency": setup.concurrency, "isolation": "inline"}
+            ),
+            rollout=rollout,
+            model=where,
+            reward=reward,
+        ),
+        "reward_service": RewardServiceConfig(reward=reward),
+        "trainer": SimTrainer.Config(
+            model=where,
+            train=train,
+            staleness=staleness,
+            eval=EvalSection(every=7, num_tasks=2, final_num_tasks=2, timeout_s=60.0),
+            checkpoint=CheckpointSection(every=setup.checkpoint_every, keep=2),
+            check=CheckSection(enabled=False),
+        ),
+    }

@@ -1,0 +1,128 @@
+"""What stands for a model and a task: an environment, a reward, a tokenizer, and a trainer whose weights are its own history."""
+
+import asyncio
+import functools
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.envs.chat import ChatRenderer
+from actors.messages.rewards import NotScored, Score, Scores
+from actors.messages.samples import Trajectory
+from actors.training import checkpoint as checkpoints
+from actors.training.engine import StepResult
+
+WORDS = ("<unk>", "<eos>", "a", "b", "c", "d", "e", "f")
+TURNS = 2
+LONG_SHARE, LONG_S = 0.04, 2.0
+"""Some steps of an environment take much longer than the rest: the tail that staleness is about."""
+
+
+class WalkEnv:
+    """Two turns; how long they take and what they are worth follow from seed and text."""
+
+    async def reset(self, *, seed: int) -> tuple[str, Mapping[str, Any]]:
+        self._rng = random.Random(seed)
+        self._left = TURNS
+        return "a b", {}
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+        long = self._rng.random() < LONG_SHARE
+        await asyncio.sleep(self._rng.uniform(0.02, 0.3) + (LONG_S if long else 0.0))
+        self._left -= 1
+        return "c", float(len(action) % 3), self._left == 0, False, {}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ToyScorer:
+    """Stands for LocalScorer, whose worker processes no virtual loop can start."""
+
+    async def start(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    async def score(self, requests: Sequence[Score]) -> list[Scores | NotScored]:
+        await asyncio.sleep(0.01)
+        return [Scores((0.5 * (sum(map(len, request.completions)) % 2),)) for request in requests]
+
+
+class Checkpoint(msgspec.Struct):
+    """`history` holds the ids that each step trained, oldest step first: the weights."""
+
+    step: int
+    epoch: int
+    history: list[list[str]]
+
+
+Trained = Callable[[int, list[list[Trajectory]], list[list[str]]], None]
+"""Hears (step, groups, history before it)."""
+
+
+class ToyTrainEngine:
+    """A `TrainEngine`. `saving` is called before and after a checkpoint is written: there the trainer may be made to crash."""
+
+    def __init__(self, trained: Trained, saving: Callable[[str, int], None]) -> None:
+        self._trained, self._saving = trained, saving
+        self._state = Checkpoint(0, 0, [])
+
+    def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
+        if checkpoint is not None:
+            self._state = msgspec.json.decode((checkpoint / "toy.json").read_bytes(), type=Checkpoint)
+        return self._state.step, self._state.epoch
+
+    def train(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> StepResult:
+        held = [list(group) for group in groups]
+        self._trained(step, held, self._state.history)
+        self._state.history.append([t.ticket.trajectory_id for group in held for t in group])
+        self._state.step = step
+        rewards = [t.reward for group in held for t in group]
+        return StepResult({"reward/mean": sum(rewards) / max(1, len(rewards))}, len(rewards))
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        raise NotImplementedError("the agreement check is off in the simulation")
+
+    def export(self) -> list[memoryview | bytes]:
+        header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+        return [len(header).to_bytes(8, "little"), header, self._state.step.to_bytes(4, "little")]
+
+    def save(self, folder: Path, *, epoch: int) -> None:
+        self._saving("before_save", self._state.step)
+        self._state.epoch = epoch
+        files = {"toy.json": msgspec.json.encode(self._state)}
+        checkpoints.write(folder, files, step=self._state.step, epoch=epoch)
+        self._saving("after_save", self._state.step)
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A model folder with a word tokenizer and a chat template, and no weights: enough for environment managers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(WORDS)}, "unk_token": "<unk>"}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": model,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    template = "{% for m in messages %}{{ m.content }} <eos> {% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": template}))
+    return folder
+
+
+@functools.cache
+def renderer(folder: Path, *, system_prompt: str = "") -> ChatRenderer:
+    """Shared by every manager of this process: it keeps nothing but caches."""
+    return ChatRenderer(folder, system_prompt=system_prompt)

@@ -1,0 +1,95 @@
+"""What the simulation found in the runtime, each as a test of its own."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from bus.errors import Refused
+from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import Identity
+from runtime.actor import ActorConfig, RunInfo
+from runtime.blob_memory import MemoryBlobStore
+from runtime.clock import run_virtual
+from runtime.kernel import Kernel
+from runtime.observe.log import logger
+from runtime.registry import list_actors
+from runtime.store.memory import MemoryStore
+from tests.simulation.test_kernel import Client, Echo, Server
+
+
+class SlowLeases(MemoryStore):
+    """A renewal takes effect half a second after it was asked for."""
+
+    async def lease(self, name, token, value, ttl_s):
+        await asyncio.sleep(0.5)
+        return await super().lease(name, token, value, ttl_s)
+
+
+def made(actor_class, name, network, store, folder):
+    return Kernel(
+        actor_class,
+        ActorConfig(),
+        name=name,
+        incarnation=1,
+        run=RunInfo("test", folder, 7, 1),
+        transport=MemoryTransport(Identity("test", name, 1), network),
+        store=store,
+        blobs=MemoryBlobStore(),
+        log=logger("rubato.test"),
+    )
+
+
+def test_an_actor_that_lives_is_found_again_soon_after_its_link_broke(tmp_path):
+    async def main():
+        network, store = MemoryNetwork(), MemoryStore()
+        server, client = (made(c, n, network, store, tmp_path) for c, n in ((Server, "server-1"), (Client, "client-1")))
+        async with asyncio.TaskGroup() as tasks:
+            serving = [tasks.create_task(kernel.serve()) for kernel in (server, client)]
+            await server.ready.wait()
+            await client.ref("server-1").ask(Echo("before"), timeout=1)
+            network.snap("client-1", "server-1", "the link broke")
+            await asyncio.sleep(0.1)
+            assert client.find("server-1") is None
+
+            reply = await client.ref("server-1").ask(Echo("after"), timeout=4)
+
+            for task in serving:
+                task.cancel()
+        return reply.text
+
+    assert run_virtual(main) == "after"
+
+
+def test_a_renewal_under_way_does_not_bring_the_lease_of_a_stopped_actor_back(tmp_path):
+    async def main():
+        store = SlowLeases()
+        kernel = made(Server, "server-1", MemoryNetwork(), store, tmp_path)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(kernel.serve())
+            await kernel.ready.wait()
+            await asyncio.sleep(0.6)  # the first beat's renewal is on its way
+            kernel.stop()
+        await asyncio.sleep(1.0)
+        return await list_actors(store)
+
+    assert run_virtual(main) == []
+
+
+def test_messages_for_another_incarnation_cost_no_credit(tmp_path):
+    async def main():
+        network, store = MemoryNetwork(), MemoryStore()
+        server, client = (made(c, n, network, store, tmp_path) for c, n in ((Server, "server-1"), (Client, "client-1")))
+        async with asyncio.TaskGroup() as tasks:
+            serving = [tasks.create_task(kernel.serve()) for kernel in (server, client)]
+            await server.ready.wait()
+            await client.ref("server-1").ask(Echo("here"), timeout=1)
+            stale = next(record for record in await list_actors(store) if record.name == "server-1")
+            wrong = msgspec.structs.replace(stale, incarnation=9)
+            for _ in range(200):
+                with pytest.raises(Refused):
+                    await client._courier.ask(wrong, Echo("gone"), asyncio.get_running_loop().time() + 1.0)
+            for task in serving:
+                task.cancel()
+
+    run_virtual(main)
