@@ -6,6 +6,7 @@ every envelope, per-actor metrics, the heartbeats of both kernels.
 
 import argparse
 import asyncio
+import importlib.util
 import multiprocessing
 import os
 import sys
@@ -22,6 +23,7 @@ import msgspec
 import uvloop
 from load import PAYLOAD, Figures, now_ns, rate, report, requests, round_trips
 
+from bus.keys import Keys, new_keys
 from bus.message import Message, Request
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
@@ -35,7 +37,7 @@ from runtime.ref import Ref
 from runtime.registry import LEASE_TTL_S, ActorRecord, Event, list_actors
 from runtime.store.memory import MemoryStore
 
-ROUND_TRIPS, REQUESTS, MESSAGES = 5_000, 60_000, 200_000
+ROUND_TRIPS, REQUESTS, MESSAGES, BULKS = 5_000, 60_000, 200_000, 10
 TIMEOUT_S = 30.0
 
 
@@ -146,7 +148,7 @@ def _kernel(actor: type[Actor], name: str, folder: Path, address: str, store: Me
         name=name,
         incarnation=3,
         run=RunInfo("bench", folder, 0, 0),
-        transport=ZmqTransport(Identity("bench", name, 3), address),
+        transport=ZmqTransport(Identity("bench", name, 3), address, keys=_keys(folder)),
         store=store,
         blobs=MemoryBlobStore(),
         log=logger("bench"),
@@ -157,9 +159,19 @@ def _address(folder: Path, scheme: str, name: str) -> str:
     return f"ipc://{folder}/{name}" if scheme == "ipc" else "tcp://127.0.0.1:0"
 
 
-async def measure(folder: Path, scheme: str) -> Figures:
-    """All figures."""
+def _keys(folder: Path) -> Keys | None:
+    """With a file of keys in the folder, both sides use CURVE."""
+    path = folder / "keys.json"
+    return msgspec.json.decode(path.read_bytes(), type=Keys) if path.exists() else None
+
+
+async def measure(folder: Path, scheme: str, only: list[str]) -> Figures:
+    """The figures but bulk."""
     current_trace.set(os.urandom(16))
+    if scheme == "curve":
+        path = folder / "keys.json"
+        path.touch(mode=0o600)
+        path.write_bytes(msgspec.json.encode(new_keys()))
     async with pair(folder, scheme) as ref:
         request = Generate(PAYLOAD, 1, 0.7)
 
@@ -167,8 +179,10 @@ async def measure(folder: Path, scheme: str) -> Figures:
             return await ref.ask(request, timeout=TIMEOUT_S)
 
         figures = await round_trips(call, ROUND_TRIPS)
-        figures["req_s"] = await requests(call, REQUESTS)
-        figures["msg_s"] = await _messages(ref)
+        if not only or "req" in only:
+            figures["req_s"] = await requests(call, REQUESTS)
+        if not only or "msg" in only:
+            figures["msg_s"] = await _messages(ref)
     return figures
 
 
@@ -183,10 +197,25 @@ async def _messages(ref: Ref) -> float:
     return rate(MESSAGES, began)
 
 
+def bulk() -> Figures:
+    """As `tools/bench/bulk.py` measures it: the blobs of a host, mapped by one reader and by four, each page touched."""
+    path = Path(__file__).resolve().parents[1] / "bulk.py"
+    spec = importlib.util.spec_from_file_location("bulk", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {"bulk_1to1_gb_s": module.measure(1, runs=BULKS), "bulk_1to4_gb_s": module.measure(4, runs=BULKS)}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", required=True)
-    parser.add_argument("--scheme", default="ipc")
+    parser.add_argument("--scheme", default="ipc", choices=["ipc", "tcp", "curve"])
+    parser.add_argument("--only", nargs="*", default=[], choices=["rtt", "req", "msg", "bulk"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        report(arguments.json, uvloop.run(measure(Path(temporary), arguments.scheme)))
+        figures = uvloop.run(measure(Path(temporary), arguments.scheme, arguments.only))
+    if not arguments.only or "bulk" in arguments.only:
+        figures |= bulk()
+    report(arguments.json, figures)

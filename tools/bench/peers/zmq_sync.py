@@ -51,18 +51,20 @@ def read_bulk(url: str) -> None:
             socket.send(b"k")
 
 
-def measure(folder: Path) -> Figures:
-    """All figures; the receiver is another process."""
+def measure(folder: Path, only: list[str]) -> Figures:
+    """The figures; the receiver is another process."""
     url = f"ipc://{folder}/one"
     receiver = multiprocessing.get_context("spawn").Process(target=serve, args=(url,))
     receiver.start()
     socket = _connected(zmq.Context.instance(), url)
-    figures = {**_round_trips(socket), "req_s": _requests(socket), "msg_s": _messages(socket)}
-    figures["bulk_1to1_gb_s"] = _bulk(socket)
+    figures = _round_trips(socket)
+    if not only:
+        figures |= {"req_s": _requests(socket), "msg_s": _messages(socket), "bulk_1to1_gb_s": _bulk(socket)}
     socket.send(STOP)
     socket.close()
     receiver.join()
-    figures["bulk_1to4_gb_s"] = _fan_out(f"ipc://{folder}/many")
+    if not only:
+        figures["bulk_1to4_gb_s"] = _fan_out(f"ipc://{folder}/many")
     return figures
 
 
@@ -158,6 +160,7 @@ def _connected(context: zmq.Context[zmq.Socket[bytes]], url: str) -> zmq.Socket[
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", required=True)
+    parser.add_argument("--only", nargs="*", default=[], choices=["rtt"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        report(arguments.json, measure(Path(temporary)))
+        report(arguments.json, measure(Path(temporary), arguments.only))
