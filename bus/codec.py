@@ -51,7 +51,7 @@ class _BufferBeside(msgspec.Struct, array_like=True, frozen=True):
     size_bytes: int
 
 
-_NOT_OURS = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
+NOT_OURS = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 """All that msgspec raises for bytes that are malformed, of another type, or nested beyond reason (UnicodeDecodeError is a ValueError)."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -103,9 +103,9 @@ def decode_body(message: type[MessageT], body: msgspec.Raw | bytes, buffers: Seq
     """
     try:
         if not buffers:
-            return _decoder(message)(body)
+            return body_decoder(message)(body)
         return _decode_with_buffers(message, body, buffers)
-    except _NOT_OURS as error:
+    except NOT_OURS as error:
         raise BadFrame(f"not a {tag_of(message)}: {error}") from None
 
 
@@ -113,11 +113,16 @@ def encode_envelope(envelope: Envelope) -> bytes:
     """One envelope as it stands in a frame. Raises BadFrame when it cannot travel."""
     try:
         piece = _encode(envelope)
-    except (TypeError, *_NOT_OURS) as error:
+    except (TypeError, *NOT_OURS) as error:
         raise BadFrame(f"an envelope for {envelope.target!r} cannot be encoded: {error}") from error
+    check_piece(envelope, piece)
+    return piece
+
+
+def check_piece(envelope: Envelope, piece: bytes) -> None:
+    """Raise BadFrame when an encoded envelope alone exceeds a frame."""
     if len(piece) > MAX_FRAME_BYTES - 3:
         raise BadFrame(f"an envelope for {envelope.target!r} takes {len(piece)} bytes, a frame {MAX_FRAME_BYTES}")
-    return piece
 
 
 def join_frame(pieces: Sequence[bytes]) -> bytes:
@@ -137,7 +142,7 @@ def decode_frame(frame: bytes | memoryview) -> list[Envelope]:
         raise BadFrame(f"a frame must be an array of 1 to {MAX_ENVELOPES} envelopes")
     try:
         return _decode_frame(frame)
-    except _NOT_OURS as error:
+    except NOT_OURS as error:
         raise BadFrame(f"not a frame of envelopes: {error}") from None
 
 
@@ -151,7 +156,9 @@ def check_buffers(buffers: Sequence[memoryview | bytes]) -> None:
 
 
 @functools.cache
-def _decoder(message: type[MessageT]) -> Callable[[msgspec.Raw | bytes], MessageT]:
+def body_decoder(message: type[MessageT]) -> Callable[[msgspec.Raw | bytes], MessageT]:
+    """What decodes a body that has no buffers beside it. Raises any of NOT_OURS: whoever calls it makes that a BadFrame."""
+
     def extension(code: int, data: memoryview) -> Any:
         return _from_ext(code, data, (), set())
 

@@ -6,8 +6,12 @@ Encoding at once puts an error where its cause is, and leaves no message that co
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bus.codec import MAX_ENVELOPES, check_buffers, encode_envelope, join_frame
+import msgspec
+
+from bus.codec import MAX_ENVELOPES, check_buffers, check_piece, encode_envelope, join_frame
 from bus.envelope import Envelope
+
+_encode = msgspec.msgpack.Encoder().encode
 
 FULL_BYTES = 256 * 1024
 """A frame is closed once it has this much: larger ones save nothing more and make the receiver's loop stutter."""
@@ -32,7 +36,12 @@ class Outbox:
 
     def add(self, envelope: Envelope, buffers: Sequence[memoryview | bytes] = ()) -> int:
         """Append in order; how many envelopes wait for their frame to close. Raises BadFrame, leaving the outbox as it was, when the envelope exceeds a limit."""
-        piece = encode_envelope(envelope)
+        try:
+            piece = _encode(envelope)
+        except (TypeError, ValueError, OverflowError):
+            piece = encode_envelope(envelope)  # which says what is wrong
+        if len(piece) > FULL_BYTES:
+            check_piece(envelope, piece)
         if buffers:
             check_buffers(buffers)
         if self._size + len(piece) > FULL_BYTES and self._pieces:

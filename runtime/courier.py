@@ -113,7 +113,12 @@ class Courier:
             route = self._route(record)
         if route.waiting or not route.account.take(size):
             return self._tell_later(route, size, tag, body, buffers)
-        self._post(record, _TELL, 0, tag, 0, "", body, buffers)
+        trace, incarnation = current_trace.get(), record.incarnation
+        self._transport.post(
+            record.address,
+            Envelope(_TELL, 0, record.name, incarnation, tag, 0, trace, "", 0, body, self._sender),
+            buffers,
+        )
         return None
 
     def arrived(self, delivery: Delivery) -> None:

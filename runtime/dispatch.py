@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from bus.codec import decode_body, encode_body
+from bus.codec import NOT_OURS, body_decoder, decode_body, encode_body
 from bus.credit import Grants, charge
 from bus.envelope import Envelope, Kind
 from bus.errors import AskFailed, BadFrame, BusError
@@ -44,6 +44,7 @@ class Handler(NamedTuple):
 
     spec: HandlerSpec
     run: Callable[[Any], Awaitable[Any]]
+    decode: Callable[[msgspec.Raw], Message]
 
 
 class _Running:
@@ -136,7 +137,10 @@ class Dispatcher:
         """Handle letters until cancelled: in order, but for handlers that declare a concurrency."""
         self._actor = actor
         self._time = asyncio.get_running_loop().time
-        handlers = {tag: Handler(spec, getattr(actor, spec.method)) for tag, spec in actor.handlers.items()}
+        handlers = {
+            tag: Handler(spec, getattr(actor, spec.method), body_decoder(spec.message))
+            for tag, spec in actor.handlers.items()
+        }
         letters, trace, deadline = self._mailbox.letters, b"", 0.0
         while True:
             await self._mailbox.wait()
@@ -154,7 +158,7 @@ class Dispatcher:
                     self._admit(handler, delivery)
                 else:
                     self._consumed(delivery)
-                    message = self._open(handler.spec, delivery)
+                    message = self._open(handler, delivery)
                     if message is None:
                         continue
                     if delivery.deadline != deadline:
@@ -163,7 +167,14 @@ class Dispatcher:
                     if envelope.trace != trace:
                         trace = envelope.trace
                         current_trace.set(trace)
-                    await self._run(handler, delivery, message)
+                    try:
+                        result = await handler.run(message)
+                    except Exception as error:  # noqa: BLE001 - a handler may raise anything; it fails its ask, not the actor
+                        self._failed(handler, delivery, error)
+                    else:
+                        if envelope.kind == _ASK:
+                            self.reply(delivery, result)
+                    self.handled += 1
             else:
                 await asyncio.sleep(0)
 
@@ -182,7 +193,7 @@ class Dispatcher:
 
     # -- one handler --------------------------------------------------------------------------------------------
 
-    def _open(self, spec: HandlerSpec, delivery: Delivery) -> Message | None:
+    def _open(self, handler: Handler, delivery: Delivery) -> Message | None:
         """The decoded message; None when it was answered or refused without running."""
         envelope = delivery.envelope
         if delivery.deadline and delivery.deadline <= self._time():
@@ -194,26 +205,18 @@ class Dispatcher:
                 self._post(delivery, _OK, known.tag, known.body, ())
                 return None
         try:
-            return decode_body(spec.message, envelope.body, delivery.buffers)
-        except BadFrame as error:
+            if delivery.buffers:
+                return decode_body(handler.spec.message, envelope.body, delivery.buffers)
+            return handler.decode(envelope.body)
+        except (BadFrame, *NOT_OURS) as error:
             self._log.warning("bad_body", tag=envelope.tag, sender=envelope.sender, error=str(error))
             self._reply_error(delivery, Kind.BAD_BODY, f"{envelope.tag}: {error}")
             return None
 
-    async def _run(self, handler: Handler, delivery: Delivery, message: Message, job: _Running | None = None) -> None:
-        """Run the handler and answer: `delivery`, or whoever `job` answers by then."""
-        try:
-            result = await handler.run(message)
-        except Exception as error:  # noqa: BLE001 - a handler may raise anything; it fails its ask, not the actor
-            if not isinstance(error, AskFailed | BusError):
-                self._log.error("handler_failed", handler=handler.spec.method, error=repr(error), exc_info=True)
-            text = f"{self._name}: {type(error).__name__}: {error}"
-            self._reply_error(job.delivery if job else delivery, Kind.ERROR, text)
-        else:
-            if delivery.envelope.kind == _ASK:
-                self.reply(job.delivery if job else delivery, result)
-        finally:
-            self.handled += 1
+    def _failed(self, handler: Handler, delivery: Delivery, error: Exception) -> None:
+        if not isinstance(error, AskFailed | BusError):
+            self._log.error("handler_failed", handler=handler.spec.method, error=repr(error), exc_info=error)
+        self._reply_error(delivery, Kind.ERROR, f"{self._name}: {type(error).__name__}: {error}")
 
     # -- handlers that run beside each other --------------------------------------------------------------------
 
@@ -235,7 +238,7 @@ class Dispatcher:
             self._running[where] = running
             running.delivery = delivery
             return
-        message = self._open(spec, delivery)
+        message = self._open(handler, delivery)
         if message is None:
             return
         self._counts[spec.method] = self._counts.get(spec.method, 0) + 1
@@ -250,7 +253,15 @@ class Dispatcher:
     async def _beside(self, handler: Handler, running: _Running, message: Message) -> None:
         current_deadline.set(running.delivery.deadline)
         current_trace.set(running.delivery.envelope.trace)
-        await self._run(handler, running.delivery, message, running)
+        try:
+            result = await handler.run(message)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failed(handler, running.delivery, error)
+        else:
+            if running.delivery.envelope.kind == _ASK:
+                self.reply(running.delivery, result)
+        finally:
+            self.handled += 1
 
     def _ended(self, handler: Handler, running: _Running) -> None:
         self._forget(running)

@@ -69,14 +69,13 @@ class Directory:
     def __init__(self, node: str = NODE) -> None:
         self._node = node
         self._records: dict[str, ActorRecord] = {}
+        self.find: Callable[[str], ActorRecord | None] = self._records.get
+        """The ready actor of that name. Every message asks this, so it is the dictionary's own method."""
         self._suspects: dict[str, ActorRecord] = {}
         self._changed = asyncio.Event()
 
     def ready(self, role: str) -> tuple[str, ...]:
         return tuple(sorted(name for name, r in self._records.items() if r.role == role))
-
-    def find(self, name: str) -> ActorRecord | None:
-        return self._records.get(name)
 
     def at(self, address: str) -> ActorRecord | None:
         return next((r for r in self._records.values() if r.address == address), None)

@@ -12,11 +12,12 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -87,18 +88,31 @@ def run(system: System, *options: str) -> Figures | None:
     with tempfile.TemporaryDirectory(prefix="rubato-bench-") as folder:
         told = Path(folder) / "figures.json"
         command = [sys.executable, str(PEERS / system.script), "--json", str(told), *system.options, *options]
-        try:
-            ended = subprocess.run(
-                command, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder, preexec_fn=die_with_parent
+        # Not a pipe: what a system leaves behind would hold it open.
+        with (Path(folder) / "stderr").open("w+") as errors:
+            driver = subprocess.Popen(
+                command, stderr=errors, stdout=subprocess.DEVNULL, cwd=folder, start_new_session=True
             )
-        except subprocess.TimeoutExpired:
-            print(f"{system.name}: no figures within {LIMIT_S:.0f} s", file=sys.stderr)
-            return None
-        if ended.returncode or not told.exists():
-            said = (ended.stderr.strip() or "nothing").splitlines()[-1]
-            print(f"{system.name}: ended with {ended.returncode}: {said}", file=sys.stderr)
+            try:
+                driver.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                print(f"{system.name}: no figures within {LIMIT_S:.0f} s", file=sys.stderr)
+                return None
+            finally:
+                end_all(driver)
+            errors.seek(0)
+            said = errors.read().strip()
+        if driver.returncode or not told.exists():
+            print(f"{system.name}: ended with {driver.returncode}: {said.splitlines()[-1:]}", file=sys.stderr)
             return None
         return json.loads(told.read_text())
+
+
+def end_all(driver: "subprocess.Popen[bytes]") -> None:
+    """End the driver and whatever it started that is still there."""
+    with suppress(ProcessLookupError):
+        os.killpg(driver.pid, signal.SIGKILL)
+    driver.wait()
 
 
 def in_turns(systems: Sequence[System], runs: int, *options: str) -> dict[str, Figures]:
