@@ -18,6 +18,7 @@ from runtime.keys import find_keys
 from runtime.launch.folder import RunCard, is_up, read_card
 from runtime.observe.log import logger
 from runtime.observe.trace import Trace, trace_path
+from runtime.schema import schema_of
 from runtime.store.open import open_store
 from runtime.store.store import Store
 
@@ -34,7 +35,7 @@ class Connection(NamedTuple):
 
     def transport(self, name: str, incarnation: int) -> Transport:
         """Endpoints are fresh per incarnation, so that nothing meant for a dead one reaches its successor."""
-        identity = Identity(self.card.id, name, incarnation)
+        identity = Identity(self.card.id, name, incarnation, schema_of(self.config))
         public = f"tcp://{self.card.host}:*" if self.card.host else ""
         return ZmqTransport(identity, f"ipc://{self.card.sockets}/{name}.{incarnation}", public=public, keys=self.keys)
 

@@ -15,7 +15,7 @@ import bus.zmq_sockets
 from bus.codec import MAX_FRAME_BYTES
 from bus.envelope import Envelope, Kind
 from bus.keys import new_keys
-from bus.link import PROTOCOL, SCHEMA, Greeting
+from bus.link import PROTOCOL, Greeting
 from bus.transport import Delivery, Identity, Peer
 from bus.zmq import ZmqTransport
 
@@ -27,7 +27,7 @@ class Engine:
     """An endpoint that answers nobody, and what it was told."""
 
     def __init__(self, bind: str) -> None:
-        self.transport = ZmqTransport(Identity("run", "engine-1", 1), bind)
+        self.transport = ZmqTransport(Identity("run", "engine-1", 1, "5c4e"), bind)
         self.arrived: asyncio.Queue[Delivery] = asyncio.Queue()
         self.downs: asyncio.Queue[tuple[Peer, str]] = asyncio.Queue()
 
@@ -62,7 +62,7 @@ def envelope(number: int, body: bytes = b"\xc0") -> Envelope:
     return Envelope(Kind.ASK, number, "engine-1", 1, "Echo", 0, b"", "", 0, msgspec.Raw(body))
 
 
-def hello(*, run: str = "run", schema: str = SCHEMA, protocol: int = PROTOCOL) -> bytes:
+def hello(*, run: str = "run", schema: str = "", protocol: int = PROTOCOL) -> bytes:
     greeting = msgspec.msgpack.encode(Greeting(protocol, run, "stranger", 1, schema))
     first = Envelope(Kind.HELLO, 0, "", 0, "", 0, b"", "", 0, msgspec.Raw(greeting))
     return msgspec.msgpack.encode([first])
@@ -95,6 +95,16 @@ async def test_a_peer_that_is_not_of_this_job_is_counted_by_reason(engine, reaso
 
         assert engine.transport.refusals.counts == {reason: 1}
         assert await engine.serves(tmp_path)
+
+
+async def test_a_client_without_a_fingerprint_is_admitted(engine):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.linger = 0
+        client.connect(engine.transport.address)
+        client.send(hello())
+        client.send(msgspec.msgpack.encode([envelope(5)]))
+        async with asyncio.timeout(10):
+            assert (await engine.arrived.get()).envelope.id == 5
 
 
 @pytest.mark.parametrize("announced", [MAX_FRAME_BYTES + 1, 2**40, 2**63 - 1])

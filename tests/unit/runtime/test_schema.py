@@ -1,0 +1,44 @@
+"""The fingerprint changes with what is on the wire and with nothing else."""
+
+from typing import ClassVar
+
+import msgspec
+
+from bus.message import Ack, Message, Request
+from runtime.config import from_mapping
+from runtime.schema import fingerprint, schema_of
+
+
+def test_defaults_and_documentation_do_not_count_and_fields_do():
+    def made(**fields: type) -> type[Message]:
+        return msgspec.defstruct("Score", list(fields.items()), bases=(Message,), frozen=True)
+
+    plain = made(run=str, reward=float)
+    with_default = msgspec.defstruct(
+        "Score", [("run", str, "x"), ("reward", float, 1.0)], bases=(Message,), frozen=True
+    )
+
+    assert fingerprint([plain]) != fingerprint([made(run=str)])
+    assert fingerprint([plain]) != fingerprint([made(run=str, reward=int)])
+    assert fingerprint([plain]) != fingerprint([made(reward=float, run=str)])
+    assert fingerprint([plain]) != fingerprint([with_default])  # a field that may be missing is another wire
+    assert fingerprint([plain]) == fingerprint([made(run=str, reward=float)])
+
+
+class Tree(msgspec.Struct, frozen=True):
+    below: "list[Tree]" = []
+
+
+class Plant(Request[Ack], frozen=True):
+    idempotent: ClassVar[bool] = True
+    tree: Tree
+
+
+def test_a_type_inside_itself_is_described_once():
+    assert fingerprint([Plant]) == fingerprint([Plant])
+
+
+def test_a_job_has_one_fingerprint_whatever_its_numbers_are():
+    roles = {"sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"}}
+
+    assert schema_of(from_mapping({"actors": roles})) == schema_of(from_mapping({"actors": roles, "run": {"steps": 7}}))
