@@ -130,7 +130,9 @@ class TrainerDesk:
         await self._journal.flush()
 
     async def _commit(self, step: int, epoch: int) -> None:
-        for each in range(self._book.committed + 1, step + 1):
+        """A Store that lost its newest writes may have forgotten commits: it is asked how far it came."""
+        counts = await self._journal.steadily(self._workset.counts)
+        for each in range(min(self._book.committed, counts.committed) + 1, step + 1):
             await self._journal.steadily(partial(self._workset.commit, each, epoch))
             self._book.committed = max(self._book.committed, each)
             self._book.bound.discard(each)
