@@ -1,8 +1,9 @@
 """A restarted buffer goes on where it stood."""
 
 import asyncio
+import copy
 
-from actors.messages.samples import Advance, Batch, Claim, DrawEpoch, GiveUp, Put
+from actors.messages.samples import Advance, Batch, Claim, Commit, DrawEpoch, GiveUp, Put
 
 
 async def begin(stage):
@@ -191,5 +192,26 @@ def test_a_late_put_of_an_older_attempt_is_superseded_although_its_group_trained
 
         assert await stage.put(tickets[0], 1.0) == "superseded"
         assert await stage.put(again[0], 0.0) == ""
+
+    stage.run(scene)
+
+
+def test_commits_that_the_store_forgot_are_made_again(make_stage):
+    stage = make_stage(batch_groups=1)
+
+    async def scene():
+        await begin(stage)
+        await stage.buffer.claim(Claim(1, 1, 1, 0.0))
+        await stage.buffer.advance(Advance(1, 1))
+        before = copy.deepcopy(stage.store._worksets["samples"])
+        await stage.buffer.commit(Commit(1, 1))
+        stage.store._worksets["samples"].__dict__.update(before.__dict__)
+        await stage.buffer.claim(Claim(2, 1, 1, 0.0))
+        await stage.buffer.advance(Advance(2, 1))
+        await stage.buffer.commit(Commit(2, 1))
+
+        counts = await stage.store.workset("samples").counts()
+
+        assert (counts.committed, counts.bound) == (2, 0)
 
     stage.run(scene)
