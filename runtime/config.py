@@ -29,6 +29,8 @@ class RunSection(Section):
     """Training steps, after which the job is done."""
     dir: str = ""
     """Folder of the run; empty makes one under runs/ from the name and the date. --run-dir wins."""
+    watch_s: float = Field(default=30.0, gt=0)
+    """A stage that is blocked for longer is told of, once, in the words of `monitor --why`."""
     lease_s: float = Field(default=300.0, gt=0)
     """A host that can't reach the run's state for longer ends its actors; shorter cuts are ridden out."""
 

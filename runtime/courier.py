@@ -16,6 +16,7 @@ from bus.errors import AskFailed, BadFrame, BusError, Failed, NotSent, Refused, 
 from bus.message import Message, Request, reply_types
 from bus.transport import Delivery, Peer, Transport
 from runtime.deadline import current_trace
+from runtime.observe.waits import Waits, WaitView
 from runtime.registry import ActorRecord
 
 ReplyT = TypeVar("ReplyT")
@@ -38,6 +39,10 @@ REFUSALS: Mapping[int, str] = {
 }
 
 
+SHOWN_S = 1.0
+"""An ask that is open for longer is shown as a wait, whether or not the asker declared one."""
+
+
 class Pending(msgspec.Struct):
     """One open ask."""
 
@@ -45,6 +50,7 @@ class Pending(msgspec.Struct):
     deadline: float
     record: ActorRecord
     request: Message
+    since: float
 
 
 class _Route:
@@ -67,8 +73,9 @@ class _Route:
 class Courier:
     """Sends for one kernel. Open asks are bounded by the credit that receivers grant."""
 
-    def __init__(self, transport: Transport, sender: str, incarnation: int) -> None:
+    def __init__(self, transport: Transport, sender: str, incarnation: int, waits: Waits) -> None:
         self._transport = transport
+        self._waits = waits
         self._sender = sender
         self._keys = f"{sender}/{incarnation:x}/"
         self._ids = itertools.count(1)
@@ -94,8 +101,9 @@ class Courier:
             await self._take_credit(route, size, deadline)
         ask_id = next(self._ids)
         future: asyncio.Future[ReplyT] = loop.create_future()
-        self._pending[ask_id] = Pending(future, deadline, record, request)
-        budget_us = int((deadline - loop.time()) * 1e6)
+        now = loop.time()
+        self._pending[ask_id] = Pending(future, deadline, record, request, now)
+        budget_us = int((deadline - now) * 1e6)
         self._post(record, _ASK, ask_id, tag, budget_us if budget_us > 1 else 1, key, body, buffers)
         try:
             return await future
@@ -159,9 +167,14 @@ class Courier:
                 self._post(pending.record, _CANCEL, ask_id, "", 0, "", NOTHING, ())
                 self._fail(ask_id, Unknown, "no reply before the deadline")
 
-    @property
-    def open_asks(self) -> int:
-        return len(self._pending)
+    def open_asks(self, now: float) -> list[WaitView]:
+        """The oldest ask of each kind that was open for `SHOWN_S` at loop time `now`, per actor asked."""
+        oldest: dict[tuple[str, str], WaitView] = {}
+        for pending in self._pending.values():  # in the order in which they were asked
+            age_s, holder, tag = now - pending.since, pending.record.name, type(pending.request).__name__
+            if age_s >= SHOWN_S:
+                oldest.setdefault((holder, tag), WaitView(tag, "", holder, age_s, "", "ask", age_s))
+        return list(oldest.values())
 
     def _fail(self, ask_id: int, kind: type[AskFailed], why: str) -> None:
         pending = self._pending.pop(ask_id)
@@ -209,8 +222,9 @@ class Courier:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             route.waiting.append(waiter)
             try:
-                async with asyncio.timeout_at(deadline):
-                    await waiter
+                with self._waits.on("credit", holder=record.name):
+                    async with asyncio.timeout_at(deadline):
+                        await waiter
             except (TimeoutError, asyncio.CancelledError) as error:
                 if waiter in route.waiting:
                     route.waiting.remove(waiter)

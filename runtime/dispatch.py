@@ -21,6 +21,7 @@ from runtime.actor import Actor, HandlerSpec
 from runtime.courier import NOTHING
 from runtime.deadline import current_deadline, current_trace
 from runtime.mailbox import Mailbox
+from runtime.observe.waits import WaitView
 from runtime.replies import Replies
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ NOBODY = b""
 """The peer of letters whose link is gone: they are handled, and what is posted to it goes nowhere."""
 
 _ASK, _TELL, _CANCEL, _OK, _CREDIT = (int(k) for k in (Kind.ASK, Kind.TELL, Kind.CANCEL, Kind.OK, Kind.CREDIT))
+
+
+SHOWN_S = 1.0
+"""A handler that holds the mailbox up for longer is shown as a wait."""
 
 
 class Spawn(Protocol):
@@ -89,6 +94,10 @@ class Dispatcher:
         self._replies = Replies()
         self._actor: Actor | None = None
         self._time: Callable[[], float] = _running_time
+        self._inline: Handler | None = None
+        """The handler that all other messages wait for."""
+        self._seen = (-1, 0.0)
+        """Messages handled, and since when no further one was: as of the last look."""
         self.incarnation = 0
         self.handled = 0
 
@@ -167,6 +176,7 @@ class Dispatcher:
                     if envelope.trace != trace:
                         trace = envelope.trace
                         current_trace.set(trace)
+                    self._inline = handler
                     try:
                         result = await handler.run(message)
                     except Exception as error:  # noqa: BLE001 - a handler may raise anything; it fails its ask, not the actor
@@ -174,9 +184,19 @@ class Dispatcher:
                     else:
                         if envelope.kind == _ASK:
                             self.reply(delivery, result)
+                    self._inline = None
                     self.handled += 1
             else:
                 await asyncio.sleep(0)
+
+    def at_work(self, now: float) -> list[WaitView]:
+        """The handler that has held up the mailbox for `SHOWN_S` or longer at loop time `now`, if any. Called once per heartbeat."""
+        if self._inline is None or self._seen[0] != self.handled:
+            self._seen = (self.handled, now)
+            return []
+        age_s = now - self._seen[1]
+        method = self._inline.spec.method
+        return [WaitView(method, "", "", age_s, "", "handler", age_s, whole=True)] if age_s >= SHOWN_S else []
 
     def reply(self, delivery: Delivery, message: Message) -> None:
         """Answer an ask."""

@@ -72,7 +72,7 @@ class Kernel:
         self.ready = asyncio.Event()
         self._actor_class, self._config = actor_class, config
         self._transport = transport
-        self._courier = Courier(transport, name, incarnation)
+        self._courier = Courier(transport, name, incarnation, self.waits)
         system = {Drain.__name__: self._drain_asked}
         self._dispatch = Dispatcher(transport, name, log, self.spawn, system, self._courier.arrived)
         self._dispatch.incarnation = incarnation
@@ -230,7 +230,8 @@ class Kernel:
             rate_s=metrics.pop("actor/rate_s", 0.0),
             idle=min(metrics.pop("idle", 1.0), 1.0 - self._cpu_share),
             metrics=metrics,
-            waits=self.waits.snapshot(now),
+            waits=self.waits.snapshot(now, [*self._courier.open_asks(now), *self._dispatch.at_work(now)]),
+            stages=self.waits.stages(now),
             node=self.node,
             public=self._transport.public_address,
         )

@@ -65,6 +65,12 @@ class DrainActors(Request[Added | NotAdded], frozen=True):
     names: tuple[str, ...]
 
 
+class RestartActors(Request[Added | NotAdded], frozen=True):
+    """To the node agent: drain these actors and start them again; answered when their old processes have exited."""
+
+    names: tuple[str, ...]
+
+
 class StopJob(Request[Ack], frozen=True):
     """To the node agent: drain and save (or stop at once, when `now`); the job can be resumed."""
 

@@ -3,10 +3,11 @@
 import asyncio
 from typing import Protocol, TypeVar
 
-from bus.errors import NotSent, Refused, Unknown
+from bus.errors import Failed, NotSent, Refused, Unknown
 from bus.message import Message, Request
 from runtime.courier import Courier
 from runtime.deadline import budget
+from runtime.observe.waits import Waits
 from runtime.registry import ActorRecord
 
 ReplyT = TypeVar("ReplyT")
@@ -19,6 +20,8 @@ BACKOFF_MAX_S = 1.0
 
 class Resolver(Protocol):
     """Finds a ready actor for a target name or role."""
+
+    waits: Waits
 
     def resolve(self, target: str) -> ActorRecord | None: ...
     async def change(self) -> None: ...
@@ -48,8 +51,15 @@ class Ref:
             if record is None:
                 record = await self._find(deadline)
             try:
-                return await courier.ask(record, request, deadline, key)
-            except (NotSent, Refused, Unknown) as error:
+                reply = await courier.ask(record, request, deadline, key)
+                if self._resolver.waits.refusals:
+                    self._resolver.waits.answered(record.name)
+                return reply
+            except (Failed, NotSent, Refused, Unknown) as error:
+                if not isinstance(error, Unknown):
+                    self._resolver.waits.refused(record.name, type(request).__name__, str(error))
+                if isinstance(error, Failed):
+                    raise
                 final = isinstance(error, Unknown) and not request.idempotent
                 if final or not retry or loop.time() + pause >= deadline:
                     raise
@@ -68,10 +78,11 @@ class Ref:
     async def _find(self, deadline: float) -> ActorRecord:
         record = None
         try:
-            async with asyncio.timeout_at(deadline):
-                while record is None:
-                    await self._resolver.change()
-                    record = self._resolver.resolve(self.name)
+            with self._resolver.waits.on(self.name, stage="ask", detail="none is ready", holder=self.name):
+                async with asyncio.timeout_at(deadline):
+                    while record is None:
+                        await self._resolver.change()
+                        record = self._resolver.resolve(self.name)
         except TimeoutError:
             raise NotSent(f"no ready actor {self.name!r} before the deadline") from None
         return record

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from runtime.observe.waits import WaitView
+from runtime.observe.waits import StageView, WaitView
 from runtime.store.errors import StoreUnavailable
 from runtime.store.store import Store
 
@@ -47,6 +47,7 @@ class ActorRecord(msgspec.Struct, frozen=True):
     idle: float = 1.0
     metrics: dict[str, float] = {}
     waits: list[WaitView] = []
+    stages: list[StageView] = []
     node: str = NODE
     """The node agent of its host."""
     public: str = ""
@@ -162,7 +163,7 @@ class Registry:
         return await self._store.lease(f"actor/{record.name}", record.incarnation, value, LEASE_TTL_S)
 
     async def announce(self, kind: Literal["ready", "left"], record: ActorRecord) -> None:
-        bare = msgspec.structs.replace(record, metrics={}, waits=[])
+        bare = msgspec.structs.replace(record, metrics={}, waits=[], stages=[])
         await self._store.append("events", msgspec.msgpack.encode(Event(kind, bare)))
 
     async def withdraw(self, record: ActorRecord) -> None:
@@ -252,7 +253,21 @@ class Registry:
         return after
 
 
+class Seen(NamedTuple):
+    """An actor's record, and how long ago it was renewed: a healthy process does so every `BEAT_S`."""
+
+    record: ActorRecord
+    silent_s: float
+
+
+async def list_seen(store: Store) -> list[Seen]:
+    """Every live actor of the run, by name, with its age: what the monitor reads."""
+    return [
+        Seen(msgspec.msgpack.decode(lease.value, type=ActorRecord), max(0.0, LEASE_TTL_S - lease.remaining_s))
+        for _, lease in sorted((await store.leases("actor/")).items())
+    ]
+
+
 async def list_actors(store: Store) -> list[ActorRecord]:
-    """Every live actor of the run, by name: what the monitor and the command line read."""
-    leases = await store.leases("actor/")
-    return [msgspec.msgpack.decode(lease.value, type=ActorRecord) for _, lease in sorted(leases.items())]
+    """Every live actor of the run, by name."""
+    return [seen.record for seen in await list_seen(store)]

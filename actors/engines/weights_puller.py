@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING
 from actors.engines.engine import Engine
 from actors.messages.weights import WeightsPublished
 from runtime.blobs import BlobCorrupt, BlobInfo, BlobMissing, BlobStore
+from runtime.observe.waits import ITSELF, Wait
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from runtime.observe.metrics import Metrics
     from runtime.observe.waits import Waits
+
+TRAINER = "trainer"
+NODE = "node"
+"""The role whose actor owns the host's blobs."""
 
 BLOB = "weights"
 """Where weights are published when no hint said otherwise."""
@@ -27,6 +32,8 @@ class WeightsPuller:
         self._metrics, self._waits, self._log = metrics, waits, log
         self._blob = BLOB
         self._held = (0, 0)
+        self._source = TRAINER
+        self._held_up: set[Wait] = set()
         self._wake = asyncio.Event()
         self._swapped = asyncio.Event()
 
@@ -45,14 +52,18 @@ class WeightsPuller:
         """Wake whoever holds a request back: what it waits for may be over."""
         self._swapped.set()
 
-    async def wait_for(self, version: int) -> None:
-        """Pull now; returns once `version` or a newer one is in place, or after `look_again`."""
+    async def wait_for(self, version: int, who: str = "weights") -> None:
+        """Pull now; returns once `version` or a newer one is in place, or after `look_again`. `who` is held up by it."""
         self._wake.set()
         self._swapped.clear()
         if self.version < version:
             detail = f"version {version}, has {self.version}"
-            with self._waits.on("weights", detail=detail, holder="trainer"):
-                await self._swapped.wait()
+            with self._waits.on(who, stage="weights", detail=detail, holder=self._source) as wait:
+                self._held_up.add(wait)
+                try:
+                    await self._swapped.wait()
+                finally:
+                    self._held_up.discard(wait)
 
     async def keep_up(self, check_s: float) -> None:
         """Pull whenever there is something newer, until cancelled. Raises EngineError when weights do not fit the model."""
@@ -70,15 +81,33 @@ class WeightsPuller:
         newest = await self._blobs.newest(self._blob)
         if newest is None or (newest.epoch, newest.version) <= self._held:
             return
+        with self._waits.on(f"weights {newest.version}", stage="pull", holder=NODE) as wait:
+            self._blame(ITSELF)
+            try:
+                info, image = await self._fetch(newest)
+                if image is not None:
+                    wait.update(detail="swapping them in", holder="")
+                    self._took(info, await self._engine.update(info.version, image))
+            finally:
+                self._metrics.gauge("weights/pulled", 1.0)
+                self._blame(TRAINER)
+
+    async def _fetch(self, newest: BlobInfo) -> tuple[BlobInfo, memoryview | None]:
         began = asyncio.get_running_loop().time()
+        self._metrics.gauge("weights/pulled", 0.0)
         try:
             info, image = await self._blobs.get(self._blob, newest.version)
         except (BlobMissing, BlobCorrupt) as error:
             self._log.warning("weights_not_pulled", version=newest.version, error=str(error))
-            return
+            return newest, None
         self._metrics.observe("weights/transfer_s", asyncio.get_running_loop().time() - began)
-        pause_s = await self._engine.update(info.version, image)
-        self._took(info, pause_s)
+        return info, image
+
+    def _blame(self, source: str) -> None:
+        """Whom requests wait for that need newer weights: the trainer until it published them, then this pull."""
+        self._source = source
+        for wait in self._held_up:
+            wait.update(holder=source)
 
     def _took(self, info: BlobInfo, pause_s: float) -> None:
         self._held = (info.epoch, info.version)

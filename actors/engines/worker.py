@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import ModelSection
-from actors.engines.engine import ENGINES, Engine, EngineDead, EngineError, Work
+from actors.engines.engine import ENGINES, Chunk, Engine, EngineDead, EngineError, Work
 from actors.engines.flights import Flight, Flights
 from actors.engines.section import EngineSection
 from actors.engines.weights_hosts import WeightsHosts
@@ -140,7 +140,7 @@ class EngineWorker(Actor):
         request, finish_reason = flight.request, "aborted"
         work = flight.work()
         while weights.version < request.min_version and not flight.abort_reason:
-            await weights.wait_for(request.min_version)
+            await weights.wait_for(request.min_version, request.request_id)
         if not flight.abort_reason:
             with self.metrics.busy():
                 finish_reason = await self._generate(flight, work)
@@ -150,17 +150,22 @@ class EngineWorker(Actor):
 
     async def _generate(self, flight: Flight, work: Work) -> str:
         engine, _ = self._started()
-        finish_reason, due = "aborted", 4 * self.config.engine.stream_every
+        finish_reason = "aborted"
         flight.generating = True
-        async with contextlib.aclosing(engine.generate(work)) as chunks:
-            async for chunk in chunks:
-                flight.heard(chunk)
-                self.metrics.count("engine/tokens", len(chunk.tokens.ids) // 4)
-                finish_reason = chunk.finish_reason
-                if not finish_reason and len(flight.unreported.ids) >= due:
-                    self._reports.add(work.request_id)
-                    self._report_due.set()
+        with self.waits.on(work.request_id, stage="decode") as wait:
+            async with contextlib.aclosing(engine.generate(work)) as chunks:
+                async for chunk in chunks:
+                    wait.moved()
+                    self._heard(flight, chunk)
+                    finish_reason = chunk.finish_reason
         return finish_reason
+
+    def _heard(self, flight: Flight, chunk: Chunk) -> None:
+        flight.heard(chunk)
+        self.metrics.count("engine/tokens", len(chunk.tokens.ids) // 4)
+        if not chunk.finish_reason and len(flight.unreported.ids) >= 4 * self.config.engine.stream_every:
+            self._reports.add(flight.request.request_id)
+            self._report_due.set()
 
     async def _abort(self, request_id: str, reason: str) -> None:
         engine, weights = self._started()

@@ -129,7 +129,8 @@ class EnvManager(Actor):
                 continue
             request = Admit(room, self.name, self.incarnation, ADMIT_WAIT_S)
             try:
-                with self.waits.on("tickets", detail=f"room for {room} rollouts", holder="sample_buffer"):
+                detail = f"room for {room} rollouts"
+                with self.waits.on("tickets", detail=detail, holder="sample_buffer", idle=True):
                     reply = await self._buffer.ask(request, timeout=ADMIT_WAIT_S + 5.0)
             except AskFailed as error:
                 self.log.warning("not_admitted", error=str(error))
@@ -199,7 +200,9 @@ class EnvManager(Actor):
         deadline = loop.time() + self._limits.put_timeout_s
         ticket = request.trajectory.ticket if isinstance(request, Put) else request.ticket
         failed = 0
-        with self.waits.on(ticket.trajectory_id, detail=type(request).__name__.lower(), holder="sample_buffer"):
+        stage = "put" if isinstance(request, Put) else "give_up"
+        limit = f"rollout.put_timeout_s={self._limits.put_timeout_s:g}"
+        with self.waits.on(ticket.trajectory_id, stage=stage, holder="sample_buffer", limit=limit):
             while True:
                 try:
                     stored = await self._buffer.ask(request, timeout=ASK_S)

@@ -39,7 +39,7 @@ class Gauges(Protocol):
 class Waiting(Protocol):
     """The part of Waits that a rollout uses."""
 
-    def on(self, what: str, *, detail: str = "", holder: str = "", limit: str = "") -> AbstractContextManager[Any]: ...
+    def on(self, what: str, *, stage: str = "", holder: str = "", limit: str = "") -> AbstractContextManager[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class Rollout:
         }
 
     def _waiting(self, stage: str, limit: str, holder: str = "") -> AbstractContextManager[Any]:
-        return self._stage.waits.on(self._ticket.trajectory_id, detail=stage, holder=holder, limit=limit)
+        return self._stage.waits.on(self._ticket.trajectory_id, stage=stage, holder=holder, limit=limit)
 
 
 def encode_columns(columns: Mapping[str, Any], info: Mapping[str, Any]) -> bytes:

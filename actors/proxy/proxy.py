@@ -108,7 +108,7 @@ class LLMProxy(Actor):
         self.metrics.gauge("proxy/queued", self._placement.num_waiting + 1)
         limit = f"proxy.request_timeout_s={self._section.request_timeout_s:g}"
         try:
-            with self.waits.on("a free engine slot", detail=flight.request.request_id, holder="engine", limit=limit):
+            with self.waits.on(flight.request.request_id, stage="a free slot", holder="engine", limit=limit):
                 return await self._placement.take(flight, deadline)
         finally:
             self.metrics.gauge("proxy/queued", self._placement.num_waiting)
@@ -121,9 +121,11 @@ class LLMProxy(Actor):
         loop = asyncio.get_running_loop()
         request = flight.to_send()
         seat.bytes_in += len(request.prompt) + len(request.resumed.ids)
+        limit = f"proxy.request_timeout_s={self._section.request_timeout_s:g}"
         try:
-            async with asyncio.timeout(None) as flight.scope:
-                reply = await seat.ref.ask(request, timeout=deadline - loop.time(), retry=False)
+            with self.waits.on(request.request_id, stage="decode", holder=seat.name, limit=limit):
+                async with asyncio.timeout(None) as flight.scope:
+                    reply = await seat.ref.ask(request, timeout=deadline - loop.time(), retry=False)
         except TimeoutError:
             self._moved(seat, flight, died=True)
             return None

@@ -8,6 +8,7 @@ from actors.config import RewardSection
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.rewards.local import LocalScorer
 from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.observe.waits import ITSELF
 
 BATCH = 64
 """Trajectories per call of a function: enough to make the call's own cost vanish."""
@@ -63,7 +64,8 @@ class RewardService(Actor):
         reply: asyncio.Future[Scores | NotScored] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, reply))
         self._arrived.set()
-        return await reply
+        with self.waits.on(request.trajectory_id, stage="queue", holder=ITSELF):
+            return await reply
 
     async def _serve(self) -> None:
         while True:
@@ -78,7 +80,9 @@ class RewardService(Actor):
     async def _answer(self, batch: list[_Waiting]) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        with self.metrics.busy():
+        detail, limit = f"{len(batch)} trajectories", f"reward.timeout_s={self._section.timeout_s:g}"
+        wait = self.waits.on(batch[0][0].trajectory_id, stage="reward", detail=detail, limit=limit)
+        with wait, self.metrics.busy():
             found = await self._scorer.score([request for request, _ in batch])
         self.metrics.observe("reward/batch", len(batch))
         self.metrics.observe("reward/wall_s", loop.time() - began)

@@ -38,11 +38,12 @@ from actors.samples.ledger import Ledger
 from actors.samples.recovery import Records, rebuild
 from actors.samples.sample import file_payload, read_payload
 from actors.samples.section import SamplesSection
-from actors.samples.waiting import gauges, why_waiting
+from actors.samples.waiting import gauges, why_no_tickets, why_unfinished, why_waiting
 from bus.errors import AskFailed
 from bus.message import Ack
 from planning.staleness import HandOver
 from runtime.actor import Actor, ActorConfig, handler
+from runtime.observe.waits import STORE, Wait
 from runtime.store.errors import Fenced, StoreError
 from runtime.store.store import Fence
 
@@ -111,7 +112,8 @@ class SampleBuffer(Actor):
         with suppress(TimeoutError):
             async with asyncio.timeout(request.wait_s):
                 while not (tickets := self._issue(request)) and not self._closed:
-                    await self._wakes.slots.wait()
+                    with self._waits_for_slots():
+                        await self._wakes.slots.wait()
         if tickets:
             await self._send(tickets)
         return Tickets(tickets=tuple(tickets), standing=self._book.standing, closed=self._closed)
@@ -123,12 +125,14 @@ class SampleBuffer(Actor):
 
     @handler(concurrency=1024)
     async def put(self, request: Put) -> Stored:
-        fate = await self._whole(self._intake.put(request.trajectory))
+        with self.waits.on(request.trajectory.ticket.trajectory_id, stage="intake", holder=STORE):
+            fate = await self._whole(self._intake.put(request.trajectory))
         return Stored(fate=fate, standing=self._book.standing)
 
     @handler(concurrency=1024)
     async def give_up(self, request: GiveUp) -> Stored:
-        fate = await self._whole(self._intake.give_up(request))
+        with self.waits.on(request.ticket.trajectory_id, stage="intake", holder=STORE):
+            fate = await self._whole(self._intake.give_up(request))
         return Stored(fate=fate, standing=self._book.standing)
 
     # -- the trainer --------------------------------------------------------------------------------------------
@@ -174,10 +178,10 @@ class SampleBuffer(Actor):
     async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:
         group = open_round(self._book, request.key, request.num, self._now())
         self._wakes.slots.set()
-        with self.waits.on(f"evaluation {request.key}") as wait, suppress(TimeoutError):
+        wait = self.waits.on(f"evaluation {request.key}", stage="evaluation", idle=True)
+        with wait.told(lambda: why_unfinished(group)), suppress(TimeoutError):
             async with asyncio.timeout(request.wait_s):
                 while not group.complete:
-                    wait.update(detail=f"{group.num_settled} of {request.num} held-out tasks")
                     await self._wakes.rounds.wait()
         if group.complete:
             return result(group)
@@ -214,14 +218,19 @@ class SampleBuffer(Actor):
     async def _await_plan(self, request: Claim, deadline: float) -> HandOver:
         plan = self._trainer.plan(request)
         limit = f"samples.ticket_ttl_s={self.config.samples.ticket_ttl_s:g}"
-        with self.waits.on(f"batch {request.step}", limit=limit) as wait, suppress(TimeoutError):
+        wait = self.waits.on(f"batch {request.step}", stage="batch", limit=limit, idle=True)
+        with wait.told(lambda: why_waiting(self._book, plan)), suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 while not plan.take:
-                    detail, holder = why_waiting(self._book, plan)
-                    wait.update(detail=detail, holder=holder)
                     await self._wakes.supply.wait()
+                    wait.moved()
                     plan = self._trainer.plan(request)
         return plan
+
+    def _waits_for_slots(self) -> Wait:
+        limit = f"staleness.alpha={self._book.alpha}"
+        wait = self.waits.on("tickets", stage="slots", limit=limit, idle=True)
+        return wait.told(lambda: why_no_tickets(self._book))
 
     async def _whole(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Run `work` to its end even if the asker goes away. What the Store refuses is the asker's error; being fenced is ours."""

@@ -1,24 +1,42 @@
-"""Says what the buffer holds and what a batch waits for, for the monitor."""
+"""Says what the buffer holds and what callers wait for, for the monitor: (detail, holder) each."""
 
 from typing import TYPE_CHECKING
 
 from actors.samples.book import Book
+from actors.samples.groups import Group
 from planning.staleness import HandOver
 
 if TYPE_CHECKING:
     from runtime.observe.metrics import Metrics
 
+ENV_MANAGER, TRAINER = "env_manager", "trainer"
+
 
 def why_waiting(book: Book, plan: HandOver) -> tuple[str, str]:
-    """(detail, holder): how many groups there are, which is the oldest that runs, and who holds it."""
+    """How many groups there are, which is the oldest that runs, and who holds it."""
     oldest = next(book.running(), None)
     if oldest is None:
-        return f"{plan.why}; none runs: {book.admission().why}", ""
-    holders = sorted({member.holder for member in oldest.members if member.state == "running"})
+        admission = book.admission()
+        return f"{plan.why}; none runs: {admission.why}", ENV_MANAGER if admission.num_groups else ""
+    holders = _holders(oldest)
     held = f"at {', '.join(holders)}" if holders else "whose tickets nobody took yet"
     size = len(oldest.members)
     detail = f"{plan.why}; oldest group {oldest.id} has {oldest.num_settled} of {size} members, the rest {held}"
-    return detail, holders[0] if holders else ""
+    return detail, holders[0] if holders else ENV_MANAGER
+
+
+def why_no_tickets(book: Book) -> tuple[str, str]:
+    """What fills the slots, and who frees the next one: the trainer where a batch is ready, else who runs the oldest group."""
+    admission, oldest = book.admission(), next(book.running(), None)
+    if oldest is None or sum(1 for _ in book.ready()) >= book.limits.batch_groups:
+        return admission.why, TRAINER
+    return f"{admission.why}; oldest group {oldest.id}", next(iter(_holders(oldest)), ENV_MANAGER)
+
+
+def why_unfinished(group: Group) -> tuple[str, str]:
+    """How far a held-out evaluation is."""
+    detail = f"{group.num_settled} of {len(group.members)} held-out tasks of {group.id}"
+    return detail, next(iter(_holders(group)), ENV_MANAGER)
 
 
 def gauges(book: Book, metrics: "Metrics") -> None:
@@ -28,3 +46,7 @@ def gauges(book: Book, metrics: "Metrics") -> None:
     metrics.gauge("queue/bound/depth", sum(group.num_scored for group in book.groups.values() if group.step))
     metrics.gauge("groups/ready", sum(1 for _ in book.ready()))
     metrics.gauge("groups/in_flight", sum(1 for _ in book.running()))
+
+
+def _holders(group: Group) -> list[str]:
+    return sorted({member.holder for member in group.members if member.state == "running"})

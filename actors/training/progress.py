@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actors.messages.samples import Trajectory
+from actors.training.engine import StepResult
 from runtime.registry import ActorRecord
 
 OWN_PREFIXES = ("queue/", "fabric/")
@@ -37,6 +38,30 @@ class Rows:
             os.fsync(file.fileno())
         temporary.replace(self._path)
 
+    def append_step(
+        self,
+        step: int,
+        result: StepResult,
+        groups: Sequence[Sequence[Trajectory]],
+        times: Mapping[str, float],
+        own: Mapping[str, float],
+        others: Sequence[ActorRecord],
+    ) -> dict[str, float]:
+        """Put the row of `step` together, add it, and return it."""
+        row: dict[str, float] = {
+            "step": step,
+            **result.metrics,
+            **batch_metrics(groups, step),
+            "weights/version": step,
+            **times,
+            **others_metrics(others),
+            **own,
+        }
+        row["perf/samples_s"] = sum(map(len, groups)) / max(1e-6, times["time/step"])
+        row["perf/train_tokens_s"] = result.num_tokens / max(1e-6, times["time/train"])
+        self.append(row)
+        return row
+
     def append(self, row: Mapping[str, float]) -> None:
         """Add one row. Figures that are not finite are left out: NaN is never a number here."""
         finite = {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items() if math.isfinite(v)}
@@ -60,6 +85,11 @@ def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str
         "rollout/truncated_frac": sum(t.truncated for t in trajectories) / count,
         "rollout/wall_s_p99": sorted(t.wall_s for t in trajectories)[int(0.99 * (count - 1))],
     }
+
+
+def own_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What a row carries of the trainer's own figures."""
+    return {name: metrics.get(name, 0.0) for name in ("loop/lag_p99", "staleness/publish_lag")}
 
 
 def others_metrics(records: Sequence[ActorRecord]) -> dict[str, float]:

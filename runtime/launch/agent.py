@@ -11,7 +11,8 @@ from runtime.actor import ActorConfig, Context, handler
 from runtime.blob_hosts import HostBlobs
 from runtime.config import Config
 from runtime.launch.local import Death, LocalLauncher
-from runtime.messages import AddActors, Added, DrainActors, Finish, NotAdded, Notice, Progress, StopJob
+from runtime.launch.watch import Watch
+from runtime.messages import AddActors, Added, DrainActors, Finish, NotAdded, Notice, Progress, RestartActors, StopJob
 from runtime.registry import NODE
 from runtime.store.errors import StoreUnavailable
 
@@ -52,6 +53,7 @@ class NodeAgent(HostBlobs):
         self.job: Config
         self.screen: Screen
         self.launcher: LocalLauncher
+        self.make_launcher: type[LocalLauncher] = LocalLauncher
         self.over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._died_at: dict[str, float] = {}
         self._wanted: set[str] = set()
@@ -61,14 +63,18 @@ class NodeAgent(HostBlobs):
         """Names given to hosts that joined; never given twice."""
         self.all_ready = asyncio.Event()
         self.deaths = 0
+        self._watch = Watch(self.waits)
 
     async def on_start(self) -> None:
         self.spawn(self._serve_launcher(), name="node.launcher")
+        follow = self._watch.follow(self.store, self.job.run.watch_s, self._look, self.screen.notice, self.log)
+        self.spawn(follow, name="node.watch")
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         """Actors came up or went away."""
         self._ready -= set(left)
         for name in joined:
+            self._watch.well(name)
             if name in self._wanted:
                 self._ready.add(name)
                 self._back(name)
@@ -131,15 +137,25 @@ class NodeAgent(HostBlobs):
         away = [n for n in request.names if n in self._elsewhere and self._context.find(n) is not None]
         if away and len(away) == len(request.names):
             return await self._drain_elsewhere(away)
-        unknown = [n for n in request.names if n not in self.launcher.names()]
-        if unknown:
-            return NotAdded(f"{', '.join(unknown)} does not run here. Running: {', '.join(self.launcher.names())}.")
+        if unknown := self._unknown(request.names):
+            return unknown
         self._draining |= set(request.names)
         self._wanted -= set(request.names)
         async with asyncio.TaskGroup() as tasks:
             for name in request.names:
                 tasks.create_task(self.launcher.drain(name, DRAIN_LIMIT_S))
         self.screen.notice(f"{', '.join(request.names)} drained", good=True)
+        return Added(request.names)
+
+    @handler(concurrency=8)
+    async def restart_actors(self, request: RestartActors) -> Added | NotAdded:
+        if unknown := self._unknown(request.names):
+            return unknown
+        async with asyncio.TaskGroup() as tasks:
+            for name in request.names:
+                tasks.create_task(self.launcher.restart(name, DRAIN_LIMIT_S))
+                self._watch.starting(name)
+        self.screen.notice(f"{', '.join(request.names)} restarted", good=True)
         return Added(request.names)
 
     @handler
@@ -154,6 +170,8 @@ class NodeAgent(HostBlobs):
         role = death.name.rsplit("-", 1)[0]
         await self._bury(death.name)
         if death.expected:
+            if death.restart_in_s is None:
+                self._watch.well(death.name)
             return
         self.deaths += 1
         self._died_at[death.name] = asyncio.get_running_loop().time()
@@ -172,6 +190,11 @@ class NodeAgent(HostBlobs):
         self.screen.notice(
             f"{death.name} died ({death.how}) after {death.after_s:.1f} s{because}; restarting in {death.restart_in_s:.1f} s "
             f"({death.attempt} of {death.limit})"
+        )
+        self._watch.died(
+            death.name,
+            f"{death.how}{because}; restart {death.attempt} of {death.limit}",
+            f"actors.{role}.restarts={death.limit}",
         )
         self._ready.discard(death.name)
         self.metrics.count(f"deaths/{role}")
@@ -230,11 +253,22 @@ class NodeAgent(HostBlobs):
     def start(self, name: str) -> None:
         """Start one actor of this host and keep it running."""
         self._wanted.add(name)
+        self._watch.starting(name)
         self.launcher.start(name, self.job.actors[name.rsplit("-", 1)[0]])
+
+    def _look(self) -> None:
+        for name in self.launcher.names():
+            self._watch.stopped(name, now=self.launcher.is_stopped(name))
+
+    def _unknown(self, names: tuple[str, ...]) -> NotAdded | None:
+        unknown = [name for name in names if name not in self.launcher.names()]
+        if not unknown:
+            return None
+        return NotAdded(f"{', '.join(unknown)} does not run here. Running: {', '.join(self.launcher.names())}.")
 
     async def _serve_launcher(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            self.launcher = LocalLauncher(self.run.folder, tasks, self, self._threads)
+            self.launcher = self.make_launcher(self.run.folder, tasks, self, self._threads)
             await asyncio.get_running_loop().create_future()
 
     def _threads(self, role: str) -> int:

@@ -43,6 +43,8 @@ class _Child:
         self.limit = spec.restarts
         self.process: asyncio.subprocess.Process | None = None
         self.leaving = False
+        self.restarting = False
+        """It was asked to end, and is to be started again at once."""
         self.wake = asyncio.Event()
         """Ends the pause before a restart."""
         self.gone = asyncio.Event()
@@ -63,6 +65,17 @@ class LocalLauncher:
     def names(self, role: str | None = None) -> list[str]:
         """Actors this host supervises, oldest first."""
         return [n for n, c in self._children.items() if not c.leaving and role in (None, n.rsplit("-", 1)[0])]
+
+    def is_stopped(self, name: str) -> bool:
+        """Whether its process exists and was stopped by a signal; False where the system does not tell."""
+        child = self._children.get(name)
+        if child is None or child.process is None or child.process.returncode is not None:
+            return False
+        try:
+            told = Path(f"/proc/{child.process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return told.rpartition(")")[2].split()[0] in "Tt"
 
     def start(self, name: str, spec: ActorSpec) -> None:
         """Start `name` and keep it running."""
@@ -85,6 +98,21 @@ class LocalLauncher:
             self._signal(child, signal.SIGKILL)
             await child.gone.wait()
 
+    async def restart(self, name: str, limit_s: float) -> None:
+        """Drain `name` and start it again, outside its budget; returns when its process has ended, killed past `limit_s`."""
+        child = self._children.get(name)
+        if child is None or child.process is None:
+            return
+        process, child.restarting = child.process, True
+        self._signal(child, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(limit_s):
+                await process.wait()
+        except TimeoutError:
+            self._log.warning("killed_after_drain", actor=name, limit_s=limit_s)
+            self._signal(child, signal.SIGKILL)
+            await process.wait()
+
     def stop_restarting(self) -> None:
         """From now on every exit is final."""
         self._stopping = True
@@ -104,6 +132,12 @@ class LocalLauncher:
                 started = loop.time()
                 code = await self._run(name, child)
                 expected = child.leaving or self._stopping
+                if child.restarting and not expected:
+                    child.restarting = False
+                    await self._watcher.died(
+                        Death(name, "restart", loop.time() - started, "", 0, child.limit, 0.0, True)
+                    )
+                    continue
                 plan = child.budget.died(loop.time())
                 delay = None if expected else plan.delay_s
                 how = f"signal {-code}" if code < 0 else f"exit {code}"

@@ -9,8 +9,8 @@ from typing import Protocol
 from bus.errors import AskFailed
 from bus.message import Request
 from runtime.errors import LaunchError
-from runtime.messages import AddActors, Added, DrainActors, NotAdded
-from runtime.monitor.snapshot import ActorView
+from runtime.messages import AddActors, Added, DrainActors, NotAdded, RestartActors
+from runtime.monitor.views import ActorView
 
 ASK_S = 40.0
 """Longer than a drain takes."""
@@ -23,6 +23,7 @@ class Actions(Protocol):
     """What the live view may do to a run."""
 
     async def drain(self, name: str) -> str: ...
+    async def restart(self, name: str) -> str: ...
     async def add(self, role: str) -> str: ...
     async def kill(self, actor: ActorView) -> str: ...
 
@@ -37,6 +38,11 @@ class RunActions:
         """Returns once it has exited; it is not restarted."""
         await self._ask(DrainActors((name,)))
         return f"{name} drained"
+
+    async def restart(self, name: str) -> str:
+        """Returns once its old process has ended; a new one is on its way."""
+        await self._ask(RestartActors((name,)))
+        return f"{name} restarted"
 
     async def add(self, role: str) -> str:
         """Start one more actor of `role`."""

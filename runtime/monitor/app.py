@@ -1,6 +1,7 @@
 """The live view: everything of a run on one screen, read-only unless actions were allowed."""
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import ClassVar, cast
 
@@ -16,14 +17,17 @@ from textual.widgets import ContentSwitcher, DataTable, Static
 from runtime.errors import RubatoError
 from runtime.monitor.actions import Actions
 from runtime.monitor.names import DEFAULT, Names
-from runtime.monitor.panels import HELP, flow_page, flow_panel, metrics_page, waits_panel
-from runtime.monitor.snapshot import ActorView
+from runtime.monitor.panels import HELP, flow_page, flow_panel, in_flight_page, metrics_page, waits_panel
 from runtime.monitor.source import Source, View
-from runtime.monitor.table import COLUMNS, WIDTHS, actor_row, cells, head, trend
+from runtime.monitor.table import COLUMNS, WIDTHS, actor_row, cells, failure_lines, failures, head, trend
+from runtime.monitor.views import ActorView
 from runtime.monitor.why import render
 
 REFRESH_S = 1.0
 """Actors publish their figures once a second."""
+
+RATE_LOOKS = 10
+"""Rates of failures are over the last so many looks."""
 
 LOG_LINES = 4
 PAGE_LOG_LINES = 200
@@ -35,7 +39,7 @@ PICTURE_SIZE = (112, 30)
 
 STYLES = {"ready": "green", "draining": "yellow", "starting": "yellow", "stopped": "red"}
 
-KEYS = "q quit  a actors  f flow  w waits  m metrics  l log  d drain  k kill  + add  ?"
+KEYS = "q quit a actors f flow w waits m metrics i in flight l log d drain r restart k kill + ?"
 
 
 class Confirm(ModalScreen[bool]):
@@ -69,9 +73,11 @@ class MonitorApp(App[None]):
         Binding("f", "page('flow')", "flow"),
         Binding("w", "page('waits')", "waits"),
         Binding("m", "page('metrics')", "metrics"),
+        Binding("i", "page('in flight')", "in flight"),
         Binding("l", "page('log')", "log"),
         Binding("question_mark", "page('help')", "help"),
         Binding("d", "drain", "drain"),
+        Binding("r", "restart", "restart"),
         Binding("k", "kill", "kill"),
         Binding("plus", "add", "add"),
     ]
@@ -80,6 +86,7 @@ class MonitorApp(App[None]):
         super().__init__()
         self._source, self._actions, self._names = source, actions, names
         self._view: View | None = None
+        self._failed: deque[tuple[float, dict[str, float]]] = deque(maxlen=RATE_LOOKS)
         self._page = ""
         self._reading = False
         self._log_of = JOB_LOG
@@ -128,6 +135,7 @@ class MonitorApp(App[None]):
                 kept = last.shown["actors"]
             view.shown["actors"] = kept
         self._view = view
+        self._failed.append((asyncio.get_running_loop().time(), failures(view.shown, self._names)))
         self._show(view)
         self.has_read.set()
 
@@ -140,7 +148,7 @@ class MonitorApp(App[None]):
             return
         self._write("#trend", trend(view.shown, view.rows, self.size.width - 2, names=self._names))
         self._show_actors(view.shown["actors"])
-        self._write("#flow", flow_panel(view.shown, self._names))
+        self._write("#flow", flow_panel(view.shown, self._failures(view), self._names))
         self._write("#waits", waits_panel(view.shown))
         self._write("#log", "\n".join(self._source.log(self._log_of, LOG_LINES)) or "nothing logged yet")
         self.query_one("#log").border_title = f"log of {self._log_of}"
@@ -168,10 +176,16 @@ class MonitorApp(App[None]):
         texts[1].stylize(STYLES.get(actor["state"], ""))
         return texts
 
+    def _failures(self, view: View) -> list[str]:
+        then, before = self._failed[0]
+        return failure_lines(view.shown, before, asyncio.get_running_loop().time() - then, self._names)
+
     def _page_text(self, view: View) -> str:
         match self._page:
             case "flow":
-                return flow_page(view.shown, self._names)
+                return flow_page(view.shown, self._failures(view), self._names)
+            case "in flight":
+                return in_flight_page(view.shown, self._selected_name())
             case "waits":
                 return render(view.shown, max(40, self.size.width - 4))
             case "metrics":
@@ -207,6 +221,11 @@ class MonitorApp(App[None]):
     def action_drain(self) -> None:
         if (chosen := self._chosen()) and (actions := self._allowed()):
             self._after_yes(f"Drain {chosen['name']}? It is not restarted.", lambda: actions.drain(chosen["name"]))
+
+    def action_restart(self) -> None:
+        if (chosen := self._chosen()) and (actions := self._allowed()):
+            question = f"Restart {chosen['name']}? It drains first."
+            self._after_yes(question, lambda: actions.restart(chosen["name"]))
 
     def action_kill(self) -> None:
         if (chosen := self._chosen()) and (actions := self._allowed()):

@@ -22,6 +22,10 @@ class Names(NamedTuple):
     age: str = "staleness/max"
     dropped: str = "staleness/dropped"
     """Per row; the screen shows the sum."""
+    pulled: str = "weights/pulled"
+    """Share of the newest version that an actor has pulled, 0 to 1."""
+    failures: tuple[str, ...] = ("reward/failed/", "rollout/error/", "bus/refused/")
+    """Counters whose names begin so tell what goes wrong, the reason at the end; shown as totals and rates."""
     queue_prefix: str = "queue/"
     queue_suffix: str = "/depth"
     trend: Shown = Shown("reward", "reward/mean")

@@ -2,57 +2,15 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, cast
 
+from runtime.monitor.blocked import diagnose
 from runtime.monitor.names import DEFAULT, Names
+from runtime.monitor.views import ActorView, RunState, Snapshot, StageRow, WaitRow
+from runtime.observe.waits import ITSELF, WaitView
 from runtime.registry import ActorRecord
 
 Row = Mapping[str, float]
-
-RunState = Literal["running", "unreachable", "ended"]
-"""`unreachable`: the launcher lives but its Store does not answer; `ended`: nobody runs it, what is shown is its last state."""
-
-
-class ActorView(TypedDict):
-    """One live actor. `idle` is a share from 0 to 1; `rate_s` messages per second; `metrics` its own figures."""
-
-    name: str
-    role: str
-    pid: int
-    host: str
-    state: str
-    incarnation: int
-    mailbox: int
-    rate_s: float
-    idle: float
-    metrics: dict[str, float]
-
-
-class WaitRow(TypedDict):
-    """One wait in progress of `actor`; see runtime/observe/waits.py."""
-
-    actor: str
-    what: str
-    detail: str
-    holder: str
-    age_s: float
-    limit: str
-
-
-class Snapshot(TypedDict):
-    """The object that `monitor --json` prints."""
-
-    run: str
-    state: RunState
-    step: int
-    steps: int | None
-    alpha: float | None
-    version: int | None
-    elapsed_s: float
-    actors: list[ActorView]
-    queues: dict[str, float]
-    waits: list[WaitRow]
-    metrics: dict[str, float]
 
 
 def snapshot(
@@ -63,14 +21,20 @@ def snapshot(
     *,
     state: RunState = "running",
     elapsed_s: float = 0.0,
+    silent: Mapping[str, float] | None = None,
     names: Names = DEFAULT,
 ) -> Snapshot:
-    """The run now. `rows` are the lines of metrics.jsonl, oldest first; `metrics` holds the newest value of each name in them."""
+    """The run now. `rows` are the lines of metrics.jsonl, oldest first; `metrics` holds the newest value of each name in them.
+
+    `silent` says how many seconds ago each record was written.
+    """
     metrics: dict[str, float] = {}
     for row in rows:
         metrics.update(row)
-    actors = [_actor(record) for record in records]
-    waits = [_wait(record, index) for record in records for index in range(len(record.waits))]
+    silent = silent or {}
+    actors = [_actor(record, silent.get(record.name, 0.0)) for record in records]
+    waits = [_wait(record, view) for record in records for view in record.waits]
+    waits.sort(key=lambda wait: -wait["age_s"])
     return Snapshot(
         run=run,
         state=state,
@@ -81,7 +45,8 @@ def snapshot(
         elapsed_s=elapsed_s,
         actors=actors,
         queues=_queues(actors, metrics, names),
-        waits=sorted(waits, key=lambda wait: -wait["age_s"]),
+        waits=waits,
+        blocked=diagnose(actors, waits),
         metrics=metrics,
     )
 
@@ -102,7 +67,7 @@ def total(shown: Snapshot, metric: str) -> float | None:
     return math.fsum(found) if found else shown["metrics"].get(metric)
 
 
-def _actor(record: ActorRecord) -> ActorView:
+def _actor(record: ActorRecord, silent_s: float) -> ActorView:
     return ActorView(
         name=record.name,
         role=record.role,
@@ -113,20 +78,38 @@ def _actor(record: ActorRecord) -> ActorView:
         mailbox=record.mailbox,
         rate_s=record.rate_s,
         idle=record.idle,
+        silent_s=silent_s,
         metrics=dict(record.metrics),
+        stages=[
+            StageRow(
+                stage=view.stage,
+                holder=_named(view.holder, record.name),
+                num=view.num,
+                load=view.load,
+                longest_s=view.longest_s,
+                idle=view.idle,
+            )
+            for view in record.stages
+        ],
     )
 
 
-def _wait(record: ActorRecord, index: int) -> WaitRow:
-    view = record.waits[index]
+def _wait(record: ActorRecord, view: WaitView) -> WaitRow:
     return WaitRow(
         actor=record.name,
         what=view.what,
         detail=view.detail,
-        holder=view.holder,
+        holder=_named(view.holder, record.name),
         age_s=view.age_s,
         limit=view.limit,
+        stage=view.stage or view.what,
+        quiet_s=view.quiet_s,
+        whole=view.whole,
     )
+
+
+def _named(holder: str, actor: str) -> str:
+    return actor if holder == ITSELF else holder
 
 
 def _values(actors: Sequence[ActorView], metrics: Row, name: str) -> list[float]:

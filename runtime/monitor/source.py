@@ -9,8 +9,9 @@ from runtime.clock import wall_s
 from runtime.errors import LaunchError
 from runtime.launch.folder import RunCard, is_up, read_card
 from runtime.monitor.files import ConfigFile, RowTail, log_tail
-from runtime.monitor.snapshot import Row, RunState, Snapshot, snapshot
-from runtime.registry import ActorRecord, list_actors
+from runtime.monitor.snapshot import Row, snapshot
+from runtime.monitor.views import RunState, Snapshot
+from runtime.registry import Seen, list_seen
 from runtime.store.errors import StoreUnavailable
 from runtime.store.store import Store
 
@@ -51,18 +52,26 @@ class RunSource:
         """The run now; never raises for a run that ends or whose Store goes away meanwhile."""
         card = self._card()
         state: RunState = "running" if card is not None and is_up(card) else "ended"
-        records: list[ActorRecord] = []
+        seen: list[Seen] = []
         if card is not None and state == "running":
             try:
                 async with asyncio.timeout(READ_S):
-                    records = await list_actors(await self._connected(card))
+                    seen = await list_seen(await self._connected(card))
             except (StoreUnavailable, TimeoutError):
                 state = "unreachable" if is_up(card) else "ended"
         rows = self._rows.read()
         elapsed_s = rows[-1].get("time/wall_s", 0.0) if rows else 0.0
         if card is not None and state != "ended":
             elapsed_s = wall_s() - card.started_s
-        shown = snapshot(self.folder.name, records, rows, self._config.read(), state=state, elapsed_s=elapsed_s)
+        shown = snapshot(
+            self.folder.name,
+            [one.record for one in seen],
+            rows,
+            self._config.read(),
+            state=state,
+            elapsed_s=elapsed_s,
+            silent={one.record.name: one.silent_s for one in seen},
+        )
         return View(shown, rows)
 
     def log(self, actor: str, lines: int) -> list[str]:

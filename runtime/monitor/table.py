@@ -1,12 +1,13 @@
 """Writes a snapshot as plain text, for `--once` and for the panels of the live view."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from runtime.monitor.blocked import seconds
 from runtime.monitor.names import DEFAULT, Names, Shown
-from runtime.monitor.snapshot import ActorView, Row, Snapshot, total
-from runtime.monitor.why import seconds
+from runtime.monitor.snapshot import Row, total
+from runtime.monitor.views import ActorView, Snapshot
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -15,6 +16,7 @@ WIDTHS = (19, 8, 4, 4, 6, 4)
 """50 columns with the spaces between: a second panel fits into 80."""
 
 MAX_WAITS = 8
+BAR_WIDTH = 9
 
 
 def once(shown: Snapshot, rows: Sequence[Row], *, names: Names = DEFAULT, width: int = 80) -> str:
@@ -23,6 +25,8 @@ def once(shown: Snapshot, rows: Sequence[Row], *, names: Names = DEFAULT, width:
     if shown["actors"]:
         parts += [" ".join(cells(COLUMNS)), *(" ".join(cells(actor_row(a, names))) for a in shown["actors"]), ""]
     parts += [*_hung("flow", flow(shown, names=names), width), *_hung("weights", versions(shown, names=names), width)]
+    for index, line in enumerate(failure_lines(shown, names=names)):
+        parts += _hung("" if index else "failed", line, width)
     for index, line in enumerate(wait_lines(shown)):
         parts += _hung("" if index else "waits", line, width)
     return "\n".join(clip(line, width) for line in parts)
@@ -55,6 +59,8 @@ def actor_row(actor: ActorView, names: Names = DEFAULT) -> tuple[str, ...]:
     """The figures of one actor under COLUMNS; a ready one that has a weight version shows that as its state."""
     version = actor["metrics"].get(names.version)
     state = f"v{version:.0f}" if version is not None and actor["state"] == "ready" else actor["state"]
+    if actor["state"] == "ready" and actor["metrics"].get(names.pulled, 1.0) < 1.0:
+        state = "pulling"
     idle = f"{actor['idle']:.0%}"
     return actor["name"], state, str(actor["incarnation"]), str(actor["mailbox"]), short(actor["rate_s"]), idle
 
@@ -79,8 +85,40 @@ def versions(shown: Snapshot, *, names: Names = DEFAULT) -> str:
     """The newest version and which actor has which."""
     if shown["version"] is None:
         return "none yet"
-    held = [f"{a['name']} v{a['metrics'][names.version]:.0f}" for a in shown["actors"] if names.version in a["metrics"]]
+    held = [_version(actor, names) for actor in shown["actors"] if names.version in actor["metrics"]]
     return f"v{shown['version']}{': ' if held else ''}{', '.join(held)}"
+
+
+def _version(actor: ActorView, names: Names) -> str:
+    told, pulled = f"{actor['name']} v{actor['metrics'][names.version]:.0f}", actor["metrics"].get(names.pulled, 1.0)
+    return told if pulled >= 1.0 else f"{told} {bar(pulled)} {pulled:.0%}"
+
+
+def failures(shown: Snapshot, names: Names = DEFAULT) -> dict[str, float]:
+    """Totals over the live actors of every counter that tells of something going wrong, by name."""
+    found: dict[str, float] = {}
+    for actor in shown["actors"]:
+        for name, value in actor["metrics"].items():
+            if name.startswith(names.failures):
+                found[name] = found.get(name, 0.0) + value
+    return dict(sorted(found.items()))
+
+
+def failure_lines(
+    shown: Snapshot, before: Mapping[str, float] | None = None, over_s: float = 0.0, names: Names = DEFAULT
+) -> list[str]:
+    """`reward/failed/timeout 12 (0.4/s)`: rates where totals from `over_s` seconds ago are given."""
+    lines: list[str] = []
+    for name, now in failures(shown, names).items():
+        rate = f" ({(now - before.get(name, 0.0)) / over_s:.1f}/s)" if before is not None and over_s > 0 else ""
+        lines.append(f"{name} {now:,.0f}{rate}")
+    return lines
+
+
+def bar(share: float, width: int = BAR_WIDTH) -> str:
+    """`▒▒▒▒░░░░░`."""
+    full = int(max(0.0, min(1.0, share)) * width)
+    return "▒" * full + "░" * (width - full)
 
 
 def wait_lines(shown: Snapshot) -> list[str]:

@@ -1,10 +1,11 @@
-"""Follows each wait to whoever holds it up, and writes what it finds as an indented tree."""
+"""Writes what waits for what: one line per blocked stage, then each wait followed to whoever holds it up, as an indented tree."""
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from runtime.monitor.snapshot import ActorView, Snapshot, WaitRow
+from runtime.monitor.blocked import distance, seconds
+from runtime.monitor.views import ActorView, BlockedRow, Snapshot, WaitRow
 
 MAX_HOLDERS = 4
 """Instances shown of a role that holds something up: enough to see a pattern, few enough for one screen."""
@@ -28,12 +29,13 @@ def explain(shown: Snapshot) -> list[Cause]:
 
 
 def render(shown: Snapshot, width: int = 80) -> str:
-    """The tree as text of at most `width` columns; the last line names who does not wait at all."""
+    """Blocked stages, then the tree, as text of at most `width` columns; the last line names who does not wait at all."""
     if shown["state"] == "ended":
         return f"{shown['run']} has ended: nothing runs, so nothing waits"
     if not shown["actors"]:
         return f"{shown['run']} has no live actors yet: nothing waits"
-    lines: list[str] = []
+    lines = [line for row in shown["blocked"] for line in _wrapped(Cause(0, blocked_line(row), row["limit"]), width)]
+    lines += [""] if lines else []
     for cause in explain(shown):
         lines += _wrapped(cause, width)
     waiting = {wait["actor"] for wait in shown["waits"]}
@@ -41,6 +43,17 @@ def render(shown: Snapshot, width: int = 80) -> str:
     if calm:
         lines += textwrap.wrap(f"{', '.join(calm)}: nothing waits", width, break_long_words=False)
     return "\n".join(lines)
+
+
+def blocked_line(row: BlockedRow) -> str:
+    """`trainer-1 waits 41.0 s for batch 41: 7 of 32 groups; env_manager-2 is stalled: no progress in env.step …`, without the limit."""
+    if row["stage"] == "process":
+        since = f" for {seconds(row['age_s'])}" if row["age_s"] else ""
+        return f"{row['holder']} is {row['kind']}{since}: {row['reason']}"
+    stage = "" if row["stage"] in row["what"] else row["stage"]
+    told = ", ".join(text for text in (stage, row["detail"]) if text)
+    waits = f"{row['actor']} waits {seconds(row['age_s'])} for {row['what']}{': ' if told else ''}{told}"
+    return f"{waits}; {row['holder']} is {row['kind']}: {row['reason']}"
 
 
 class _Tree:
@@ -99,41 +112,14 @@ class _Tree:
     def _rank(self, wait: WaitRow, parent: WaitRow | None, path: Sequence[str]) -> tuple[int, bool, float]:
         """Lowest first: the same thing that is waited for above, then what the line above names, then what leads on, then age."""
         back = any(name in path for name in self._instances(wait["holder"]))
-        return _distance(wait, parent), back, -wait["age_s"]
+        return distance(wait, parent), back, -wait["age_s"]
 
     def _told(self, wait: WaitRow) -> str:
-        detail = wait["detail"]
-        usual = self._actors[wait["actor"]]["metrics"].get(f"{detail.replace('.', '/')}_s_p99") if detail else None
+        stage, detail = wait["stage"], wait["detail"]
+        usual = self._actors[wait["actor"]]["metrics"].get(f"{stage.replace('.', '/')}_s_p99")
         usual_text = f" (p99 {seconds(usual)})" if usual is not None else ""
-        return f"waits {seconds(wait['age_s'])} for {wait['what']}{': ' if detail else ''}{detail}{usual_text}"
-
-
-def seconds(value: float) -> str:
-    """A duration for a person: `0.4 s`, `12.4 s`, `3 min 20 s`."""
-    if value < 100.0:
-        return f"{value:.1f} s"
-    minutes, rest = divmod(int(value), 60)
-    return f"{minutes} min {rest} s"
-
-
-def _distance(wait: WaitRow, parent: WaitRow | None) -> int:
-    if parent is None:
-        return 0
-    if wait["what"] == parent["what"]:
-        return 0
-    return 1 if any(_belongs(wait["what"], word) for word in _identifiers(parent)) else 2
-
-
-def _belongs(what: str, word: str) -> bool:
-    """Whether `what` is `word` or a part of it, as in t10460 of `t10460.2`."""
-    return what == word or (what.startswith(word) and not what[len(word)].isalnum())
-
-
-def _identifiers(wait: WaitRow) -> Iterable[str]:
-    """Words that name one thing: with a letter and a digit."""
-    for word in f"{wait['what']} {wait['detail']}".replace(";", " ").replace(",", " ").split():
-        if any(c.isdigit() for c in word) and any(c.isalpha() for c in word):
-            yield word
+        told = ", ".join(text for text in ("" if stage in wait["what"] else stage, detail) if text)
+        return f"waits {seconds(wait['age_s'])} for {wait['what']}{': ' if told else ''}{told}{usual_text}"
 
 
 def _at_work(actor: ActorView) -> str:

@@ -19,6 +19,10 @@ LAG_PERIOD_S = 0.1
 """Period of the loop-lag probe: ten wake-ups a second cost nothing and still catch a 50 ms stall."""
 
 
+LATE_SAMPLES = 20
+"""Two seconds of samples; the second worst counts, so that one hiccup says nothing about the process."""
+
+
 class Metrics:
     """Figures of one actor. Belongs to the loop's thread; only `observe` and `gauge` may be called from another.
 
@@ -120,12 +124,16 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 async def measure_loop_lag(metrics: Metrics) -> None:
-    """Observe how late the loop wakes a sleeper as `loop/lag`, in ms, until cancelled; `loop/lag_p99` is what to watch."""
+    """Observe how late the loop wakes a sleeper, in ms, until cancelled: `loop/lag_p99` over minutes, `loop/late` the worst of late."""
     loop = asyncio.get_running_loop()
+    newest: deque[float] = deque(maxlen=LATE_SAMPLES)
     while True:
         due = loop.time() + LAG_PERIOD_S
         await asyncio.sleep(LAG_PERIOD_S)
-        metrics.observe("loop/lag", max(0.0, loop.time() - due) * 1000.0)
+        lag_ms = max(0.0, loop.time() - due) * 1000.0
+        newest.append(lag_ms)
+        metrics.observe("loop/lag", lag_ms)
+        metrics.gauge("loop/late", sorted(newest)[-2] if len(newest) > 1 else 0.0)
 
 
 def _idle_share(span_s: float, busy_s: float) -> float:

@@ -19,6 +19,7 @@ from runtime.actor import Actor, ActorConfig, handler
 from runtime.courier import Courier
 from runtime.dispatch import Dispatcher
 from runtime.observe.log import logger
+from runtime.observe.waits import Waits
 from runtime.ref import Ref
 from runtime.registry import ActorRecord
 from runtime.replies import REPLIES_KEPT, REPLY_BYTES, Replies
@@ -169,6 +170,8 @@ RECORD = ActorRecord("counter-1", "counter", "mem://counter-1", 1, 1, "host", "r
 class Found:
     """A resolver that always finds the actor, and sees a change at once."""
 
+    waits = Waits()
+
     def resolve(self, target: str) -> ActorRecord:
         return RECORD
 
@@ -178,7 +181,7 @@ class Found:
 
 async def test_all_attempts_at_an_idempotent_ask_carry_one_key_and_only_the_one_asked_may_answer():
     posted = Posted()
-    courier = Courier(posted, "client-1", 7)  # type: ignore[arg-type]
+    courier = Courier(posted, "client-1", 7, Waits())  # type: ignore[arg-type]
     async with asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(Ref("counter-1", courier, Found()).ask(Count(), timeout=60))
         for _ in range(2):
@@ -201,7 +204,7 @@ async def test_all_attempts_at_an_idempotent_ask_carry_one_key_and_only_the_one_
 @pytest.mark.parametrize(("question", "retry"), [(Count(), False), (Once(), True)])
 async def test_an_ask_that_is_not_retried_carries_no_key(question, retry):
     posted = Posted()
-    courier = Courier(posted, "client-1", 7)  # type: ignore[arg-type]
+    courier = Courier(posted, "client-1", 7, Waits())  # type: ignore[arg-type]
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.call_soon, courier.lost, RECORD.address, "it died")
 
@@ -213,15 +216,15 @@ async def test_an_ask_that_is_not_retried_carries_no_key(question, retry):
 
 async def test_two_asks_never_share_a_key():
     posted = Posted()
-    courier = Courier(posted, "client-1", 7)  # type: ignore[arg-type]
+    courier = Courier(posted, "client-1", 7, Waits())  # type: ignore[arg-type]
 
     assert courier.new_key() != courier.new_key()
-    assert courier.new_key() != Courier(posted, "client-1", 8).new_key()  # type: ignore[arg-type]
+    assert courier.new_key() != Courier(posted, "client-1", 8, Waits()).new_key()  # type: ignore[arg-type]
 
 
 async def test_credit_that_was_granted_to_a_cancelled_sender_passes_to_the_next():
     posted = Posted()
-    courier = Courier(posted, "client-1", 1)  # type: ignore[arg-type]
+    courier = Courier(posted, "client-1", 1, Waits())  # type: ignore[arg-type]
     for _ in range(WINDOW_MESSAGES):
         assert courier.tell(RECORD, Counted(1)) is None
     first, second = courier.tell(RECORD, Counted(2)), courier.tell(RECORD, Counted(3))
@@ -243,7 +246,7 @@ async def test_credit_that_was_granted_to_a_cancelled_sender_passes_to_the_next(
 
 
 async def test_whoever_waits_for_credit_hears_that_the_link_broke():
-    courier = Courier(Posted(), "client-1", 1)  # type: ignore[arg-type]
+    courier = Courier(Posted(), "client-1", 1, Waits())  # type: ignore[arg-type]
     while (waits := courier.tell(RECORD, Counted(1))) is None:
         pass
     loop = asyncio.get_running_loop()

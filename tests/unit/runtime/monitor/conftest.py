@@ -2,14 +2,22 @@ from collections.abc import Callable
 
 import pytest
 
-from runtime.monitor.snapshot import Snapshot, snapshot
-from runtime.observe.waits import WaitView
+from runtime.monitor.snapshot import snapshot
+from runtime.monitor.views import Snapshot
+from runtime.observe.waits import StageView, WaitView
 from runtime.registry import ActorRecord
 
 CONFIG = {"run": {"name": "quickstart", "steps": 60}, "staleness": {"alpha": 1}}
 
 
-def record(name: str, *, waits: tuple[WaitView, ...] = (), state: str = "ready", **metrics: float) -> ActorRecord:
+def record(
+    name: str,
+    *,
+    waits: tuple[WaitView, ...] = (),
+    stages: tuple[StageView, ...] = (),
+    state: str = "ready",
+    **metrics: float,
+) -> ActorRecord:
     role = name.rsplit("-", 1)[0]
     named = {key.replace("__", "/"): value for key, value in metrics.items()}
     return ActorRecord(
@@ -25,6 +33,7 @@ def record(name: str, *, waits: tuple[WaitView, ...] = (), state: str = "ready",
         idle=0.09,
         metrics=named,
         waits=list(waits),
+        stages=list(stages),
     )
 
 
@@ -43,9 +52,10 @@ def waiting_records() -> list[ActorRecord]:
             "env_manager-1",
             waits=(
                 WaitView("tickets", "room for 3 rollouts", "sample_buffer", 90.0),
-                WaitView("g1306.1", "generate", "llm_proxy", 13.0, "rollout.generate_timeout_s=60"),
-                WaitView("g1307.2", "env.step", "", 11.9, "env.step_timeout_s=60"),
+                WaitView("g1306.1", "", "llm_proxy", 13.0, "rollout.generate_timeout_s=60", "generate"),
+                WaitView("g1307.2", "", "", 11.9, "env.step_timeout_s=60", "env.step", 11.9),
             ),
+            stages=(StageView("env.step", "", 1, 1.0, 0.4), StageView("tickets", "sample_buffer", 1, 1.0, -1.0, True)),
             **{"env/step_s_p99": 0.4, "rollout__in_flight": 61.0},
         ),
         record(
@@ -53,10 +63,13 @@ def waiting_records() -> list[ActorRecord]:
             waits=(
                 WaitView("batch 42", "29 of 32 groups; oldest group g1307 has 7 of 8 members", "env_manager-1", 12.3),
             ),
+            stages=(StageView("batch 42", "env_manager-1", 1, 1.0, -1.0, True),),
             queue__ready__depth=88.0,
         ),
         record(
-            "trainer-1", waits=(WaitView("batch 42", "29 of 32 groups", "sample_buffer", 12.4, "samples.claim_s=60"),)
+            "trainer-1",
+            waits=(WaitView("batch 42", "29 of 32 groups", "sample_buffer", 12.4, "samples.claim_s=60"),),
+            stages=(StageView("batch 42", "sample_buffer", 1, 1.0, -1.0, True),),
         ),
     ]
 

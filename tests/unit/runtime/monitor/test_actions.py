@@ -8,7 +8,7 @@ import pytest
 
 from runtime.errors import LaunchError
 from runtime.monitor.actions import RunActions
-from runtime.monitor.snapshot import ActorView
+from runtime.monitor.views import ActorView
 
 
 def actor(name="engine-1", *, pid=1, host=None, role="engine"):

@@ -6,10 +6,10 @@ def test_a_snapshot_has_exactly_the_documented_keys(waiting_run):
     keys = list(waiting_run)
 
     assert keys == [
-        "run", "state", "step", "steps", "alpha", "version", "elapsed_s", "actors", "queues", "waits", "metrics",
+        "run", "state", "step", "steps", "alpha", "version", "elapsed_s", "actors", "queues", "waits", "blocked", "metrics",
     ]  # fmt: skip
     assert list(waiting_run["actors"][0]) == [
-        "name", "role", "pid", "host", "state", "incarnation", "mailbox", "rate_s", "idle", "metrics",
+        "name", "role", "pid", "host", "state", "incarnation", "mailbox", "rate_s", "idle", "silent_s", "metrics", "stages",
     ]  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 from runtime.monitor.snapshot import snapshot
-from runtime.monitor.why import render
+from runtime.monitor.why import explain, render
 from runtime.observe.waits import WaitView
 
 
 def test_the_tree_leads_from_the_trainer_to_the_slow_environment(waiting_run):
-    lines = render(waiting_run, 120).splitlines()
+    lines = render(waiting_run, 120).split("\n\n")[1].splitlines()
 
     assert lines[0].startswith("trainer-1 waits 12.4 s for batch 42: 29 of 32 groups")
     assert lines[0].endswith("limit samples.claim_s = 60")
@@ -12,6 +12,15 @@ def test_the_tree_leads_from_the_trainer_to_the_slow_environment(waiting_run):
     assert lines[2].startswith("    └ env_manager-1 waits 11.9 s for g1307.2: env.step (p99 0.4 s) (and 2 more)")
     assert lines[2].endswith("limit env.step_timeout_s = 60")
     assert lines[3] == "engine-1, engine-2: nothing waits"
+
+
+def test_each_blocked_stage_is_one_line_with_its_holder_kind_reason_and_limit(waiting_run):
+    lines = " ".join(render(waiting_run, 300).split("\n\n")[0].split())
+
+    assert lines.startswith(
+        "trainer-1 waits 12.4 s for batch 42: 29 of 32 groups; env_manager-1 is stalled: "
+        "no progress in env.step of g1307.2 for 11.9 s; longest before 0.4 s limit env.step_timeout_s = 60"
+    )
 
 
 def test_no_line_is_wider_than_the_screen_and_nothing_is_cut(waiting_run):
@@ -28,21 +37,21 @@ def test_a_circle_of_waits_is_named_and_ends_the_walk(make_record):
         make_record("b-1", waits=(WaitView("y", "", "a", 1.0),)),
     ]
 
-    lines = render(snapshot("r", records, [], {})).splitlines()
+    lines = [cause.text for cause in explain(snapshot("r", records, [], {}))]
 
     assert lines == [
         "a-1 waits 2.0 s for x",
-        "  └ b-1 waits 1.0 s for y",
-        "    └ a-1, which waits above: a circle",
+        "b-1 waits 1.0 s for y",
+        "a-1, which waits above: a circle",
     ]
 
 
 def test_a_holder_that_does_not_wait_is_shown_at_work(make_record):
     records = [make_record("a-1", waits=(WaitView("x", "", "b-1", 2.0),)), make_record("b-1")]
 
-    lines = render(snapshot("r", records, [], {})).splitlines()
+    lines = explain(snapshot("r", records, [], {}))
 
-    assert lines[1] == "  └ b-1 waits for nothing: ready, mailbox 2, 5900 messages/s, idle 9%"
+    assert lines[1] == (1, "b-1 waits for nothing: ready, mailbox 2, 5900 messages/s, idle 9%", "")
 
 
 def test_a_holder_that_is_not_up_is_said_to_be_missing(make_record):

@@ -1,0 +1,86 @@
+"""The plain data that the monitor shows and `--json` prints."""
+
+from typing import Literal, TypedDict
+
+RunState = Literal["running", "unreachable", "ended"]
+"""`unreachable`: the launcher lives but its Store does not answer; `ended`: nobody runs it, what is shown is its last state."""
+
+Kind = Literal["dead", "stalled", "refused", "starved", "starting", "slow"]
+"""Worst first. dead: no process. stalled: alive, no progress. refused: answers, but does not take what it is given.
+starved: its event loop runs late. starting: not ready yet. slow: makes progress."""
+
+
+class StageRow(TypedDict):
+    """One stage of an actor; see runtime/observe/waits.py."""
+
+    stage: str
+    holder: str
+    num: int
+    load: float
+    longest_s: float
+    idle: bool
+
+
+class ActorView(TypedDict):
+    """One live actor. `idle` is a share from 0 to 1; `rate_s` messages per second; `silent_s` since its last heartbeat."""
+
+    name: str
+    role: str
+    pid: int
+    host: str
+    state: str
+    incarnation: int
+    mailbox: int
+    rate_s: float
+    idle: float
+    silent_s: float
+    metrics: dict[str, float]
+    stages: list[StageRow]
+
+
+class WaitRow(TypedDict):
+    """One wait in progress of `actor`; see runtime/observe/waits.py."""
+
+    actor: str
+    what: str
+    detail: str
+    holder: str
+    age_s: float
+    limit: str
+    stage: str
+    quiet_s: float
+    whole: bool
+
+
+class BlockedRow(TypedDict):
+    """One blocked stage: `actor` waits in `stage` for `what` since `age_s`, because `holder` is `kind`. `limit` ends it, where one is set.
+
+    `stage` is `process` where it is the actor itself that does not run as it should, whoever waits for it.
+    """
+
+    stage: str
+    actor: str
+    what: str
+    detail: str
+    age_s: float
+    holder: str
+    kind: Kind
+    reason: str
+    limit: str
+
+
+class Snapshot(TypedDict):
+    """The object that `monitor --json` prints."""
+
+    run: str
+    state: RunState
+    step: int
+    steps: int | None
+    alpha: float | None
+    version: int | None
+    elapsed_s: float
+    actors: list[ActorView]
+    queues: dict[str, float]
+    waits: list[WaitRow]
+    blocked: list[BlockedRow]
+    metrics: dict[str, float]

@@ -1,0 +1,446 @@
+"""A whole job on virtual time that can be made to fail: the real actors and node agent, with faults in what they host or in their processes."""
+
+import asyncio
+import contextvars
+import itertools
+import json
+import math
+import struct
+from contextlib import asynccontextmanager, suppress
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from actors.engines.worker import EngineWorker
+from actors.envs.hosting import EnvHost
+from actors.envs.manager import EnvManager
+from actors.messages.generation import Aborted, Completion, Generate
+from actors.messages.rewards import Scores
+from actors.messages.samples import Put, Stored
+from actors.proxy.proxy import LLMProxy
+from actors.rewards.service import RewardService
+from actors.samples.buffer import SampleBuffer
+from actors.training.engine import StepResult
+from actors.training.trainer import Trainer
+from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import Identity
+from runtime.actor import ActorConfig, RunInfo, handler
+from runtime.blob_memory import MemoryBlobStore
+from runtime.clock import VirtualLoop
+from runtime.config import from_mapping
+from runtime.kernel import NODE, Kernel
+from runtime.launch.agent import NodeAgent
+from runtime.launch.local import Death
+from runtime.monitor.snapshot import snapshot
+from runtime.observe.log import logger
+from runtime.registry import list_seen
+from runtime.store.memory import MemoryStore
+
+OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner", default="")
+"""Whose process a callback belongs to."""
+
+RESTART_S = 8.0
+"""Until a killed actor comes back, as one does that loads a large model."""
+
+SLOW_S = 1.5
+"""A call of a slow part; a healthy one takes some hundredths of a second."""
+
+STARVED_S = 0.9
+"""Of each second in which a starved process gets no processor time."""
+
+TRAIN_S = 0.05
+
+JOB = {
+    "run": {"name": "faulty", "steps": 100_000, "watch_s": 3.0},
+    "actors": {
+        "sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"},
+        "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
+        "engine": {"class": "actors.engines.worker:EngineWorker", "count": 2},
+        "env_manager": {"class": "actors.envs.manager:EnvManager"},
+        "reward_service": {"class": "actors.rewards.service:RewardService"},
+        "trainer": {"class": "actors.training.trainer:Trainer"},
+    },
+    "model": {"path": "model"},
+    "env": {"isolation": "inline", "concurrency": 6},
+    "engine": {"kind": "scripted", "num_slots": 4, "scripted": {"token_s": 0.01, "vocab_size": 257}},
+    "rollout": {"max_turns": 3, "max_new_tokens": 2},
+    "reward": {"functions": ["ours:score"]},
+    "train": {"batch_groups": 2, "group_size": 2},
+    "check": {"enabled": False},
+    "eval": {"every": 0, "final_num_tasks": 0},
+    "checkpoint": {"every": 100_000},
+}
+
+
+class FreezingLoop(VirtualLoop):
+    """A virtual loop on which the callbacks of one process can be held back, as SIGSTOP does."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(seed, limit_s=600.0)
+        self._held: dict[str, list[asyncio.Handle]] = {}
+        self.frozen: set[str] = set()
+
+    @staticmethod
+    def running() -> "FreezingLoop":
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, FreezingLoop)
+        return loop
+
+    @staticmethod
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    @classmethod
+    def run(cls, main, seed: int | None = None):
+        """As run_virtual, on a loop of this kind."""
+        loop = cls(seed)
+        try:
+            return loop.run_until_complete(loop.create_task(main(), name="main"))
+        finally:
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            if left:
+                loop.run_until_complete(asyncio.wait(left))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+    def thaw(self, name: str) -> None:
+        self.frozen.discard(name)
+        self._queue.extend(self._held.pop(name, []))
+
+    def _draw(self) -> asyncio.Handle:
+        while True:
+            handle = super()._draw()
+            owner = handle._context.get(OWNER, "")
+            if owner not in self.frozen:
+                return handle
+            self._held.setdefault(owner, []).append(handle)
+            self._wake_due()
+
+
+class Faults:
+    """What goes wrong in the code that actors host, by actor name."""
+
+    def __init__(self) -> None:
+        self.hang: set[str] = set()
+        self.slow: set[str] = set()
+        self.refused: dict[str, float] = {}
+        """When an actor last refused what was asked of it."""
+        self._hanging: dict[str, list[float]] = {}
+
+    def hangs_since(self, name: str) -> float:
+        """When the oldest call that still hangs there began; infinity where none does."""
+        return min(self._hanging.get(name, []), default=math.inf)
+
+    async def suffer(self, name: str) -> None:
+        if name in self.hang:
+            now, hanging = FreezingLoop.running().time(), self._hanging.setdefault(name, [])
+            hanging.append(now)
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                hanging.remove(now)
+        if name in self.slow:
+            await asyncio.sleep(SLOW_S)
+
+
+class Job:
+    """The running job, and the hand that breaks it."""
+
+    def __init__(self, folder) -> None:
+        self.folder, self.config = folder, from_mapping(JOB)
+        self.store, self.network, self.blobs = MemoryStore(), MemoryNetwork(), MemoryBlobStore()
+        self.faults = Faults()
+        self.told: list[str] = []
+        self.stopped: set[str] = set()
+        self.up = asyncio.Event()
+        self.starving: list[asyncio.Task[None]] = []
+        self.classes = _classes(self.faults)
+        self.agent: NodeAgent
+        self.launcher: VirtualLauncher
+
+    async def kernel(self, actor_class, config, name) -> Kernel:
+        incarnation = await self.store.increment("incarnation")
+        return Kernel(
+            actor_class,
+            config,
+            name=name,
+            incarnation=incarnation,
+            run=RunInfo("faulty", self.folder, 1, self.config.run.steps),
+            transport=MemoryTransport(Identity("faulty", name, incarnation), self.network),
+            store=self.store,
+            blobs=self.blobs,
+            log=logger("test").bind(actor=name),
+        )
+
+    async def blocked(self):
+        """What `monitor --why` would say now."""
+        seen = await list_seen(self.store)
+        silent = {one.record.name: one.silent_s for one in seen}
+        return snapshot("faulty", [one.record for one in seen], [], {}, silent=silent)["blocked"]
+
+    async def step(self, number: int) -> None:
+        """Return once the trainer published version `number`."""
+        while (newest := await self.blobs.newest("weights")) is None or newest.version < number:
+            assert not self.agent.over.done(), self.agent.over.result().sentence
+            await asyncio.sleep(0.1)
+
+    def bites(self, name: str, kind: str, for_s: float) -> bool:
+        """Whether somebody ran into the fault, and is still held up by it after `for_s` seconds where it hangs."""
+        if kind == "hang":
+            return self.faults.hangs_since(name) <= FreezingLoop.running().time() - for_s
+        last = self.faults.refused.get(name, -math.inf)
+        return kind != "refuse" or last >= FreezingLoop.running().time() - for_s
+
+    # -- faults -------------------------------------------------------------------------------------------------
+
+    def inflict(self, name: str, kind: str) -> None:
+        """One of hang, slow (in hosted code), kill, stop, starve (of a process), refuse (everything that is asked of it)."""
+        getattr(self, f"_{kind}")(name)
+
+    def _hang(self, name: str) -> None:
+        self.faults.hang.add(name)
+
+    def _slow(self, name: str) -> None:
+        self.faults.slow.add(name)
+
+    def _kill(self, name: str) -> None:
+        self.launcher.kill(name)
+
+    def _stop(self, name: str) -> None:
+        self.stopped.add(name)
+        FreezingLoop.running().frozen.add(name)
+
+    def _starve(self, name: str) -> None:
+        async def take_turns() -> None:
+            while True:
+                FreezingLoop.running().frozen.add(name)
+                await asyncio.sleep(STARVED_S)
+                FreezingLoop.running().thaw(name)
+                await asyncio.sleep(1.0 - STARVED_S)
+
+        self.starving.append(self.launcher.tasks.create_task(take_turns(), context=contextvars.Context()))
+
+    def _refuse(self, name: str) -> None:
+        dispatch = self.launcher.kernels[name]._dispatch
+        dispatch.incarnation += 1
+        refuse = dispatch._refuse
+
+        def refuse_and_note(delivery, kind) -> None:
+            self.faults.refused[name] = FreezingLoop.running().time()
+            refuse(delivery, kind)
+
+        dispatch._refuse = refuse_and_note
+
+
+class VirtualLauncher:
+    """In place of LocalLauncher: every actor is a kernel on the same loop, whose callbacks know their process."""
+
+    def __init__(self, job: Job, tasks, agent) -> None:
+        self._job, self.tasks, self._agent = job, tasks, agent
+        self._serving: dict[str, asyncio.Task[None]] = {}
+        self.kernels: dict[str, Kernel] = {}
+        self._over = False
+
+    def names(self, role=None):
+        return [name for name in self.kernels if role in (None, name.rsplit("-", 1)[0])]
+
+    def start(self, name, spec) -> None:
+        self.tasks.create_task(self._supervise(name), context=contextvars.Context())
+
+    def end(self) -> None:
+        for task in self._job.starving:
+            task.cancel()
+        self._over = True
+        for name, kernel in self.kernels.items():
+            FreezingLoop.running().thaw(name)
+            self._job.network.kill(kernel._transport.address)
+            self._serving[name].cancel()
+
+    def is_stopped(self, name) -> bool:
+        return name in self._job.stopped
+
+    def kill(self, name: str) -> None:
+        self._job.network.kill(self.kernels[name]._transport.address)
+        self._serving[name].cancel()
+
+    async def _supervise(self, name: str) -> None:
+        role, loop = name.rsplit("-", 1)[0], asyncio.get_running_loop()
+        for attempt in itertools.count(1):
+            config = self._job.config.actor_config(role)
+            self.kernels[name] = kernel = await self._job.kernel(self._job.classes[role], config, name)
+            context, began = contextvars.Context(), loop.time()
+            context.run(OWNER.set, name)
+            self._serving[name] = task = self.tasks.create_task(kernel.serve(), name=name, context=context)
+            await asyncio.wait([task])
+            if self._over:
+                return
+            await self._agent.died(
+                Death(name, "signal 9", loop.time() - began, "", attempt, 5, RESTART_S, expected=False)
+            )
+            await asyncio.sleep(RESTART_S)
+
+
+class Screen:
+    """What the user was told."""
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def progress(self, message) -> None: ...
+    def actors(self, ready, wanted) -> None: ...
+
+    def notice(self, text, *, good=False) -> None:
+        self._told.append(text)
+
+
+@asynccontextmanager
+async def running(folder):
+    """A job that has trained some steps; it ends without ceremony."""
+    write_tokenizer(folder / "model")
+    job = Job(folder)
+    kernel = await job.kernel(NodeAgent, ActorConfig(), NODE)
+    job.agent = agent = kernel.build()
+    agent.job, agent.screen = job.config, Screen(job.told)
+
+    def make_launcher(path, tasks, agent, threads):
+        job.launcher = VirtualLauncher(job, tasks, agent)
+        job.up.set()
+        return job.launcher
+
+    agent.make_launcher = make_launcher
+    context = contextvars.Context()
+    context.run(OWNER.set, NODE)
+    serving = asyncio.get_running_loop().create_task(kernel.serve(), name=NODE, context=context)
+    try:
+        await kernel.ready.wait()
+        await job.up.wait()
+        agent.start_actors()
+        await job.step(20)
+        yield job
+    finally:
+        job.network.kill(kernel._transport.address)
+        job.launcher.end()
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving
+
+
+def _classes(faults: Faults):
+    class Buffer(SampleBuffer):
+        @handler(concurrency=1024)
+        async def put(self, request: Put) -> Stored:
+            await faults.suffer(self.name)
+            return await super().put(request)
+
+    class Proxy(LLMProxy):
+        @handler(concurrency=4096)
+        async def generate(self, request: Generate) -> Completion | Aborted:
+            await faults.suffer(self.name)
+            return await super().generate(request)
+
+    class Worker(EngineWorker):
+        async def on_start(self):
+            await super().on_start()
+            generate = self._engine.generate
+
+            async def generate_with_faults(work):
+                await faults.suffer(self.name)
+                async for chunk in generate(work):
+                    yield chunk
+
+            self._engine.generate = generate_with_faults
+
+    class Manager(EnvManager):
+        def __init__(self, config, context):
+            super().__init__(config, context)
+            self._host = Host(config.env)
+            self._host.suffer = lambda: faults.suffer(self.name)
+
+    class Rewards(RewardService):
+        def __init__(self, config, context):
+            super().__init__(config, context)
+            self._scorer = Scorer(lambda: faults.suffer(self.name))
+
+    class ToyTrainer(Trainer):
+        def _build(self):
+            return ToyEngine()
+
+        async def offload(self, fn, *args, cost_s=0.0):
+            if fn == self._train:
+                await faults.suffer(self.name)
+                cost_s = TRAIN_S
+            return await super().offload(fn, *args, cost_s=cost_s)
+
+    return {
+        "sample_buffer": Buffer,
+        "llm_proxy": Proxy,
+        "engine": Worker,
+        "env_manager": Manager,
+        "reward_service": Rewards,
+        "trainer": ToyTrainer,
+    }
+
+
+class Host(EnvHost):
+    """Environments that may hang or dawdle in `step`."""
+
+    async def start(self):
+        await super().start()
+        inner, host = self._class, self
+
+        class Env:
+            def __init__(self, **kwargs):
+                self._env = inner(**kwargs)
+                self.reset, self.close = self._env.reset, self._env.close
+
+            async def step(self, action):
+                await asyncio.sleep(0.005)
+                await host.suffer()
+                return self._env.step(action)
+
+        self._class = Env
+
+
+class Scorer:
+    """In place of worker processes."""
+
+    def __init__(self, suffer) -> None:
+        self._suffer, self._num = suffer, 0
+
+    async def start(self):
+        return ""
+
+    async def close(self) -> None: ...
+
+    async def score(self, requests):
+        await asyncio.sleep(0.005)
+        await self._suffer()
+        self._num += 1
+        return [Scores((float(self._num % 2),)) for _ in requests]
+
+
+class ToyEngine:
+    """Learns nothing, in no time."""
+
+    def load(self, model_dir, checkpoint):
+        return 0, 0
+
+    def train(self, step, groups):
+        return StepResult({"reward/mean": 0.0}, 1)
+
+    def export(self):
+        return [struct.pack("<Q", 2) + b"{}"]
+
+
+def write_tokenizer(folder) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<e>"])
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}<e>{% endfor %}"
+    settings = {"eos_token": "<e>", "add_bos_token": False, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
