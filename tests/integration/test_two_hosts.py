@@ -21,7 +21,8 @@ from tests.jobs import SMALL, clean_environment, left_behind, write_model
 
 CUT_S = float(os.environ.get("RUBATO_CUT_S", "13"))
 """Longer than a lease of 10 s, so that the cut host is given up."""
-LIMIT_S = 90.0
+LIMIT_S = 240.0
+"""Of one stage, on a machine that has other things to do."""
 
 SLOWER = ("engine.scripted.token_s=0.02", "rollout.max_turns=6")
 """A rollout takes a second or so: some run at any moment, on either host."""
@@ -108,7 +109,7 @@ def until(condition, what: str):
     return found
 
 
-@pytest.mark.timeout(300)  # ten processes start on two cores, and a cut must outlast a lease
+@pytest.mark.timeout(900)  # ten processes start on two cores, and a cut must outlast a lease
 def test_a_joined_host_works_is_cut_off_and_comes_back_as_a_new_incarnation(hosts, tmp_path):
     write_model(tmp_path / "model")
     (tmp_path / "small.yaml").write_text(SMALL)
