@@ -32,6 +32,9 @@ class FakeActions:
     async def drain(self, name):
         return self._do("drain", name)
 
+    async def restart(self, name):
+        return self._do("restart", name)
+
     async def add(self, role):
         return self._do("add", role)
 
@@ -82,7 +85,7 @@ async def test_the_overview_shows_run_actors_flow_waits_and_log_at_80_by_24(sour
         ]
         assert not table.show_horizontal_scrollbar
         assert "ready 88" in text_of(app, "#flow")
-        assert "trainer-1 12.4 s for batch 42" in text_of(app, "#waits")
+        assert "env_manager-1 stalled: batch 42" in text_of(app, "#waits")
         assert text_of(app, "#log") == "00:00:31 a line of node-1"
 
 
@@ -93,6 +96,7 @@ async def test_the_overview_shows_run_actors_flow_waits_and_log_at_80_by_24(sour
         ("w", "└ sample_buffer-1 waits"),
         ("m", "reward/mean"),
         ("l", "a line of engine-2"),
+        ("i", "engine-2 has nothing in hand"),
         ("question_mark", "--allow-actions"),
     ],
 )
@@ -109,6 +113,20 @@ async def test_each_page_key_opens_its_page_and_a_goes_back(source, key, expecte
         assert app.query_one("#body", ContentSwitcher).current == "overview"
 
 
+async def test_failures_are_shown_with_their_rate(source, make_record, rows, config):
+    app = MonitorApp(source)
+    async with app.run_test(size=SIZE) as pilot:
+        await begun(app, pilot)
+        source.shown = snapshot("r", [make_record("reward_service-1", reward__failed__timeout=12.0)], rows, config)
+        app.look()
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+
+        (line,) = [line for line in text_of(app, "#flow").splitlines() if "failed" in line]
+        assert line.startswith("reward/failed/timeout 12 (")
+        assert line.endswith("/s)")
+
+
 async def test_a_view_that_only_watches_asks_nothing_and_does_nothing(source):
     app = MonitorApp(source)
     async with app.run_test(size=SIZE, notifications=True) as pilot:
@@ -120,7 +138,13 @@ async def test_a_view_that_only_watches_asks_nothing_and_does_nothing(source):
 
 
 @pytest.mark.parametrize(
-    ("key", "done"), [("d", ("drain", "engine-2")), ("k", ("kill", "engine-2")), ("plus", ("add", "engine"))]
+    ("key", "done"),
+    [
+        ("d", ("drain", "engine-2")),
+        ("k", ("kill", "engine-2")),
+        ("plus", ("add", "engine")),
+        ("r", ("restart", "engine-2")),
+    ],
 )
 async def test_an_allowed_action_is_done_after_yes_to_the_selected_actor(source, key, done):
     actions = FakeActions()
