@@ -17,7 +17,8 @@ class Process:
     def __init__(self, name: str) -> None:
         self.name = name
         self.role = name.rpartition("-")[0]
-        self.incarnation = 0
+        self.drawn = 0
+        """The incarnation it started as."""
         self.alive = True
         self.leaving = False
         """It was asked to drain: its end is expected."""
@@ -30,6 +31,11 @@ class Process:
         self.transport: MemoryTransport | None = None
         self.task: asyncio.Task[Any] | None = None
         self.ended = asyncio.Event()
+
+    @property
+    def incarnation(self) -> int:
+        """The present one: a process that was silent for long comes back as a new one."""
+        return self.drawn if self.kernel is None else self.kernel.incarnation
 
     @property
     def actor(self) -> Any:

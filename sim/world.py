@@ -143,7 +143,7 @@ class World:
 
     async def _build(self, process: Process) -> SimKernel:
         store: Any = StoreClient(self.store, process)
-        process.incarnation = await store.increment("incarnation")
+        process.drawn = await store.increment("incarnation")
         process.transport = MemoryTransport(
             Identity("sim", process.name, process.incarnation), self.network, f"mem://{process.name}"
         )
