@@ -53,7 +53,9 @@ async def until(look, condition, within_s):
 
 
 def named(shown):
-    return {(row["holder"], row["kind"]) for row in shown["blocked"] if row["kind"] != "slow"}
+    """Without what is the case all the time: once its slots are full, this job waits for the trainer that it does not have."""
+    found = {(row["holder"], row["kind"]) for row in shown["blocked"] if row["kind"] != "slow"}
+    return found - {("trainer", "dead")}
 
 
 def stopped(shown):
