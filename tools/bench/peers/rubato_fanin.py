@@ -21,6 +21,7 @@ from bus.zmq import ZmqTransport
 from runtime.courier import Courier
 from runtime.deadline import current_trace
 from runtime.messages import Drain
+from runtime.observe.waits import Waits
 from runtime.ref import Ref
 from runtime.registry import ActorRecord
 
@@ -55,7 +56,7 @@ async def measure(folder: Path, peers: int) -> Figures:
         for number in range(peers):
             name = f"sender-{number + 1}"
             transport = ZmqTransport(Identity("bench", name, 3), f"ipc://{folder}/{name}")
-            courier = Courier(transport, name, 3)
+            courier = Courier(transport, name, 3, Waits())
             await transport.start(courier.arrived, courier.lost)  # type: ignore[arg-type]
             stack.push_async_callback(transport.close)
             sweeps.append(tasks.create_task(courier.sweep()))
