@@ -33,6 +33,7 @@ class One:
 
     def __init__(self, record: ActorRecord) -> None:
         self._record = record
+        self.waits = Waits()
 
     def resolve(self, target: str) -> ActorRecord:
         return self._record

@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,4 +75,6 @@ async def measure() -> Figures:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", required=True)
+    # The pools are processes of their own, which import what the actors use.
+    os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent)
     report(parser.parse_args().json, asyncio.run(measure()))
