@@ -27,7 +27,7 @@ class Record:
 
     def call(self, process: str, method: str, args: tuple[Any, ...]) -> None:
         self.num_events += 1
-        named = args[:2] if method == "lease" else args  # a lease's value holds a process id
+        named = args[: {"lease": 2, "append": 1}.get(method, len(args))]  # an actor's record holds a process id
         self._digest.update(f"{self.now():.6f}{process}.{method}{named!r}".encode())
         if self.keep and method.startswith("samples."):
             self.say(f"store: {process}.{method}{args!r:.160}")

@@ -180,4 +180,8 @@ def _share(wanted: int, jobs: int, index: int) -> int:
 
 
 if __name__ == "__main__":
+    if (
+        os.environ.get("PYTHONHASHSEED") != "0"
+    ):  # sets of texts have one order in every process: a seed replays anywhere
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     sys.exit(main(sys.argv[1:]))
