@@ -5,7 +5,7 @@ KEYS = "~rubato:*"
 
 COMMANDS = (
     "del", "eval", "evalsha", "exists", "get", "hdel", "hexists", "hget", "hgetall", "hincrby", "hkeys", "hlen", "hset", "info",
-    "sadd", "set", "time", "xadd", "xrange", "xread", "xtrim", "zadd", "zcard", "zrange", "zrangebylex", "zrangebyscore", "zrem",
+    "sadd", "set", "srem", "time", "xadd", "xrange", "xread", "xtrim", "zadd", "zcard", "zrange", "zrangebylex", "zrangebyscore", "zrem",
     "zscore",
 )  # fmt: skip
 """Commands inside a Lua script are checked too. `info` tells the server's version, which start-up prints."""
