@@ -26,10 +26,11 @@ class Edit(NamedTuple):
 
 
 class Mutation(NamedTuple):
-    """What is removed, in words, and how."""
+    """What is removed, in words, and how; `faults` are drawn for it where the default draw rarely needs the safeguard."""
 
     what: str
     edits: tuple[Edit, ...]
+    faults: tuple[str, ...] = ()
 
 
 MUTATIONS: dict[str, Mutation] = {
@@ -43,6 +44,7 @@ MUTATIONS: dict[str, Mutation] = {
             Edit(TrainerDesk, "commit", "self._check(request.epoch)", "pass"),
             Edit(MemoryWorkSet, "commit", "self._refuse_old(epoch)", "pass"),
         ),
+        ("zombie_before_commit", "kill", "zombie", "freeze"),
     ),
     "commit_removal": Mutation(
         "COMMIT's removal from ready",

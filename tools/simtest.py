@@ -121,8 +121,10 @@ def _work(args: argparse.Namespace, kinds: Sequence[str]) -> int:
                 print(msgspec.json.encode(finding).decode(), flush=True)
             return 0
         for name in args.worker.split(","):
-            outcome, num = first_catch(bench, name, args.start, args.seeds, kinds)
-            what = mutations.MUTATIONS[name].what
+            mutation = mutations.MUTATIONS[name]
+            drawn = kinds if args.faults else mutation.faults or kinds
+            outcome, num = first_catch(bench, name, args.start, args.seeds, drawn)
+            what = mutation.what + (f" (faults {','.join(drawn)})" if drawn is not kinds else "")
             text = f"{name}: without {what}, none of {num} seeds fails"
             if outcome is not None:
                 text = f"{name}: without {what}, seed {outcome.seed} (number {num}) fails: {outcome.violation}"
