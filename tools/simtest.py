@@ -15,10 +15,10 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.launch.children import die_with_parent
-from sim import mutations
-from sim.faults import DEFAULT, KINDS
-from sim.run import Bench, faults_of, run
-from sim.search import Finding, examine, first_catch
+from sim.simtest import mutations
+from sim.simtest.faults import DEFAULT, KINDS
+from sim.simtest.run import Bench, faults_of, run
+from sim.simtest.search import Finding, examine, first_catch
 
 CAUGHT_WITHIN = 1000
 """Seeds by which every mutation must be caught."""

@@ -2,10 +2,10 @@
 
 import pytest
 
-from sim import mutations
-from sim.faults import DEFAULT
-from sim.run import Bench, faults_of, run
-from sim.search import first_catch
+from sim.simtest import mutations
+from sim.simtest.faults import DEFAULT
+from sim.simtest.run import Bench, faults_of, run
+from sim.simtest.search import first_catch
 
 SEEDS = (1, 7, 14)
 """Nothing special about them: they run on every check, fresh ones in CI."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from runtime.store.errors import StoreUnavailable
 from runtime.store.memory import MemoryStore
 from runtime.store.store import Fence, Lease
-from sim.process import Process
+from sim.simtest.process import Process
 
 ResultT = TypeVar("ResultT")
 

@@ -13,9 +13,9 @@ from bus.message import Ack
 from runtime.actor import Actor, Context, handler
 from runtime.kernel import Kernel
 from runtime.messages import Finish, Notice, Progress
-from sim.checks import Monitor
-from sim.process import Process
-from sim.toys import ToyScorer, ToyTrainEngine
+from sim.simtest.checks import Monitor
+from sim.simtest.process import Process
+from sim.simtest.toys import ToyScorer, ToyTrainEngine
 
 ResultT = TypeVar("ResultT")
 

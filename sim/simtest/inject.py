@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 from bus.faults import HEARTBEAT_S
-from sim.checks import Monitor
-from sim.faults import Fault
-from sim.process import Killed, Process
-from sim.world import World
+from sim.simtest.checks import Monitor
+from sim.simtest.faults import Fault
+from sim.simtest.process import Killed, Process
+from sim.simtest.world import World
 
 UP_S = 40.0
 """A fault whose target is down waits so long for it to come back."""

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from sim import mutations
-from sim.faults import Fault
-from sim.run import Bench, Outcome, faults_of, run
+from sim.simtest import mutations
+from sim.simtest.faults import Fault
+from sim.simtest.run import Bench, Outcome, faults_of, run
 
 
 class Finding(msgspec.Struct):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from runtime.blob_memory import MemoryBlobStore, MemoryDraft
 from runtime.blobs import BlobCorrupt, BlobInfo
-from sim.process import Process
+from sim.simtest.process import Process
 
 
 class BlobServer:

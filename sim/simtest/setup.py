@@ -15,7 +15,7 @@ from actors.rewards.service import RewardServiceConfig
 from actors.samples.section import SamplesSection
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from runtime.actor import Actor
-from sim.actors import SimBuffer, SimRewards, SimTrainer
+from sim.simtest.actors import SimBuffer, SimRewards, SimTrainer
 
 CLASSES: Mapping[str, type[Actor]] = {
     "sample_buffer": SimBuffer,
@@ -81,7 +81,7 @@ def configs(setup: Setup, model: Path) -> dict[str, Any]:
     train = TrainSection(batch_groups=setup.batch_groups, group_size=setup.group_size)
     staleness = StalenessSection(alpha=setup.alpha)
     where = ModelSection(path=str(model))
-    reward = RewardSection(functions=("sim.toys:score",))
+    reward = RewardSection(functions=("sim.simtest.toys:score",))
     scripted = ScriptedSection(token_s=0.01, stop_share=0.4, vocab_size=8)
     rollout = RolloutSection(
         max_turns=2, max_new_tokens=3, max_len=64, generate_timeout_s=20.0, reward_timeout_s=10.0, put_timeout_s=60.0, hold_s=2.0
@@ -97,7 +97,7 @@ def configs(setup: Setup, model: Path) -> dict[str, Any]:
         ),
         "env_manager": EnvManagerConfig(
             env=EnvSection.model_validate(
-                {"class": "sim.toys:WalkEnv", "concurrency": setup.concurrency, "isolation": "inline"}
+                {"class": "sim.simtest.toys:WalkEnv", "concurrency": setup.concurrency, "isolation": "inline"}
             ),
             rollout=rollout,
             model=where,

@@ -13,7 +13,7 @@ from bus.credit import Account
 from bus.transport import Delivery
 from runtime.mailbox import Mailbox
 from runtime.store.workset import Claimed, Ended
-from sim.process import Process
+from sim.simtest.process import Process
 
 ASK_SLACK_S = 1.5
 """Deadlines are swept twice a second in a simulation, and a busy loop sweeps late."""

@@ -16,16 +16,16 @@ import runtime.courier
 import runtime.observe.metrics
 from runtime.clock import Deadlock, run_virtual
 from runtime.messages import Finish
-from sim import faults as drawn
-from sim import setup as setups
-from sim.checks import Monitor, Violation
-from sim.faults import Fault
-from sim.inject import Injector
-from sim.journal import Record
-from sim.loop import SimLoop
-from sim.setup import Setup
-from sim.toys import renderer, write_tokenizer
-from sim.world import World
+from sim.simtest import faults as drawn
+from sim.simtest import setup as setups
+from sim.simtest.checks import Monitor, Violation
+from sim.simtest.faults import Fault
+from sim.simtest.inject import Injector
+from sim.simtest.journal import Record
+from sim.simtest.loop import SimLoop
+from sim.simtest.setup import Setup
+from sim.simtest.toys import renderer, write_tokenizer
+from sim.simtest.world import World
 
 PROGRESS_S = 75.0
 """Longest wait for a step once nothing is disturbed: leases and tickets have to lapse, and asks to be tried again."""

@@ -15,14 +15,14 @@ from runtime.errors import ActorFailed, first_cause
 from runtime.kernel import NODE
 from runtime.messages import Finish
 from runtime.store.errors import StoreError, StoreUnavailable
-from sim.actors import SimBuffer, SimKernel, SimNode, SimTrainer
-from sim.blobs import BlobClient, BlobServer
-from sim.checks import CheckedMailbox, Monitor
-from sim.journal import Log, Record
-from sim.loop import current_process
-from sim.process import Killed, Process
-from sim.setup import CLASSES, Setup, configs
-from sim.store import StoreClient, StoreServer
+from sim.simtest.actors import SimBuffer, SimKernel, SimNode, SimTrainer
+from sim.simtest.blobs import BlobClient, BlobServer
+from sim.simtest.checks import CheckedMailbox, Monitor
+from sim.simtest.journal import Log, Record
+from sim.simtest.loop import current_process
+from sim.simtest.process import Killed, Process
+from sim.simtest.setup import CLASSES, Setup, configs
+from sim.simtest.store import StoreClient, StoreServer
 
 RESTART_S = 0.3
 """Between an actor's death and its next incarnation."""
