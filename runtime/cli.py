@@ -28,6 +28,7 @@ COMMANDS = {
     "monitor": Command(
         "runtime.monitor.command", False, "watch a run: live, as one table, as JSON, or what waits for what"
     ),
+    "sim": Command("sim.rlsim", False, "simulate a scenario of a cluster and check its claims"),
     "keys": Command(
         "runtime.launch.keys_command", False, "make a run's keys, or print the token with which a host joins it"
     ),

@@ -1,0 +1,112 @@
+"""Holds a run's figures against what a paper states, and against what we expect of each comparison."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from runtime.config import Section
+from runtime.errors import ConfigError
+
+Value = bool | float
+"""What a figure may be; a bool states an ordering or a condition."""
+
+Expectation = Literal["holds", "fails"]
+
+BOUNDS = {"at least": lambda ours, paper: ours >= paper, "at most": lambda ours, paper: ours <= paper}
+
+
+class ClaimSpec(Section):
+    """One published statement, the band in which ours counts as equal to it, and the reviewed expectation."""
+
+    name: str
+    """The figure of the run that it is about."""
+    paper: Value
+    """What the source states: a number, or true and false for an ordering."""
+    tolerance: str = "exact"
+    """0.05 (absolute), 12% (of the paper's value), at least, at most, or exact."""
+    expected: Expectation = "holds"
+    """What a review of our run found; a run that differs from it exits with 3."""
+    reason: str = ""
+    """Why it is expected to fail, or what else a reader must know."""
+    unit: str = ""
+    source: str = Field(default="", description="Table, figure or section of the source.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.tolerance not in (*BOUNDS, "exact"):
+            try:
+                band = float(self.tolerance.removesuffix("%"))
+            except ValueError:
+                band = -1.0
+            if not 0 <= band < float("inf"):
+                raise ValueError("tolerance must be such as 0.05, 12%, at least, at most or exact")
+        if self.expected == "fails" and not self.reason:
+            raise ValueError("a claim that is expected to fail needs a reason")
+        return self
+
+
+class Claim(NamedTuple):
+    """A statement held against a run; `run.json` lists these."""
+
+    name: str
+    paper: Value
+    ours: Value
+    tolerance: str
+    holds: bool
+    expected: Expectation
+    reason: str
+    unit: str
+    source: str
+
+    @property
+    def surprising(self) -> bool:
+        """Whether the outcome differs from the expectation, in either direction."""
+        return self.holds != (self.expected == "holds")
+
+
+def judge(specs: Sequence[ClaimSpec], figures: Mapping[str, Value], *, altered: bool) -> tuple[Claim, ...]:
+    """Every claim whose figure the run has.
+
+    An `altered` scenario (one with overrides) may leave figures out, and their claims with them; in any other a claim without a
+    figure raises ConfigError.
+    """
+    missing = [spec.name for spec in specs if spec.name not in figures]
+    if missing and not altered:
+        known = ", ".join(sorted(figures))
+        raise ConfigError(f"The claim {missing[0]} is about no figure of this run. Its figures: {known}.")
+    return tuple(_judged(spec, figures[spec.name]) for spec in specs if spec.name in figures)
+
+
+def _judged(spec: ClaimSpec, ours: Value) -> Claim:
+    shown = ours if isinstance(ours, bool) else float(f"{ours:.6g}")
+    return Claim(
+        spec.name, spec.paper, shown, spec.tolerance, _holds(spec, ours),
+        spec.expected, spec.reason, spec.unit, spec.source,
+    )  # fmt: skip
+
+
+def _holds(spec: ClaimSpec, ours: Value) -> bool:
+    if bound := BOUNDS.get(spec.tolerance):
+        return bool(bound(ours, spec.paper))
+    if spec.tolerance == "exact":
+        return ours == spec.paper
+    band = float(spec.tolerance.removesuffix("%"))
+    if spec.tolerance.endswith("%"):
+        band *= abs(spec.paper) / 100
+    return abs(ours - spec.paper) <= band * (1 + 1e-12)  # 0.74 - 0.69 is 0.05 and a bit
+
+
+def summary(claims: Sequence[Claim]) -> str:
+    """The last line a run prints."""
+    if not claims:
+        return "simulated; this scenario states no claims"
+    held = sum(claim.holds for claim in claims)
+    known = [claim.name for claim in claims if not claim.holds and not claim.surprising]
+    text = f"simulated: {held} of {len(claims)} claims hold"
+    if known:
+        text += f"; {len(known)} expected to fail: {', '.join(known)}"
+    for claim in claims:
+        if claim.surprising:
+            text += f"; {claim.name} {'holds' if claim.holds else 'fails'}, against the expectation"
+    return text

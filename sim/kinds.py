@@ -1,0 +1,8 @@
+"""Which module simulates which kind of scenario; each holds a `KIND` (sim/scenario.py) and is imported only when asked for."""
+
+from collections.abc import Mapping
+from typing import Final
+
+KINDS: Final[Mapping[str, str]] = {
+    "rfabric_cost": "sim.rfabric.cost",
+}

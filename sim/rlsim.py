@@ -1,0 +1,74 @@
+"""The command `rubato sim`: simulates a scenario, writes its folder, and says which of its claims hold."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from runtime.errors import ConfigError
+from sim import claims, report, scenario
+from sim.outcome import Outcome, Progress
+
+SURPRISED = 3
+"""Exit code where a claim's outcome differs from its expectation."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate as ARGV says. 0: every claim came out as expected; 3: one did not. Raises ConfigError for bad input."""
+    args = _parsed(argv)
+    loaded = scenario.load(Path(args.scenario), args.overrides)
+    folder = Path(args.out)
+    if (folder / "run.json").exists() and not args.force:
+        raise ConfigError(f"{folder} already holds a run. Add --force to overwrite it, or give another --out.")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder. Give another --out.")
+    outcome = _with_bar(loaded)
+    judged = claims.judge(loaded.scenario.claims, outcome.figures, altered=loaded.altered)
+    try:
+        report.write(folder, loaded.scenario, outcome, judged)
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be written: {error.strerror}. Give another --out.") from error
+    _print(loaded.scenario, outcome, judged, folder)
+    return SURPRISED if any(claim.surprising for claim in judged) else 0
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("rubato sim", description="Simulate a scenario and check its claims.")
+    parser.add_argument("scenario", help="a YAML file, e.g. configs/sim/rfabric_cost.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the scenario")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for run.json, CSVs, plots and trace.json")
+    parser.add_argument("--force", action="store_true", help="overwrite a run in DIR")
+    return parser.parse_intermixed_args(list(argv))
+
+
+def _with_bar(loaded: scenario.Loaded) -> Outcome:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Bar(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def tell(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        progress: Progress = tell
+        return loaded.kind.run(loaded.scenario, progress)
+
+
+def _print(stated: scenario.Scenario, outcome: Outcome, judged: Sequence[claims.Claim], folder: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    lines = [f"{claim.name}: {claim.reason}" for claim in judged if not claim.holds and claim.reason]
+    print(f"{stated.title} · simulated, calibrated on {stated.calibration}")  # noqa: T201
+    table = Table("claim", "paper", "ours", "tolerance", "holds", "expected", box=None, pad_edge=False)
+    for claim in judged:
+        cells = (claim.name, f"{claim.paper} {claim.unit}", f"{claim.ours} {claim.unit}", claim.tolerance)
+        table.add_row(*cells, "yes" if claim.holds else "no", claim.expected)
+    if judged:
+        Console().print(table)
+    for line in (*lines, *outcome.notes):
+        print(line)  # noqa: T201
+    print(f"{folder}: run.json, CSVs, plots, trace.json (opens in ui.perfetto.dev)")  # noqa: T201
+    print(claims.summary(judged))  # noqa: T201

@@ -1,0 +1,87 @@
+"""A scenario: what is simulated, on which calibration, and the claims it is held against; read from YAML with overrides."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field, ValidationError
+
+from runtime.config import Section
+from runtime.config_errors import sentences
+from runtime.config_source import Source, given, read
+from runtime.errors import ConfigError
+from sim.claims import ClaimSpec
+from sim.kinds import KINDS
+from sim.outcome import Outcome, Progress
+
+INCLUDE_DEPTH = 4
+"""A file that includes itself is refused here."""
+
+
+class Scenario(Section):
+    """Base of every kind's scenario; a kind adds the fields that its runner reads."""
+
+    kind: str
+    """Which runner reads it; see sim/kinds.py."""
+    title: str
+    source: str
+    """The paper whose figures are held against ours."""
+    calibration: str
+    """What the models' parameters come from; stands beside every figure."""
+    seed: int = Field(default=1, ge=0)
+    """Everything drawn at random follows from it."""
+    claims: tuple[ClaimSpec, ...] = ()
+
+
+class Kind(NamedTuple):
+    """A kind of scenario: its fields, and the function that simulates it."""
+
+    scenario: type[Scenario]
+    run: Callable[[Any, Progress], Outcome]
+
+
+class Loaded(NamedTuple):
+    """A checked scenario with its runner; `altered` tells that overrides were given."""
+
+    scenario: Scenario
+    kind: Kind
+    altered: bool
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Read `path`, put the YAML files that it names in their place, apply `key.sub=value` overrides and check the whole.
+
+    A value that ends in .yaml is a file, relative to the scenario's folder. Raises ConfigError with one sentence per mistake.
+    """
+    source = read(path)
+    tree = _included(source.tree, path.parent)
+    changed = given(tree, overrides)
+    tree = _included(changed.tree, path.parent)
+    source = Source(tree, str(path), source.lines, changed.overridden)
+    kind = _kind(source)
+    try:
+        return Loaded(kind.scenario.model_validate(tree), kind, bool(overrides))
+    except ValidationError as error:
+        raise ConfigError("\n".join(sentences(error, source, kind.scenario))) from error
+
+
+def _kind(source: Source) -> Kind:
+    name = source.tree.get("kind")
+    module = KINDS.get(name) if isinstance(name, str) else None
+    if module is None:
+        raise ConfigError(source.sentence(("kind",), f"kind must be one of {', '.join(KINDS)}, not {name!r}."))
+    return importlib.import_module(module).KIND
+
+
+def _included(value: Any, folder: Path, depth: int = 0) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _included(inner, folder, depth) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_included(inner, folder, depth) for inner in value]
+    if isinstance(value, str) and value.endswith(".yaml"):
+        path = folder / value
+        if depth >= INCLUDE_DEPTH:
+            raise ConfigError(f"{path} includes itself, or is included more than {INCLUDE_DEPTH} levels deep.")
+        return _included(read(path).tree, path.parent, depth + 1)
+    return value

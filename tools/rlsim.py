@@ -1,0 +1,12 @@
+"""Simulate a scenario: `python tools/rlsim.py configs/sim/rfabric_cost.yaml --out runs/cost`. See docs/rlsim.md."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from runtime.cli import guarded
+from sim.rlsim import main
+
+if __name__ == "__main__":
+    sys.exit(guarded(main, sys.argv[1:]))
