@@ -19,12 +19,12 @@ from sim.scenario import Scenario
 DPI = 130
 
 
-def write(folder: Path, scenario: Scenario, outcome: Outcome, claims: Sequence[Claim]) -> None:
+def write(folder: Path, scenario: Scenario, outcome: Outcome, claims: Sequence[Claim], *, plots: bool) -> None:
     """Everything of one run into `folder`, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, table in sorted(outcome.tables.items()):
         _write_table(folder / f"{name}.csv", table)
-    for name, plot in sorted(outcome.plots.items()):
+    for name, plot in sorted(outcome.plots.items() if plots else ()):
         _write_plot(folder / f"{name}.png", plot, scenario)
     (folder / "trace.json").write_text(json.dumps(trace(outcome.spans)) + "\n")
     (folder / "run.json").write_text(json.dumps(_summary(scenario, outcome, claims), indent=1) + "\n")

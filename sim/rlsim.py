@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     outcome = _with_bar(loaded)
     judged = claims.judge(loaded.scenario.claims, outcome.figures, altered=loaded.altered)
     try:
-        report.write(folder, loaded.scenario, outcome, judged)
+        report.write(folder, loaded.scenario, outcome, judged, plots=not args.no_plots)
     except OSError as error:
         raise ConfigError(f"{folder} can't be written: {error.strerror}. Give another --out.") from error
     _print(loaded.scenario, outcome, judged, folder)
@@ -37,6 +37,7 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the scenario")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for run.json, CSVs, plots and trace.json")
     parser.add_argument("--force", action="store_true", help="overwrite a run in DIR")
+    parser.add_argument("--no-plots", action="store_true", help="leave the PNGs out")
     return parser.parse_intermixed_args(list(argv))
 
 
@@ -70,5 +71,5 @@ def _print(stated: scenario.Scenario, outcome: Outcome, judged: Sequence[claims.
         Console().print(table)
     for line in (*lines, *outcome.notes):
         print(line)  # noqa: T201
-    print(f"{folder}: run.json, CSVs, plots, trace.json (opens in ui.perfetto.dev)")  # noqa: T201
+    print(f"results in {folder}; trace.json opens in ui.perfetto.dev")  # noqa: T201
     print(claims.summary(judged))  # noqa: T201
