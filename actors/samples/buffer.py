@@ -81,7 +81,7 @@ class SampleBuffer(Actor):
         self._intake = Intake(*shared, self._file_payload, self.metrics, self.log)
         self._trainer = TrainerDesk(*shared, self._intake, self._read_payload, self.log)
         self._holders = Holders(self._book, self._intake, self._journal, self.store, self.log)
-        self._ledger = Ledger(self.run.folder, workset, self._journal, self.offload, self.log)
+        self._ledger = Ledger(self.run.folder, workset, self._journal, self.incarnation, self.offload, self.log)
         await rebuild(self._book, self._records, self._journal, workset, self._intake, self._now())
         await self._ledger.open()
         await self._holders.check_all()
@@ -95,7 +95,7 @@ class SampleBuffer(Actor):
         self._draining = True
         await self._journal.flush()
         with suppress(OSError):
-            await self._ledger.catch_up()
+            await self._ledger.check()
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         """Rollouts of an actor that went away are issued again at once."""

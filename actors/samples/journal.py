@@ -53,6 +53,10 @@ class Journal:
                 if self._saved != marked:
                     self._dirty = dirty | self._dirty
 
+    async def prove(self) -> None:
+        """Raises Fenced where a newer buffer has written."""
+        await self.steadily(lambda: self._write({}))
+
     async def steadily(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """The result of `call`, retried for as long as the Store is away; any other error is raised."""
         pause_s = PAUSE_S

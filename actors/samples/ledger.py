@@ -1,13 +1,15 @@
-"""Owns samples.jsonl: line i is the i-th end of a sample in the WorkSet, whatever crashed in between."""
+"""Keeps samples.jsonl: line i is the i-th end of a sample in the WorkSet, whatever crashed in between, and whoever still writes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
 from actors.samples.journal import Journal
+from actors.samples.ledger_file import LedgerFile, lost_path, read_tail, take_file
 from actors.samples.sample import Note, remove_payloads
 from actors.samples.wake import Wake
 from runtime.store.workset import Ended, WorkSet
@@ -46,6 +48,24 @@ class Line(msgspec.Struct, frozen=True):
     reason: str
 
 
+class _Key(msgspec.Struct, frozen=True):
+    """What tells a line from another sample's end, whatever else older or newer programs write into it."""
+
+    trajectory_id: str
+    attempt: int
+    fate: str
+    step: int | None
+    epoch: int | None
+
+
+class _Agreed(NamedTuple):
+    """How far file and Store are the same: `num` of the file's `lines` lines; `last` is the entry of that line, where it is known."""
+
+    lines: int
+    num: int
+    last: Ended | None
+
+
 class Offload(Protocol):
     """Runs a blocking function away from the event loop."""
 
@@ -53,26 +73,37 @@ class Offload(Protocol):
 
 
 class Ledger:
-    """The projection, and the end of the payload files of samples it has written."""
+    """The projection, and the end of the payload files of samples it has written. `token` is the buffer's incarnation."""
 
     def __init__(
-        self, folder: Path, workset: WorkSet, journal: Journal, offload: Offload, log: "FilteringBoundLogger"
+        self,
+        folder: Path,
+        workset: WorkSet,
+        journal: Journal,
+        token: int,
+        offload: Offload,
+        log: "FilteringBoundLogger",
     ) -> None:
         self._path = folder / "samples.jsonl"
         self._files = folder / "samples"
         self._workset = workset
         self._journal = journal
+        self._token = token
         self._offload = offload
         self._log = log
         self._turn = asyncio.Lock()
+        self._file: LedgerFile | None = None
+        self._last: Ended | None = None
+        """The end that the newest line tells of: should the Store say otherwise, it forgot."""
         self.index = 0
         """Lines written."""
 
     async def open(self) -> None:
-        """Count the file's lines. A torn last line goes, and so do lines that a Store which lost its newest seconds has no record of."""
-        counts = await self._journal.steadily(self._workset.counts)
+        """Take the file over, with the lines that agree with the Store. A torn last line goes, and so do lines that a Store which
+        lost its newest seconds has no record of."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self.index = keep_lines(self._path, counts.ended)
+        async with self._turn:
+            await self._take(await self._compare())
 
     async def follow(self, ended: Wake) -> None:
         """Write whatever ends, until cancelled."""
@@ -87,22 +118,69 @@ class Ledger:
                 await more.wait()
 
     async def catch_up(self) -> None:
-        """Return once the file has every end so far. Raises OSError; then nothing was written."""
+        """Return once the file has every end so far. Raises OSError, then nothing was written, and Fenced."""
         async with self._turn:
-            while entries := await self._journal.steadily(self._next):
+            while entries := await self._next():
                 text = b"".join(msgspec.json.encode(line_of(entry)) + b"\n" for entry in entries)
-                await self._offload(_append, self._path, text)
-                before, self.index = self.index, entries[-1].index
+                if self._file is None or not await self._offload(self._file.write_lines, text):
+                    await self._take_again()
+                    continue
+                before, self.index, self._last = self.index, entries[-1].index, entries[-1]
                 if self._files.is_dir():
                     await self._offload(remove_payloads, self._files, [entry.id for entry in entries])
                 if before // ENTRIES != self.index // ENTRIES and self.index > KEPT:
                     await self._journal.steadily(self._trim)
 
-    async def _trim(self) -> None:
-        await self._workset.trim(self.index - KEPT)
+    async def check(self) -> None:
+        """Write every end so far, and bring lines that the Store since forgot in line with it. Raises as `catch_up`."""
+        async with self._turn:
+            agreed = await self._compare()
+            whole = agreed.num == agreed.lines == self.index
+            if not whole or self._file is None or not await self._offload(self._file.is_ours):
+                await self._take_again()
+        await self.catch_up()
 
     async def _next(self) -> list[Ended]:
-        return await self._workset.ended(self.index, limit=ENTRIES)
+        """What the file lacks. The newest line's own entry is asked for too: where it is gone or another, the Store forgot."""
+        while True:
+            known = [] if self._last is None else [self._last]
+            ask = partial(self._workset.ended, self.index - len(known), limit=ENTRIES)
+            entries = await self._journal.steadily(ask)
+            if entries[: len(known)] == known:
+                return entries[len(known) :]
+            await self._take_again()
+
+    async def _take_again(self) -> None:
+        """The file is another's, or the Store forgot. A buffer that was replaced meanwhile is fenced here."""
+        await self._journal.prove()
+        await self._take(await self._compare())
+
+    async def _take(self, agreed: _Agreed) -> None:
+        if lost := agreed.lines - agreed.num:
+            kept = str(lost_path(self._path.parent))
+            self._log.error("ends_lost_by_store", num=lost, from_line=agreed.num + 1, kept=kept)
+        self._file = await self._offload(take_file, self._path, agreed.num, agreed.lines, self._token)
+        self.index, self._last = agreed.num, agreed.last
+
+    async def _compare(self) -> _Agreed:
+        """Lines older than what the Store keeps are taken on trust, unless it has forgotten more than it keeps."""
+        tail = await self._offload(read_tail, self._path, KEPT + ENTRIES)
+        counts = await self._journal.steadily(self._workset.counts)
+        before, most = tail.num - len(tail.lines), min(tail.num, counts.ended)
+        if counts.ended < before:
+            return _Agreed(tail.num, 0, None)
+        num, last = before, None
+        while num < most:
+            entries = await self._journal.steadily(partial(self._workset.ended, num, limit=ENTRIES))
+            num = min(entries[0].index - 1, most) if entries else most
+            for entry in entries[: most - num]:
+                if not _tells(tail.lines[num - before], entry):
+                    return _Agreed(tail.num, num, last)
+                num, last = entry.index, entry
+        return _Agreed(tail.num, num, last)
+
+    async def _trim(self) -> None:
+        await self._workset.trim(self.index - KEPT)
 
 
 def line_of(ended: Ended) -> Line:
@@ -128,30 +206,11 @@ def line_of(ended: Ended) -> Line:
     )
 
 
-def keep_lines(path: Path, most: int) -> int:
-    """Cut `path` after its last complete line, or after `most` lines; returns how many are left. A missing file has none."""
-    count = size = 0
+def _tells(line: bytes, entry: Ended) -> bool:
+    """Whether the line is about this very end."""
     try:
-        with path.open("rb+") as file:
-            for line in file:
-                if count == most or not line.endswith(b"\n"):
-                    break
-                count += 1
-                size += len(line)
-            file.truncate(size)
-    except FileNotFoundError:
-        return 0
-    return count
-
-
-def _append(path: Path, text: bytes) -> None:
-    """All of `text`, or nothing and OSError."""
-    with path.open("ab", buffering=0) as file:
-        start = file.seek(0, 2)
-        try:
-            view = memoryview(text)
-            while view:
-                view = view[file.write(view) :]
-        except OSError:
-            file.truncate(start)
-            raise
+        key = msgspec.json.decode(line, type=_Key)
+    except msgspec.MsgspecError:
+        return False
+    told = line_of(entry)
+    return key == _Key(told.trajectory_id, told.attempt, told.fate, told.step, told.epoch)

@@ -23,7 +23,9 @@ COSTS_S: Mapping[str, float] = {
     "train": 0.15,
     "_save_to": 0.08,
     "export": 0.02,
-    "_append": 0.01,
+    "read_tail": 0.005,
+    "take_file": 0.01,
+    "write_lines": 0.01,
     "append": 0.005,
     "newest": 0.02,
 }

@@ -15,6 +15,8 @@ from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.registry import list_actors
 from runtime.store.memory import MemoryStore
+from sim.simtest.faults import DEFAULT
+from sim.simtest.run import Bench, faults_of, run
 from tests.simulation.test_kernel import Client, Echo, Server
 
 
@@ -93,3 +95,17 @@ def test_messages_for_another_incarnation_cost_no_credit(tmp_path):
                 task.cancel()
 
     run_virtual(main)
+
+
+@pytest.fixture
+def bench():
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+def test_a_buffer_frozen_in_the_middle_of_a_write_to_the_ledger_leaves_one_line_per_end(bench):
+    """Once "samples.jsonl has 138 lines for 132 ends". tests/unit/actors/samples/test_ledger.py stops a zombie at each such place."""
+    outcome = run(bench, 14330221, faults_of(14330221, DEFAULT))
+
+    assert outcome.violation is None

@@ -6,9 +6,11 @@ import json
 import pytest
 
 from actors.samples.journal import Journal
-from actors.samples.ledger import Ledger, keep_lines, line_of
+from actors.samples.ledger import Ledger, line_of
+from actors.samples.ledger_file import read_tail
 from actors.samples.wake import Wake
 from runtime.observe.log import logger
+from runtime.store.errors import Fenced
 from runtime.store.memory import MemoryStore
 from runtime.store.store import Fence
 from runtime.store.workset import Ended
@@ -18,13 +20,48 @@ async def inline(fn, *args):
     return fn(*args)
 
 
-def ledger_of(store, folder, offload=inline):
-    journal = Journal(store, Fence("x", 1), logger("test"), on_outage=lambda away: None)
-    return Ledger(folder, store.workset("samples"), journal, offload, logger("test"))
+def ledger_of(store, folder, offload=inline, token=1):
+    journal = Journal(store, Fence("x", token), logger("test"), on_outage=lambda away: None)
+    return Ledger(folder, store.workset("samples"), journal, token, offload, logger("test"))
 
 
-def ids(folder):
-    return [json.loads(line)["trajectory_id"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+def ids(folder, name="samples.jsonl"):
+    return [json.loads(line)["trajectory_id"] for line in (folder / name).read_text().splitlines()]
+
+
+async def write(folder, names):
+    store = MemoryStore()
+    for name in names:
+        await store.workset("samples").end(name, "g", "failed")
+    ledger = ledger_of(store, folder)
+    await ledger.open()
+    await ledger.catch_up()
+
+
+class Frozen:
+    """Stands still before `where`, until it is thawed."""
+
+    def __init__(self, where):
+        self.where = where
+        self.reached, self.thaw = asyncio.Event(), asyncio.Event()
+
+    async def offload(self, fn, *args):
+        if fn.__name__ == self.where:
+            self.reached.set()
+            await self.thaw.wait()
+        return fn(*args)
+
+
+async def outlived(ledger, workset):
+    """A buffer's whole life as the ledger sees it, with a last end at which it learns that it was replaced."""
+    try:
+        await ledger.open()
+        await ledger.catch_up()
+        while True:
+            await asyncio.sleep(0)
+            await ledger._journal.prove()
+    except Fenced:
+        return "fenced"
 
 
 async def test_it_goes_on_at_the_next_record(tmp_path):
@@ -61,16 +98,51 @@ async def test_a_torn_last_line_is_written_anew(tmp_path):
     assert ids(tmp_path) == ["a", "b"]
 
 
-async def test_lines_that_the_store_lost_go(tmp_path):
-    (tmp_path / "samples.jsonl").write_text('{"trajectory_id": "a"}\n{"trajectory_id": "b"}\n')
+async def test_lines_that_the_store_lost_go_and_are_kept_elsewhere(tmp_path):
+    await write(tmp_path, "abc")
     store = MemoryStore()
-    await store.workset("samples").end("a", "g", "failed")
+    for name in "ax":
+        await store.workset("samples").end(name, "g", "failed")
 
     ledger = ledger_of(store, tmp_path)
     await ledger.open()
 
     assert ledger.index == 1
     assert ids(tmp_path) == ["a"]
+    assert ids(tmp_path, "samples.lost.jsonl") == ["b", "c"]
+
+
+async def test_a_store_that_forgets_ends_while_the_buffer_lives_is_noticed_at_the_next_end(tmp_path):
+    store = MemoryStore()
+    for name in "abc":
+        await store.workset("samples").end(name, "g", "failed")
+    ledger = ledger_of(store, tmp_path)
+    await ledger.open()
+    await ledger.catch_up()
+
+    store.workset("samples").__init__()
+    for name in "axy":
+        await store.workset("samples").end(name, "g", "failed")
+    await ledger.catch_up()
+
+    assert ids(tmp_path) == ["a", "x", "y"]
+    assert ids(tmp_path, "samples.lost.jsonl") == ["b", "c"]
+
+
+async def test_a_store_that_forgot_and_then_made_the_same_last_end_is_noticed_at_the_end(tmp_path):
+    store = MemoryStore()
+    for name in "abc":
+        await store.workset("samples").end(name, "g", "failed")
+    ledger = ledger_of(store, tmp_path)
+    await ledger.open()
+    await ledger.catch_up()
+
+    store.workset("samples").__init__()
+    for name in "bac":
+        await store.workset("samples").end(name, "g", "failed")
+    await ledger.check()
+
+    assert ids(tmp_path) == ["b", "a", "c"]
 
 
 async def test_a_disk_that_refuses_costs_nothing_once_it_takes_again(tmp_path):
@@ -78,7 +150,7 @@ async def test_a_disk_that_refuses_costs_nothing_once_it_takes_again(tmp_path):
     refusals = [OSError("disk full")]
 
     async def offload(fn, *args):
-        if refusals:
+        if refusals and fn.__name__ == "write_lines":
             raise refusals.pop()
         return fn(*args)
 
@@ -93,13 +165,80 @@ async def test_a_disk_that_refuses_costs_nothing_once_it_takes_again(tmp_path):
     assert ids(tmp_path) == ["a"]
 
 
+@pytest.mark.parametrize("last", ["b", "bc"])
+@pytest.mark.parametrize("where", ["read_tail", "take_file", "write_lines"])
+async def test_a_zombie_that_wakes_in_the_middle_of_its_write_leaves_one_line_per_end(tmp_path, where, last):
+    """It stood still before `where`; a newer buffer took over meanwhile; it goes on, and finds out that it is fenced."""
+    store, frozen = MemoryStore(), Frozen(where)
+    workset = store.workset("samples")
+    await workset.end("a", "g", "failed")
+    zombie = ledger_of(store, tmp_path, frozen.offload, token=1)
+    async with asyncio.TaskGroup() as tasks:
+        dying = tasks.create_task(outlived(zombie, workset))
+        await frozen.reached.wait()
+        live = ledger_of(store, tmp_path, token=2)
+        await Journal(store, Fence("x", 2), logger("test"), on_outage=lambda away: None).prove()
+        await live.open()
+        await workset.end("b", "g", "failed")
+        await live.catch_up()
+        frozen.thaw.set()
+        await asyncio.sleep(0)
+        for name in last[1:]:
+            await workset.end(name, "g", "failed")
+        await live.catch_up()
+        await live.check()
+        assert await dying == "fenced"
+        await live.check()
+
+    assert ids(tmp_path) == ["a", *last]
+    assert not (tmp_path / "samples.lost.jsonl").exists()
+
+
+async def test_a_kill_between_the_store_and_the_file_leaves_one_line_per_end(tmp_path):
+    store, frozen = MemoryStore(), Frozen("write_lines")
+    await store.workset("samples").end("a", "g", "failed")
+    killed = ledger_of(store, tmp_path, frozen.offload, token=1)
+    async with asyncio.TaskGroup() as tasks:
+        dying = tasks.create_task(outlived(killed, store.workset("samples")))
+        await frozen.reached.wait()
+        dying.cancel()
+    again = ledger_of(store, tmp_path, token=2)
+    await again.open()
+    await again.catch_up()
+
+    assert ids(tmp_path) == ["a"]
+
+
+async def test_a_killed_take_over_leaves_no_draft(tmp_path):
+    (tmp_path / "samples.jsonl.7").write_text("half")
+    ledger = ledger_of(MemoryStore(), tmp_path, token=8)
+    await ledger.open()
+
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
+
+
+async def test_a_file_that_somebody_deleted_is_written_anew(tmp_path):
+    store = MemoryStore()
+    await store.workset("samples").end("a", "g", "failed")
+    ledger = ledger_of(store, tmp_path)
+    await ledger.open()
+    await ledger.catch_up()
+    (tmp_path / "samples.jsonl").unlink()
+    await store.workset("samples").end("b", "g", "failed")
+    await ledger.catch_up()
+
+    assert ids(tmp_path) == ["a", "b"]
+
+
 async def test_it_follows_what_ends(tmp_path):
     store, ended = MemoryStore(), Wake()
     written = asyncio.Event()
 
     async def offload(fn, *args):
-        fn(*args)
-        written.set()
+        result = fn(*args)
+        if fn.__name__ == "write_lines":
+            written.set()
+        return result
 
     ledger = ledger_of(store, tmp_path, offload)
     await ledger.open()
@@ -115,7 +254,7 @@ async def test_it_follows_what_ends(tmp_path):
 
 
 def test_a_missing_file_has_no_lines(tmp_path):
-    assert keep_lines(tmp_path / "samples.jsonl", 10) == 0
+    assert read_tail(tmp_path / "samples.jsonl", 10).num == 0
 
 
 def test_a_record_without_a_note_still_makes_a_line():
