@@ -1,6 +1,7 @@
 """LLMProxy, engines and the fabric as kernels on the memory transport: deaths, restarts and drains."""
 
 import asyncio
+import functools
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -29,6 +30,7 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
 from bus.transport import Identity
 from runtime.actor import Actor, RunInfo, handler
+from runtime.clock import run_virtual
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
@@ -44,6 +46,7 @@ class SteppedEngine(Actor):
         super().__init__(config, context)
         self.generated: list[Generate] = []
         self.running: dict[str, asyncio.Event] = {}
+        self.answered = asyncio.Condition()
         self.handed_back = 0
 
     @handler
@@ -70,6 +73,8 @@ class SteppedEngine(Actor):
                 await self.ref("llm_proxy").tell(TokensSampled(self.name, ((request.request_id, more),)))
         finally:
             del self.running[request.request_id]
+            async with self.answered:
+                self.answered.notify_all()
         if drained.is_set():
             self.handed_back += num
             return Aborted(request.request_id, _tokens(0, num), HANDED_BACK)
@@ -78,10 +83,12 @@ class SteppedEngine(Actor):
     async def on_drain(self):
         for drained in self.running.values():
             drained.set()
+        async with self.answered:
+            await self.answered.wait_for(lambda: not self.running)
 
 
 class StallingEngine(SteppedEngine):
-    """Stops after ten tokens until it is drained, however slow the machine is."""
+    """Stops after ten tokens until it is drained."""
 
     stalls_at = 10
 
@@ -95,6 +102,16 @@ class NoBlobs:
 
 class Asker(Actor):
     role = "env_manager"
+
+
+def virtual(test):
+    """Runs `test` on a virtual loop: how busy the machine is decides nothing."""
+
+    @functools.wraps(test)
+    def run(**fixtures):
+        return run_virtual(lambda: test(**fixtures))
+
+    return run
 
 
 def _tokens(start, end):
@@ -166,6 +183,7 @@ def _ids(completion):
     return np.frombuffer(completion.tokens.ids, "<i4").tolist()
 
 
+@virtual
 async def test_completions_survive_the_death_of_their_engine_without_a_lost_or_doubled_token(tmp_path, generate):
     async with cluster(tmp_path) as made:
         await made.start(LLMProxy, "llm_proxy-1")
@@ -186,6 +204,7 @@ async def test_completions_survive_the_death_of_their_engine_without_a_lost_or_d
         assert any(g.resumed.ids for g in made.actors["engine-2"].generated)
 
 
+@virtual
 async def test_a_drained_engine_loses_nothing(tmp_path, generate):
     async with cluster(tmp_path) as made:
         await made.start(LLMProxy, "llm_proxy-1")
@@ -206,6 +225,7 @@ async def test_a_drained_engine_loses_nothing(tmp_path, generate):
         assert sum(len(g.resumed.ids) // 4 for g in resumed) == victim.handed_back
 
 
+@virtual
 async def test_requests_survive_the_death_of_the_proxy_on_the_engine_that_runs_them(tmp_path, generate):
     async with cluster(tmp_path) as made:
         await made.start(LLMProxy, "llm_proxy-1")
@@ -223,6 +243,7 @@ async def test_requests_survive_the_death_of_the_proxy_on_the_engine_that_runs_t
         assert made.actors["llm_proxy-1"].metrics.snapshot().get("proxy/moved", 0) == 0
 
 
+@virtual
 async def test_the_controller_drives_a_switch_that_is_an_actor_and_survives_its_restart(tmp_path):
     async with cluster(tmp_path) as made:
         await made.start(EmulatedSwitch, "optical_switch-1")
@@ -263,6 +284,7 @@ async def _sample_with_workers(folder, *, death):
         return [_ids(c) for c in completions], made.actors["llm_proxy-1"].metrics.snapshot().get("proxy/moved", 0)
 
 
+@virtual
 async def test_with_real_workers_a_death_moves_requests_and_changes_no_token(tmp_path):
     undisturbed, moved_without = await _sample_with_workers(tmp_path, death=False)
 
