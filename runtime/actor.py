@@ -65,6 +65,8 @@ class Context(Protocol):
 
     name: str
     incarnation: int
+    node: str
+    """The node agent of its host."""
     run: RunInfo
     store: "Store"
     blobs: "BlobStore"

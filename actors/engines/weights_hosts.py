@@ -65,7 +65,7 @@ class WeightsHosts:
         await self._blobs.close()
 
     async def _bring(self, info: BlobInfo, home: str) -> None:
-        readers = {_node_of(record) for name in self._peers("engine") if (record := self._find(name)) is not None}
+        readers = {record.node for name in self._peers("engine") if (record := self._find(name)) is not None}
         tree = plan(home, {self._node} | (readers & set(self._peers("node"))))
         where = sources(tree, self._node)
         try:
@@ -80,10 +80,5 @@ class WeightsHosts:
         for name in self._peers("trainer"):
             record = self._find(name)
             if record is not None:
-                return _node_of(record)
+                return record.node
         return NODE
-
-
-def _node_of(record: "ActorRecord") -> str:
-    """The agent of the host that an actor lives on; records that do not say belong to the launcher's."""
-    return getattr(record, "node", NODE)

@@ -28,7 +28,6 @@ from actors.model_folder import check_model_folder
 from bus.errors import NotSent
 from bus.message import Ack
 from runtime.actor import Actor, ActorConfig, Context, handler
-from runtime.kernel import NODE
 from runtime.load import load_object
 
 GAUGES_S = 0.5
@@ -68,7 +67,7 @@ class EngineWorker(Actor):
         """Load the base model, then go to the newest published weights, if any: a late joiner takes the same path."""
         section = self.config.engine
         build: Any = await self.offload(load_object, ENGINES.get(section.kind, section.kind))
-        blobs = WeightsHosts(self.blobs, getattr(self._context, "node", NODE), self._context.find, self.peers, self.ref)
+        blobs = WeightsHosts(self.blobs, self._context.node, self._context.find, self.peers, self.ref)
         self._engine = engine = build(self._model_folder(), self.config.model, section)
         await engine.start()
         self._weights = weights = WeightsPuller(engine, blobs, self.metrics, self.waits, self.log)

@@ -1,7 +1,6 @@
 """LLMProxy, engines and the fabric as kernels on the memory transport: deaths, restarts and drains."""
 
 import asyncio
-import functools
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -30,10 +29,10 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
 from bus.transport import Identity
 from runtime.actor import Actor, RunInfo, handler
-from runtime.clock import run_virtual
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
+from tests.virtual import virtual
 
 
 class SteppedEngine(Actor):
@@ -102,16 +101,6 @@ class NoBlobs:
 
 class Asker(Actor):
     role = "env_manager"
-
-
-def virtual(test):
-    """Runs `test` on a virtual loop: how busy the machine is decides nothing."""
-
-    @functools.wraps(test)
-    def run(**fixtures):
-        return run_virtual(lambda: test(**fixtures))
-
-    return run
 
 
 def _tokens(start, end):

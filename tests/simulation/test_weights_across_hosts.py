@@ -1,7 +1,6 @@
 """Engines on other hosts than the trainer's: each host pulls a version once, all its engines read it, and cuts only delay it."""
 
 import asyncio
-import functools
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -14,10 +13,10 @@ from runtime.blob_digest import PIECE_BYTES
 from runtime.blob_hosts import HostBlobs
 from runtime.blob_memory import MemoryBlobStore
 from runtime.blob_messages import BlobPiece, GetPiece, NotHere
-from runtime.clock import run_virtual
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
+from tests.virtual import virtual
 
 IMAGE = bytes(range(256)) * (2 * PIECE_BYTES // 256) + b"end"
 PIECES = 3
@@ -97,16 +96,6 @@ class Job:
 
     def held(self):
         return {name: actor.engine.held for name, actor in self.actors.items() if isinstance(actor, Engine)}
-
-
-def virtual(test):
-    """Run the test in virtual time."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        return run_virtual(lambda: test(*args, **kwargs))
-
-    return run
 
 
 @asynccontextmanager
