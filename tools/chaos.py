@@ -207,13 +207,11 @@ async def _to_the_end(job: Job, chaos: Chaos, config: Config, began: float) -> N
 def judge(job: Job, config: Config, steps: int) -> dict[str, Any]:
     """Hold what was written against what is promised."""
     train, alpha = config.section("train"), config.section("staleness").bound
-    found = audit(job.folder, Expected(steps, train.batch_groups, train.group_size, alpha))
+    durable = config.state.durability == "always"
+    found = audit(job.folder, Expected(steps, train.batch_groups, train.group_size, alpha, durable))
     leaked = job.leaked()
     if leaked:
         found.problems.append(f"{len(leaked)} paths are left behind, first {leaked[0]}")
-    lost = found.fates.get("lost", 0)
-    if lost and config.state.durability == "always":
-        found.problems.append(f"{lost} samples were lost under state.durability=always")
     if found.problems:
         raise Broken("; ".join(found.problems))
     return {"steps": found.steps, "samples": found.samples, "fates": found.fates, "orphans": 0, "leaked": 0}

@@ -1,10 +1,16 @@
-"""Checks what a finished run wrote against what is promised of it: every sample one fate, every step whole, no age over the bound."""
+"""Checks what a finished run wrote against what is promised of it: every sample one fate, every step whole, no age over the bound.
+
+A Store that lost its state shows in what was written before: lines of samples.jsonl that it no longer knew, which the buffer moved to
+samples.lost.jsonl, and steps or epochs that go backwards.
+"""
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from actors.samples.ledger_file import lost_path
 from actors.samples.sample import group_id, split_id, trajectory_id
 
 SHOWN = 3
@@ -12,12 +18,13 @@ SHOWN = 3
 
 
 class Expected(NamedTuple):
-    """The numbers of the config that a run is held against; `alpha` -1 is unbounded."""
+    """The numbers of the config that a run is held against; `alpha` -1 is unbounded. `durable`: the Store may forget nothing at all."""
 
     steps: int
     batch_groups: int
     group_size: int
     alpha: int
+    durable: bool = False
 
 
 class Audit(NamedTuple):
@@ -30,10 +37,11 @@ class Audit(NamedTuple):
 
 
 def audit(folder: Path, expected: Expected) -> Audit:
-    """Read `metrics.jsonl` and `samples.jsonl` of the finished run in `folder`."""
+    """Read `metrics.jsonl`, `samples.jsonl` and, where there is one, `samples.lost.jsonl` of the finished run in `folder`."""
     rows = [row["step"] for row in _lines(folder / "metrics.jsonl")]
-    ledger = _lines(folder / "samples.jsonl")
+    ledger, lost = _lines(folder / "samples.jsonl"), _lines(lost_path(folder))
     problems = _steps(rows, expected) + _samples(ledger, expected) + _trained(ledger, expected)
+    problems += _forgotten(ledger, lost, expected)
     return Audit(len(rows), len(ledger), dict(Counter(line["fate"] for line in ledger)), problems)
 
 
@@ -73,6 +81,23 @@ def _trained(ledger: list[dict[str, Any]], expected: Expected) -> list[str]:
         problems.append(f"{len(wrong)} steps did not train {expected.batch_groups} groups{_some('', wrong)}")
     if expected.alpha >= 0 and (old := [x["trajectory_id"] for x in trained if x["age"] > expected.alpha]):
         problems.append(f"{len(old)} samples were trained beyond the bound of {expected.alpha}{_some('', old)}")
+    return problems
+
+
+def _forgotten(ledger: list[dict[str, Any]], lost: list[dict[str, Any]], expected: Expected) -> list[str]:
+    """What was trained stays trained, in its step, whatever a Store forgets: a commit that is forgotten is made again."""
+    steps = {line["trajectory_id"]: line["step"] for line in ledger}
+    gone = [x["trajectory_id"] for x in lost if x["step"] is not None and steps.get(x["trajectory_id"]) != x["step"]]
+    problems = [f"{len(gone)} trained samples were forgotten by the Store{_some('', gone)}"] if gone else []
+    if expected.durable and lost:
+        problems.append(f"{len(lost)} ends were forgotten by a Store that keeps everything")
+    if expected.durable and (missed := [line["trajectory_id"] for line in ledger if line["fate"] == "lost"]):
+        problems.append(f"{len(missed)} samples were lost by a Store that keeps everything{_some('', missed)}")
+    trained = [line for line in ledger if line["step"] is not None]
+    for what in ("step", "epoch"):
+        back = [later["trajectory_id"] for before, later in pairwise(trained) if later[what] < before[what]]
+        if back:
+            problems.append(f"the {what} goes backwards in samples.jsonl{_some('first at', back[:1])}")
     return problems
 
 

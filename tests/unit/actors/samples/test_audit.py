@@ -11,7 +11,14 @@ EXPECTED = Expected(steps=2, batch_groups=1, group_size=2, alpha=1)
 
 def line(group, member, step, fate="trained", age=0):
     name = f"g{group:08d}"
-    return {"trajectory_id": f"{name}.{member}", "group_id": name, "fate": fate, "step": step, "age": age}
+    return {
+        "trajectory_id": f"{name}.{member}",
+        "group_id": name,
+        "fate": fate,
+        "step": step,
+        "epoch": step,
+        "age": age,
+    }
 
 
 @pytest.fixture
@@ -22,10 +29,12 @@ def ledger():
 
 @pytest.fixture
 def problems(tmp_path):
-    def found(ledger, steps=(1, 2)):
+    def found(ledger, steps=(1, 2), *, lost=(), durable=False):
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s}) + "\n" for s in steps))
         (tmp_path / "samples.jsonl").write_text("".join(json.dumps(x) + "\n" for x in ledger))
-        return audit(tmp_path, EXPECTED).problems
+        if lost:
+            (tmp_path / "samples.lost.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lost))
+        return audit(tmp_path, EXPECTED._replace(durable=durable)).problems
 
     return found
 
@@ -64,3 +73,30 @@ def test_a_sample_beyond_the_bound_is_found(problems, ledger):
     ledger[3]["age"] = 2
 
     assert problems(ledger) == ["1 samples were trained beyond the bound of 1 (g00000001.1)"]
+
+
+def test_a_trained_sample_that_the_store_forgot_is_found(problems, ledger):
+    lost = [line(1, 0, step=2), line(0, 1, step=2)]
+
+    assert problems(ledger, lost=lost) == ["1 trained samples were forgotten by the Store (g00000000.1)"]
+
+
+def test_what_was_forgotten_and_made_again_is_no_problem_unless_nothing_may_be_forgotten(problems, ledger):
+    lost = [ledger[1], line(2, 0, None, "failed")]
+
+    assert problems(ledger, lost=lost) == []
+    assert problems(ledger, lost=lost, durable=True) == ["2 ends were forgotten by a Store that keeps everything"]
+
+
+def test_a_lost_sample_is_a_problem_where_nothing_may_be_lost(problems, ledger):
+    ledger[-1]["fate"] = "lost"
+
+    assert problems(ledger) == []
+    assert "1 samples were lost" in problems(ledger, durable=True)[0]
+
+
+@pytest.mark.parametrize("what", ["step", "epoch"])
+def test_a_counter_that_goes_backwards_is_found(problems, ledger, what):
+    ledger[0][what] = ledger[1][what] = 3
+
+    assert any(f"the {what} goes backwards in samples.jsonl (first at g00000001.0)" in p for p in problems(ledger))

@@ -1,0 +1,64 @@
+"""A Store that comes back empty in the middle of a run: whatever the run makes of it, the audit of its files notices."""
+
+import asyncio
+
+import pytest
+
+from actors.samples.audit import Expected, audit
+from runtime.clock import run_virtual
+from sim.simtest import setup as setups
+from sim.simtest.checks import Monitor
+from sim.simtest.journal import Record
+from sim.simtest.loop import SimLoop
+from sim.simtest.run import Bench, Job, settings
+from sim.simtest.store import State
+
+
+class Silent(Monitor):
+    """Judges nothing: here the audit does."""
+
+    def fail(self, invariant, text):
+        pass
+
+
+def audited(folder, *, seed, empty_at, restart=None):
+    """The problems of a simulated run, whose Store is emptied at that step; then the process `restart` is killed."""
+    bench, setup = Bench(), setups.draw(seed)
+    loop = SimLoop(seed, limit_s=300.0)
+    monitor = Silent(setup.alpha, setup.window)
+    job = Job(setup, [], folder, bench.model, Record(loop.time, keep=False), monitor)
+
+    async def empty():
+        while not hasattr(job, "world") or job.world.step < empty_at:  # noqa: ASYNC110 - virtual time; steps have no event yet
+            await asyncio.sleep(0.1)
+        store = job.world.store
+        store.crash()
+        store.state = State()
+        await asyncio.sleep(0.5)
+        store.restart()
+        if restart:
+            job.world.processes[restart].kill()
+
+    async def main():
+        async with asyncio.TaskGroup() as tasks:
+            emptying = tasks.create_task(empty())
+            await job.main()
+            emptying.cancel()
+
+    try:
+        with settings(setup):
+            run_virtual(main, loop=loop)
+    finally:
+        bench.close()
+    return audit(folder, Expected(setup.steps, setup.batch_groups, setup.group_size, setup.alpha)).problems
+
+
+def test_a_run_whose_store_keeps_its_state_has_no_problems(tmp_path):
+    assert audited(tmp_path, seed=3, empty_at=1000) == []
+
+
+@pytest.mark.parametrize("restart", [None, "sample_buffer-1", "trainer-1"])
+def test_a_store_that_lost_everything_is_noticed(tmp_path, restart):
+    problems = audited(tmp_path, seed=3, empty_at=10, restart=restart)
+
+    assert any("trained samples were forgotten by the Store" in problem for problem in problems), problems
