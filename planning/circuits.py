@@ -4,11 +4,12 @@ Endpoint i of the fabric owns the switch's ports i·u … i·u+u-1, each with bo
 endpoints takes one port of each and is two circuits, one per direction; links of a phase always connect all endpoints.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Sequence
-from itertools import combinations
 from typing import Final, NamedTuple
+
+from planning.demand import Demand, Links, Pair
+from planning.topology import template
 
 PAYS_OFF: Final = 10.0
 """A change in a phase that already runs is made only when the phase lasts this many times the delay: below, the electrical
@@ -18,12 +19,6 @@ FITS: Final = "the circuits in place already fit"
 AHEAD: Final = "changes before the phase begins"
 LATE: Final = "changes in the running phase, which lasts long enough to gain"
 KEPT: Final = "the window is shorter than the delay: the old circuits stay"
-
-Demand = tuple[str, str, int]
-"""Bytes from one endpoint to another."""
-
-Pair = tuple[int, int]
-"""A link between two endpoints, by index, smaller first."""
 
 
 class Cross(NamedTuple):
@@ -40,7 +35,7 @@ class FabricSnapshot(NamedTuple):
     ports_per_endpoint: int
     traffic: tuple[Demand, ...]
     """Profiled bytes of the phase; used where `template` is None."""
-    template: tuple[Pair, ...] | None
+    template: Links | None
     """The phase's cached links; None while it has none."""
     current: tuple[Cross, ...]
     """What the switch holds."""
@@ -80,31 +75,6 @@ def plan(snapshot: FabricSnapshot) -> CircuitPlan:
     return CircuitPlan(wanted, True, AHEAD if ahead else LATE)
 
 
-def template(traffic: Sequence[Demand], endpoints: Sequence[str], ports_per_endpoint: int) -> tuple[Pair, ...]:
-    """Links for a traffic matrix, sorted; a pair may appear several times.
-
-    First a spanning tree, heaviest pairs first, so that every endpoint stays reachable; then each remaining pair of free
-    ports goes to the pair that would still carry most bytes per link. Demands of names outside `endpoints` are left to the electrical path.
-    Raises ValueError for fewer than two ports per endpoint where there are more than two endpoints.
-    """
-    if ports_per_endpoint < 1 or (ports_per_endpoint < 2 and len(endpoints) > 2):
-        raise ValueError(
-            f"{ports_per_endpoint} port(s) per endpoint can't connect {len(endpoints)} endpoints: give at least 2"
-        )
-    demand = _demand(traffic, endpoints)
-    free = [ports_per_endpoint] * len(endpoints)
-    links = _tree(demand, free)
-    heap = [(-total / (links[pair] + 1), pair) for pair, total in demand.items() if total > 0]
-    heapq.heapify(heap)
-    while heap:
-        _, (a, b) = heapq.heappop(heap)
-        if free[a] and free[b]:
-            free[a], free[b] = free[a] - 1, free[b] - 1
-            links[a, b] += 1
-            heapq.heappush(heap, (-demand[a, b] / (links[a, b] + 1), (a, b)))
-    return tuple(sorted(links.elements()))
-
-
 def materialise(links: Sequence[Pair], current: Sequence[Cross], ports_per_endpoint: int) -> tuple[Cross, ...]:
     """Give each link its ports: a duplex circuit that already joins the same endpoints keeps its own, the rest take the lowest free.
 
@@ -120,47 +90,19 @@ def materialise(links: Sequence[Pair], current: Sequence[Cross], ports_per_endpo
             missing[pair] -= 1
             taken |= set(cross)
             chosen += [cross, Cross(cross.egress, cross.ingress)]
+    lowest = [endpoint * ports_per_endpoint for endpoint in range(max((b for _, b in missing), default=-1) + 1)]
     for a, b in sorted(missing.elements()):
-        here, there = _free_port(a, taken, ports_per_endpoint), _free_port(b, taken, ports_per_endpoint)
+        here, there = (_free_port(endpoint, lowest, taken, ports_per_endpoint) for endpoint in (a, b))
         chosen += [Cross(here, there), Cross(there, here)]
     return tuple(sorted(chosen))
 
 
-def _demand(traffic: Sequence[Demand], endpoints: Sequence[str]) -> dict[Pair, int]:
-    """Bytes per pair, both directions together (a link is duplex); pairs without any are listed with 0."""
-    index = {name: i for i, name in enumerate(endpoints)}
-    demand = dict.fromkeys(combinations(range(len(endpoints)), 2), 0)
-    for source, target, size_bytes in traffic:
-        a, b = index.get(source), index.get(target)
-        if a is not None and b is not None and a != b:
-            demand[min(a, b), max(a, b)] += size_bytes
-    return demand
-
-
-def _tree(demand: dict[Pair, int], free: list[int]) -> Counter[Pair]:
-    """Kruskal with a bound on degrees, heaviest pairs first; takes ports from `free`.
-
-    It can't get stuck with two ports each: a tree over k endpoints uses 2(k-1) of its 2k ports, so a free one is left in it.
-    """
-    parent = list(range(len(free)))
-
-    def root(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = node = parent[parent[node]]
-        return node
-
-    links: Counter[Pair] = Counter()
-    for a, b in sorted(demand, key=lambda pair: (-demand[pair], pair)):
-        if free[a] and free[b] and root(a) != root(b):
-            parent[root(a)] = root(b)
-            free[a], free[b] = free[a] - 1, free[b] - 1
-            links[a, b] += 1
-    return links
-
-
-def _free_port(endpoint: int, taken: set[int], ports_per_endpoint: int) -> int:
-    for port in range(endpoint * ports_per_endpoint, (endpoint + 1) * ports_per_endpoint):
-        if port not in taken:
-            taken.add(port)
-            return port
-    raise ValueError(f"endpoint {endpoint} has more links than its {ports_per_endpoint} ports")
+def _free_port(endpoint: int, lowest: list[int], taken: set[int], ports_per_endpoint: int) -> int:
+    """The lowest free port of `endpoint`; those below `lowest` are taken."""
+    while lowest[endpoint] in taken:
+        lowest[endpoint] += 1
+    port = lowest[endpoint]
+    if port >= (endpoint + 1) * ports_per_endpoint:
+        raise ValueError(f"endpoint {endpoint} has more links than its {ports_per_endpoint} ports")
+    lowest[endpoint] += 1
+    return port

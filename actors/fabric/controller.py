@@ -10,7 +10,8 @@ from actors.fabric.rhythm import Rhythm
 from actors.fabric.section import FabricSection
 from actors.fabric.templates import Templates
 from actors.messages.fabric import Circuit, CircuitState, FabricReport, InspectFabric, PhaseIntent
-from planning.circuits import KEPT, CircuitPlan, Cross, FabricSnapshot, Pair, plan
+from planning.circuits import KEPT, CircuitPlan, Cross, FabricSnapshot, plan
+from planning.demand import Pair
 from runtime.actor import Actor, ActorConfig, Context, handler
 from runtime.store.errors import StoreUnavailable
 from runtime.store.store import Fence

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from planning.circuits import Demand, Pair, template
+from planning.demand import Demand, Pair
+from planning.topology import template
 from runtime.store.store import Fence, Store
 
 KEY = "fabric/templates"

@@ -5,7 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.circuits import Cross, FabricSnapshot, materialise, plan, template
+from planning.circuits import Cross, FabricSnapshot, materialise, plan
+from planning.topology import template
 
 
 @st.composite

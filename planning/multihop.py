@@ -1,0 +1,132 @@
+"""How bytes travel over circuits when not every pair has one: by shortest paths, or by the best split, which is a linear program."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from planning.demand import Links, Pair, per_link
+from planning.reserve import reserve
+from planning.topology import direct
+
+
+class LinearProgram(NamedTuple):
+    """Minimise x[0] over x ≥ 0. Rows are (row, column, coefficient); equations equal `equal_to`, bounds stay at or below 0."""
+
+    num_variables: int
+    equations: tuple[tuple[int, int, float], ...]
+    equal_to: tuple[float, ...]
+    bounds: tuple[tuple[int, int, float], ...]
+    num_bounds: int
+
+
+Solver = Callable[[LinearProgram], Sequence[float]]
+"""Returns an optimal x. Planning imports no numerical library: the caller brings one."""
+
+
+def loads(directed: Mapping[Pair, int], links: Links, num: int) -> dict[Pair, float]:
+    """Bytes per direction of each pair of neighbours when every flow takes its shortest paths, split by the links that lead there.
+
+    Raises ValueError where a flow has no path.
+    """
+    near: list[Counter[int]] = [Counter() for _ in range(num)]
+    for a, b in links:
+        near[a][b] += 1
+        near[b][a] += 1
+    carried: dict[Pair, float] = {}
+    for source in sorted({a for a, _ in directed}):
+        wanted = {b: float(v) for (a, b), v in directed.items() if a == source}
+        away, order = {source: 0}, [source]
+        for node in order:
+            for other in near[node]:
+                if other not in away:
+                    away[other] = away[node] + 1
+                    order.append(other)
+        if not away.keys() >= wanted.keys():
+            raise ValueError(f"no path leads from endpoint {source} to {sorted(wanted.keys() - away.keys())}")
+        for node in reversed(order[1:]):
+            through = wanted.get(node, 0.0)
+            if not through:
+                continue
+            before = {other: n for other, n in near[node].items() if away[other] == away[node] - 1}
+            for other, number in before.items():
+                share = through * number / sum(before.values())
+                carried[other, node] = carried.get((other, node), 0.0) + share
+                wanted[other] = wanted.get(other, 0.0) + share
+    return carried
+
+
+def bottleneck(directed: Mapping[Pair, int], links: Links, num: int) -> float:
+    """Bytes over the fullest link by shortest paths; over its bandwidth, the time that the traffic takes."""
+    number = Counter(links)
+    return max((v / number[min(a, b), max(a, b)] for (a, b), v in loads(directed, links, num).items()), default=0.0)
+
+
+def routing_program(directed: Mapping[Pair, int], links: Links, num: int) -> LinearProgram:
+    """x[0] is the least possible bytes over the fullest of `links`, when flows may be split over any paths."""
+    number = Counter(links)
+    arcs = [arc for a, b in sorted(number) for arc in ((a, b), (b, a))]
+    sources = sorted({a for a, _ in directed})
+    bounds: list[tuple[int, int, float]] = []
+    for row, (a, b) in enumerate(arcs):
+        bounds.append((row, 0, -float(number[min(a, b), max(a, b)])))
+        bounds += [(row, 1 + s * len(arcs) + row, 1.0) for s in range(len(sources))]
+    equations, equal_to = _conservation(directed, sources, arcs, num, first=1)
+    return LinearProgram(1 + len(sources) * len(arcs), equations, equal_to, tuple(bounds), len(arcs))
+
+
+def capacity_program(directed: Mapping[Pair, int], ports: Sequence[int]) -> LinearProgram:
+    """x[0] is the least possible bytes over the fullest link when links may be fractions, between any two endpoints.
+
+    A lower bound for every choice of links. x[1 + k] is what the k-th pair (sorted) carries in its fuller direction.
+    """
+    num = len(ports)
+    pairs = [(a, b) for a in range(num) for b in range(a + 1, num)]
+    arcs = [arc for a, b in pairs for arc in ((a, b), (b, a))]
+    sources = sorted({a for a, _ in directed})
+    first = 1 + len(pairs)
+    bounds: list[tuple[int, int, float]] = []
+    for row in range(len(arcs)):
+        bounds.append((row, 1 + row // 2, -1.0))
+        bounds += [(row, first + s * len(arcs) + row, 1.0) for s in range(len(sources))]
+    for node in range(num):
+        bounds.append((len(arcs) + node, 0, -float(ports[node])))
+        bounds += [(len(arcs) + node, 1 + k, 1.0) for k, pair in enumerate(pairs) if node in pair]
+    equations, equal_to = _conservation(directed, sources, arcs, num, first=first)
+    return LinearProgram(first + len(sources) * len(arcs), equations, equal_to, tuple(bounds), len(arcs) + num)
+
+
+def multi_hop(directed: Mapping[Pair, int], ports: Sequence[int], solve: Solver) -> Links:
+    """Links by the linear program, rounded to whole ones over the reserved subgraph; the direct ones where they do better.
+
+    Better is judged by shortest paths. The program has endpoints³ variables: for some dozens of endpoints.
+    """
+    num = len(ports)
+    plain = direct(per_link(directed), ports)
+    if not directed:
+        return plain
+    solution = solve(capacity_program(directed, ports))
+    pairs = [(a, b) for a in range(num) for b in range(a + 1, num)]
+    wanted = {pair: solution[1 + k] / solution[0] for k, pair in enumerate(pairs)}
+    free = list(ports)
+    links = reserve(sorted((p for p in pairs if wanted[p] > 0), key=lambda p: (-wanted[p], p)), free)
+    while open_pairs := [p for p in pairs if free[p[0]] and free[p[1]] and wanted[p] > links[p] + 1e-6]:
+        pair = max(open_pairs, key=lambda p: (wanted[p] - links[p], p))
+        links[pair] += 1
+        free[pair[0]], free[pair[1]] = free[pair[0]] - 1, free[pair[1]] - 1
+    rounded = tuple(sorted(links.elements()))
+    return min(plain, rounded, key=lambda candidate: bottleneck(directed, candidate, num))
+
+
+def _conservation(
+    directed: Mapping[Pair, int], sources: Sequence[int], arcs: Sequence[Pair], num: int, *, first: int
+) -> tuple[tuple[tuple[int, int, float], ...], tuple[float, ...]]:
+    """What enters a node of a source's flow, less what leaves it, stays there. Flows of one source are one commodity."""
+    rows: list[tuple[int, int, float]] = []
+    stays: list[float] = []
+    for s, source in enumerate(sources):
+        row_of = {node: len(stays) + i for i, node in enumerate(n for n in range(num) if n != source)}
+        stays += [float(directed.get((source, node), 0)) for node in row_of]
+        for k, (a, b) in enumerate(arcs):
+            column = first + s * len(arcs) + k
+            rows += [(row_of[node], column, sign) for node, sign in ((b, 1.0), (a, -1.0)) if node != source]
+    return tuple(rows), tuple(stays)

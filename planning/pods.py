@@ -1,0 +1,91 @@
+"""Plans a phase on the two optical layers of RFabric: circuits between the racks of a pod, and between racks of different pods."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from planning.demand import Flows, Links, Pair, per_link
+from planning.port_split import PortSplit, split
+from planning.topology import direct
+
+
+class PodPlan(NamedTuple):
+    """Circuits of one phase. Racks are numbered over all pods; every rack reaches every other."""
+
+    splits: tuple[PortSplit, ...]
+    """Uplinks of each rack's switch."""
+    pod: Links
+    """Between racks of one pod, over the aggregation switches."""
+    core: Links
+    """Between racks of different pods, over the core switches."""
+
+
+def plan_pods(directed: Mapping[Pair, int], pod_of: Sequence[int], uplinks: int) -> PodPlan:
+    """`directed` is bytes between racks; rack i is in pod `pod_of[i]`, pods numbered from 0 without gaps.
+
+    Each rack splits its uplinks by what it sends to, or gets from, each side. Inside a pod the circuits join racks; between pods their number is
+    decided per pair of pods, since racks reach the core through their pod. Raises ValueError where the uplinks can't
+    connect the racks of a pod (two each on average) or the pods.
+    """
+    racks: dict[int, list[int]] = defaultdict(list)
+    for rack, pod in enumerate(pod_of):
+        racks[pod].append(rack)
+    splits = _splits(directed, pod_of, racks, uplinks)
+    local: dict[int, Flows] = defaultdict(dict)
+    for (a, b), size_bytes in directed.items():
+        if pod_of[a] == pod_of[b]:
+            local[pod_of[a]][a, b] = size_bytes
+    inside: list[Pair] = []
+    for pod, members in racks.items():
+        index = {rack: i for i, rack in enumerate(members)}
+        demand = {(index[a], index[b]): v for (a, b), v in local[pod].items()}
+        found = direct(per_link(demand), [splits[rack].pod for rack in members])
+        inside += [(members[a], members[b]) for a, b in found]
+    return PodPlan(splits, tuple(sorted(inside)), _core(directed, pod_of, racks, splits))
+
+
+def _splits(
+    directed: Mapping[Pair, int], pod_of: Sequence[int], racks: Mapping[int, list[int]], uplinks: int
+) -> tuple[PortSplit, ...]:
+    """Each rack's fuller direction counts, to either side."""
+    sides: dict[tuple[int, bool, bool], int] = defaultdict(int)
+    """Bytes by (rack, inside its pod, incoming)."""
+    for (a, b), size_bytes in directed.items():
+        inside = pod_of[a] == pod_of[b]
+        sides[a, inside, False] += size_bytes
+        sides[b, inside, True] += size_bytes
+
+    def of(rack: int, num_racks: int) -> PortSplit:
+        core, pod = (max(sides[rack, inside, way] for way in (False, True)) for inside in (False, True))
+        least_core = 0 if len(racks) == 1 else 1 if num_racks > 1 or len(racks) == 2 else 2
+        return split(core, pod, uplinks, least_core=least_core, least_pod=min(2, num_racks - 1))
+
+    return tuple(of(rack, len(racks[pod])) for rack, pod in enumerate(pod_of))
+
+
+def _core(
+    directed: Mapping[Pair, int], pod_of: Sequence[int], racks: Mapping[int, list[int]], splits: Sequence[PortSplit]
+) -> Links:
+    """Links per pair of pods, each then given to the rack of either pod that has most bytes for the other per link it has there."""
+    between: Flows = defaultdict(int)
+    wants: dict[tuple[int, int], int] = defaultdict(int)
+    """Bytes between a rack and another pod."""
+    for (a, b), size_bytes in directed.items():
+        if pod_of[a] != pod_of[b]:
+            between[pod_of[a], pod_of[b]] += size_bytes
+            wants[a, pod_of[b]] += size_bytes
+            wants[b, pod_of[a]] += size_bytes
+    free = [each.core for each in splits]
+    given: dict[tuple[int, int], int] = defaultdict(int)
+
+    def end(pod: int, other: int) -> int:
+        rack = max(
+            (r for r in racks[pod] if free[r]), key=lambda r: (wants[r, other] / (given[r, other] + 1), free[r], -r)
+        )
+        free[rack] -= 1
+        given[rack, other] += 1
+        return rack
+
+    found = direct(per_link(between), [sum(free[rack] for rack in racks[pod]) for pod in range(len(racks))])
+    ends = ((end(a, b), end(b, a)) for a, b in found)
+    return tuple(sorted((min(pair), max(pair)) for pair in ends))

@@ -1,0 +1,44 @@
+"""Decides how many direct links each pair of endpoints gets in a phase, so that the slowest pair is as fast as can be."""
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from planning.demand import Demand, Links, Pair, flows, heaviest_first, per_link
+from planning.reserve import reserve
+
+
+def template(traffic: Sequence[Demand], endpoints: Sequence[str], ports_per_endpoint: int) -> Links:
+    """The links of a phase from its traffic. Raises ValueError where the ports can't connect the endpoints."""
+    return direct(per_link(flows(traffic, endpoints)), [ports_per_endpoint] * len(endpoints))
+
+
+def direct(demand: Mapping[Pair, int], ports: Sequence[int]) -> Links:
+    """Links X over the reserved subgraph R that minimise the largest demand per link, max D / X, with each endpoint's ports as the limit.
+
+    Where all pairs with demand can have a link the minimum T is exact, the one that a bisection on T finds with X = max(R, ceil(D / T)):
+    the slowest pair gets one link more for as long as it can, and a pair that is the slowest above T never has ceil(D / T) yet.
+    Where there are more partners than ports, the heaviest pairs get links and the rest goes over several hops
+    of the connected graph. Ports left over go to whichever pair has most bytes per link. Raises ValueError where the ports
+    can't connect the endpoints.
+    """
+    free = list(ports)
+    heavy = heaviest_first(demand)
+    links = reserve(heavy, free)
+    for pair in heavy:
+        if not links[pair] and free[pair[0]] and free[pair[1]]:
+            _add(links, free, pair)
+    heap = [(-demand[pair] / number, pair) for pair, number in links.items() if number and demand.get(pair)]
+    heapq.heapify(heap)
+    while heap:
+        _, pair = heapq.heappop(heap)
+        if free[pair[0]] and free[pair[1]]:
+            _add(links, free, pair)
+            heapq.heappush(heap, (-demand[pair] / links[pair], pair))
+    return tuple(sorted(links.elements()))
+
+
+def _add(links: Counter[Pair], free: list[int], pair: Pair) -> None:
+    links[pair] += 1
+    free[pair[0]] -= 1
+    free[pair[1]] -= 1
