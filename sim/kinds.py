@@ -4,5 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 KINDS: Final[Mapping[str, str]] = {
+    "modelsync": "sim.rollmux.modelsync",
     "rfabric_cost": "sim.rfabric.cost",
+    "rollart_weight_pull": "sim.rollart.weight_pull",
 }

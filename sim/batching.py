@@ -1,0 +1,239 @@
+"""A modelled engine in virtual time: continuous batching, prefix reuse per session, preemption when its KV room is full.
+
+Between two events the batch is constant, so all its decode steps are taken at once; a request that comes in meanwhile joins
+at the next step's boundary, as commands do in a live engine. Prefill goes first and stalls decoding.
+"""
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sim.engine_model import EngineModel
+from sim.timeline import Event, Timeline
+
+MAX_STEPS = 256
+"""Steps taken at once: their time is taken at their middle, which is exact while one roof of the two bounds all of them."""
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One request: `context` tokens are known when it begins, `new_tokens` come."""
+
+    session: str
+    context: int
+    new_tokens: int
+    min_version: int
+    done: Event
+    finish: int = 0
+    """Step count of the engine at which it is complete."""
+    entry: int = 0
+    """Number of its place in the running batch; 0 while it has none."""
+    version: int = -1
+    """Of the weights that sampled its first token."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Seconds and tokens so far."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    tokens: int = 0
+    prefilled: int = 0
+    preempted: int = 0
+
+    @property
+    def busy_s(self) -> float:
+        return self.prefill_s + self.decode_s
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Decode steps of a constant batch that begins with `context` tokens."""
+
+    model: EngineModel
+    batch: int
+    context: int
+
+    def seconds(self, steps: int) -> float:
+        return steps * self.model.step_s(self.batch, self.context + self.batch * (steps - 1) / 2)
+
+    def steps_within(self, elapsed_s: float, most: int) -> int:
+        """Steps begun within `elapsed_s`, at least one: the one under way is finished."""
+        low, high = 1, most
+        while low < high:
+            middle = (low + high) // 2
+            if self.seconds(middle) < elapsed_s:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+@dataclass(eq=False)
+class ModelledEngine:
+    """Runs until the timeline ends. Whoever routes to it sets `told`, which is called when its version or suspension changes."""
+
+    timeline: Timeline
+    name: str
+    model: EngineModel
+    version: int = 0
+    suspended: bool = False
+    usage: Usage = field(default_factory=Usage)
+    told: Callable[["ModelledEngine"], None] = lambda engine: None
+
+    def __post_init__(self) -> None:
+        self._waiting: deque[Job] = deque()
+        self._early: list[Job] = []
+        """They ask for weights that are not here yet."""
+        self._running: list[tuple[int, int, Job]] = []
+        self._batch = self._context = self._steps = self._serial = 0
+        self._idle: OrderedDict[str, int] = OrderedDict()
+        """Session -> tokens of its KV that are kept between its turns, the least recently used first."""
+        self._idle_tokens = self._recompute = 0
+        self._room = self.model.kv_tokens
+        self._changed = self.timeline.event()
+        self.timeline.start(self._serve())
+
+    async def generate(self, session: str, context: int, new_tokens: int, min_version: int = 0) -> int:
+        """Returns when the tokens are there, with the version that sampled the first. Raises ValueError where they can never fit."""
+        if context + new_tokens > self._room:
+            raise ValueError(f"{context + new_tokens} tokens; {self.name} holds {self._room}")
+        job = Job(session, context, max(1, new_tokens), min_version, self.timeline.event())
+        (self._waiting if min_version <= self.version else self._early).append(job)
+        self._wake()
+        await job.done
+        return job.version
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that run or wait here."""
+        return self._batch + len(self._waiting) + len(self._early)
+
+    def forget(self, session: str) -> None:
+        """The session is over: its KV is free."""
+        self._idle_tokens -= self._idle.pop(session, 0)
+
+    def suspend(self) -> None:
+        """From the next step's boundary nothing is computed."""
+        self.suspended = True
+        self._wake()
+        self.told(self)
+
+    def resume(self, version: int) -> None:
+        """Go on with weights `version`; if they are newer, every KV is stale and what runs is prefilled again."""
+        if version > self.version:
+            self.version = version
+            self._recompute = self._context
+            self._idle.clear()
+            self._idle_tokens = 0
+            self._waiting.extend(job for job in self._early if job.min_version <= version)
+            self._early = [job for job in self._early if job.min_version > version]
+        self.suspended = False
+        self._wake()
+        self.told(self)
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+    async def _serve(self) -> None:
+        while True:
+            self._changed = changed = self.timeline.event()
+            if not self.suspended and (prefill_s := self._admit()):
+                await self.timeline.sleep(prefill_s)
+                self.usage.prefill_s += prefill_s
+            elif not self.suspended and self._batch:
+                await self._decode(changed)
+            else:
+                await changed
+
+    def _admit(self) -> float:
+        """Take in what fits; returns the seconds that its prefill takes."""
+        seconds = 0.0
+        if self._recompute:
+            each = self._context // max(1, self._batch)
+            seconds += self._batch * self.model.prefill_s(each)
+            self.usage.prefilled += self._recompute
+            self._recompute = 0
+        while self._waiting and self._batch < self.model.spec.num_slots:
+            job = self._waiting[0]
+            kept = self._idle.get(job.session, 0)
+            if not self._make_room(job.context - kept, job.session):
+                break
+            self._waiting.popleft()
+            self.forget(job.session)
+            seconds += self.model.prefill_s(job.context - kept, kept)
+            self.usage.prefilled += job.context - kept
+            self._begin(job)
+        return seconds
+
+    def _begin(self, job: Job) -> None:
+        self._batch += 1
+        self._context += job.context
+        job.finish = self._steps + job.new_tokens
+        self._serial += 1
+        job.entry = self._serial
+        job.version = self.version if job.version < 0 else job.version
+        heapq.heappush(self._running, (job.finish, self._serial, job))
+
+    def _make_room(self, tokens: int, session: str = "") -> bool:
+        """Forget idle sessions, the least recently used first, until `tokens` more and a step of the batch fit."""
+        wanted = tokens + self._batch + 1
+        while self._context + self._idle_tokens + wanted > self._room:
+            oldest = next((name for name in self._idle if name != session), None)
+            if oldest is None:
+                return False
+            self.forget(oldest)
+        return True
+
+    async def _decode(self, changed: Event) -> None:
+        """The steps up to the next completion, or up to the boundary after something changed."""
+        while self._batch > 1 and not self._make_room(0):
+            self._preempt()
+        room = max(1, (self._room - self._context - self._idle_tokens) // self._batch)
+        self._drop_left()
+        most = min(self._running[0][0] - self._steps, room, MAX_STEPS)
+        span = Span(self.model, self._batch, self._context)
+        began, steps = self.timeline.now, most
+        self.timeline.at(began + span.seconds(most), changed.set)
+        await changed
+        if self.timeline.now < began + span.seconds(most):
+            steps = span.steps_within(self.timeline.now - began, most)
+            await self.timeline.sleep(began + span.seconds(steps) - self.timeline.now)
+        self.usage.decode_s += span.seconds(steps)
+        self.usage.tokens += self._batch * steps
+        self._steps += steps
+        self._context += self._batch * steps
+        self._complete()
+
+    def _complete(self) -> None:
+        self._drop_left()
+        while self._running and self._running[0][0] <= self._steps:
+            _, _, job = heapq.heappop(self._running)
+            held = job.context + job.new_tokens
+            self._take_off(job, held)
+            self._idle[job.session] = held
+            self._idle_tokens += held
+            job.done.set()
+            self._drop_left()
+
+    def _preempt(self) -> None:
+        """Take the youngest request off; it comes back first, with the tokens that it has."""
+        job = max((entry[2] for entry in self._running if entry[2].entry == entry[1]), key=lambda job: job.entry)
+        left = job.finish - self._steps
+        has = job.context + job.new_tokens - left
+        self._take_off(job, has)
+        self.usage.preempted += 1
+        job.context, job.new_tokens = has, left
+        self._waiting.appendleft(job)
+
+    def _take_off(self, job: Job, held: int) -> None:
+        job.entry = 0
+        self._batch -= 1
+        self._context -= held
+
+    def _drop_left(self) -> None:
+        """Whose entry was taken off stays in the heap until it comes to the top."""
+        while self._running and self._running[0][2].entry != self._running[0][1]:
+            heapq.heappop(self._running)

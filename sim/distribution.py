@@ -1,0 +1,79 @@
+"""Random quantities of a workload: seconds, tokens or turns, drawn from a stated law."""
+
+from itertools import pairwise
+from random import Random
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from runtime.config import Section
+
+
+class Constant(Section):
+    """Always `value`."""
+
+    law: Literal["constant"] = "constant"
+    value: float = Field(ge=0)
+
+    def draw(self, chance: Random) -> float:
+        return self.value
+
+
+class Uniform(Section):
+    """Between `low` and `high`."""
+
+    law: Literal["uniform"]
+    low: float = Field(ge=0)
+    high: float = Field(ge=0)
+
+    def draw(self, chance: Random) -> float:
+        return chance.uniform(self.low, self.high)
+
+
+class Normal(Section):
+    """N(mean, sigma); what falls below 0 is 0."""
+
+    law: Literal["normal"]
+    mean: float = Field(ge=0)
+    sigma: float = Field(ge=0)
+
+    def draw(self, chance: Random) -> float:
+        return max(0.0, chance.gauss(self.mean, self.sigma))
+
+
+class LogNormal(Section):
+    """Its logarithm has the median's and `sigma`; cut at `most`."""
+
+    law: Literal["lognormal"]
+    median: float = Field(gt=0)
+    sigma: float = Field(ge=0)
+    most: float = Field(gt=0)
+
+    def draw(self, chance: Random) -> float:
+        return min(self.most, self.median * chance.lognormvariate(0.0, self.sigma))
+
+
+class Quantiles(Section):
+    """Straight lines between (share, value) points, such as a digitised distribution curve; the shares run from 0 to 1."""
+
+    law: Literal["quantiles"]
+    points: tuple[tuple[float, float], ...] = Field(min_length=2)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        shares, values = zip(*self.points, strict=True)
+        if shares[0] != 0 or shares[-1] != 1 or any(a >= b for a, b in pairwise(shares)):
+            raise ValueError("points must have rising shares from 0 to 1")
+        if any(a > b for a, b in pairwise(values)):
+            raise ValueError("points must not have falling values")
+        return self
+
+    def draw(self, chance: Random) -> float:
+        share = chance.random()
+        for (low, a), (high, b) in pairwise(self.points):
+            if share <= high:
+                return a + (b - a) * (share - low) / (high - low)
+        return self.points[-1][1]
+
+
+Distribution = Annotated[Constant | Uniform | Normal | LogNormal | Quantiles, Field(discriminator="law")]

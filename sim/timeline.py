@@ -1,0 +1,87 @@
+"""Virtual time for coroutines: a sleep costs nothing, and what is due at one moment goes on in the order in which it was set."""
+
+import heapq
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+
+class Event:
+    """Happens once, with a value. Awaiting one that has happened goes on at once; setting it again changes nothing."""
+
+    __slots__ = ("_processes", "_timeline", "happened", "value")
+
+    def __init__(self, timeline: "Timeline") -> None:
+        self._timeline = timeline
+        self._processes: list[Process] = []
+        self.happened = False
+        self.value: Any = None
+
+    def set(self, value: Any = None) -> None:
+        """Let everybody who waits go on, now."""
+        if self.happened:
+            return
+        self.happened, self.value = True, value
+        for process in self._processes:
+            self._timeline.at(self._timeline.now, process.resume)
+        self._processes.clear()
+
+    def __await__(self) -> Generator["Event", None, Any]:
+        if not self.happened:
+            yield self
+        return self.value
+
+    def add(self, process: "Process") -> None:
+        """`process` goes on when this happens."""
+        self._processes.append(process)
+
+
+class Process:
+    """A coroutine under way; `ended` happens with what it returned."""
+
+    __slots__ = ("_coroutine", "ended")
+
+    def __init__(self, timeline: "Timeline", coroutine: Coroutine[Event, None, Any]) -> None:
+        self._coroutine = coroutine
+        self.ended = Event(timeline)
+
+    def resume(self) -> None:
+        """Run to the next event that has not happened."""
+        try:
+            self._coroutine.send(None).add(self)
+        except StopIteration as end:
+            self.ended.set(end.value)
+
+
+class Timeline:
+    """The clock and what is due. Nothing here reads the wall clock, so the same calls give the same run."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Seconds."""
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._num = 0
+
+    def at(self, when_s: float, call: Callable[[], None]) -> None:
+        """Call at `when_s`, after what was set for that moment before; a moment that is over means now."""
+        self._num += 1
+        heapq.heappush(self._due, (max(self.now, when_s), self._num, call))
+
+    def event(self) -> Event:
+        return Event(self)
+
+    def start(self, coroutine: Coroutine[Event, None, Any]) -> Process:
+        """Begin it now, after what is running."""
+        process = Process(self, coroutine)
+        self.at(self.now, process.resume)
+        return process
+
+    async def sleep(self, seconds: float) -> None:
+        woken = Event(self)
+        self.at(self.now + seconds, woken.set)
+        await woken
+
+    def run(self, until: Event | None = None) -> None:
+        """Go on until `until` has happened, or until nothing is due."""
+        while self._due and not (until and until.happened):
+            self.now, _, call = heapq.heappop(self._due)
+            call()

@@ -1,0 +1,62 @@
+"""How long new weights take from the trainer to the engines: through a store in buckets, or GPU to GPU in one or two stages."""
+
+from pydantic import Field
+
+from runtime.config import Section
+
+GIB = 1 << 30
+
+
+class StoreSync(Section):
+    """The trainer pushes buckets to a store on CPUs; every engine pulls each as soon as it is there, then loads what it pulled."""
+
+    push_bytes_s: float = Field(gt=0)
+    pull_bytes_s: float = Field(gt=0)
+    load_bytes_s: float = Field(gt=0)
+    """Host to GPU, per GPU of an engine."""
+    bucket_bytes: float = Field(default=float(GIB), gt=0)
+
+    def push_s(self, size_bytes: float) -> float:
+        return size_bytes / self.push_bytes_s
+
+    def pull_s(self, size_bytes: float) -> float:
+        """The pulls added up."""
+        return size_bytes / self.pull_bytes_s
+
+    def staged_s(self, size_bytes: float) -> float:
+        """From the first push until an engine's host has the last bucket: the slower of the two paces it."""
+        last = min(self.bucket_bytes, size_bytes)
+        return max(
+            self.push_s(size_bytes) + last / self.pull_bytes_s, last / self.push_bytes_s + self.pull_s(size_bytes)
+        )
+
+    def load_s(self, size_bytes: float, num_gpus: int) -> float:
+        """Each GPU of an engine takes its share; the engine does not generate meanwhile."""
+        return size_bytes / num_gpus / self.load_bytes_s
+
+    def exposed_s(self, size_bytes: float, num_gpus: int, slack_s: float) -> float:
+        """How long engines stand still that are asked to swap `slack_s` after the push began."""
+        return max(0.0, self.staged_s(size_bytes) - slack_s) + self.load_s(size_bytes, num_gpus)
+
+
+class CrossLink(Section):
+    """Two clusters, joined by one stream per pair of GPUs; inside the rollout cluster its own fabric."""
+
+    stream_bytes_s: float = Field(gt=0)
+    """What one stream between the clusters carries."""
+    node_bytes_s: float = Field(gt=0)
+    """What a broadcast reaches inside one node."""
+    relay_bytes_s: float = Field(gt=0)
+    """What one flow of weights reaches between nodes of a cluster."""
+    gpus_per_node: int = Field(default=8, ge=1)
+
+    def all_gather_s(self, size_bytes: float, streams: int, copies: int) -> float:
+        """Every one of `copies` receivers gets the whole model across the link."""
+        return copies * size_bytes / (streams * self.stream_bytes_s)
+
+    def two_stage_s(self, size_bytes: float, streams: int) -> float:
+        """One copy crosses in shards, then every receiver hands its shard to the others: RollMux, section 5."""
+        cross_s = size_bytes / (streams * self.stream_bytes_s)
+        nodes = -(-streams // self.gpus_per_node)
+        inside = self.relay_bytes_s if nodes > 1 else self.node_bytes_s
+        return cross_s + size_bytes / inside

@@ -1,0 +1,120 @@
+"""The modelled engine against closed forms of its own cost model."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sim.batching import ModelledEngine
+from sim.engine_model import EngineModel, EngineSpec
+from sim.timeline import Timeline
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def spec(**changes) -> EngineSpec:
+    gpu = yaml.safe_load((CONFIGS / "hardware/h800.yaml").read_text())
+    model = yaml.safe_load((CONFIGS / "models/qwen3-8b.yaml").read_text())
+    return EngineSpec.model_validate({"gpu": gpu, "model": model, **changes})
+
+
+def engine(**changes) -> tuple[Timeline, ModelledEngine]:
+    timeline = Timeline()
+    return timeline, ModelledEngine(timeline, "engine-0", EngineModel(spec(**changes)))
+
+
+def test_one_request_takes_its_prefill_and_the_sum_of_its_steps():
+    timeline, served = engine()
+
+    job = timeline.start(served.generate("a", 1000, 400))
+    timeline.run(until=job.ended)
+
+    steps = sum(served.model.step_s(1, 1000 + done) for done in range(400))
+    assert timeline.now == pytest.approx(served.model.prefill_s(1000) + steps, rel=1e-9)
+    assert served.usage.tokens == 400
+
+
+def test_a_request_that_joins_waits_for_the_boundary_of_the_running_step():
+    timeline, served = engine()
+    first = timeline.start(served.generate("a", 1000, 400))
+
+    async def joins() -> float:
+        await timeline.sleep(served.model.prefill_s(1000) + 1.5 * served.model.step_s(1, 1000))
+        await served.generate("b", 100, 1)
+        return timeline.now
+
+    second = timeline.start(joins())
+    timeline.run()
+
+    alone = [served.model.step_s(1, 1000 + done) for done in range(2)]
+    begun = served.model.prefill_s(1000) + sum(alone) + served.model.prefill_s(100)
+    assert second.ended.value == pytest.approx(begun + served.model.step_s(2, 1102), rel=1e-9)
+    assert first.ended.happened
+    assert served.usage.tokens == 401
+
+
+def test_the_next_turn_of_a_session_prefills_only_what_is_new():
+    timeline, served = engine()
+
+    async def turns() -> None:
+        await served.generate("a", 1000, 10)
+        await served.generate("a", 1010 + 50, 10)
+
+    timeline.start(turns())
+    timeline.run()
+
+    assert served.usage.prefilled == 1000 + 50
+
+
+def test_new_weights_make_every_kv_stale():
+    timeline, served = engine()
+    running = timeline.start(served.generate("a", 1000, 1000))
+
+    async def swaps() -> None:
+        await timeline.sleep(1.0)
+        served.suspend()
+        await timeline.sleep(5.0)
+        served.resume(version=1)
+
+    timeline.start(swaps())
+    timeline.run()
+
+    assert running.ended.happened
+    assert served.version == 1
+    assert served.usage.prefilled > 2000
+    assert timeline.now == pytest.approx(5.0 + served.usage.busy_s, rel=0.01)
+
+
+def test_a_request_waits_for_the_version_that_it_asks_for_and_blocks_nobody():
+    timeline, served = engine()
+    early = timeline.start(served.generate("a", 10, 10, min_version=1))
+    other = timeline.start(served.generate("b", 10, 10))
+
+    timeline.run()
+    assert other.ended.happened
+    assert not early.ended.happened
+
+    served.resume(version=1)
+    timeline.run()
+    assert early.ended.happened
+
+
+def test_a_full_kv_room_preempts_and_loses_no_token():
+    timeline, served = engine(memory_use=0.28)
+    room = served.model.kv_tokens
+    jobs = [timeline.start(served.generate(name, room // 4, room // 3)) for name in "abc"]
+
+    timeline.run()
+
+    assert all(job.ended.happened for job in jobs)
+    assert served.usage.preempted > 0
+    assert served.usage.tokens == 3 * (room // 3)
+
+
+def test_what_can_never_fit_is_refused():
+    timeline, served = engine()
+
+    timeline.start(served.generate("a", served.model.kv_tokens, 1))
+
+    with pytest.raises(ValueError, match="holds"):
+        timeline.run()

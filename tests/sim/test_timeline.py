@@ -1,0 +1,68 @@
+"""Virtual time: order, waiting, and what an event is."""
+
+from sim.timeline import Timeline
+
+
+def test_what_is_due_at_one_moment_goes_on_in_the_order_in_which_it_was_set():
+    timeline, order = Timeline(), []
+
+    async def sleeps(name: str, seconds: float) -> None:
+        await timeline.sleep(seconds)
+        order.append((name, timeline.now))
+
+    for name, seconds in (("late", 2.0), ("first", 1.0), ("second", 1.0)):
+        timeline.start(sleeps(name, seconds))
+    timeline.run()
+
+    assert order == [("first", 1.0), ("second", 1.0), ("late", 2.0)]
+
+
+def test_a_process_hands_its_result_to_everybody_who_waits_for_it():
+    timeline, heard = Timeline(), []
+
+    async def computes() -> int:
+        await timeline.sleep(3.0)
+        return 7
+
+    process = timeline.start(computes())
+
+    async def waits() -> None:
+        heard.append((await process.ended, timeline.now))
+
+    timeline.start(waits())
+    timeline.start(waits())
+    timeline.run()
+
+    assert heard == [(7, 3.0), (7, 3.0)]
+
+
+def test_an_event_that_has_happened_holds_nobody_up_and_keeps_its_first_value():
+    timeline = Timeline()
+    event = timeline.event()
+    event.set("first")
+    event.set("second")
+
+    async def waits() -> str:
+        return await event
+
+    process = timeline.start(waits())
+    timeline.run()
+
+    assert process.ended.value == "first"
+    assert timeline.now == 0.0
+
+
+def test_a_run_stops_where_its_event_happens():
+    timeline = Timeline()
+
+    async def ticks() -> None:
+        while True:
+            await timeline.sleep(1.0)
+
+    async def ends() -> None:
+        await timeline.sleep(2.5)
+
+    timeline.start(ticks())
+    timeline.run(until=timeline.start(ends()).ended)
+
+    assert timeline.now == 2.5
