@@ -16,7 +16,7 @@ Rest = Callable[[], None]
 class End(Protocol):
     """Sends frames to one peer. That the peer has gone is never raised; it is told, later, to whoever made the end."""
 
-    def send(self, data: bytes, buffers: Sequence[memoryview | bytes]) -> None:
+    def send(self, data: bytes | bytearray, buffers: Sequence[memoryview | bytes]) -> None:
         """Queue one frame and the buffers beside it."""
         ...
 
@@ -29,7 +29,7 @@ class End(Protocol):
         ...
 
 
-Came = Callable[[bytes, End, memoryview, list[memoryview]], None]
+Came = Callable[[bytes, End, memoryview, Sequence[memoryview]], None]
 """A message from a peer that came to us: the name of its link, our end of it, its frame, the parts beside."""
 
 Left = Callable[[bytes, str], None]

@@ -69,10 +69,10 @@ class Stream:
         """The ZMTP handshake is over."""
         return self._reader.is_ready
 
-    def send(self, data: bytes, buffers: Sequence[memoryview | bytes] = ()) -> None:
+    def send(self, data: bytes | bytearray, buffers: Sequence[memoryview | bytes] = ()) -> None:
         """Send one message, at once where the kernel takes it. A peer that has gone is reported by `ended` alone."""
         if not buffers and not self._unsent and len(data) < COPIED_BYTES:
-            self._write(header(len(data), more=False) + data)
+            self._write(header(len(data)) + data)
             return
         if self._slow is not None and len(self._unsent) > limits.MAX_QUEUED:
             self._slow()

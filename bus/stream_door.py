@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from bus import limits
@@ -115,7 +115,7 @@ class StreamDoor:
             slow=partial(self._refusals.add, "slow", f"a peer left {limits.MAX_QUEUED} parts unread"),
         )
 
-    def _heard(self, visitor: _Visitor, first: memoryview, beside: list[memoryview]) -> None:
+    def _heard(self, visitor: _Visitor, first: memoryview, beside: Sequence[memoryview]) -> None:
         visitor.has_link = True
         self._came(visitor.name, visitor.stream, first, beside)
 

@@ -43,13 +43,14 @@ PUSH_ENVELOPES = 128
 class _Line:
     """A link and what carries it."""
 
-    __slots__ = ("end", "is_dirty", "link")
+    __slots__ = ("end", "is_dirty", "is_over", "link")
 
     def __init__(self, link: Link, end: End | None) -> None:
         self.link = link
         self.end = end
-        """None once the line is over."""
+        """None when none could be opened."""
         self.is_dirty = False
+        self.is_over = False
 
 
 class ZmqTransport:
@@ -203,18 +204,19 @@ class ZmqTransport:
         for line in dirty:
             line.is_dirty = False
             self._send(line)
-        for line in dirty:
-            if line.end is not None:
-                line.end.flushed()
+        if self._zmq is not None:
+            for line in dirty:
+                if line.end is not None and not line.is_over:
+                    line.end.flushed()
 
     def _send(self, line: _Line) -> None:
-        if line.end is not None:
-            for data, buffers in line.link.outbox.take():
-                line.end.send(data, buffers)
+        if line.end is not None and not line.is_over:
+            for frame in line.link.outbox.take():
+                line.end.send(frame.data, frame.buffers)
 
     # -- receiving ----------------------------------------------------------------------------------------------
 
-    def _came(self, name: bytes, end: End, first: memoryview, beside: list[memoryview]) -> None:
+    def _came(self, name: bytes, end: End, first: memoryview, beside: Sequence[memoryview]) -> None:
         """A message by a link that a peer opened."""
         line = self._lines.get(name)
         if line is None:
@@ -226,14 +228,14 @@ class ZmqTransport:
         if line is not None:
             self._lose(line, reason)
 
-    def _arrived(self, line: _Line, first: memoryview, beside: list[memoryview]) -> None:
+    def _arrived(self, line: _Line, first: memoryview, beside: Sequence[memoryview]) -> None:
         link = line.link
-        if link.is_refused or line.end is None:
+        if link.is_refused or line.is_over:
             return
         was_open = link.is_open
         try:
             envelopes = link.arrived(first)
-            buffers = join(beside)
+            buffers = join(beside) if beside else ()
         except (BadFrame, LinkRefused) as error:
             self._refuse(line, error, was_open=was_open)
             return
@@ -242,10 +244,10 @@ class ZmqTransport:
         peer, deliver = link.peer, self._deliver
         last = envelopes.pop() if buffers else None
         for envelope in envelopes:
-            if line.end is None:
+            if line.is_over:
                 return
             deliver(Delivery(peer, envelope, ()))
-        if last is not None and line.end is not None:
+        if last is not None and not line.is_over:
             deliver(Delivery(peer, last, buffers))
 
     def _refuse(self, line: _Line, error: BadFrame | LinkRefused, *, was_open: bool) -> None:
@@ -272,5 +274,5 @@ class ZmqTransport:
             self._down(peer, reason)
 
     def _release(self, line: _Line, *, linger: bool = False) -> Rest | None:
-        end, line.end = line.end, None
-        return None if end is None else end.close(linger=linger)
+        line.is_over = True
+        return None if line.end is None else line.end.close(linger=linger)

@@ -21,7 +21,6 @@ from bus.refusals import Refusals
 from bus.zmq_ends import LINGER_MS, Caller
 from bus.zmq_sockets import Context, bind_to, new_router
 from bus.zmq_wire import LAST_WORDS, Monitor, Wire
-from bus.zmq_zap import Zap
 
 _FAILURES = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it left or was too slow during the handshake",

@@ -54,7 +54,7 @@ class Dealer:
             raise
         self._wire = Wire(dealer, loop, lambda _, first, beside: heard(first.buffer, beside), drained=drained)
 
-    def send(self, data: bytes, buffers: Sequence[memoryview | bytes]) -> None:
+    def send(self, data: bytes | bytearray, buffers: Sequence[memoryview | bytes]) -> None:
         """See End."""
         try:
             self._wire.send(b"", data, buffers)
@@ -90,7 +90,7 @@ class Caller:
         self._gone = gone
         self._slow = slow
 
-    def send(self, data: bytes, buffers: Sequence[memoryview | bytes]) -> None:
+    def send(self, data: bytes | bytearray, buffers: Sequence[memoryview | bytes]) -> None:
         """See End."""
         try:
             self._wire.send(self._routing_id, data, buffers)

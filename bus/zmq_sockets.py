@@ -3,7 +3,7 @@
 import zmq
 
 from bus import limits
-from bus.address import IPC, MEMORY, TCP, Address, parse
+from bus.address import MEMORY, TCP, Address, parse
 from bus.codec import MAX_FRAME_BYTES
 from bus.errors import BadAddress
 from bus.keys import Keys

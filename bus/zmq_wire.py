@@ -70,7 +70,7 @@ class Wire:
         # What arrived before the reader was added has already fired.
         self._come_back()
 
-    def send(self, peer: bytes, data: bytes, buffers: Sequence[memoryview | bytes]) -> None:
+    def send(self, peer: bytes, data: bytes | bytearray, buffers: Sequence[memoryview | bytes]) -> None:
         """Queue one message. Raises zmq.ZMQError when the link is gone; never because it is slow, as high-water marks are 0."""
         self._is_touched = True
         if self._routed:

@@ -3,7 +3,8 @@
 Greeting and READY leave at once and nobody waits for the other's: a link costs no round trip before its first message.
 """
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 
 from bus.chunks import MAX_PARTS
 from bus.codec import MAX_BUFFERS_BYTES, MAX_FRAME_BYTES
@@ -19,15 +20,18 @@ MORE, LONG, COMMAND = 1, 2, 4
 MAX_COMMAND_BYTES = 4096
 """Of READY with its properties, the longest; a PING has 22 bytes at most."""
 
-GATHERED_BYTES = 16 * 1024
-"""A part that lacks more than this is put together in memory of its own; less is read again together with what follows."""
+GATHERED_BYTES = 2 * 1024
+"""A larger part is put together in memory of its own; a smaller one is read again together with what follows."""
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + MAX_BUFFERS_BYTES + MAX_FRAME_BYTES
 
 PING = b"\x04\x07\x04PING\0\0"
 """Time to live 0: we do not ask the peer to drop us."""
 
-Heard = Callable[[memoryview, list[memoryview]], None]
+_long_header = struct.Struct(">BQ").pack
+_NOTHING: Sequence[memoryview] = ()
+
+Heard = Callable[[memoryview, Sequence[memoryview]], None]
 """Called with the first part of each message, and the parts beside it."""
 
 
@@ -37,15 +41,26 @@ def ready(socket_type: bytes) -> bytes:
     return bytes((COMMAND, len(value))) + value
 
 
-def header(size: int, *, more: bool) -> bytes:
+def header(size: int, *, more: bool = False) -> bytes:
     """What stands before a part of `size` bytes."""
-    return bytes((more, size)) if size < 256 else (LONG | more).to_bytes(1, "big") + size.to_bytes(8, "big")
+    return bytes((more, size)) if size < 256 else _long_header(LONG | more, size)
 
 
 class Reader:
     """Puts together what one peer says. After an error it must not be fed again."""
 
-    __slots__ = ("_answer", "_beside", "_flags", "_heard", "_is_greeted", "_part", "_size_bytes", "_tail", "is_ready", "missing")
+    __slots__ = (
+        "_answer",
+        "_beside",
+        "_flags",
+        "_heard",
+        "_is_greeted",
+        "_part",
+        "_size_bytes",
+        "_tail",
+        "is_ready",
+        "missing",
+    )
 
     def __init__(self, heard: Heard, answer: Callable[[bytes], None]) -> None:
         """`answer` sends raw bytes back: the reply to a PING."""
@@ -84,6 +99,8 @@ class Reader:
                 if start > end:
                     break
                 size = int.from_bytes(view[at + 1 : start], "big")
+                if flags & COMMAND and size > MAX_COMMAND_BYTES:
+                    raise BadFrame(f"a command of {size} bytes; at most {MAX_COMMAND_BYTES} are allowed")
                 if size > MAX_FRAME_BYTES:
                     raise BadFrame(f"a part of {size} bytes; at most {MAX_FRAME_BYTES} are allowed")
             else:
@@ -96,7 +113,10 @@ class Reader:
                     return
                 break
             at = stop
-            self._take(flags, view[start:stop])
+            if (flags == LONG or not flags) and self.is_ready and not self._beside:
+                self._heard(view[start:stop], _NOTHING)
+            else:
+                self._take(flags, view[start:stop])
         self._tail = data[at:]
 
     def _greet(self, data: bytes) -> bytes:
@@ -120,10 +140,8 @@ class Reader:
         return data[len(taken) :]
 
     def _take(self, flags: int, part: memoryview) -> None:
-        if not flags and not self._size_bytes and self.is_ready:
-            self._heard(part, [])
-        elif flags & COMMAND:
-            self._obey(bytes(part[:MAX_COMMAND_BYTES]))
+        if flags & COMMAND:
+            self._obey(bytes(part))
         elif not self.is_ready:
             raise BadFrame("a message before READY")
         else:
@@ -142,7 +160,9 @@ class Reader:
             self._heard(first, beside)
 
     def _obey(self, command: bytes) -> None:
-        if command.startswith(b"\x05READY") and not self.is_ready:
+        if command.startswith(b"\x05READY"):
+            if self.is_ready:
+                raise BadFrame("the command READY came twice")
             self.is_ready = True
         elif command.startswith(b"\x04PING"):
             pong = b"\x04PONG" + command[7:23]  # after its time to live, a context to send back
