@@ -1,6 +1,6 @@
 """Plans a phase on the two optical layers of RFabric: circuits between the racks of a pod, and between racks of different pods."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,17 +20,20 @@ class PodPlan(NamedTuple):
     """Between racks of different pods, over the core switches."""
 
 
-def plan_pods(directed: Mapping[Pair, int], pod_of: Sequence[int], uplinks: int) -> PodPlan:
+def plan_pods(
+    directed: Mapping[Pair, int], pod_of: Sequence[int], uplinks: int, most_core: int | None = None
+) -> PodPlan:
     """`directed` is bytes between racks; rack i is in pod `pod_of[i]`, pods numbered from 0 without gaps.
 
-    Each rack splits its uplinks by what it sends to, or gets from, each side. Inside a pod the circuits join racks; between pods their number is
+    Each rack splits its uplinks by what it sends to, or gets from, each side; at most `most_core` of them reach the core, where
+    the fabric was built with fewer core ports than uplinks. Inside a pod the circuits join racks; between pods their number is
     decided per pair of pods, since racks reach the core through their pod. Raises ValueError where the uplinks can't
     connect the racks of a pod (two each on average) or the pods.
     """
     racks: dict[int, list[int]] = defaultdict(list)
     for rack, pod in enumerate(pod_of):
         racks[pod].append(rack)
-    splits = _splits(directed, pod_of, racks, uplinks)
+    splits = _splits(directed, pod_of, racks, uplinks, uplinks if most_core is None else most_core)
     local: dict[int, Flows] = defaultdict(dict)
     for (a, b), size_bytes in directed.items():
         if pod_of[a] == pod_of[b]:
@@ -45,7 +48,7 @@ def plan_pods(directed: Mapping[Pair, int], pod_of: Sequence[int], uplinks: int)
 
 
 def _splits(
-    directed: Mapping[Pair, int], pod_of: Sequence[int], racks: Mapping[int, list[int]], uplinks: int
+    directed: Mapping[Pair, int], pod_of: Sequence[int], racks: Mapping[int, list[int]], uplinks: int, most_core: int
 ) -> tuple[PortSplit, ...]:
     """Each rack's fuller direction counts, to either side."""
     sides: dict[tuple[int, bool, bool], int] = defaultdict(int)
@@ -58,7 +61,9 @@ def _splits(
     def of(rack: int, num_racks: int) -> PortSplit:
         core, pod = (max(sides[rack, inside, way] for way in (False, True)) for inside in (False, True))
         least_core = 0 if len(racks) == 1 else 1 if num_racks > 1 or len(racks) == 2 else 2
-        return split(core, pod, uplinks, least_core=least_core, least_pod=min(2, num_racks - 1))
+        return split(
+            core, pod, uplinks, least_core=least_core, least_pod=max(min(2, num_racks - 1), uplinks - most_core)
+        )
 
     return tuple(of(rack, len(racks[pod])) for rack, pod in enumerate(pod_of))
 
@@ -66,26 +71,44 @@ def _splits(
 def _core(
     directed: Mapping[Pair, int], pod_of: Sequence[int], racks: Mapping[int, list[int]], splits: Sequence[PortSplit]
 ) -> Links:
-    """Links per pair of pods, each then given to the rack of either pod that has most bytes for the other per link it has there."""
+    """Links per pair of pods; each joins the two racks with free ports that have most bytes for each other per link they have.
+
+    Racks of the two pods that have nothing for each other are joined last: by what each has for the other's pod.
+    """
     between: Flows = defaultdict(int)
-    wants: dict[tuple[int, int], int] = defaultdict(int)
+    beyond: dict[tuple[int, int], int] = defaultdict(int)
     """Bytes between a rack and another pod."""
+    partners: dict[Pair, list[Pair]] = defaultdict(list)
+    """Pairs of racks with bytes for each other, by their pair of pods."""
+    wants = per_link({pair: v for pair, v in directed.items() if pod_of[pair[0]] != pod_of[pair[1]]})
     for (a, b), size_bytes in directed.items():
         if pod_of[a] != pod_of[b]:
             between[pod_of[a], pod_of[b]] += size_bytes
-            wants[a, pod_of[b]] += size_bytes
-            wants[b, pod_of[a]] += size_bytes
+            beyond[a, pod_of[b]] += size_bytes
+            beyond[b, pod_of[a]] += size_bytes
+    for a, b in sorted(wants):
+        partners[_sorted(pod_of[a], pod_of[b])].append((a, b))
     free = [each.core for each in splits]
-    given: dict[tuple[int, int], int] = defaultdict(int)
+    given: Counter[Pair] = Counter()
 
     def end(pod: int, other: int) -> int:
         rack = max(
-            (r for r in racks[pod] if free[r]), key=lambda r: (wants[r, other] / (given[r, other] + 1), free[r], -r)
+            (r for r in racks[pod] if free[r]), key=lambda r: (beyond[r, other] / (given[r, -1] + 1), free[r], -r)
         )
-        free[rack] -= 1
-        given[rack, other] += 1
+        given[rack, -1] += 1
         return rack
 
+    def join(pods: Pair) -> Pair:
+        open_ = [pair for pair in partners[pods] if free[pair[0]] and free[pair[1]]]
+        pair = max(open_, key=lambda pair: (wants[pair] / (given[pair] + 1), pair), default=None)
+        pair = pair or _sorted(end(*pods), end(pods[1], pods[0]))
+        given[pair] += 1
+        free[pair[0]], free[pair[1]] = free[pair[0]] - 1, free[pair[1]] - 1
+        return pair
+
     found = direct(per_link(between), [sum(free[rack] for rack in racks[pod]) for pod in range(len(racks))])
-    ends = ((end(a, b), end(b, a)) for a, b in found)
-    return tuple(sorted((min(pair), max(pair)) for pair in ends))
+    return tuple(sorted(join(pair) for pair in found))
+
+
+def _sorted(a: int, b: int) -> Pair:
+    return (a, b) if a < b else (b, a)

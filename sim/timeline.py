@@ -70,9 +70,9 @@ class Timeline:
         return Event(self)
 
     def start(self, coroutine: Coroutine[Event, None, Any]) -> Process:
-        """Run it up to its first wait; the rest follows in `run`."""
+        """Begin it now, after what is running."""
         process = Process(self, coroutine)
-        process.resume()
+        self.at(self.now, process.resume)
         return process
 
     async def sleep(self, seconds: float) -> None:

@@ -1,0 +1,217 @@
+"""The fabrics under comparison: each turns a job's traffic into the time of its phases."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from pydantic import Field
+
+from planning.demand import Links, per_link
+from planning.pods import plan_pods
+from planning.switching import Delay, PhaseCost, schedule
+from planning.topology import direct
+from runtime.config import Section
+from sim.net.clos import ClosSpec, clos
+from sim.net.direct import DirectSpec, direct_network
+from sim.net.network import Network
+from sim.rfabric.iteration import PhaseTime, Traffic, demand, phase_time, traffic
+from sim.rfabric.job import PHASES, Job, Phase
+
+STAGE_WEIGHTS = (4, 16, 64)
+"""Candidates of the execution's topology, beside the plain one; the schedule takes the fastest."""
+
+
+ALL = "all"
+"""The topology planned for the whole iteration."""
+
+
+class DelaySpec(Section):
+    """What a change of circuits takes, part by part, in seconds."""
+
+    drain_s: float = Field(default=0.0, ge=0)
+    control_s: float = Field(default=0.0, ge=0)
+    ocs_s: float = Field(default=0.010, ge=0)
+    relink_s: float = Field(default=0.0, ge=0)
+
+
+class FabricSpec(Section):
+    """How the fabrics are built. All NICs are alike; one per GPU."""
+
+    radix: int = Field(default=64, ge=16)
+    oversubscription: int = Field(default=3, ge=1)
+    pod_nics: int = Field(default=256, ge=8)
+    core_share: float = Field(default=0.5, ge=0, le=1)
+    """RFabric: ports into the core over uplinks of the racks."""
+    delay: DelaySpec = DelaySpec()
+    lost: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the spine planes, or of the optical switches, that have failed."""
+    ecmp: bool = False
+    """Hash every flow of the electrical trees onto one uplink, instead of spraying packets."""
+
+
+class Case(NamedTuple):
+    """A job with its traffic, on fabrics built alike."""
+
+    job: Job
+    spec: FabricSpec
+    sent: Traffic
+    seed: int = 1
+
+    @property
+    def servers_per_rack(self) -> int:
+        """Half of a rack switch's ports go down."""
+        return self.spec.radix // 2 // self.job.gpu.gpus_per_server
+
+
+class Circuits(NamedTuple):
+    """A topology that a phase may have."""
+
+    name: str
+    links: Links
+    core_ports: int
+    """The most uplinks of one rack that lead into the core."""
+
+
+class Iteration(NamedTuple):
+    """One RL iteration: each phase's time under the topology it has, and what changing circuits added."""
+
+    seconds: float
+    phases: Mapping[Phase, PhaseTime]
+    exposed_s: float = 0.0
+    num_switches: int = 0
+    topology: Mapping[Phase, Circuits] = {}
+    networks: Mapping[Phase, Network] = {}
+
+
+def case(job: Job, spec: FabricSpec, seed: int = 1) -> Case:
+    """With the traffic that the job has on it. Raises ValueError where the pods or racks don't hold whole servers."""
+    per_server = job.gpu.gpus_per_server
+    if spec.pod_nics % (spec.radix // 2) or spec.radix // 2 % per_server:
+        raise ValueError(
+            f"pods of {spec.pod_nics} NICs need racks of {spec.radix // 2} NICs, whole servers of {per_server}"
+        )
+    return Case(job, spec, traffic(job, spec.pod_nics // per_server), seed)
+
+
+def rounds(job: Job) -> list[tuple[Phase, int]]:
+    """Each phase, and how often an iteration runs it."""
+    return [("execution", job.spec.updates), ("gradients", job.spec.updates), ("weights_send", 1), ("weights_local", 1)]
+
+
+def static(case: Case, network: Network) -> Iteration:
+    """The iteration on a network that never changes."""
+    phases: dict[Phase, PhaseTime] = {phase: phase_time(case.job, case.sent, phase, network) for phase in PHASES}
+    seconds = sum(phases[phase].seconds * times for phase, times in rounds(case.job))
+    return Iteration(seconds, phases, networks=dict.fromkeys(PHASES, network))
+
+
+def electrical(case: Case, *, oversubscription: int = 1, rail_optimised: bool = False) -> Iteration:
+    """A tree of packet switches."""
+    job, spec = case.job, case.spec
+    tree = ClosSpec(
+        job.servers, spec.radix, job.gpu.nic_busbw_bytes_s, oversubscription, rail_optimised, job.gpu.gpus_per_server,
+        spec.lost, case.seed if spec.ecmp else None,
+    )  # fmt: skip
+    return static(case, clos(tree))
+
+
+def sip(case: Case) -> Iteration:
+    """Servers joined NIC to NIC by a patch panel; circuits by the whole iteration's bytes, the same in all phases."""
+    panels = [_panel(case, ALL, rounds(case.job), weight) for weight in (1, *STAGE_WEIGHTS)]
+    found = [static(case, _panel_network(case, circuits)) for circuits in panels]
+    return min(found, key=lambda iteration: iteration.seconds)
+
+
+def sip_phased(case: Case) -> Iteration:
+    """The same patch panel, if it could change between phases as RFabric's circuits do."""
+    return switched(case, _candidates(case, _panel), _panel_network)
+
+
+def rfabric(case: Case) -> Iteration:
+    """Racks joined by circuits, a topology planned for each phase; a change is made where the schedule says it pays."""
+    return switched(case, _candidates(case, _planned), _rack_network)
+
+
+def switched(case: Case, candidates: Sequence[Circuits], network: Callable[[Case, Circuits], Network]) -> Iteration:
+    """The iteration with the candidate of each phase that the schedule takes, out of those planned for it or for all phases."""
+    networks = [network(case, circuits) for circuits in candidates]
+    times: dict[Phase, dict[int, PhaseTime]] = {
+        phase: {
+            k: phase_time(case.job, case.sent, phase, networks[k])
+            for k, circuits in enumerate(candidates)
+            if circuits.name.startswith(phase) or circuits.name == ALL
+        }
+        for phase in PHASES
+    }
+    update: tuple[Phase, ...] = ("execution", "gradients")
+    sequence: list[Phase] = [*(update * case.job.spec.updates), "weights_send", "weights_local"]
+    delay = case.spec.delay
+    total = Delay(delay.drain_s, delay.control_s, delay.ocs_s, delay.relink_s).total_s
+    never = float("inf")
+    costs = {
+        phase: PhaseCost(
+            0.0, tuple(times[phase][k].seconds if k in times[phase] else never for k in range(len(candidates)))
+        )
+        for phase in PHASES
+    }
+    plan = schedule([costs[phase] for phase in sequence], total)
+    chosen: dict[Phase, int] = {phase: plan.choices[sequence.index(phase)] for phase in PHASES}
+    phases: dict[Phase, PhaseTime] = {phase: times[phase][k] for phase, k in chosen.items()}
+    topology: dict[Phase, Circuits] = {phase: candidates[k] for phase, k in chosen.items()}
+    kept: dict[Phase, Network] = {phase: networks[k] for phase, k in chosen.items()}
+    return Iteration(plan.period_s, phases, plan.exposed_s, plan.num_switches, topology, kept)
+
+
+def one_shot(case: Case) -> Iteration:
+    """RFabric's hardware with one topology for the whole job, as TopoOpt would patch it."""
+    return static(case, _rack_network(case, _planned(case, ALL, rounds(case.job))))
+
+
+Planner = Callable[[Case, str, list[tuple[Phase, int]], int], Circuits]
+
+
+def _candidates(case: Case, planner: Planner) -> list[Circuits]:
+    """One topology per phase, some of the execution, and one for the whole iteration."""
+    found = [planner(case, phase, [(phase, 1)], 1) for phase in PHASES]
+    found += [planner(case, f"execution, stages x{w}", [("execution", 1)], w) for w in STAGE_WEIGHTS]
+    return [*found, planner(case, ALL, rounds(case.job), 1)]
+
+
+def _planned(case: Case, name: str, phases: list[tuple[Phase, int]], stage_weight: int = 1) -> Circuits:
+    """Circuits between racks."""
+    job, spec, per_rack = case.job, case.spec, case.servers_per_rack
+    racks = -(-job.servers // per_rack)
+    per_pod = spec.pod_nics // (spec.radix // 2)
+    uplinks = round(spec.radix // 2 * (1 - spec.lost))
+    plan = plan_pods(
+        demand(job, case.sent, phases, per_rack, stage_weight), [rack // per_pod for rack in range(racks)], uplinks,
+        max(1, round(uplinks * spec.core_share)),
+    )  # fmt: skip
+    return Circuits(name, tuple(sorted(plan.pod + plan.core)), max(split.core for split in plan.splits))
+
+
+def _panel(case: Case, name: str, phases: list[tuple[Phase, int]], stage_weight: int = 1) -> Circuits:
+    """Circuits between servers, one per NIC."""
+    job = case.job
+    degree = max(2, round(job.gpu.gpus_per_server * (1 - case.spec.lost)))
+    between = per_link(demand(job, case.sent, phases, 1, stage_weight))
+    return Circuits(name, direct(between, [degree] * job.servers), 0)
+
+
+def _rack_network(case: Case, circuits: Circuits) -> Network:
+    job = case.job
+    return direct_network(DirectSpec(job.servers, case.servers_per_rack, job.gpu.nic_busbw_bytes_s), circuits.links)
+
+
+def _panel_network(case: Case, circuits: Circuits) -> Network:
+    return direct_network(DirectSpec(case.job.servers, 1, case.job.gpu.nic_busbw_bytes_s), circuits.links)
+
+
+FABRICS: Final[Mapping[str, Callable[[Case], Iteration]]] = {
+    "fat-tree": electrical,
+    "rail-optimised": lambda case: electrical(case, rail_optimised=True),
+    "oversubscribed": lambda case: electrical(case, oversubscription=case.spec.oversubscription),
+    "sip": sip,
+    "sip-phased": sip_phased,
+    "topoopt-like": one_shot,
+    "rfabric": rfabric,
+}

@@ -1,0 +1,86 @@
+"""One RL iteration on a fabric: how long each phase takes on a network, and the bytes by which circuits are planned."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sim.net.collectives import Transfer
+from sim.net.network import Completion, Network, complete, flows
+from sim.rfabric import job as jobs
+from sim.rfabric.job import Job, Phase
+
+
+class Traffic(NamedTuple):
+    """The transfers of a job: of one operation each, and how often the operation runs in its phase."""
+
+    experts: list[Transfer]
+    stages: list[Transfer]
+    gradients: list[Transfer]
+    send: list[Transfer]
+    local: list[Transfer]
+    responses: list[Transfer]
+
+
+class PhaseTime(NamedTuple):
+    """A phase, once. `seconds` of it are spent, `network_s` of these on the network; `runs` are the network's."""
+
+    seconds: float
+    network_s: float
+    runs: tuple[tuple[str, float, Completion], ...]
+    """Operation, how often it ran, and how it ran once."""
+
+
+def traffic(job: Job, pod_servers: int) -> Traffic:
+    """Everything the job sends between servers."""
+    pods = jobs.generation_pods(job, pod_servers)
+    return Traffic(
+        jobs.expert_transfers(job), jobs.stage_transfers(job), jobs.gradient_transfers(job),
+        jobs.weight_send(job, pods), jobs.weight_local(job, pods), jobs.responses(job),
+    )  # fmt: skip
+
+
+def operations(job: Job, sent: Traffic, phase: Phase) -> list[tuple[str, float, list[Transfer]]]:
+    """Name, how often in one run of the phase, and transfers."""
+    if phase == "execution":  # per layer dispatch and combine, forward and backward
+        per_update = [("experts", 4.0 * job.layers * job.slots, sent.experts), ("stages", 1.0 * job.slots, sent.stages)]
+        return [*per_update, ("responses", 1 / job.spec.updates, sent.responses)]
+    if phase == "gradients":
+        return [("gradients", 1.0, sent.gradients)]
+    return [(phase, 1.0, sent.send if phase == "weights_send" else sent.local)]
+
+
+def phase_time(job: Job, sent: Traffic, phase: Phase, network: Network) -> PhaseTime:
+    """The phase on `network`: computation and transfers one after another, but for the overlap that the job states.
+
+    Responses stream in the background and are timed alone.
+    """
+    runs: list[tuple[str, float, Completion]] = []
+    network_s = hidden_s = 0.0
+    for name, times, transfers in operations(job, sent, phase):
+        done = complete(network, flows(transfers, float(job.gpu.gpus_per_server)))
+        runs.append((name, times, done))
+        if name != "responses":
+            network_s += times * done.seconds
+        if name == "experts":
+            hidden_s = job.spec.overlap * times * done.seconds
+    computing = job.slots * jobs.compute_s(job) if phase == "execution" else 0.0
+    return PhaseTime(computing + network_s - min(hidden_s, computing), network_s, tuple(runs))
+
+
+def demand(
+    job: Job, sent: Traffic, phases: Sequence[tuple[Phase, int]], servers_per_node: int, stage_weight: int = 1
+) -> Counter[tuple[int, int]]:
+    """Bytes between nodes over the given phases, each so many times: what planners plan by.
+
+    Within the execution the transfers of experts and of stages take turns, so neither's circuits help the other's time. Planners
+    see bytes alone; `stage_weight` counts those of stages so many times, which gives them more circuits.
+    """
+    found: Counter[tuple[int, int]] = Counter()
+    for phase, runs in phases:
+        for name, times, transfers in operations(job, sent, phase):
+            weight = times * runs * (stage_weight if name == "stages" else 1)
+            for a, b, size in transfers:
+                pair = a // servers_per_node, b // servers_per_node
+                if pair[0] != pair[1]:
+                    found[pair] += int(size * weight)
+    return found

@@ -1,0 +1,130 @@
+"""Throughput of an RL iteration on each fabric, relative to the non-blocking fat-tree: Figure 6 of the RFabric paper."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from sim.claims import Value
+from sim.hardware import GpuSpec
+from sim.model import ModelSpec
+from sim.outcome import Cell, Outcome, Plot, Progress, Span, Table
+from sim.rfabric import tables
+from sim.rfabric.fabrics import FABRICS, FabricSpec, Iteration, case
+from sim.rfabric.job import JobSpec, place
+from sim.rfabric.variation import Variation, varied
+from sim.scenario import Kind, Scenario
+
+Found = Mapping[tuple[int, str], Iteration]
+"""By GPUs and fabric."""
+
+UPPER, LOWER = ("fat-tree", "rail-optimised", "rfabric"), ("oversubscribed", "sip")
+"""The paper's two groups."""
+
+
+class ThroughputScenario(Scenario):
+    """A job, the clusters and fabrics to run it on, and what to vary."""
+
+    model: ModelSpec
+    gpu: GpuSpec
+    job: JobSpec
+    fabric: FabricSpec = FabricSpec()
+    gpus: tuple[int, ...] = Field(min_length=1)
+    fabrics: tuple[str, ...] = tuple(FABRICS)
+    sensitivity: tuple[Variation, ...] = ()
+    """Run at the first size; each beside the scenario as it stands."""
+
+
+def simulate(scenario: ThroughputScenario, gpus: int, name: str) -> Iteration:
+    """One iteration on one fabric."""
+    job = place(scenario.job, scenario.model, scenario.gpu, gpus)
+    return FABRICS[name](case(job, scenario.fabric, scenario.seed))
+
+
+def run(scenario: ThroughputScenario, progress: Progress) -> Outcome:
+    """Every fabric at every size, then the variations."""
+    total = len(scenario.gpus) * len(scenario.fabrics) + len(scenario.sensitivity)
+    found: dict[tuple[int, str], Iteration] = {}
+    for gpus in scenario.gpus:
+        for name in scenario.fabrics:
+            progress(len(found), total, f"{name}, {gpus} GPUs")
+            found[gpus, name] = simulate(scenario, gpus, name)
+    rows = [_sensitivity_row("as stated", scenario, found)]
+    for i, variation in enumerate(scenario.sensitivity):
+        progress(len(found) + i, total, variation.name)
+        altered = varied(scenario, variation)
+        first = {(altered.gpus[0], name): simulate(altered, altered.gpus[0], name) for name in altered.fabrics}
+        rows.append(_sensitivity_row(variation.name, altered, first))
+    outcome_tables = {
+        "phases": tables.phases(found), "links": tables.links(found, scenario.gpus[0]), "circuits": tables.circuits(found),
+        "sensitivity": Table(("variation", "fat_tree_s", *scenario.fabrics), rows),
+    }  # fmt: skip
+    plots = {"throughput": Plot("Throughput relative to the fat-tree", lambda f: _draw(f, scenario, found))}
+    return Outcome(dict(_figures(scenario, found)), outcome_tables, plots, list(_spans(found)), _notes(scenario, found))
+
+
+def _normalised(found: Found, gpus: int, names: tuple[str, ...]) -> list[float]:
+    return [found[gpus, "fat-tree"].seconds / found[gpus, name].seconds for name in names]
+
+
+def _sensitivity_row(name: str, scenario: ThroughputScenario, found: Found) -> tuple[Cell, ...]:
+    gpus = scenario.gpus[0]
+    return name, found[gpus, "fat-tree"].seconds, *_normalised(found, gpus, scenario.fabrics)
+
+
+def _figures(scenario: ThroughputScenario, found: Found) -> Iterator[tuple[str, Value]]:
+    for gpus in scenario.gpus:
+        relative = dict(zip(scenario.fabrics, _normalised(found, gpus, scenario.fabrics), strict=True))
+        for name, value in relative.items():
+            yield f"{name}_{gpus}", value
+            yield f"iteration_s_{name}_{gpus}", found[gpus, name].seconds
+        if {*UPPER, *LOWER} <= relative.keys():
+            yield f"two_groups_{gpus}", min(relative[n] for n in UPPER) > max(relative[n] for n in LOWER)
+        if "rfabric" in relative:
+            yield f"exposed_delay_share_{gpus}", found[gpus, "rfabric"].exposed_s / found[gpus, "rfabric"].seconds
+
+
+def _notes(scenario: ThroughputScenario, found: Found) -> tuple[str, ...]:
+    said: list[str] = []
+    for gpus in scenario.gpus:
+        job = place(scenario.job, scenario.model, scenario.gpu, gpus)
+        trains = job.train_servers * job.gpu.gpus_per_server
+        said.append(
+            f"{gpus} GPUs: {trains} train ({job.data} replicas, {job.micro_batches} micro-batches), the rest generates."
+        )
+    if any(name == "rfabric" for _, name in found):
+        first = found[scenario.gpus[0], "rfabric"]
+        ports = max((circuits.core_ports for circuits in first.topology.values()), default=0)
+        said.append(f"RFabric: {first.num_switches} changes an iteration, {first.exposed_s:.3f} s exposed; at most {ports} uplinks of a rack into the core.")  # fmt: skip
+    return tuple(said)
+
+
+def _spans(found: Found) -> Iterator[Span]:
+    """The first update and the weight sync of every fabric at every size."""
+    for (gpus, name), iteration in found.items():
+        now = 0.0
+        for phase, time in iteration.phases.items():
+            if iteration.num_switches:
+                change = iteration.exposed_s / iteration.num_switches
+                yield Span(f"{gpus} GPUs", name, "circuits change", now, change)
+                now += change
+            topology = iteration.topology[phase].name if phase in iteration.topology else "static"
+            yield Span(
+                f"{gpus} GPUs", name, phase, now, time.seconds, {"topology": topology, "network_s": time.network_s}
+            )
+            now += time.seconds
+
+
+def _draw(figure: Any, scenario: ThroughputScenario, found: Found) -> None:
+    axes = figure.subplots(1, len(scenario.gpus), sharey=True, squeeze=False)[0]
+    stated = {claim.name: claim.paper for claim in scenario.claims}
+    for ax, gpus in zip(axes, scenario.gpus, strict=True):
+        ax.bar(list(scenario.fabrics), _normalised(found, gpus, scenario.fabrics), color="0.6", label="simulated")
+        named = [name for name in scenario.fabrics if f"{name}_{gpus}" in stated]
+        ax.plot(named, [stated[f"{name}_{gpus}"] for name in named], "kx", label="paper")
+        ax.set_title(f"{gpus} GPUs")
+        ax.tick_params(axis="x", labelrotation=35, labelsize=7)
+    axes[0].legend(fontsize=7)
+
+
+KIND = Kind(ThroughputScenario, run)
