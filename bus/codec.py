@@ -115,14 +115,14 @@ def encode_envelope(envelope: Envelope) -> bytes:
         piece = _encode(envelope)
     except (TypeError, *NOT_OURS) as error:
         raise BadFrame(f"an envelope for {envelope.target!r} cannot be encoded: {error}") from error
-    check_piece(envelope, piece)
+    check_piece(envelope, len(piece))
     return piece
 
 
-def check_piece(envelope: Envelope, piece: bytes) -> None:
+def check_piece(envelope: Envelope, size_bytes: int) -> None:
     """Raise BadFrame when an encoded envelope alone exceeds a frame."""
-    if len(piece) > MAX_FRAME_BYTES - 3:
-        raise BadFrame(f"an envelope for {envelope.target!r} takes {len(piece)} bytes, a frame {MAX_FRAME_BYTES}")
+    if size_bytes > MAX_FRAME_BYTES - 3:
+        raise BadFrame(f"an envelope for {envelope.target!r} takes {size_bytes} bytes, a frame {MAX_FRAME_BYTES}")
 
 
 def join_frame(pieces: Sequence[bytes]) -> bytes:
@@ -130,7 +130,7 @@ def join_frame(pieces: Sequence[bytes]) -> bytes:
     return b"".join((b"\xdc", len(pieces).to_bytes(2, "big"), *pieces))
 
 
-def decode_frame(frame: bytes | memoryview) -> list[Envelope]:
+def decode_frame(frame: bytes | bytearray | memoryview) -> list[Envelope]:
     """The envelopes of a frame, one at least; bodies stay raw and keep the frame's memory alive. Raises BadFrame."""
     size = len(frame)
     if not 3 <= size <= MAX_FRAME_BYTES:

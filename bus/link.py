@@ -49,7 +49,7 @@ class Link:
         if not accepted:
             self.outbox.add(_greeting(Kind.HELLO, identity))
 
-    def arrived(self, frame: bytes | memoryview) -> list[Envelope]:
+    def arrived(self, frame: bytes | bytearray | memoryview) -> list[Envelope]:
         """What the frame holds for the runtime. Raises LinkRefused or BadFrame when the link must end.
 
         Handshake envelopes count only at the front of a frame, which is where every sender of ours puts them.

@@ -8,22 +8,19 @@ know to be connected belongs to a link that has ended; and of two links with one
 
 import asyncio
 import os
-import resource
 import socket
 from collections.abc import Callable
 
 import zmq
 
-from bus.address import IPC, parse
+from bus import limits
+from bus.address import parse
+from bus.end import GONE, Came, Left
+from bus.keys import Keys
 from bus.refusals import Refusals
-from bus.zmq_sockets import Context, Socket
-from bus.zmq_wire import Arrived, Monitor, Wire
-
-LAST_WORDS = 4096
-"""Messages still read after a peer died, before its link is declared lost; far more than its credit allowed it to send."""
-
-MAX_CONNECTIONS = 4096
-"""Each costs some 30 KiB before its peer has said a word."""
+from bus.zmq_ends import LINGER_MS, Caller
+from bus.zmq_sockets import Context, bind_to, new_router
+from bus.zmq_wire import LAST_WORDS, Monitor, Wire
 
 _FAILURES = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it left or was too slow during the handshake",
@@ -33,33 +30,48 @@ _EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAIL
 
 
 class Door:
-    """The ROUTER and the connections to it. `left(routing_id)` is called once for each admitted link that ends."""
+    """The ROUTER and the connections to it. `left` is called once for each admitted link that ends."""
 
     def __init__(
         self,
         context: Context,
-        router: Socket,
         loop: asyncio.AbstractEventLoop,
-        came: Arrived,
-        left: Callable[[bytes], None],
+        came: Came,
+        left: Left,
         refusals: Refusals,
         drained: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._refusals = refusals
-        self._left = left
+        self._came, self._left = came, left
+        self._callers: dict[bytes, Caller] = {}
         self._connected: set[int] = set()
         self._links: dict[int, bytes] = {}
         self._gone: list[bytes] = []
-        self._most = most_connections()
-        self._bound: set[object] = set()
+        self._most = limits.most_connections()
+        self._ports: set[int] = set()
         self._silent = 0
         """Connections that ended before we heard a word from them and that nobody has counted yet."""
         self._failure = ""
-        self._monitor = Monitor(context, router, "door", _EVENTS, loop, self._changed)
-        self.wire = Wire(router, loop, came, routed=True, drained=drained)
+        self._router = new_router(context)
+        # It listens before the first peer can come.
+        self._monitor = Monitor(context, self._router, "door", _EVENTS, loop, self._changed)
+        self._wire = Wire(self._router, loop, self._arrived, routed=True, drained=drained)
 
-    def admit(self, routing_id: bytes, first: zmq.Frame) -> None:
+    def bind(self, where: str, keys: Keys | None) -> str:
+        """The address with its port. Raises BadAddress."""
+        address = bind_to(self._router, where, keys)
+        self._ports.add(parse(address, keyed=True).port)
+        return address
+
+    def _arrived(self, routing_id: bytes, first: zmq.Frame, beside: list[memoryview]) -> None:
+        caller = self._callers.get(routing_id)
+        if caller is None:
+            caller = self._callers[routing_id] = Caller(self._wire, routing_id, self._gone_soon, self._hang_up)
+            self._admit(routing_id, first)
+        self._came(routing_id, caller, first.buffer, beside)
+
+    def _admit(self, routing_id: bytes, first: zmq.Frame) -> None:
         """Watch the link that `first`, its first message, came by."""
         self._monitor.drain()
         try:
@@ -71,35 +83,31 @@ class Door:
         if other is not None:
             # Two links by one descriptor: the older one has ended. Its messages may be read after those of the newer one.
             newest, oldest = (routing_id, other) if _came_later(routing_id, other) else (other, routing_id)
-            self.gone_soon(oldest)
+            self._gone_soon(oldest)
         if descriptor in self._connected:
             self._links[descriptor] = newest
         else:
             self._silent -= 1  # its end was seen before its first word was read
-            self.gone_soon(newest)
+            self._gone_soon(newest)
 
-    def bound(self, address: str) -> None:
-        """The ROUTER listens at `address`: connections to it are ours to end."""
-        where = parse(address, keyed=True)
-        self._bound.add(where.place if where.scheme == IPC else where.port)
-
-    def hang_up(self, routing_id: bytes) -> None:
-        """End the connection of a link; its end is reported like any other."""
+    def _hang_up(self, routing_id: bytes) -> None:
+        """The peer does not read what we answer: its connection ends, and frees what is queued for it. The end is reported like any other."""
+        self._refusals.add("slow", f"a peer left {limits.MAX_QUEUED} frames unread")
         for descriptor, known in self._links.items():
             if known == routing_id:
                 self._cut(descriptor)
                 return
 
-    def gone_soon(self, routing_id: bytes) -> None:
+    def _gone_soon(self, routing_id: bytes) -> None:
         """The link has ended. Said later: this may run while a message of the same peer is handled, and its others come first."""
         if not self._gone:
             self._loop.call_soon(self._bury)
         self._gone.append(routing_id)
 
-    def close(self, linger_ms: int) -> None:
-        """Unbind; replies under way have `linger_ms` to leave."""
+    def close(self) -> None:
+        """Unbind; replies under way leave before the context is terminated."""
         self._monitor.close()
-        self.wire.close(linger_ms)
+        self._wire.close(LINGER_MS)
 
     def _changed(self, event: zmq.Event, descriptor: int) -> None:
         if event == zmq.Event.ACCEPTED:
@@ -120,7 +128,7 @@ class Door:
         try:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
                 name = connection.getsockname()
-                if (name[1] if isinstance(name, tuple) else name) in self._bound:
+                if isinstance(name, tuple) and name[1] in self._ports:
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # it has ended already
@@ -129,14 +137,14 @@ class Door:
         self._connected.discard(descriptor)
         routing_id = self._links.pop(descriptor, None)
         if routing_id is not None:
-            self.gone_soon(routing_id)
+            self._gone_soon(routing_id)
             return
         self._silent += 1
         self._loop.call_soon(self._count_silent)
 
     def _count_silent(self) -> None:
         """A connection without a link was a stranger's, unless what it said is still to be read."""
-        self.wire.drain(LAST_WORDS)
+        self._wire.drain(LAST_WORDS)
         while self._silent > 0:
             self._silent -= 1
             self._refusals.add(
@@ -145,15 +153,11 @@ class Door:
         self._failure = ""
 
     def _bury(self) -> None:
-        self.wire.drain(LAST_WORDS)
+        self._wire.drain(LAST_WORDS)
         gone, self._gone = self._gone, []
         for routing_id in gone:
-            self._left(routing_id)
-
-
-def most_connections() -> int:
-    """Half of the files that this process may have open, so that a flood of connections never keeps it from opening others."""
-    return min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+            if self._callers.pop(routing_id, None) is not None:
+                self._left(routing_id, GONE)
 
 
 def _came_later(one: bytes, other: bytes) -> bool:

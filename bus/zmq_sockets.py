@@ -1,28 +1,16 @@
 """Makes the two kinds of sockets, with every option set before they bind or connect: later, libzmq ignores most of them in silence."""
 
-from pathlib import Path
-
 import zmq
 
-from bus.address import IPC, MEMORY, TCP, Address, check_free, parse
+from bus import limits
+from bus.address import MEMORY, TCP, Address, parse
 from bus.codec import MAX_FRAME_BYTES
 from bus.errors import BadAddress
 from bus.keys import Keys
 
-HEARTBEAT_MS = 2000
-DEAD_MS = 6000
-"""Three heartbeats missed. libzmq's own thread answers them, so a busy event loop is never taken for a dead one."""
-
-HANDSHAKE_MS = 5000
-"""A connection that has not finished ZMTP's handshake by then is dropped: a stranger holds no memory here."""
-
 NEVER_MS = 24 * 3600 * 1000
 """When a DEALER would reconnect; its transport drops it long before, so that what is queued for a dead peer never reaches whoever
 takes its address. Not -1, libzmq's own "never": that ends the pipe at once, and replies that arrived but were not read are lost."""
-
-MAX_QUEUED = 4096
-"""Frames in each direction between us and one peer that came to us. Credit keeps honest peers far below. Beyond it a sender is not
-read from until we caught up, and one that does not read its replies is hung up on (a ROUTER that must deliver says so and drops nothing)."""
 
 MAX_SOCKETS = 16 * 1024
 """Three per peer: the DEALER and both ends of its monitor. libzmq's default would end at 340 peers."""
@@ -43,8 +31,8 @@ def new_router(context: Context) -> Socket:
     socket = _socket(context, zmq.ROUTER)
     # Without it, what is sent to a peer that has gone, or reads nothing, vanishes in silence.
     socket.set(zmq.ROUTER_MANDATORY, 1)
-    socket.set(zmq.SNDHWM, MAX_QUEUED)
-    socket.set(zmq.RCVHWM, MAX_QUEUED)
+    socket.set(zmq.SNDHWM, limits.MAX_QUEUED)
+    socket.set(zmq.RCVHWM, limits.MAX_QUEUED)
     return socket
 
 
@@ -55,7 +43,6 @@ def bind_to(socket: Socket, where: str, keys: Keys | None = None) -> str:
     socket may be bound in the clear first and with keys afterwards, but not the other way round.
     """
     address = _between_processes(where, keys)
-    check_free(address)
     _prepare(socket, address)
     if keys is not None and address.scheme == TCP:
         socket.set(zmq.CURVE_SERVER, 1)
@@ -70,18 +57,11 @@ def bind_to(socket: Socket, where: str, keys: Keys | None = None) -> str:
     return bound.rstrip(b"\0").decode() if isinstance(bound, bytes) else str(bound)
 
 
-def remove_path(where: str) -> None:
-    """Remove the file of a bound ipc address, if it is one."""
-    address = parse(where, keyed=True)
-    if address.scheme == IPC:
-        Path(address.place).unlink(missing_ok=True)
-
-
 def new_dealer(context: Context) -> Socket:
     """The socket that goes to one peer; `connect_to` connects it."""
     socket = _socket(context, zmq.DEALER)
     socket.set(zmq.RECONNECT_IVL, NEVER_MS)
-    socket.set(zmq.CONNECT_TIMEOUT, HANDSHAKE_MS)
+    socket.set(zmq.CONNECT_TIMEOUT, limits.HANDSHAKE_MS)
     return socket
 
 
@@ -106,10 +86,10 @@ def _socket(context: Context, kind: int) -> Socket:
     socket.set(zmq.RCVHWM, 0)
     # Checked by libzmq against the announced size of each part, before it allocates for it.
     socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, DEAD_MS)
-    socket.set(zmq.HEARTBEAT_TTL, DEAD_MS)
+    socket.set(zmq.HANDSHAKE_IVL, limits.HANDSHAKE_MS)
+    socket.set(zmq.HEARTBEAT_IVL, limits.HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, limits.DEAD_MS)
+    socket.set(zmq.HEARTBEAT_TTL, limits.DEAD_MS)
     return socket
 
 

@@ -26,6 +26,9 @@ from bus.zmq_sockets import Context, Socket
 BURST = 64
 """Messages read before the loop runs something else; each may hold 512 envelopes."""
 
+LAST_WORDS = 4096
+"""Messages still read after a peer died, before its link is declared lost; far more than its credit allowed it to send."""
+
 ZERO_COPY_BYTES = 64 * 1024
 """From here on lending the memory to libzmq, and being told when it is free again, is cheaper than a copy."""
 
@@ -61,13 +64,15 @@ class Wire:
         self._routed = routed
         self._is_closed = False
         self._comes_back = False
+        self._is_touched = False
         self._fd = socket.FD
         loop.add_reader(self._fd, self._readable)
         # What arrived before the reader was added has already fired.
         self._come_back()
 
-    def send(self, peer: bytes, data: bytes, buffers: Sequence[memoryview | bytes]) -> None:
+    def send(self, peer: bytes, data: bytes | bytearray, buffers: Sequence[memoryview | bytes]) -> None:
         """Queue one message. Raises zmq.ZMQError when the link is gone; never because it is slow, as high-water marks are 0."""
+        self._is_touched = True
         if self._routed:
             _send(self._socket, peer, _MORE)
         if not buffers:
@@ -84,9 +89,11 @@ class Wire:
         _send(self._socket, parts[-1], _NOBLOCK, False)
 
     def flushed(self) -> None:
-        """To be called after the last send of a tick: rule 2."""
-        if not self._comes_back and not self._is_closed and self._has_more():
-            self._come_back()
+        """To be called after the last send of a tick, once or for each peer: rule 2."""
+        if self._is_touched:
+            self._is_touched = False
+            if not self._comes_back and not self._is_closed and self._has_more():
+                self._come_back()
 
     def drain(self, most: int) -> bool:
         """Read up to `most` messages; whether none is left. If some are, or `arrived` raised, reading goes on next tick.

@@ -4,12 +4,12 @@ import asyncio
 import functools
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from bus.codec import decode_body, encode_body
+from bus.codec import NOT_OURS, body_decoder, decode_body, encode_body
 from bus.credit import Account
 from bus.envelope import Envelope, Kind
 from bus.errors import AskFailed, BadFrame, BusError, Failed, NotSent, Refused, Unknown
@@ -49,7 +49,7 @@ class Pending(msgspec.Struct):
     future: "asyncio.Future[Any]"
     deadline: float
     record: ActorRecord
-    request: Message
+    kind: "type[Request[Any]]"
     since: float
 
 
@@ -102,9 +102,13 @@ class Courier:
         ask_id = next(self._ids)
         future: asyncio.Future[ReplyT] = loop.create_future()
         now = loop.time()
-        self._pending[ask_id] = Pending(future, deadline, record, request, now)
-        budget_us = int((deadline - now) * 1e6)
-        self._post(record, _ASK, ask_id, tag, budget_us if budget_us > 1 else 1, key, body, buffers)
+        self._pending[ask_id] = Pending(future, deadline, record, type(request), now)
+        budget_us, trace, incarnation = max(1, int((deadline - now) * 1e6)), current_trace.get(), record.incarnation
+        self._transport.post(
+            record.address,
+            Envelope(_ASK, ask_id, record.name, incarnation, tag, budget_us, trace, key, 0, body, self._sender),
+            buffers,
+        )
         try:
             return await future
         except asyncio.CancelledError:
@@ -171,7 +175,7 @@ class Courier:
         """The oldest ask of each kind that was open for `SHOWN_S` at loop time `now`, per actor asked."""
         oldest: dict[tuple[str, str], WaitView] = {}
         for pending in self._pending.values():  # in the order in which they were asked
-            age_s, holder, tag = now - pending.since, pending.record.name, type(pending.request).__name__
+            age_s, holder, tag = now - pending.since, pending.record.name, pending.kind.__name__
             if age_s >= SHOWN_S:
                 oldest.setdefault((holder, tag), WaitView(tag, "", holder, age_s, "", "ask", age_s))
         return list(oldest.values())
@@ -179,7 +183,7 @@ class Courier:
     def _fail(self, ask_id: int, kind: type[AskFailed], why: str) -> None:
         pending = self._pending.pop(ask_id)
         if not pending.future.done():
-            pending.future.set_exception(kind(f"{type(pending.request).__name__} to {pending.record.name}: {why}"))
+            pending.future.set_exception(kind(f"{pending.kind.__name__} to {pending.record.name}: {why}"))
 
     def _post(
         self,
@@ -245,20 +249,27 @@ class Courier:
             route.wake(messages)
 
 
+class _Expected(NamedTuple):
+    """One of the replies that a request may get, and what decodes it where no buffers are beside it."""
+
+    reply: type[Message]
+    decode: Callable[[msgspec.Raw], Message]
+
+
 @functools.cache
-def _replies_to(request: "type[Request[Any]]") -> Mapping[str, type[Message]]:
-    return reply_types(request)
+def _replies_to(request: "type[Request[Any]]") -> Mapping[str, _Expected]:
+    return {tag: _Expected(reply, body_decoder(reply)) for tag, reply in reply_types(request).items()}
 
 
 def _reply(pending: Pending, envelope: Envelope, buffers: Sequence[memoryview]) -> Message:
     kind = envelope.kind
     if kind == _OK:
-        expected = _replies_to(cast("type[Request[Any]]", type(pending.request))).get(envelope.tag)
+        expected = _replies_to(pending.kind).get(envelope.tag)
         if expected is None:
             raise Failed(f"{_what(pending)}: answered by {envelope.tag}, which is not one of its replies")
         try:
-            return decode_body(expected, envelope.body, buffers)
-        except BadFrame as error:
+            return decode_body(expected.reply, envelope.body, buffers) if buffers else expected.decode(envelope.body)
+        except (BadFrame, *NOT_OURS) as error:
             raise Failed(f"{_what(pending)}: its reply could not be decoded: {error}") from error
     if kind in (Kind.ERROR, Kind.BAD_BODY):
         raise Failed(f"{_what(pending)}: {_text(envelope.body)}")
@@ -266,7 +277,7 @@ def _reply(pending: Pending, envelope: Envelope, buffers: Sequence[memoryview]) 
 
 
 def _what(pending: Pending) -> str:
-    return f"{type(pending.request).__name__} to {pending.record.name}"
+    return f"{pending.kind.__name__} to {pending.record.name}"
 
 
 def _text(body: msgspec.Raw) -> str:

@@ -125,11 +125,11 @@ class Kernel:
         self.spawn(self._registry.watch(), name=f"{self.name}.registry")
         self.spawn(self._courier.sweep(), name=f"{self.name}.deadlines")
         self.spawn(self._heartbeat(), name=f"{self.name}.heartbeat")
-        self.spawn(measure_loop_lag(self.metrics), name=f"{self.name}.lag")
         actor = self._actor or self.build()
         try:
             await actor.on_start()
             self.spawn(self._dispatch.consume(actor), name=f"{self.name}.mailbox")
+            self.spawn(measure_loop_lag(self.metrics), name=f"{self.name}.lag")  # not of what is loaded before
             await self._become("ready")
             self.log.info("ready", incarnation=self.incarnation, address=self._transport.address)
             self.ready.set()

@@ -1,11 +1,13 @@
 """The process of one actor: `python -m runtime.node RUN_DIR ACTOR_NAME`, started and supervised by the node agent."""
 
 import asyncio
+import gc
 import signal
 import sys
 from pathlib import Path
 
 from runtime.errors import RubatoError, first_cause
+from runtime.kernel import Kernel
 from runtime.launch.children import allow_many_files
 from runtime.launch.connection import connect
 from runtime.observe.log import configure, logger
@@ -33,7 +35,20 @@ async def _serve(folder: Path, name: str) -> None:
         actor_class = connection.config.actor_class(role)
         kernel = await connection.kernel(actor_class, connection.config.actor_config(role), name)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, kernel.stop)
-        await kernel.serve()
+        async with asyncio.TaskGroup() as tasks:
+            freezing = tasks.create_task(_freeze(kernel))
+            await kernel.serve()
+            freezing.cancel()
+
+
+async def _freeze(kernel: Kernel) -> None:
+    """What the process has loaded by the time it is ready stays: no collection looks at it again.
+
+    Otherwise each full one holds the event loop up for as long as it takes to visit every object of torch, a tenth of a second.
+    """
+    await kernel.ready.wait()
+    gc.collect()
+    gc.freeze()
 
 
 def _loop_factory():  # noqa: ANN202 - uvloop's loop type is not exported

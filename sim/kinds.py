@@ -7,5 +7,10 @@ KINDS: Final[Mapping[str, str]] = {
     "modelsync": "sim.rollmux.modelsync",
     "rfabric_throughput": "sim.rfabric.throughput",
     "rfabric_cost": "sim.rfabric.cost",
+    "rollart_affinity": "sim.rollart.affinity",
+    "rollart_failures": "sim.rollart.failures",
+    "rollart_serverless": "sim.rollart.serverless",
+    "rollart_sigma": "sim.rollart.sigma",
+    "rollart_staleness": "sim.rollart.staleness",
     "rollart_weight_pull": "sim.rollart.weight_pull",
 }

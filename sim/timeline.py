@@ -70,9 +70,9 @@ class Timeline:
         return Event(self)
 
     def start(self, coroutine: Coroutine[Event, None, Any]) -> Process:
-        """Begin it now, after what is running."""
+        """Run it up to its first wait; the rest follows in `run`."""
         process = Process(self, coroutine)
-        self.at(self.now, process.resume)
+        process.resume()
         return process
 
     async def sleep(self, seconds: float) -> None:

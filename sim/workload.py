@@ -67,14 +67,19 @@ class Episode(NamedTuple):
         return sum(turn.sampled for turn in self.turns)
 
 
+def chance_of(seed: int, name: str) -> Random:
+    """The chance of one named thing."""
+    return Random(f"{seed}/{name}")
+
+
 def task_of(tasks: Sequence[TaskSpec], seed: int, group: str) -> TaskSpec:
     """The task of a group: all its members share it."""
-    return Random(f"{seed}/{group}/task").choices(tasks, [task.share for task in tasks])[0]
+    return chance_of(seed, f"{group}/task").choices(tasks, [task.share for task in tasks])[0]
 
 
 def episode(task: TaskSpec, seed: int, trajectory: str, attempt: int = 1) -> Episode:
     """What happens in one attempt at `trajectory`."""
-    chance = Random(f"{seed}/{trajectory}/{attempt}")
+    chance = chance_of(seed, f"{trajectory}/{attempt}")
     resets = []
     while chance.random() < task.reset_failure.probability:
         resets.append(task.reset_failure.hang_s)

@@ -33,6 +33,8 @@ class EngineSection(Section):
     """Longest prompt and completion together, in tokens."""
     max_batch_tokens: int = Field(default=2048, ge=1)
     """Tokens computed in one step; longer prefills are cut into several."""
+    gather_s: float = Field(default=0.0, ge=0, le=1)
+    """An idle engine waits so long after a first request for others to share its steps: worth it where requests are a few tokens long."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What a weight update does to KV caches: compute them again under the new weights, or go on with the old."""
     prefix_cache: bool = True

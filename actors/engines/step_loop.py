@@ -33,10 +33,13 @@ class StepLoop(threading.Thread):
         self._runner = runner
         self._recompute = section.kv_on_update == "recompute"
         self._stream_every = section.stream_every
+        self._gather_s = section.gather_s
         self._num_threads = threads
         self._loop = loop
         self._sequences: dict[str, tuple[Sequence, Say]] = {}
         self._changed = threading.Condition()
+        self._listening = False
+        """The thread waits for the next command, whatever it is."""
         self._commands: list[tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any] | None]] = []
         self._outbox: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._ended = False
@@ -49,7 +52,8 @@ class StepLoop(threading.Thread):
             if self._ended:
                 raise self.dead or EngineDead("the engine was stopped")
             self._commands.append((command, args, reply))
-            self._changed.notify()
+            if self._listening:
+                self._changed.notify()
 
     # -- commands -----------------------------------------------------------------------------------------------
 
@@ -112,8 +116,14 @@ class StepLoop(threading.Thread):
 
     def _obey(self) -> None:
         with self._changed:
-            while not self._commands and (self.suspended or not self._has_work()):
+            idle = not self._has_work()
+            self._listening = True
+            while not self._commands and (self.suspended or idle):
                 self._changed.wait()
+            self._listening = False
+            if idle and self._gather_s:
+                # Nobody is notified of a command now: the first request waits for company, and commands with it.
+                self._changed.wait(self._gather_s)
             commands, self._commands = self._commands, []
         for command, args, reply in commands:
             try:

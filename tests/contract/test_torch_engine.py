@@ -14,6 +14,8 @@ from actors.engines.torch_engine import TorchEngine
 from actors.messages.generation import Sampling, Span, Tokens
 from tests.models import logprobs, weights_image, write_model
 
+pytestmark = pytest.mark.slow
+
 
 async def started(folder, **options) -> TorchEngine:
     section = EngineSection(**({"num_slots": 4, "max_len": 200} | options))
@@ -175,3 +177,23 @@ async def test_a_step_that_fails_ends_the_engine_and_everybody_hears_why(tmp_pat
 
     assert {type(result) for result in results} == {EngineDead}
     assert all("out of memory" in str(result) for result in results)
+
+
+async def test_an_idle_engine_that_gathers_shares_its_first_step(tmp_path, monkeypatch):
+    """Four requests that arrive one by one meet in one step; an engine that does not gather would begin with the first."""
+    engine = await started(write_model(tmp_path), gather_s=1.0)
+    sizes = []
+    _, runner = engine._started()
+    step = runner.step
+    monkeypatch.setattr(runner, "step", lambda rows: (sizes.append(len(rows)), step(rows))[1])
+
+    await asyncio.gather(*(later(i, collect(engine, Work(f"r{i}", "", (2, 3), Sampling(1)))) for i in range(4)))
+    await engine.stop()
+
+    assert sizes == [4]
+
+
+async def later(ticks, work):
+    for _ in range(20 * ticks):
+        await asyncio.sleep(0)
+    return await work

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-import bus.zmq_door
-import bus.zmq_sockets
+import bus.limits
 from bus.codec import MAX_FRAME_BYTES
 from bus.envelope import Envelope, Kind
 from bus.keys import new_keys
@@ -138,7 +137,7 @@ async def test_a_message_cut_off_between_its_parts_is_never_seen(engine, tmp_pat
 
 
 async def test_a_flood_of_connections_is_capped_and_those_that_were_there_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(bus.zmq_door, "MAX_CONNECTIONS", 40)
+    monkeypatch.setattr(bus.limits, "MAX_CONNECTIONS", 40)
     engine = await Engine("tcp://127.0.0.1:*").start()
     port = int(engine.transport.address.rpartition(":")[2])
     early = await Engine(f"ipc://{tmp_path}/early").start()
@@ -160,7 +159,7 @@ async def test_a_flood_of_connections_is_capped_and_those_that_were_there_go_on(
 
 
 async def test_a_stranger_that_never_finishes_its_handshake_is_dropped(tmp_path, monkeypatch):
-    monkeypatch.setattr(bus.zmq_sockets, "HANDSHAKE_MS", 100)
+    monkeypatch.setattr(bus.limits, "HANDSHAKE_MS", 100)
     engine = await Engine("tcp://127.0.0.1:*").start()
     port = int(engine.transport.address.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -173,7 +172,7 @@ async def test_a_stranger_that_never_finishes_its_handshake_is_dropped(tmp_path,
 
 
 async def test_a_peer_that_never_reads_is_hung_up_on_and_what_waited_for_it_is_freed(tmp_path, monkeypatch):
-    monkeypatch.setattr(bus.zmq_sockets, "MAX_QUEUED", 50)
+    monkeypatch.setattr(bus.limits, "MAX_QUEUED", 50)
     engine = await Engine(f"ipc://{tmp_path}/engine").start()
     _, writer = await connect(engine)
     for frame in (hello(), msgspec.msgpack.encode([envelope(1)])):

@@ -220,7 +220,7 @@ def test_every_end_of_a_link_is_heard_although_descriptors_are_used_again(run, t
                 visitor.send(msgspec.msgpack.encode([envelope(Kind.TELL, number)]))
                 if number % 3 == 0:
                     await asyncio.sleep(0)
-                visitor.close(linger=1000)
+                visitor.close(linger=10_000)
             arrived = [await engine.arrived.get() for _ in range(200)]
             downs = [await engine.downs.get() for _ in range(200)]
             lasting.transport.post(address, envelope(Kind.TELL, 999))

@@ -114,7 +114,5 @@ def test_a_full_kv_room_preempts_and_loses_no_token():
 def test_what_can_never_fit_is_refused():
     timeline, served = engine()
 
-    timeline.start(served.generate("a", served.model.kv_tokens, 1))
-
     with pytest.raises(ValueError, match="holds"):
-        timeline.run()
+        timeline.start(served.generate("a", served.model.kv_tokens, 1))

@@ -1,0 +1,90 @@
+"""One batch of rollouts on modelled engines, trajectory by trajectory or in lock-step, until the last (or enough) are done."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from planning.snapshot import RequestView
+from sim.job import PoolSpec, allowed_engines, engines_of
+from sim.proxy_model import ModelledProxy
+from sim.rollout import Played, Scores, Stage, play, unscored
+from sim.timeline import Process, Timeline
+from sim.workload import Episode
+
+
+class BatchDone(NamedTuple):
+    """`seconds` until the batch was complete; `played` of those that completed, by their number in the batch."""
+
+    seconds: float
+    played: dict[int, Played]
+    busy_s: dict[str, float]
+    """Seconds each engine computed, by its name."""
+
+
+class Batch:
+    """Runs once: `trajectories` or `lock_step`."""
+
+    def __init__(self, pools: tuple[PoolSpec, ...]) -> None:
+        self.timeline = Timeline()
+        self.engines = engines_of(self.timeline, pools)
+        mapped = allowed_engines(pools)
+        proxy = ModelledProxy(self.timeline, self.engines)
+        self.stage = Stage(self.timeline, proxy, unscored, version=lambda: 0, allowed=lambda task: mapped.get(task, ()))
+
+    def score_by(self, score: Scores) -> None:
+        """Trajectories are scored by `score`; without, that takes no time."""
+        self.stage = replace(self.stage, score=score)
+
+    def trajectories(
+        self, episodes: Sequence[Episode], enough: int | None = None, concurrency: int | None = None
+    ) -> BatchDone:
+        """Each goes on by itself, `concurrency` at once (None: all). The first `enough` to complete end the batch; None waits for all."""
+        wanted = len(episodes) if enough is None else enough
+        played: dict[int, Played] = {}
+        complete = self.timeline.event()
+        left = iter(enumerate(episodes))
+
+        async def environment() -> None:
+            for number, episode in left:
+                played[number] = await play(self.stage, f"t{number}", episode)
+                if len(played) == wanted:
+                    complete.set()
+
+        for _ in range(concurrency or len(episodes)):
+            self.timeline.start(environment())
+        self.timeline.run(until=complete)
+        return self._done(played)
+
+    def lock_step(self, episodes: Sequence[Episode]) -> BatchDone:
+        """All generate, then all environments step together; each turn waits for its slowest, as batched environments do."""
+        played = {number: Played(version_first=0) for number in range(len(episodes))}
+        self.timeline.run(until=self.timeline.start(self._turns(episodes, played)).ended)
+        return self._done(played)
+
+    async def _turns(self, episodes: Sequence[Episode], played: dict[int, Played]) -> None:
+        timeline = self.timeline
+        await timeline.sleep(max(sum(episode.resets_s) for episode in episodes))
+        contexts = [0] * len(episodes)
+        for turn in range(max(len(episode.turns) for episode in episodes)):
+            active = [number for number, episode in enumerate(episodes) if len(episode.turns) > turn]
+            began = timeline.now
+            asked: list[Process] = []
+            for number in active:
+                shown, sampled, _ = episodes[number].turns[turn]
+                request = RequestView(f"t{number}")
+                allowed = self.stage.allowed(episodes[number].task)
+                asked.append(
+                    timeline.start(self.stage.proxy.generate(request, contexts[number] + shown, sampled, allowed))
+                )
+                contexts[number] += shown + sampled
+            for process in asked:
+                await process.ended
+            step_s = max(episodes[number].turns[turn].step_s for number in active)
+            for number in active:
+                played[number].generate_s += timeline.now - began
+                played[number].step_s += step_s
+            await timeline.sleep(step_s)
+
+    def _done(self, played: dict[int, Played]) -> BatchDone:
+        busy = {engine.name: engine.usage.busy_s for engine in self.engines}
+        return BatchDone(self.timeline.now, played, busy)

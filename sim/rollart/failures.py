@@ -1,0 +1,112 @@
+"""RollArt, section 2: a step on SWE-bench while environments are healthy, and while one reset in the batch hangs.
+
+The hang is fitted to the share of rollout time that resets take, which the paper gives too; the steps' lengths are outcomes.
+"""
+
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean
+
+from pydantic import Field
+
+from actors.envs.section import EnvSection
+from sim.distribution import Constant
+from sim.job import PoolSpec
+from sim.outcome import Cell, Outcome, Progress, Table
+from sim.rollart.batch import Batch, BatchDone
+from sim.scenario import Kind, Scenario
+from sim.training_model import TrainerSpec
+from sim.workload import Episode, TaskSpec, episode
+
+LONG_S = 1e4
+"""A hang that outlasts every other trajectory: what is left of the batch then runs alone."""
+
+
+class Failures(Scenario):
+    """Synchronous steps: a batch is rolled out, then trained."""
+
+    pools: tuple[PoolSpec, ...]
+    task: TaskSpec
+    """Its environments take no time to step here: `rest_s` holds that."""
+    redundancy_task: TaskSpec
+    """The task on which redundancy is held against the paper."""
+    trainer: TrainerSpec
+    trajectories: int = Field(ge=2)
+    batches: int = Field(ge=1)
+    """Averaged over."""
+    rest_s: float = Field(ge=0)
+    """Of a step, beside resets, generation and training."""
+    reset_share: float = Field(gt=0, lt=1)
+    """Of rollout time while a reset hangs: the hang is fitted to it."""
+    redundancy: float = Field(ge=1)
+    """Environments launched per trajectory that is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to run the same batches."""
+
+    scenario: Failures
+    task: TaskSpec
+    hang_s: float = 0.0
+    launched: float = 1.0
+
+    def rollouts(self) -> list[BatchDone]:
+        return [self._rollout(number) for number in range(self.scenario.batches)]
+
+    def _rollout(self, number: int) -> BatchDone:
+        wanted = self.scenario.trajectories
+        episodes = drawn(self.scenario, self.task, number, round(wanted * self.launched))
+        if self.hang_s:
+            hangs = Random(f"{self.scenario.seed}/{number}/hangs").randrange(wanted)
+            episodes[hangs] = episodes[hangs]._replace(resets_s=(self.hang_s, *episodes[hangs].resets_s))
+        return Batch(self.scenario.pools).trajectories(episodes, enough=wanted)
+
+
+def run(scenario: Failures, progress: Progress) -> Outcome:
+    task, math = scenario.task.model_copy(update={"step_s": Constant(value=0.0)}), scenario.redundancy_task
+    alone = fmean(done.seconds - LONG_S for done in Arm(scenario, task, LONG_S).rollouts())
+    reset_s = fmean(drawn(scenario, task, number, 1)[0].resets_s[-1] for number in range(scenario.batches))
+    # The hanging trajectory alone decides: its resets are the share, the rest of it runs by itself.
+    hang_s = max(0.0, (alone - reset_s) * scenario.reset_share / (1 - scenario.reset_share) - reset_s)
+    deadline_s = EnvSection().reset_timeout_s
+    arms = {
+        "healthy": Arm(scenario, task),
+        "failing": Arm(scenario, task, hang_s),
+        "redundant": Arm(scenario, task, hang_s, scenario.redundancy),
+        "deadline": Arm(scenario, task, min(hang_s, deadline_s)),
+        "gem_math": Arm(scenario, math),
+        "gem_math_redundant": Arm(scenario, math, launched=scenario.redundancy),
+    }
+    rows: list[tuple[Cell, ...]] = []
+    figures: dict[str, float] = {"hang": hang_s}
+    for name, arm in arms.items():
+        rollout_s, train_s = fmean(done.seconds for done in arm.rollouts()), _train_s(arm)
+        figures[f"{name}_training"], figures[f"{name}_step"] = train_s, rollout_s + train_s + scenario.rest_s
+        rows.append((name, rollout_s, train_s, scenario.rest_s, figures[f"{name}_step"]))
+        progress(len(rows), len(arms), name)
+    figures["healthy_generation"] = float(rows[0][1]) - reset_s
+    figures["failing_over_healthy"] = figures["failing_step"] / figures["healthy_step"]
+    figures["gem_math_redundancy_gain"] = figures["gem_math_step"] / figures["gem_math_redundant_step"]
+    return Outcome(
+        figures=figures,
+        tables={"phases": Table(("arm", "rollout_s", "train_s", "rest_s", "step_s"), rows)},
+        notes=(
+            f"A reset that hangs for {hang_s:.0f} s makes resets {scenario.reset_share:.0%} of its rollout; one hangs in every batch.",
+            f"deadline: a reset is given up after {deadline_s:g} s and tried again, the default of env.reset_timeout_s.",
+        ),
+    )
+
+
+def drawn(scenario: Failures, task: TaskSpec, batch: int, num: int) -> list[Episode]:
+    """The episodes of one batch; every arm meets the same."""
+    return [episode(task, scenario.seed, f"{batch}/t{number}") for number in range(num)]
+
+
+def _train_s(arm: Arm) -> float:
+    scenario = arm.scenario
+    batches = [drawn(scenario, arm.task, n, scenario.trajectories) for n in range(scenario.batches)]
+    return fmean(scenario.trainer.step_s(sum(e.tokens for e in batch), len(batch)) for batch in batches)
+
+
+KIND = Kind(Failures, run)

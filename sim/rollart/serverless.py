@@ -1,0 +1,98 @@
+"""RollArt, R3: a reward model on GPUs of its own against one behind functions, whose GPUs then roll out."""
+
+from statistics import fmean
+
+from pydantic import Field
+
+from planning.snapshot import RequestView
+from sim.distribution import Distribution
+from sim.engine_model import EngineModel, EngineSpec
+from sim.job import PoolSpec, engines_of
+from sim.outcome import Cell, Outcome, Progress, Table
+from sim.proxy_model import ModelledProxy
+from sim.rollart.batch import Batch
+from sim.scenario import Kind, Scenario
+from sim.timeline import Timeline
+from sim.workload import Episode, TaskSpec, chance_of, episode
+
+
+class Serverless(Scenario):
+    """`gpus` roll out where functions score; `reward_gpus` of them score where they do not."""
+
+    engine: EngineSpec
+    reward: EngineSpec
+    verdict_tokens: Distribution
+    task: TaskSpec
+    trajectories: int = Field(ge=1)
+    concurrency: int = Field(ge=1)
+    gpus: int = Field(ge=2)
+    reward_gpus: int = Field(ge=1)
+    call_s: float = Field(ge=0)
+    """A function call, beside what its model computes; functions are warm, and there are enough."""
+
+
+class Rewards:
+    """Scores a trajectory by letting the reward model read its tokens and write a verdict."""
+
+    def __init__(self, scenario: Serverless) -> None:
+        self._scenario = scenario
+
+    def verdict(self, session: str) -> int:
+        return max(1, round(self._scenario.verdict_tokens.draw(chance_of(self._scenario.seed, f"{session}/verdict"))))
+
+
+class OwnGpus(Rewards):
+    """Engines of its own, at the head of the queue to whoever comes first."""
+
+    def __init__(self, scenario: Serverless, timeline: Timeline) -> None:
+        super().__init__(scenario)
+        pool = PoolSpec(name="reward", engine=scenario.reward, count=scenario.reward_gpus)
+        self.engines = engines_of(timeline, (pool,))
+        self._proxy = ModelledProxy(timeline, self.engines)
+
+    async def score(self, session: str, episode: Episode) -> None:
+        await self._proxy.generate(RequestView(session), episode.tokens, self.verdict(session))
+        self._proxy.forget(session)
+
+
+class Functions(Rewards):
+    """An idle instance per call."""
+
+    def __init__(self, scenario: Serverless, timeline: Timeline) -> None:
+        super().__init__(scenario)
+        self._timeline = timeline
+        self._model = EngineModel(scenario.reward)
+
+    async def score(self, session: str, episode: Episode) -> None:
+        tokens = self.verdict(session)
+        steps_s = tokens * self._model.step_s(1, episode.tokens + tokens / 2)
+        await self._timeline.sleep(self._scenario.call_s + self._model.prefill_s(episode.tokens) + steps_s)
+
+
+def run(scenario: Serverless, progress: Progress) -> Outcome:
+    episodes = [episode(scenario.task, scenario.seed, f"t{number}") for number in range(scenario.trajectories)]
+    rows: list[tuple[Cell, ...]] = []
+    for arm, gpus in (("local", scenario.gpus - scenario.reward_gpus), ("serverless", scenario.gpus)):
+        batch = Batch((PoolSpec(name="rollout", engine=scenario.engine, count=gpus),))
+        own = OwnGpus(scenario, batch.timeline)
+        batch.score_by(own.score if arm == "local" else Functions(scenario, batch.timeline).score)
+        done = batch.trajectories(episodes, concurrency=scenario.concurrency)
+        used = fmean(done.busy_s.values()) / done.seconds
+        rewarding = fmean(engine.usage.busy_s for engine in own.engines) / done.seconds
+        rows.append((arm, done.seconds, used, rewarding))
+        progress(len(rows), 2, arm)
+    local, freed = rows
+    return Outcome(
+        figures={
+            "rollout_local": float(local[1]),
+            "rollout_serverless": float(freed[1]),
+            "rollout_speedup": float(local[1]) / float(freed[1]),
+            "utilisation_local": float(local[3]),
+            "utilisation_serverless": float(freed[2]),
+        },
+        tables={"phases": Table(("arm", "rollout_s", "rollout_gpus_busy", "reward_gpus_busy"), rows)},
+        notes=("Utilisation is of the GPUs in question: they score in one arm and roll out in the other.",),
+    )
+
+
+KIND = Kind(Serverless, run)

@@ -1,0 +1,78 @@
+"""RollArt, R4: throughput of a whole job while the staleness bound grows; the live planners admit, route and hand over."""
+
+from itertools import pairwise
+from typing import Any
+
+from pydantic import Field
+
+from sim.job import Job, JobSpec
+from sim.outcome import Cell, Outcome, Plot, Progress, Span, Table
+from sim.scenario import Kind, Scenario
+
+
+class Staleness(Scenario):
+    """One job, run once per bound."""
+
+    job: JobSpec
+    alphas: tuple[int, ...] = Field(min_length=1)
+    """Rising; throughput is relative to the first."""
+    warmup_steps: int = Field(ge=1)
+    """Steps before throughput counts: the first ones fill the buffer."""
+    counted_steps: int = Field(ge=1)
+    """Steps whose throughput counts, in the middle of the job."""
+
+
+def run(scenario: Staleness, progress: Progress) -> Outcome:
+    rows: list[tuple[Cell, ...]] = []
+    steps: list[tuple[Cell, ...]] = []
+    spans: list[Span] = []
+    for alpha in scenario.alphas:
+        job = Job(scenario.job.model_copy(update={"alpha": alpha}), scenario.seed)
+        job.run(scenario.warmup_steps + scenario.counted_steps)
+        counted = job.rows[scenario.warmup_steps :]
+        seconds = counted[-1].published_s - job.rows[scenario.warmup_steps - 1].published_s
+        per_hour = 3600 * len(counted) / seconds
+        waited = sum(row.waited_s for row in counted) / seconds
+        ages = job.buffer.ages
+        fates = job.buffer.fates
+        rows.append((alpha, per_hour, waited, sum(ages) / len(ages), max(ages), fates.get("stale", 0), fates["scored"]))
+        for row in job.rows:
+            steps.append((alpha, *row))
+            spans += _spans(alpha, row.claimed_s, row.waited_s, row.train_s, row.published_s, row.step)
+        progress(len(rows), len(scenario.alphas), f"alpha {alpha}")
+    first = float(rows[0][1])
+    figures: dict[str, float | bool] = {f"throughput_alpha_{row[0]}": float(row[1]) / first for row in rows[1:]}
+    figures["throughput_most"] = max(float(row[1]) / first for row in rows)
+    figures["throughput_never_falls"] = all(a[1] <= b[1] * 1.01 for a, b in pairwise(rows))  # type: ignore[operator]
+    figures["bound_kept"] = all(row[4] <= row[0] for row in rows)  # type: ignore[operator]
+    columns = ("alpha", "steps_per_hour", "waited_share", "age_mean", "age_max", "stale", "scored")
+    return Outcome(
+        figures=figures,
+        tables={
+            "phases": Table(("alpha", "step", "claimed_s", "waited_s", "train_s", "published_s", "tokens"), steps),
+            "staleness": Table(columns, rows),
+        },
+        plots={"staleness": Plot("Throughput by staleness bound", lambda figure: _curve(figure, rows))},
+        spans=spans,
+    )
+
+
+def _spans(alpha: int, claimed: float, waited: float, train: float, published: float, step: int) -> list[Span]:
+    process, lane = f"alpha {alpha}", "trainer"
+    return [
+        Span(process, lane, f"wait {step}", claimed - waited, waited),
+        Span(process, lane, f"train {step}", claimed, train),
+        Span(process, lane, f"publish {step}", claimed + train, published - claimed - train),
+    ]
+
+
+def _curve(figure: Any, rows: list[tuple[Cell, ...]]) -> None:
+    axes = figure.subplots()
+    axes.plot([row[0] for row in rows], [float(row[1]) / float(rows[0][1]) for row in rows], "o-", label="ours")
+    axes.axhline(1.22, color="0.4", linestyle=":", label="the paper's most")
+    axes.set_xlabel("staleness bound, versions")
+    axes.set_ylabel("throughput relative to the first")
+    axes.legend()
+
+
+KIND = Kind(Staleness, run)

@@ -1,0 +1,76 @@
+"""Plays one modelled trajectory: reset, then turn by turn generate and step, then the score, as actors/envs/rollout.py does."""
+
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+
+from planning.snapshot import RequestView
+from planning.staleness import is_stale
+from sim.proxy_model import ModelledProxy
+from sim.timeline import Timeline
+from sim.workload import Episode
+
+Scores = Callable[[str, Episode], Awaitable[None]]
+"""Takes its time to score a trajectory."""
+
+
+class TooOld(Exception):
+    """The age bound was passed before the trajectory was complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What all rollouts share. `version` tells where training stands; `allowed` the engines of a task, none meaning all."""
+
+    timeline: Timeline
+    proxy: ModelledProxy
+    score: Scores
+    version: Callable[[], int]
+    allowed: Callable[[str], Collection[str]]
+    alpha: int = -1
+
+
+@dataclass(slots=True)
+class Played:
+    """Where a trajectory's time went, in seconds, and the version of its first token."""
+
+    version_first: int = -1
+    reset_s: float = 0.0
+    generate_s: float = 0.0
+    step_s: float = 0.0
+    score_s: float = 0.0
+
+
+async def play(stage: Stage, session: str, episode: Episode, min_version: int = 0) -> Played:
+    """Raises TooOld at the turn at which no update can use it any more."""
+    played, timeline, context = Played(), stage.timeline, 0
+    try:
+        for reset_s in episode.resets_s:
+            await timeline.sleep(reset_s)
+            played.reset_s += reset_s
+        for turn in episode.turns:
+            _check_age(stage, played)
+            context += turn.shown
+            began = timeline.now
+            request = RequestView(session, max(min_version, played.version_first))
+            version = await stage.proxy.generate(request, context, turn.sampled, stage.allowed(episode.task))
+            if played.version_first < 0:
+                played.version_first = version
+            context += turn.sampled
+            played.generate_s += timeline.now - began
+            await timeline.sleep(turn.step_s)
+            played.step_s += turn.step_s
+    finally:
+        stage.proxy.forget(session)
+    began = timeline.now
+    await stage.score(session, episode)
+    played.score_s = timeline.now - began
+    return played
+
+
+def _check_age(stage: Stage, played: Played) -> None:
+    if played.version_first >= 0 and is_stale(played.version_first, stage.version(), stage.alpha):
+        raise TooOld
+
+
+async def unscored(session: str, episode: Episode) -> None:
+    """A reward that takes no time."""

@@ -1,0 +1,140 @@
+"""A modelled job keeps what the live one promises, and is the same twice."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from planning.snapshot import RequestView
+from sim.batching import ModelledEngine
+from sim.engine_model import EngineModel
+from sim.job import Job, JobSpec, PoolSpec, engines_of
+from sim.proxy_model import ModelledProxy
+from sim.rollart.batch import Batch
+from sim.timeline import Timeline
+from sim.workload import TaskSpec, episode
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def part(name: str) -> dict:
+    return yaml.safe_load((CONFIGS / name).read_text())
+
+
+def engine(**changes) -> dict:
+    return {"gpu": part("hardware/h800.yaml"), "model": part("models/qwen3-8b.yaml"), **changes}
+
+
+def pools(count: int = 2, **changes) -> tuple[PoolSpec, ...]:
+    return (PoolSpec.model_validate({"name": "h800", "count": count, "engine": engine(**changes)}),)
+
+
+def job(**changes) -> Job:
+    spec = {
+        "pools": pools(), "trainer": {**engine(), "gpus": 2}, "tasks": [part("workloads/gem_math.yaml")],
+        "weights": {"push_bytes_s": 1e10, "pull_bytes_s": 1e10, "load_bytes_s": 2e10},
+        "batch_groups": 3, "group_size": 2, "environments": 8, "steps": 6,
+    }  # fmt: skip
+    return Job(JobSpec.model_validate(spec | changes), seed=1)
+
+
+@pytest.mark.parametrize("alpha", [0, 1, 3])
+def test_no_trained_trajectory_is_older_than_the_bound(alpha):
+    simulated = job(alpha=alpha)
+
+    simulated.run()
+
+    assert [row.step for row in simulated.rows] == [1, 2, 3, 4, 5, 6]
+    assert len(simulated.buffer.ages) == 6 * 3 * 2
+    assert max(simulated.buffer.ages) <= alpha
+
+
+def test_a_looser_bound_lets_rollouts_run_beside_training():
+    tight, loose = job(alpha=0), job(alpha=2)
+
+    tight.run()
+    loose.run()
+
+    assert loose.rows[-1].published_s < tight.rows[-1].published_s
+
+
+def test_the_same_seed_gives_the_same_job():
+    first, second = job(alpha=1), job(alpha=1)
+
+    first.run()
+    second.run()
+
+    assert first.rows == second.rows
+
+
+def test_a_job_can_be_left_in_its_middle():
+    simulated = job(alpha=1, steps=1000)
+
+    simulated.run(steps=3)
+
+    assert len(simulated.rows) == 3
+
+
+def test_a_trajectory_keeps_its_engine_and_its_kv():
+    timeline = Timeline()
+    engines = engines_of(timeline, pools(count=4))
+    proxy = ModelledProxy(timeline, engines)
+
+    async def turns() -> None:
+        for context in (1000, 1100, 1200):
+            await proxy.generate(RequestView("t0"), context, 50)
+
+    timeline.start(turns())
+    timeline.run()
+
+    assert sorted(served.usage.prefilled for served in engines) == [0, 0, 0, 1000 + 50 + 50]
+
+
+def test_whoever_finds_every_engine_full_waits_its_turn():
+    timeline = Timeline()
+    engines = engines_of(timeline, pools(count=1, num_slots=2))
+    proxy = ModelledProxy(timeline, engines)
+    ended: list[str] = []
+
+    async def asks(name: str) -> None:
+        await proxy.generate(RequestView(name), 100, 20)
+        ended.append(name)
+
+    for name in "abcdefgh":
+        timeline.start(asks(name))
+    timeline.run()
+
+    assert ended == list("abcdefgh")
+
+
+def test_lock_step_is_never_faster_and_is_the_same_where_nothing_varies():
+    still = TaskSpec.model_validate({**part("workloads/frozen_lake.yaml"), "step_s": {"law": "constant", "value": 1}})
+    same = [episode(still, 1, "t")] * 4
+    various = [episode(still, 1, f"t{number}") for number in range(4)]
+
+    assert Batch(pools(4)).lock_step(same).seconds == pytest.approx(Batch(pools(4)).trajectories(same).seconds)
+    assert Batch(pools(4)).lock_step(various).seconds > Batch(pools(4)).trajectories(various).seconds
+
+
+def test_a_batch_that_has_enough_ends_before_its_slowest():
+    math = TaskSpec.model_validate(part("workloads/gem_math.yaml"))
+    episodes = [episode(math, 1, f"t{number}") for number in range(20)]
+
+    enough = Batch(pools()).trajectories(episodes, enough=15)
+
+    assert len(enough.played) == 15
+    assert enough.seconds < Batch(pools()).trajectories(episodes).seconds
+
+
+def test_an_engine_that_waits_for_weights_is_no_hindrance_to_the_job():
+    timeline = Timeline()
+    served = ModelledEngine(timeline, "engine-0", EngineModel(pools()[0].engine))
+    proxy = ModelledProxy(timeline, [served])
+    asked = timeline.start(proxy.generate(RequestView("t0", min_version=1), 100, 10))
+
+    timeline.run()
+    assert not asked.ended.happened
+
+    served.resume(version=1)
+    timeline.run()
+    assert asked.ended.value == 1

@@ -1,0 +1,53 @@
+"""RollArt's scenarios: every claim comes out as it was reviewed, and a run is the same twice."""
+
+from pathlib import Path
+
+import pytest
+
+from sim.claims import judge
+from sim.outcome import silent
+from sim.rollart.affinity import crossing
+from sim.scenario import load
+
+SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
+SMALL = {
+    "rollart_affinity": ["trajectories=4", "counted=4", "concurrency=2", "crossover.prompts=[128,4096]"],
+    "rollart_failures": ["trajectories=4", "batches=1"],
+    "rollart_serverless": ["trajectories=8", "concurrency=8"],
+    "rollart_sigma": ["trajectories=4", "sigmas_s=[1,10]"],
+    "rollart_staleness": [
+        "alphas=[0,1]",
+        "warmup_steps=1",
+        "counted_steps=1",
+        "job.batch_groups=2",
+        "job.environments=8",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_every_claim_comes_out_as_reviewed(name):
+    loaded = load(SCENARIOS / f"{name}.yaml")
+
+    claims = judge(loaded.scenario.claims, loaded.kind.run(loaded.scenario, silent).figures, altered=False)
+
+    assert [claim.name for claim in claims if claim.surprising] == []
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_run_is_the_same_twice_and_has_the_figures_of_its_claims(name):
+    loaded = load(SCENARIOS / f"{name}.yaml", SMALL[name])
+
+    first, second = loaded.kind.run(loaded.scenario, silent), loaded.kind.run(loaded.scenario, silent)
+
+    assert first.figures == second.figures
+    assert first.tables == second.tables
+    known = {claim.name for claim in loaded.scenario.claims} - {"throughput_most", "frozen_lake_sigma_5"}
+    assert known <= set(first.figures)
+
+
+def test_the_choice_turns_where_the_ratio_passes_1():
+    assert crossing((100, 200, 400), (1.5, 1.1, 0.9)) == pytest.approx(300)
+    assert crossing((100, 200), (0.9, 0.8)) == 0
+    assert crossing((100, 200), (1.4, 1.2)) == float("inf")
