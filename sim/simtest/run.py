@@ -129,6 +129,8 @@ class settings:
 class Job:
     """The main task of a seed."""
 
+    world_class = World
+
     def __init__(
         self, setup: Setup, faults: list[Fault], folder: Path, model: Path, record: Record, monitor: Monitor
     ) -> None:
@@ -138,7 +140,7 @@ class Job:
         self.injector: Injector | None = None
 
     async def main(self) -> None:
-        self.world = world = World(self.setup, self.folder, self.model, self.record, self.monitor)
+        self.world = world = self.world_class(self.setup, self.folder, self.model, self.record, self.monitor)
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(self._watch(), name="watch")

@@ -34,6 +34,8 @@ EXPECTED = (ActorFailed, StoreError, AskFailed)
 class World:
     """`setup` says what runs; faults come from outside (see sim/inject.py)."""
 
+    kernel_class = SimKernel
+
     def __init__(self, setup: Setup, folder: Path, model: Path, record: Record, monitor: Monitor) -> None:
         self.setup, self.record, self.monitor = setup, record, monitor
         self.folder = folder
@@ -149,7 +151,7 @@ class World:
         )
         actor_class = SimNode if process.name == NODE else CLASSES[process.role]
         log: Any = Log(self.record, f"{process.name}.{process.incarnation}", lambda text: self._broke(process, text))
-        kernel = process.kernel = SimKernel(
+        kernel = process.kernel = self.kernel_class(
             actor_class,
             ActorConfig() if process.name == NODE else self._configs[process.role],
             name=process.name,

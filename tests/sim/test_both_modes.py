@@ -1,0 +1,57 @@
+"""The modelled job and the real actors agree on throughput: same episodes, same engine and trainer models, same planners."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sim.job import Job, JobSpec
+from sim.live.run import run
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+WARM = 2
+
+
+def part(name: str) -> dict:
+    return yaml.safe_load((CONFIGS / name).read_text())
+
+
+def job(alpha: int) -> JobSpec:
+    engine = {"gpu": part("hardware/h800.yaml"), "model": part("models/qwen3-8b.yaml"), "num_slots": 16}
+    task = {
+        "name": "game", "turns": {"law": "uniform", "low": 3, "high": 8}, "prompt_tokens": {"law": "constant", "value": 200},
+        "observation_tokens": {"law": "constant", "value": 50}, "action_tokens": {"law": "constant", "value": 64}, "max_context": 2048,
+        "step_s": {"law": "lognormal", "median": 1.0, "sigma": 0.8, "most": 20},
+    }  # fmt: skip
+    pool = {"name": "h800", "count": 2, "engine": engine}
+    trainer = {"gpu": engine["gpu"], "model": engine["model"], "gpus": 1, "fixed_s": 1.0}
+    weights = {"push_bytes_s": 1e12, "pull_bytes_s": 1e12, "load_bytes_s": 1e11}
+    return JobSpec.model_validate(
+        {
+            "pools": [pool], "trainer": trainer, "tasks": [task], "weights": weights, "alpha": alpha,
+            "batch_groups": 4, "group_size": 4, "environments": 16, "steps": 10,
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("alpha", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_both_modes_agree_on_throughput_within_3_percent(alpha, tmp_path):
+    spec = job(alpha)
+    modelled = Job(spec, seed=1)
+
+    modelled.run()
+    rows = run(spec, 1, tmp_path)
+
+    ours = modelled.rows[-1].published_s - modelled.rows[WARM - 1].published_s
+    live = rows[-1]["time/wall_s"] - rows[WARM - 1]["time/wall_s"]
+    print(f"alpha {alpha}: modelled {ours:.2f} s, real actors {live:.2f} s")
+    assert len(rows) == spec.steps
+    assert live == pytest.approx(ours, rel=0.03)
+
+
+def test_the_real_actors_are_not_run_where_they_could_not_agree(tmp_path):
+    spec = job(1)
+    task = spec.tasks[0].model_copy(update={"action_tokens": spec.tasks[0].turns})
+
+    with pytest.raises(ValueError, match="one constant number of tokens"):
+        run(spec.model_copy(update={"tasks": (task,)}), 1, tmp_path)
