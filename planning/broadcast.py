@@ -87,7 +87,7 @@ def rings(num: int, ports: int) -> Broadcast:
 
 def best(num: int, ports: int, num_pieces: int) -> tuple[str, Broadcast]:
     """Rings or tree, whichever ends first with so many pieces: a long ring takes long to fill."""
-    found = {"tree": tree(num, ports, fanout=2)} if ports >= (3 if num > 3 else num - 1) else {}
+    found = {"tree": tree(num, ports, fanout=2)} if ports >= min(3, (num + 1) // 2) else {}
     if num <= 2 or ports % 2 == 0:
         found["rings"] = rings(num, ports)
     if not found:

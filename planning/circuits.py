@@ -45,6 +45,8 @@ class FabricSnapshot(NamedTuple):
     """How long the phase runs once begun; None while unknown, which counts as long."""
     reconfiguration_s: float
     """Time from asking for new circuits to using them."""
+    dead: frozenset[int] = frozenset()
+    """Ports of the switch that no circuit may use."""
 
 
 class CircuitPlan(NamedTuple):
@@ -63,8 +65,8 @@ def plan(snapshot: FabricSnapshot) -> CircuitPlan:
     Raises ValueError when the ports can't connect the endpoints.
     """
     s = snapshot
-    links = s.template if s.template is not None else template(s.traffic, s.endpoints, s.ports_per_endpoint)
-    wanted = materialise(links, s.current, s.ports_per_endpoint)
+    links = s.template if s.template is not None else template(s.traffic, s.endpoints, s.ports_per_endpoint, s.dead)
+    wanted = materialise(links, s.current, s.ports_per_endpoint, s.dead)
     if set(wanted) == set(s.current):
         return CircuitPlan(s.current, False, FITS)
     ahead = s.starts_in_s > 0.0
@@ -75,14 +77,16 @@ def plan(snapshot: FabricSnapshot) -> CircuitPlan:
     return CircuitPlan(wanted, True, AHEAD if ahead else LATE)
 
 
-def materialise(links: Sequence[Pair], current: Sequence[Cross], ports_per_endpoint: int) -> tuple[Cross, ...]:
+def materialise(
+    links: Sequence[Pair], current: Sequence[Cross], ports_per_endpoint: int, dead: frozenset[int] = frozenset()
+) -> tuple[Cross, ...]:
     """Give each link its ports: a duplex circuit that already joins the same endpoints keeps its own, the rest take the lowest free.
 
     Raises ValueError when an endpoint has more links than ports.
     """
     missing = Counter(links)
-    lit = set(current)
-    taken: set[int] = set()
+    lit = {cross for cross in current if not dead & set(cross)}
+    taken = set(dead)
     chosen: list[Cross] = []
     for cross in sorted(lit):
         pair = cross.ingress // ports_per_endpoint, cross.egress // ports_per_endpoint
@@ -103,6 +107,6 @@ def _free_port(endpoint: int, lowest: list[int], taken: set[int], ports_per_endp
         lowest[endpoint] += 1
     port = lowest[endpoint]
     if port >= (endpoint + 1) * ports_per_endpoint:
-        raise ValueError(f"endpoint {endpoint} has more links than its {ports_per_endpoint} ports")
+        raise ValueError(f"endpoint {endpoint} has more links than its {ports_per_endpoint} ports, less the dead ones")
     lowest[endpoint] += 1
     return port

@@ -2,15 +2,24 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from planning.demand import Demand, Links, Pair, flows, heaviest_first, per_link
 from planning.reserve import reserve
 
 
-def template(traffic: Sequence[Demand], endpoints: Sequence[str], ports_per_endpoint: int) -> Links:
-    """The links of a phase from its traffic. Raises ValueError where the ports can't connect the endpoints."""
-    return direct(per_link(flows(traffic, endpoints)), [ports_per_endpoint] * len(endpoints))
+def template(
+    traffic: Sequence[Demand], endpoints: Sequence[str], ports_per_endpoint: int, dead: Collection[int] = ()
+) -> Links:
+    """The links of a phase from its traffic, without the `dead` ports of the switch (endpoint i owns the i-th block of ports).
+
+    Raises ValueError where the ports can't connect the endpoints.
+    """
+    ports = [ports_per_endpoint] * len(endpoints)
+    for port in set(dead):
+        if port // ports_per_endpoint < len(ports):
+            ports[port // ports_per_endpoint] -= 1
+    return direct(per_link(flows(traffic, endpoints)), ports)
 
 
 def direct(demand: Mapping[Pair, int], ports: Sequence[int]) -> Links:

@@ -1,13 +1,13 @@
 """The OcsDriver seam: what the controller needs of an optical switch, whatever protocol it speaks."""
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple, Protocol
 
-from actors.fabric.errors import SwitchRefused, SwitchUnreachable
-from actors.messages.fabric import Circuit, CircuitState, GetCircuits, SetCircuits
-from bus.errors import AskFailed, Failed
+from actors.fabric.errors import NoSuchPort, PortConflict
+from planning.circuits import Cross
 
-if TYPE_CHECKING:
-    from runtime.ref import Ref
+Status = Literal["tuned", "tuning", "failed", "invalid"]
+"""A circuit that carries light; one whose mirrors move; one that a dead port keeps dark; one that lost its port to another."""
 
 
 class Capabilities(NamedTuple):
@@ -18,48 +18,47 @@ class Capabilities(NamedTuple):
     """Time that changed circuits are dark."""
 
 
+class SwitchState(NamedTuple):
+    """What the switch says it has."""
+
+    circuits: Mapping[Cross, Status]
+
+    @property
+    def lit(self) -> tuple[Cross, ...]:
+        """The circuits that carry light, sorted."""
+        return tuple(sorted(cross for cross, status in self.circuits.items() if status == "tuned"))
+
+
 class OcsDriver(Protocol):
-    """One switch. Both methods raise SwitchUnreachable without an answer, and then may or may not have taken effect."""
+    """One switch. Every method raises a FabricError, of which SwitchUnreachable leaves open what took effect."""
 
     capabilities: Capabilities
 
-    async def read(self) -> CircuitState:
-        """The circuits that carry light now."""
+    async def read(self) -> SwitchState:
+        """Every circuit that the switch holds, and how each one is."""
         ...
 
-    async def apply(self, circuits: tuple[Circuit, ...]) -> CircuitState:
-        """Make the switch hold exactly `circuits`; returns once they are tuned. Those it holds already stay lit.
+    async def apply(self, delete: tuple[Cross, ...], add: tuple[Cross, ...]) -> None:
+        """Delete, then add, in one request. Returns once the switch has taken it, which says nothing of its mirrors: read until tuned."""
+        ...
 
-        Raises SwitchRefused when the switch says no, or holds something else afterwards.
-        """
+    async def close(self) -> None:
+        """Release connections and processes."""
         ...
 
 
-class BusDriver:
-    """Speaks our own messages, to a switch that is an actor."""
+def check(circuits: Iterable[Cross], num_ports: int) -> None:
+    """Raise NoSuchPort or PortConflict for circuits that one switch can't hold together."""
+    inputs: dict[int, Cross] = {}
+    outputs: dict[int, Cross] = {}
+    for cross in sorted(circuits):
+        for port, side, used in ((cross.ingress, "input", inputs), (cross.egress, "output", outputs)):
+            if not 0 <= port < num_ports:
+                raise NoSuchPort(f"the switch has ports 0 to {num_ports - 1}, not {port}")
+            other = used.setdefault(port, cross)
+            if other is not cross:
+                raise PortConflict(f"{side} port {port} is wanted by {text(other)} and {text(cross)}")
 
-    def __init__(self, switch: "Ref", capabilities: Capabilities, *, timeout_s: float) -> None:
-        self.capabilities = capabilities
-        self._switch = switch
-        self._timeout_s = timeout_s
 
-    async def read(self) -> CircuitState:
-        return await self._ask(GetCircuits())
-
-    async def apply(self, circuits: tuple[Circuit, ...]) -> CircuitState:
-        state = await self._ask(SetCircuits(circuits))
-        if set(state.circuits) != set(circuits):
-            missing = len(set(circuits) - set(state.circuits))
-            raise SwitchRefused(
-                f"{self._switch.name} holds {len(state.circuits)} circuits, {missing} of the wanted are missing"
-            )
-        return state
-
-    async def _ask(self, request: GetCircuits | SetCircuits) -> CircuitState:
-        timeout = self._timeout_s + self.capabilities.reconfiguration_s
-        try:
-            return await self._switch.ask(request, timeout=timeout)
-        except Failed as error:
-            raise SwitchRefused(str(error)) from error
-        except AskFailed as error:
-            raise SwitchUnreachable(f"{self._switch.name}: {error}") from error
+def text(cross: Cross) -> str:
+    return f"{cross.ingress}→{cross.egress}"

@@ -1,4 +1,4 @@
-"""What goes wrong between the controller and a switch."""
+"""What goes wrong between the controller and a switch. Each says whether the switch may have changed."""
 
 
 class FabricError(Exception):
@@ -6,7 +6,7 @@ class FabricError(Exception):
 
 
 class PortConflict(FabricError):
-    """Two circuits want one port; the switch changed nothing."""
+    """A port is used twice, in a plan or by what the switch already has; the switch changed nothing."""
 
 
 class NoSuchPort(FabricError):
@@ -14,8 +14,32 @@ class NoSuchPort(FabricError):
 
 
 class SwitchRefused(FabricError):
-    """The switch answered, but not with the circuits it was asked for."""
+    """The switch answered no, by status or inside a 200; what it holds must be read."""
+
+
+class BadCredentials(FabricError):
+    """The switch does not accept our user and password; nothing was changed. Give `fabric.switch_user` and `fabric.switch_password_file`."""
+
+
+class PartlyApplied(FabricError):
+    """The switch acknowledged fewer changes than it was asked for; what it holds must be read."""
+
+
+class BadAnswer(FabricError):
+    """The switch answered something that is not its dialect; what it holds must be read."""
 
 
 class SwitchUnreachable(FabricError):
-    """The switch did not answer: what it holds is unknown until it is read again."""
+    """The switch can't be reached. A change that was under way may or may not have taken effect."""
+
+
+class SwitchTimedOut(SwitchUnreachable):
+    """The switch did not answer in time. A change that was asked for may or may not have taken effect."""
+
+
+class NotTuned(FabricError):
+    """The switch acknowledged the circuits, but they did not carry light in time."""
+
+
+class NotTheWriter(FabricError):
+    """Another controller holds the lease of this switch; nothing was changed."""

@@ -41,3 +41,11 @@ class Rhythm:
         """What should follow the phase that runs; None in the first iteration."""
         follower, lasts = self._next.get(self.phase), self.lasts(self.phase)
         return None if follower is None or lasts is None else Expected(follower, self.since + lasts)
+
+    def cycle(self) -> tuple[str, ...]:
+        """The phases from the one that runs until it comes again; empty while that is not known, or a duration in it is not."""
+        phases = [self.phase]
+        while (follower := self._next.get(phases[-1])) is not None and follower not in phases:
+            phases.append(follower)
+        closed = follower == self.phase and all(self._durations.get(phase) for phase in phases)
+        return tuple(phases) if closed else ()

@@ -1,5 +1,7 @@
 """The fabric's section of the config: read by the controller and by the emulated switch."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from runtime.config import Section
@@ -14,7 +16,24 @@ class FabricSection(Section):
     """Duplex ports of the switch."""
     ports_per_endpoint: int = Field(default=4, ge=2)
     """Ports of each endpoint; endpoints beyond ports / ports_per_endpoint stay on the electrical path."""
+    link_gbps: float = Field(default=400.0, gt=0)
+    """Bandwidth of one circuit, each way: what a topology is worth to a phase."""
     reconfiguration_s: float = Field(default=0.010, ge=0)
     """Time that changed circuits are dark; 3D MEMS by default."""
+    drain_s: float = Field(default=0.0, ge=0)
+    """Time between the notice that circuits will go dark and the change, for bytes that are under way."""
+    driver: Literal["sonic", "polatis", "netconf"] = "sonic"
+    """What the switch speaks: SONiC's RESTCONF, Polatis' RESTCONF, or NETCONF over ssh."""
+    switch_url: str = ""
+    """https://host:port of the switch; ssh://user@host:830 for NETCONF. Empty: the actor `optical_switch`, an emulated SONiC switch."""
+    switch_user: str = ""
+    switch_password_file: str = ""
+    """File with the password alone. NETCONF takes keys from ssh's own configuration."""
+    switch_ca_file: str = ""
+    """Certificate that signed the switch's own, where the system does not know it."""
     switch_timeout_s: float = Field(default=2.0, gt=0)
-    """Beyond the reconfiguration itself: a switch that answers later counts as unreachable."""
+    """A switch that answers a request later counts as unreachable."""
+    tune_timeout_s: float = Field(default=5.0, gt=0)
+    """Circuits that carry no light so long after the reconfiguration time count as failed."""
+    listen: str = ""
+    """host:port on which the emulated switch answers HTTP too, port 0 for a free one; empty: on the bus alone."""

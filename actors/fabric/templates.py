@@ -2,7 +2,8 @@
 
 import msgspec
 
-from planning.demand import Demand, Pair
+from planning.demand import Demand, Links, flows
+from planning.multihop import bottleneck
 from planning.topology import template
 from runtime.store.store import Fence, Store
 
@@ -13,7 +14,7 @@ class Profile(msgspec.Struct, frozen=True):
     """A phase as its first iteration showed it, and the links it gets."""
 
     traffic: tuple[Demand, ...]
-    links: tuple[Pair, ...]
+    links: Links
 
 
 class Book(msgspec.Struct, frozen=True):
@@ -30,6 +31,9 @@ class Templates:
         self.book = Book()
         self._max_endpoints = max_endpoints
         self._ports_per_endpoint = ports_per_endpoint
+        self.dead: frozenset[int] = frozenset()
+        """Ports that failed, since the switch last came back."""
+        self._bytes: dict[tuple[str, str], float] = {}
 
     async def load(self, store: Store) -> None:
         """Take up what an earlier incarnation kept. A record that does not fit this switch is dropped and profiled again."""
@@ -39,14 +43,13 @@ class Templates:
         except msgspec.MsgspecError:
             return
         if len(book.endpoints) <= self._max_endpoints:
-            phases = {phase: self._profile(kept.traffic, book.endpoints) for phase, kept in book.phases.items()}
-            self.book = Book(book.endpoints, phases)
+            self._renew(book.endpoints, {phase: kept.traffic for phase, kept in book.phases.items()})
 
     async def save(self, store: Store, fence: Fence) -> None:
         """Raises Fenced when a newer incarnation has taken over."""
         await store.write({KEY: msgspec.msgpack.encode(self.book)}, fence=fence)
 
-    def links(self, phase: str) -> tuple[Pair, ...] | None:
+    def links(self, phase: str) -> Links | None:
         """The cached template; None for a phase that has shown no traffic yet."""
         profile = self.book.phases.get(phase)
         return profile.links if profile else None
@@ -61,8 +64,29 @@ class Templates:
         if not traffic or (phase in self.book.phases and not grown):
             return False
         seen = {p: f.traffic for p, f in self.book.phases.items()} | {phase: traffic}
-        self.book = Book(tuple(endpoints), {p: self._profile(t, tuple(endpoints)) for p, t in seen.items()})
+        self._renew(tuple(endpoints), seen)
         return True
 
-    def _profile(self, traffic: tuple[Demand, ...], endpoints: tuple[str, ...]) -> Profile:
-        return Profile(traffic, template(traffic, endpoints, self._ports_per_endpoint))
+    def without(self, dead: frozenset[int]) -> None:
+        """Leave out these ports of the switch, and no others. Raises ValueError where the rest can't connect the endpoints; nothing changes then."""
+        before, self.dead = self.dead, dead
+        try:
+            self._renew(self.book.endpoints, {phase: kept.traffic for phase, kept in self.book.phases.items()})
+        except ValueError:
+            self.dead = before
+            raise
+
+    def bytes_per_link(self, phase: str, template_of: str) -> float:
+        """What the fullest link carries when `phase` runs over the links of another phase's template."""
+        key = phase, template_of
+        if key not in self._bytes:
+            traffic = self.book.phases[phase].traffic if phase in self.book.phases else ()
+            directed = flows(traffic, self.book.endpoints)
+            self._bytes[key] = bottleneck(directed, self.book.phases[template_of].links, len(self.book.endpoints))
+        return self._bytes[key]
+
+    def _renew(self, endpoints: tuple[str, ...], traffic: dict[str, tuple[Demand, ...]]) -> None:
+        ports = self._ports_per_endpoint
+        phases = {phase: Profile(t, template(t, endpoints, ports, self.dead)) for phase, t in traffic.items()}
+        self.book = Book(endpoints, phases)
+        self._bytes.clear()

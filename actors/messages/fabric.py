@@ -1,4 +1,4 @@
-"""Fabric: phases of the job, circuits, and the optical switch that makes them."""
+"""Fabric: phases of the job, circuits, and the optical switch that is an actor."""
 
 from typing import ClassVar, Literal
 
@@ -25,31 +25,46 @@ class Circuit(msgspec.Struct, frozen=True, array_like=True):
     egress: int
 
 
-class CircuitState(Message, frozen=True):
-    """What the switch has: tuned circuits, and how many reconfigurations it made."""
+class SwitchAddress(Message, frozen=True):
+    """Where an emulated switch answers HTTP, and for whom. Without `url` it answers `SwitchRequest` alone."""
 
-    circuits: tuple[Circuit, ...]
-    reconfigurations: int
-    delay_s: float
-
-
-class SetCircuits(Request[CircuitState], frozen=True):
-    """Replace the switch's circuits; answered when all are tuned. The same set is a no-op."""
-
-    idempotent: ClassVar[bool] = True
-    circuits: tuple[Circuit, ...]
+    url: str
+    user: str
+    password: str
 
 
-class GetCircuits(Request[CircuitState], frozen=True):
-    """Read the switch."""
+class FindSwitch(Request[SwitchAddress], frozen=True):
+    """Ask an emulated switch where it listens."""
 
     idempotent: ClassVar[bool] = True
+
+
+class SwitchReply(Message, frozen=True):
+    """An HTTP answer."""
+
+    status: int
+    body: bytes
+
+
+class SwitchRequest(Request[SwitchReply], frozen=True):
+    """An HTTP request to an emulated switch, carried by the bus where there are no sockets: on virtual time."""
+
+    method: str
+    path: str
+    authorization: bytes
+    body: bytes
 
 
 class FabricReport(Message, frozen=True):
     """Totals since start. Hidden delay passed before its phase began; exposed delay is what the phase waited for."""
 
     phase: str
+    epoch: int
+    """Of the circuits: one more with every change that was committed, over all incarnations of the controller."""
+    stage: str
+    """Of the change under way; `idle` between changes."""
+    electrical: bool
+    """No circuit can be relied on: the electrical path carries everything."""
     reconfigurations: int
     hidden_s: float
     exposed_s: float
@@ -65,11 +80,12 @@ class InspectFabric(Request[FabricReport], frozen=True):
 __all__ = [
     "Ack",
     "Circuit",
-    "CircuitState",
     "FabricReport",
-    "GetCircuits",
+    "FindSwitch",
     "InspectFabric",
     "Phase",
     "PhaseIntent",
-    "SetCircuits",
+    "SwitchAddress",
+    "SwitchReply",
+    "SwitchRequest",
 ]

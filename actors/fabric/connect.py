@@ -1,0 +1,75 @@
+"""Opens the driver that the config names, or that of the emulated switch."""
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+from actors.fabric.driver import Capabilities, OcsDriver
+from actors.fabric.errors import BadCredentials, SwitchUnreachable
+from actors.fabric.netconf import NetconfDriver
+from actors.fabric.netconf_session import NetconfSession
+from actors.fabric.polatis import PolatisDriver
+from actors.fabric.restconf import Login, Restconf
+from actors.fabric.section import FabricSection
+from actors.fabric.sonic import SonicDriver
+from actors.messages.fabric import FindSwitch, SwitchRequest
+from bus.errors import AskFailed
+from runtime.ref import Ref
+
+BUS_URL = "http://optical-switch.invalid"
+"""Stands for the switch that is reached over the bus; the name never resolves."""
+
+
+class BusTransport(httpx.AsyncBaseTransport):
+    """Carries HTTP requests to an actor."""
+
+    def __init__(self, switch: Ref, *, timeout_s: float) -> None:
+        self._switch = switch
+        self._timeout_s = timeout_s
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        authorization = request.headers.get("authorization", "").encode()
+        asked = SwitchRequest(request.method, request.url.path, authorization, await request.aread())
+        try:
+            reply = await self._switch.ask(asked, timeout=self._timeout_s)
+        except AskFailed as error:
+            raise httpx.ConnectError(f"{self._switch.name}: {error}") from error
+        return httpx.Response(reply.status, content=reply.body)
+
+
+def device(section: FabricSection) -> OcsDriver:
+    """The switch at `switch_url`. Raises BadCredentials where the password file can't be read."""
+    capabilities = Capabilities(section.ports, section.reconfiguration_s)
+    if section.driver == "netconf":
+        return NetconfDriver(NetconfSession(ssh(section.switch_url), timeout_s=section.switch_timeout_s), capabilities)
+    try:
+        password = Path(section.switch_password_file).read_text().strip() if section.switch_password_file else ""
+    except OSError as error:
+        raise BadCredentials(f"fabric.switch_password_file: {error}") from error
+    client = Restconf(
+        section.switch_url,
+        Login(section.switch_user, password),
+        timeout_s=section.switch_timeout_s,
+        ca_file=section.switch_ca_file or None,
+    )
+    return PolatisDriver(client, capabilities) if section.driver == "polatis" else SonicDriver(client, capabilities)
+
+
+async def emulated(section: FabricSection, switch: Ref) -> OcsDriver:
+    """The actor `switch`, by HTTP where it listens. Raises SwitchUnreachable."""
+    try:
+        address = await switch.ask(FindSwitch(), timeout=section.switch_timeout_s)
+    except AskFailed as error:
+        raise SwitchUnreachable(f"{switch.name}: {error}") from error
+    transport = None if address.url else BusTransport(switch, timeout_s=section.switch_timeout_s)
+    login = Login(address.user, address.password)
+    client = Restconf(address.url or BUS_URL, login, timeout_s=section.switch_timeout_s, transport=transport)
+    return SonicDriver(client, Capabilities(section.ports, section.reconfiguration_s))
+
+
+def ssh(url: str) -> tuple[str, ...]:
+    """The command that opens a NETCONF session at ssh://user@host:port; it asks nothing and needs a key."""
+    parts = urlsplit(url)
+    user = f"{parts.username}@" if parts.username else ""
+    return ("ssh", "-o", "BatchMode=yes", "-p", str(parts.port or 830), "-s", f"{user}{parts.hostname}", "netconf")

@@ -1,0 +1,141 @@
+"""A NETCONF session (RFC 6241) over the pipes of a program, by default OpenSSH's client, which brings keys and known hosts with it.
+
+Framing is that of version 1.0 (RFC 6242, section 4.3), which every server speaks with a client that offers nothing newer.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from xml.etree import ElementTree as ET
+
+from actors.fabric.errors import (
+    BadAnswer,
+    BadCredentials,
+    PortConflict,
+    SwitchRefused,
+    SwitchTimedOut,
+    SwitchUnreachable,
+)
+
+BASE = "urn:ietf:params:xml:ns:netconf:base:1.0"
+CANDIDATE = "urn:ietf:params:netconf:capability:candidate:1.0"
+END = b"]]>]]>"
+HELLO = f'<hello xmlns="{BASE}"><capabilities><capability>urn:ietf:params:netconf:base:1.0</capability></capabilities></hello>'
+MOST_BYTES = 16 << 20
+DENIED = ("permission denied", "host key verification failed", "authentication")
+
+
+class NetconfSession:
+    """One session, opened at the first request and again after it broke. Requests are sent one at a time by the caller."""
+
+    def __init__(self, command: tuple[str, ...], *, timeout_s: float) -> None:
+        self._command = command
+        self._timeout_s = timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._number = 0
+        self.capabilities: frozenset[str] = frozenset()
+
+    async def rpc(self, operation: str) -> ET.Element:
+        """The whole reply to `operation`, an XML element. Raises the FabricError that its rpc-error stands for."""
+        reply = await self._exchange(operation)
+        error = reply.find(f"{{{BASE}}}rpc-error")
+        if error is not None:
+            raise _named(error)
+        return reply
+
+    async def open(self) -> None:
+        """Start the program and exchange capabilities, unless that is done."""
+        if self._process is None:
+            await self._guarded(self._open)
+
+    async def close(self) -> None:
+        """End the program; what the server had not committed is gone."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _exchange(self, operation: str) -> ET.Element:
+        await self.open()
+        self._number += 1
+        request = f'<rpc message-id="{self._number}" xmlns="{BASE}">{operation}</rpc>'
+
+        async def ask() -> bytes:
+            self._write(request)
+            return await self._message()
+
+        return _parse(await self._guarded(ask), "rpc-reply")
+
+    async def _open(self) -> bytes:
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=pipe, stdout=pipe, stderr=pipe, limit=MOST_BYTES
+        )
+        self._write(HELLO)
+        hello = await self._message()
+        found = _parse(hello, "hello").iter(f"{{{BASE}}}capability")
+        self.capabilities = frozenset((each.text or "").strip() for each in found)
+        return hello
+
+    async def _guarded(self, work: Callable[[], Awaitable[bytes]]) -> bytes:
+        """Whatever breaks the session closes it, since the place in the stream is lost, and says what it was."""
+        where = " ".join(self._command)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await work()
+        except TimeoutError as error:
+            await self.close()
+            raise SwitchTimedOut(f"{where} did not answer within {self._timeout_s:g} s") from error
+        except FileNotFoundError as error:
+            raise SwitchUnreachable(f"{self._command[0]} is not installed") from error
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            said = await self._last_words()
+            await self.close()
+            if any(word in said.lower() for word in DENIED):
+                raise BadCredentials(f"{where}: {said}") from error
+            raise SwitchUnreachable(f"{where} ended: {said or error}") from error
+        except BadAnswer:
+            await self.close()
+            raise
+
+    def _write(self, text: str) -> None:
+        if self._process is None or self._process.stdin is None:
+            raise ConnectionResetError("no session")
+        self._process.stdin.write(text.encode() + END)
+
+    async def _message(self) -> bytes:
+        if self._process is None or self._process.stdout is None:
+            raise ConnectionResetError("no session")
+        return (await self._process.stdout.readuntil(END)).removesuffix(END)
+
+    async def _last_words(self) -> str:
+        if self._process is None or self._process.stderr is None:
+            return ""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                return (await self._process.stderr.read(4096)).decode(errors="replace").strip()[-300:]
+        return ""
+
+
+def _parse(message: bytes, expected: str) -> ET.Element:
+    try:
+        root = ET.fromstring(message)
+    except ET.ParseError as error:
+        raise BadAnswer(f"NETCONF: {error}: {message[:200]!r}") from error
+    if root.tag != f"{{{BASE}}}{expected}":
+        raise BadAnswer(f"NETCONF: {root.tag} instead of {expected}")
+    return root
+
+
+def _named(error: ET.Element) -> Exception:
+    def text(name: str) -> str:
+        return (error.findtext(f"{{{BASE}}}{name}") or "").strip()
+
+    tag, app, message = text("error-tag"), text("error-app-tag"), text("error-message")
+    sentence = f"the switch refused: {tag} {app} {message}".strip()
+    if tag == "access-denied":
+        return BadCredentials(sentence)
+    if app == "data-not-unique" or tag in ("data-exists", "in-use"):
+        return PortConflict(sentence)
+    return SwitchRefused(sentence)

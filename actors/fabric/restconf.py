@@ -1,0 +1,106 @@
+"""A RESTCONF client (RFC 8040) of one switch: JSON in and out, every way to fail a named error."""
+
+import json
+import logging
+from typing import Any, NamedTuple
+
+import httpx
+
+from actors.fabric.errors import (
+    BadAnswer,
+    BadCredentials,
+    PortConflict,
+    SwitchRefused,
+    SwitchTimedOut,
+    SwitchUnreachable,
+)
+
+YANG_JSON = "application/yang-data+json"
+
+MOST_BYTES = 16 << 20
+"""A switch of 1,008 ports lists itself in about 200 kB; an answer beyond this is no list of circuits."""
+
+
+class Login(NamedTuple):
+    """HTTP Basic; empty for a switch that asks for none."""
+
+    user: str = ""
+    password: str = ""
+
+
+class Restconf:
+    """One connection pool. Proxies of the environment are not used: a switch is on the management network."""
+
+    def __init__(
+        self,
+        url: str,
+        login: Login,
+        *,
+        timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+        ca_file: str | None = None,
+    ) -> None:
+        self._where = url
+        # It logs every request at INFO: some lines for each phase of the job.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        auth = httpx.BasicAuth(*login) if login.user else None
+        verify = httpx.create_ssl_context(verify=ca_file) if ca_file else True
+        self._client = httpx.AsyncClient(
+            base_url=url, auth=auth, timeout=timeout_s, transport=transport, trust_env=False, verify=verify
+        )
+
+    async def get(self, path: str) -> Any:
+        """The decoded body; None where there is nothing (204, 404)."""
+        return await self._send("GET", path, missing_ok=True)
+
+    async def send(self, method: str, path: str, body: object) -> Any:
+        """The decoded body, None for an empty one."""
+        return await self._send(method, path, json.dumps(body).encode())
+
+    async def delete(self, path: str) -> None:
+        """Also when it is gone already."""
+        await self._send("DELETE", path, missing_ok=True)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _send(self, method: str, path: str, content: bytes | None = None, *, missing_ok: bool = False) -> Any:
+        headers = {"accept": YANG_JSON} | ({"content-type": YANG_JSON} if content is not None else {})
+        try:
+            answer = await self._client.request(method, path, content=content, headers=headers)
+        except httpx.TimeoutException as error:
+            raise SwitchTimedOut(f"{self._where} did not answer {method} {path} in time") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise SwitchUnreachable(f"{self._where}: {error or type(error).__name__}") from error
+        if missing_ok and answer.status_code == httpx.codes.NOT_FOUND:
+            return None
+        return self._decode(method, path, answer)
+
+    def _decode(self, method: str, path: str, answer: httpx.Response) -> Any:
+        """The body of a success. A success that holds errors is none: some switches answer 200 and say no inside."""
+        what = f"{self._where} answered {method} {path} with {answer.status_code}"
+        if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise BadCredentials(f"{what}: give fabric.switch_user and fabric.switch_password_file")
+        if len(answer.content) > MOST_BYTES:
+            raise BadAnswer(f"{what} and {len(answer.content)} bytes")
+        try:
+            body = json.loads(answer.content) if answer.content else None
+        except ValueError as error:
+            if not answer.is_success:
+                raise SwitchRefused(what) from error
+            raise BadAnswer(f"{what} and a body that is not JSON") from error
+        failure = _failure(body)
+        if answer.status_code == httpx.codes.CONFLICT:
+            raise PortConflict(f"{what}: {failure}")
+        if failure or not answer.is_success:
+            raise SwitchRefused(f"{what}: {failure}")
+        return body
+
+
+def _failure(body: Any) -> str:
+    """What the body says went wrong; empty where nothing did."""
+    if isinstance(body, dict):
+        for key, value in body.items():
+            if key.rpartition(":")[2] in ("errors", "error"):
+                return json.dumps(value)[:400]
+    return ""
