@@ -48,6 +48,8 @@ class RunInfo(NamedTuple):
     folder: Path
     seed: int
     steps: int
+    window_s: float = 0.0
+    """The Store may forget what it acknowledged less than so many seconds ago."""
 
 
 class HandlerSpec(NamedTuple):

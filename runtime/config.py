@@ -52,6 +52,11 @@ class StateSection(Section):
     durability: Literal["everysec", "always"] = "everysec"
     """everysec: a killed server may lose two seconds of acknowledged writes; always: none, at one disk sync per write."""
 
+    @property
+    def window_s(self) -> float:
+        """The server may forget what it acknowledged less than so long ago."""
+        return 0.0 if self.durability == "always" else 2.0
+
 
 class ActorSpec(Section):
     """One role of the job: which class, how many processes, how often they may be restarted."""

@@ -159,6 +159,14 @@ class Advance(Request[Standing], frozen=True):
     epoch: int
 
 
+class Confirm(Request[Ack], frozen=True):
+    """Asked before a checkpoint covers `step`: fails where the Store has forgotten what one of the steps up to it was bound to."""
+
+    idempotent: ClassVar[bool] = True
+    step: int
+    epoch: int
+
+
 class Commit(Request[Ack], frozen=True):
     """A durable checkpoint covers every step up to `step`: their samples are `trained` for good."""
 

@@ -15,6 +15,10 @@ CLOSED_KEPT = 4096
 """Groups whose end is remembered for puts that come again; older ones get `superseded`, which also means: forget it."""
 
 
+DROPPED_KEPT = 1024
+"""Groups that ended without training and would be ended again, should the Store forget that: far more than end within its window."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The numbers of the configuration that the book goes by."""
@@ -42,6 +46,10 @@ class Book:
         self.cursor = 0
         """Groups admitted so far: the next one's number and task."""
         self.groups: dict[str, Group] = {}
+        self.trained: dict[str, Group] = {}
+        """Groups that were trained in a step that is not committed yet: they hold no slot, and come back should the Store forget that step."""
+        self.dropped: OrderedDict[str, Group] = OrderedDict()
+        """The newest groups that ended without being trained."""
         self.rounds: dict[str, Group] = {}
         """Held-out evaluations by group id."""
         self.bound: set[int] = set()
@@ -194,7 +202,34 @@ class Book:
         self._closed[name] = (fate, tuple(member.attempt for member in group.members))
         if len(self._closed) > CLOSED_KEPT:
             self._closed.popitem(last=False)
+        if group.purpose == "train" and not group.trainable:
+            self.dropped[name] = group
+            if len(self.dropped) > DROPPED_KEPT:
+                self.dropped.popitem(last=False)
         self.changed(name)
+
+    def let_go(self, group: Group) -> None:
+        """It was trained: its slot is free, its record stays until its step is committed."""
+        self.remove(group.id)
+        if group.step > self.committed:
+            self.trained[group.id] = group
+
+    def commit(self, step: int) -> None:
+        """What was trained in `step` will not come back."""
+        for group in [g for g in self.trained.values() if g.step <= step]:
+            del self.trained[group.id]
+            self.changed(group.id)
+
+    def rebound(self, committed: int, bound: set[int]) -> None:
+        """A trainer takes over, and this is what the Store knows of steps: groups of any other step are ready again."""
+        self.committed, self.bound = committed, bound
+        self.commit(committed)
+        for group in [*self.trained.values(), *self.groups.values()]:
+            if group.step > committed and group.step not in bound:
+                group.step = 0
+                self.trained.pop(group.id, None)
+                self.groups[group.id] = group
+        self.groups = dict(sorted(self.groups.items()))
 
     def again(self, group: Group, trajectory: str) -> None:
         """Its next ticket is due."""

@@ -15,6 +15,7 @@ from actors.messages.samples import (
     Claim,
     Close,
     Commit,
+    Confirm,
     DrawEpoch,
     Epoch,
     EvalResult,
@@ -36,6 +37,7 @@ from actors.samples.intake import Intake, Wakes
 from actors.samples.journal import Journal
 from actors.samples.ledger import Ledger
 from actors.samples.recovery import Records, rebuild
+from actors.samples.repair import Repair
 from actors.samples.sample import file_payload, read_payload
 from actors.samples.section import SamplesSection
 from actors.samples.waiting import gauges, why_no_tickets, why_unfinished, why_waiting
@@ -79,9 +81,12 @@ class SampleBuffer(Actor):
         self._records.of(self._book)
         shared = (self._book, self._journal, workset, self._wakes)
         self._intake = Intake(*shared, self._file_payload, self.metrics, self.log)
-        self._trainer = TrainerDesk(*shared, self._intake, self._read_payload, self.log)
+        self._repair = Repair(*shared, self._records, self._intake)
+        self._trainer = TrainerDesk(*shared, self._intake, self._repair, self._read_payload, self.log)
         self._holders = Holders(self._book, self._intake, self._journal, self.store, self.log)
-        self._ledger = Ledger(self.run.folder, workset, self._journal, self.incarnation, self.offload, self.log)
+        self._ledger = Ledger(
+            self.run.folder, workset, self._journal, self.incarnation, self._store_forgot, self.offload, self.log
+        )
         await rebuild(self._book, self._records, self._journal, workset, self._intake, self._now())
         await self._ledger.open()
         await self._holders.check_all()
@@ -95,6 +100,8 @@ class SampleBuffer(Actor):
         self._draining = True
         await self._journal.flush()
         with suppress(OSError):
+            await self._ledger.check()
+            await self._repair.run()
             await self._ledger.check()
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
@@ -168,6 +175,11 @@ class SampleBuffer(Actor):
             self.spawn(self._hint(), name="hint")
         gauges(self._book, self.metrics)
         return self._book.standing
+
+    @handler(concurrency=16)
+    async def confirm(self, request: Confirm) -> Ack:
+        await self._whole(self._trainer.confirm(request))
+        return Ack()
 
     @handler(concurrency=16)
     async def commit(self, request: Commit) -> Ack:
@@ -247,14 +259,11 @@ class SampleBuffer(Actor):
 
     def _outage(self, away: bool) -> None:
         if not away:
-            self._records.all_changed()
-            self.spawn(self._after_outage(), name="after_outage")
+            self._store_forgot()
 
-    async def _after_outage(self) -> None:
-        await self._journal.flush()
-        await self._trainer.find_lost()
-        self._wakes.slots.set()
-        self._wakes.supply.set()
+    def _store_forgot(self) -> None:
+        self._repair.ask()
+        self.spawn(self._repair.run(), name="repair")
 
     async def _file_payload(self, name: str, payload: bytes) -> bytes:
         return await self.offload(file_payload, self.run.folder / "samples", name, payload)

@@ -4,10 +4,11 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from actors.messages.samples import Advance, Batch, Claim, Commit, DrawEpoch, Epoch, NotReady
+from actors.messages.samples import Advance, Batch, Claim, Commit, Confirm, DrawEpoch, Epoch, NotReady
 from actors.samples.book import Book
 from actors.samples.intake import Intake, Wakes
 from actors.samples.journal import Journal
+from actors.samples.repair import Repair
 from actors.samples.sample import PayloadLost, is_filed
 from planning.staleness import HandOver, hand_over, min_version
 from runtime.store.errors import OutOfOrder, StaleEpoch
@@ -27,6 +28,7 @@ class TrainerDesk:
         workset: WorkSet,
         wakes: Wakes,
         intake: Intake,
+        repair: Repair,
         read_payload: Callable[[bytes], Awaitable[bytes]],
         log: "FilteringBoundLogger",
     ) -> None:
@@ -35,6 +37,7 @@ class TrainerDesk:
         self._workset = workset
         self._wakes = wakes
         self._intake = intake
+        self._repair = repair
         self._read_payload = read_payload
         self._log = log
 
@@ -45,13 +48,18 @@ class TrainerDesk:
         await self._commit(request.step, epoch)
         await self._advance(request.step)
         counts = await self._journal.steadily(self._workset.counts)
-        self._book.committed, self._book.bound = counts.committed, set(counts.bound_steps)
+        self._book.rebound(counts.committed, set(counts.bound_steps))
+        await self._journal.flush()
         self._log.info("epoch_drawn", epoch=epoch, committed=counts.committed, bound=counts.bound_steps)
         return Epoch(epoch=epoch, committed=counts.committed, bound=counts.bound_steps)
 
     def plan(self, request: Claim) -> HandOver:
-        """Whether the batch may be claimed now. A bound step is handed out again without asking about age."""
+        """Whether the batch may be claimed now. A bound step is handed out again without asking about age.
+
+        Whoever claims a step has trained those before, also where it does not say so: below the newest version nothing is published.
+        """
         self._check(request.epoch)
+        self._free(request.step - 1)
         if request.step in self._book.bound:
             return HandOver(True, min_version(request.step, self._book.alpha), "bound before")
         if request.step <= self._book.committed:
@@ -74,7 +82,7 @@ class TrainerDesk:
             if name in self._book.groups
         )
         if not claimed.groups:
-            await self.find_lost()
+            await self._repair.find_lost()
             return self.not_ready(request, plan)
         self._bind(request.step, claimed)
         groups = [await self._payloads(items) for _, items in claimed.groups]
@@ -91,16 +99,18 @@ class TrainerDesk:
         await self._advance(request.step)
         await self._intake.drop_old(min_version(self._book.base + 1, self._book.alpha))
 
+    async def confirm(self, request: Confirm) -> None:
+        """Raises OutOfOrder where a step up to `request.step` is neither committed nor bound: the Store forgot its claim."""
+        self._check(request.epoch)
+        counts = await self._journal.steadily(self._workset.counts)
+        steps = range(counts.committed + 1, request.step + 1)
+        if forgotten := [step for step in steps if step not in counts.bound_steps]:
+            raise OutOfOrder(f"the store forgot the samples of step {forgotten[0]}: it is to be trained again")
+
     async def commit(self, request: Commit) -> None:
         """Steps up to `request.step` are covered by a durable checkpoint."""
         self._check(request.epoch)
         await self._commit(request.step, request.epoch)
-
-    async def find_lost(self) -> None:
-        """End the ready groups that the WorkSet no longer has."""
-        for group in list(self._book.ready()):
-            if not await self._intake.members(group):
-                await self._intake.lost(group)
 
     def _bind(self, step: int, claimed: Claimed) -> None:
         self._book.bound.add(step)
@@ -123,11 +133,16 @@ class TrainerDesk:
         if step > self._book.version:
             self._book.version = step
             self._book.moved()
-            for group in [g for g in self._book.groups.values() if 0 < g.step <= step]:
-                self._book.remove(group.id)
+        self._free(step)
+        await self._journal.flush()
+
+    def _free(self, step: int) -> None:
+        """Steps up to `step` are trained, maybe anew, because the Store forgot them: their slots are free."""
+        if trained := [g for g in self._book.groups.values() if 0 < g.step <= step]:
+            for group in trained:
+                self._book.let_go(group)
             self._wakes.slots.set()
             self._wakes.supply.set()
-        await self._journal.flush()
 
     async def _commit(self, step: int, epoch: int) -> None:
         """A Store that lost its newest writes may have forgotten commits: it is asked how far it came."""
@@ -136,7 +151,9 @@ class TrainerDesk:
             await self._journal.steadily(partial(self._workset.commit, each, epoch))
             self._book.committed = max(self._book.committed, each)
             self._book.bound.discard(each)
+            self._book.commit(each)
             self._wakes.ended.set()
+        await self._journal.flush()
 
     def _check(self, epoch: int) -> None:
         self._book.epoch = max(self._book.epoch, epoch)

@@ -165,6 +165,12 @@ class Intake:
             self._metrics.count("groups/shrunk")
         self._wakes.supply.set()
 
+    async def seal_again(self, group: Group) -> None:
+        """The WorkSet may have forgotten that the group is sealed, or some of its samples."""
+        if group.sealed and not group.step:
+            group.sealed, group.fate = False, ""
+            await self.complete(group)
+
     async def discard(self, group: Group, fate: str) -> None:
         """End a group that will not train, with all that is held of it and all that still runs."""
         group.fate = fate

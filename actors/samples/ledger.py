@@ -73,7 +73,10 @@ class Offload(Protocol):
 
 
 class Ledger:
-    """The projection, and the end of the payload files of samples it has written. `token` is the buffer's incarnation."""
+    """The projection, and the end of the payload files of samples it has written. `token` is the buffer's incarnation.
+
+    `on_loss` is called when the Store turns out to have forgotten an end.
+    """
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class Ledger:
         workset: WorkSet,
         journal: Journal,
         token: int,
+        on_loss: Callable[[], None],
         offload: Offload,
         log: "FilteringBoundLogger",
     ) -> None:
@@ -89,6 +93,7 @@ class Ledger:
         self._workset = workset
         self._journal = journal
         self._token = token
+        self._on_loss = on_loss
         self._offload = offload
         self._log = log
         self._turn = asyncio.Lock()
@@ -148,6 +153,7 @@ class Ledger:
             entries = await self._journal.steadily(ask)
             if entries[: len(known)] == known:
                 return entries[len(known) :]
+            self._on_loss()
             await self._take_again()
 
     async def _take_again(self) -> None:

@@ -38,7 +38,7 @@ class Records:
             return
 
         def encode() -> bytes | None:
-            group = book.groups.get(name)
+            group = book.groups.get(name) or book.trained.get(name)
             return None if group is None else msgspec.msgpack.encode(group)
 
         self._journal.mark(GROUP + name, encode)
@@ -53,7 +53,7 @@ class Records:
     def all_changed(self) -> None:
         """Write everything anew, for a Store that may have lost its newest writes."""
         self.moved()
-        for name in self._book.groups if self._book else ():
+        for name in [*self._book.groups, *self._book.trained] if self._book else ():
             self.changed(name)
 
     async def groups(self) -> list[Group]:
@@ -83,6 +83,9 @@ async def rebuild(book: Book, records: Records, journal: Journal, workset: WorkS
         if group.sealed and not held:
             records.changed(group.id)
             continue
+        if 0 < group.step <= book.version:
+            book.trained[group.id] = group
+            continue
         _reconcile(group, held)
         book.add(group, now)
         await _finish(group, intake)
@@ -91,12 +94,11 @@ async def rebuild(book: Book, records: Records, journal: Journal, workset: WorkS
 
 
 async def _bound_groups(book: Book, journal: Journal, workset: WorkSet) -> dict[str, int]:
-    """Step of each group that is bound to a step not trained yet: such groups still hold their slots."""
+    """Step of each group that is bound."""
     step_of: dict[str, int] = {}
     for step in sorted(book.bound):
-        if step > book.version:
-            claimed = await journal.steadily(partial(workset.claim, 1, OLDEST, step, book.epoch))
-            step_of.update((name, step) for name, _ in claimed.groups)
+        claimed = await journal.steadily(partial(workset.claim, 1, OLDEST, step, book.epoch))
+        step_of.update((name, step) for name, _ in claimed.groups)
     return step_of
 
 

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from actors.messages.samples import Trajectory
 from actors.training.engine import StepResult
@@ -15,10 +17,11 @@ OWN_PREFIXES = ("queue/", "fabric/")
 
 
 class Rows:
-    """Owned by the trainer alone."""
+    """Owned by the trainer alone: `truncate` takes the file over, and what a replaced trainer still adds lands in a file nobody reads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file: BinaryIO | None = None
         self.wall_s = 0.0
         """Training time that earlier launches took."""
 
@@ -37,6 +40,7 @@ class Rows:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._path)
+        self._open()
 
     def append_step(
         self,
@@ -65,10 +69,17 @@ class Rows:
     def append(self, row: Mapping[str, float]) -> None:
         """Add one row. Figures that are not finite are left out: NaN is never a number here."""
         finite = {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items() if math.isfinite(v)}
-        with self._path.open("a") as file:
-            file.write(json.dumps(finite) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        file = self._file or self._open()
+        file.write(json.dumps(finite).encode() + b"\n")
+        os.fsync(file.fileno())
+
+    def _open(self) -> BinaryIO:
+        """It stays open: the path may come to lead to another trainer's file."""
+        if self._file is not None:
+            self._file.close()
+        self._file = file = self._path.open("ab", buffering=0)
+        weakref.finalize(self, file.close)
+        return file
 
 
 def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ from actors.messages.samples import (
     Claim,
     Close,
     Commit,
+    Confirm,
     DrawEpoch,
     Standing,
     Trajectory,
@@ -66,6 +67,8 @@ class Trainer(Actor):
         self._step = self._saved = self._epoch = 0
         self._checked = False
         self._began = self._last_row = 0.0
+        self._bound_at = 0.0
+        """When the newest step was bound: the Store may still forget that."""
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
         self._held_out = HeldOut(self._buffer, config.eval, self.log, lambda: self._epoch)
 
@@ -85,8 +88,8 @@ class Trainer(Actor):
         self._epoch = drawn.epoch
         if drawn.committed > self._step and not self._fall_back(drawn.committed, newest, passed_over):
             return
-        self._rows.truncate(self._step)
         self._standing = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
+        self._rows.truncate(self._step)  # behind the answer, which one that was replaced does not get
         self.log.info("epoch", epoch=self._epoch, step=self._step, bound=drawn.bound, version=self._standing.version)
         self.spawn(self._train_to_the_end(), name="trainer.steps")
 
@@ -192,6 +195,7 @@ class Trainer(Actor):
             while not self._leaving.is_set():
                 reply = await self._buffer.ask(request, timeout=ASK_S)
                 if isinstance(reply, Batch):
+                    self._bound_at = asyncio.get_running_loop().time()
                     return reply
                 wait.update(detail=reply.why)
         return None
@@ -209,6 +213,7 @@ class Trainer(Actor):
         """Checkpoint, then COMMIT. When the disk refuses, the run ends and the earlier checkpoint is intact."""
         folder = self.run.folder / "checkpoints"
         with self.waits.on(f"checkpoint {self._step}", stage="checkpoint", whole=True) as wait:
+            await self._outlast_the_store()
             try:
                 with self.trace.span("checkpoint", "train", step=self._step):
                     await self.offload(self._save_to, folder / f"step_{self._step}")
@@ -220,6 +225,15 @@ class Trainer(Actor):
             await self._buffer.ask(Commit(self._step, self._epoch), timeout=ASK_S)
         self._saved = self._step
         await self.offload(checkpoints.prune, folder, self.config.checkpoint.keep)
+
+    async def _outlast_the_store(self) -> None:
+        """A checkpoint covers only steps that the Store can't forget any more: else their samples would train once more.
+
+        Where it forgot one, this fails the actor, which begins again with the checkpoint before.
+        """
+        if self.run.window_s:
+            await asyncio.sleep(self._bound_at + self.run.window_s - asyncio.get_running_loop().time())
+            await self._buffer.ask(Confirm(self._step, self._epoch), timeout=ASK_S)
 
     def _build(self) -> TrainEngine:
         from actors.training.torch_train import TorchTrainEngine

@@ -69,7 +69,7 @@ async def connect(folder: Path) -> AsyncGenerator[Connection]:
     if not card.state_url:
         raise LaunchError(f"the run in {folder} is just starting. Try again in a moment.")
     config = load(folder / "config.yaml", [])
-    run = RunInfo(card.id, folder, config.run.seed, config.run.steps)
+    run = RunInfo(card.id, folder, config.run.seed, config.run.steps, config.state.window_s)
     store = open_store(card.state_url, card.id)
     blobs = BlobClient(Path(card.sockets) / "blobs.sock")
     try:

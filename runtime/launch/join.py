@@ -78,7 +78,7 @@ class Joiner:
         config.actor_class(self._role).preflight(config.actor_config(self._role), self._folder.path)
         blobs = BlobClient(sockets / "blobs.sock")
         stack.push_async_callback(blobs.close)
-        run = RunInfo(card.id, self._folder.path, config.run.seed, config.run.steps)
+        run = RunInfo(card.id, self._folder.path, config.run.seed, config.run.steps, config.state.window_s)
         return await self._host_actors(Connection(config, card, run, store, blobs, self._token.keys.curve), tasks)
 
     async def _host_actors(self, connection: Connection, tasks: asyncio.TaskGroup) -> Outcome:

@@ -86,7 +86,9 @@ class Launcher:
                 await store.release(f"actor/{record.name}", record.incarnation)
         blobs = BlobClient(sockets / "blobs.sock")
         stack.push_async_callback(blobs.close)
-        run = RunInfo(card.id, self._folder.path, self._config.run.seed, self._config.run.steps)
+        run = RunInfo(
+            card.id, self._folder.path, self._config.run.seed, self._config.run.steps, self._config.state.window_s
+        )
         connection = Connection(self._config, card, run, store, blobs, self._keys.curve if self._keys else None)
         try:
             return await self._host(connection, tasks)

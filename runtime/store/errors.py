@@ -16,7 +16,7 @@ class StaleEpoch(StoreError):
 
 
 class OutOfOrder(StoreError):
-    """A commit skipped a step, or a claim asked for a step that is committed already. Nothing was changed."""
+    """A commit skipped a step, or a claim asked for a step that is committed already or skipped one. Nothing was changed."""
 
 
 class StoreUnavailable(StoreError):
@@ -38,6 +38,13 @@ def skipped(step: int, committed: int) -> OutOfOrder:
 
 def claimed_late(step: int, committed: int) -> OutOfOrder:
     return OutOfOrder(f"step {step} was claimed, but {committed} is committed already")
+
+
+def claimed_early(step: int, committed: int) -> OutOfOrder:
+    return OutOfOrder(
+        f"step {step} was claimed, but step {step - 1} is not bound and {committed} is the last that is committed: "
+        "the store forgot a claim, or the claimer one of its steps"
+    )
 
 
 def not_a_number(key: str) -> ValueError:

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Literal
 
-from runtime.store.errors import claimed_late, skipped, stale_epoch
+from runtime.store.errors import claimed_early, claimed_late, skipped, stale_epoch
 from runtime.store.limits import check_integer, check_item, check_note
 from runtime.store.workset import Claimed, Counts, Ended, Item
 
@@ -71,6 +71,8 @@ class MemoryWorkSet:
         self._refuse_old(epoch)
         if step <= self._committed:
             raise claimed_late(step, self._committed)
+        if step != self._committed + 1 and not self._bound_to(step) and not self._bound_to(step - 1):
+            raise claimed_early(step, self._committed)
         self._epoch = epoch
         if self._bound_to(step):
             return self._claimed(step, ())

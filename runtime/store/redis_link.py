@@ -240,6 +240,6 @@ def _sha1(text: str) -> str:
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-CODES = frozenset({"FENCED", "NOTANUMBER", "STALE_EPOCH", "CLAIMED_LATE", "SKIPPED"})
+CODES = frozenset({"FENCED", "NOTANUMBER", "STALE_EPOCH", "CLAIMED_EARLY", "CLAIMED_LATE", "SKIPPED"})
 CLAIM = script("once", "workset", "claim")
 """The one script that keeps more than a number for a repeated call, in a second key beside its slot."""

@@ -2,7 +2,7 @@
 
 from typing import Literal, cast
 
-from runtime.store.errors import StoreError, claimed_late, skipped, stale_epoch
+from runtime.store.errors import StoreError, claimed_early, claimed_late, skipped, stale_epoch
 from runtime.store.limits import check_integer, check_item, check_note
 from runtime.store.redis_link import CLAIM, Argument, RedisLink, Rejected, Reply, script
 from runtime.store.workset import Claimed, Counts, Ended, Item
@@ -88,6 +88,8 @@ class RedisWorkSet:
 def _refusal(error: Rejected, step: int, epoch: int) -> StoreError:
     if error.code == "STALE_EPOCH":
         return stale_epoch(epoch, error.number)
+    if error.code == "CLAIMED_EARLY":
+        return claimed_early(step, error.number)
     return claimed_late(step, error.number) if error.code == "CLAIMED_LATE" else skipped(step, error.number)
 
 

@@ -57,7 +57,7 @@ class Counts(NamedTuple):
 
 
 class WorkSet(Protocol):
-    """Raises `StaleEpoch` for a claim or commit under an older epoch than the newest, and `OutOfOrder` for a commit that skips a step."""
+    """Raises `StaleEpoch` for a claim or commit under an older epoch than the newest, and `OutOfOrder` for one that skips a step."""
 
     async def put(self, item: Item) -> Literal["stored", "duplicate"]:
         """Hold `item` in its group; acknowledged. An id that was put or ended, and not trimmed since, is a duplicate and changes nothing."""
@@ -79,7 +79,8 @@ class WorkSet(Protocol):
         """Bind the `num` oldest ready groups (lowest score, then lowest group id) to `step`.
 
         Groups below `min_score` end `stale` first. A step that is bound already returns its groups again, whatever
-        `num` and `min_score` say: this is how a restarted claimer replays.
+        `num` and `min_score` say: this is how a restarted claimer replays. A new step is bound only while the one before it is
+        bound or committed: a store that forgot a claim would hand its groups out once more.
         """
         ...
 

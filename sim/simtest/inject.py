@@ -11,6 +11,7 @@ from bus.faults import HEARTBEAT_S
 from sim.simtest.checks import Monitor
 from sim.simtest.faults import Fault
 from sim.simtest.process import Killed, Process
+from sim.simtest.store import LOSS_S
 from sim.simtest.world import World
 
 UP_S = 40.0
@@ -157,7 +158,7 @@ class Injector:
         if fault.kind == "store_loss" and not store.durable:
             store.begin_window()
             self._monitor.window_begins()
-            await asyncio.sleep(self._rng.uniform(0.0, 1.0))
+            await asyncio.sleep(self._rng.uniform(0.0, LOSS_S))
         store.crash()
         self._monitor.store_lost()
         self._world.record.say("the store is down")

@@ -18,6 +18,9 @@ ResultT = TypeVar("ResultT")
 RETRY_S = (0.02, 0.5)
 """As RedisLink: the pause between attempts doubles from the first to the second."""
 
+LOSS_S = 1.0
+"""A restart that loses anything loses no more than this of what was acknowledged."""
+
 Reached = Callable[[str], None]
 """Hears of a method just before it takes effect."""
 Applied = Callable[[str, str, tuple[Any, ...], Any], None]
@@ -49,7 +52,8 @@ class StoreServer:
         self.forget_scripts = 0
         """Calls that need a second round trip because the script cache is empty."""
         self.slow_until = 0.0
-        self._readers: set[asyncio.Timeout] = set()
+        self._readers: dict[asyncio.Timeout, None] = {}
+        """In the order they came: a set's order is that of addresses, and a seed must replay."""
         self._saved: State | None = None
         self._numbers = itertools.count(1)
 
@@ -63,7 +67,7 @@ class StoreServer:
         if self._saved is not None:
             self.state, self._saved = self._saved, None
             self.num_losses += 1
-        readers, self._readers = self._readers, set()
+        readers, self._readers = self._readers, {}
         for scope in readers:
             scope.reschedule(0.0)
 
@@ -82,11 +86,11 @@ class StoreServer:
     async def grown(self, stream: str, after: int, wait_s: float) -> None:
         """Wait for an entry, for as long as the server is up."""
         async with asyncio.timeout(None) as scope:
-            self._readers.add(scope)
+            self._readers[scope] = None
             try:
                 await self.state.read(stream, after, wait_s=wait_s)
             finally:
-                self._readers.discard(scope)
+                self._readers.pop(scope, None)
 
 
 def copied(state: State) -> State:
@@ -156,8 +160,9 @@ class StoreClient:
                 if server.forget_scripts:
                     server.forget_scripts -= 1
                     await self._travel()
+                state = server.state
                 value = await self._apply(number, method, workset, args, options)
-                await self._reply(number, value)
+                await self._reply(state, number, value)
             except ConnectionError:
                 if loop.time() - began + pause_s > server.patience_s:
                     raise StoreUnavailable(f"the simulated store was away for {server.patience_s:g} s") from None
@@ -182,18 +187,19 @@ class StoreClient:
         server.applied(self._process.name, name, args, value)
         return value
 
-    async def _reply(self, number: int, value: Any) -> None:
+    async def _reply(self, state: State, number: int, value: Any) -> None:
+        """An answer that does not arrive is kept beside what it tells of: whoever loses the one loses the other."""
         server = self._server
         if server.lose_replies:
             server.lose_replies -= 1
-            server.state.told[number] = value
+            state.told[number] = value
             raise ConnectionError
         try:
             await self._travel()
         except ConnectionError:
-            server.state.told[number] = value
+            state.told[number] = value
             raise
-        server.state.told.pop(number, None)
+        state.told.pop(number, None)
 
     async def _travel(self) -> None:
         """One way over the wire. Raises ConnectionError where there is no server at its end."""

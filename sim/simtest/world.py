@@ -22,7 +22,7 @@ from sim.simtest.journal import Log, Record
 from sim.simtest.loop import current_process
 from sim.simtest.process import Killed, Process
 from sim.simtest.setup import CLASSES, Setup, configs
-from sim.simtest.store import StoreClient, StoreServer
+from sim.simtest.store import LOSS_S, StoreClient, StoreServer
 
 RESTART_S = 0.3
 """Between an actor's death and its next incarnation."""
@@ -62,7 +62,7 @@ class World:
         self.at_commit: dict[str, Any] = {}
         self._model = model
         self._configs = configs(setup, model)
-        self._run = RunInfo("sim", folder, setup.seed, setup.steps)
+        self._run = RunInfo("sim", folder, setup.seed, setup.steps, 0.0 if setup.durable else LOSS_S)
         self._tasks: asyncio.TaskGroup
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:

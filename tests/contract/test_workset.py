@@ -149,6 +149,21 @@ async def test_a_commit_ends_its_items_once_with_step_epoch_and_note(workset: Wo
         await workset.claim(1, 0, 1, 1)
 
 
+async def test_a_step_is_bound_only_behind_one_that_is_bound_or_committed(workset: WorkSet):
+    for name in "abc":
+        await sealed(workset, name, 1)
+
+    with pytest.raises(OutOfOrder, match="step 2 was claimed, but step 1 is not bound and 0 is the last"):
+        await workset.claim(1, 9, 2, 0)
+
+    assert (await workset.counts()).ready == 3
+    assert len((await workset.claim(1, 0, 1, 0)).groups) == 1
+    assert len((await workset.claim(1, 0, 2, 0)).groups) == 1
+    await workset.commit(1, 0)
+    await workset.commit(2, 0)
+    assert len((await workset.claim(1, 0, 3, 0)).groups) == 1
+
+
 async def test_a_step_that_bound_nothing_is_committed_all_the_same(workset: WorkSet):
     committed = await workset.commit(1, 0)
 

@@ -40,8 +40,13 @@ end
 if tonumber(ARGV[4]) <= committed then
   return redis.error_reply(string.format('CLAIMED_LATE %.0f', committed))
 end
+local is_bound = redis.call('EXISTS', step_key(ARGV[4])) == 1
+local follows = tonumber(ARGV[4]) == committed + 1 or redis.call('EXISTS', step_key(string.format('%.0f', ARGV[4] - 1))) == 1
+if not is_bound and not follows then
+  return redis.error_reply(string.format('CLAIMED_EARLY %.0f', committed))
+end
 redis.call('HSET', SET, 'epoch', ARGV[5])
-if redis.call('EXISTS', step_key(ARGV[4])) == 1 then
+if is_bound then
   return report({})
 end
 local dropped = redis.call('ZRANGEBYSCORE', READY, '-inf', '(' .. ARGV[3])

@@ -22,7 +22,7 @@ async def inline(fn, *args):
 
 def ledger_of(store, folder, offload=inline, token=1):
     journal = Journal(store, Fence("x", token), logger("test"), on_outage=lambda away: None)
-    return Ledger(folder, store.workset("samples"), journal, token, offload, logger("test"))
+    return Ledger(folder, store.workset("samples"), journal, token, lambda: None, offload, logger("test"))
 
 
 def ids(folder, name="samples.jsonl"):
