@@ -77,7 +77,8 @@ class Courier:
         self._transport = transport
         self._waits = waits
         self._sender = sender
-        self._keys = f"{sender}/{incarnation:x}/"
+        self._keys = f"{sender}/{incarnation:x}."
+        self._began = ""
         self._ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._routes: dict[tuple[str, str], _Route] = {}
@@ -87,7 +88,11 @@ class Courier:
 
     def new_key(self) -> str:
         """An idempotency key of the whole run: all attempts at one ask carry it, and one of them is executed."""
-        return f"{self._keys}{next(self._ids):x}"
+        if (
+            not self._began
+        ):  # a Store that forgot an incarnation draws it again: its keys must not be answered with old replies
+            self._began = f"{int(1e6 * asyncio.get_running_loop().time()):x}/"
+        return f"{self._keys}{self._began}{next(self._ids):x}"
 
     async def ask(self, record: ActorRecord, request: Request[ReplyT], deadline: float, key: str = "") -> ReplyT:
         """One attempt: the reply, or AskFailed by `deadline` (loop time)."""

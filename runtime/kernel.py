@@ -181,7 +181,7 @@ class Kernel:
         for the old one, or still says so, is refused.
         """
         if silent_s > LEASE_TTL_S:
-            self.incarnation = await self.store.increment("incarnation")
+            self.incarnation = await self.store.increment("incarnation", at_least=self.incarnation + 1)
             self._dispatch.incarnation = self.incarnation
             if self._actor is not None:
                 self._actor.incarnation = self.incarnation

@@ -56,10 +56,10 @@ class TrainerDesk:
     def plan(self, request: Claim) -> HandOver:
         """Whether the batch may be claimed now. A bound step is handed out again without asking about age.
 
-        Whoever claims a step has trained those before, also where it does not say so: below the newest version nothing is published.
+        Whoever claims a step has trained those before, also where it did not say so, or the Store forgot that it did.
         """
         self._check(request.epoch)
-        self._free(request.step - 1)
+        self._trained(request.step - 1)
         if request.step in self._book.bound:
             return HandOver(True, min_version(request.step, self._book.alpha), "bound before")
         if request.step <= self._book.committed:
@@ -130,14 +130,16 @@ class TrainerDesk:
         return tuple(payloads)
 
     async def _advance(self, step: int) -> None:
+        self._trained(step)
+        await self._journal.flush()
+
+    def _trained(self, step: int) -> None:
+        """Steps up to `step` are trained, maybe anew, because the Store forgot them: their slots are free."""
         if step > self._book.version:
             self._book.version = step
             self._book.moved()
-        self._free(step)
-        await self._journal.flush()
-
-    def _free(self, step: int) -> None:
-        """Steps up to `step` are trained, maybe anew, because the Store forgot them: their slots are free."""
+            self._wakes.slots.set()
+            self._wakes.supply.set()
         if trained := [g for g in self._book.groups.values() if 0 < g.step <= step]:
             for group in trained:
                 self._book.let_go(group)

@@ -261,6 +261,8 @@ class Intake:
             self._metrics.count("samples/put")
             if group.complete:
                 await self.complete(group)
+        if member.state in ("pending", "running"):  # the Store lost it again, and it is run once more
+            return "superseded"
         return fate_of(group, member)
 
     def _settle_eval(self, member: Member, trajectory: str, reward: float) -> None:

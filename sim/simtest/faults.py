@@ -72,7 +72,7 @@ KINDS: dict[str, tuple[int, Draw]] = {
 }
 """Kind → how often it is drawn, and how its target and length are drawn."""
 
-DEFAULT = list(KINDS)
+DEFAULT = [kind for kind in KINDS if kind != "store_loss"]
 """Drawn unless others are asked for."""
 
 
