@@ -92,7 +92,6 @@ class Dispatcher:
         self._counts: dict[str, int] = {}
         self._parked: dict[str, deque[Delivery]] = {}
         self._replies = Replies()
-        self._actor: Actor | None = None
         self._time: Callable[[], float] = _running_time
         self._inline: Handler | None = None
         """The handler that all other messages wait for."""
@@ -144,12 +143,8 @@ class Dispatcher:
 
     async def consume(self, actor: Actor) -> None:
         """Handle letters until cancelled: in order, but for handlers that declare a concurrency."""
-        self._actor = actor
         self._time = asyncio.get_running_loop().time
-        handlers = {
-            tag: Handler(spec, getattr(actor, spec.method), body_decoder(spec.message))
-            for tag, spec in actor.handlers.items()
-        }
+        handlers = _bound(actor)
         letters, trace, deadline = self._mailbox.letters, b"", 0.0
         while True:
             await self._mailbox.wait()
@@ -160,9 +155,7 @@ class Dispatcher:
                 envelope = delivery.envelope
                 handler = handlers.get(envelope.tag)
                 if handler is None:
-                    self._consumed(delivery)
-                    text = f"{type(actor).__name__} has no handler for {envelope.tag}"
-                    self._reply_error(delivery, Kind.BAD_BODY, text)
+                    self._unknown(actor, delivery)
                 elif handler.spec.concurrency > 1:
                     self._admit(handler, delivery)
                 else:
@@ -232,6 +225,11 @@ class Dispatcher:
             self._log.warning("bad_body", tag=envelope.tag, sender=envelope.sender, error=str(error))
             self._reply_error(delivery, Kind.BAD_BODY, f"{envelope.tag}: {error}")
             return None
+
+    def _unknown(self, actor: Actor, delivery: Delivery) -> None:
+        self._consumed(delivery)
+        text = f"{type(actor).__name__} has no handler for {delivery.envelope.tag}"
+        self._reply_error(delivery, Kind.BAD_BODY, text)
 
     def _failed(self, handler: Handler, delivery: Delivery, error: Exception) -> None:
         if not isinstance(error, AskFailed | BusError):
@@ -346,6 +344,14 @@ class Dispatcher:
         asked = delivery.envelope
         envelope = Envelope(kind, asked.id, self._name, self.incarnation, tag, 0, asked.trace, "", 0, body)
         self._transport.post(delivery.peer, envelope, buffers)
+
+
+def _bound(actor: Actor) -> dict[str, Handler]:
+    """By tag of the message."""
+    return {
+        tag: Handler(spec, getattr(actor, spec.method), body_decoder(spec.message))
+        for tag, spec in actor.handlers.items()
+    }
 
 
 def _size(delivery: Delivery) -> int:
