@@ -1,6 +1,7 @@
 """The command `rubato sim`: simulates a scenario, writes its folder, and says which of its claims hold."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def _print(stated: scenario.Scenario, outcome: Outcome, judged: Sequence[claims.
         cells = (claim.name, f"{claim.paper} {claim.unit}", f"{claim.ours} {claim.unit}", claim.tolerance)
         table.add_row(*cells, "yes" if claim.holds else "no", claim.expected)
     if judged:
-        Console().print(table)
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
     for line in (*lines, *outcome.notes):
         print(line)  # noqa: T201
     print(f"results in {folder}; trace.json opens in ui.perfetto.dev")  # noqa: T201

@@ -10,6 +10,7 @@ from sim.scenario import load
 
 SCENARIOS = sorted((Path(__file__).parents[2] / "configs" / "sim").glob("*.yaml"))
 COST = Path(__file__).parents[2] / "configs" / "sim" / "rfabric_cost.yaml"
+SMALL = [str(COST), "gpus=[1024, 4096]", "radices=[64]"]
 THROUGHPUT = COST.with_name("rfabric_throughput.yaml")
 
 
@@ -21,7 +22,7 @@ def test_every_scenario_loads(path):
 
 
 def test_a_run_writes_its_folder_and_sums_up_in_its_last_line(tmp_path, capsys):
-    code = main(["sim", str(COST), "--out", str(tmp_path / "run")])
+    code = main(["sim", *SMALL, "--out", str(tmp_path / "run")])
 
     said = capsys.readouterr().out.splitlines()
     run = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -37,7 +38,7 @@ def test_a_run_writes_its_folder_and_sums_up_in_its_last_line(tmp_path, capsys):
 
 def test_the_same_scenario_gives_the_same_bytes(tmp_path):
     for name in ("a", "b"):
-        main(["sim", str(COST), "--no-plots", "--out", str(tmp_path / name)])
+        main(["sim", *SMALL, "--no-plots", "--out", str(tmp_path / name)])
 
     for first in sorted((tmp_path / "a").iterdir()):
         assert first.read_bytes() == (tmp_path / "b" / first.name).read_bytes()
@@ -60,7 +61,7 @@ def test_the_throughput_scenario_is_the_same_twice_and_holds_what_it_claims(tmp_
 
 
 def test_an_outcome_against_the_expectation_exits_with_3(tmp_path, capsys):
-    code = main(["sim", str(COST), "core_share=0.25", "--no-plots", "--out", str(tmp_path / "run")])
+    code = main(["sim", *SMALL, "prices.ocs_port=2000", "--no-plots", "--out", str(tmp_path / "run")])
 
     assert code == 3
     assert "against the expectation" in capsys.readouterr().out.splitlines()[-1]
@@ -70,7 +71,10 @@ def test_an_outcome_against_the_expectation_exits_with_3(tmp_path, capsys):
     ("arguments", "sentence"),
     [
         (["none.yaml"], "none.yaml does not exist. Give the path of a YAML file, e.g. configs/quickstart.yaml."),
-        ([str(COST), "core_shar=0.5"], "command line: core_shar is not a key. Did you mean core_share?"),
+        (
+            [str(COST), "fabric.core_shar=1"],
+            "command line: fabric.core_shar is not a key. Did you mean fabric.core_share?",
+        ),
         ([str(COST), "kind=cost"], "command line: kind must be one of "),
         ([str(COST), "gpu=none.yaml"], "none.yaml does not exist."),
         ([str(COST), "prices.eps_port=-1"], "command line: prices.eps_port is -1; it must be "),
@@ -87,9 +91,9 @@ def test_bad_input_is_one_sentence(arguments, sentence, tmp_path, capsys):
 
 
 def test_a_folder_with_a_run_is_kept(tmp_path, capsys):
-    main(["sim", str(COST), "--no-plots", "--out", str(tmp_path)])
+    main(["sim", *SMALL, "--no-plots", "--out", str(tmp_path)])
 
-    assert main(["sim", str(COST), "--no-plots", "--out", str(tmp_path)]) == 2
+    assert main(["sim", *SMALL, "--no-plots", "--out", str(tmp_path)]) == 2
     assert "already holds a run" in capsys.readouterr().err
 
 
