@@ -13,6 +13,8 @@ Value = bool | float
 
 Expectation = Literal["holds", "fails"]
 
+FACTOR = "factor "
+
 BOUNDS = {"at least": lambda ours, paper: ours >= paper, "at most": lambda ours, paper: ours <= paper}
 
 
@@ -24,7 +26,7 @@ class ClaimSpec(Section):
     paper: Value
     """What the source states: a number, or true and false for an ordering."""
     tolerance: str = "exact"
-    """0.05 (absolute), 12% (of the paper's value), at least, at most, or exact."""
+    """0.05 (absolute), 12% (of the paper's value), factor 3 (either way), at least, at most, or exact."""
     expected: Expectation = "holds"
     """What a review of our run found; a run that differs from it exits with 3."""
     reason: str = ""
@@ -36,11 +38,11 @@ class ClaimSpec(Section):
     def _check(self) -> Self:
         if self.tolerance not in (*BOUNDS, "exact"):
             try:
-                band = float(self.tolerance.removesuffix("%"))
+                band = float(self.tolerance.removeprefix(FACTOR).removesuffix("%"))
             except ValueError:
                 band = -1.0
             if not 0 <= band < float("inf"):
-                raise ValueError("tolerance must be such as 0.05, 12%, at least, at most or exact")
+                raise ValueError("tolerance must be such as 0.05, 12%, factor 3, at least, at most or exact")
         if self.expected == "fails" and not self.reason:
             raise ValueError("a claim that is expected to fail needs a reason")
         return self
@@ -91,6 +93,9 @@ def _holds(spec: ClaimSpec, ours: Value) -> bool:
         return bool(bound(ours, spec.paper))
     if spec.tolerance == "exact":
         return ours == spec.paper
+    if spec.tolerance.startswith(FACTOR):
+        most = float(spec.tolerance.removeprefix(FACTOR))
+        return spec.paper / most <= ours <= spec.paper * most
     band = float(spec.tolerance.removesuffix("%"))
     if spec.tolerance.endswith("%"):
         band *= abs(spec.paper) / 100

@@ -6,6 +6,7 @@ from typing import Final
 KINDS: Final[Mapping[str, str]] = {
     "modelsync": "sim.rollmux.modelsync",
     "rfabric_throughput": "sim.rfabric.throughput",
+    "rfabric_characterisation": "sim.rfabric.characterisation",
     "rfabric_cost": "sim.rfabric.cost",
     "rollart_affinity": "sim.rollart.affinity",
     "rollart_failures": "sim.rollart.failures",

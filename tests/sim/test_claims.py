@@ -16,6 +16,7 @@ def claim(**fields):
     [
         ("0.05", 0.74, True), ("0.05", 0.7401, False), ("10%", 0.759, True), ("10%", 0.7591, False),
         ("at least", 0.69, True), ("at least", 0.68, False), ("at most", 0.69, True), ("at most", 0.7, False),
+        ("factor 3", 2.07, True), ("factor 3", 0.229, False), ("factor 3", 2.08, False),
         ("exact", 0.69, True), ("exact", 0.690001, False),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ from sim.scenario import load
 
 SCENARIOS = sorted((Path(__file__).parents[2] / "configs" / "sim").glob("*.yaml"))
 COST = Path(__file__).parents[2] / "configs" / "sim" / "rfabric_cost.yaml"
-SMALL = [str(COST), "gpus=[1024, 4096]", "radices=[64]"]
+SMALL = [str(COST), "gpus=[1024, 4096]", "radices=[64]", "sip_gpus=1024"]
 THROUGHPUT = COST.with_name("rfabric_throughput.yaml")
 
 
