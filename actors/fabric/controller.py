@@ -88,6 +88,9 @@ class FabricController(Actor):
             self._aim_at_coming(message.phase, now + message.in_s, not_before=now)
         elif message.epoch > self._epochs.get(message.phase, -1):
             self._epochs[message.phase] = message.epoch
+            if self._rhythm.phase:
+                self.metrics.gauge(f"fabric/phase/{self._rhythm.phase}", 0)
+            self.metrics.gauge(f"fabric/phase/{message.phase}", 1)
             self._rhythm.began(message.phase, now)
             self._aims.coming = None
             self._aim_at_present(message.phase)
@@ -144,7 +147,7 @@ class FabricController(Actor):
         links = self._links(aim.phase)
         if links is None:
             return
-        if not self._section.switch_url and not self.peers("optical_switch"):
+        if self._switch() and not self.peers(self._switch()):
             self._fall_back("no optical switch is ready")
             return
         reconciler = self._reconciler = self._reconciler or await self._connect()
@@ -154,7 +157,8 @@ class FabricController(Actor):
         planned = self._plan(aim, links, restore=aim.restore or unfinished or not state.lit)
         if planned.reconfigure or (planned.why == FITS and unfinished):
             began, ahead_of = asyncio.get_running_loop().time(), self._rhythm.since
-            await reconciler.reach(planned.circuits, aim.phase, state)
+            with self.waits.on(f"circuits of {aim.phase}", stage="reconfigure", holder=self._switch()):
+                await reconciler.reach(planned.circuits, aim.phase, state)
             self._circuits = planned.circuits
             self._accounts.changed(aim.starts_at, began, self._began_since(aim.phase, ahead_of))
         elif planned.why == KEPT:
@@ -199,6 +203,10 @@ class FabricController(Actor):
 
     # -- the switch -------------------------------------------------------------------------------------------------
 
+    def _switch(self) -> str:
+        """The actor that stands for the switch; none for a real one."""
+        return "" if self._section.switch_url else "optical_switch"
+
     async def _connect(self) -> Reconciler:
         section = self._section
         driver = device(section) if section.switch_url else await emulated(section, self.ref("optical_switch"))
@@ -220,13 +228,14 @@ class FabricController(Actor):
         self._stage = stage
 
     def _leave_out(self, failed: PortsFailed) -> None:
-        """Plan without the ports that failed; where the rest can't connect everybody, leave it to the electrical path."""
+        """Plan without the ports that failed. Where the rest can't connect everybody, the electrical path does, and all ports are tried again later."""
         self.log.warning("ports_failed", ports=sorted(failed.ports), why=str(failed))
         self.metrics.gauge("fabric/dead_ports", len(self._templates.dead | failed.ports))
         try:
             self._templates.without(self._templates.dead | failed.ports)
             self._aim_at_present(self._rhythm.phase, restore=True)
         except ValueError as error:
+            self._templates.without(frozenset())
             self._fall_back(str(error))
             self._try_later()
 

@@ -48,6 +48,17 @@ class Names(NamedTuple):
         Shown("trained", "samples/trained", ",.0f"),
     )
     """Summed over live actors, in the order in which work passes through."""
+    network: tuple[Shown, ...] = (
+        Shown("circuits", "fabric/circuits", ",.0f"),
+        Shown("epoch", "fabric/epoch", ",.0f"),
+        Shown("hidden s", "fabric/hidden_s", ".3f"),
+        Shown("exposed s", "fabric/exposed_s", ".3f"),
+    )
+    """A line of its own, where any of them is known."""
+    network_phase: str = "fabric/phase/"
+    """Gauges whose names begin so, one of them 1: the phase, at the name's end."""
+    network_down: str = "fabric/electrical"
+    """Above 0, no circuit can be relied on."""
 
 
 DEFAULT = Names()

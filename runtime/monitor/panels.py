@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from runtime.monitor.blocked import seconds
 from runtime.monitor.names import DEFAULT, Names
-from runtime.monitor.table import flow, versions, wait_lines
+from runtime.monitor.table import flow, network, versions, wait_lines
 from runtime.monitor.views import Snapshot
 
 HELP = """\
@@ -29,14 +29,20 @@ def flow_panel(shown: Snapshot, failed: Sequence[str] = (), names: Names = DEFAU
     """One place per line, then the weight versions and what fails: narrow enough for half a screen."""
     places = flow(shown, names=names).split(" ▸ ")
     lines = [f"{'  ' if index else ''}{'▸ ' if index else ''}{place}" for index, place in enumerate(places)]
-    return "\n".join([*lines, f"weights {versions(shown, names=names)}", *failed])
+    return "\n".join([*lines, f"weights {versions(shown, names=names)}", *_network(shown, names), *failed])
 
 
 def flow_page(shown: Snapshot, failed: Sequence[str] = (), names: Names = DEFAULT) -> str:
     """The whole page: flow, queues, weight versions, what fails and how often."""
     queues = [f"  {name:<16}{depth:>10,.0f}" for name, depth in shown["queues"].items()] or ["  none yet"]
     lines = [flow(shown, names=names), "", "queues", *queues, "", f"weights {versions(shown, names=names)}"]
+    lines += _network(shown, names)
     return "\n".join([*lines, "", "failures", *(f"  {line}" for line in failed or ["none"])])
+
+
+def _network(shown: Snapshot, names: Names) -> list[str]:
+    line = network(shown, names=names)
+    return [f"fabric {line}"] if line else []
 
 
 def in_flight_page(shown: Snapshot, selected: str) -> str:

@@ -25,6 +25,7 @@ def once(shown: Snapshot, rows: Sequence[Row], *, names: Names = DEFAULT, width:
     if shown["actors"]:
         parts += [" ".join(cells(COLUMNS)), *(" ".join(cells(actor_row(a, names))) for a in shown["actors"]), ""]
     parts += [*_hung("flow", flow(shown, names=names), width), *_hung("weights", versions(shown, names=names), width)]
+    parts += _hung("fabric", network(shown, names=names), width)
     for index, line in enumerate(failure_lines(shown, names=names)):
         parts += _hung("" if index else "failed", line, width)
     for index, line in enumerate(wait_lines(shown)):
@@ -79,6 +80,17 @@ def flow(shown: Snapshot, *, names: Names = DEFAULT) -> str:
     known = [(figure, total(shown, figure.metric)) for figure in names.flow]
     told = [_told(figure, value) for figure, value in known if value is not None]
     return " ▸ ".join(told) or "nothing yet"
+
+
+def network(shown: Snapshot, *, names: Names = DEFAULT) -> str:
+    """The phase of the network and its figures; empty for a run without one."""
+    known = [(figure, total(shown, figure.metric)) for figure in names.network]
+    told = ", ".join(_told(figure, value) for figure, value in known if value is not None)
+    everywhere = {name for actor in shown["actors"] for name in actor["metrics"]} | set(shown["metrics"])
+    phases = sorted(name for name in everywhere if name.startswith(names.network_phase) and total(shown, name))
+    phase = f"{phases[0].removeprefix(names.network_phase)}: " if phases else ""
+    down = " (electrical path only)" if total(shown, names.network_down) else ""
+    return f"{phase}{told}{down}" if told else ""
 
 
 def versions(shown: Snapshot, *, names: Names = DEFAULT) -> str:

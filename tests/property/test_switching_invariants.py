@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from planning.broadcast import best, bound_s, rings, tree
 from planning.switching import PhaseCost, schedule
 
+QUIET = settings(deadline=None)
+"""Busy machines are slow; nothing here is about time."""
+
 SECONDS = st.integers(0, 64).map(lambda n: n / 8)
 
 
@@ -31,6 +34,7 @@ def period(phases, choices, delay_s):
     return total, changes
 
 
+@QUIET
 @given(jobs())
 def test_no_other_choice_has_a_shorter_period_or_as_short_a_one_with_fewer_changes(job):
     phases, delay_s = job
@@ -42,6 +46,7 @@ def test_no_other_choice_has_a_shorter_period_or_as_short_a_one_with_fewer_chang
     assert period(phases, found.choices, delay_s) == (found.period_s, found.num_switches)
 
 
+@QUIET
 @given(jobs())
 def test_a_longer_delay_never_shortens_the_period(job):
     phases, delay_s = job
@@ -52,7 +57,7 @@ def test_a_longer_delay_never_shortens_the_period(job):
 @example(4, 2, tree, 1)
 @example(5, 2, tree, 1)
 @given(st.integers(2, 12), st.integers(1, 4).map(lambda n: 2 * n), st.sampled_from([rings, tree]), st.integers(1, 64))
-@settings(max_examples=60, deadline=None)
+@settings(QUIET, max_examples=60)
 def test_a_broadcast_reaches_everybody_and_no_link_carries_more_than_it_says(num, ports, make, num_pieces):
     if make is tree and num > 4 and ports < 3:
         with pytest.raises(ValueError, match="ports each"):
@@ -79,6 +84,7 @@ def test_a_broadcast_reaches_everybody_and_no_link_carries_more_than_it_says(num
     assert found.seconds(100.0, 2.0, num_pieces) >= bound_s(100.0, ports, 2.0) - 1e-9
 
 
+@QUIET
 @given(st.integers(2, 40), st.integers(1, 8).map(lambda n: 2 * n))
 def test_rings_reach_the_bound_but_for_the_filling_of_the_pipeline(num, ports):
     found = rings(num, ports)
@@ -86,6 +92,7 @@ def test_rings_reach_the_bound_but_for_the_filling_of_the_pipeline(num, ports):
     assert found.seconds(100.0, 2.0, 10**9) == pytest.approx(bound_s(100.0, ports, 2.0), rel=1e-6)
 
 
+@QUIET
 @given(st.integers(2, 40), st.integers(2, 8).map(lambda n: 2 * n), st.integers(1, 1000))
 def test_the_best_broadcast_is_no_slower_than_either(num, ports, num_pieces):
     _, found = best(num, ports, num_pieces)

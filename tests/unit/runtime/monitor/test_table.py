@@ -22,6 +22,19 @@ def test_a_run_that_ended_is_told_from_its_rows_alone(rows, config):
     assert "weights  v21" in text
 
 
+def test_the_network_has_a_line_of_its_own_where_there_is_one(make_record):
+    figures = {"fabric/circuits": 10.0, "fabric/epoch": 14.0, "fabric/hidden_s": 0.255, "fabric/exposed_s": 0.0}
+    phases = {"fabric/phase/rollout": 0.0, "fabric/phase/weight_sync": 1.0}
+    record = make_record("fabric_controller-1", **{k.replace("/", "__"): v for k, v in (figures | phases).items()})
+
+    text = once(snapshot("r", [record], [], {}), [])
+    down = once(snapshot("r", [], [{"step": 1, **figures, "fabric/electrical": 1.0}], {}), [])
+
+    assert "fabric   weight_sync: circuits 10, epoch 14, hidden s 0.255, exposed s 0.000" in text.splitlines()
+    assert "(electrical path only)" in " ".join(down.split())
+    assert "fabric" not in once(snapshot("r", [], [], {}), [])
+
+
 def test_a_run_before_its_first_step_is_no_error():
     text = once(snapshot("new", [], [], {}), [])
 
