@@ -1,7 +1,5 @@
 """Remembers what was answered to which key, so that a request that is sent again is answered again and not run again."""
 
-from typing import NamedTuple
-
 import msgspec
 
 REPLIES_KEPT = 1024
@@ -11,7 +9,7 @@ REPLY_BYTES = 64 * 1024
 """A larger reply is not kept, so that all of them fit in memory; its request runs again, which its class promises to bear."""
 
 
-class Reply(NamedTuple):
+class Reply(msgspec.Struct, gc=False):
     """The tag and the encoded body of an answer."""
 
     tag: str

@@ -180,7 +180,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Figures]:
     if arguments.idle:
         return in_turns((ours._replace(name="idle", script="rubato_idle.py"),), arguments.runs)
     if arguments.redis:
-        return in_turns((ours._replace(name="redis", script="rubato_workset.py"),), arguments.runs)
+        scripts = (("workset", "rubato_workset.py"), ("actor", "rubato_samples.py"))
+        return in_turns(tuple(ours._replace(name=name, script=script) for name, script in scripts), arguments.runs)
     return in_turns(chosen(arguments.only), arguments.runs)
 
 
@@ -203,7 +204,11 @@ def main() -> int:
     alone.add_argument("--fanin", type=int, metavar="P", help="requests/s over P connections from one process")
     alone.add_argument("--curve", action="store_true", help="tcp in the clear beside tcp with CURVE")
     alone.add_argument("--idle", action="store_true", help="memory and start of an idle actor process")
-    alone.add_argument("--redis", action="store_true", help="put, claim and commit on Redis, AOF everysec")
+    alone.add_argument(
+        "--redis",
+        action="store_true",
+        help="put, claim and commit on Redis, AOF everysec: alone and through the SampleBuffer",
+    )
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, medians of {arguments.runs} interleaved runs")
     found = measure(arguments)
