@@ -60,6 +60,9 @@ COLUMNS = {
     "rtt_p99_us": "rtt p99 µs",
     "req_s": "req/s",
     "msg_s": "msg/s",
+    "rtt_cpu_us": "rtt CPU µs",
+    "req_cpu_us": "req CPU µs",
+    "msg_cpu_us": "msg CPU µs",
     "bulk_1to1_gb_s": "64 MB 1→1 GB/s",
     "bulk_1to4_gb_s": "64 MB 1→4 GB/s",
 }

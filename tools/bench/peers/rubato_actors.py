@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import msgspec
 import uvloop
-from load import PAYLOAD, Figures, now_ns, rate, report, requests, round_trips
+from load import PAYLOAD, WARM_UP, Cpu, Figures, now_ns, rate, report, requests, round_trips
 
 from bus.keys import Keys, new_keys
 from bus.message import Message, Request
@@ -178,11 +178,13 @@ async def measure(folder: Path, scheme: str, only: list[str]) -> Figures:
         async def call() -> Generated:
             return await ref.ask(request, timeout=TIMEOUT_S)
 
+        cpu = Cpu(os.getpid(), *(child.pid or 0 for child in multiprocessing.active_children()))
         figures = await round_trips(call, ROUND_TRIPS)
+        figures["rtt_cpu_us"] = cpu.per(WARM_UP + ROUND_TRIPS)
         if not only or "req" in only:
-            figures["req_s"] = await requests(call, REQUESTS)
+            figures |= {"req_s": await requests(call, REQUESTS), "req_cpu_us": cpu.per(REQUESTS)}
         if not only or "msg" in only:
-            figures["msg_s"] = await _messages(ref)
+            figures |= {"msg_s": await _messages(ref), "msg_cpu_us": cpu.per(MESSAGES)}
     return figures
 
 

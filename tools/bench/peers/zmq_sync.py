@@ -5,12 +5,26 @@ One frame per message, in each direction; the 64 MB array is one frame too, sent
 
 import argparse
 import multiprocessing
+import os
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import zmq
-from load import BULK_BYTES, IN_FLIGHT, PAYLOAD, READERS, WARM_UP, Figures, gigabytes, latency, now_ns, rate, report
+from load import (
+    BULK_BYTES,
+    IN_FLIGHT,
+    PAYLOAD,
+    READERS,
+    WARM_UP,
+    Cpu,
+    Figures,
+    gigabytes,
+    latency,
+    now_ns,
+    rate,
+    report,
+)
 
 ONE_WAY, COUNT, STOP = b"1" * (len(PAYLOAD) + 1), b"c", b"q"
 """Told from a request by their length, which costs the receiver least."""
@@ -57,9 +71,12 @@ def measure(folder: Path, only: list[str]) -> Figures:
     receiver = multiprocessing.get_context("spawn").Process(target=serve, args=(url,))
     receiver.start()
     socket = _connected(zmq.Context.instance(), url)
-    figures = _round_trips(socket)
+    cpu = Cpu(os.getpid(), receiver.pid or 0)
+    figures = _round_trips(socket) | {"rtt_cpu_us": cpu.per(WARM_UP + ROUND_TRIPS)}
     if not only:
-        figures |= {"req_s": _requests(socket), "msg_s": _messages(socket), "bulk_1to1_gb_s": _bulk(socket)}
+        figures |= {"req_s": _requests(socket), "req_cpu_us": cpu.per(REQUESTS)}
+        figures |= {"msg_s": _messages(socket), "msg_cpu_us": cpu.per(MESSAGES)}
+        figures["bulk_1to1_gb_s"] = _bulk(socket)
     socket.send(STOP)
     socket.close()
     receiver.join()
