@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from runtime.errors import ConfigError
 from sim.engine_model import EngineModel
 from sim.timeline import Event, Timeline
 
@@ -97,9 +98,12 @@ class ModelledEngine:
         self.timeline.start(self._serve())
 
     async def generate(self, session: str, context: int, new_tokens: int, min_version: int = 0) -> int:
-        """Returns when the tokens are there, with the version that sampled the first. Raises ValueError where they can never fit."""
+        """Returns when the tokens are there, with the version that sampled the first. Raises ConfigError where they can never fit."""
         if context + new_tokens > self._room:
-            raise ValueError(f"{context + new_tokens} tokens; {self.name} holds {self._room}")
+            asked = f"a request of {context + new_tokens} tokens; {self.name} holds {self._room}"
+            raise ConfigError(
+                f"The workload has {asked}. Give the engine more GPUs, or the task a smaller max_context."
+            )
         job = Job(session, context, max(1, new_tokens), min_version, self.timeline.event())
         (self._waiting if min_version <= self.version else self._early).append(job)
         self._wake()

@@ -38,13 +38,14 @@ class ModelledBuffer:
         self._count("stale" if stale else "scored")
         self._complete(group)
 
-    def give_up(self, ticket: Ticket, reason: str) -> None:
+    def give_up(self, ticket: Ticket, reason: str, *, retry: bool) -> None:
         """A rollout that came to nothing: another attempt, or its end."""
         self._count(reason)
         found = self.book.find(ticket.trajectory_id)
         if found is None or found[1].attempt != ticket.attempt or found[0].fate:
             return
-        if not self.book.take_back(ticket.trajectory_id, counted=True):
+        if not (retry and self.book.take_back(ticket.trajectory_id, counted=True)):
+            self.book.leases.release(ticket.trajectory_id)
             found[1].state = "failed"
             self._complete(found[0])
         self._wake()

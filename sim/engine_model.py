@@ -1,8 +1,8 @@
 """How long an inference engine computes: a roofline of prefill and of decode steps, its parallelism's communication, its KV room."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from runtime.config import Section
 from sim.hardware import GpuSpec
@@ -41,9 +41,22 @@ class EngineSpec(Section):
     num_slots: int = Field(default=256, ge=1)
     """Requests decoded at once."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kv_tokens < 1:
+            raise ValueError(f"{self.model.name} does not fit {self.num_gpus} x {self.gpu.name}; give it more tp or pp")
+        return self
+
     @property
     def num_gpus(self) -> int:
         return self.tp * self.pp
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values fit beside the weights."""
+        usable = self.num_gpus * (self.gpu.hbm_bytes * self.memory_use - self.workspace_bytes)
+        room = usable - self.model.weight_bytes
+        return int(room * (1 - self.kv_waste) / self.model.kv_bytes_per_token)
 
 
 class Roofs(NamedTuple):
@@ -57,7 +70,7 @@ class Roofs(NamedTuple):
 
 
 class EngineModel:
-    """The times of one engine. Raises ValueError where the weights do not fit."""
+    """The times of one engine."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -66,8 +79,7 @@ class EngineModel:
         self._flops = spec.model.forward_flops_per_token(0)
         self._flops_per_context = spec.model.forward_flops_per_token(1) - self._flops
         self._roofs: dict[int, Roofs] = {}
-        self.kv_tokens = self._kv_tokens()
-        """Tokens whose keys and values fit beside the weights."""
+        self.kv_tokens = spec.kv_tokens
 
     def step_s(self, batch: int, context: float) -> float:
         """One decode step of `batch` requests that hold `context` tokens together: memory or compute, whichever is longer."""
@@ -98,14 +110,6 @@ class EngineModel:
             compute_s=self._flops * batch / flops_s,
             compute_s_per_token=self._flops_per_context / flops_s,
         )
-
-    def _kv_tokens(self) -> int:
-        spec, model = self.spec, self._model
-        usable = spec.num_gpus * (spec.gpu.hbm_bytes * spec.memory_use - spec.workspace_bytes)
-        room = usable - model.weight_bytes
-        if room <= 0:
-            raise ValueError(f"{model.name} does not fit {spec.num_gpus} x {spec.gpu.name}; give it more tp or pp")
-        return int(room * (1 - spec.kv_waste) / self._kv_bytes)
 
     def _weights_read(self, tokens: float) -> float:
         """Bytes of weights that a step of `tokens` touches: all of a dense model, of experts those that some token chose."""

@@ -1,6 +1,5 @@
 """A whole job in virtual time: environments roll out, the buffer admits and hands over, the trainer trains and publishes."""
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,11 +13,11 @@ from sim.batching import ModelledEngine
 from sim.buffer_model import ModelledBuffer
 from sim.engine_model import EngineModel, EngineSpec
 from sim.proxy_model import ModelledProxy
-from sim.rollout import Stage, TooOld, play, unscored
+from sim.rollout import GaveUp, Stage, drawn_scores, play
 from sim.timeline import Timeline
 from sim.training_model import TrainerSpec
 from sim.weight_sync import StoreSync
-from sim.workload import Episode, TaskSpec, episode, task_of
+from sim.workload import TaskSpec, episode, task_of
 
 NEVER_LAPSES_S = 1e9
 """Modelled holders of tickets do not die."""
@@ -67,7 +66,6 @@ class Job:
 
     spec: JobSpec
     seed: int
-    score: Callable[[str, Episode], Awaitable[None]] = unscored
     rows: list[StepRow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -81,7 +79,7 @@ class Job:
         self._tokens: dict[str, int] = {}
         mapped = allowed_engines(self.spec.pools)
         self.stage = Stage(
-            self.timeline, ModelledProxy(self.timeline, self.engines), self.score,
+            self.timeline, ModelledProxy(self.timeline, self.engines), drawn_scores(self.timeline),
             version=lambda: self.buffer.book.version, allowed=lambda task: mapped.get(task, ()), alpha=self.spec.alpha,
         )  # fmt: skip
 
@@ -105,8 +103,8 @@ class Job:
         drawn = episode(task_of(self.spec.tasks, self.seed, ticket.group_id), self.seed, name, ticket.attempt)
         try:
             played = await play(self.stage, f"{name}.{ticket.attempt}", drawn, ticket.version)
-        except TooOld:
-            self.buffer.give_up(ticket, "stale")
+        except GaveUp as given_up:
+            self.buffer.give_up(ticket, given_up.reason, retry=given_up.retry)
             return
         self._tokens[name] = drawn.tokens
         # Alternating rewards give every group a spread: what is learned is no part of the model.

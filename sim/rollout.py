@@ -1,8 +1,9 @@
 """Plays one modelled trajectory: reset, then turn by turn generate and step, then the score, as actors/envs/rollout.py does."""
 
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from actors.envs.section import EnvSection
 from planning.snapshot import RequestView
 from planning.staleness import is_stale
 from sim.proxy_model import ModelledProxy
@@ -13,8 +14,21 @@ Scores = Callable[[str, Episode], Awaitable[None]]
 """Takes its time to score a trajectory."""
 
 
-class TooOld(Exception):
-    """The age bound was passed before the trajectory was complete."""
+def drawn_scores(timeline: Timeline) -> Scores:
+    """A reward that takes what the episode says: `reward_s` of its task."""
+
+    async def score(session: str, episode: Episode) -> None:
+        await timeline.sleep(episode.reward_s)
+
+    return score
+
+
+class GaveUp(Exception):
+    """The rollout came to nothing: `reason` as the live manager names it, and whether the buffer may issue it again."""
+
+    def __init__(self, reason: str, *, retry: bool) -> None:
+        super().__init__(reason)
+        self.reason, self.retry = reason, retry
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +41,7 @@ class Stage:
     version: Callable[[], int]
     allowed: Callable[[str], Collection[str]]
     alpha: int = -1
+    reset_tries: int = field(default_factory=lambda: EnvSection().reset_tries)
 
 
 @dataclass(slots=True)
@@ -41,12 +56,14 @@ class Played:
 
 
 async def play(stage: Stage, session: str, episode: Episode, min_version: int = 0) -> Played:
-    """Raises TooOld at the turn at which no update can use it any more."""
+    """Raises GaveUp where resets or the reward fail, and at the turn at which no update can use it any more."""
     played, timeline, context = Played(), stage.timeline, 0
     try:
-        for reset_s in episode.resets_s:
+        for reset_s in episode.resets_s[: stage.reset_tries]:
             await timeline.sleep(reset_s)
             played.reset_s += reset_s
+        if len(episode.resets_s) > stage.reset_tries:
+            raise GaveUp("env_reset_failed", retry=False)
         for turn in episode.turns:
             _check_age(stage, played)
             context += turn.shown
@@ -63,14 +80,12 @@ async def play(stage: Stage, session: str, episode: Episode, min_version: int = 
         stage.proxy.forget(session)
     began = timeline.now
     await stage.score(session, episode)
+    if not episode.scored:
+        raise GaveUp("reward_failed", retry=False)
     played.score_s = timeline.now - began
     return played
 
 
 def _check_age(stage: Stage, played: Played) -> None:
     if played.version_first >= 0 and is_stale(played.version_first, stage.version(), stage.alpha):
-        raise TooOld
-
-
-async def unscored(session: str, episode: Episode) -> None:
-    """A reward that takes no time."""
+        raise GaveUp("stale", retry=True)

@@ -13,6 +13,9 @@ from pydantic import Field
 from runtime.config import Section
 from sim.distribution import Constant, Distribution
 
+RESETS_DRAWN = 16
+"""More than any policy tries: where every reset hangs, the draw ends."""
+
 
 class ResetFailure(Section):
     """A reset that hangs: it is known to have failed after `hang_s`, and is tried again on another instance."""
@@ -37,6 +40,9 @@ class TaskSpec(Section):
     reset_s: Distribution = Constant(value=0.0)
     step_s: Distribution = Constant(value=0.0)
     reset_failure: ResetFailure = ResetFailure(probability=0.0, hang_s=0.0)
+    reward_s: Distribution = Constant(value=0.0)
+    reward_failure: float = Field(default=0.0, ge=0, le=1)
+    """Share of trajectories that the reward service can't score."""
     share: float = Field(default=1.0, gt=0)
     """Of the job's groups, relative to the other tasks'."""
 
@@ -56,6 +62,8 @@ class Episode(NamedTuple):
     resets_s: tuple[float, ...]
     """Each try of the reset; all but the last failed."""
     turns: tuple[Turn, ...]
+    reward_s: float = 0.0
+    scored: bool = True
 
     @property
     def tokens(self) -> int:
@@ -81,7 +89,7 @@ def episode(task: TaskSpec, seed: int, trajectory: str, attempt: int = 1) -> Epi
     """What happens in one attempt at `trajectory`."""
     chance = chance_of(seed, f"{trajectory}/{attempt}")
     resets = []
-    while chance.random() < task.reset_failure.probability:
+    while len(resets) < RESETS_DRAWN and chance.random() < task.reset_failure.probability:
         resets.append(task.reset_failure.hang_s)
     resets.append(task.reset_s.draw(chance))
     turns: list[Turn] = []
@@ -96,4 +104,5 @@ def episode(task: TaskSpec, seed: int, trajectory: str, attempt: int = 1) -> Epi
         sampled = min(sampled, task.max_context - shown)
         turns.append(Turn(shown, sampled, step_s))
         context += shown + sampled
-    return Episode(task.name, tuple(resets), tuple(turns))
+    scored = chance.random() >= task.reward_failure
+    return Episode(task.name, tuple(resets), tuple(turns), task.reward_s.draw(chance), scored)

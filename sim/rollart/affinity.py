@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from runtime.config import Section
 from sim.distribution import Constant
@@ -18,14 +18,14 @@ from sim.workload import Episode, TaskSpec, episode, task_of
 class Cluster(Section):
     """Pools that together cost about what the others do."""
 
-    pools: tuple[PoolSpec, ...]
+    pools: tuple[PoolSpec, ...] = Field(min_length=1)
 
 
 class Crossover(Section):
     """Single-turn requests of `sampled` tokens behind prompts of each of these lengths, rising."""
 
     sampled: int = Field(ge=1)
-    prompts: tuple[int, ...]
+    prompts: tuple[PositiveInt, ...] = Field(min_length=2)
 
 
 class Affinity(Scenario):
@@ -35,7 +35,7 @@ class Affinity(Scenario):
     """Few GPUs of much compute."""
     bandwidth: PoolSpec
     """More GPUs of much bandwidth."""
-    tasks: tuple[TaskSpec, ...]
+    tasks: tuple[TaskSpec, ...] = Field(min_length=1)
     trajectories: int = Field(ge=1)
     crossover: Crossover
     mixed: Cluster

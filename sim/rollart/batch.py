@@ -1,13 +1,14 @@
 """One batch of rollouts on modelled engines, trajectory by trajectory or in lock-step, until the last (or enough) are done."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 from planning.snapshot import RequestView
 from sim.job import PoolSpec, allowed_engines, engines_of
 from sim.proxy_model import ModelledProxy
-from sim.rollout import Played, Scores, Stage, play, unscored
+from sim.rollout import GaveUp, Played, Scores, Stage, drawn_scores, play
 from sim.timeline import Process, Timeline
 from sim.workload import Episode
 
@@ -29,25 +30,38 @@ class Batch:
         self.engines = engines_of(self.timeline, pools)
         mapped = allowed_engines(pools)
         proxy = ModelledProxy(self.timeline, self.engines)
-        self.stage = Stage(self.timeline, proxy, unscored, version=lambda: 0, allowed=lambda task: mapped.get(task, ()))
+        self.stage = Stage(
+            self.timeline,
+            proxy,
+            drawn_scores(self.timeline),
+            version=lambda: 0,
+            allowed=lambda task: mapped.get(task, ()),
+        )
 
     def score_by(self, score: Scores) -> None:
-        """Trajectories are scored by `score`; without, that takes no time."""
+        """Trajectories are scored by `score` and not as their task says."""
         self.stage = replace(self.stage, score=score)
 
     def trajectories(
         self, episodes: Sequence[Episode], enough: int | None = None, concurrency: int | None = None
     ) -> BatchDone:
-        """Each goes on by itself, `concurrency` at once (None: all). The first `enough` to complete end the batch; None waits for all."""
+        """Each goes on by itself, `concurrency` at once (None: all). The batch ends when `enough` have, None means all.
+
+        One that gives up has ended too, and is not among the played.
+        """
         wanted = len(episodes) if enough is None else enough
         played: dict[int, Played] = {}
         complete = self.timeline.event()
         left = iter(enumerate(episodes))
+        ended = 0
 
         async def environment() -> None:
+            nonlocal ended
             for number, episode in left:
-                played[number] = await play(self.stage, f"t{number}", episode)
-                if len(played) == wanted:
+                with suppress(GaveUp):
+                    played[number] = await play(self.stage, f"t{number}", episode)
+                ended += 1
+                if ended == wanted:
                     complete.set()
 
         for _ in range(concurrency or len(episodes)):

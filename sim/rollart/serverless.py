@@ -1,8 +1,9 @@
 """RollArt, R3: a reward model on GPUs of its own against one behind functions, whose GPUs then roll out."""
 
 from statistics import fmean
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from planning.snapshot import RequestView
 from sim.distribution import Distribution
@@ -29,6 +30,12 @@ class Serverless(Scenario):
     reward_gpus: int = Field(ge=1)
     call_s: float = Field(ge=0)
     """A function call, beside what its model computes; functions are warm, and there are enough."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.reward_gpus >= self.gpus:
+            raise ValueError("reward_gpus must be fewer than gpus")
+        return self
 
 
 class Rewards:

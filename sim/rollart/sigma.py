@@ -3,7 +3,7 @@
 from itertools import pairwise
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 
 from sim.distribution import Constant, Normal
 from sim.job import PoolSpec
@@ -21,7 +21,7 @@ class Sigma(Scenario):
     """Each is a reading of what the paper does not say: whose steps they are."""
     trajectories: int = Field(ge=1)
     mean_s: float = Field(gt=0)
-    sigmas_s: tuple[float, ...]
+    sigmas_s: tuple[NonNegativeFloat, ...] = Field(min_length=1)
     """Rising."""
 
 

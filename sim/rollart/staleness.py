@@ -1,9 +1,9 @@
 """RollArt, R4: throughput of a whole job while the staleness bound grows; the live planners admit, route and hand over."""
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, model_validator
 
 from sim.job import Job, JobSpec
 from sim.outcome import Cell, Outcome, Plot, Progress, Span, Table
@@ -14,12 +14,18 @@ class Staleness(Scenario):
     """One job, run once per bound."""
 
     job: JobSpec
-    alphas: tuple[int, ...] = Field(min_length=1)
+    alphas: tuple[NonNegativeInt, ...] = Field(min_length=1)
     """Rising; throughput is relative to the first."""
     warmup_steps: int = Field(ge=1)
     """Steps before throughput counts: the first ones fill the buffer."""
     counted_steps: int = Field(ge=1)
     """Steps whose throughput counts, in the middle of the job."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.warmup_steps + self.counted_steps > self.job.steps:
+            raise ValueError("job.steps must be at least warmup_steps and counted_steps together")
+        return self
 
 
 def run(scenario: Staleness, progress: Progress) -> Outcome:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from runtime.errors import ConfigError
 from sim.batching import ModelledEngine
 from sim.engine_model import EngineModel, EngineSpec
 from sim.timeline import Timeline
@@ -114,5 +115,5 @@ def test_a_full_kv_room_preempts_and_loses_no_token():
 def test_what_can_never_fit_is_refused():
     timeline, served = engine()
 
-    with pytest.raises(ValueError, match="holds"):
+    with pytest.raises(ConfigError, match="Give the engine more GPUs"):
         timeline.start(served.generate("a", served.model.kv_tokens, 1))

@@ -58,6 +58,22 @@ def test_a_looser_bound_lets_rollouts_run_beside_training():
     assert loose.rows[-1].published_s < tight.rows[-1].published_s
 
 
+def test_rollouts_that_fail_shrink_their_groups_and_the_job_goes_on():
+    failing = part("workloads/gem_math.yaml") | {
+        "reset_failure": {"probability": 0.6, "hang_s": 10}, "reward_failure": 0.1,
+        "reward_s": {"law": "uniform", "low": 0.1, "high": 2.0},
+    }  # fmt: skip
+    simulated = job(alpha=1, tasks=[failing], group_size=4)
+
+    simulated.run()
+
+    fates = simulated.buffer.fates
+    assert len(simulated.rows) == 6
+    assert fates["env_reset_failed"] > 5
+    assert fates["reward_failed"] > 0
+    assert 6 * 3 * 2 <= len(simulated.buffer.ages) < 6 * 3 * 4
+
+
 def test_the_same_seed_gives_the_same_job():
     first, second = job(alpha=1), job(alpha=1)
 

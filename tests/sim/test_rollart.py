@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.errors import ConfigError
 from sim.claims import judge
 from sim.outcome import silent
 from sim.rollart.affinity import crossing
@@ -51,3 +52,17 @@ def test_the_choice_turns_where_the_ratio_passes_1():
     assert crossing((100, 200, 400), (1.5, 1.1, 0.9)) == pytest.approx(300)
     assert crossing((100, 200), (0.9, 0.8)) == 0
     assert crossing((100, 200), (1.4, 1.2)) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "said"),
+    [
+        ("rollart_staleness", "job.steps=30", "job.steps must be at least"),
+        ("rollart_serverless", "reward_gpus=8", "reward_gpus must be fewer than gpus"),
+        ("rollart_serverless", "engine.memory_use=0.1", "does not fit 1 x H800; give it more tp or pp"),
+        ("rollart_sigma", "sigmas_s=[-1]", "sigmas_s"),
+    ],
+)
+def test_an_impossible_scenario_is_refused_in_a_sentence(name, override, said):
+    with pytest.raises(ConfigError, match=said):
+        load(SCENARIOS / f"{name}.yaml", [override])
