@@ -72,4 +72,14 @@ def ssh(url: str) -> tuple[str, ...]:
     """The command that opens a NETCONF session at ssh://user@host:port; it asks nothing and needs a key."""
     parts = urlsplit(url)
     user = f"{parts.username}@" if parts.username else ""
-    return ("ssh", "-o", "BatchMode=yes", "-p", str(parts.port or 830), "-s", f"{user}{parts.hostname}", "netconf")
+    return (
+        "ssh",
+        "-o",
+        "BatchMode=yes",
+        "-p",
+        str(parts.port or 830),
+        "-s",
+        "--",
+        f"{user}{parts.hostname}",
+        "netconf",
+    )

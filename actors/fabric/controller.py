@@ -6,8 +6,8 @@ from actors.fabric.accounts import Accounts
 from actors.fabric.aims import Aim, Aims
 from actors.fabric.choice import choose
 from actors.fabric.connect import device, emulated
-from actors.fabric.errors import FabricError
-from actors.fabric.ledger import Ledger
+from actors.fabric.errors import FabricError, NotTheWriter
+from actors.fabric.ledger import Ledger, LedgerUnavailable
 from actors.fabric.reconciler import PortsFailed, Reconciler, Stage
 from actors.fabric.rhythm import Rhythm
 from actors.fabric.section import FabricSection
@@ -135,6 +135,9 @@ class FabricController(Actor):
                 await self._carry_out(aim)
             except PortsFailed as error:
                 self._leave_out(error)
+            except (LedgerUnavailable, NotTheWriter) as error:
+                self.log.warning("circuits_stay", phase=aim.phase, why=str(error))
+                self._try_later()
             except FabricError as error:
                 self._fall_back(str(error))
                 await self._disconnect()

@@ -1,10 +1,12 @@
 """The fabric's section of the config: read by the controller and by the emulated switch."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from runtime.config import Section
+
+MOST_PORT = 65_535
 
 
 class FabricSection(Section):
@@ -36,4 +38,20 @@ class FabricSection(Section):
     tune_timeout_s: float = Field(default=5.0, gt=0)
     """Circuits that carry no light so long after the reconfiguration time count as failed."""
     listen: str = ""
-    """host:port on which the emulated switch answers HTTP too, port 0 for a free one; empty: on the bus alone."""
+    """127.0.0.1:port on which the emulated switch answers HTTP too, port 0 for a free one; empty: on the bus alone."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        scheme = "ssh://" if self.driver == "netconf" else ("http://", "https://")
+        if self.switch_url and not self.switch_url.startswith(scheme):
+            raise ValueError(
+                f"switch_url {self.switch_url!r} is not for driver {self.driver!r}: netconf takes ssh://, the others https://"
+            )
+        if not self.switch_url and self.driver != "sonic":
+            raise ValueError(f"driver {self.driver!r} needs switch_url: the emulated switch speaks sonic alone")
+        host, _, port = self.listen.rpartition(":")
+        if self.listen and (host not in ("127.0.0.1", "localhost") or not port.isdecimal() or int(port) > MOST_PORT):
+            raise ValueError(
+                f"listen {self.listen!r} is no loopback address such as 127.0.0.1:0; HTTP without TLS stays on this host"
+            )
+        return self

@@ -10,7 +10,7 @@ from actors.fabric.section import FabricSection
 from actors.fabric.templates import KEY
 from actors.messages.fabric import Circuit, FindSwitch, InspectFabric, PhaseIntent, SwitchRequest
 from bus.errors import Unknown
-from runtime.store.errors import Fenced
+from runtime.store.errors import Fenced, StoreUnavailable
 from runtime.store.memory import MemoryStore
 from runtime.store.store import Fence
 
@@ -306,6 +306,37 @@ def test_killed_in_any_stage_its_successor_ends_with_the_circuits_that_are_wante
         scene(dies, store)
     assert killed.group_contains(KilledError)
     scene(follows, store, incarnation=2)
+
+
+def test_while_the_store_is_away_circuits_stay_and_the_change_is_made_later(scene):
+    class Flaky(MemoryStore):
+        away = False
+
+        async def write(self, changes, *, fence=None):
+            if self.away:
+                raise StoreUnavailable("gone")
+            await super().write(changes, fence=fence)
+
+    store = Flaky()
+
+    async def play(stage):
+        await stage.begins("rollout", ROLLOUT)
+        await asyncio.sleep(1)
+        before = stage.circuits()
+        store.away = True
+        stage.epoch += 1
+        await stage.begins("weight_sync", SYNC)
+        await asyncio.sleep(5)
+        assert stage.circuits() == before != ()
+        assert not (await stage.report()).electrical
+
+        store.away = False
+        await asyncio.sleep(30)
+
+        assert (await stage.report()).reconfigurations == 2
+        assert stage.circuits() != before
+
+    scene(play, store)
 
 
 def test_a_port_that_fails_is_left_out_from_then_on(scene):
