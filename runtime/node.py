@@ -44,10 +44,10 @@ async def _serve(folder: Path, name: str) -> None:
 async def _freeze(kernel: Kernel) -> None:
     """What the process has loaded by the time it is ready stays: no collection looks at it again.
 
-    Otherwise each full one holds the event loop up for as long as it takes to visit every object of torch, a tenth of a second.
+    Otherwise each full one holds the event loop up for as long as it takes to visit every object of torch, a tenth of a second. For
+    the same reason none is made first: a little garbage stays too.
     """
     await kernel.ready.wait()
-    gc.collect()
     gc.freeze()
 
 
