@@ -93,14 +93,18 @@ class Reconciler:
             raise
         except FabricError as error:
             self._log.warning("circuits_tried_again", phase=phase, why=str(error))
-            outcome = await self._attempt(wanted, await self.driver.read())
+            outcome = await self._attempt(wanted, await self.driver.read(), anew=True)
         self._entered("commit")
         await self._ledger.commit(wanted, phase)
         return outcome
 
-    async def _attempt(self, wanted: tuple[Cross, ...], state: SwitchState) -> Outcome:
-        """What is there and lit stays; what is wanted and not lit is deleted and added anew, since adding alone changes nothing."""
-        keep = {cross for cross in wanted if state.circuits.get(cross) in ("tuned", "tuning")}
+    async def _attempt(self, wanted: tuple[Cross, ...], state: SwitchState, *, anew: bool = False) -> Outcome:
+        """What is there and lit stays; what is wanted and not lit is deleted and added anew, since adding alone changes nothing.
+
+        Mirrors that still move are waited for, but with `anew` given another push.
+        """
+        usable = ("tuned",) if anew else ("tuned", "tuning")
+        keep = {cross for cross in wanted if state.circuits.get(cross) in usable}
         delete = tuple(sorted(set(state.circuits) - keep))
         add = tuple(sorted(set(wanted) - keep))
         self._entered("apply")
@@ -138,7 +142,7 @@ class Reconciler:
             return
         self._entered("rollback")
         try:
-            await self._attempt(good, await self.driver.read())
+            await self._attempt(good, await self.driver.read(), anew=True)
             await self._ledger.commit(good, phase)
             self._log.warning("circuits_rolled_back", phase=phase, num=len(good), why=str(why))
         except FabricError as error:

@@ -2,14 +2,10 @@
 
 import asyncio
 import json
-from math import inf
 
 import httpx
 import pytest
 
-from actors.fabric.device import OcsDevice
-from actors.fabric.dialect import Dialect
-from actors.fabric.driver import Capabilities
 from actors.fabric.errors import (
     NoSuchPort,
     NotTheWriter,
@@ -19,71 +15,30 @@ from actors.fabric.errors import (
     SwitchTimedOut,
     SwitchUnreachable,
 )
-from actors.fabric.http_front import encoded
 from actors.fabric.ledger import LEASE, Ledger, LedgerUnavailable
 from actors.fabric.reconciler import PortsFailed, Reconciler
-from actors.fabric.restconf import Login, Restconf
-from actors.fabric.sonic import SonicDriver
 from planning.circuits import Cross
 from runtime.store.errors import Fenced, StoreUnavailable
 from runtime.store.memory import MemoryStore
 from runtime.store.store import Fence
+from tests.faulty_switch import FaultySwitch
 
 A, B = (Cross(0, 4), Cross(4, 0)), (Cross(0, 5), Cross(5, 0))
 C = (Cross(1, 6), Cross(6, 1))
-LOGIN = Login("rubato", "secret")
-
-
-class Switch(OcsDevice):
-    """Does as it is told, except for the faults that a test sets."""
-
-    def __init__(self):
-        super().__init__(8, 0.010)
-        self.lies = 0
-        self.stalled = False
-        self.halves = 0
-        self.breaks = 0
-        self.requests = 0
-
-    def update(self, delete, add):
-        self.requests += 1
-        if self.lies:
-            self.lies -= 1
-            return len(delete), len(add)
-        if self.halves:
-            self.halves -= 1
-            return super().update(delete, add[: len(add) // 2])
-        counts = super().update(delete, add)
-        if self.stalled:
-            self._tuned_at.update(dict.fromkeys(add, inf))
-        return counts
-
-    def empty(self):
-        self._tuned_at.clear()
 
 
 class Scene:
     def __init__(self, context, store, switch):
         self.switch, self.store = switch, store
-        self.dialect = Dialect(switch, LOGIN)
         self.stages = []
         self.at = {}
         self.ledger = Ledger(store, "fabric_controller-1", context.incarnation)
-        client = Restconf("http://switch", LOGIN, timeout_s=1, transport=httpx.MockTransport(self.answer))
-        driver = SonicDriver(client, Capabilities(8, 0.010))
+        driver = switch.driver()
         self.reconciler = Reconciler(driver, self.ledger, context.log, self.enter, drain_s=0.001, tune_timeout_s=1.0)
 
     def enter(self, stage):
         self.stages.append(stage)
         self.at.get(stage, lambda: None)()
-
-    def answer(self, request):
-        if self.switch.breaks and request.method == "POST":
-            self.switch.breaks -= 1
-            raise httpx.ReadTimeout("gone")
-        authorization = request.headers["authorization"].encode()
-        found = self.dialect.answer(request.method, request.url.path, authorization, request.content)
-        return httpx.Response(found.status, content=encoded(found))
 
     def lit(self):
         return tuple(c for c, status in self.switch.status().items() if status == "tuned")
@@ -91,11 +46,11 @@ class Scene:
 
 @pytest.fixture
 def scene(on_stage):
-    def run(play, store=None, switch=None):
+    def run(play, store=None):
         store = store or MemoryStore()
 
         async def main(context):
-            await play(Scene(context, store, switch or Switch()))
+            await play(Scene(context, store, FaultySwitch()))
 
         on_stage(main, name="fabric_controller-1", store=store)
 
@@ -307,7 +262,7 @@ def test_an_unreachable_switch_is_named(scene):
 def test_the_request_on_the_wire_is_the_documented_one(scene):
     async def play(stage):
         await stage.reconciler.reach(A, "rollout")
-        sent, answer = [], stage.answer
+        sent, answer = [], stage.switch.answer
 
         def watch(request):
             if request.method == "POST":
