@@ -34,19 +34,14 @@ def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int) ->
         digests = {name: _write(building / name, content) for name, content in files.items()}
         _write(building / MANIFEST, msgspec.json.encode(Manifest(step, epoch, digests)))
         _sync_folder(building)
-        rename(building, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        building.rename(folder)
+        _sync_folder(folder.parent)
     except OSError as error:
         shutil.rmtree(building, ignore_errors=True)
         raise TrainError(
             f"checkpoint {folder} could not be written: {error.strerror or error}. The one before it is intact; free some space and --resume."
         ) from error
-
-
-def rename(folder: Path, to: Path) -> None:
-    """Make the complete `folder` appear as `to`, in place of what stands there."""
-    shutil.rmtree(to, ignore_errors=True)
-    folder.rename(to)
-    _sync_folder(to.parent)
 
 
 def check(folder: Path) -> Manifest:
@@ -77,11 +72,11 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what a process that was killed had begun to write or never named."""
+    """Remove all but the newest `keep` checkpoints, and what a process that was killed had begun to write."""
     found = sorted(folder.glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
     for path in found[: max(0, len(found) - keep)]:
         shutil.rmtree(path, ignore_errors=True)
-    for path in (*folder.glob(".*.building"), *folder.glob("waiting_*")):
+    for path in folder.glob(".step_*.building"):
         shutil.rmtree(path, ignore_errors=True)
 
 
