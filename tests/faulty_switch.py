@@ -6,9 +6,9 @@ import httpx
 
 from actors.fabric.device import OcsDevice
 from actors.fabric.dialect import Dialect
-from actors.fabric.driver import Capabilities
+from actors.fabric.driver import Capabilities, Login
 from actors.fabric.http_front import encoded
-from actors.fabric.restconf import Login, Restconf
+from actors.fabric.restconf import Restconf
 from actors.fabric.sonic import SonicDriver
 
 LOGIN = Login("rubato", "secret")

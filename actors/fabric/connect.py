@@ -5,12 +5,12 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from actors.fabric.driver import Capabilities, OcsDriver
+from actors.fabric.driver import Capabilities, Login, OcsDriver
 from actors.fabric.errors import BadCredentials, SwitchUnreachable
 from actors.fabric.netconf import NetconfDriver
 from actors.fabric.netconf_session import NetconfSession
 from actors.fabric.polatis import PolatisDriver
-from actors.fabric.restconf import Login, Restconf
+from actors.fabric.restconf import Restconf
 from actors.fabric.section import FabricSection
 from actors.fabric.sonic import SonicDriver
 from actors.messages.fabric import FindSwitch, SwitchRequest

@@ -6,8 +6,8 @@ import json
 from typing import Any, NamedTuple
 
 from actors.fabric.device import OcsDevice
-from actors.fabric.restconf import Login
-from actors.fabric.sonic import BULK, CONFIG, DATA, TABLE, entry, parse_id
+from actors.fabric.driver import Login
+from actors.fabric.sonic_model import BULK, CONFIG, DATA, TABLE, entry, parse_id
 from planning.circuits import Cross
 
 MOST_BYTES = 1 << 20

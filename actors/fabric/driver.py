@@ -10,6 +10,17 @@ Status = Literal["tuned", "tuning", "failed", "invalid"]
 """A circuit that carries light; one whose mirrors move; one that a dead port keeps dark; one that lost its port to another."""
 
 
+YANG_JSON = "application/yang-data+json"
+"""Media type of RESTCONF (RFC 8040)."""
+
+
+class Login(NamedTuple):
+    """HTTP Basic; empty for a switch that asks for none."""
+
+    user: str = ""
+    password: str = ""
+
+
 class Capabilities(NamedTuple):
     """What the switch can do."""
 

@@ -4,8 +4,8 @@ import secrets
 
 from actors.fabric.device import OcsDevice
 from actors.fabric.dialect import Dialect
+from actors.fabric.driver import Login
 from actors.fabric.http_front import HttpFront, encoded
-from actors.fabric.restconf import Login
 from actors.fabric.section import FabricSection
 from actors.messages.fabric import FindSwitch, SwitchAddress, SwitchReply, SwitchRequest
 from runtime.actor import Actor, ActorConfig, Context, handler

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 
 from actors.fabric.dialect import MOST_BYTES, Answer, Dialect
-from actors.fabric.restconf import YANG_JSON
+from actors.fabric.driver import YANG_JSON
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]

@@ -22,6 +22,10 @@ CANDIDATE = "urn:ietf:params:netconf:capability:candidate:1.0"
 END = b"]]>]]>"
 HELLO = f'<hello xmlns="{BASE}"><capabilities><capability>urn:ietf:params:netconf:base:1.0</capability></capabilities></hello>'
 MOST_BYTES = 16 << 20
+NUDGE_S = 0.25
+"""netconfd looks at the second of two messages that arrive together, our hello and the first request, only when more comes. A newline
+between messages means nothing, and wakes it."""
+
 DENIED = ("permission denied", "host key verification failed", "authentication")
 
 
@@ -63,7 +67,12 @@ class NetconfSession:
 
         async def ask() -> bytes:
             self._write(request)
-            return await self._message()
+            while True:
+                try:
+                    async with asyncio.timeout(NUDGE_S):
+                        return await self._message()
+                except TimeoutError:
+                    self._nudge()
 
         return _parse(await self._guarded(ask), "rpc-reply")
 
@@ -103,6 +112,10 @@ class NetconfSession:
         if self._process is None or self._process.stdin is None:
             raise ConnectionResetError("no session")
         self._process.stdin.write(text.encode() + END)
+
+    def _nudge(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(b"\n")
 
     async def _message(self) -> bytes:
         if self._process is None or self._process.stdout is None:

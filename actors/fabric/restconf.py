@@ -2,10 +2,11 @@
 
 import json
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
+from actors.fabric.driver import YANG_JSON, Login
 from actors.fabric.errors import (
     BadAnswer,
     BadCredentials,
@@ -15,17 +16,8 @@ from actors.fabric.errors import (
     SwitchUnreachable,
 )
 
-YANG_JSON = "application/yang-data+json"
-
 MOST_BYTES = 16 << 20
 """A switch of 1,008 ports lists itself in about 200 kB; an answer beyond this is no list of circuits."""
-
-
-class Login(NamedTuple):
-    """HTTP Basic; empty for a switch that asks for none."""
-
-    user: str = ""
-    password: str = ""
 
 
 class Restconf:

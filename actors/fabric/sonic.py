@@ -4,17 +4,13 @@ The switch acknowledges its database, not its mirrors; an added circuit that exi
 invalid. So a circuit that is to be made anew is deleted and added in one request, and state is read afterwards.
 """
 
-import re
 from typing import Any
 
 from actors.fabric.driver import Capabilities, Status, SwitchState
 from actors.fabric.errors import BadAnswer, PartlyApplied
 from actors.fabric.restconf import Restconf
+from actors.fabric.sonic_model import BULK, CONFIG, DATA, TABLE, cross_id, entry, parse_id
 from planning.circuits import Cross
-
-BULK = "/restconf/operations/sonic-ocs:bulk-update"
-DATA = "/restconf/data/sonic-ocs:sonic-ocs"
-CONFIG, TABLE = "OCS_CROSS_CONNECT", "OCS_CROSS_CONNECT_TABLE"
 
 STATUS: dict[str, Status] = {
     "tuned": "tuned",
@@ -25,8 +21,6 @@ STATUS: dict[str, Status] = {
 }
 
 WORST: tuple[Status, ...] = ("tuned", "tuning", "failed", "invalid")
-
-ID = re.compile(r"([1-9]\d{0,4})A-([1-9]\d{0,4})B")
 
 
 class SonicDriver:
@@ -56,22 +50,6 @@ class SonicDriver:
 
     async def close(self) -> None:
         await self._client.close()
-
-
-def cross_id(cross: Cross) -> str:
-    return f"{cross.ingress + 1}A-{cross.egress + 1}B"
-
-
-def parse_id(text: str) -> Cross:
-    """Raises ValueError for what is no id of a circuit."""
-    match = ID.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text[:40]!r} is no circuit: 1A-2B is one")
-    return Cross(int(match[1]) - 1, int(match[2]) - 1)
-
-
-def entry(cross: Cross) -> dict[str, str]:
-    return {"cross_connect_id": cross_id(cross), "a_side": f"{cross.ingress + 1}A", "b_side": f"{cross.egress + 1}B"}
 
 
 def _entries(body: Any, table: str) -> list[dict[str, Any]]:

@@ -14,12 +14,12 @@ import pytest
 
 from actors.fabric.device import OcsDevice
 from actors.fabric.dialect import Dialect
-from actors.fabric.driver import Capabilities, OcsDriver
+from actors.fabric.driver import Capabilities, Login, OcsDriver
 from actors.fabric.http_front import HttpFront, encoded
 from actors.fabric.netconf import NetconfDriver
 from actors.fabric.netconf_session import NetconfSession
 from actors.fabric.polatis import PAIRS, PolatisDriver
-from actors.fabric.restconf import Login, Restconf
+from actors.fabric.restconf import Restconf
 from actors.fabric.sonic import SonicDriver
 
 LOGIN = Login("rubato", "secret")

@@ -9,6 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from actors.fabric.driver import Login
 from actors.fabric.errors import (
     BadAnswer,
     BadCredentials,
@@ -22,7 +23,7 @@ from actors.fabric.errors import (
 )
 from actors.fabric.netconf import NetconfDriver
 from actors.fabric.netconf_session import NetconfSession
-from actors.fabric.restconf import Login, Restconf
+from actors.fabric.restconf import Restconf
 from actors.fabric.sonic import SonicDriver
 from planning.circuits import Cross
 from tests.contract.ocs_switches import (
