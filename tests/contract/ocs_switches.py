@@ -89,12 +89,13 @@ async def over_http() -> AsyncGenerator[OcsDriver]:
 
 @asynccontextmanager
 async def over_netconf(folder: Path) -> AsyncGenerator[OcsDriver]:
-    """netconfd with the optical-switch model; its own subsystem program stands in for ssh. It keeps a file in ~/.yuma, wherever it is told to."""
+    """netconfd with the optical-switch model; its own subsystem program stands in for ssh. It keeps small files in ~/.yuma, wherever it is told to; a
+    startup configuration there is neither read nor written."""
     if not shutil.which("netconfd"):
         pytest.skip("no netconfd on the PATH: apt-get install netconfd")
     address = folder / "netconfd.sock"
     server = await asyncio.create_subprocess_exec(
-        "netconfd", "--module=optical-switch", f"--modpath={YANG}:{SYSTEM_YANG}", "--no-startup",
+        "netconfd", "--module=optical-switch", f"--modpath={YANG}:{SYSTEM_YANG}", "--no-startup", "--with-startup=true",
         f"--ncxserver-sockname={address}", f"--superuser={getpass.getuser()}", f"--log={folder}/log",
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
