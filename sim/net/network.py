@@ -8,7 +8,7 @@ import numpy as np
 from sim.net.maxmin import Floats, Ints, Paths, max_min_rates
 
 TOGETHER = 1e-9
-"""Flows that end within this share of the time so far end at once."""
+"""Only rounding keeps such flows apart."""
 
 
 class Flows(NamedTuple):
@@ -31,6 +31,8 @@ class Network(NamedTuple):
     route: Callable[[Ints, Ints], Paths]
     per_nic: bool = False
     """Whether the NICs of one transfer may take different routes: it then runs as flows of width 1."""
+    together: float = TOGETHER
+    """Flows that end within this share of the time so far end at once; rates are set anew so many times fewer."""
 
 
 class Completion(NamedTuple):
@@ -61,7 +63,7 @@ def complete(network: Network, wanted: Flows) -> Completion:
         now_paths = _among(paths, open_)
         rates = max_min_rates(now_paths, wanted.width[open_], network.capacity)
         needs = left[open_] / rates
-        ended = needs <= needs.min() + TOGETHER * (now + needs.min())
+        ended = needs <= needs.min() + network.together * (now + needs.min())
         step = float(needs[ended].max())
         sent = np.minimum(left[open_], rates * step)
         sent[ended] = left[open_[ended]]
