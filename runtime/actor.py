@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from runtime.blobs import BlobStore
+    from runtime.config import Config as Job
     from runtime.observe.metrics import Metrics
     from runtime.observe.trace import Trace
     from runtime.observe.waits import Waits
@@ -118,6 +119,10 @@ class Actor:
     """A job that has the role starts with at least this many."""
     most: ClassVar[int] = 1024
     """And never has more than this at once."""
+
+    @classmethod
+    def check(cls, job: "Job") -> None:
+        """Compare what the sections of a job say with each other. Raises ValueError with one sentence that names the keys."""
 
     @classmethod
     def preflight(cls, config: Any, folder: Path) -> None:

@@ -40,7 +40,13 @@ def compose(source: Source) -> Config:
     root_class = root_model(classes)
     root = _validated(root_class, tree, source, root_class)
     configs = {role: _actor_config(source, root, cls) for role, cls in classes.items()}
-    return Config(root, classes, configs)
+    config = Config(root, classes, configs)
+    for cls in classes.values():
+        try:
+            cls.check(config)
+        except ValueError as error:
+            raise ConfigError(f"{source.file}: {error}.") from error
+    return config
 
 
 def root_model(classes: Mapping[str, type[Actor]]) -> type[BaseRoot]:

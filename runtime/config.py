@@ -129,9 +129,13 @@ class Config:
     def report(self) -> ReportSection:
         return self._root.report
 
+    def has(self, name: str) -> bool:
+        """Whether an actor of this job declares the section `name`."""
+        return name in type(self._root).model_fields
+
     def section(self, name: str) -> Any:
         """The section called `name`, as the class its actors declare. Raises KeyError where no actor declares it."""
-        if name not in type(self._root).model_fields:
+        if not self.has(name):
             raise KeyError(name)
         return getattr(self._root, name)
 

@@ -8,13 +8,14 @@ from actors.envs import dead_letters
 from actors.envs.chat import ChatRenderer
 from actors.envs.failures import EnvFailure, GaveUp, Subject, sentence
 from actors.envs.hosting import EnvHost
-from actors.envs.outcomes import EnvRecord
+from actors.envs.outcomes import RolloutRecord
 from actors.envs.preflight import try_environment
 from actors.envs.rollout import Rollout, Stage
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.samples import Admit, GiveUp, Hold, Put, Standing, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
 from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.config import Config as Job
 
 ADMIT_WAIT_S = 10.0
 """How long the sample buffer may hold an Admit back; the ask itself gets a few seconds more."""
@@ -49,12 +50,26 @@ class EnvManager(Actor):
     drain_order: ClassVar[int] = 10
     least: ClassVar[int] = 1
 
+    @classmethod
+    def check(cls, job: Job) -> None:
+        """Refuse limits under which every rollout fails, or is given to another manager while it runs."""
+        limits: RolloutSection = job.section("rollout")
+        turn, whole, held = limits.max_new_tokens, limits.max_len, limits.hold_s
+        if turn >= whole:
+            raise ValueError(f"rollout.max_new_tokens is {turn}; it must be below rollout.max_len, which is {whole}")
+        if job.has("engine") and whole > (most := job.section("engine").max_len):
+            raise ValueError(f"rollout.max_len is {whole}; it must be at most engine.max_len, which is {most}")
+        if job.has("samples") and held * 3 > (ttl := job.section("samples").ticket_ttl_s):
+            raise ValueError(
+                f"rollout.hold_s is {held:g}; it must be at most a third of samples.ticket_ttl_s, which is {ttl:g}"
+            )
+
     def __init__(self, config: EnvManagerConfig, context: Context) -> None:
         super().__init__(config, context)
         self._env, self._limits = config.env, config.rollout
         self._model, self._scored = config.model, bool(config.reward.functions)
         self._subject = Subject(config.env.target, str(self.run.folder / "logs" / f"{self.name}.jsonl"))
-        self._record = EnvRecord(self._subject, config.env.reset_tries)
+        self._record = RolloutRecord(self._subject, config.env.reset_tries)
         self._host = EnvHost(config.env, on_output=self._user_output)
         self._standing = Standing(version=0, alpha=-1)
         self._running: dict[tuple[str, int], tuple[Ticket, asyncio.Task[None]]] = {}
@@ -186,12 +201,11 @@ class EnvManager(Actor):
             where=end.failure.where if end.failure else "",
             retry=end.retry,
         )
-        if end.failure is not None:
-            notice, verdict = self._record.bad(ticket, end.failure)
-            if notice:
-                self.notice(notice)
-            if verdict:
-                self._end(verdict)
+        notice, verdict = self._record.bad(ticket, end)
+        if notice:
+            self.notice(notice)
+        if verdict:
+            self._end(verdict)
         await self._deliver(GiveUp(ticket, end.reason, end.detail[:2000], end.retry))
 
     async def _deliver(self, request: Put | GiveUp) -> bool:

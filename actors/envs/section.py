@@ -42,7 +42,7 @@ class RolloutSection(Section):
     max_turns: int = Field(default=14, ge=1)
     """Turns after which a trajectory is cut (truncated)."""
     max_new_tokens: int = Field(default=16, ge=1)
-    """Tokens the model may sample per turn."""
+    """Tokens the model may sample per turn; less than max_len."""
     max_len: int = Field(default=512, ge=2)
     """Tokens of a whole trajectory; it is cut when the next turn may not fit. At most engine.max_len."""
     temperature: float = Field(default=1.0, ge=0)
@@ -60,4 +60,4 @@ class RolloutSection(Section):
     put_timeout_s: float = Field(default=600.0, gt=0)
     """Longest a finished trajectory is offered to the sample buffer while that is away."""
     hold_s: float = Field(default=8.0, gt=0)
-    """Period at which the tickets of running trajectories are renewed; keep it below a third of samples.ticket_ttl_s."""
+    """Period at which the tickets of running trajectories are renewed; at most a third of samples.ticket_ttl_s."""

@@ -13,4 +13,4 @@ class SamplesSection(Section):
     max_attempts: int = Field(default=3, ge=1)
     """Attempts per rollout before it is `failed`; a drained environment manager costs none."""
     unbounded_batches: int = Field(default=8, ge=1)
-    """Batches' worth of groups that may be under way where `staleness.alpha` is -1."""
+    """Batches' worth of groups that may be under way where `staleness.bounded` is false."""

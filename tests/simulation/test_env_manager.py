@@ -322,6 +322,16 @@ async def test_an_environment_that_breaks_later_is_told_once_and_ends_the_job(tm
         assert {g.reason for g in Buffer.given_up} == {"env_reset_failed"}
 
 
+async def test_prompts_that_never_fit_end_the_job_with_one_sentence(tmp_path):
+    async with cluster(tmp_path, tickets=10_000, rollout={"max_len": 10}) as made:
+        finish = await made.node.finish()
+
+        assert finish.failed
+        assert "a rollout ended as generation_failed (task " in finish.reason
+        assert "tokens; rollout.max_len is 10. Log: " in finish.reason
+        assert len(Node.notices) == 1
+
+
 async def test_a_crash_of_one_rollout_is_an_outcome_and_the_manager_lives_on(tmp_path):
     async with cluster(tmp_path, tickets=0) as made:
         whole, failures = made.manager._stage.renderer.decode, iter([True])
