@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_run(folder: Path) -> Run:
-    """Read metrics.jsonl, samples.jsonl, config.yaml and the node agent's log. Torn last lines are left out."""
+    """Read metrics.jsonl, samples.jsonl, config.yaml and the node agent's log. Torn and damaged lines are left out."""
     import yaml
 
     config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
@@ -183,11 +183,19 @@ def _on_axis(t: str, rows: list[Row]) -> float:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
-        text = path.read_text()
+        text = path.read_text(errors="replace")
     except OSError:
         return []
     complete = text[: text.rfind("\n") + 1].splitlines()
-    return [json.loads(line) for line in complete]
+    return [row for row in map(_object, complete) if row]
+
+
+def _object(line: str) -> Row:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _duration(seconds: float) -> str:

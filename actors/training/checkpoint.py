@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,9 @@ import msgspec
 from actors.training.engine import TrainError
 
 MANIFEST = "manifest.json"
+
+NAMED = re.compile(r"step_([0-9]+)")
+"""Folders of any other name are somebody else's."""
 
 
 class Manifest(msgspec.Struct):
@@ -61,7 +65,7 @@ def check(folder: Path) -> Manifest:
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint under `folder`, and a sentence for each newer one that was passed over."""
     passed_over: list[str] = []
-    for path in sorted(folder.glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")), reverse=True):
+    for path in reversed(_by_step(folder)):
         try:
             check(path)
         except TrainError as error:
@@ -73,11 +77,17 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, and what a process that was killed had begun to write."""
-    found = sorted(folder.glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
+    found = _by_step(folder)
     for path in found[: max(0, len(found) - keep)]:
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(".step_*.building"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _by_step(folder: Path) -> list[Path]:
+    """Checkpoints under `folder`, oldest step first, whether complete or not."""
+    named = [(found, path) for path in folder.glob("step_*") if (found := NAMED.fullmatch(path.name))]
+    return [path for _, path in sorted((int(found[1]), path) for found, path in named)]
 
 
 def _write(path: Path, content: bytes) -> str:

@@ -37,6 +37,15 @@ class HeldOut:
         result, self._result = self._result, {}
         return result
 
+    async def evaluate_last(self, step: int, num: int, leaving: asyncio.Event) -> bool:
+        """Like `evaluate`, but False at once when the actor is `leaving`: environments are drained by then, and the step is to be saved."""
+        async with asyncio.TaskGroup() as tasks:
+            waiting = (tasks.create_task(self.evaluate(step, num)), tasks.create_task(leaving.wait()))
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in waiting:
+                task.cancel()
+        return not leaving.is_set()
+
     async def evaluate(self, step: int, num: int) -> None:
         """Returns when there is a result, or none to be had in time; never raises for the latter."""
         deadline = asyncio.get_running_loop().time() + self._section.timeout_s

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from actors.messages.samples import Trajectory
 from actors.training.engine import StepResult
 from runtime.registry import ActorRecord
@@ -25,22 +27,30 @@ class Rows:
         self.wall_s = 0.0
         """Training time that earlier launches took."""
 
-    def truncate(self, step: int) -> None:
-        """Forget the rows after `step` (they will be written again) and a torn last line, in one atomic replacement."""
-        kept: list[str] = []
-        if self._path.exists():
-            for line in self._path.read_text().splitlines(keepends=True):
-                row = json.loads(line) if line.endswith("\n") else {"step": math.inf}
-                if row["step"] <= step:
-                    kept.append(line)
-                    self.wall_s = float(row.get("time/wall_s", 0.0))
+    def truncate(self, step: int) -> int:
+        """Forget the rows after `step` (they will be written again) and a torn last line, in one atomic replacement.
+
+        Lines that are no row are left out too; returns how many.
+        """
+        kept: list[bytes] = []
+        num_damaged = 0
+        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+        for line in lines:
+            if not line.endswith(b"\n"):
+                continue
+            row = _row(line)
+            num_damaged += row is None
+            if row is not None and row["step"] <= step:
+                kept.append(line)
+                self.wall_s = row.get("time/wall_s", 0.0)
         temporary = self._path.with_suffix(".tmp")
-        with temporary.open("w") as file:
+        with temporary.open("wb") as file:
             file.writelines(kept)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._path)
         self._open()
+        return num_damaged
 
     def append_step(
         self,
@@ -80,6 +90,14 @@ class Rows:
         self._file = file = self._path.open("ab", buffering=0)
         weakref.finalize(self, file.close)
         return file
+
+
+def _row(line: bytes) -> dict[str, float] | None:
+    try:
+        row = msgspec.json.decode(line, type=dict[str, float])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return row if "step" in row else None
 
 
 def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:

@@ -89,7 +89,9 @@ class Trainer(Actor):
         if drawn.committed > self._step and not self._fall_back(drawn.committed, newest, passed_over):
             return
         self._standing = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
-        self._rows.truncate(self._step)  # behind the answer, which one that was replaced does not get
+        damaged = self._rows.truncate(self._step)  # behind the answer, which one that was replaced does not get
+        if damaged:
+            self.notice(f"{damaged} damaged lines of {self.run.folder}/metrics.jsonl were left out")
         self.log.info("epoch", epoch=self._epoch, step=self._step, bound=drawn.bound, version=self._standing.version)
         self.spawn(self._train_to_the_end(), name="trainer.steps")
 
@@ -170,7 +172,9 @@ class Trainer(Actor):
         num = self._held_out.due(step, self.run.steps)
         if num and step == self.run.steps:
             with self.waits.on(f"evaluation {step}", stage="evaluation", holder=BUFFER, whole=True):
-                await self._held_out.evaluate(step, num)
+                whole = await self._held_out.evaluate_last(step, num, self._leaving)
+            if not whole:
+                self.notice(f"the evaluation after step {step} was cut short: the run is being saved")
         elif num:
             self.spawn(self._held_out.evaluate(step, num), name="trainer.evaluate")
 

@@ -69,3 +69,15 @@ def test_pruning_keeps_the_newest_and_clears_what_a_killed_process_had_begun(tmp
     checkpoint.prune(tmp_path, keep=2)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_15"]
+
+
+@pytest.mark.parametrize("name", ["step_5.bak", "step_", "step_x", "step_-1", "step_²"])
+def test_a_folder_of_another_name_is_neither_loaded_nor_removed(tmp_path, name):
+    (tmp_path / name).mkdir()
+    for step in (5, 10):
+        checkpoint.write(tmp_path / f"step_{step}", FILES, step=step, epoch=1)
+
+    checkpoint.prune(tmp_path, keep=1)
+
+    assert checkpoint.newest(tmp_path) == (tmp_path / "step_10", [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["step_10", name])

@@ -18,6 +18,16 @@ def test_rows_after_the_checkpoint_and_a_torn_line_are_forgotten(tmp_path):
     assert rows.wall_s == 4.0
 
 
+@pytest.mark.parametrize("damage", [b'{"step": 2, "time/wa', b"[]", b"{}", b"\xff\x00", b'{"step": "two"}'], ids=repr)
+def test_damaged_lines_are_left_out_and_counted(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 3}\n{"torn')
+
+    assert Rows(path).truncate(9) == 1
+
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 3}\n'
+
+
 def test_a_figure_that_is_not_finite_is_left_out(tmp_path):
     rows = Rows(tmp_path / "metrics.jsonl")
 

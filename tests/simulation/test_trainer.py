@@ -1,0 +1,128 @@
+"""The trainer on a real kernel over the memory transport, with a toy for a model and a sample buffer that never evaluates."""
+
+import asyncio
+import json
+
+import msgspec
+
+from actors.messages.generation import Span
+from actors.messages.samples import (
+    Advance,
+    Batch,
+    Claim,
+    Commit,
+    Confirm,
+    DrawEpoch,
+    Epoch,
+    EvalResult,
+    Evaluate,
+    NotReady,
+    Segment,
+    Standing,
+    Ticket,
+    Trajectory,
+)
+from actors.training import checkpoint as checkpoints
+from actors.training.section import CheckpointSection, CheckSection, EvalSection
+from actors.training.trainer import Trainer
+from bus.memory import MemoryNetwork, MemoryTransport
+from bus.message import Ack
+from bus.transport import Identity
+from runtime.actor import Actor, ActorConfig, RunInfo, handler
+from runtime.blob_memory import MemoryBlobStore
+from runtime.clock import run_virtual
+from runtime.kernel import Kernel
+from runtime.messages import Drain
+from runtime.observe.log import logger
+from runtime.store.memory import MemoryStore
+from sim.simtest.toys import ToyTrainEngine
+
+SPANS = (Span(0, 0, 1),)
+TRAJECTORY = Trajectory(
+    Ticket("t", "g", 1, 0, 0, 0, 1), (Segment(bytes(4), b"\1", bytes(4), SPANS),), 0.0, 1, False, 0.1, 0, 0
+)
+
+
+class Buffer(Actor):
+    role = "sample_buffer"
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.evaluating = asyncio.Event()
+        self.committed = []
+
+    @handler
+    async def draw(self, request: DrawEpoch) -> Epoch:
+        return Epoch(request.at_least, request.step, ())
+
+    @handler
+    async def advance(self, request: Advance) -> Standing:
+        return Standing(request.step, 1)
+
+    @handler
+    async def claim(self, request: Claim) -> Batch | NotReady:
+        return Batch(request.step, ((msgspec.msgpack.encode(TRAJECTORY),),), 0)
+
+    @handler(concurrency=4)
+    async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:
+        self.evaluating.set()
+        return await asyncio.get_running_loop().create_future()
+
+    @handler
+    async def confirm(self, request: Confirm) -> Ack:
+        return Ack()
+
+    @handler
+    async def commit(self, request: Commit) -> Ack:
+        self.committed.append(request.step)
+        return Ack()
+
+
+class ToyTrainer(Trainer):
+    def _build(self):
+        return ToyTrainEngine(lambda *_: None, lambda *_: None)
+
+
+def kernel_of(cls, settings, network, store, run):
+    name = f"{cls.role}-1"
+    return Kernel(
+        cls,
+        settings,
+        name=name,
+        incarnation=1,
+        run=run,
+        transport=MemoryTransport(Identity("test", name, 1), network),
+        store=store,
+        blobs=MemoryBlobStore(),
+        log=logger("rubato.test"),
+    )
+
+
+def test_a_drain_in_the_last_evaluation_saves_the_last_step_with_its_row_and_does_not_wait(tmp_path):
+    async def main():
+        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 2)
+        config = ToyTrainer.Config(
+            check=CheckSection(enabled=False), eval=EvalSection(every=0), checkpoint=CheckpointSection(every=5)
+        )
+        async with asyncio.TaskGroup() as tasks:
+            made = {}
+            for cls, settings in ((Buffer, ActorConfig()), (ToyTrainer, config)):
+                kernel = kernel_of(cls, settings, network, store, run)
+                made[cls] = kernel.build(), tasks.create_task(kernel.serve())
+                await kernel.ready.wait()
+            buffer, serving = made[Buffer]
+            await buffer.evaluating.wait()
+            began = asyncio.get_running_loop().time()
+
+            await buffer.ref("trainer-1").ask(Drain(), timeout=5)
+            await asyncio.wait([made[ToyTrainer][1]])
+
+            serving.cancel()
+            return buffer.committed, asyncio.get_running_loop().time() - began
+
+    committed, took_s = run_virtual(main)
+
+    assert committed == [2]
+    assert took_s < 20.0  # virtual seconds: what a kernel allows for a drain
+    assert checkpoints.check(tmp_path / "checkpoints" / "step_2").step == 2
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
