@@ -147,6 +147,11 @@ class Config:
         """The `Config` of `role`'s class, holding the sections it asked for."""
         return self._configs[role]
 
+    @property
+    def model_path(self) -> str:
+        """Where the job's base model lies, relative to the run folder; empty where no actor declares one."""
+        return str(getattr(getattr(self._root, "model", None), "path", ""))
+
     def preflight(self, folder: Path) -> None:
         """Let every role look at what it will need in the run folder `folder`. Raises ConfigError; nothing was started."""
         for role, spec in self.actors.items():

@@ -95,6 +95,19 @@ def parse(text: str, file: str) -> Source:
     return Source(cast("Tree", tree), file, lines)
 
 
+def differing(tree: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]:
+    """Keys that `tree` sets to another value than `resolved` has, dotted."""
+    found: list[str] = []
+    for key, value in tree.items():
+        other = resolved.get(key)
+        if isinstance(value, dict) and isinstance(other, dict):
+            inner = differing(cast("Tree", value), cast("Tree", other))
+            found += [f"{key}.{name}" for name in inner]
+        elif value is not None and value != other:
+            found.append(key)
+    return found
+
+
 def _parsed(override: str) -> tuple[Keys, Any]:
     name, equals, text = override.partition("=")
     keys = tuple(name.strip().split("."))

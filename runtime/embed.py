@@ -178,7 +178,7 @@ async def embed(
 ) -> AsyncGenerator[Job]:
     """Run `config`'s actors in this event loop for the length of the block.
 
-    `folder` becomes a run folder; one that holds a run is refused (LaunchError) unless `force`, which clears it. `extra` actors
+    `folder` becomes a run folder; one that holds a run is refused (LaunchError) unless `force`, which takes away what that run wrote. `extra` actors
     run beside those of the config and may ask and be asked like them. Leaving the block drains and saves; an exception in it, or
     its cancellation, ends every actor at once. An actor that fails ends the block with ActorFailed. `config.prepare` is not run.
     """
@@ -186,11 +186,12 @@ async def embed(
         logging.NullHandler()
     )  # the program decides where logs go, not a last resort
     held = RunFolder(Path(folder).resolve())
-    held.open(resume=False, force=force)
+    held.open(resume=False, force=force, model=config.model_path)
     try:
         config.preflight(held.path)
         held.config.touch(mode=0o600)
         held.config.write_text(config.dump())
+        held.commit()
         job = Job(config, held.path, store or MemoryStore(), network or MemoryNetwork())
         raised: Exception | None = None
         try:

@@ -2,13 +2,19 @@
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runtime.clock import wall_s
 from runtime.errors import LaunchError, RubatoError, first_cause
 
+if TYPE_CHECKING:
+    from runtime.config import Config
+
+INTERRUPTED = 130
 ASK_S = 40.0
 """Longer than a drain takes, so that `drain` reports what happened."""
 
@@ -27,26 +33,24 @@ def main(argv: Sequence[str]) -> int:
 
 def launch(argv: list[str]) -> int:
     """Start a run, or go on with one."""
-    parser = argparse.ArgumentParser("launch", description="Run the job that a config describes.")
+    parser = argparse.ArgumentParser("rubato launch", description="Run the job that a config describes.")
     parser.add_argument("config", type=Path, help="a YAML file, e.g. configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="change single keys of the config")
-    parser.add_argument("--run-dir", type=Path, help="folder of the run (default: runs/NAME-DATE)")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.sub=value", help="change single keys of the config"
+    )
+    parser.add_argument("--run-dir", type=_run_dir, help="folder of the run (default: runs/NAME-DATE)")
     parser.add_argument(
         "--resume",
         action="store_true",
         help="go on with the run in --run-dir, under its own config.yaml and the overrides given here",
     )
-    parser.add_argument("--force", action="store_true", help="overwrite the run in the folder")
+    parser.add_argument("--force", action="store_true", help="replace the run in the folder; other files there stay")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
     given = parser.parse_intermixed_args(argv)
-    from runtime.config import load
-
-    resumed = given.run_dir / "config.yaml" if given.resume and given.run_dir else None
-    config = load(resumed if resumed and resumed.exists() else given.config, given.overrides)
+    config, folder = _chosen(given)
     if given.dry_run:
         print(config.dump(), end="")  # noqa: T201
         return 0
-    folder = given.run_dir or (Path(config.run.dir) if config.run.dir else _fresh_folder(config.run.name))
     import uvloop
 
     from runtime.launch.launcher import Launcher
@@ -57,11 +61,39 @@ def launch(argv: list[str]) -> int:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(_flat(run()))
 
 
+def _chosen(given: argparse.Namespace) -> "tuple[Config, Path]":
+    """The config to run and the run's folder; says so where a resumed run's own config differs from the one named."""
+    from runtime.config import load
+    from runtime.config_source import differing, parse, read
+
+    config, folder = None, given.run_dir
+    if folder is None:
+        config = load(given.config, given.overrides)
+        folder = Path(config.run.dir) if config.run.dir else _fresh_folder(config.run.name)
+    own = folder / "config.yaml"
+    if not (given.resume and os.path.exists(own)):  # unlike Path.exists, it takes a name too long for an answer
+        return config or load(given.config, given.overrides), folder
+    config = load(own, given.overrides)
+    keys = differing(read(given.config, given.overrides).tree, parse(config.dump(), str(own)).tree)
+    if keys:
+        told = f"{given.config} differs from {own} in {', '.join(keys)}: the run goes on under its own config."
+        print(f"{told} Give what shall change as key.sub=value.", file=sys.stderr)  # noqa: T201
+    return config, folder
+
+
+def _run_dir(text: str) -> Path:
+    if not text:
+        raise LaunchError("--run-dir is empty. Name a folder, or leave it out for one of its own.")
+    return Path(text)
+
+
 def add(argv: list[str]) -> int:
     """Start more actors of a role in a running job, on its first host or on this one."""
-    parser = argparse.ArgumentParser("add", description="Start more actors of a role in a running job.")
+    parser = argparse.ArgumentParser("rubato add", description="Start more actors of a role in a running job.")
     parser.add_argument("role")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="with --join: what differs on this host")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.sub=value", help="with --join: what differs on this host"
+    )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--run", type=Path, help="folder of a run on this host")
     where.add_argument(
@@ -69,7 +101,7 @@ def add(argv: list[str]) -> int:
     )
     parser.add_argument("-n", type=int, default=1)
     parser.add_argument("--host", default="", help="with --join: this host's address as the others reach it")
-    parser.add_argument("--run-dir", type=Path, help="with --join: folder for this host's part of the run")
+    parser.add_argument("--run-dir", type=_run_dir, help="with --join: folder for this host's part of the run")
     given = parser.parse_intermixed_args(argv)
     if given.join is not None:
         return _join(given)
@@ -96,7 +128,7 @@ def _join(given: argparse.Namespace) -> int:
 
 def drain(argv: list[str]) -> int:
     """Drain actors of a running job; nothing they hold is lost."""
-    parser = argparse.ArgumentParser("drain", description="Drain actors of a running job.")
+    parser = argparse.ArgumentParser("rubato drain", description="Drain actors of a running job.")
     parser.add_argument("names", nargs="+")
     parser.add_argument("--run", type=Path, required=True)
     given = parser.parse_args(argv)
@@ -107,7 +139,7 @@ def drain(argv: list[str]) -> int:
 
 def stop(argv: list[str]) -> int:
     """Drain and save a running job."""
-    parser = argparse.ArgumentParser("stop", description="Drain and save a running job; --now stops it at once.")
+    parser = argparse.ArgumentParser("rubato stop", description="Drain and save a running job; --now stops it at once.")
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--now", action="store_true")
     given = parser.parse_args(argv)
@@ -148,6 +180,8 @@ async def _flat(work: Awaitable[int]) -> int:
         if isinstance(error, RubatoError):
             raise error from None
         raise
+    except asyncio.CancelledError:  # a signal before there was anything to drain
+        return INTERRUPTED
 
 
 def _fresh_folder(name: str) -> Path:

@@ -4,8 +4,10 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +19,15 @@ from runtime.keys import FILE as KEYS_FILE
 
 PREFIX = "rubato-"
 """Of folders of sockets."""
+MADE = (
+    "checkpoints", "config.yaml", "logs", "metrics.jsonl", "report.png", "run.json", "run.tmp", "samples", "samples.jsonl",
+    "samples.lost.jsonl", "state", "trace", "trace.json", "trace.json.tmp",
+)  # fmt: skip
+"""What a run writes into its folder, and all that `force` takes away: a model made there, the keys and a user's files stay."""
+MARK = "rubato\n"
+"""What the lock file of a folder of ours holds: a `config.yaml` or `logs` beside it are a run's, not a user's."""
+REPLACED = ".replaced"
+"""Where the run before waits until the launch that replaces it is sure to start."""
 MAX_TEMPORARY_BYTES = 60
 """Of the folder for temporary files: the system allows some 107 bytes for a socket's path, and actors' names need the rest."""
 
@@ -56,20 +67,40 @@ class RunFolder:
     def card(self) -> Path:
         return self.path / "run.json"
 
-    def open(self, *, resume: bool, force: bool) -> RunCard:
-        """Take the folder for a launch. Raises LaunchError when it holds a run and neither flag allows for that."""
+    def open(self, *, resume: bool, force: bool, model: str = "") -> RunCard:
+        """Take the folder for a launch. Raises LaunchError when it holds a run and neither flag allows for that.
+
+        A run that made no step is replaced without `force`. What is replaced is only set aside until `commit`; `close` before
+        that brings it back. `model` is the job's base model, which is never taken away.
+        """
         _check_temporary(tempfile.gettempdir())
-        held = any((self.path / name).exists() for name in ("metrics.jsonl", "config.yaml", "run.json"))
-        if resume and not self.config.exists():
+        try:
+            return self._open(resume=resume, force=force, model=model)
+        except LaunchError:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise LaunchError(
+                f"{_shortened(self.path)} can't be used as a run folder: {error.strerror}. Choose another with --run-dir."
+            ) from error
+
+    def _open(self, *, resume: bool, force: bool, model: str) -> RunCard:
+        ours = self._is_ours()
+        if resume and not (ours and self.config.exists()):
             raise LaunchError(f"{self.path} holds no run to resume. Leave --resume out to start one there.")
-        if held and not (resume or force):
+        if not ours:
+            self._check_foreign(force=force, model=model)
+        self._take_lock()
+        self._bring_back()  # of a launch that was killed before it started
+        began = any(self._holds(name) for name in ("metrics.jsonl", "checkpoints", "samples.jsonl", "samples"))
+        if began and not (resume or force):
             raise LaunchError(
                 f"{self.path} already holds a run{self._standing()}. Add --resume to go on, --force to overwrite, or another --run-dir."
             )
-        self._take_lock()
         previous = self._previous(needed=resume)
-        if force and not resume:
-            self._clear()
+        if not resume:
+            self._set_aside(model)
             previous = None
         (self.path / "logs").mkdir(exist_ok=True)
         self._sockets = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -77,6 +108,15 @@ class RunFolder:
         launches = previous.launches + 1 if previous else 1
         gate = previous.gate if previous else ""
         return RunCard(run_id, str(self._sockets), "", os.getpid(), wall_s(), launches=launches, gate=gate)
+
+    def commit(self) -> None:
+        """The launch is sure to start: what it replaces goes."""
+        aside = self.path / REPLACED
+        if aside.exists():
+            gone = self.path / f"{REPLACED}.gone"
+            shutil.rmtree(gone, ignore_errors=True)
+            aside.rename(gone)  # at once, whatever becomes of the removal
+            shutil.rmtree(gone, ignore_errors=True)
 
     def write(self, card: RunCard) -> None:
         """Publish the card atomically, 0600."""
@@ -86,11 +126,13 @@ class RunFolder:
         temporary.replace(self.card)
 
     def close(self) -> None:
-        """Release the folder; the sockets go, everything else stays."""
+        """Release the folder; the sockets go, everything else stays, and what was to be replaced is back unless `commit` came."""
         if self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
         if self._lock is not None:
+            self._bring_back()
             self._lock.close()
+            self._lock = None
 
     def _previous(self, *, needed: bool) -> RunCard | None:
         """The card of the launch before, whose sockets are cleared away: we hold the lock, so that launch is over."""
@@ -105,25 +147,69 @@ class RunFolder:
         return previous
 
     def _take_lock(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = (self.path / ".lock").open("a")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LaunchError(f"{self.path} is running already. Watch it with: rubato monitor {self.path}") from None
-        except OSError as error:
+            lock.close()
             raise LaunchError(
-                f"{self.path} can't be used as a run folder: {error.strerror}. Choose another with --run-dir."
-            ) from error
+                f"{self.path} is running already. Watch it with: rubato monitor {shlex.quote(str(self.path))}"
+            ) from None
+        lock.truncate(0)
+        lock.write(MARK)
+        lock.flush()
+        self._lock = lock
 
-    def _clear(self) -> None:
-        for entry in self.path.iterdir():
-            if entry.name in (".lock", KEYS_FILE):
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+    def _is_ours(self) -> bool:
+        """Whether a run was launched here before."""
+        with suppress(FileNotFoundError):
+            if (self.path / ".lock").read_text(errors="replace") == MARK:
+                return True
+        try:
+            read_card(self.path)
+        except LaunchError:
+            return False
+        return True
+
+    def _check_foreign(self, *, force: bool, model: str) -> None:
+        """Raises LaunchError where a launch would mix its files with others, or --force was meant for something else."""
+        found = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
+        kept = {".lock", KEYS_FILE, *Path(os.path.relpath(self.path / model, self.path)).parts[:1]}
+        names = [name for name in found if name in MADE or (force and name not in kept)]
+        if names:
+            told = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            raise LaunchError(
+                f"{self.path} holds {told}, but no run of ours: nothing there was touched. Choose another --run-dir."
+            )
+
+    def _holds(self, name: str) -> bool:
+        path = self.path / name
+        return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
+
+    def _set_aside(self, model: str) -> None:
+        """Move what the run before made out of the way, so that it can come back."""
+        found = [name for name in MADE if os.path.lexists(self.path / name)]
+        place = Path(os.path.normpath(self.path / Path(model).expanduser()))
+        for name in found:
+            if model and place.is_relative_to(self.path / name):
+                raise LaunchError(
+                    f"model.path={model} lies in {self.path / name}, which belongs to the run to be replaced. "
+                    "Copy the model elsewhere, or choose another --run-dir."
+                )
+        if found:
+            (self.path / REPLACED).mkdir()
+            for name in reversed(found):
+                (self.path / name).rename(self.path / REPLACED / name)
+
+    def _bring_back(self) -> None:
+        aside = self.path / REPLACED
+        if not aside.is_dir():
+            return
+        for entry in list(aside.iterdir()):
+            _remove(self.path / entry.name)
+            entry.rename(self.path / entry.name)
+        aside.rmdir()
 
     def _standing(self) -> str:
         try:
@@ -154,6 +240,17 @@ def is_up(card: RunCard) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _shortened(path: Path) -> str:
+    return str(path) if len(str(path)) < 200 else f"{str(path)[:80]}…"
 
 
 def _check_temporary(folder: str) -> None:

@@ -76,6 +76,7 @@ class Joiner:
         stack.push_async_callback(server.close)
         self._folder.write(card)
         config.actor_class(self._role).preflight(config.actor_config(self._role), self._folder.path)
+        self._folder.commit()
         blobs = BlobClient(sockets / "blobs.sock")
         stack.push_async_callback(blobs.close)
         run = RunInfo(card.id, self._folder.path, config.run.seed, config.run.steps, config.state.window_s)

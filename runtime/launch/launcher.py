@@ -53,7 +53,7 @@ class Launcher:
 
     async def run(self) -> int:
         allow_many_files()
-        card = self._folder.open(resume=self._resume, force=self._force)
+        card = self._folder.open(resume=self._resume, force=self._force, model=self._config.model_path)
         try:
             self._keys = find_keys(self._folder.path)
             card.host = self._host_address()
@@ -84,6 +84,7 @@ class Launcher:
         for record in await list_actors(store):  # left over from a launcher that was killed
             if record.node == NODE:
                 await store.release(f"actor/{record.name}", record.incarnation)
+        self._folder.commit()
         blobs = BlobClient(sockets / "blobs.sock")
         stack.push_async_callback(blobs.close)
         run = RunInfo(

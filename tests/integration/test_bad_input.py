@@ -55,6 +55,10 @@ def place(tmp_path: Path, model: Path) -> Path:
     (tmp_path / "empty").mkdir()
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "metrics.jsonl").write_text('{"step": 41}\n')
+    (tmp_path / "held" / ".lock").write_text("rubato\n")
+    (tmp_path / "mine" / "logs").mkdir(parents=True)
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked" / "logs").touch()
     (tmp_path / "headless").mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model / name, tmp_path / "headless")
@@ -113,6 +117,11 @@ CONFIGS = [
     pytest.param((*LAUNCH, "actors.trainer.class=actors.training.trainer:Trainr"), "Did you mean Trainer?", id="mistyped actor class"),
     pytest.param(("launch", "nowhere.yaml"), "nowhere.yaml does not exist.", id="missing config file"),
     pytest.param(("launch", "broken.yaml"), "broken.yaml: not valid YAML", id="broken config file"),
+    pytest.param(("launch", "small.yaml", "--run-dir", "", "--force"), "--run-dir is empty.", id="empty run folder"),
+    pytest.param(("launch", "small.yaml", "--run-dir", "mine", "--force"), "mine holds logs, but no run of ours", id="force on a folder of the user's"),
+    pytest.param(("launch", "small.yaml", "--run-dir", "x" * 300), "can't be used as a run folder: File name too long", id="name too long"),
+    pytest.param(("launch", "small.yaml", "--run-dir", "blocked"), "blocked holds logs, but no run of ours", id="file in the way"),
+    pytest.param(("launch", "small.yaml", "--run-dir", "x" * 300, "--resume"), "File name too long", id="resume with a name too long"),
     pytest.param(("lanch", "small.yaml"), "lanch is not a command. Did you mean rubato launch?", id="mistyped command"),
     pytest.param(("add", "env_manager", "--run", "empty"), "empty holds no run", id="add to no run"),
     pytest.param(("drain", "env_manager-1", "--run", "empty"), "empty holds no run", id="drain in no run"),
@@ -284,6 +293,37 @@ def test_a_truncated_checkpoint_is_passed_over_for_the_one_before(stopped, place
     assert f"checkpoint {stopped}/checkpoints/step_2: model.safetensors is truncated" in ended.out
     assert "going on after step 2 with the weights of step 1" in ended.out
     assert [row["step"] for row in _rows(stopped)] == [1, 2, 3]
+
+
+def test_a_forced_launch_that_can_not_start_leaves_the_run_as_it_was(stopped, place):
+    ended = rubato(*LAUNCH, "--force", f"model.path={place}/gone", cwd=place)
+
+    _check_one_sentence(ended, "gone does not exist. Set model.path", place)
+    assert [row["step"] for row in _rows(stopped)] == [1, 2]
+    assert checkpoints.check(stopped / "checkpoints" / "step_2").step == 2
+
+
+def test_a_launch_that_made_no_step_is_repeated_without_a_flag(place, model):
+    refused = rubato(*LAUNCH, f"model.path={place}/gone", cwd=place)
+    again = rubato(*LAUNCH, f"model.path={place}/gone", cwd=place)
+
+    _check_one_sentence(refused, "gone does not exist. Set model.path", place)
+    assert again.err == refused.err
+
+
+def test_resume_says_what_of_the_config_it_does_not_follow(stopped, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    (place / "small.yaml").write_text((place / "small.yaml").read_text().replace("steps: 2", "steps: 9"))
+
+    code = cli.main((*LAUNCH, "--resume", "--dry-run", "train.lr=0.5"))
+
+    said = capsys.readouterr()
+    assert code == 0
+    assert "steps: 2" in said.out
+    assert "lr: 0.5" in said.out
+    assert said.err.startswith(
+        "small.yaml differs from run/config.yaml in run.steps: the run goes on under its own config."
+    )
 
 
 def test_without_an_intact_checkpoint_a_run_is_not_resumed(stopped, place):

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from runtime.errors import LaunchError
 from runtime.launch.folder import RunFolder
 
 
@@ -56,3 +57,102 @@ def test_a_launch_killed_before_it_wrote_its_card_is_resumed_as_a_first_one(kill
     again.close()
 
     assert card.launches == 1
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A run of two steps beside which its user keeps a model and notes."""
+    folder = RunFolder(tmp_path / "run")
+    folder.write(folder.open(resume=False, force=False))
+    folder.config.write_text("run: {}\n")
+    (folder.path / "metrics.jsonl").write_text('{"step": 2}\n')
+    (folder.path / "checkpoints" / "step_2").mkdir(parents=True)
+    (folder.path / "model").mkdir()
+    (folder.path / "notes.txt").write_text("mine")
+    folder.close()
+    return folder.path
+
+
+def test_force_takes_away_what_the_run_wrote_and_nothing_else(finished):
+    folder = RunFolder(finished)
+    folder.open(resume=False, force=True, model="model")
+    folder.commit()
+    folder.close()
+
+    assert _names(finished) == [".lock", "logs", "model", "notes.txt"]
+    assert _names(finished / "logs") == []
+
+
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_a_forced_launch_that_does_not_start_leaves_the_run_as_it_was(finished, how):
+    before = _names(finished)
+    folder = RunFolder(finished)
+    folder.open(resume=False, force=True)
+    folder.config.write_text("another: {}\n")
+    if how == "closed":
+        folder.close()
+    else:
+        folder._lock.close()
+        again = RunFolder(finished)
+        with pytest.raises(LaunchError, match=r"already holds a run \(step 2\)"):
+            again.open(resume=False, force=False)
+
+    assert _names(finished) == before
+    assert folder.config.read_text() == "run: {}\n"
+    assert (finished / "checkpoints" / "step_2").is_dir()
+
+
+@pytest.mark.parametrize("flags", [{"resume": False, "force": True}, {"resume": False, "force": False}])
+def test_a_folder_of_somebody_elses_is_refused_untouched(tmp_path, flags):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "config.yaml").write_text("mine")
+    (tmp_path / "logs").mkdir()
+
+    with pytest.raises(LaunchError, match="but no run of ours: nothing there was touched"):
+        RunFolder(tmp_path).open(**flags)
+
+    assert _names(tmp_path) == [".git", "config.yaml", "logs"]
+
+
+def test_force_needs_no_run_where_only_the_model_lies(tmp_path):
+    (tmp_path / "model").mkdir()
+
+    folder = RunFolder(tmp_path)
+    folder.open(resume=False, force=True, model="model")
+    folder.close()
+
+    assert (tmp_path / "model").is_dir()
+
+
+def test_a_model_among_what_force_takes_away_is_refused(finished):
+    before = _names(finished)
+
+    with pytest.raises(LaunchError, match=r"model\.path=checkpoints/step_2 lies in"):
+        RunFolder(finished).open(resume=False, force=True, model="checkpoints/step_2")
+
+    assert _names(finished) == before
+
+
+def test_a_run_that_made_no_step_is_launched_again_without_a_flag(killed):
+    path, sockets = killed
+    (path / "logs" / "old.jsonl").touch()
+    (path / "checkpoints").mkdir()
+    (path / "metrics.jsonl").touch()
+
+    folder = RunFolder(path)
+    card = folder.open(resume=False, force=False)
+    folder.commit()
+    folder.close()
+
+    assert card.launches == 1
+    assert not sockets.exists()
+    assert _names(path / "logs") == []
+
+
+def test_a_name_too_long_is_refused(tmp_path):
+    with pytest.raises(LaunchError, match="can't be used as a run folder: File name too long"):
+        RunFolder(tmp_path / ("x" * 300)).open(resume=False, force=False)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
