@@ -116,7 +116,9 @@ class Actor:
     drain_order: ClassVar[int] = 50
     """When the job is drained and saved, actors of a lower order drain first."""
     least: ClassVar[int] = 0
-    """A job that has the role starts with at least this many."""
+    """A job that has the role starts with at least this many, and drains no further."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Other roles without which this one can't work: a job that has it must have them."""
     most: ClassVar[int] = 1024
     """And never has more than this at once."""
 

@@ -1,5 +1,6 @@
 """Composes a job's root config from the sections its actor classes declare, and resolves a tree against it."""
 
+import difflib
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -36,6 +37,7 @@ def compose(source: Source) -> Config:
             raise ConfigError(source.sentence(("actors", role), text))
     classes = {role: _load(source, role, spec) for role, spec in roles.items()}
     for role, spec in roles.items():
+        _check_role(source, role, classes)
         _check_count(source, role, spec.count, classes[role])
     root_class = root_model(classes)
     root = _validated(root_class, tree, source, root_class)
@@ -79,6 +81,19 @@ def _load(source: Source, role: str, spec: ActorSpec) -> type[Actor]:
         return load_class(spec.target, Actor, key=".".join(keys))
     except ConfigError as error:
         raise ConfigError(source.sentence(keys, str(error))) from error
+
+
+def _check_role(source: Source, role: str, classes: Mapping[str, type[Actor]]) -> None:
+    cls = classes[role]
+    if cls.role and cls.role != role:
+        text = f"actors.{role} can't be a {cls.__name__}: others look for that under the role {cls.role}. Did you mean actors.{cls.role}?"
+        raise ConfigError(source.sentence(("actors", role), text))
+    missing = [needed for needed in cls.needs if needed not in classes]
+    if missing:
+        near = difflib.get_close_matches(missing[0], classes, n=1)
+        advice = f"Did you mean that by actors.{near[0]}?" if near else f"Add actors.{missing[0]} with its class."
+        text = f"actors has no {missing[0]}, which {role} needs. {advice}"
+        raise ConfigError(source.sentence(("actors",), text))
 
 
 def _check_count(source: Source, role: str, count: int, cls: type[Actor]) -> None:

@@ -46,7 +46,10 @@ def _sentence(detail: ErrorDetails, keys: Keys, known: list[Keys], root: type[Ba
     name = ".".join(keys)
     if detail["type"] == "extra_forbidden":
         near = nearest(keys, known)
-        return f"{name} is not a key." + (f" Did you mean {'.'.join(near)}?" if near else "")
+        if near:
+            return f"{name} is not a key. Did you mean {'.'.join(near)}?"
+        unread = len(keys) == 1 and isinstance(detail["input"], dict)
+        return f"{name} is not a key" + (": no role under actors reads it. Is one missing there?" if unread else ".")
     if detail["type"] == "missing":
         return f"{name} is missing."
     if detail["type"] in ("value_error", "assertion_error"):

@@ -49,10 +49,14 @@ class EnvManager(Actor):
     Config: ClassVar[type[ActorConfig]] = EnvManagerConfig
     drain_order: ClassVar[int] = 10
     least: ClassVar[int] = 1
+    needs: ClassVar[tuple[str, ...]] = ("sample_buffer", "llm_proxy")
 
     @classmethod
     def check(cls, job: Job) -> None:
-        """Refuse limits under which every rollout fails, or is given to another manager while it runs."""
+        """Refuse what makes every rollout fail, or gives it to another manager while it runs."""
+        functions = job.section("reward").functions
+        if functions and "reward_service" not in job.actors:
+            raise ValueError(f"reward.functions names {functions[0]}, but actors has no reward_service to call it")
         limits: RolloutSection = job.section("rollout")
         turn, whole, held = limits.max_new_tokens, limits.max_len, limits.hold_s
         if turn >= whole:

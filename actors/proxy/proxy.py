@@ -30,6 +30,7 @@ class LLMProxy(Actor):
 
     role = "llm_proxy"
     least = 1
+    needs = ("engine",)
     drain_order = 60
 
     class Config(ActorConfig):

@@ -41,6 +41,7 @@ class Trainer(Actor):
     role = "trainer"
     drain_order = 20
     least = most = 1
+    needs = ("sample_buffer",)
 
     class Config(ActorConfig):
         model: ModelSection = Field(default_factory=ModelSection)

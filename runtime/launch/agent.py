@@ -136,9 +136,9 @@ class NodeAgent(HostBlobs):
     async def drain_actors(self, request: DrainActors) -> Added | NotAdded:
         away = [n for n in request.names if n in self._elsewhere and self._context.find(n) is not None]
         if away and len(away) == len(request.names):
-            return await self._drain_elsewhere(away)
-        if unknown := self._unknown(request.names):
-            return unknown
+            return self._too_few(away) or await self._drain_elsewhere(away)
+        if refused := self._unknown(request.names) or self._too_few(request.names):
+            return refused
         self._draining |= set(request.names)
         self._wanted -= set(request.names)
         async with asyncio.TaskGroup() as tasks:
@@ -259,6 +259,16 @@ class NodeAgent(HostBlobs):
     def _look(self) -> None:
         for name in self.launcher.names():
             self._watch.stopped(name, now=self.launcher.is_stopped(name))
+
+    def _too_few(self, names: Sequence[str]) -> NotAdded | None:
+        """The first host judges this: it alone knows all actors of a role."""
+        elsewhere = [name for name in self._elsewhere if self._context.find(name) is not None]
+        left = [_role(name) for name in {*self.launcher.names(), *elsewhere} - self._draining - set(names)]
+        for role in dict.fromkeys(map(_role, names)) if self.name == NODE else ():
+            if left.count(role) < (least := self.job.actor_class(role).least):
+                why = f"{names[0]} can't be drained: a run needs at least {least} {role}"
+                return NotAdded(f"{why}. Save and end the run with: rubato stop --run {self.run.folder}")
+        return None
 
     def _unknown(self, names: tuple[str, ...]) -> NotAdded | None:
         unknown = [name for name in names if name not in self.launcher.names()]

@@ -267,6 +267,8 @@ def test_a_run_folder_belongs_to_one_launcher(stopped, place):
 RUNNING = [
     pytest.param(("add", "env_manger", "--run", "{run}"), "env_manger is not a role of this run. Its roles are sample_buffer,", id="add unknown role"),
     pytest.param(("add", "sample_buffer", "--run", "{run}"), "a run has at most 1, and 1 runs already.", id="add a second buffer"),
+    pytest.param(("drain", "sample_buffer-1", "--run", "{run}"), "sample_buffer-1 can't be drained: a run needs at least 1 sample_buffer. Save and end", id="drain the buffer"),
+    pytest.param(("drain", "llm_proxy-1", "--run", "{run}"), "llm_proxy-1 can't be drained: a run needs at least 1 llm_proxy. Save and end", id="drain the last proxy"),
     pytest.param(("add", "engine", "--run", "{run}", "-n", "0"), "can't add 0 actors", id="add none"),
     pytest.param(("drain", "engine-9", "--run", "{run}"), "engine-9 does not run here. Running:", id="drain unknown name"),
     pytest.param(("launch", "acting.yaml", "--run-dir", "{run}"), "already holds a run", id="launch into a running run"),

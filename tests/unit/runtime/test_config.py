@@ -60,6 +60,10 @@ class Manager(Actor):
         env: EnvSection
 
 
+class NeedsTrainer(Actor):
+    needs = ("trainer",)
+
+
 class NotAnActor:
     pass
 """
@@ -268,3 +272,29 @@ def test_an_actor_cannot_take_over_a_section_of_the_runtime():
 
     with pytest.raises(ConfigError, match="it is the runtime's own"):
         root_model({"greedy": Greedy})
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sentence"),
+    [
+        ("trainr", "job.yaml: actors.trainr can't be a Trainer: others look for that under the role trainer. Did you mean actors.trainer? (line 4)"),
+        ("manager", "job.yaml: actors has no trainer, which manager needs. Add actors.trainer with its class. (line 3)"),
+        ("trainers", "job.yaml: actors has no trainer, which trainers needs. Did you mean that by actors.trainers? (line 3)"),
+    ],
+)  # fmt: skip
+def test_a_role_that_is_missing_or_mistyped_is_named(write, trainer, sentence):
+    cls = "Trainer" if trainer == "trainr" else "NeedsTrainer"
+
+    assert (
+        refusal(write(CONFIG.replace('trainer: {class: "FILE:Trainer"', f'{trainer}: {{class: "FILE:{cls}"')))
+        == sentence
+    )
+
+
+def test_a_section_of_a_role_that_was_left_out_says_so(write):
+    text = CONFIG.replace('  trainer: {class: "FILE:Trainer", restarts: 2}\n', "")
+
+    assert (
+        refusal(write(text))
+        == "job.yaml: train is not a key: no role under actors reads it. Is one missing there? (line 7)"
+    )
