@@ -1,6 +1,6 @@
 """Config sections that more than one actor reads; a section that one actor reads lives in its own file."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -34,6 +34,9 @@ class StalenessSection(Section):
         return self.alpha if self.bounded else -1
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class TrainSection(Section):
     """GRPO: the shape of a batch, which the sample buffer reads too, and the optimiser."""
 
@@ -47,7 +50,7 @@ class TrainSection(Section):
     """Share of `lr` that is left at the last step; the rate falls linearly."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""

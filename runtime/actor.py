@@ -127,6 +127,13 @@ class Actor:
         """Compare what the sections of a job say with each other. Raises ValueError with one sentence that names the keys."""
 
     @classmethod
+    def check_host(cls, config: Any) -> None:
+        """Look whether this host has what the config names (packages, devices, user files), before the job's preparations.
+
+        Quick, without heavy imports, and without running user code. Raises ConfigError, the sentence that ends the launch.
+        """
+
+    @classmethod
     def preflight(cls, config: Any, folder: Path) -> None:
         """Look at what this actor will need, before any process of the run in `folder` is started; quick, and without heavy imports.
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
     from runtime.actor import Actor, ActorConfig
@@ -16,6 +17,15 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True, allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """`steps: yes` is a slip, not 1."""
+        field = cls.model_fields.get(info.field_name or "")
+        if isinstance(value, bool) and field is not None and (field.annotation is int or field.annotation is float):
+            raise PydanticCustomError("bool_for_number", "it must be a number")
+        return value
 
 
 class RunSection(Section):
@@ -151,6 +161,12 @@ class Config:
     def model_path(self) -> str:
         """Where the job's base model lies, relative to the run folder; empty where no actor declares one."""
         return str(getattr(getattr(self._root, "model", None), "path", ""))
+
+    def check_host(self) -> None:
+        """Let every role look whether this host has what the config names. Raises ConfigError; nothing was written."""
+        for role, spec in self.actors.items():
+            if spec.count:
+                self._classes[role].check_host(self._configs[role])
 
     def preflight(self, folder: Path) -> None:
         """Let every role look at what it will need in the run folder `folder`. Raises ConfigError; nothing was started."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from runtime.errors import ConfigError
-from runtime.load import LoadError
+from runtime.load import LoadError, find_module
 from runtime.load import load_object as find_object
 
 ClassT = TypeVar("ClassT")
@@ -33,6 +33,14 @@ def load_class(target: str, base: type[ClassT], *, key: str = "") -> type[ClassT
         said = f"{key}: " if key else ""
         raise ConfigError(f"{said}{target} is not a subclass of {base.__module__}:{base.__qualname__}.")
     return found
+
+
+def check_module(target: str, *, key: str) -> None:
+    """Raises ConfigError where there is no module for `target`, which `key` of the config names; imports nothing of it."""
+    try:
+        find_module(target)
+    except LoadError as error:
+        raise ConfigError(f"{key}: {error}.") from error
 
 
 def _guess(target: str) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +30,27 @@ def load_object(target: str) -> Any:
             raise LoadError(f"{target} does not exist: {place} defines no {name}")
         found = getattr(found, part)
     return found
+
+
+def find_module(target: str) -> None:
+    """Raises LoadError where `target` is malformed or its module is nowhere; runs no code of the module or its packages."""
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise LoadError(f"{target!r} is not of the form package.module:Name or path/to/file.py:Name")
+    if place.endswith(".py"):
+        if not (path := Path(place).expanduser().resolve()).is_file():
+            raise LoadError(f"{target} does not exist: there is no file {path}")
+        return
+    _add_folder(Path.cwd())
+    top, *rest = place.split(".")
+    spec, found = importlib.util.find_spec(top), top
+    for part in rest:
+        if spec is None:
+            break
+        found = f"{found}.{part}"
+        spec = PathFinder.find_spec(found, spec.submodule_search_locations or ())
+    if spec is None:
+        raise LoadError(f"{target} does not exist: there is no module {found}")
 
 
 def _load_file(path: Path, target: str) -> ModuleType:

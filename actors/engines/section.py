@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from runtime.config import Section
 
@@ -48,3 +48,10 @@ class EngineSection(Section):
     scripted: ScriptedSection = ScriptedSection()
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments for vLLM's AsyncEngineArgs."""
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        if kind not in ("torch", "vllm", "scripted") and ":" not in kind:
+            raise ValueError(f"{kind} is not torch, vllm or scripted, nor a class of yours as package.module:Class")
+        return kind

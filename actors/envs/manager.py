@@ -16,6 +16,7 @@ from actors.messages.samples import Admit, GiveUp, Hold, Put, Standing, Ticket, 
 from bus.errors import AskFailed, Failed
 from runtime.actor import Actor, ActorConfig, Context, handler
 from runtime.config import Config as Job
+from runtime.importer import check_module
 
 ADMIT_WAIT_S = 10.0
 """How long the sample buffer may hold an Admit back; the ask itself gets a few seconds more."""
@@ -67,6 +68,11 @@ class EnvManager(Actor):
             raise ValueError(
                 f"rollout.hold_s is {held:g}; it must be at most a third of samples.ticket_ttl_s, which is {ttl:g}"
             )
+
+    @classmethod
+    def check_host(cls, config: EnvManagerConfig) -> None:
+        """The environment's module; what is in it shows when a manager tries it."""
+        check_module(config.env.target, key="env.class")
 
     def __init__(self, config: EnvManagerConfig, context: Context) -> None:
         super().__init__(config, context)

@@ -8,6 +8,7 @@ from actors.config import RewardSection
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.rewards.local import LocalScorer
 from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.importer import check_module
 from runtime.observe.waits import ITSELF
 
 BATCH = 64
@@ -34,6 +35,12 @@ class RewardService(Actor):
     role: ClassVar[str] = "reward_service"
     Config: ClassVar[type[ActorConfig]] = RewardServiceConfig
     drain_order: ClassVar[int] = 60
+
+    @classmethod
+    def check_host(cls, config: RewardServiceConfig) -> None:
+        """The functions' modules; what is in them shows when a worker loads them."""
+        for target in config.reward.functions:
+            check_module(target, key="reward.functions")
 
     def __init__(self, config: RewardServiceConfig, context: Context) -> None:
         super().__init__(config, context)

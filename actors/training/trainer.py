@@ -8,6 +8,7 @@ import msgspec
 from pydantic import Field
 
 from actors.config import ModelSection, StalenessSection, TrainSection
+from actors.device import check_device
 from actors.messages.samples import (
     Advance,
     Batch,
@@ -52,6 +53,11 @@ class Trainer(Actor):
         check: CheckSection = Field(default_factory=CheckSection)
 
     config: Config
+
+    @classmethod
+    def check_host(cls, config: Any) -> None:
+        """A device that is not there would be found only after minutes of preparation."""
+        check_device(config.model.device)
 
     @classmethod
     def preflight(cls, config: Any, folder: Path) -> None:

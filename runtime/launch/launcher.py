@@ -53,6 +53,7 @@ class Launcher:
 
     async def run(self) -> int:
         allow_many_files()
+        self._config.check_host()
         card = self._folder.open(resume=self._resume, force=self._force, model=self._config.model_path)
         try:
             self._keys = find_keys(self._folder.path)

@@ -237,13 +237,12 @@ async def test_requests_in_flight_live_through_an_update_and_their_spans_say_whe
     tokens = [await first_tokens(chunks, 3) for chunks in streams]
 
     await engine.suspend()
-    pause_s = await engine.update(1, other_image)
+    await engine.update(1, other_image)
     await engine.resume()
     for i, chunks in enumerate(streams):
         async for chunk in chunks:
             tokens[i] = joined(tokens[i], chunk.tokens)
 
-    assert pause_s >= 0
     assert engine.load().version == 1
     for found in tokens:
         assert [span.version for span in found.spans] == [0, 1]

@@ -115,6 +115,14 @@ CONFIGS = [
     pytest.param((*LAUNCH, "actors.env_manager.count=0"), "Set actors.env_manager.count=1.", id="zero env managers"),
     pytest.param((*LAUNCH, "actors.trainer.count=2"), "Set actors.trainer.count=1.", id="two trainers"),
     pytest.param((*LAUNCH, "actors.trainer.class=actors.training.trainer:Trainr"), "Did you mean Trainer?", id="mistyped actor class"),
+    pytest.param((*LAUNCH, "engine.kind=foo"), "engine.kind: foo is not torch, vllm or scripted, nor a class of yours as package.module:Class.", id="unknown engine"),
+    pytest.param((*LAUNCH, "engine.kind=nope:Engine"), "engine.kind: nope:Engine does not exist: there is no module nope.", id="engine class missing"),
+    pytest.param((*LAUNCH, "env.class=gone.py:Env"), "env.class: gone.py:Env does not exist: there is no file", id="env file missing"),
+    pytest.param((*LAUNCH, "train.betas=[1.5,0.9]"), "train.betas.0 is 1.5; input should be less than 1.", id="betas out of range"),
+    pytest.param((*LAUNCH, "actors.reward_service={class: 'actors.rewards.service:RewardService'}", "reward.functions=[nope:f]"), "reward.functions: nope:f does not exist: there is no module nope.", id="reward module missing"),
+    pytest.param((*LAUNCH, "reward.functions=[nope:f]"), "reward.functions names nope:f, but actors has no reward_service to call it.", id="reward without a service"),
+    pytest.param((*LAUNCH, "run.steps=true"), "run.steps is true; it must be a whole number at least 1.", id="true for a count"),
+    pytest.param((*LAUNCH, "train.lr=yes"), "train.lr is true; it must be a number above 0.", id="yes for a number"),
     pytest.param(("launch", "nowhere.yaml"), "nowhere.yaml does not exist.", id="missing config file"),
     pytest.param(("launch", "broken.yaml"), "broken.yaml: not valid YAML", id="broken config file"),
     pytest.param(("launch", "small.yaml", "--run-dir", "", "--force"), "--run-dir is empty.", id="empty run folder"),
@@ -166,7 +174,6 @@ SOON = ("env.isolation=auto", "env.reset_timeout_s=0.3", "env.step_timeout_s=0.3
 
 ENVIRONMENTS = [
     pytest.param("envs.py:Godo", "envs.py defines no Godo", id="class missing"),
-    pytest.param("gone.py:Env", "there is no file", id="file missing"),
     pytest.param("unfinished.py:Env", "SyntaxError", id="file broken"),
     pytest.param("envs.py:WantsAnArgument", "raised in __init__", id="constructor raises"),
     pytest.param("envs.py:RaisesInReset", "raised in reset (seed 1): KeyError('goal'). 3 of 3 tries failed", id="raises in reset"),

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from runtime.load import LoadError, load_object
+from runtime.load import LoadError, find_module, load_object
 
 
 def test_a_file_is_loaded_once_and_may_import_its_neighbours(tmp_path, monkeypatch):
@@ -55,3 +55,33 @@ def test_what_a_users_module_raises_itself_passes_through_and_it_can_be_loaded_a
     file.write_text("Env = 3\n")
 
     assert load_object(f"{file}:Env") == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("nowhere:f", "there is no module nowhere"),
+        ("json.nowhere:f", "there is no module json.nowhere"),
+        ("json.nowhere.deep:f", "there is no module json.nowhere"),
+        ("json.decoder.deeper:f", "there is no module json.decoder.deeper"),
+        ("nowhere.py:f", "there is no file"),
+        ("json", "is not of the form"),
+    ],
+)
+def test_a_module_that_is_nowhere_is_told_without_importing(target, words):
+    with pytest.raises(LoadError, match=words):
+        find_module(target)
+
+
+@pytest.mark.parametrize("target", ["json:loads", "json.decoder:JSONDecoder", f"{__file__}:anything"])
+def test_a_module_that_is_somewhere_is_found(target):
+    find_module(target)
+
+
+def test_looking_for_a_module_runs_nothing_of_its_package(tmp_path, monkeypatch):
+    (tmp_path / "looked_at").mkdir()
+    (tmp_path / "looked_at" / "__init__.py").write_text("raise SystemExit(3)")
+    (tmp_path / "looked_at" / "inner.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    find_module("looked_at.inner:f")

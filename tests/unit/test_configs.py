@@ -1,0 +1,42 @@
+"""Every config that comes with Rubato, and what launching one asks of the host."""
+
+from pathlib import Path
+
+import pytest
+
+from actors import device
+from actors.engines import worker
+from runtime.config import load
+from runtime.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_a_config_of_ours_loads_as_it_is_and_as_a_run_folder_keeps_it(path, tmp_path):
+    config = load(path)
+    kept = tmp_path / "config.yaml"
+    kept.write_text(config.dump())
+
+    assert load(kept).dump() == config.dump()
+
+
+def test_the_quickstart_can_be_launched_here():
+    load(CONFIGS / "quickstart.yaml").check_host()
+
+
+def test_vllm_that_is_not_installed_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: None)
+    config = load(CONFIGS / "quickstart_vllm.yaml").actor_config("engine")
+
+    with pytest.raises(ConfigError, match=r"^engine.kind is vllm, but vllm is not installed. Install it with: pip"):
+        worker.EngineWorker.check_host(config)
+
+
+@pytest.mark.parametrize("role", ["engine", "trainer"])
+def test_cuda_that_is_not_there_is_told_before_anything_starts(role, monkeypatch):
+    monkeypatch.setattr(device, "sees_cuda", lambda: False)
+    config = load(CONFIGS / "quickstart.yaml", ["model.device=cuda"])
+
+    with pytest.raises(ConfigError, match=r"^model.device is cuda, but torch sees no CUDA device"):
+        config.actor_class(role).check_host(config.actor_config(role))
