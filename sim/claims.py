@@ -105,7 +105,7 @@ def _holds(spec: ClaimSpec, ours: Value) -> bool:
 def summary(claims: Sequence[Claim]) -> str:
     """The last line a run prints."""
     if not claims:
-        return "simulated; this scenario states no claims"
+        return "simulated; no claim is about this run"
     held = sum(claim.holds for claim in claims)
     known = [claim.name for claim in claims if not claim.holds and not claim.surprising]
     text = f"simulated: {held} of {len(claims)} claims hold"

@@ -22,7 +22,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{folder} already holds a run. Add --force to overwrite it, or give another --out.")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder. Give another --out.")
-    outcome = _with_bar(loaded)
+    try:
+        outcome = _with_bar(loaded)
+    except ValueError as error:
+        raise ConfigError(f"{args.scenario} can't be simulated: {str(error).rstrip('.')}.") from error
     judged = claims.judge(loaded.scenario.claims, outcome.figures, altered=loaded.altered)
     try:
         report.write(folder, loaded.scenario, outcome, judged, plots=not args.no_plots)

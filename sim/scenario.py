@@ -35,7 +35,7 @@ class Scenario(Section):
 
 
 class Kind(NamedTuple):
-    """A kind of scenario: its fields, and the function that simulates it."""
+    """A kind of scenario: its fields, and the function that simulates it; ValueError from it means that the scenario is impossible."""
 
     scenario: type[Scenario]
     run: Callable[[Any, Progress], Outcome]

@@ -1,7 +1,7 @@
 """Network cost of five fabrics from 1,024 to 32,768 GPUs, and throughput per dollar: Figure 7 of the RFabric paper and its 1.81."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -12,8 +12,10 @@ from sim.outcome import Cell, Outcome, Plot, Progress, Table
 from sim.rfabric import fabrics
 from sim.rfabric.counts import FABRICS, Parts, Sizes
 from sim.rfabric.fabrics import FabricSpec, case
-from sim.rfabric.job import JobSpec, place
+from sim.rfabric.job import Gpus, JobSpec, place
 from sim.scenario import Kind, Scenario
+
+Radix = Annotated[int, Field(ge=16, le=1024, multiple_of=16)]
 
 Key = tuple[int, int, str]
 """Radix, GPUs, fabric."""
@@ -30,8 +32,8 @@ class CostScenario(Scenario):
     price_sweep: tuple[Prices, ...] = ()
     core_shares: tuple[float, ...] = (0.25, 0.5, 1.0)
     """RFabric's, in the sweep; `fabric.core_share` elsewhere."""
-    gpus: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
-    radices: tuple[int, ...] = (64, 128)
+    gpus: Gpus = (1024, 2048, 4096, 8192, 16384, 32768)
+    radices: tuple[Radix, ...] = (64, 128)
     ocs_radix: int = Field(default=320, ge=2)
     sip_gpus: int = Field(default=4096, ge=0)
     """Largest size at which SiP is simulated: planning circuits for each server takes minutes above. Its cost needs none."""

@@ -36,8 +36,8 @@ class DelaySpec(Section):
 class FabricSpec(Section):
     """How the fabrics are built. All NICs are alike; one per GPU."""
 
-    radix: int = Field(default=64, ge=16)
-    oversubscription: int = Field(default=3, ge=1)
+    radix: int = Field(default=64, ge=16, le=1024, multiple_of=16)
+    oversubscription: int = Field(default=3, ge=1, le=15)
     pod_nics: int = Field(default=256, ge=8)
     core_share: float = Field(default=0.5, ge=0, le=1)
     """RFabric: ports into the core over uplinks of the racks."""

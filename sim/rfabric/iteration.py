@@ -6,19 +6,25 @@ from typing import NamedTuple
 
 from sim.net.collectives import Transfer
 from sim.net.network import Completion, Network, complete, flows
+from sim.rfabric import generation
 from sim.rfabric import job as jobs
+from sim.rfabric.generation import Operation
 from sim.rfabric.job import Job, Phase
+
+BACKGROUND = ("responses", "gen_")
 
 
 class Traffic(NamedTuple):
     """The transfers of a job: of one operation each, and how often the operation runs in its phase."""
 
     experts: list[Transfer]
+    context: list[Transfer]
     stages: list[Transfer]
     gradients: list[Transfer]
     send: list[Transfer]
     local: list[Transfer]
     responses: list[Transfer]
+    generation: list[Operation]
 
 
 class PhaseTime(NamedTuple):
@@ -34,16 +40,20 @@ def traffic(job: Job, pod_servers: int) -> Traffic:
     """Everything the job sends between servers."""
     pods = jobs.generation_pods(job, pod_servers)
     return Traffic(
-        jobs.expert_transfers(job), jobs.stage_transfers(job), jobs.gradient_transfers(job),
+        jobs.expert_transfers(job), jobs.context_transfers(job), jobs.stage_transfers(job), jobs.gradient_transfers(job),
         jobs.weight_send(job, pods), jobs.weight_local(job, pods), jobs.responses(job),
+        generation.operations(job, pods),
     )  # fmt: skip
 
 
-def operations(job: Job, sent: Traffic, phase: Phase) -> list[tuple[str, float, list[Transfer]]]:
+def operations(job: Job, sent: Traffic, phase: Phase) -> list[Operation]:
     """Name, how often in one run of the phase, and transfers."""
     if phase == "execution":  # per layer dispatch and combine, forward and backward
-        per_update = [("experts", 4.0 * job.layers * job.slots, sent.experts), ("stages", 1.0 * job.slots, sent.stages)]
-        return [*per_update, ("responses", 1 / job.spec.updates, sent.responses)]
+        layers = float(job.layers * job.slots)
+        round_ = 3 * (job.spec.context - 1) * layers  # backward moves keys, values and their gradients
+        per_update = [("experts", 4 * layers, sent.experts), ("context", round_, sent.context)]
+        background = [("responses", 1 / job.spec.updates, sent.responses), *sent.generation]
+        return [*per_update, ("stages", 1.0 * job.slots, sent.stages), *background]
     if phase == "gradients":
         return [("gradients", 1.0, sent.gradients)]
     return [(phase, 1.0, sent.send if phase == "weights_send" else sent.local)]
@@ -52,14 +62,14 @@ def operations(job: Job, sent: Traffic, phase: Phase) -> list[tuple[str, float, 
 def phase_time(job: Job, sent: Traffic, phase: Phase, network: Network) -> PhaseTime:
     """The phase on `network`: computation and transfers one after another, but for the overlap that the job states.
 
-    Responses stream in the background and are timed alone.
+    What `BACKGROUND` names belongs to generation and runs beside it; each is timed alone and lengthens nothing.
     """
     runs: list[tuple[str, float, Completion]] = []
     network_s = hidden_s = 0.0
     for name, times, transfers in operations(job, sent, phase):
         done = complete(network, flows(transfers, float(job.gpu.gpus_per_server)))
         runs.append((name, times, done))
-        if name != "responses":
+        if not name.startswith(BACKGROUND):
             network_s += times * done.seconds
         if name == "experts":
             hidden_s = job.spec.overlap * times * done.seconds

@@ -1,12 +1,14 @@
 """A training job on servers: who is in which group, how long a step computes, and what it sends in each phase.
 
-Tensor parallelism fills a server. Servers are numbered as Megatron numbers ranks: expert parallel first, then data, then pipeline.
+Tensor parallelism fills a server. Servers are numbered as Megatron numbers ranks: context parallel first, then expert, data, pipeline.
 """
 
+from collections.abc import Iterator
+from itertools import product
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from runtime.config import Section
 from sim.hardware import GpuSpec
@@ -23,6 +25,32 @@ Phase = Literal["execution", "gradients", "weights_send", "weights_local"]
 PHASES: tuple[Phase, ...] = ("execution", "gradients", "weights_send", "weights_local")
 
 
+MOST_GPUS = 131_072
+"""Four times the largest cluster of the paper: planning circuits beyond takes minutes."""
+
+
+def _sizes(gpus: tuple[int, ...]) -> tuple[int, ...]:
+    if not gpus or any(n < 8 or n % 8 or n > MOST_GPUS for n in gpus):
+        raise ValueError(f"give at least one cluster, each a multiple of 8 GPUs up to {MOST_GPUS}")
+    return gpus
+
+
+Gpus = Annotated[tuple[int, ...], AfterValidator(_sizes)]
+"""Sizes of clusters, in whole servers."""
+
+
+class GenerationSpec(Section):
+    """What generation sends between the servers of a pod while training runs."""
+
+    expert: int = Field(ge=2)
+    """Servers of one engine, over which experts are spread."""
+    batch: int = Field(ge=1)
+    """Tokens that a server decodes in one step."""
+    prefill: int = Field(ge=1)
+    """Servers of a pod that prefill; the others decode."""
+    prompt_tokens: int = Field(ge=1)
+
+
 class JobSpec(Section):
     """Parallelism, batch and efficiency of the training cluster, and its share of the GPUs."""
 
@@ -31,6 +59,8 @@ class JobSpec(Section):
     pipeline: int = Field(ge=1)
     expert: int = Field(ge=1)
     """Servers over which experts are spread; 1 keeps them inside the server."""
+    context: int = Field(default=1, ge=1)
+    """Servers over which a sequence is spread; keys and values then go round in a ring."""
     sequence_tokens: int = Field(ge=1)
     sequences: int = Field(ge=1)
     """Per RL iteration."""
@@ -42,6 +72,8 @@ class JobSpec(Section):
     """Share of the all-to-all that hides behind computation."""
     skew: float = Field(default=1.0, ge=1)
     """Tokens of the busiest expert server over the mean: what imbalance stretches its computation and transfers by."""
+
+    generation: GenerationSpec | None = None
 
 
 class Job(NamedTuple):
@@ -60,7 +92,7 @@ class Job(NamedTuple):
 
     @property
     def train_servers(self) -> int:
-        return self.data * self.spec.expert * self.spec.pipeline
+        return self.data * self.spec.context * self.spec.expert * self.spec.pipeline
 
     @property
     def micro_batches(self) -> int:
@@ -77,13 +109,18 @@ class Job(NamedTuple):
         """Per pipeline stage, the longest."""
         return ceil(self.model.layers / self.spec.pipeline)
 
-    def server(self, expert: int, data: int, stage: int) -> int:
-        return expert + self.spec.expert * (data + self.data * stage)
+    @property
+    def tokens(self) -> float:
+        """Of one micro-batch, in one server."""
+        return self.spec.sequence_tokens / self.spec.context
+
+    def server(self, context: int, expert: int, data: int, stage: int) -> int:
+        return context + self.spec.context * (expert + self.spec.expert * (data + self.data * stage))
 
 
 def place(spec: JobSpec, model: ModelSpec, gpu: GpuSpec, gpus: int) -> Job:
     """The job with as many replicas as its share of the GPUs holds."""
-    replica = spec.pipeline * spec.expert * gpu.gpus_per_server
+    replica = spec.pipeline * spec.expert * spec.context * gpu.gpus_per_server
     data = int(gpus * spec.train_share) // replica
     if data < 1:
         raise ValueError(f"{gpus} GPUs leave no room to train: one replica takes {replica} of the share of training")
@@ -92,8 +129,8 @@ def place(spec: JobSpec, model: ModelSpec, gpu: GpuSpec, gpus: int) -> Job:
 
 def compute_s(job: Job) -> float:
     """Computation and tensor-parallel collectives of one micro-batch in one stage, forward and backward."""
-    tokens, gpu, tp = job.spec.sequence_tokens, job.gpu, job.gpu.gpus_per_server
-    flops = 3 * tokens * job.model.forward_flops_per_token(tokens / 2) / job.model.layers * job.layers
+    tokens, gpu, tp = job.tokens, job.gpu, job.gpu.gpus_per_server
+    flops = 3 * tokens * job.model.forward_flops_per_token(job.spec.sequence_tokens / 2) / job.model.layers * job.layers
     activation = tokens * job.model.hidden * BF16
     tensor = 4 * job.layers * ring_all_reduce_s(tp, activation, gpu.nvlink_busbw_bytes_s)
     return flops * job.spec.skew / (tp * gpu.peak_flops * job.spec.compute_efficiency) + tensor
@@ -102,34 +139,49 @@ def compute_s(job: Job) -> float:
 def expert_transfers(job: Job) -> list[Transfer]:
     """One dispatch or combine of one layer and micro-batch, in all groups at once: each token goes to its experts' servers."""
     spec = job.spec
-    sent = spec.sequence_tokens * job.model.hidden * BF16 * job.model.experts_per_token * spec.skew
-    groups = [[job.server(e, d, p) for e in range(spec.expert)] for p in range(spec.pipeline) for d in range(job.data)]
+    sent = job.tokens * job.model.hidden * BF16 * job.model.experts_per_token * spec.skew
+    groups = [
+        [job.server(c, e, d, p) for e in range(spec.expert)] for c, d, p in _all(spec.context, job.data, spec.pipeline)
+    ]
     return list(all_to_all(groups, sent / spec.expert))
+
+
+def context_transfers(job: Job) -> list[Transfer]:
+    """One step of ring attention in one layer, in all groups at once: a server's keys and values to the next."""
+    spec = job.spec
+    block = 2 * BF16 * job.model.kv_heads * job.model.head_dim * job.tokens
+    groups = [
+        [job.server(c, e, d, p) for c in range(spec.context)] for e, d, p in _all(spec.expert, job.data, spec.pipeline)
+    ]
+    return list(rings(groups, block)) if spec.context > 1 else []
 
 
 def stage_transfers(job: Job) -> list[Transfer]:
     """Activations of one micro-batch from every stage to the next, and gradients back."""
-    size = job.spec.sequence_tokens * job.model.hidden * BF16
+    size, spec = job.tokens * job.model.hidden * BF16, job.spec
     ahead = [
-        (job.server(e, d, p), job.server(e, d, p + 1), float(size))
-        for p in range(job.spec.pipeline - 1)
-        for d in range(job.data)
-        for e in range(job.spec.expert)
+        (job.server(c, e, d, p), job.server(c, e, d, p + 1), size)
+        for c, e, d, p in _all(spec.context, spec.expert, job.data, spec.pipeline - 1)
     ]
     return ahead + [(b, a, v) for a, b, v in ahead]
 
 
 def gradient_transfers(job: Job) -> list[Transfer]:
     """Reduce-scatter of gradients and all-gather of weights: experts among replicas, all else among replicas and expert ranks."""
-    spec, model = job.spec, job.model
+    spec, model, each = job.spec, job.model, GRADIENT + BF16
     experts = model.routed_params / (spec.expert * spec.pipeline)
     dense = (model.params - model.routed_params) / spec.pipeline
-    stages = range(spec.pipeline)
-    wide = [[job.server(e, d, p) for d in range(job.data) for e in range(spec.expert)] for p in stages]
-    narrow = [[job.server(e, d, p) for d in range(job.data)] for p in stages for e in range(spec.expert)]
-    each = GRADIENT + BF16
+    copies = list(_all(job.data, spec.context))
+    narrow = [[job.server(c, e, d, p) for d, c in copies] for p, e in _all(spec.pipeline, spec.expert)]
+    wide = [
+        [job.server(c, e, d, p) for d, e, c in _all(job.data, spec.expert, spec.context)] for p in range(spec.pipeline)
+    ]
     found = list(rings(wide, ring_hop_bytes(len(wide[0]), dense * each)))
-    return found + list(rings(narrow, ring_hop_bytes(job.data, experts * each)))
+    return found + list(rings(narrow, ring_hop_bytes(len(copies), experts * each)))
+
+
+def _all(*sizes: int) -> Iterator[tuple[int, ...]]:
+    return product(*(range(size) for size in sizes))
 
 
 def generation_pods(job: Job, pod_servers: int) -> list[list[int]]:
@@ -144,7 +196,7 @@ def weight_send(job: Job, pods: list[list[int]]) -> list[Transfer]:
     spec = job.spec
     shard = job.model.weight_bytes / (spec.expert * spec.pipeline)
     return [
-        (job.server(e, turn % job.data, p), pod[0], shard)
+        (job.server(0, e, turn % job.data, p), pod[0], shard)
         for turn, pod in enumerate(pods)
         for p in range(spec.pipeline)
         for e in range(spec.expert)

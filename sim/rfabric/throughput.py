@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import field_validator
 
 from sim.claims import Value
 from sim.hardware import GpuSpec
@@ -11,7 +11,7 @@ from sim.model import ModelSpec
 from sim.outcome import Cell, Outcome, Plot, Progress, Span, Table
 from sim.rfabric import tables
 from sim.rfabric.fabrics import FABRICS, FabricSpec, Iteration, case
-from sim.rfabric.job import JobSpec, place
+from sim.rfabric.job import Gpus, JobSpec, place
 from sim.rfabric.variation import Variation, varied
 from sim.scenario import Kind, Scenario
 
@@ -29,10 +29,19 @@ class ThroughputScenario(Scenario):
     gpu: GpuSpec
     job: JobSpec
     fabric: FabricSpec = FabricSpec()
-    gpus: tuple[int, ...] = Field(min_length=1)
+    gpus: Gpus
     fabrics: tuple[str, ...] = tuple(FABRICS)
     sensitivity: tuple[Variation, ...] = ()
     """Run at the first size; each beside the scenario as it stands."""
+
+    @field_validator("fabrics")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [name for name in names if name not in FABRICS]:
+            raise ValueError(f"{unknown[0]} is no fabric; there are {', '.join(FABRICS)}")
+        if "fat-tree" not in names:
+            raise ValueError("fat-tree must be among them, since the others are measured against it")
+        return names
 
 
 def simulate(scenario: ThroughputScenario, gpus: int, name: str) -> Iteration:

@@ -77,6 +77,12 @@ def test_an_outcome_against_the_expectation_exits_with_3(tmp_path, capsys):
         ),
         ([str(COST), "kind=cost"], "command line: kind must be one of "),
         ([str(COST), "gpu=none.yaml"], "none.yaml does not exist."),
+        ([str(THROUGHPUT), "gpus=[64]"], "can't be simulated: 64 GPUs leave no room to train"),
+        ([str(THROUGHPUT), "fabrics=[foo]"], "fabrics: foo is no fabric; there are fat-tree"),
+        (
+            [str(THROUGHPUT), "gpus=[64000000]"],
+            "command line: gpus: give at least one cluster, each a multiple of 8 GPUs",
+        ),
         ([str(COST), "prices.eps_port=-1"], "command line: prices.eps_port is -1; it must be "),
     ],
 )
