@@ -1,10 +1,11 @@
 """Random quantities of a workload: seconds, tokens or turns, drawn from a stated law."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 from random import Random
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from runtime.config import Section
 
@@ -76,4 +77,16 @@ class Quantiles(Section):
         return self.points[-1][1]
 
 
-Distribution = Annotated[Constant | Uniform | Normal | LogNormal | Quantiles, Field(discriminator="law")]
+def _law(value: object) -> object:
+    """A function, since pydantic reads no discriminator from fields with a validator before them, as every Section's have."""
+    return value.get("law", "constant") if isinstance(value, Mapping) else getattr(value, "law", None)
+
+
+Distribution = Annotated[
+    Annotated[Constant, Tag("constant")]
+    | Annotated[Uniform, Tag("uniform")]
+    | Annotated[Normal, Tag("normal")]
+    | Annotated[LogNormal, Tag("lognormal")]
+    | Annotated[Quantiles, Tag("quantiles")],
+    Discriminator(_law),
+]
