@@ -59,11 +59,11 @@ def summary(run: Run) -> list[str]:
     rows = run.rows
     first, last = rows[0], rows[-10:]
     reward = sum(r["reward/mean"] for r in last) / len(last)
-    held_out = [r["eval/reward"] for r in rows if "eval/reward" in r]
+    evaluations = [r for r in rows if "eval/num" in r or "eval/reward" in r]
     wall = last[-1].get("time/wall_s", 0.0)
     dropped = run.fates.get("stale", 0)
     age = max(r.get("staleness/max", 0.0) for r in rows)
-    eval_text = f" (held-out {held_out[-1]:.2f})" if held_out else ""
+    eval_text = f" ({_held_out(evaluations[-1])})" if evaluations else ""
     steps, wanted = int(rows[-1]["step"]), run.steps
     reached = "done" if steps >= wanted else f"stopped at step {steps} of {wanted}"
     return [
@@ -72,6 +72,13 @@ def summary(run: Run) -> list[str]:
         _busy_line(rows),
         f"report {run.folder / 'report.png'} · trace.json opens in ui.perfetto.dev · next: edit configs/quickstart.yaml or read docs/embedding.md",
     ]
+
+
+def _held_out(row: Row) -> str:
+    """The reward, and of how many tasks where some failed."""
+    reward = f"held-out {row['eval/reward']:.2f}" if "eval/reward" in row else "held-out: no reward"
+    num, failed = int(row.get("eval/num", 0)), int(row.get("eval/failed", 0))
+    return f"{reward} over {num} of {num + failed} tasks; {failed} failed" if failed else reward
 
 
 def _busy_line(rows: list[Row]) -> str:

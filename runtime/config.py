@@ -169,7 +169,8 @@ class Config:
                 self._classes[role].check_host(self._configs[role])
 
     def preflight(self, folder: Path) -> None:
-        """Let every role look at what it will need in the run folder `folder`. Raises ConfigError; nothing was started."""
+        """`check_host`, and let every role look at what it will need in the run folder `folder`. Raises ConfigError; nothing was started."""
+        self.check_host()
         for role, spec in self.actors.items():
             if spec.count:
                 self._classes[role].preflight(self._configs[role], folder)

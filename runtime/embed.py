@@ -185,7 +185,6 @@ async def embed(
     logging.getLogger("rubato").addHandler(
         logging.NullHandler()
     )  # the program decides where logs go, not a last resort
-    config.check_host()
     held = RunFolder(Path(folder).resolve())
     held.open(resume=False, force=force, model=config.model_path)
     try:

@@ -176,7 +176,7 @@ class Commit(Request[Ack], frozen=True):
 
 
 class EvalResult(Message, frozen=True):
-    """Mean greedy reward over the held-out tasks that finished."""
+    """Mean greedy reward over the `num` held-out tasks that finished; the `failed` ones are no part of it."""
 
     version: int
     reward: float

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from runtime.ref import Ref
 
+FAILED_SHARE = 0.01
+"""Above this share of tasks without a score the user is told: the reward says nothing about them."""
+
 REPLY_S = 30.0
 """Beyond the time that the sample buffer may hold the ask back."""
 
@@ -21,9 +24,15 @@ class HeldOut:
     """Asks the sample buffer for evaluations and keeps the newest result until a row takes it."""
 
     def __init__(
-        self, buffer: "Ref", section: EvalSection, log: "FilteringBoundLogger", epoch: Callable[[], int]
+        self,
+        buffer: "Ref",
+        section: EvalSection,
+        log: "FilteringBoundLogger",
+        notice: Callable[[str], None],
+        epoch: Callable[[], int],
     ) -> None:
         self._buffer, self._section, self._log, self._epoch = buffer, section, log, epoch
+        self._notice = notice
         self._result: dict[str, float] = {}
 
     def due(self, step: int, last: int) -> int:
@@ -57,7 +66,18 @@ class HeldOut:
                 self._log.warning("evaluation_failed", step=step, error=str(error))
                 return
             if isinstance(reply, EvalResult):
-                self._result = {"eval/reward": reply.reward, "eval/num": reply.num, "eval/version": reply.version}
+                self._keep(step, reply)
                 self._log.info("evaluated", step=step, reward=reply.reward, num=reply.num, failed=reply.failed)
                 return
         self._log.warning("evaluation_timed_out", step=step)
+
+    def _keep(self, step: int, found: EvalResult) -> None:
+        """For the next row. A failed task has no reward: it is counted beside, since 0 would mix broken with unsolved."""
+        self._result = {"eval/num": found.num, "eval/failed": found.failed, "eval/version": found.version}
+        if found.num:
+            self._result["eval/reward"] = found.reward
+        tasks = found.num + found.failed
+        if found.failed > FAILED_SHARE * tasks:
+            self._notice(
+                f"evaluation after step {step}: {found.failed} of {tasks} tasks failed, and eval/reward leaves them out"
+            )

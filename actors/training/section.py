@@ -6,7 +6,7 @@ from runtime.config import Section
 
 
 class EvalSection(Section):
-    """Held-out evaluation: greedy, on tasks that are never trained on."""
+    """Held-out evaluation: greedy, on tasks that are never trained on. `eval/reward` is over those that finished; see `eval/failed`."""
 
     every: int = Field(default=10, ge=0)
     """Steps between evaluations; 0 leaves only the final one."""

@@ -77,7 +77,7 @@ class Trainer(Actor):
         self._bound_at = 0.0
         """When the newest step was bound: the Store may still forget that."""
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
-        self._held_out = HeldOut(self._buffer, config.eval, self.log, lambda: self._epoch)
+        self._held_out = HeldOut(self._buffer, config.eval, self.log, self.notice, lambda: self._epoch)
 
     async def on_start(self) -> None:
         """Load the newest complete checkpoint (or the base model), take a new epoch, and start to train."""

@@ -271,18 +271,14 @@ class NodeAgent(HostBlobs):
         return None
 
     def _unknown(self, names: tuple[str, ...]) -> NotAdded | None:
-        unknown = [name for name in names if name not in self.launcher.names()]
-        if not unknown:
-            return None
-        return NotAdded(f"{', '.join(unknown)} does not run here. Running: {', '.join(self.launcher.names())}.")
+        here = self.launcher.names()
+        unknown = ", ".join(name for name in names if name not in here)
+        return NotAdded(f"{unknown} does not run here. Running: {', '.join(here)}.") if unknown else None
 
     async def _serve_launcher(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            self.launcher = self.make_launcher(self.run.folder, tasks, self, self._threads)
+            self.launcher = self.make_launcher(self.run.folder, tasks, self, lambda role: self.job.actors[role].threads)
             await asyncio.get_running_loop().create_future()
-
-    def _threads(self, role: str) -> int:
-        return self.job.actors[role].threads
 
     def _back(self, name: str) -> None:
         died_at = self._died_at.pop(name, None)
