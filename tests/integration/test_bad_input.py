@@ -263,6 +263,27 @@ def test_a_reward_function_that_never_scores_ends_the_job_with_one_sentence(name
     _check_one_sentence(ended, sentence, place)
 
 
+HOPELESS = [
+    pytest.param(("rollout.system_prompt={long}",), "a rollout ended as generation_failed", id="system prompt too long"),
+    pytest.param(("rollout.system_prompt=be brief", "model.path=rejecting"), "a rollout ended as crashed", id="template rejects a role"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), HOPELESS)
+def test_rollouts_that_fail_every_time_end_the_job_with_one_sentence(overrides, sentence, place, model):
+    shutil.copytree(model, place / "rejecting")
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    settings = json.loads((model / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    (place / "rejecting" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (place / "rejecting" / "chat_template.jinja").write_text(template)
+    given = [part.format(long="long " * 600).replace("=rejecting", f"={place}/rejecting") for part in overrides]
+
+    ended = rubato("launch", "acting.yaml", "--run-dir", "run", *given, "env.isolation=auto", cwd=place)
+
+    _check_one_sentence(ended, sentence, place)
+    assert "32 of the last 32 rollouts failed" in ended.err
+
+
 def test_a_run_folder_belongs_to_one_launcher(stopped, place):
     with (stopped / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
