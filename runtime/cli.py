@@ -1,10 +1,14 @@
 """The `rubato` command: finds the sub-command, imports only that, and prints every error meant for the user as one sentence."""
 
-import difflib
+import errno
 import importlib
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
+
+from runtime.errors import RubatoError
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
@@ -51,6 +55,8 @@ def _dispatch(arguments: list[str]) -> int:
     name = arguments[0]
     command = COMMANDS.get(name)
     if command is None:
+        import difflib
+
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         guess = f"Did you mean rubato {near[0]}?" if near else "See rubato --help."
         print(f"{name} is not a command. {guess}", file=sys.stderr)  # noqa: T201
@@ -61,11 +67,13 @@ def _dispatch(arguments: list[str]) -> int:
 
 def guarded(run: Callable[[list[str]], int], argv: list[str]) -> int:
     """`run(argv)`, with errors for the user printed as their sentence on stderr and no traceback."""
-    from runtime.errors import RubatoError
-
     try:
-        code = run(argv)
-        sys.stdout.flush()  # here, where a closed pipe is still caught
+        _open_streams()
+        try:
+            code = run(argv)
+        finally:
+            if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - it is where fd 1 was closed
+                sys.stdout.flush()  # here, where a closed pipe is still caught
     except KeyboardInterrupt:
         return INTERRUPTED
     except RubatoError as error:
@@ -74,6 +82,12 @@ def guarded(run: Callable[[list[str]], int], argv: list[str]) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         sys.stdout = None
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.stdout = None  # or the interpreter tries once more as it ends
+        print(f"what this command writes could not be written: {error.strerror}.", file=sys.stderr)  # noqa: T201
+        return 1
     except ExceptionGroup as group:
         meant, others = group.split(RubatoError)
         if meant is None or others is not None:
@@ -82,6 +96,19 @@ def guarded(run: Callable[[list[str]], int], argv: list[str]) -> int:
             print(sentence, file=sys.stderr)  # noqa: T201
         return 2
     return code
+
+
+def _open_streams() -> None:
+    """Print what the terminal can't show as `?`, and let no file of ours take the number of a stream that was closed."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.set_inheritable(number, True)
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

@@ -87,6 +87,17 @@ def judge_packages(folders: dict[str, Path], owners: Mapping[str, Sequence[str]]
     return Finding("packages", "ok", f"{' '.join(folders)} in {home}")
 
 
+def check_checkout(here: Path | None = None) -> Finding:
+    """Inside a checkout, what runs should be that checkout."""
+    here, home = (here or Path.cwd()).resolve(), _folder_of("runtime")
+    checkout = next((folder for folder in (here, *here.parents) if _is_checkout(folder)), None)
+    if checkout is not None and checkout != home:
+        return Finding(
+            "checkout", "warn", f"runtime comes from {home}, not from {checkout}. Run pip install -e . there to use it."
+        )
+    return Finding("checkout", "ok", f"runtime comes from {home}")
+
+
 def check_safe_path() -> Finding:
     """Nothing in the working folder may hide our packages."""
     if sys.flags.safe_path:
@@ -154,12 +165,20 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_system,
     check_python,
     check_packages,
+    check_checkout,
     check_safe_path,
     check_redis,
     check_torch,
     check_temporary_folder,
     check_memory,
 )
+
+
+def _is_checkout(folder: Path) -> bool:
+    try:
+        return f'name = "{DISTRIBUTION}"' in (folder / "pyproject.toml").read_text(errors="replace")
+    except OSError:
+        return False
 
 
 def _folder_of(name: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -75,4 +76,4 @@ def find_keys(folder: Path) -> RunKeys | None:
 
 def command_for(folder: Path) -> str:
     """What a user types to make keys for the run in `folder`."""
-    return f"rubato keys new --run {folder}"
+    return f"rubato keys new --run {shlex.quote(str(folder))}"

@@ -1,9 +1,11 @@
 """What every process we start does first: tie its life to its parent's."""
 
+import asyncio
 import ctypes
 import os
 import resource
 import signal
+from collections.abc import Callable
 
 MANY_FILES = 16 * 1024
 
@@ -27,6 +29,14 @@ def die_with_parent() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != _PARENT:  # it died before the call above, and init or a subreaper took its place
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_signals(act: Callable[[], object]) -> None:
+    """Call `act` in the running loop at each SIGINT, SIGTERM or SIGHUP; one ignored by whoever started us (nohup) stays so."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, act)
 
 
 def allow_many_files() -> None:

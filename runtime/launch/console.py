@@ -6,6 +6,8 @@ from typing import Protocol
 from rich.console import Console as Rich
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
+from runtime.errors import ConfigError
+from runtime.importer import load_object
 from runtime.messages import Progress as StepDone
 
 
@@ -14,6 +16,18 @@ class StepTable(Protocol):
 
     def header(self) -> str: ...
     def line(self, step: int, steps: int, row: Mapping[str, float]) -> str: ...
+
+
+def step_table(target: str) -> StepTable:
+    """The table that `report.console` names. Raises ConfigError where it leads to none."""
+    found = load_object(target, key="report.console")
+    try:
+        table = found()
+    except Exception as error:
+        raise ConfigError(f"report.console: {target} can't be made: {type(error).__name__}: {error}") from error
+    if not (callable(getattr(table, "header", None)) and callable(getattr(table, "line", None))):
+        raise ConfigError(f"report.console: {target} has no header() and line(step, steps, row).")
+    return table
 
 
 class Console:

@@ -1,7 +1,6 @@
 """A host that joins a running job: a node agent of its own, with its own sockets, blobs and processes, until either side ends it."""
 
 import asyncio
-import signal
 import socket
 import sys
 from contextlib import AsyncExitStack
@@ -16,14 +15,13 @@ from runtime.config import Config, load
 from runtime.errors import LaunchError
 from runtime.keys import write_keys
 from runtime.launch.agent import NodeAgent, Outcome
-from runtime.launch.children import allow_many_files
+from runtime.launch.children import allow_many_files, on_signals
 from runtime.launch.connection import Connection
-from runtime.launch.console import Console
+from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder
 from runtime.launch.gate import GateClient, way_through
 from runtime.launch.launcher import EXIT_CODES
 from runtime.launch.token import JoinToken
-from runtime.load import load_object
 from runtime.messages import AddActors, NotAdded
 from runtime.observe.log import configure
 from runtime.registry import NODE
@@ -50,6 +48,9 @@ class Joiner:
 
     async def run(self) -> int:
         allow_many_files()
+        main = asyncio.current_task()
+        assert main is not None
+        on_signals(main.cancel)
         card = self._folder.open(resume=False, force=False)
         card.id = self._token.run_id
         card.host = self._host or _own_address(self._token.gate or self._token.state_url)
@@ -87,7 +88,7 @@ class Joiner:
     async def _host_actors(self, connection: Connection, tasks: asyncio.TaskGroup) -> Outcome:
         kernel = await connection.kernel(NodeAgent, ActorConfig(), connection.card.node)
         agent = kernel.build()
-        console = Console(load_object(connection.config.report.console)())
+        console = Console(step_table(connection.config.report.console))
         agent.job, agent.screen = connection.config, console
         serving = tasks.create_task(kernel.serve(), name=agent.name)
         await kernel.ready.wait()
@@ -109,9 +110,7 @@ class Joiner:
             raise LaunchError(f"the run {self._token.run_id} did not let this host in: {error}") from error
         if isinstance(reply, NotAdded):
             raise LaunchError(reply.why)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, lambda: _interrupt(agent))
+        on_signals(lambda: _interrupt(agent))
         for name in reply.names:
             agent.start(name)
         console.say(f"{agent.name} joined {self._token.run_id} with {', '.join(reply.names)} · {self._folder.path}")

@@ -2,10 +2,11 @@
 
 import asyncio
 import os
-import signal
+import shlex
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,12 +19,12 @@ from runtime.config import Config
 from runtime.errors import LaunchError
 from runtime.keys import RunKeys, command_for, find_keys
 from runtime.launch.agent import NodeAgent, Outcome
-from runtime.launch.children import allow_many_files, die_with_parent
+from runtime.launch.children import allow_many_files, die_with_parent, on_signals
 from runtime.launch.connection import Connection
-from runtime.launch.console import Console
+from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder
 from runtime.launch.gate import GateServer, way_to
-from runtime.load import load_object
+from runtime.launch.prepare import prepare
 from runtime.observe.log import configure, logger
 from runtime.observe.trace import merge_traces
 from runtime.registry import NODE, list_actors
@@ -47,13 +48,18 @@ class Launcher:
         self._config = config
         self._folder = RunFolder(folder.resolve())
         self._resume, self._force = resume, force
-        self._console = Console(load_object(config.report.console)())
+        self._console = Console(step_table(config.report.console))
         self._clock = asyncio.get_running_loop().time
         self._keys: RunKeys | None = None
+        self._agent: NodeAgent | None = None
+        self._main: asyncio.Task[Any] | None = None
 
     async def run(self) -> int:
+        """Raises CancelledError where a signal came before there was anything to drain."""
         allow_many_files()
         self._config.check_host()
+        self._main = asyncio.current_task()
+        on_signals(self._interrupt)
         card = self._folder.open(resume=self._resume, force=self._force, model=self._config.model_path)
         try:
             self._keys = find_keys(self._folder.path)
@@ -72,7 +78,7 @@ class Launcher:
 
     async def _serve(self, card: RunCard, stack: AsyncExitStack) -> Outcome:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        keeper = await self._open_state(card, stack, tasks)
+        await self._open_state(card, stack, tasks)
         sockets = Path(card.sockets)
         server = BlobServer(sockets / "blobs.sock")
         await server.start()
@@ -92,11 +98,7 @@ class Launcher:
             card.id, self._folder.path, self._config.run.seed, self._config.run.steps, self._config.state.window_s
         )
         connection = Connection(self._config, card, run, store, blobs, self._keys.curve if self._keys else None)
-        try:
-            return await self._host(connection, tasks)
-        finally:
-            if keeper is not None:
-                keeper.cancel()
+        return await self._host(connection, tasks)
 
     async def _host(self, connection: Connection, tasks: asyncio.TaskGroup) -> Outcome:
         """Run the node agent and the actors until there is an outcome, then stop them."""
@@ -108,7 +110,7 @@ class Launcher:
         await kernel.ready.wait()
         shared = self._config.dump(shared=True).encode()
         await connection.store.write({"launcher": msgspec.msgpack.encode(os.getpid()), "config": shared})
-        self._catch_signals(agent)
+        self._agent = agent
         agent.start_actors()
         ready = tasks.create_task(self._announce_ready(agent, began), name="launch.ready")
         outcome = await agent.over
@@ -124,11 +126,9 @@ class Launcher:
         names = agent.launcher.names()
         self._console.stage("actors", " ".join(names), self._clock() - began)
 
-    async def _open_state(
-        self, card: RunCard, stack: AsyncExitStack, tasks: asyncio.TaskGroup
-    ) -> "asyncio.Task[None] | None":
-        """Reach or start the Store; returns the task that keeps an embedded server alive."""
-        began, keeper = self._clock(), None
+    async def _open_state(self, card: RunCard, stack: AsyncExitStack, tasks: asyncio.TaskGroup) -> None:
+        """Reach the Store, or start one and keep it alive."""
+        began = self._clock()
         if self._config.state.url:
             card.state_url = self._config.state.url
             what = "redis given by state.url"
@@ -139,9 +139,8 @@ class Launcher:
             )
             card.state_url = await server.start()
             stack.push_async_callback(server.stop)
-            keeper = tasks.create_task(self._keep_alive(server), name="launch.redis")
+            stack.callback(tasks.create_task(self._keep_alive(server), name="launch.redis").cancel)  # before that stop
             what = server.describe()
-        await self._open_gate(card, stack, tasks)
         store = open_store(card.state_url, card.id, patience_s=3.0)
         try:
             await store.get("launcher")
@@ -149,8 +148,8 @@ class Launcher:
             raise LaunchError(str(error)) from error
         finally:
             await store.close()
+        await self._open_gate(card, stack, tasks)
         self._console.stage("state", what, self._clock() - began)
-        return keeper
 
     def _host_address(self) -> str:
         """`bus.host`, if it is allowed. Raises LaunchError with what to do."""
@@ -202,44 +201,24 @@ class Launcher:
                 self._console.notice("the embedded redis is back", good=True)
 
     async def _prepare(self) -> None:
-        """Run the job's preparations, each a process of its own that prints JSON lines of progress."""
         for target in self._config.prepare:
             began = self._clock()
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", target, str(self._folder.path),
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                env=dict(os.environ, PYTHONSAFEPATH="1"), preexec_fn=die_with_parent,
-            )  # fmt: skip
-            assert process.stdout is not None
-            assert process.stderr is not None
-            what = target
-            async for line in process.stdout:
-                told = msgspec.json.decode(line, type=dict[str, str | float])
-                what = str(told.get("what", what))
-                self._console.preparing(what, float(told.get("progress", 0.0)))
-            errors = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
-            if await process.wait():
-                raise LaunchError(f"preparing {target} failed: {errors[-1] if errors else 'it gave no reason'}")
-            if what != target:
+            what = await prepare(target, self._folder.path, self._console.preparing)
+            if what:
                 self._console.stage("model", what, self._clock() - began)
 
-    def _catch_signals(self, agent: NodeAgent) -> None:
-        loop = asyncio.get_running_loop()
-
-        def interrupt() -> None:
-            if agent.over.done():
-                agent.launcher.kill_all()
-                return
+    def _interrupt(self) -> None:
+        agent = self._agent
+        if agent is None:
+            assert self._main is not None, "signals are caught from run() on"
+            self._main.cancel()
+        elif agent.over.done():
+            agent.launcher.kill_all()
+        else:
             self._console.notice("stopping: what runs is drained and saved; once more to stop now")
-            agent.end(
-                Outcome(
-                    "interrupted",
-                    f"stopped. Go on with: rubato launch {self._folder.path}/config.yaml --run-dir {self._folder.path} --resume",
-                )
-            )
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt)
+            folder = str(self._folder.path)
+            again = shlex.join(["rubato", "launch", f"{folder}/config.yaml", "--run-dir", folder, "--resume"])
+            agent.end(Outcome("interrupted", f"stopped. Go on with: {again}"))
 
     async def _finish(self, outcome: Outcome) -> int:
         if outcome.kind == "failed":

@@ -29,7 +29,7 @@ def main(argv: Sequence[str], *, opener: Opener | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("monitor", description="Watch a run, or print how it stands.")
+    parser = argparse.ArgumentParser("rubato monitor", description="Watch a run, or print how it stands.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--once", action="store_true", help="print one table")

@@ -4,9 +4,11 @@ import asyncio
 import fcntl
 import json
 import shutil
+import signal
 import socketserver
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,6 +155,9 @@ REFUSED = [
     pytest.param(("launch", "small.yaml", "--run-dir", "empty", "--resume"), "empty holds no run to resume.", id="nothing to resume"),
     pytest.param((*LAUNCH, "state.url=redis://127.0.0.1:1/0"), "redis://127.0.0.1:1/0 could not be reached", id="redis unreachable"),
     pytest.param((*LAUNCH, "state.url=unix:///no/such.sock"), "unix:///no/such.sock could not be reached", id="redis socket missing"),
+    pytest.param((*LAUNCH, "state.url=redis://127.0.0.1:notaport"), "state.url names no server: Port could not be cast", id="redis port malformed"),
+    pytest.param((*LAUNCH, "state.url=redis://127.0.0.1:99999"), "state.url names no server: Port out of range 0-65535.", id="redis port too high"),
+    pytest.param((*LAUNCH, "report.console=nope:X"), "report.console: nope:X does not exist: there is no module nope.", id="console missing"),
     pytest.param((*LAUNCH, "state.url=localhost"), "state.url", id="redis url malformed"),
     pytest.param((*LAUNCH, "model.path={place}/headless"), "headless has no *.safetensors. Set model.path", id="model without weights"),
     pytest.param((*LAUNCH, "model.path={place}/gone"), "gone does not exist. Set model.path", id="model folder missing"),
@@ -194,6 +199,27 @@ def test_a_broken_environment_ends_the_job_with_one_sentence(target, sentence, p
     _check_one_sentence(ended, sentence, place)
     assert ended.err.startswith(f"env {target} ")
     assert f"Log: {place}/run/logs/env_manager-1.jsonl" in ended.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_launch_prepares_ends_it_without_a_trace(number, place):
+    (place / "slow.py").write_text("import time\nprint('{}', flush=True)\ntime.sleep(600)\n")
+    environment = clean_environment()
+    environment["PYTHONPATH"] = f"{place}:{environment['PYTHONPATH']}"
+    command = [sys.executable, "-m", "runtime.cli", *LAUNCH, "prepare=[slow]"]
+
+    with tempfile.TemporaryDirectory(prefix="t-") as sockets:  # pytest's folders are too long for sockets
+        environment["TMPDIR"] = sockets
+        with subprocess.Popen(
+            command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as job:
+            assert any("redis" in line for line in iter(job.stdout.readline, ""))
+            job.send_signal(number)
+            out, err = job.communicate(timeout=60)
+        assert list(Path(sockets).iterdir()) == []
+
+    assert (job.returncode, out, err) == (130, "", "")
+    assert left_behind(place) == []
 
 
 def test_a_wrong_redis_password_is_refused(place):

@@ -103,6 +103,18 @@ def test_the_actors_run_inside_a_program_of_the_users_own(elsewhere, model):
     assert [row["step"] for row in _rows(elsewhere / "mine")] == [1, 2, 3]
 
 
+def test_an_embedded_job_replaces_the_one_before_and_keeps_its_model(elsewhere, model):
+    shutil.copytree(model, elsewhere / "mine" / "model")
+    example = elsewhere / "embedded_job.py"
+    example.write_text(example.read_text().replace(", folder) as job", ", folder, force=True) as job"))
+
+    for _ in range(2):
+        ended = python("embedded_job.py", "mine", "run.steps=1", cwd=elsewhere)
+
+        assert ended.code == 0, ended.err
+        assert [row["step"] for row in _rows(elsewhere / "mine")] == [1]
+
+
 def test_a_process_of_the_users_own_plays_rollouts_of_a_running_job(elsewhere, running_job):
     ended = python("join_job.py", running_job, cwd=elsewhere)
 

@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from runtime.cli import COMMANDS, guarded, main
 from runtime.errors import LaunchError, RubatoError
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
 
 def test_help_lists_every_command(capsys):
@@ -68,3 +71,34 @@ def test_a_missing_config_is_refused_by_launch(capsys):
     assert main(["launch", "configs/none.yaml"]) == 2
 
     assert "configs/none.yaml does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "shell", ["exec {command} >&-", "exec {command} >/dev/full", "PYTHONIOENCODING=ascii exec {command}"]
+)
+@pytest.mark.parametrize("arguments", ["--help", f"launch {QUICKSTART} --dry-run"])
+def test_an_output_that_can_not_be_written_is_no_traceback(shell, arguments):
+    command = f"{sys.executable} -m runtime.cli {arguments}"
+
+    ended = subprocess.run(["sh", "-c", shell.format(command=command)], capture_output=True, text=True, check=False)
+
+    full = "could not be written: No space left on device." in ended.stderr
+    assert ended.returncode == (1 if full else 0)
+    assert full == ("/dev/full" in shell)
+    assert "Traceback" not in ended.stderr
+    assert "Exception ignored" not in ended.stderr
+
+
+@pytest.mark.parametrize("command", ["launch", "add", "drain", "stop", "monitor", "keys", "doctor", "sim"])
+def test_usage_shows_the_command_as_it_is_typed(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+
+    assert capsys.readouterr().out.startswith(f"usage: rubato {command}")
+
+
+def test_a_launch_without_arguments_asks_for_the_config_alone(capsys):
+    with pytest.raises(SystemExit):
+        main(["launch"])
+
+    assert capsys.readouterr().err.endswith("error: the following arguments are required: config\n")

@@ -71,3 +71,14 @@ def test_the_exit_code_says_whether_a_check_failed(monkeypatch, capsys, verdict,
     assert doctor.main([]) == code
 
     assert f"{verdict:<4}  disk  so so" in capsys.readouterr().out
+
+
+def test_a_checkout_that_is_not_what_runs_is_named(tmp_path):
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "rubato-rl"\n')
+    (tmp_path / "docs").mkdir()
+
+    found = doctor.check_checkout(tmp_path / "docs")
+
+    assert found.verdict == "warn"
+    assert f", not from {tmp_path}." in found.detail
+    assert doctor.check_checkout(Path("/")).verdict == "ok"

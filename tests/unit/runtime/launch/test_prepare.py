@@ -1,0 +1,66 @@
+"""A job's preparation, whatever it prints."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import LaunchError
+from runtime.launch.prepare import prepare
+
+MODULES = {
+    "tells": """
+import json
+print("plain text")
+print("{}[1, 2]")
+print(json.dumps({"what": "half", "progress": 0.5}))
+print("x" * (1 << 21))
+print(json.dumps({"what": "all", "progress": 1.0}))
+""",
+    "floods": "import sys\nfor _ in range(20_000): print('a complaint', file=sys.stderr)\nprint('{\"what\": \"done\"}')",
+    "fails": "import sys\nprint('first', file=sys.stderr)\nsys.exit('no disk')",
+    "hangs": """
+import os, sys, time
+open(sys.argv[1] + "/pid", "w").write(str(os.getpid()))
+print('{"what": "up"}', flush=True)
+time.sleep(600)
+""",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name, text in MODULES.items():
+        (tmp_path / f"prep_{name}.py").write_text(text)
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+async def test_lines_of_progress_are_told_and_others_passed_over(folder):
+    told = []
+
+    assert await prepare("prep_tells", folder, lambda *one: told.append(one)) == "all"
+
+    assert told == [("half", 0.5), ("all", 1.0)]
+
+
+async def test_a_preparation_that_floods_its_stderr_comes_to_its_end(folder):
+    assert await prepare("prep_floods", folder, lambda what, share: None) == "done"
+
+    assert (folder / "logs" / "prep_floods.stderr").stat().st_size > 1 << 17
+
+
+async def test_a_preparation_that_fails_is_told_by_its_last_sentence(folder):
+    with pytest.raises(LaunchError, match="preparing prep_fails failed: no disk"):
+        await prepare("prep_fails", folder, lambda what, share: None)
+
+
+async def test_a_preparation_ends_with_the_launch_that_waits_for_it(folder):
+    me = asyncio.current_task()
+
+    with pytest.raises(asyncio.CancelledError):
+        await prepare("prep_hangs", folder, lambda what, share: me.cancel())
+
+    me.uncancel()
+    assert not Path("/proc", (folder / "pid").read_text()).exists()
