@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
         count = make(target, int(config["run"]["seed"]), _tell)
         _tell(f"tiny-qwen3 {count / 1e6:.1f} M parameters, made for this run", 1.0)
     else:
-        _tell(f"{target.name} of this run", 1.0)
+        _tell(f"{target.name}, found in the run folder; delete it for a new one", 1.0)
     return 0
 
 
