@@ -12,7 +12,7 @@ import pytest
 
 from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
