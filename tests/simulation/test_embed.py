@@ -102,10 +102,14 @@ async def test_extra_actors_ask_and_are_asked(folder):
         assert await running.done() == "the answer is 42"
 
 
-async def test_a_folder_that_holds_a_run_is_cleared_only_when_forced(folder):
+async def test_a_folder_that_holds_a_step_is_cleared_only_when_forced(folder):
     async with embed(job(), folder) as running:
         await running.done()
 
+    async with embed(job(), folder) as running:
+        await running.done()  # nothing was made that could be lost
+
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(LaunchError, match="already holds a run"):
         async with embed(job(), folder):
             pass
