@@ -15,7 +15,7 @@ from runtime.config import Config, load
 from runtime.errors import LaunchError
 from runtime.kernel import Kernel
 from runtime.keys import find_keys
-from runtime.launch.folder import RunCard, is_up, read_card
+from runtime.launch.folder import RunCard, running
 from runtime.observe.log import logger
 from runtime.observe.trace import Trace, trace_path
 from runtime.schema import schema_of
@@ -61,13 +61,7 @@ class Connection(NamedTuple):
 async def connect(folder: Path) -> AsyncGenerator[Connection]:
     """Reach the run in `folder`. Raises LaunchError when there is none or nobody answers for it."""
     folder = folder.resolve()
-    card = read_card(folder)
-    if not is_up(card):
-        raise LaunchError(
-            f"the run in {folder} is not running. Start it again with: rubato launch {folder}/config.yaml --run-dir {folder} --resume"
-        )
-    if not card.state_url:
-        raise LaunchError(f"the run in {folder} is just starting. Try again in a moment.")
+    card = running(folder)
     config = load(folder / "config.yaml", [])
     run = RunInfo(card.id, folder, config.run.seed, config.run.steps, config.state.window_s)
     store = open_store(card.state_url, card.id)

@@ -229,6 +229,18 @@ def read_card(folder: Path) -> RunCard:
         raise LaunchError(f"{folder}/run.json is damaged ({error}). Start the run again with --resume.") from error
 
 
+def running(folder: Path) -> RunCard:
+    """The card of the run in `folder`, which is up. Raises LaunchError when there is none, it is over, or it can't be reached yet."""
+    card = read_card(folder)
+    if not is_up(card):
+        raise LaunchError(
+            f"the run in {folder} is not running. Start it again with: rubato launch {folder}/config.yaml --run-dir {folder} --resume"
+        )
+    if not card.state_url:
+        raise LaunchError(f"the run in {folder} is just starting. Try again in a moment.")
+    return card
+
+
 def is_up(card: RunCard) -> bool:
     """Whether the launcher of this launch still lives on this host."""
     if not Path(card.sockets).is_dir():

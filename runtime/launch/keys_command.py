@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runtime.errors import LaunchError
 from runtime.keys import FILE, command_for, find_keys, make_keys
-from runtime.launch.folder import is_up, read_card
+from runtime.launch.folder import running
 from runtime.launch.token import JoinToken, write_token
 
 
@@ -40,11 +40,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _join_token(folder: Path) -> str:
-    card, keys = read_card(folder), find_keys(folder)
+    card, keys = running(folder), find_keys(folder)
     if keys is None:
         raise LaunchError(f"the run in {folder} has no keys. Make them with: {command_for(folder)}")
-    if not is_up(card):
-        raise LaunchError(f"the run in {folder} is not running.")
     if not card.host:
         raise LaunchError(f"the run in {folder} is not reachable from other hosts: launch it with bus.host=ADDRESS.")
     if not card.gate and not card.state_url.startswith("rediss://"):

@@ -325,7 +325,7 @@ RUNNING = [
     pytest.param(("drain", "llm_proxy-1", "--run", "{run}"), "llm_proxy-1 can't be drained: a run needs at least 1 llm_proxy. Save and end", id="drain the last proxy"),
     pytest.param(("add", "engine", "--run", "{run}", "-n", "0"), "can't add 0 actors", id="add none"),
     pytest.param(("drain", "engine-9", "--run", "{run}"), "engine-9 does not run here. Running:", id="drain unknown name"),
-    pytest.param(("launch", "acting.yaml", "--run-dir", "{run}"), "already holds a run", id="launch into a running run"),
+    pytest.param(("launch", "acting.yaml", "--run-dir", "{run}"), "is running already", id="launch into a running run"),
     pytest.param(("launch", "acting.yaml", "--run-dir", "{run}", "--resume"), "is running already", id="resume a running run"),
     pytest.param(("launch", "acting.yaml", "--run-dir", "{run}", "--force"), "is running already", id="overwrite a running run"),
 ]  # fmt: skip

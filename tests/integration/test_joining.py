@@ -57,9 +57,8 @@ def test_a_host_joins_by_token_works_and_leaves_when_the_job_ends(place):
     assert rubato("keys", "new", "--run", run, cwd=place).code == 0
     launch = ("launch", "small.yaml", f"model.path={place / 'model'}", "run.steps=100000", "bus.host=127.0.0.1")
     with started(place / "first.log", *launch, "--run-dir", run, cwd=place) as launcher:
-        token = until(
-            lambda: (t := rubato("keys", "join-token", "--run", run, cwd=place)).code == 0 and t.out, "a token"
-        )
+        until(lambda: "env_manager-1" in actors_of(run), "the first manager")
+        token = rubato("keys", "join-token", "--run", run, cwd=place).out
         join = ("add", "env_manager", "--join", token.strip(), "--run-dir", second)
         with started(place / "second.log", *join, cwd=place) as joiner:
             until(lambda: "env_manager-2" in actors_of(run), "the second manager")

@@ -118,7 +118,8 @@ def test_a_joined_host_works_is_cut_off_and_comes_back_as_a_new_incarnation(host
         job.ask("keys", "new", "--run", job.run)
         launch = ("launch", "small.yaml", f"model.path={tmp_path / 'model'}", "run.steps=100000", *SLOWER)
         launcher = job.start(hosts.first, "first.log", *launch, f"bus.host={hosts.address}", "--run-dir", job.run)
-        token = until(lambda: job.ask("keys", "join-token", "--run", job.run), "a token").strip()
+        until(lambda: job.events("env_manager-1", "ready"), "the first host")
+        token = job.ask("keys", "join-token", "--run", job.run).strip()
         managers = job.start(
             hosts.second, "managers.log", "add", "env_manager", "-n", 2, "--join", token, "--run-dir", "managers"
         )

@@ -6,6 +6,7 @@ from bus.errors import BadKeys
 from bus.keys import KeyPair, check_keys, new_keys
 from runtime.errors import LaunchError
 from runtime.keys import FILE, RunKeys, find_keys, make_keys
+from runtime.launch.folder import RunFolder
 from runtime.launch.keys_command import main
 from runtime.launch.token import PREFIX, JoinToken, read_token, write_token
 
@@ -108,3 +109,14 @@ def test_a_token_of_a_run_that_is_not_there_or_has_no_keys_is_refused_in_one_sen
         main(["join-token", "--run", str(tmp_path)])
     with pytest.raises(LaunchError, match=r"has no keys\. Make them with: rubato keys new --run"):
         main(["show", "--run", str(tmp_path)])
+
+
+def test_a_run_that_is_just_starting_gives_no_token_because_it_would_lead_nowhere(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    card = folder.open(resume=False, force=False)  # held by this process, which lives; there is no Store yet
+    folder.write(card)
+    make_keys(folder.path)
+
+    with pytest.raises(LaunchError, match=r"is just starting\. Try again"):
+        main(["join-token", "--run", str(folder.path)])
+    folder.close()
