@@ -12,7 +12,6 @@ from runtime.actor import Actor, ActorConfig, RunInfo
 from runtime.blob_client import BlobClient
 from runtime.blobs import BlobStore
 from runtime.config import Config, load
-from runtime.errors import LaunchError
 from runtime.kernel import Kernel
 from runtime.keys import find_keys
 from runtime.launch.folder import RunCard, running
