@@ -1,0 +1,70 @@
+"""Prints what users' programs may rely on, one name a line. `tools/api.py > docs/api.txt` records it; a test compares the two."""
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+PUBLIC = (
+    "actors.envs.chat",
+    "actors.envs.environment",
+    "actors.envs.frozen_lake",
+    "actors.envs.transcript",
+    "actors.messages.fabric",
+    "actors.messages.generation",
+    "actors.messages.rewards",
+    "actors.messages.samples",
+    "actors.messages.weights",
+    "bus.errors",
+    "bus.message",
+    "planning.relay",
+    "planning.routing",
+    "planning.staleness",
+    "runtime.actor",
+    "runtime.config",
+    "runtime.embed",
+    "runtime.errors",
+    "runtime.guest",
+    "runtime.ref",
+)
+"""What is in no other module's list may change without notice."""
+
+
+def lines() -> Iterator[str]:
+    """Every public name of these modules with its signature, and the public members of classes."""
+    for path in PUBLIC:
+        module = importlib.import_module(path)
+        for name, value in vars(module).items():
+            if not name.startswith("_") and _is_ours(module, value):
+                yield from _lines(f"{path}.{name}", value)
+
+
+def _is_ours(module: ModuleType, value: Any) -> bool:
+    return (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module.__name__
+
+
+def _lines(path: str, value: Any) -> Iterator[str]:
+    yield f"{path}{_signature(value)}"
+    if inspect.isclass(value):
+        for name, member in vars(value).items():
+            if name.startswith("_"):
+                continue
+            if inspect.isfunction(member):
+                yield f"{path}.{name}{_signature(member)}"
+            elif isinstance(member, property):
+                yield f"{path}.{name}"
+
+
+def _signature(value: Any) -> str:
+    """Names of the arguments, with an ellipsis for defaults: types are in the source."""
+    try:
+        found = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return ""
+    shown = [p.replace(annotation=p.empty, default=... if p.default is not p.empty else p.empty) for p in found]
+    return str(inspect.Signature(shown)).replace("=Ellipsis", "=…")
+
+
+if __name__ == "__main__":
+    print("\n".join(sorted(lines())))
