@@ -1,7 +1,6 @@
 """Max-min rates: both implementations against the definition, and against each other."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,8 +34,6 @@ def test_no_link_is_overfull_and_every_flow_has_a_full_link_on_which_none_is_ser
 
 
 def test_the_compiled_implementation_agrees_with_the_plain_one():
-    pytest.importorskip("numba", reason="extra sim is not installed")
-
     for seed in range(40):
         paths, width, capacity = random_flows(seed)
         plain, fast = (max_min_rates(paths, width, capacity, compiled=c) for c in (False, True))
