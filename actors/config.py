@@ -20,6 +20,14 @@ class ModelSection(Section):
     """Intra-op threads of each torch process."""
 
 
+class WeightsSection(Section):
+    """How weights travel between hosts: engines pull that way, and the fabric plans circuits for it."""
+
+    broadcast: Literal["tree", "rings"] = "tree"
+    """tree: each host pulls from its parent, and serves two. rings: half of the pieces from either neighbour on a ring of all hosts,
+    which keeps both directions of every circuit busy; the further away hosts are, the longer the ring takes to fill."""
+
+
 class StalenessSection(Section):
     """How far rollouts may lag behind training."""
 
@@ -37,9 +45,21 @@ class StalenessSection(Section):
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+class ScriptedTrainSection(Section):
+    """Figures of the scripted trainer."""
+
+    step_s: float = Field(default=0.1, ge=0)
+    """A training step."""
+    weights_mib: float = Field(default=1.0, gt=0)
+    """Size of the weights that it publishes."""
+
+
 class TrainSection(Section):
     """GRPO: the shape of a batch, which the sample buffer reads too, and the optimiser."""
 
+    kind: Literal["torch", "scripted"] = "torch"
+    """torch, or scripted: weights of a given size whose content nobody uses, where only their way matters."""
+    scripted: ScriptedTrainSection = ScriptedTrainSection()
     batch_groups: int = Field(default=32, ge=1)
     """Groups per training step."""
     group_size: int = Field(default=8, ge=2)

@@ -3,10 +3,11 @@
 Light can't be split by the switch: every copy is made by a relay. Endpoint 0 is the source in the order that is given.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from planning.demand import Links, Pair
+from planning.demand import Demand, Links, Pair
+from planning.relay import FANOUT
 from planning.relay import plan as relay_tree
 
 
@@ -94,6 +95,13 @@ def best(num: int, ports: int, num_pieces: int) -> tuple[str, Broadcast]:
         raise ValueError(f"{ports} ports are too few to reach {num} endpoints")
     name = min(found, key=lambda name: (found[name].seconds(1.0, 1.0, num_pieces), name))
     return name, found[name]
+
+
+def demands(root: str, hosts: Collection[str], size_bytes: int, *, by_rings: bool) -> tuple[Demand, ...]:
+    """What each host sends each other one when `hosts` pull along the relay tree, or around the ring, that all of them find for themselves."""
+    names = (root, *sorted(set(hosts) - {root}))
+    found = rings(len(names), 2) if by_rings else tree(len(names), FANOUT + 1)
+    return tuple((names[hop.source], names[hop.target], round(hop.share * size_bytes)) for hop in found.hops)
 
 
 def _around(order: Sequence[int]) -> list[Pair]:

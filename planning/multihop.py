@@ -55,6 +55,12 @@ def loads(directed: Mapping[Pair, int], links: Links, num: int) -> dict[Pair, fl
     return carried
 
 
+def one_hop(directed: Mapping[Pair, int], links: Links, trickle: float) -> float:
+    """Bytes over the fullest link where nobody forwards: a pair without a link has `trickle` of one."""
+    number = Counter(links)
+    return max((v / (number[min(p), max(p)] or trickle) for p, v in directed.items()), default=0.0)
+
+
 def bottleneck(directed: Mapping[Pair, int], links: Links, num: int) -> float:
     """Bytes over the fullest link by shortest paths; over its bandwidth, the time that the traffic takes."""
     number = Counter(links)

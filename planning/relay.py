@@ -42,6 +42,15 @@ def ancestors(root: str, parents: Mapping[str, str], host: str) -> tuple[str, ..
     return tuple(path)
 
 
+def ring_sources(root: str, hosts: Collection[str], host: str) -> tuple[str, ...]:
+    """Where `host` may look when the bytes go around a ring both ways: its two neighbours give half of the pieces each, and the
+    others stand in for them."""
+    order = (root, *sorted(set(hosts) - {root}))
+    at = order.index(host)
+    both = dict.fromkeys((order[at - 1], order[(at + 1) % len(order)]))
+    return (*both, *(other for other in order if other != host and other not in both))
+
+
 def sources(tree: RelayTree, host: str) -> tuple[str, ...]:
     """Where `host` may look, best first: up the tree, then the others, of which those below it come last."""
     above = ancestors(tree.root, tree.parents, host)

@@ -109,10 +109,10 @@ class HostBlobs(Actor):
         if key not in self._pulls:
             if await self._has(info):
                 return Pulled(())
-            await self._begin(key, info, request.sources)
+            await self._begin(key, info, request.sources, request.ways)
         return await asyncio.shield(self._pulls[key][1])
 
-    async def _begin(self, key: Key, info: BlobInfo, sources: tuple[str, ...]) -> None:
+    async def _begin(self, key: Key, info: BlobInfo, sources: tuple[str, ...], ways: int) -> None:
         draft = await self.blobs.draft(info.name, info.version, info.epoch, info.size_bytes)
         if key in self._pulls:  # somebody else began meanwhile
             return
@@ -121,14 +121,14 @@ class HostBlobs(Actor):
         self._pulls[key] = (pull, done)
         self._begun.set()
         self._begun = asyncio.Event()
-        self.spawn(self._run(key, pull, sources, done), name=f"{self.name}.pull")
+        self.spawn(self._run(key, pull, sources, ways, done), name=f"{self.name}.pull")
 
     async def _run(
-        self, key: Key, pull: Pull, sources: tuple[str, ...], done: "asyncio.Future[Pulled | NotPulled]"
+        self, key: Key, pull: Pull, sources: tuple[str, ...], ways: int, done: "asyncio.Future[Pulled | NotPulled]"
     ) -> None:
         began = asyncio.get_running_loop().time()
         try:
-            await pull.run(sources)
+            await pull.run(sources, ways)
         except BlobError as error:
             self.log.warning("blob_not_pulled", blob=key[0], version=key[1], error=str(error))
             done.set_result(NotPulled(str(error)))

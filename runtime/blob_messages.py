@@ -72,7 +72,10 @@ class NotPulled(Message, frozen=True):
 
 
 class PullBlob(Request[Pulled | NotPulled], frozen=True):
-    """Bring this blob to your host, from one of the node agents in `sources`, best first. Asked often, it is pulled once."""
+    """Bring this blob to your host, from one of the node agents in `sources`, best first. Asked often, it is pulled once.
+
+    The first `ways` of them give one part of the pieces each, at the same time, as long as they do.
+    """
 
     idempotent: ClassVar[bool] = True
     name: str
@@ -81,3 +84,4 @@ class PullBlob(Request[Pulled | NotPulled], frozen=True):
     digest: str
     size_bytes: int
     sources: tuple[str, ...]
+    ways: int = 1

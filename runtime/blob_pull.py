@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from bus.errors import AskFailed
@@ -12,6 +13,9 @@ from runtime.blobs import BlobCorrupt, BlobError, BlobInfo, BlobMissing, Draft
 
 WINDOW = 8
 """Pieces asked for at once: enough to fill a link while one is checked, and all that a pull holds beside the blob itself."""
+
+SOON_S = 5.0
+"""No more are asked for than should come within this, by the first one: an agent gives up a source that owes a piece for twice as long."""
 
 MAX_BLOB_BYTES = 1 << 40
 
@@ -32,23 +36,26 @@ class Pull:
         self.sources: list[str] = []
         """Who gave pieces, in the order in which they first did."""
         self._draft, self._ask, self._offload, self._check = draft, ask, offload, check
-        self._missing = deque(range(-(-info.size_bytes // PIECE_BYTES)))
+        self._num_pieces = -(-info.size_bytes // PIECE_BYTES)
+        self._missing = deque(range(self._num_pieces))
         self._there: set[int] = set()
         self._news = asyncio.Event()
         self._failed = ""
 
-    async def run(self, sources: Sequence[str]) -> BlobInfo:
+    async def run(self, sources: Sequence[str], ways: int = 1) -> BlobInfo:
         """Pull from the first source that answers, and from the next where it fails; publish when all is here.
 
-        A source whose piece does not have its digest is not asked again. Raises BlobError, naming what went wrong with each
+        With `ways` above 1, so many sources give a part of the pieces each first, of which every relay has the same. A source whose piece does not have its digest is not asked again. Raises BlobError, naming what went wrong with each
         source, when all of them together gave nothing new.
         """
         trusted, failures = list(sources), dict[str, str]()
+        if min(ways, len(trusted)) > 1:
+            await self._pull_apart(trusted[:ways])
         while True:
             before = len(self._there)
             for source in tuple(trusted):
                 try:
-                    await self._pull_from(source)
+                    await self._pull_from(source, self._missing)
                 except (AskFailed, BlobError) as error:
                     failures[source] = f"{source}: {error}"
                     if isinstance(error, BlobCorrupt):
@@ -75,14 +82,33 @@ class Pull:
             await self._changed()
         return self.digests
 
-    async def _pull_from(self, source: str) -> None:
+    async def _pull_apart(self, sources: Sequence[str]) -> None:
+        """Piece i from source i mod n. What one of them does not give stays missing, for whoever comes next."""
+        parts = [deque(i for i in self._missing if i % len(sources) == n) for n in range(len(sources))]
+        self._missing.clear()
+
+        async def part(source: str, missing: deque[int]) -> None:
+            with suppress(AskFailed, BlobError):
+                await self._pull_from(source, missing)
+            self._missing.extend(missing)
+
+        async with asyncio.TaskGroup() as tasks:
+            for source, missing in zip(sources, parts, strict=True):
+                tasks.create_task(part(source, missing))
+
+    async def _pull_from(self, source: str, missing: deque[int]) -> None:
+        """Everything in `missing`; a first piece alone tells how many may be asked for at once."""
         if self._check and self.digests is None:
             self.digests = await self._manifest(source)
             self._tell()
         failures: list[AskFailed | BlobError] = []
+        began = asyncio.get_running_loop().time()
+        await self._work(source, missing, failures, most=1)
+        took_s = asyncio.get_running_loop().time() - began
+        at_once = min(WINDOW, len(missing), max(1, int(SOON_S / max(took_s, 1e-6))))
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(WINDOW, len(self._missing))):
-                tasks.create_task(self._work(source, failures))
+            for _ in range(0 if failures else at_once):
+                tasks.create_task(self._work(source, missing, failures))
         if failures:
             raise failures[0]
 
@@ -96,21 +122,23 @@ class Pull:
             raise BlobCorrupt(
                 f"the digests that {source} gives are not those of blob {self.info.name} {self.info.version}"
             )
-        if len(digests) != DIGEST_BYTES * (len(self._missing) + len(self._there)):
+        if len(digests) != DIGEST_BYTES * self._num_pieces:
             raise BlobCorrupt(f"blob {self.info.name} {self.info.version} does not have {self.info.size_bytes} bytes")
         return digests
 
-    async def _work(self, source: str, failures: list[AskFailed | BlobError]) -> None:
+    async def _work(
+        self, source: str, missing: deque[int], failures: list[AskFailed | BlobError], *, most: int = -1
+    ) -> None:
         """Nobody is cancelled when another fails: a piece that has arrived is still checked and kept."""
-        while self._missing and not failures:
-            index = self._missing.popleft()
+        while missing and not failures and most:
+            index, most = missing.popleft(), most - 1
             try:
                 await self._fetch(source, index)
             except (AskFailed, BlobError) as error:
                 failures.append(error)
             finally:
                 if index not in self._there:
-                    self._missing.appendleft(index)
+                    missing.appendleft(index)
 
     async def _fetch(self, source: str, index: int) -> None:
         reply = await self._ask(source, GetPiece(*self.info[:3], index))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from bus.errors import AskFailed
-from planning.relay import plan, sources
+from planning.relay import plan, ring_sources, sources
 from runtime.blob_messages import FindNewest, Newest, NotPulled, PullBlob
 from runtime.blobs import BlobInfo, BlobMissing, BlobStore, Draft
 from runtime.kernel import NODE
@@ -28,9 +28,12 @@ class WeightsHosts:
         find: "Callable[[str], ActorRecord | None]",
         peers: Callable[[str], tuple[str, ...]],
         ref: "Callable[[str], Ref]",
+        *,
+        by_rings: bool = False,
     ) -> None:
         self._blobs, self._node = blobs, node
         self._find, self._peers, self._ref = find, peers, ref
+        self._by_rings = by_rings
 
     async def newest(self, name: str) -> BlobInfo | None:
         """What the trainer's host has; where that is ours, or does not answer, what we have."""
@@ -66,10 +69,11 @@ class WeightsHosts:
 
     async def _bring(self, info: BlobInfo, home: str) -> None:
         readers = {record.node for name in self._peers("engine") if (record := self._find(name)) is not None}
-        tree = plan(home, {self._node} | (readers & set(self._peers("node"))))
-        where = sources(tree, self._node)
+        hosts = {self._node} | (readers & set(self._peers("node")))
+        where = ring_sources(home, hosts, self._node) if self._by_rings else sources(plan(home, hosts), self._node)
+        ways = 2 if self._by_rings and len(where) > 1 else 1
         try:
-            reply = await self._ref(self._node).ask(PullBlob(*info, where), timeout=PULL_S)
+            reply = await self._ref(self._node).ask(PullBlob(*info, where, ways), timeout=PULL_S)
         except AskFailed as error:
             raise BlobMissing(str(error)) from error
         if isinstance(reply, NotPulled):

@@ -1,6 +1,7 @@
 """Keeps an engine on the newest published weights: hints wake it, a slow check covers lost hints, only the newest is pulled."""
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from actors.engines.engine import Engine
@@ -26,9 +27,15 @@ class WeightsPuller:
     """One per engine. A higher epoch always wins: it is a restarted trainer, whose predecessor's versions no longer count."""
 
     def __init__(
-        self, engine: Engine, blobs: BlobStore, metrics: "Metrics", waits: "Waits", log: "FilteringBoundLogger"
+        self,
+        engine: Engine,
+        blobs: BlobStore,
+        metrics: "Metrics",
+        waits: "Waits",
+        log: "FilteringBoundLogger",
+        swapped: Callable[[BlobInfo], None] = lambda info: None,
     ) -> None:
-        self._engine, self._blobs = engine, blobs
+        self._engine, self._blobs, self._tell = engine, blobs, swapped
         self._metrics, self._waits, self._log = metrics, waits, log
         self._blob = BLOB
         self._held = (0, 0)
@@ -115,4 +122,5 @@ class WeightsPuller:
         self._metrics.gauge("weights/bytes", info.size_bytes)
         self._metrics.observe("weights/pause_s", pause_s)
         self._log.info("weights_swapped", version=info.version, epoch=info.epoch, pause_s=round(pause_s, 6))
+        self._tell(info)
         self._swapped.set()

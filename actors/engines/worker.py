@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from actors.config import ModelSection
+from actors.config import ModelSection, WeightsSection
 from actors.device import check_device
 from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, EngineError, Work
 from actors.engines.flights import Flight, Flights
@@ -25,11 +25,12 @@ from actors.messages.generation import (
     Suspend,
     TokensSampled,
 )
-from actors.messages.weights import WeightsPublished
+from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.model_folder import check_model_folder
-from bus.errors import NotSent
+from bus.errors import AskFailed, NotSent
 from bus.message import Ack
 from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.blobs import BlobInfo
 from runtime.errors import ConfigError
 from runtime.importer import check_module
 from runtime.load import load_object
@@ -47,6 +48,7 @@ class EngineWorker(Actor):
     class Config(ActorConfig):
         model: ModelSection = ModelSection()
         engine: EngineSection = EngineSection()
+        weights: WeightsSection = WeightsSection()
 
     config: Config
 
@@ -75,7 +77,6 @@ class EngineWorker(Actor):
         self._draining = False
         self._engine: Engine | None = None
         self._weights: WeightsPuller | None = None
-        self._gauging: asyncio.Task[None] | None = None
 
     # -- life cycle -------------------------------------------------------------------------------------------------
 
@@ -83,15 +84,18 @@ class EngineWorker(Actor):
         """Load the base model, then go to the newest published weights, if any: a late joiner takes the same path."""
         section = self.config.engine
         build: Any = await self.offload(load_object, ENGINES.get(section.kind, section.kind))
-        blobs = WeightsHosts(self.blobs, self._context.node, self._context.find, self.peers, self.ref)
+        by_rings = self.config.weights.broadcast == "rings"
+        blobs = WeightsHosts(
+            self.blobs, self._context.node, self._context.find, self.peers, self.ref, by_rings=by_rings
+        )
         self._engine = engine = build(self._model_folder(), self.config.model, section)
         await engine.start()
-        self._weights = weights = WeightsPuller(engine, blobs, self.metrics, self.waits, self.log)
+        self._weights = weights = WeightsPuller(engine, blobs, self.metrics, self.waits, self.log, self._swapped)
         await weights.pull()
         self.metrics.gauge("weights/version", weights.version)
         self.spawn(weights.keep_up(section.check_s), name=f"{self.name}.weights")
         self.spawn(self._report(), name=f"{self.name}.progress")
-        self._gauging = self.spawn(self._gauge(), name=f"{self.name}.load")
+        self.spawn(self._gauge(), name=f"{self.name}.load")
         self.log.info("engine_started", engine=engine.capabilities.name, version=weights.version)
 
     async def on_drain(self) -> None:
@@ -102,8 +106,6 @@ class EngineWorker(Actor):
         await self._flights.idle.wait()
 
     async def on_stop(self) -> None:
-        if self._gauging is not None:
-            self._gauging.cancel()  # an engine that is being stopped has no load to tell
         if self._engine is not None:
             await self._engine.stop()
 
@@ -226,6 +228,14 @@ class EngineWorker(Actor):
     @handler
     async def weights_published(self, message: WeightsPublished) -> None:
         self._started()[1].hint(message)
+
+    def _swapped(self, info: BlobInfo) -> None:
+        self.spawn(self._tell_taken(WeightsTaken(self.name, info.version, info.epoch)), name=f"{self.name}.taken")
+
+    async def _tell_taken(self, message: WeightsTaken) -> None:
+        for trainer in self.peers("trainer"):
+            with contextlib.suppress(AskFailed):
+                await self.ref(trainer).tell(message)
 
     # -- what others see --------------------------------------------------------------------------------------------
 

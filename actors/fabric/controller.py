@@ -2,12 +2,14 @@
 
 import asyncio
 
+from actors.config import WeightsSection
 from actors.fabric.accounts import Accounts
 from actors.fabric.aims import Aim, Aims
 from actors.fabric.choice import choose
 from actors.fabric.connect import device, emulated
 from actors.fabric.errors import FabricError, NotTheWriter
 from actors.fabric.ledger import Ledger, LedgerUnavailable
+from actors.fabric.racks import Racks
 from actors.fabric.reconciler import PortsFailed, Reconciler, Stage
 from actors.fabric.rhythm import Rhythm
 from actors.fabric.section import FabricSection
@@ -25,6 +27,9 @@ LEAD = 2.0
 UNDISTURBED = 0.5
 """Share of the running phase that a change for the next one never touches."""
 
+BUSY = 1.25
+"""Nor the time in which its bytes are under way, by its template: transfers reach four fifths of a link's rate, or more."""
+
 RETRY_S = 0.5
 """First pause before asking a switch that failed again; doubles up to `RETRY_MAX_S`."""
 
@@ -39,13 +44,24 @@ class FabricController(Actor):
 
     class Config(ActorConfig):
         fabric: FabricSection = FabricSection()
+        weights: WeightsSection = WeightsSection()
 
     config: Config
 
     def __init__(self, config: Config, context: Context) -> None:
         super().__init__(config, context)
         self._section = section = config.fabric
-        self._templates = Templates(section.ports // section.ports_per_endpoint, section.ports_per_endpoint)
+        by_rings = config.weights.broadcast == "rings"
+        self._racks = Racks(section.racks, context.find, context.peers, by_rings=by_rings)
+        most = section.ports // section.ports_per_endpoint
+        self._templates = Templates(
+            most,
+            section.ports_per_endpoint,
+            self._racks.names,
+            static=section.static,
+            trickle=section.trickle_mbps / 1e3 / section.link_gbps if section.testbed else None,
+        )
+        self._link_bytes_s = section.link_gbps * 1e9 / 8
         self._unsaved = False
         self._rhythm = Rhythm()
         self._epochs: dict[str, int] = {}
@@ -64,6 +80,8 @@ class FabricController(Actor):
         if self._section.enabled:
             if self._ledger.entry.stage == "changing":
                 self._aim_at_present(self._ledger.entry.phase, restore=True)
+            elif self._racks.names:
+                self._aim_at_present("", restore=True)
             self.spawn(self._reconcile(), name=f"{self.name}.reconcile")
 
     async def on_stop(self) -> None:
@@ -81,7 +99,8 @@ class FabricController(Actor):
         if not self._section.enabled:
             return
         now = asyncio.get_running_loop().time()
-        if self._templates.learn(message.phase, message.traffic):
+        traffic = self._racks.traffic(message.phase, message.traffic)
+        if self._templates.learn(message.phase, traffic, whole=message.phase == "weight_sync"):
             self._unsaved = True
             self.log.info("phase_profiled", phase=message.phase, endpoints=len(self._templates.book.endpoints))
         if message.in_s > 0:
@@ -122,8 +141,10 @@ class FabricController(Actor):
         """Aim at the phase that should follow, unless it was announced already or should have begun."""
         expected, lasts = self._rhythm.next(), self._rhythm.lasts(self._rhythm.phase)
         if self._aims.coming is None and expected and lasts and expected.at > asyncio.get_running_loop().time():
-            not_before = self._rhythm.since + UNDISTURBED * lasts
-            self._aim_at_coming(expected.phase, expected.at, not_before=not_before)
+            busy_s = BUSY * self._templates.bytes_per_link(self._rhythm.phase, self._rhythm.phase) / self._link_bytes_s
+            not_before = self._rhythm.since + max(UNDISTURBED * lasts, busy_s)
+            if not_before + self._accounts.delay_s <= expected.at:
+                self._aim_at_coming(expected.phase, expected.at, not_before=not_before)
 
     # -- making it so -----------------------------------------------------------------------------------------------
 
@@ -147,7 +168,9 @@ class FabricController(Actor):
 
     async def _carry_out(self, aim: Aim) -> None:
         """Read, plan, reach, account. Raises FabricError when the switch does not do its part."""
-        links = self._links(aim.phase)
+        links, scheduled = self._links(aim.phase)
+        if links is None and self._racks.names:
+            links = self._templates.even()
         if links is None:
             return
         if self._switch() and not self.peers(self._switch()):
@@ -157,12 +180,13 @@ class FabricController(Actor):
         state = await reconciler.driver.read()
         self._circuits = state.lit
         unfinished = self._ledger.entry.stage == "changing" or len(state.circuits) > len(state.lit)
-        planned = self._plan(aim, links, restore=aim.restore or unfinished or not state.lit)
+        planned = self._plan(aim, links, restore=aim.restore or unfinished or scheduled or not state.lit)
         if planned.reconfigure or (planned.why == FITS and unfinished):
             began, ahead_of = asyncio.get_running_loop().time(), self._rhythm.since
             with self.waits.on(f"circuits of {aim.phase}", stage="reconfigure", holder=self._switch()):
                 await reconciler.reach(planned.circuits, aim.phase, state)
             self._circuits = planned.circuits
+            self.log.info("circuits_changed", phase=aim.phase, why=planned.why, num=len(planned.circuits))
             self._accounts.changed(aim.starts_at, began, self._began_since(aim.phase, ahead_of))
         elif planned.why == KEPT:
             self.metrics.count("fabric/kept")
@@ -171,18 +195,19 @@ class FabricController(Actor):
             self._electrical, self._failures = False, 0
             self.log.info("optical_path_again", phase=aim.phase)
 
-    def _links(self, phase: str) -> Links | None:
-        """The template of the phase, or the one that the whole period is shortest with."""
+    def _links(self, phase: str) -> tuple[Links | None, bool]:
+        """The template of the phase, or the one that the whole period is shortest with, and whether that was found out: a change
+        then pays off, however short the phase."""
         chosen = choose(
             self._rhythm,
             self._templates,
-            link_bytes_s=self._section.link_gbps * 1e9 / 8,
+            link_bytes_s=self._link_bytes_s,
             delay_s=self._accounts.delay_s,
         )
         instead = chosen.get(phase, phase)
         if instead != phase and self._templates.links(phase) is not None:
             self.metrics.count("fabric/kept")
-        return self._templates.links(instead)
+        return self._templates.links(instead), phase in chosen
 
     def _plan(self, aim: Aim, links: Links, *, restore: bool) -> CircuitPlan:
         now = asyncio.get_running_loop().time()

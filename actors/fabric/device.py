@@ -20,6 +20,8 @@ class OcsDevice:
         self.dead_ports: set[int] = set()
         """Ports whose mirrors don't move any more: circuits over them fail."""
         self.num_changes = 0
+        self.changed = asyncio.Event()
+        """Set with every update; for whoever follows the light, who clears it."""
         self._tuned_at: dict[Cross, float | None] = {}
         """Loop time from which each configured circuit carries light; None for an invalid one."""
         self._busy_until = 0.0
@@ -39,11 +41,21 @@ class OcsDevice:
         if new or gone:
             self._busy_until = self._done_at(asyncio.get_running_loop().time())
             self.num_changes += 1
+            self.changed.set()
         return len(gone), len(add)
 
     def status(self) -> dict[Cross, Status]:
         """Every configured circuit, sorted."""
         return {cross: self._status(cross) for cross in sorted(self._tuned_at)}
+
+    def lit(self) -> tuple[Cross, ...]:
+        """The circuits that carry light now, sorted."""
+        return tuple(cross for cross, status in self.status().items() if status == "tuned")
+
+    def next_light_at(self) -> float | None:
+        """Loop time at which the next circuit will carry light; None while no mirror moves."""
+        now = asyncio.get_running_loop().time()
+        return min((at for at in self._tuned_at.values() if at is not None and at > now), default=None)
 
     def _status(self, cross: Cross) -> Status:
         at = self._tuned_at[cross]

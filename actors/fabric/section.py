@@ -39,6 +39,16 @@ class FabricSection(Section):
     """Circuits that carry no light so long after the reconfiguration time count as failed."""
     listen: str = ""
     """127.0.0.1:port on which the emulated switch answers HTTP too, port 0 for a free one; empty: on the bus alone."""
+    racks: dict[str, tuple[str, ...]] = {}
+    """The racks in the order of their ports on the switch, each with the addresses of its hosts (their bus.host). Empty: every actor
+    is an endpoint of its own, in the order of first appearance."""
+    static: bool = False
+    """One set of circuits for all phases, by their traffic together: what a fabric that never changes could do at best."""
+    testbed: str = ""
+    """Prefix of the network namespaces PREFIX-RACK, whose links the emulated switch makes as fast as its circuits (tools/fabric_testbed.py
+    makes them). Empty: bytes don't follow circuits."""
+    trickle_mbps: float = Field(default=8.0, gt=0)
+    """In a test-bed, what two racks without a circuit can send each other."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -47,6 +57,12 @@ class FabricSection(Section):
             raise ValueError(
                 f"switch_url {self.switch_url!r} is not for driver {self.driver!r}: netconf takes ssh://, the others https://"
             )
+        if len(self.racks) * self.ports_per_endpoint > self.ports:
+            raise ValueError(
+                f"{len(self.racks)} racks with {self.ports_per_endpoint} ports each need more than the switch's {self.ports} ports"
+            )
+        if self.testbed and len(self.racks) < 2:
+            raise ValueError("testbed needs racks: two or more, each with the address of its host")
         if not self.switch_url and self.driver != "sonic":
             raise ValueError(f"driver {self.driver!r} needs switch_url: the emulated switch speaks sonic alone")
         host, _, port = self.listen.rpartition(":")

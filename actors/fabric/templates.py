@@ -1,9 +1,11 @@
 """Owns the profile of each phase and the circuit template made from it, kept in the Store across restarts."""
 
+from itertools import chain, combinations
+
 import msgspec
 
 from planning.demand import Demand, Links, flows
-from planning.multihop import bottleneck
+from planning.multihop import bottleneck, one_hop
 from planning.topology import template
 from runtime.store.store import Fence, Store
 
@@ -25,10 +27,23 @@ class Book(msgspec.Struct, frozen=True):
 
 
 class Templates:
-    """One template per phase, over all endpoints seen so far; every one is renewed when an endpoint is new."""
+    """One template per phase, over all endpoints seen so far; every one is renewed when an endpoint is new.
 
-    def __init__(self, max_endpoints: int, ports_per_endpoint: int) -> None:
-        self.book = Book()
+    With `endpoints` there are no others. `static`: all phases have the same one, by their traffic together. Where no endpoint forwards for
+    others, `trickle` is what two without a link have instead, as a share of one.
+    """
+
+    def __init__(
+        self,
+        max_endpoints: int,
+        ports_per_endpoint: int,
+        endpoints: tuple[str, ...] = (),
+        *,
+        static: bool = False,
+        trickle: float | None = None,
+    ) -> None:
+        self.book = Book(endpoints)
+        self._fixed, self._static, self._trickle = endpoints, static, trickle
         self._max_endpoints = max_endpoints
         self._ports_per_endpoint = ports_per_endpoint
         self.dead: frozenset[int] = frozenset()
@@ -42,7 +57,7 @@ class Templates:
             book = msgspec.msgpack.decode(value, type=Book) if value is not None else Book()
         except msgspec.MsgspecError:
             return
-        if len(book.endpoints) <= self._max_endpoints:
+        if len(book.endpoints) <= self._max_endpoints and self._fixed in ((), book.endpoints):
             self._renew(book.endpoints, {phase: kept.traffic for phase, kept in book.phases.items()})
 
     async def save(self, store: Store, fence: Fence) -> None:
@@ -50,20 +65,34 @@ class Templates:
         await store.write({KEY: msgspec.msgpack.encode(self.book)}, fence=fence)
 
     def links(self, phase: str) -> Links | None:
-        """The cached template; None for a phase that has shown no traffic yet."""
+        """The cached template; None for a phase that has shown no traffic yet, unless all phases have the same."""
+        if self._static:
+            return next((profile.links for profile in self.book.phases.values()), None)
         profile = self.book.phases.get(phase)
         return profile.links if profile else None
 
-    def learn(self, phase: str, traffic: tuple[Demand, ...]) -> bool:
-        """Profile a phase from the first traffic it shows, or that a new endpoint shows; True when the book changed."""
+    def even(self) -> Links:
+        """For what nothing is known of: the ports divided evenly among all pairs of endpoints."""
+        pairs = tuple((a, b, 1) for a, b in combinations(self.book.endpoints, 2))
+        return template(pairs, self.book.endpoints, self._ports_per_endpoint, self.dead)
+
+    def learn(self, phase: str, traffic: tuple[Demand, ...], *, whole: bool = False) -> bool:
+        """Profile a phase from the first traffic it shows, or that a new endpoint shows; True when the book changed.
+
+        Who sends what in a phase is told by several: pairs that are new to it are added. Traffic that is the `whole` of a phase takes the
+        place of what was known, where its pairs are others.
+        """
         endpoints = list(self.book.endpoints)
         for name in (name for source, target, _ in traffic for name in (source, target)):
-            if name not in endpoints and len(endpoints) < self._max_endpoints:
+            if name not in endpoints and len(endpoints) < self._max_endpoints and not self._fixed:
                 endpoints.append(name)
         grown = len(endpoints) > len(self.book.endpoints)
-        if not traffic or (phase in self.book.phases and not grown):
+        known = self.book.phases[phase].traffic if phase in self.book.phases and not grown else ()
+        pairs = {each[:2] for each in known}
+        new = tuple(each for each in traffic if each[:2] not in pairs)
+        if not traffic or (not new and not (whole and len(traffic) < len(known))):
             return False
-        seen = {p: f.traffic for p, f in self.book.phases.items()} | {phase: traffic}
+        seen = {p: f.traffic for p, f in self.book.phases.items()} | {phase: traffic if whole else known + new}
         self._renew(tuple(endpoints), seen)
         return True
 
@@ -79,14 +108,24 @@ class Templates:
     def bytes_per_link(self, phase: str, template_of: str) -> float:
         """What the fullest link carries when `phase` runs over the links of another phase's template."""
         key = phase, template_of
+        if template_of not in self.book.phases:
+            return 0.0
         if key not in self._bytes:
             traffic = self.book.phases[phase].traffic if phase in self.book.phases else ()
             directed = flows(traffic, self.book.endpoints)
-            self._bytes[key] = bottleneck(directed, self.book.phases[template_of].links, len(self.book.endpoints))
+            links = self.book.phases[template_of].links
+            if self._trickle is None:
+                self._bytes[key] = bottleneck(directed, links, len(self.book.endpoints))
+            else:
+                self._bytes[key] = one_hop(directed, links, self._trickle)
         return self._bytes[key]
 
     def _renew(self, endpoints: tuple[str, ...], traffic: dict[str, tuple[Demand, ...]]) -> None:
         ports = self._ports_per_endpoint
-        phases = {phase: Profile(t, template(t, endpoints, ports, self.dead)) for phase, t in traffic.items()}
+        together = tuple(chain.from_iterable(traffic.values()))
+        phases = {
+            phase: Profile(t, template(together if self._static else t, endpoints, ports, self.dead))
+            for phase, t in traffic.items()
+        }
         self.book = Book(endpoints, phases)
         self._bytes.clear()

@@ -15,6 +15,14 @@ class WeightsPublished(Message, frozen=True):
     size_bytes: int
 
 
+class WeightsTaken(Message, frozen=True):
+    """`engine` has swapped in this version: when all have, the phase in which weights travel is over."""
+
+    engine: str
+    version: int
+    epoch: int
+
+
 class NoWeights(Message, frozen=True):
     """Nothing was published yet."""
 

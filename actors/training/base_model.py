@@ -67,12 +67,18 @@ def make(folder: Path, seed: int, told: Callable[[str, float], None], *, steps: 
     _warm_up(model, tokenizer, random.Random(seed), told, steps)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[END], "pad_token_id": ids[END]}))
+    write_tokenizer(folder)
+    return sum(p.numel() for p in model.parameters())
+
+
+def write_tokenizer(folder: Path) -> None:
+    """The tokenizer alone: all that a job needs whose engines and trainer are scripted. Written last, it marks the folder as whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
     special = {"eos_token": END, "pad_token": END, "unk_token": UNKNOWN}
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE, **special}
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[END], "pad_token_id": ids[END]}))
     (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2))
-    return sum(p.numel() for p in model.parameters())
 
 
 def make_tokenizer() -> Any:
@@ -136,6 +142,9 @@ def main(argv: Sequence[str]) -> int:
     target = folder / config["model"]["path"]
     if not target.resolve().is_relative_to(folder.resolve()):
         _tell(f"{target}, named by model.path", 1.0)  # somebody else's: read, never written
+    elif config.get("train", {}).get("kind") == "scripted":
+        write_tokenizer(target)
+        _tell("a tokenizer, and no model: the trainer is scripted", 1.0)
     elif not (target / "tokenizer_config.json").exists():
         count = make(target, int(config["run"]["seed"]), _tell)
         _tell(f"tiny-qwen3 {count / 1e6:.1f} M parameters, made for this run", 1.0)

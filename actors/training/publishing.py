@@ -8,7 +8,7 @@ import msgspec
 
 from actors.messages.fabric import Phase, PhaseIntent
 from actors.messages.samples import Advance, Standing
-from actors.messages.weights import WeightsPublished
+from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.training.agreement import compare, require, sample
 from actors.training.engine import TrainEngine
 from actors.training.section import CheckSection
@@ -34,6 +34,7 @@ class Publisher:
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
         self.published: WeightsPublished | None = None
+        self._taken: set[str] = set()
 
     @property
     def size_bytes(self) -> int:
@@ -50,6 +51,8 @@ class Publisher:
                 parts = await actor.offload(export)
                 info = await actor.blobs.put(WEIGHTS, step, epoch, parts)
             self.published = WeightsPublished(step, epoch, WEIGHTS, info.digest, info.size_bytes)
+            self._taken = set()
+            actor.log.info("weights_published", version=step, epoch=epoch, size_bytes=info.size_bytes)
             for name in (*actor.peers("engine"), *actor.peers("llm_proxy")):
                 wait.update(holder=name)
                 with suppress(AskFailed):
@@ -60,14 +63,22 @@ class Publisher:
         actor.metrics.gauge("weights/version", step)
         return standing
 
-    async def intend(self, phase: Phase, step: int) -> None:
-        """Tell the fabric what comes; it may be away."""
+    def taken(self, message: WeightsTaken) -> bool:
+        """Note who has what was published last; True when all engines that are ready have it."""
+        now = self.published
+        if now is None or (message.version, message.epoch) != (now.version, now.epoch):
+            return False
+        self._taken.add(message.engine)
+        return self._taken >= set(self._actor.peers("engine"))
+
+    async def intend(self, phase: Phase, step: int, in_s: float = 0.0) -> None:
+        """Tell the fabric what comes, `in_s` from now, or what begins; it may be away."""
         actor = self._actor
-        engines = actor.peers("engine") if phase == "weight_sync" else ()
+        engines = actor.peers("engine") if phase == "weight_sync" and self.size_bytes else ()
         traffic = tuple((actor.name, name, self.size_bytes) for name in engines)
         with suppress(AskFailed, TimeoutError):
             async with asyncio.timeout(INTEND_S):
-                await actor.ref(FABRIC).tell(PhaseIntent(phase, step, 0.0, traffic))
+                await actor.ref(FABRIC).tell(PhaseIntent(phase, step, in_s, traffic))
 
     async def check_agreement(self, step: int, engine: TrainEngine, section: CheckSection) -> None:
         """Stop the run where trainer and engine do not see the same policy."""

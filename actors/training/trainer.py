@@ -1,8 +1,9 @@
 """Trainer: claims batches, trains, publishes weights, and makes steps durable before their samples are let go."""
 
 import asyncio
+from collections import deque
 from pathlib import Path
-from time import process_time
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,13 +22,14 @@ from actors.messages.samples import (
     Standing,
     Trajectory,
 )
-from actors.messages.weights import LatestWeights, NoWeights, WeightsPublished
+from actors.messages.weights import LatestWeights, NoWeights, WeightsPublished, WeightsTaken
 from actors.model_folder import check_model_folder
 from actors.training import checkpoint as checkpoints
 from actors.training.engine import StepResult, TrainEngine, TrainError
 from actors.training.held_out import HeldOut
-from actors.training.progress import Rows, cpu_used, own_metrics
+from actors.training.progress import Rows, own_metrics
 from actors.training.publishing import ASK_S, BUFFER, Publisher
+from actors.training.scripted_train import ScriptedTrainEngine
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from runtime.actor import Actor, ActorConfig, Context, handler
 from runtime.clock import wall_s
@@ -35,6 +37,10 @@ from runtime.registry import list_actors
 
 if TYPE_CHECKING:
     from runtime.ref import Ref
+
+
+REMEMBERED = 5
+"""Steps whose usual time says when the next weights are due: a median of five shrugs off two outliers."""
 
 
 class Trainer(Actor):
@@ -63,7 +69,8 @@ class Trainer(Actor):
     @classmethod
     def preflight(cls, config: Any, folder: Path) -> None:
         """The model must be there before torch is even imported."""
-        check_model_folder(folder / config.model.path)
+        if config.train.kind != "scripted":
+            check_model_folder(folder / config.model.path)
 
     def __init__(self, config: Any, context: Context) -> None:
         super().__init__(config, context)
@@ -73,7 +80,8 @@ class Trainer(Actor):
         self._out = Publisher(self)
         self._standing = Standing(0, config.staleness.bound)
         self._step = self._saved = self._epoch = 0
-        self._checked = False
+        self._checked = self._training = False
+        self._took_s: deque[float] = deque(maxlen=REMEMBERED)
         self._began = self._last_row = 0.0
         self._bound_at = 0.0
         """When the newest step was bound: the Store may still forget that."""
@@ -133,12 +141,17 @@ class Trainer(Actor):
     async def latest_weights(self, request: LatestWeights) -> WeightsPublished | NoWeights:
         return self._out.published or NoWeights()
 
+    @handler
+    async def weights_taken(self, message: WeightsTaken) -> None:
+        """The weights have arrived everywhere: what has the network now is the next rollout, unless the next step has begun before."""
+        if self._out.taken(message) and not self._training:
+            await self._out.intend("rollout", message.version + 1)
+
     # -- the loop -----------------------------------------------------------------------------------------------
 
     async def _train_to_the_end(self) -> None:
         try:
             await self._publish()
-            await self._out.intend("rollout", self._step + 1)
             self._began = self._last_row = asyncio.get_running_loop().time()
             while self._step < self.run.steps and not self._leaving.is_set():
                 await self._one_step(self._step + 1)
@@ -158,25 +171,27 @@ class Trainer(Actor):
         if batch is None:
             return
         claimed = loop.time()
+        self._training = True
         await self._out.intend("train_step", step)
-        waiting, cpu_s = self.waits.on(f"step {step}", stage="train", whole=True), process_time()
+        if self._took_s:
+            await self._out.intend("weight_sync", step, in_s=median(self._took_s))
+        waiting = self.waits.on(f"step {step}", stage="train", whole=True)
         with waiting, self.metrics.busy(), self.trace.span("train_step", "train", step=step):
             groups, result = await self.offload(self._train, step, batch)
-        trained, cpu_s = loop.time(), process_time() - cpu_s
+        trained = loop.time()
         self._step = step
+        self._took_s.append(trained - claimed)
+        self._training = False
         await self._publish()
         times = {
             "time/wait_for_batch": claimed - asked,
             "time/train": trained - claimed,
             "time/publish": loop.time() - trained,
         }
-        if not _virtual():
-            times["time/train_cpu"] = cpu_s
         await self._evaluate_when_due(step)
         await self._append_row(step, result, groups, times)
         if step % self.config.checkpoint.every == 0 or step == self.run.steps:
             await self._save()
-        await self._out.intend("rollout", step + 1)
 
     async def _evaluate_when_due(self, step: int) -> None:
         num = self._held_out.due(step, self.run.steps)
@@ -196,8 +211,7 @@ class Trainer(Actor):
         times |= {"time/step": seconds, "time/wall_s": self._rows.wall_s + now - self._began, "time/unix_s": wall_s()}
         own = own_metrics(self.metrics.snapshot()) | self._held_out.take() | {"weights/bytes": self._out.size_bytes}
         others = await list_actors(self.store)
-        used = {} if _virtual() else await self.offload(cpu_used, others)
-        row = await self.offload(self._rows.append_step, step, result, groups, times, own, others, used)
+        row = await self.offload(self._rows.append_step, step, result, groups, times, own, others)
         self.progress(step, row)
 
     async def _claim(self, step: int) -> Batch | None:
@@ -251,6 +265,8 @@ class Trainer(Actor):
             await self._buffer.ask(Confirm(self._step, self._epoch), timeout=ASK_S)
 
     def _build(self) -> TrainEngine:
+        if self.config.train.kind == "scripted":
+            return ScriptedTrainEngine(self.config.train.scripted)
         from actors.training.torch_train import TorchTrainEngine
 
         return TorchTrainEngine(self.config.model, self.config.train, steps=self.run.steps, seed=self.run.seed)
@@ -262,8 +278,3 @@ class Trainer(Actor):
 
     def _save_to(self, folder: Path) -> None:
         self._engine.save(folder, epoch=self._epoch)
-
-
-def _virtual() -> bool:
-    """On a virtual loop nothing may depend on what the machine took."""
-    return getattr(asyncio.get_running_loop(), "virtual", False)

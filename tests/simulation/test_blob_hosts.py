@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.tensor import Buffer
 from bus.transport import Identity
-from planning.relay import plan, sources
+from planning.relay import plan, ring_sources, sources
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
 from runtime.blob_digest import PIECE_BYTES
 from runtime.blob_hosts import HostBlobs
@@ -81,9 +81,9 @@ class Hosts:
         self.serving.pop(name).cancel()
         await asyncio.sleep(0.01)
 
-    def pull(self, name, info, where):
+    def pull(self, name, info, where, *, ways=1):
         """Ask host `name` to pull, from the hosts `where`."""
-        ask = self.asker.ref(name).ask(PullBlob(*info, tuple(where)), timeout=120)
+        ask = self.asker.ref(name).ask(PullBlob(*info, tuple(where), ways), timeout=120)
         return self.tasks.create_task(ask)
 
     def num_given(self):
@@ -245,3 +245,31 @@ async def test_a_host_tells_its_newest_version(tmp_path):
 
         assert await ref.ask(FindNewest("w"), timeout=5) == Newest(7, 2, info.digest, 1)
         assert isinstance(await ref.ask(FindNewest("other"), timeout=5), NotHere)
+
+
+@virtual
+async def test_around_a_ring_each_neighbour_gives_half_and_nobody_gets_a_piece_twice(tmp_path):
+    async with hosts(tmp_path, 4) as made:
+        info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
+        names = sorted(made.hosts.keys() - {"engine-1"})
+
+        asked = [made.pull(name, info, ring_sources("node-1", names, name), ways=2) for name in names[1:]]
+        for name, ask in zip(names[1:], asked, strict=True):
+            assert set((await ask).sources) == set(ring_sources("node-1", names, name)[:2])
+
+        assert Counter(made.hosts["node-1"].given) == Counter(range(PIECES))
+        assert made.num_given() == 3 * PIECES
+        for name in names:
+            assert await made.blobs[name].get("w", 1) == (info, CONTENT)
+
+
+@virtual
+async def test_where_one_way_around_the_ring_is_cut_the_other_gives_everything(tmp_path):
+    async with hosts(tmp_path, 3) as made:
+        info = await made.blobs["node-1"].put("w", 1, 0, [CONTENT])
+        await made.kill("node-3")
+
+        reply = await made.pull("node-2", info, ("node-1", "node-3"), ways=2)
+
+        assert reply == Pulled(("node-1",))
+        assert await made.blobs["node-2"].get("w", 1) == (info, CONTENT)

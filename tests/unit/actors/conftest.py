@@ -58,7 +58,7 @@ class FakeRef:
 
 
 class FakeContext:
-    """Peers are plain async functions in `actors`, by name; `asked`, `notices` keep what the actor did."""
+    """Peers are plain async functions in `actors`, by name; `asked`, `notices` keep what the actor did; `records` is its registry."""
 
     def __init__(self, name, tasks, store):
         self.name, self.incarnation, self.run = name, 1, RunInfo("test", Path("run"), 1, 1)
@@ -70,6 +70,7 @@ class FakeContext:
         self.actors: dict[str, Callable[[Any], Awaitable[Any]]] = {}
         self.asked: list[tuple[str, Any]] = []
         self.notices: list[str] = []
+        self.records: dict[str, Any] = {}
         self.spawned: list[asyncio.Task] = []
 
     def spawn(self, work, *, name):
@@ -82,6 +83,9 @@ class FakeContext:
 
     def peers(self, role):
         return tuple(sorted(name for name in self.actors if name.rpartition("-")[0] == role or name == role))
+
+    def find(self, name):
+        return self.records.get(name)
 
     def notice(self, text, *, good=False):
         self.notices.append(text)

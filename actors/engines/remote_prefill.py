@@ -1,0 +1,81 @@
+"""An engine worker whose prompts are prefilled on another host, as far as the network sees it: for test-beds with engines that have no model.
+
+The cache is zeros, the way that it takes is real: before a request decodes here, as many bytes as its prompt's KV cache would have come
+over the bus from the engine of another host. The fabric is told how many they were, so that rollouts get circuits for it.
+"""
+
+from contextlib import suppress
+
+from pydantic import Field
+
+from actors.engines.worker import EngineWorker
+from actors.messages.fabric import PhaseIntent
+from actors.messages.generation import Aborted, Completion, Generate
+from actors.messages.kv import FetchKv, KvCache
+from bus.errors import AskFailed
+from bus.tensor import Buffer
+from runtime.actor import handler
+from runtime.blobs import BlobInfo
+from runtime.config import Section
+from runtime.kernel import NODE
+
+FETCH_S = 60.0
+"""A cache that does not come within this is computed here, which a scripted engine does for nothing."""
+
+
+class PrefillSection(Section):
+    """What a prompt's cache weighs."""
+
+    kv_bytes_per_token: int = Field(default=16384, ge=1)
+
+
+class RemotePrefillWorker(EngineWorker):
+    """Engines on the launcher's host prefill for themselves; each of the others has the next one's host prefill for it."""
+
+    class Config(EngineWorker.Config):
+        prefill: PrefillSection = PrefillSection()
+
+    config: Config  # pyright: ignore[reportIncompatibleVariableOverride] - the base class only reads its own sections
+
+    _fetched_bytes = 0
+
+    @handler(concurrency=1024, outlives_asker=True)
+    async def generate(self, request: Generate) -> Completion | Aborted:
+        await self._started()[1].wait_for(request.min_version, request.request_id)
+        await self._fetch(FetchKv(len(request.prompt) // 4, request.min_version))
+        return await super().generate(request)
+
+    @handler(concurrency=64)
+    async def fetch_kv(self, request: FetchKv) -> KvCache:
+        await self._started()[1].wait_for(request.version, f"prefill for version {request.version}")
+        return KvCache(Buffer(bytes(request.num_tokens * self.config.prefill.kv_bytes_per_token)))
+
+    async def _fetch(self, request: FetchKv) -> None:
+        source = self._source()
+        if not source:
+            return
+        with suppress(AskFailed), self.waits.on("kv", stage="kv", holder=source):
+            cache = await self.ref(source).ask(request, timeout=FETCH_S)
+            self._fetched_bytes += len(cache.data.data)
+
+    def _source(self) -> str:
+        """The next engine by name on another host; empty on the launcher's host, and where there is no other."""
+        nodes = {name: r.node for name in self.peers("engine") if (r := self._context.find(name)) is not None}
+        others = sorted(name for name, node in nodes.items() if node not in (NODE, self._context.node))
+        if self._context.node == NODE or not others:
+            return ""
+        return next((name for name in others if name > self.name), others[0])
+
+    def _swapped(self, info: BlobInfo) -> None:
+        """What was fetched under one version is what a rollout sends: told once it is over."""
+        super()._swapped(info)
+        size_bytes, self._fetched_bytes = self._fetched_bytes, 0
+        if size_bytes and (source := self._source()):
+            self.log.info("kv_fetched", source=source, size_bytes=size_bytes, version=info.version - 1)
+            traffic = ((source, self.name, size_bytes),)
+            self.spawn(self._tell_traffic(PhaseIntent("rollout", -1, 0.0, traffic)), name=f"{self.name}.traffic")
+
+    async def _tell_traffic(self, message: PhaseIntent) -> None:
+        for controller in self.peers("fabric_controller"):
+            with suppress(AskFailed):
+                await self.ref(controller).tell(message)

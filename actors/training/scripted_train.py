@@ -1,0 +1,59 @@
+"""A trainer without a model: its step takes a set time, and its weights have a set size and are new with every step. For test-beds."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from actors.config import ScriptedTrainSection
+from actors.messages.samples import Trajectory
+from actors.training import checkpoint as checkpoints
+from actors.training.engine import StepResult, TrainError
+
+STATE = "scripted.json"
+
+
+class _State(msgspec.Struct):
+    step: int
+    epoch: int
+
+
+class ScriptedTrainEngine:
+    """A `TrainEngine`. Its checkpoint is the step and the epoch."""
+
+    def __init__(self, section: ScriptedTrainSection) -> None:
+        self._section = section
+        self._state = _State(0, 0)
+        self._content = bytearray(os.urandom(4 * math.ceil(section.weights_mib * 2**18)))
+
+    def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
+        if checkpoint is not None:
+            try:
+                self._state = msgspec.json.decode((checkpoint / STATE).read_bytes(), type=_State)
+            except (OSError, msgspec.MsgspecError) as error:
+                raise TrainError(f"{checkpoint / STATE} can't be read: {error}") from error
+        return self._state.step, self._state.epoch
+
+    def train(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> StepResult:
+        time.sleep(self._section.step_s)  # noqa: TID251 - stands for the computation, which the actor offloads
+        self._state.step = step
+        rewards = [t.reward for group in groups for t in group]
+        return StepResult({"reward/mean": sum(rewards) / max(1, len(rewards))}, len(rewards))
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        raise TrainError("the scripted trainer has no model to compare: set check.enabled=false")
+
+    def export(self) -> list[memoryview | bytes]:
+        size = len(self._content)
+        self._content[:8] = self._state.step.to_bytes(8, "little")
+        entry = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
+        header = json.dumps({"scripted": entry}).encode()
+        return [len(header).to_bytes(8, "little"), header, memoryview(self._content)]
+
+    def save(self, folder: Path, *, epoch: int) -> None:
+        self._state.epoch = epoch
+        checkpoints.write(folder, {STATE: msgspec.json.encode(self._state)}, step=self._state.step, epoch=epoch)

@@ -1,0 +1,144 @@
+"""Engines whose prompts are prefilled on another host: the cache's bytes come from there first, and the fabric hears how many they were."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from actors.engines.remote_prefill import PrefillSection, RemotePrefillWorker
+from actors.engines.section import EngineSection, ScriptedSection
+from actors.messages.fabric import PhaseIntent
+from actors.messages.generation import Completion, Generate, Sampling
+from actors.messages.weights import WeightsPublished
+from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import Identity
+from runtime.actor import Actor, ActorConfig, RunInfo, handler
+from runtime.blob_memory import MemoryBlobStore
+from runtime.blob_messages import NotPulled, PullBlob, Pulled
+from runtime.kernel import NODE, Kernel
+from runtime.observe.log import logger
+from runtime.store.memory import MemoryStore
+from tests.virtual import virtual
+
+PROMPT = np.arange(10, dtype="<i4").tobytes()
+HEADER = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+IMAGE = [len(HEADER).to_bytes(8, "little"), HEADER, bytes(4)]
+
+
+class Agent(Actor):
+    """A node agent whose host has every blob already."""
+
+    role = "node"
+
+    @handler
+    async def pull_blob(self, request: PullBlob) -> Pulled | NotPulled:
+        return Pulled(())
+
+
+class Fabric(Actor):
+    role = "fabric_controller"
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.told: list[PhaseIntent] = []
+
+    @handler
+    async def phase_intent(self, message: PhaseIntent) -> None:
+        self.told.append(message)
+
+
+class Client(Actor):
+    role = "client"
+
+
+class Scene:
+    def __init__(self, tasks, folder):
+        self.tasks, self.folder, self.network, self.store = tasks, folder, MemoryNetwork(), MemoryStore()
+        self.blobs, self.actors, self.serving = {}, {}, []
+
+    async def start(self, cls, config, name, node=NODE):
+        kernel = Kernel(
+            cls,
+            config,
+            name=name,
+            incarnation=1,
+            run=RunInfo("test", self.folder, 7, 1),
+            transport=MemoryTransport(Identity("test", name, 1), self.network),
+            store=self.store,
+            blobs=self.blobs.setdefault(node, MemoryBlobStore()),
+            log=logger("rubato.test"),
+            node=node,
+        )
+        self.actors[name] = kernel.build()
+        self.serving.append(self.tasks.create_task(kernel.serve(), name=name))
+        await kernel.ready.wait()
+
+    async def generate(self, engine, request_id, min_version=0):
+        request = Generate(request_id, request_id, PROMPT, Sampling(2), min_version)
+        return await self.actors["client-1"].ref(engine).ask(request, timeout=60)
+
+    async def publish(self, version):
+        for blobs in self.blobs.values():
+            await blobs.put("weights", version, 1, IMAGE)
+        for name in ("engine-1", "engine-2", "engine-3"):
+            await self.actors["client-1"].ref(name).tell(WeightsPublished(version, 1, "weights", "", 0))
+        await asyncio.sleep(1)
+
+
+@pytest.fixture
+def scene(tmp_path):
+    def run(play):
+        @virtual
+        async def main():
+            async with asyncio.TaskGroup() as tasks:
+                made = Scene(tasks, tmp_path)
+                await made.start(Fabric, ActorConfig(), "fabric_controller-1")
+                await made.start(Client, ActorConfig(), "client-1")
+                scripted = EngineSection(kind="scripted", scripted=ScriptedSection(token_s=0.01))
+                config = RemotePrefillWorker.Config(engine=scripted, prefill=PrefillSection(kv_bytes_per_token=100))
+                for number, node in enumerate((NODE, "node-2", "node-3"), 1):
+                    if node != NODE:
+                        await made.start(Agent, ActorConfig(), node, node)
+                    await made.start(RemotePrefillWorker, config, f"engine-{number}", node)
+                await asyncio.sleep(1)
+                await play(made)
+                for task in made.serving:
+                    task.cancel()
+
+        main()
+
+    return run
+
+
+def test_a_rollouts_caches_come_from_the_other_host_and_are_told_with_the_next_version(scene):
+    async def play(made):
+        for number in range(3):
+            assert isinstance(await made.generate("engine-2", f"r{number}"), Completion)
+        assert not made.actors["fabric_controller-1"].told
+
+        await made.publish(1)
+
+        traffic = (("engine-3", "engine-2", 3 * 10 * 100),)
+        assert made.actors["fabric_controller-1"].told == [PhaseIntent("rollout", -1, 0.0, traffic)]
+
+    scene(play)
+
+
+def test_the_launchers_host_prefills_for_itself(scene):
+    async def play(made):
+        assert isinstance(await made.generate("engine-1", "r"), Completion)
+        await made.publish(1)
+        assert not made.actors["fabric_controller-1"].told
+
+    scene(play)
+
+
+def test_nothing_is_fetched_before_both_ends_have_the_weights_of_the_request(scene):
+    async def play(made):
+        asked = made.tasks.create_task(made.generate("engine-2", "r", min_version=1))
+        await asyncio.sleep(5)
+        assert not asked.done()
+        await made.publish(1)
+        assert isinstance(await asked, Completion)
+
+    scene(play)

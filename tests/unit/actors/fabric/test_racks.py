@@ -1,0 +1,67 @@
+"""Where bytes between actors go on the fabric, and what the links of a test-bed are told."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from actors.fabric.links import batches, rates_mbps
+from actors.fabric.racks import Racks
+from actors.fabric.section import FabricSection
+from planning.circuits import Cross
+
+HOMES = {
+    "trainer-1": 0,
+    "engine-1": 0,
+    "engine-2": 1,
+    "engine-3": 1,
+    "engine-4": 2,
+    "node-1": 0,
+    "node-2": 1,
+    "node-3": 2,
+}
+RACKS = {"a": ("10.0.0.0",), "b": ("10.0.0.1",), "c": ("10.0.0.2",)}
+WEIGHTS = tuple(("trainer-1", f"engine-{n}", 100) for n in (1, 2, 3, 4))
+
+
+def racks(*, by_rings=False, named=RACKS):
+    def find(name):
+        home = HOMES.get(name)
+        return None if home is None else SimpleNamespace(node=f"node-{home + 1}", public=f"tcp://10.0.0.{home}:1")
+
+    return Racks(named, find, lambda role: tuple(n for n in HOMES if n.startswith(role)), by_rings=by_rings)
+
+
+def test_bytes_between_actors_add_up_between_their_racks():
+    told = (
+        ("engine-2", "engine-4", 5),
+        ("engine-3", "engine-4", 7),
+        ("engine-2", "engine-3", 9),
+        ("engine-2", "gone-1", 1),
+    )
+    assert racks().traffic("rollout", told) == (("b", "c", 12),)
+
+
+def test_weights_reach_each_host_once_by_the_tree_or_the_ring_that_it_pulls_along():
+    assert racks().traffic("weight_sync", WEIGHTS) == (("a", "b", 100), ("a", "c", 100))
+    assert set(racks(by_rings=True).traffic("weight_sync", WEIGHTS)) == {
+        ("a", "b", 50), ("b", "c", 50), ("a", "c", 50), ("c", "b", 50),
+    }  # fmt: skip
+
+
+def test_without_racks_actors_are_the_endpoints_and_empty_flows_are_none():
+    assert racks(named={}).traffic("weight_sync", (*WEIGHTS, ("trainer-1", "engine-9", 0))) == WEIGHTS
+
+
+def test_a_link_has_its_circuits_bandwidth_or_the_trickle():
+    section = FabricSection(racks=RACKS, ports=12, testbed="bed", link_gbps=0.05, trickle_mbps=10)
+    rates = rates_mbps((Cross(0, 4), Cross(4, 0), Cross(1, 5)), section)
+
+    assert (rates[0, 1], rates[1, 0], rates[0, 2]) == (100.0, 50.0, 10.0)
+    assert batches({(0, 1): 100.0, (1, 2): 10.0}, section)["bed-a"].startswith(
+        "class change dev to-1 classid 1:1 htb rate 100000kbit "
+    )
+
+
+def test_racks_that_the_switch_has_no_ports_for_are_refused():
+    with pytest.raises(ValueError, match="more than the switch's 8 ports"):
+        FabricSection(racks=RACKS, ports=8)

@@ -1,0 +1,35 @@
+"""The scripted trainer: weights that an engine accepts, new with each step, and a checkpoint that is taken up."""
+
+import pytest
+
+from actors.config import ScriptedTrainSection
+from actors.engines.weights import read_header
+from actors.training import checkpoint as checkpoints
+from actors.training.engine import TrainError
+from actors.training.scripted_train import STATE, ScriptedTrainEngine
+
+SECTION = ScriptedTrainSection(step_s=0.0, weights_mib=0.25)
+
+
+def test_its_weights_have_the_size_that_was_asked_for_and_differ_by_step(tmp_path):
+    engine = ScriptedTrainEngine(SECTION)
+    images = []
+    for step in (1, 2):
+        engine.train(step, [])
+        images.append(b"".join(bytes(part) for part in engine.export()))
+
+    entry = read_header(memoryview(images[0]), "it")["scripted"]
+    assert entry.end - entry.begin == 2**18
+    assert images[0] != images[1]
+
+
+def test_a_checkpoint_is_taken_up_where_it_ended_and_a_damaged_one_is_named(tmp_path):
+    engine = ScriptedTrainEngine(SECTION)
+    engine.train(3, [])
+    engine.save(tmp_path / "step_3", epoch=2)
+    newest, _ = checkpoints.newest(tmp_path)
+
+    assert ScriptedTrainEngine(SECTION).load(tmp_path, newest) == (3, 2)
+    (newest / STATE).write_text("{")
+    with pytest.raises(TrainError, match=STATE):
+        ScriptedTrainEngine(SECTION).load(tmp_path, newest)
