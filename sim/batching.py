@@ -111,6 +111,11 @@ class ModelledEngine:
         return job.version
 
     @property
+    def num_slots(self) -> int:
+        """Requests decoded at once."""
+        return self.model.spec.num_slots
+
+    @property
     def in_flight(self) -> int:
         """Requests that run or wait here."""
         return self._batch + len(self._waiting) + len(self._early)

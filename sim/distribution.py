@@ -77,6 +77,26 @@ class Quantiles(Section):
         return self.points[-1][1]
 
 
+class Histogram(Section):
+    """Whole numbers, each as often as it was counted."""
+
+    law: Literal["histogram"]
+    counts: dict[int, int] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if min(self.counts) < 0 or min(self.counts.values()) < 0 or not any(self.counts.values()):
+            raise ValueError("counts must be of numbers from 0 on, and some number must have been counted")
+        return self
+
+    @property
+    def mean(self) -> float:
+        return sum(value * num for value, num in self.counts.items()) / sum(self.counts.values())
+
+    def draw(self, chance: Random) -> float:
+        return chance.choices(tuple(self.counts), tuple(self.counts.values()))[0]
+
+
 def _law(value: object) -> object:
     """A function, since pydantic reads no discriminator from fields with a validator before them, as every Section's have."""
     return value.get("law", "constant") if isinstance(value, Mapping) else getattr(value, "law", None)
@@ -87,6 +107,7 @@ Distribution = Annotated[
     | Annotated[Uniform, Tag("uniform")]
     | Annotated[Normal, Tag("normal")]
     | Annotated[LogNormal, Tag("lognormal")]
-    | Annotated[Quantiles, Tag("quantiles")],
+    | Annotated[Quantiles, Tag("quantiles")]
+    | Annotated[Histogram, Tag("histogram")],
     Discriminator(_law),
 ]

@@ -5,6 +5,7 @@ from typing import Final
 
 KINDS: Final[Mapping[str, str]] = {
     "modelsync": "sim.rollmux.modelsync",
+    "one_host": "sim.onehost.scenario",
     "rfabric_throughput": "sim.rfabric.throughput",
     "rfabric_characterisation": "sim.rfabric.characterisation",
     "rfabric_cost": "sim.rfabric.cost",

@@ -1,20 +1,34 @@
 """The LLMProxy in virtual time: the live router picks the engine, and who finds no room waits in order."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
 from planning.routing import choose
 from planning.snapshot import EngineView, RequestView
-from sim.batching import ModelledEngine
 from sim.timeline import Event, Timeline
+
+
+class RoutedEngine(Protocol):
+    """What the proxy knows of an engine. It sets `told`, which the engine calls when its version or suspension changes."""
+
+    name: str
+    version: int
+    suspended: bool
+    told: Callable[[Any], None]
+
+    @property
+    def num_slots(self) -> int: ...
+    async def generate(self, session: str, context: int, new_tokens: int, min_version: int = 0) -> int: ...
+    def forget(self, session: str) -> None: ...
 
 
 class ModelledProxy:
     """Routes by `planning.routing.choose` on the views that actors/proxy/placement.py would have: a seat is taken when it is given."""
 
-    def __init__(self, timeline: Timeline, engines: Sequence[ModelledEngine]) -> None:
+    def __init__(self, timeline: Timeline, engines: Sequence[RoutedEngine]) -> None:
         self._timeline = timeline
-        self.engines = {engine.name: engine for engine in engines}
+        self.engines: dict[str, RoutedEngine] = {engine.name: engine for engine in engines}
         self._in_flight = dict.fromkeys(self.engines, 0)
         self._views: dict[str, EngineView] = {}
         self._sessions: dict[str, str] = {}
@@ -54,12 +68,11 @@ class ModelledProxy:
             self._see(self.engines[name])
         return name
 
-    def _see(self, engine: ModelledEngine) -> None:
+    def _see(self, engine: RoutedEngine) -> None:
         name = engine.name
-        slots = engine.model.spec.num_slots
-        self._views[name] = EngineView(name, engine.version, slots, self._in_flight[name], engine.suspended)
+        self._views[name] = EngineView(name, engine.version, engine.num_slots, self._in_flight[name], engine.suspended)
 
-    def _changed(self, engine: ModelledEngine) -> None:
+    def _changed(self, engine: RoutedEngine) -> None:
         """Seat those who wait, in order, until no engine has room."""
         self._see(engine)
         while self._waiting:

@@ -2,11 +2,11 @@
 
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from actors.envs.section import EnvSection
 from planning.snapshot import RequestView
 from planning.staleness import is_stale
-from sim.proxy_model import ModelledProxy
 from sim.timeline import Timeline
 from sim.workload import Episode
 
@@ -23,6 +23,15 @@ def drawn_scores(timeline: Timeline) -> Scores:
     return score
 
 
+class Generates(Protocol):
+    """What a rollout asks for tokens: see ModelledProxy."""
+
+    async def generate(
+        self, request: RequestView, context: int, new_tokens: int, allowed: Collection[str] = ()
+    ) -> int: ...
+    def forget(self, session: str) -> None: ...
+
+
 class GaveUp(Exception):
     """The rollout came to nothing: `reason` as the live manager names it, and whether the buffer may issue it again."""
 
@@ -36,7 +45,7 @@ class Stage:
     """What all rollouts share. `version` tells where training stands; `allowed` the engines of a task, none meaning all."""
 
     timeline: Timeline
-    proxy: ModelledProxy
+    proxy: Generates
     score: Scores
     version: Callable[[], int]
     allowed: Callable[[str], Collection[str]]

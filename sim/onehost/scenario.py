@@ -1,0 +1,143 @@
+"""A live job on one host and its simulation, side by side: calibrated on one run, held against others."""
+
+from typing import Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from actors.config import StalenessSection, TrainSection
+from actors.engines.section import EngineSection
+from actors.envs.section import EnvSection, RolloutSection
+from actors.samples.section import SamplesSection
+from actors.training.section import CheckpointSection
+from runtime.config import RunSection, StateSection
+from sim.onehost.costs import Calibration
+from sim.onehost.job import HostedJob, Shape, StepRow
+from sim.onehost.observed import ROLES, Observed, observe
+from sim.outcome import Cell, Outcome, Plot, Progress, Span, Table
+from sim.scenario import Kind, Scenario
+
+
+class OneHost(Scenario):
+    """Simulates `job` once per entry of `live`, with as many engines and environment managers as that run had."""
+
+    job: dict[str, Any]
+    """The live job's own config file."""
+    calibrated: Calibration
+    """A file that tools/calibrate.py wrote."""
+    live: tuple[Observed, ...] = Field(min_length=1)
+    """What live runs were seen to do: files that tools/calibrate.py wrote."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        counts = [(run.engines, run.env_managers) for run in self.live]
+        if len(set(counts)) < len(counts):
+            raise ValueError("live must hold runs with different numbers of engines or env_managers")
+        if any(not set(run.idle) <= set(ROLES) for run in self.live):
+            raise ValueError(f"live.idle may name {', '.join(ROLES)}")
+        if any(not 2 <= run.window[0] <= run.window[1] <= run.steps for run in self.live):
+            raise ValueError("live has a window that is not between step 2 and its last step")
+        return self
+
+
+def run(scenario: OneHost, progress: Progress) -> Outcome:
+    figures: dict[str, float | bool] = {}
+    agreement: list[tuple[Cell, ...]] = []
+    phases: list[tuple[Cell, ...]] = []
+    spans: list[Span] = []
+    notes: list[str] = []
+    for number, live in enumerate(scenario.live):
+        name = _name(live)
+        progress(number, len(scenario.live), name)
+        job = HostedJob(shape_of(scenario.job, live), scenario.calibrated, scenario.seed)
+        rows = job.run()
+        ours = observe(rows, live.window, live.engines, live.env_managers)
+        figures |= _figures(name, live, ours)
+        agreement += _agreement(name, live, ours)
+        phases += [_phase(name, row) for row in rows]
+        spans += [span for row in rows for span in _spans(name, row)]
+        notes.append(_note(scenario.calibrated, live, ours))
+    progress(len(scenario.live), len(scenario.live), "done")
+    columns = ("run", "step", "began_s", "asked_s", "claimed_s", "trained_s", "published_s", "ended_s", "tokens")
+    return Outcome(
+        figures=figures,
+        tables={
+            "agreement": Table(("run", "figure", "live", "simulated"), agreement),
+            "phases": Table(columns, phases),
+        },
+        plots={"agreement": Plot("Live runs and their simulation", lambda figure: _draw(figure, agreement))},
+        spans=spans,
+        notes=notes,
+    )
+
+
+def shape_of(job: dict[str, Any], live: Observed) -> Shape:
+    """The job's config with the live run's numbers of processes and steps. Raises ValueError where a section is wrong."""
+
+    def section(kind: type[Any], name: str, **changes: Any) -> Any:
+        try:
+            return kind(**{**job.get(name, {}), **changes})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"job.{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+    return Shape(
+        run=section(RunSection, "run", steps=live.steps), train=section(TrainSection, "train"),
+        staleness=section(StalenessSection, "staleness"), samples=section(SamplesSection, "samples"),
+        env=section(EnvSection, "env"), rollout=section(RolloutSection, "rollout"),
+        engine=section(EngineSection, "engine"), checkpoint=section(CheckpointSection, "checkpoint"),
+        state=section(StateSection, "state"), num_engines=live.engines, num_managers=live.env_managers,
+    )  # fmt: skip
+
+
+def _name(live: Observed) -> str:
+    """Such as 3_engines, 1_engine_2_managers."""
+    managers = f"_{live.env_managers}_managers" if live.env_managers > 1 else ""
+    return f"{live.engines}_engine{'s' if live.engines > 1 else ''}{managers}"
+
+
+def _figures(name: str, live: Observed, ours: Observed) -> dict[str, float]:
+    """What is simulated; throughput also relative to the live run's."""
+    idle = {f"{role}_idle_{name}": ours.idle[role] for role in ROLES if role in live.idle}
+    return {f"steps_s_{name}": ours.steps_s, f"steps_s_ratio_{name}": ours.steps_s / live.steps_s} | idle
+
+
+def _agreement(name: str, live: Observed, ours: Observed) -> list[tuple[Cell, ...]]:
+    idle = [(name, f"{role} idle", live.idle[role], ours.idle[role]) for role in ROLES if role in live.idle]
+    return [(name, "steps/s", live.steps_s, ours.steps_s), *idle]
+
+
+def _note(calibrated: Calibration, live: Observed, ours: Observed) -> str:
+    recorded = calibrated.recorded
+    own = (recorded.engines, recorded.env_managers) == (live.engines, live.env_managers)
+    source = "the calibration's own run" if own else "not calibrated on"
+    role = max((role for role in ROLES if role in live.idle), key=lambda role: abs(ours.idle[role] - live.idle[role]))
+    return (
+        f"{_name(live).replace('_', ' ')} ({source}): live {live.steps_s:.3f} steps/s, simulated {ours.steps_s:.3f} "
+        f"({ours.steps_s / live.steps_s - 1:+.1%}); idle shares differ most for {role}, by {ours.idle[role] - live.idle[role]:+.2f}"
+    )
+
+
+def _phase(name: str, row: StepRow) -> tuple[Cell, ...]:
+    return (
+        name, row.step, row.began_s, row.asked_s, row.claimed_s, row.trained_s, row.published_s, row.ended_s, row.tokens
+    )  # fmt: skip
+
+
+def _spans(name: str, row: StepRow) -> list[Span]:
+    times = (row.began_s, row.asked_s, row.claimed_s, row.trained_s, row.published_s, row.ended_s)
+    parts = zip(("checkpoint", "wait", "train", "publish", "rest"), times, times[1:], strict=False)
+    return [Span(name, "trainer", f"{what} {row.step}", begin, end - begin) for what, begin, end in parts]
+
+
+def _draw(figure: Any, agreement: list[tuple[Cell, ...]]) -> None:
+    axes = figure.subplots()
+    labels = [f"{row[0]} {row[1]}" for row in agreement]
+    places = range(len(labels))
+    axes.barh([place + 0.2 for place in places], [float(row[2]) for row in agreement], 0.4, label="live")
+    axes.barh([place - 0.2 for place in places], [float(row[3]) for row in agreement], 0.4, label="simulated")
+    axes.set_yticks(list(places), labels, fontsize=6)
+    axes.invert_yaxis()
+    axes.legend()
+
+
+KIND = Kind(OneHost, run)

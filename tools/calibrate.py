@@ -1,0 +1,12 @@
+"""Fit the simulator to a live run: `python tools/calibrate.py RUN_DIR --out FILE.yaml`. See docs/rlsim.md."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from runtime.cli import guarded
+from sim.calibration.command import main
+
+if __name__ == "__main__":
+    sys.exit(guarded(main, sys.argv[1:]))
