@@ -38,14 +38,19 @@ def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int) ->
         digests = {name: _write(building / name, content) for name, content in files.items()}
         _write(building / MANIFEST, msgspec.json.encode(Manifest(step, epoch, digests)))
         _sync_folder(building)
-        shutil.rmtree(folder, ignore_errors=True)
-        building.rename(folder)
-        _sync_folder(folder.parent)
+        rename(building, folder)
     except OSError as error:
         shutil.rmtree(building, ignore_errors=True)
         raise TrainError(
             f"checkpoint {folder} could not be written: {error.strerror or error}. The one before it is intact; free some space and --resume."
         ) from error
+
+
+def rename(folder: Path, to: Path) -> None:
+    """Make the complete `folder` appear as `to`, in place of what stands there."""
+    shutil.rmtree(to, ignore_errors=True)
+    folder.rename(to)
+    _sync_folder(to.parent)
 
 
 def check(folder: Path) -> Manifest:
@@ -76,11 +81,11 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what a process that was killed had begun to write."""
+    """Remove all but the newest `keep` checkpoints, and what a process that was killed had begun to write or never named."""
     found = _by_step(folder)
     for path in found[: max(0, len(found) - keep)]:
         shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(".step_*.building"):
+    for path in (*folder.glob(".*.building"), *folder.glob("waiting_*")):
         shutil.rmtree(path, ignore_errors=True)
 
 

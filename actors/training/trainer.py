@@ -16,8 +16,6 @@ from actors.messages.samples import (
     Batch,
     Claim,
     Close,
-    Commit,
-    Confirm,
     DrawEpoch,
     Standing,
     Trajectory,
@@ -29,6 +27,7 @@ from actors.training.engine import StepResult, TrainEngine, TrainError
 from actors.training.held_out import HeldOut
 from actors.training.progress import Rows, own_metrics
 from actors.training.publishing import ASK_S, BUFFER, Publisher
+from actors.training.saving import Saver
 from actors.training.scripted_train import ScriptedTrainEngine
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from runtime.actor import Actor, ActorConfig, Context, handler
@@ -84,8 +83,9 @@ class Trainer(Actor):
         self._took_s: deque[float] = deque(maxlen=REMEMBERED)
         self._began = self._last_row = 0.0
         self._bound_at = 0.0
-        """When the newest step was bound: the Store may still forget that."""
+        """Loop time at which the newest step was bound: the Store may still forget that."""
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
+        self._saver = Saver(self, config.checkpoint.keep)
         self._held_out = HeldOut(self._buffer, config.eval, self.log, self.notice, lambda: self._epoch)
 
     async def on_start(self) -> None:
@@ -136,6 +136,7 @@ class Trainer(Actor):
             await self._left.wait()
             if self._step > self._saved:
                 await self._save()
+            await self._saver.settle()
 
     @handler
     async def latest_weights(self, request: LatestWeights) -> WeightsPublished | NoWeights:
@@ -156,6 +157,7 @@ class Trainer(Actor):
             while self._step < self.run.steps and not self._leaving.is_set():
                 await self._one_step(self._step + 1)
             if self._step >= self.run.steps and not self._leaving.is_set():
+                await self._saver.settle()
                 await self._buffer.ask(Close(), timeout=ASK_S)
                 self.finish(f"trained {self._step} steps")
         except TrainError as error:
@@ -239,30 +241,14 @@ class Trainer(Actor):
         self._checked = True
 
     async def _save(self) -> None:
-        """Checkpoint, then COMMIT. When the disk refuses, the run ends and the earlier checkpoint is intact."""
-        folder = self.run.folder / "checkpoints"
-        with self.waits.on(f"checkpoint {self._step}", stage="checkpoint", whole=True) as wait:
-            await self._outlast_the_store()
-            try:
-                with self.trace.span("checkpoint", "train", step=self._step):
-                    await self.offload(self._save_to, folder / f"step_{self._step}")
-            except TrainError as error:
-                self.finish(str(error), failed=True)
-                self._leaving.set()
-                return
-            wait.update(detail="commit", holder=BUFFER)
-            await self._buffer.ask(Commit(self._step, self._epoch), timeout=ASK_S)
+        """When the disk refuses, the run ends and the earlier checkpoint is intact."""
+        try:
+            await self._saver.save(self._step, self._epoch, self._bound_at, self._save_to)
+        except TrainError as error:
+            self.finish(str(error), failed=True)
+            self._leaving.set()
+            return
         self._saved = self._step
-        await self.offload(checkpoints.prune, folder, self.config.checkpoint.keep)
-
-    async def _outlast_the_store(self) -> None:
-        """A checkpoint covers only steps that the Store can't forget any more: else their samples would train once more.
-
-        Where it forgot one, this fails the actor, which begins again with the checkpoint before.
-        """
-        if self.run.window_s:
-            await asyncio.sleep(self._bound_at + self.run.window_s - asyncio.get_running_loop().time())
-            await self._buffer.ask(Confirm(self._step, self._epoch), timeout=ASK_S)
 
     def _build(self) -> TrainEngine:
         if self.config.train.kind == "scripted":
