@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -47,10 +48,19 @@ def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int) ->
 
 
 def rename(folder: Path, to: Path) -> None:
-    """Make the complete `folder` appear as `to`, in place of what stands there."""
-    shutil.rmtree(to, ignore_errors=True)
-    folder.rename(to)
+    """Make the complete `folder` appear as `to`, in place of what stands there, which stays where `folder` is gone by now (OSError)."""
+    aside = to.with_name(f".{to.name}.replaced")
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        to.rename(aside)
+    try:
+        folder.rename(to)
+    except OSError:
+        with suppress(OSError):
+            aside.rename(to)
+        raise
     _sync_folder(to.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def check(folder: Path) -> Manifest:
@@ -85,7 +95,7 @@ def prune(folder: Path, keep: int) -> None:
     found = _by_step(folder)
     for path in found[: max(0, len(found) - keep)]:
         shutil.rmtree(path, ignore_errors=True)
-    for path in (*folder.glob(".*.building"), *folder.glob("waiting_*")):
+    for path in (*folder.glob(".*.building"), *folder.glob(".*.replaced"), *folder.glob("waiting_*")):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -180,7 +180,7 @@ class Injector:
             case "crash_after_commit":
                 world.at_commit["after"] = Process.kill
             case "zombie_before_commit":
-                world.at_save["after_save"] = lambda process: self._zombify(process, fault.seconds)
+                world.at_save["confirm"] = lambda process: self._zombify(process, fault.seconds)
             case _:
                 raise ValueError(f"{fault.kind} is no fault")
 

@@ -9,6 +9,7 @@ from typing import Any
 from bus.errors import AskFailed
 from bus.faults import FaultPlan
 from bus.memory import MemoryNetwork, MemoryTransport
+from bus.outbox import Frame
 from bus.transport import Identity
 from runtime.actor import ActorConfig, RunInfo
 from runtime.errors import ActorFailed, first_cause
@@ -50,7 +51,7 @@ class World:
             reached=self._reached,
             applied=self._applied,
         )
-        self.network = MemoryNetwork(FaultPlan(seed=setup.seed, delay_s=(0.0, setup.delay_s)), tap=record.frame)
+        self.network = MemoryNetwork(FaultPlan(seed=setup.seed, delay_s=(0.0, setup.delay_s)), tap=self._sent)
         self.step = 0
         self.row_at = 0.0
         self.moved = asyncio.Event()
@@ -235,6 +236,11 @@ class World:
     def _wake(self) -> None:
         self.moved.set()
         self.moved = asyncio.Event()
+
+    def _sent(self, sender: str, receiver: str, what: Frame | str) -> None:
+        self.record.frame(sender, receiver, what)
+        if "confirm" in self.at_save and sender == "trainer-1" and isinstance(what, Frame) and b"Confirm" in what.data:
+            self._saving(self.processes[sender], "confirm", self.step)
 
     def _saving(self, process: Process, point: str, step: int) -> None:
         act = self.at_save.pop(point, None)

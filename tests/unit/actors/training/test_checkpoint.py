@@ -64,11 +64,25 @@ def test_old_checkpoints_are_pruned_by_step_and_not_by_name(tmp_path):
 def test_pruning_keeps_the_newest_and_clears_what_a_killed_process_had_begun(tmp_path):
     for step in (5, 10, 15):
         checkpoint.write(tmp_path / f"step_{step}", {"a": b"x"}, step=step, epoch=1)
-    (tmp_path / ".step_20.building").mkdir()
+    for name in (".step_20.building", ".step_15.replaced", "waiting_20.1"):
+        (tmp_path / name).mkdir()
 
     checkpoint.prune(tmp_path, keep=2)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_15"]
+
+
+def test_a_checkpoint_takes_the_place_of_another_only_if_it_is_there(tmp_path):
+    checkpoint.write(tmp_path / "step_5", {"a": b"successor's"}, step=5, epoch=2)
+
+    with pytest.raises(FileNotFoundError):  # the successor has pruned it
+        checkpoint.rename(tmp_path / "waiting_5.1", tmp_path / "step_5")
+    assert (tmp_path / "step_5" / "a").read_bytes() == b"successor's"
+
+    checkpoint.write(tmp_path / "waiting_5.3", {"a": b"newer"}, step=5, epoch=3)
+    checkpoint.rename(tmp_path / "waiting_5.3", tmp_path / "step_5")
+    assert (tmp_path / "step_5" / "a").read_bytes() == b"newer"
+    assert [path.name for path in tmp_path.iterdir()] == ["step_5"]
 
 
 @pytest.mark.parametrize("name", ["step_5.bak", "step_", "step_x", "step_-1", "step_²"])
