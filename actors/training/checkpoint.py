@@ -48,7 +48,7 @@ def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int) ->
 
 
 def rename(folder: Path, to: Path) -> None:
-    """Make the complete `folder` appear as `to`, in place of what stands there, which stays where `folder` is gone by now (OSError)."""
+    """Make the complete `folder` appear as `to`, in place of what stands there. Raises OSError, and leaves that, where `folder` is gone."""
     aside = to.with_name(f".{to.name}.replaced")
     shutil.rmtree(aside, ignore_errors=True)
     with suppress(FileNotFoundError):

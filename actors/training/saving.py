@@ -8,6 +8,7 @@ from actors.messages.samples import Commit, Confirm
 from actors.training import checkpoint as checkpoints
 from actors.training.publishing import ASK_S, BUFFER
 from runtime.actor import Actor
+from runtime.errors import ActorFailed
 
 
 class Saver:
@@ -45,6 +46,11 @@ class Saver:
         await asyncio.sleep(bound_at + actor.run.window_s - asyncio.get_running_loop().time())
         with actor.waits.on(f"commit {step}", stage="checkpoint", holder=BUFFER, whole=True):
             await buffer.ask(Confirm(step, epoch), timeout=ASK_S)
-            await actor.offload(checkpoints.rename, waiting, self._folder / f"step_{step}")
+            try:
+                await actor.offload(checkpoints.rename, waiting, self._folder / f"step_{step}")
+            except FileNotFoundError:
+                raise ActorFailed(
+                    f"checkpoint {step} is gone: a trainer of a later epoch took over and removed it"
+                ) from None
             await buffer.ask(Commit(step, epoch), timeout=ASK_S)
         await actor.offload(checkpoints.prune, self._folder, self._keep)
