@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 KINDS: Final[Mapping[str, str]] = {
+    "fabric_testbed": "sim.live.testbed",
     "modelsync": "sim.rollmux.modelsync",
     "one_host": "sim.onehost.scenario",
     "rfabric_throughput": "sim.rfabric.throughput",

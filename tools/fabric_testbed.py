@@ -148,9 +148,10 @@ def measure(config: Path, overrides: Sequence[str], mode: str, folder: Path, num
         job.stop()
         rows = {row["step"]: row for row in job.rows()}
         sent = {" ".join(pair): size for pair, size in sorted(racks.sent_bytes().items())}
-        pulled = [
-            e["took_s"] for r in racks.names for e in job.events(r, "node-*", "blob_pulled") if e["version"] in syncs
-        ]
+        pulls, caches = (
+            [e for rack in racks.names for e in job.events(rack, *names) if e["version"] in syncs]
+            for names in (("node-*", "blob_pulled"), ("engine-*", "kv_fetched"))
+        )
     first, last = rows[min(syncs)], rows[max(v for v in syncs if v in rows)]
     steps = last["step"] - first["step"]
     per_step = {
@@ -159,10 +160,11 @@ def measure(config: Path, overrides: Sequence[str], mode: str, folder: Path, num
     }
     return {
         "sync_s": median(syncs.values()),
-        "pull_s": max(pulled),
+        "pull_s": max(each["took_s"] for each in pulls),
         "step_s": median(rows[v]["time/step"] for v in syncs if v in rows and v > min(syncs)),
         **per_step,
         "weights_bytes": last["weights/bytes"],
+        "kv_bytes": median([each["size_bytes"] for each in caches] or [0]),
         "syncs_s": {str(version): round(took, 4) for version, took in syncs.items()},
         "sent_bytes": sent,
     }

@@ -53,14 +53,7 @@ class FabricController(Actor):
         self._section = section = config.fabric
         by_rings = config.weights.broadcast == "rings"
         self._racks = Racks(section.racks, context.find, context.peers, by_rings=by_rings)
-        most = section.ports // section.ports_per_endpoint
-        self._templates = Templates(
-            most,
-            section.ports_per_endpoint,
-            self._racks.names,
-            static=section.static,
-            trickle=section.trickle_mbps / 1e3 / section.link_gbps if section.testbed else None,
-        )
+        self._templates = Templates.of(section, self._racks.names)
         self._link_bytes_s = section.link_gbps * 1e9 / 8
         self._unsaved = False
         self._rhythm = Rhythm()
@@ -138,7 +131,12 @@ class FabricController(Actor):
         self._aims.later(Aim(phase, max(not_before, starts_at - LEAD * self._accounts.delay_s), starts_at))
 
     def _look_ahead(self) -> None:
-        """Aim at the phase that should follow, unless it was announced already or should have begun."""
+        """Aim at the phase that should follow, unless it was announced already or should have begun.
+
+        Between racks weights take their phase to its very end, which is when they have arrived: nothing is taken from it.
+        """
+        if self._racks.names and self._rhythm.phase == "weight_sync":
+            return
         expected, lasts = self._rhythm.next(), self._rhythm.lasts(self._rhythm.phase)
         if self._aims.coming is None and expected and lasts and expected.at > asyncio.get_running_loop().time():
             busy_s = BUSY * self._templates.bytes_per_link(self._rhythm.phase, self._rhythm.phase) / self._link_bytes_s

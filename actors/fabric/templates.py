@@ -1,9 +1,11 @@
 """Owns the profile of each phase and the circuit template made from it, kept in the Store across restarts."""
 
 from itertools import chain, combinations
+from typing import Self
 
 import msgspec
 
+from actors.fabric.section import FabricSection
 from planning.demand import Demand, Links, flows
 from planning.multihop import bottleneck, one_hop
 from planning.topology import template
@@ -49,6 +51,13 @@ class Templates:
         self.dead: frozenset[int] = frozenset()
         """Ports that failed, since the switch last came back."""
         self._bytes: dict[tuple[str, str], float] = {}
+
+    @classmethod
+    def of(cls, section: FabricSection, endpoints: tuple[str, ...]) -> Self:
+        """For this switch; the racks of a test-bed don't forward."""
+        ports = section.ports_per_endpoint
+        trickle = section.trickle_mbps / 1e3 / section.link_gbps if section.testbed else None
+        return cls(section.ports // ports, ports, endpoints, static=section.static, trickle=trickle)
 
     async def load(self, store: Store) -> None:
         """Take up what an earlier incarnation kept. A record that does not fit this switch is dropped and profiled again."""

@@ -1,0 +1,75 @@
+"""The simulated test-bed of circuits, held against live runs of the same config, recorded by the commands in their files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from actors.fabric.section import FabricSection
+from planning.circuits import Cross
+from runtime.clock import run_virtual
+from sim.live.testbed import MODES, PAYLOAD, Wires, run
+from sim.outcome import silent
+from sim.scenario import load
+
+ROOT = Path(__file__).parents[2]
+SCENARIO = ROOT / "configs" / "sim" / "quickstart_fabric.yaml"
+LIVE = {mode: json.loads((Path(__file__).parent / "data" / f"fabric_{mode}.json").read_text())["modes"][mode] for mode in MODES}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def simulated():
+    return run(load(SCENARIO).scenario, silent).figures
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_reach_all_racks_as_fast_as_they_did_live_within_15_percent(simulated, mode):
+    assert simulated[f"{mode}_sync_s"] == pytest.approx(LIVE[mode]["sync_s"], rel=0.15)
+
+
+def test_what_the_scenario_claims_is_what_the_live_runs_recorded():
+    scenario = load(SCENARIO).scenario
+    claimed = {claim.name: claim.paper for claim in scenario.claims}
+
+    for mode in MODES:
+        assert claimed[f"{mode}_sync_s"] == pytest.approx(LIVE[mode]["sync_s"], abs=5e-3)
+        assert LIVE[mode]["kv_bytes"] == pytest.approx(scenario.kv_bytes, rel=0.15)
+        assert LIVE[mode]["weights_bytes"] == pytest.approx(scenario.job["train"]["scripted"]["weights_mib"] * 2**20, rel=1e-3)  # fmt: skip
+    assert claimed["speedup"] == pytest.approx(LIVE["static"]["sync_s"] / LIVE["proactive"]["sync_s"], abs=5e-3)
+    assert claimed["proactive_exposed_s"] == pytest.approx(LIVE["proactive"]["exposed_s"], abs=5e-4)
+
+
+def test_rings_are_faster_than_the_tree_and_never_faster_than_the_bound():
+    figures = run(load(SCENARIO, ["job.weights.broadcast=rings", "versions=3"]).scenario, silent).figures
+    tree = run(load(SCENARIO, ["versions=3"]).scenario, silent).figures
+
+    bound_s = 32 * 2**20 * 8 / (4 * 50e6)
+    assert bound_s < figures["proactive_sync_s"] < 0.8 * tree["proactive_sync_s"]
+
+
+def test_transfers_share_a_link_and_feel_every_change_of_its_circuits():
+    section = FabricSection(
+        racks={"a": ("10.0.0.1",), "b": ("10.0.0.2",)}, ports=8, testbed="simulated", link_gbps=0.08, trickle_mbps=8
+    )
+
+    async def play():
+        import asyncio
+
+        loop, wires, took = asyncio.get_running_loop(), Wires(section), {}
+
+        async def carry(name, size_bytes):
+            await wires.carry((0, 1), size_bytes * PAYLOAD)
+            took[name] = loop.time()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(carry("short", 1e6))
+            tasks.create_task(carry("long", 12e6))
+            await asyncio.sleep(1)  # 1 MB at the trickle, shared
+            wires.set((Cross(0, 4),))  # 10 MB/s
+            await asyncio.sleep(1.0)
+            wires.set(())
+        return took
+
+    took = run_virtual(play)
+    assert took["short"] == pytest.approx(1.1)
+    assert took["long"] == pytest.approx(2 + (12 - 0.5 - 0.5 - 9) / 1)
