@@ -138,10 +138,10 @@ def measure(config: Path, overrides: Sequence[str], mode: str, folder: Path, num
     checked = load(config, overrides)
     addresses = _addresses(checked)
     section = checked.section("fabric")
-    folder.mkdir(parents=True)
     with ExitStack() as stack:
         prefix = f"rubato-{os.getpid()}-{mode[:1]}"
         racks = stack.enter_context(Racks(prefix, addresses, mbps=section.trickle_mbps))
+        folder.mkdir(parents=True)
         job = Job(config.resolve(), overrides, racks, folder.resolve(), stack)
         job.start(addresses, checked.section("engine").num_slots)
         syncs = job.syncs(num)

@@ -7,6 +7,7 @@ circuits allow, less the headers, shared evenly; weights travel in pieces, which
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -37,13 +38,16 @@ from sim.scenario import Kind, Scenario
 PAYLOAD = 1448 / 1514
 """Of an Ethernet frame that carries TCP with time stamps over IPv4, at an MTU of 1,500: what htb counts, and what arrives."""
 
-MODES: tuple[Literal["static", "proactive"], ...] = ("static", "proactive")
+Mode = Literal["static", "proactive"]
+Broadcast = Literal["tree", "rings"]
+MODES: tuple[Mode, ...] = ("static", "proactive")
+WAYS: tuple[Broadcast, ...] = ("tree", "rings")
 LEARNED = 4
 """Versions in which phases are profiled and their rhythm is learned, as in the live runs."""
 
 
 class TestbedScenario(Scenario):
-    """`job` is the live config, which the claims' figures were measured with."""
+    """`job` is the live config, which the claims' figures were measured with. Both ways of broadcast are simulated."""
 
     job: dict[str, Any]
     kv_bytes: int = Field(ge=0)
@@ -127,13 +131,14 @@ class Figures(NamedTuple):
 class Bed:
     """One job: its phases in their order, its bytes over the wires. Host i, from 1, is in rack i - 1."""
 
-    def __init__(self, scenario: TestbedScenario, mode: str, controller: FabricController, wires: Wires) -> None:
-        self._scenario, self._mode = scenario, mode
+    def __init__(
+        self, scenario: TestbedScenario, way: Broadcast, mode: Mode, controller: FabricController, wires: Wires
+    ) -> None:
+        self._scenario, self._by_rings, self._name = scenario, way == "rings", f"{way}, {mode}"
         self._controller, self._wires = controller, wires
         train = TrainSection(**scenario.job["train"]).scripted
         self._size_bytes, self._step_s = int(train.weights_mib * 2**20), train.step_s
         self._hosts = tuple(f"node-{i + 1}" for i in range(len(scenario.job["fabric"]["racks"])))
-        self._by_rings = WeightsSection(**scenario.job["weights"]).broadcast == "rings"
         self._spans: list[Span] = []
 
     async def run(self) -> Figures:
@@ -174,7 +179,7 @@ class Bed:
         for name, start, end in (
             ("weight_sync", published, synced), ("rollout", synced, rolled), ("train_step", rolled, loop.time())
         ):  # fmt: skip
-            self._spans.append(Span(self._mode, "phases", name, start, end - start, {"version": version}))
+            self._spans.append(Span(self._name, "phases", name, start, end - start, {"version": version}))
         return synced - published
 
     async def _intend(
@@ -232,9 +237,9 @@ class Bed:
 
 
 @asynccontextmanager
-async def _bed(scenario: TestbedScenario, mode: str):  # noqa: ANN202 - an async generator of Bed
+async def _bed(scenario: TestbedScenario, way: Broadcast, mode: Mode):  # noqa: ANN202 - an async generator of Bed
     fabric = FabricSection(**(scenario.job["fabric"] | {"static": mode == "static", "testbed": "simulated"}))
-    weights, wires = WeightsSection(**scenario.job["weights"]), Wires(fabric)
+    weights, wires = WeightsSection(broadcast=way), Wires(fabric)
     network, store = MemoryNetwork(), MemoryStore()
     async with asyncio.TaskGroup() as tasks:
 
@@ -261,7 +266,7 @@ async def _bed(scenario: TestbedScenario, mode: str):  # noqa: ANN202 - an async
         await start(SimulatedSwitch, SimulatedSwitch.Config(fabric=fabric), "optical_switch-1", "node-1", first)
         config = FabricController.Config(fabric=fabric, weights=weights)
         controller = await start(FabricController, config, "fabric_controller-1", "node-1", first)
-        yield Bed(scenario, mode, controller, wires)
+        yield Bed(scenario, way, mode, controller, wires)
         for task in serving:
             task.cancel()
 
@@ -269,22 +274,24 @@ async def _bed(scenario: TestbedScenario, mode: str):  # noqa: ANN202 - an async
 def run(scenario: TestbedScenario, progress: Progress) -> Outcome:
     found: dict[str, Figures] = {}
 
-    async def play(mode: str) -> Figures:
-        async with _bed(scenario, mode) as bed:
+    async def play(way: Broadcast, mode: Mode) -> Figures:
+        async with _bed(scenario, way, mode) as bed:
             return await bed.run()
 
-    for done, mode in enumerate(MODES):
-        progress(done, len(MODES), mode)
-        found[mode] = run_virtual(lambda mode=mode: play(mode))
-    medians = {mode: median(figures.syncs_s) for mode, figures in found.items()}
+    cases: list[tuple[Broadcast, Mode]] = [(way, mode) for way in WAYS for mode in MODES]
+    for done, (way, mode) in enumerate(cases):
+        progress(done, len(cases), f"{way}, {mode}")
+        found[f"{way}_{mode}"] = run_virtual(partial(play, way, mode))
+    medians = {name: median(figures.syncs_s) for name, figures in found.items()}
     rows: list[tuple[Cell, ...]] = [
-        (mode, medians[mode], f.exposed_s, f.hidden_s, f.changes) for mode, f in found.items()
+        (*name.split("_"), medians[name], f.exposed_s, f.hidden_s, f.changes) for name, f in found.items()
     ]
+    columns = ("broadcast", "circuits", "sync_s", "exposed_s_per_step", "hidden_s_per_step", "changes_per_step")
     return Outcome(
-        {f"{mode}_sync_s": value for mode, value in medians.items()}
-        | {f"{mode}_exposed_s": figures.exposed_s for mode, figures in found.items()}
-        | {"speedup": medians["static"] / medians["proactive"]},
-        {"modes": Table(("circuits", "sync_s", "exposed_s_per_step", "hidden_s_per_step", "changes_per_step"), rows)},
+        {f"{name}_sync_s": value for name, value in medians.items()}
+        | {f"{name}_exposed_s": figures.exposed_s for name, figures in found.items()}
+        | {f"{way}_speedup": medians[f"{way}_static"] / medians[f"{way}_proactive"] for way in WAYS},
+        {"modes": Table(columns, rows)},
         spans=[span for figures in found.values() for span in figures.spans],
         notes=("hashing, encryption and the actors' own processing take no time",),
     )
