@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -35,7 +36,7 @@ MODES = ("static", "proactive")
 LEARNED = 4
 """Versions that every engine has before any counts: phases are profiled, and their rhythm is known."""
 LIMIT_S = 180.0
-"""Of one stage, on a machine that has other things to do."""
+"""Of the start, or from one version to the next, on a machine that has other things to do."""
 STOP_S = 30.0
 """For a process to save and to end."""
 LOOK_S = 0.1
@@ -78,10 +79,10 @@ class Job:
             )  # fmt: skip
 
     def syncs(self, num: int) -> dict[int, float]:
-        """Seconds by version, once `num` versions after the first few have come to every engine."""
-        return self._until(
-            lambda: found if len(found := self._synced()) >= num else None, f"the sync of {num} versions"
-        )
+        """Seconds by version, once `num` versions after the first few have come to every engine. Raises Stuck."""
+        for count in range(1, LEARNED + num + 1):
+            self._until(partial(self._have, count), f"the sync of {count} versions to all racks")
+        return dict(sorted(self._synced().items())[LEARNED:])
 
     def stop(self) -> None:
         first = self._racks.names[0]
@@ -104,8 +105,11 @@ class Job:
         swapped = [
             {e["version"]: _unix_s(e) for e in self.events(rack, "engine-*", "weights_swapped")} for rack in racks
         ]
-        everywhere = sorted(set(published).intersection(*swapped))[LEARNED:]
+        everywhere = set(published).intersection(*swapped)
         return {v: max(times[v] for times in swapped) - published[v] for v in everywhere}
+
+    def _have(self, count: int) -> bool:
+        return len(self._synced()) >= count
 
     def _until(self, found: Callable[[], FoundT | None], what: str) -> FoundT:
         deadline = time.perf_counter() + LIMIT_S
