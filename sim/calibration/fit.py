@@ -139,21 +139,17 @@ def _publish(recording: Recording, fits: list[Fit]) -> dict[str, float]:
 
 
 def _checkpoint(recording: Recording, fits: list[Fit]) -> dict[str, float]:
-    """What a checkpoint takes beyond the wait for the Store, in the steps that follow one."""
+    """What writing a checkpoint adds to the step that follows it."""
     rows = [row for row in recording.window[1:] if recording.follows_checkpoint(row)]
     others = [row for row in recording.window[1:] if not recording.follows_checkpoint(row)]
     if not rows:
         return {"checkpoint_s": 0.0, "checkpoint_wait_s": 0.0}
     usual_s = float(np.mean([recording.rest_s(row) for row in others]))
-    took: list[float] = []
-    for row in rows:
-        saved = recording.rows[int(row["step"]) - 2]
-        held_s = max(0.0, recording.state.window_s - saved["time/train"] - saved["time/publish"] - usual_s)
-        took.append(recording.rest_s(row) - usual_s - held_s)
     usual_cpu_s = float(np.mean([_beside(recording, row) for row in others]))
+    took = [recording.rest_s(row) - usual_s for row in rows]
     cpu_s = max(0.0, float(np.mean([_beside(recording, row) for row in rows])) - usual_cpu_s)
     residual = f"{float(np.std(took)):.3f} s around {float(np.mean(took)):.3f} s"
-    source = "the rest of time/step behind a checkpoint, less what it waits for the Store"
+    source = "the rest of time/step behind a checkpoint, less that of other steps"
     fits.append(_fit("costs.trainer.checkpoint_*", source, len(rows), residual))
     return {"checkpoint_s": cpu_s, "checkpoint_wait_s": max(0.0, float(np.mean(took)) - cpu_s)}
 

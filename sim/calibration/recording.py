@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from actors.training.section import CheckpointSection
-from runtime.config import RunSection, StateSection
+from runtime.config import RunSection
 from runtime.config_source import read
 from runtime.errors import ConfigError
 
@@ -116,10 +116,6 @@ class Recording:
     def follows_checkpoint(self, row: Row) -> bool:
         """Whether the step before was saved: its time is in this row."""
         return int(row["step"] - 1) % self.checkpoint.every == 0
-
-    @property
-    def state(self) -> StateSection:
-        return StateSection(**self.config.get("state", {}))
 
     @property
     def checkpoint(self) -> CheckpointSection:

@@ -35,7 +35,7 @@ class TrainerCosts(Section):
     rest_wait_s: float = Field(ge=0)
     checkpoint_s: float = Field(ge=0)
     checkpoint_wait_s: float = Field(ge=0)
-    """The disk and the store's answer; not what it waits until the store can't forget the step any more."""
+    """The disk."""
 
 
 class Costs(Section):

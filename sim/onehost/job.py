@@ -90,7 +90,7 @@ class HostedJob:
         self.buffer = ModelledBuffer(timeline, limits, shape.staleness.bound)
         self.rows: list[StepRow] = []
         self._tokens: dict[str, int] = {}
-        self._train_busy_s = 0.0
+        self._train_busy_s = self._counts_s = 0.0
 
     def run(self) -> list[StepRow]:
         """Simulate every step."""
@@ -170,10 +170,11 @@ class HostedJob:
                 await self._save(claimed)
 
     async def _save(self, claimed_s: float) -> None:
-        """As Trainer._save: not before the store can't forget any more that the step was bound."""
-        await self.timeline.sleep(max(0.0, claimed_s + self.shape.state.window_s - self.timeline.now))
+        """As actors/training/saving.py: written now, counted once the store can't forget the step; one at a time."""
+        await self.timeline.sleep(max(0.0, self._counts_s - self.timeline.now))
         await self.parts["trainer-1"].work(self.costs.trainer.checkpoint_s)
         await self.timeline.sleep(self.costs.trainer.checkpoint_wait_s)
+        self._counts_s = max(self.timeline.now, claimed_s + self.shape.state.window_s)
 
     def _size(self, batch: list[Group]) -> int:
         names = [f"{g.id}.{i}" for g in batch for i, member in enumerate(g.members) if member.state == "scored"]

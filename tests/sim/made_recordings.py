@@ -12,7 +12,7 @@ TURN_S, PROXY_S, SCORE_S, BUFFER_S, NODE_S = 2e-4, 1e-4, 3e-4, 5e-4, 4e-4
 STEP_S, ROW_S, TOKEN_S, REQUEST_S, UPDATE_S = 2e-3, 5e-5, 2e-5, 1e-4, 3e-3
 TRAIN_S, TRAIN_TOKEN_S, PUBLISH_S, SAVE_S = 0.1, 1e-4, 0.02, 0.15
 PROMPT, SHOWN, SAMPLED = 5, 6, 1
-GROUPS, SIZE, EVERY, DURABLE_S = 4, 2, 5, 2.0
+GROUPS, SIZE, EVERY = 4, 2, 5
 
 
 def write(folder: Path, *, steps: int = 30, engines: int = 2, foreign_cores: float = 0.0) -> Path:
@@ -23,7 +23,7 @@ def write(folder: Path, *, steps: int = 30, engines: int = 2, foreign_cores: flo
         ["env_manager-1", "llm_proxy-1", "reward_service-1", "sample_buffer-1", "node-1", "trainer-1"], 1.0
     )
     cpu |= {f"engine-{i + 1}": 1.0 for i in range(engines)}
-    host, wall_s, held_s = 100.0, 0.0, 0.0
+    host, wall_s, saved_s = 100.0, 0.0, 0.0
     num = GROUPS * SIZE
     for step in range(1, steps + 1):
         turns = [chance.randint(1, 14) for _ in range(num)]
@@ -36,7 +36,7 @@ def write(folder: Path, *, steps: int = 30, engines: int = 2, foreign_cores: flo
         }  # fmt: skip
         used |= {f"engine-{i + 1}": sum(turns) * REQUEST_S / engines for i in range(engines)}
         cpu = {name: cpu[name] + used[name] for name in cpu}
-        took_s = 1.0 + train_s + PUBLISH_S + held_s
+        took_s = 1.0 + train_s + PUBLISH_S + saved_s
         wall_s += took_s
         host += sum(used.values()) + foreign_cores * took_s
         rows.append(
@@ -50,7 +50,7 @@ def write(folder: Path, *, steps: int = 30, engines: int = 2, foreign_cores: flo
             | {f"idle/engine-{i + 1}": 0.2 + 0.2 * i for i in range(engines)}
         )  # fmt: skip
         samples += [{"fate": "trained", "version_first": step - 1, "turns": t, "tokens": t * SAMPLED} for t in turns]
-        held_s = DURABLE_S - train_s - PUBLISH_S + SAVE_S if step % EVERY == 0 else 0.0
+        saved_s = SAVE_S if step % EVERY == 0 else 0.0
     (folder / "logs").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config(engines, steps)))
     lines(folder / "metrics.jsonl", rows)
