@@ -4,15 +4,18 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from time import process_time, thread_time
 from typing import Any
 
 from actors.config import ModelSection
 from actors.engines.engine import Capabilities, Chunk, EngineDead, EngineError, Load, Work
+from actors.engines.model_weights import Weights
 from actors.engines.rate import Rate
 from actors.engines.runner import ModelRunner
 from actors.engines.section import EngineSection
 from actors.engines.sequence import Sequence, check
-from actors.engines.step_loop import StepLoop
+from actors.engines.step_loop import StepLoop, StepTimes
+from runtime.observe.log import logger
 
 STOP_S = 30.0
 """Longer than any step: `stop` waits so long for the step in progress."""
@@ -32,6 +35,7 @@ class TorchEngine:
         self._runner: ModelRunner | None = None
         self._inboxes: dict[str, asyncio.Queue[Chunk | EngineDead]] = {}
         self._rate = Rate()
+        self._updates, self._update_cpu_s, self._cpu_s = 0, 0.0, 0.0
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -41,6 +45,7 @@ class TorchEngine:
         )
         self._steps = StepLoop(self._runner, self._section, threads, loop)
         self._steps.start()
+        self._cpu_s = process_time()
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
         steps, runner = self._started()
@@ -80,8 +85,15 @@ class TorchEngine:
     async def update(self, version: int, weights: memoryview) -> float:
         """The new weights are laid out beside the old ones while steps go on; only the swap itself is a pause."""
         steps, runner = self._started()
-        prepared = await asyncio.to_thread(runner.prepare, weights, f"weights version {version}")
+        prepared = await asyncio.to_thread(self._prepare, runner, weights, version)
         return await self._command(steps.swap, version, prepared)
+
+    def _prepare(self, runner: ModelRunner, weights: memoryview, version: int) -> Weights:
+        began = thread_time()
+        prepared = runner.prepare(weights, f"weights version {version}")
+        self._updates += 1
+        self._update_cpu_s += thread_time() - began
+        return prepared
 
     def load(self) -> Load:
         steps, _ = self._started()
@@ -95,6 +107,15 @@ class TorchEngine:
             with contextlib.suppress(EngineDead):
                 steps.post(steps.stop)
             await asyncio.to_thread(steps.join, STOP_S)
+            self._tell_times(steps.times)
+
+    def _tell_times(self, times: StepTimes) -> None:
+        """For calibration: what steps and weight updates cost, and what this process spent since the engine started."""
+        logger("engines").info(
+            "step_times", steps=times.num, rows=times.rows, tokens=times.tokens, cpu_s=times.cpu_s,
+            updates=self._updates, update_cpu_s=self._update_cpu_s, process_cpu_s=process_time() - self._cpu_s,
+            sampled=[(rows, tokens, round(cpu_s, 6)) for rows, tokens, cpu_s in times.sampled],
+        )  # fmt: skip
 
     async def _command(self, command: Callable[..., Any], *args: Any) -> Any:
         steps, _ = self._started()

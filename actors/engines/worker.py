@@ -77,6 +77,7 @@ class EngineWorker(Actor):
         self._draining = False
         self._engine: Engine | None = None
         self._weights: WeightsPuller | None = None
+        self._gauging: asyncio.Task[None] | None = None
 
     # -- life cycle -------------------------------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class EngineWorker(Actor):
         self.metrics.gauge("weights/version", weights.version)
         self.spawn(weights.keep_up(section.check_s), name=f"{self.name}.weights")
         self.spawn(self._report(), name=f"{self.name}.progress")
-        self.spawn(self._gauge(), name=f"{self.name}.load")
+        self._gauging = self.spawn(self._gauge(), name=f"{self.name}.load")
         self.log.info("engine_started", engine=engine.capabilities.name, version=weights.version)
 
     async def on_drain(self) -> None:
@@ -106,6 +107,8 @@ class EngineWorker(Actor):
         await self._flights.idle.wait()
 
     async def on_stop(self) -> None:
+        if self._gauging is not None:
+            self._gauging.cancel()  # an engine that is being stopped has no load to tell
         if self._engine is not None:
             await self._engine.stop()
 

@@ -3,15 +3,18 @@
 import json
 import math
 import os
+import socket
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
 import msgspec
 
 from actors.messages.samples import Trajectory
 from actors.training.engine import StepResult
+from runtime.observe.cpu import busy_seconds, cpu_seconds
 from runtime.registry import ActorRecord
 
 OWN_PREFIXES = ("queue/", "fabric/")
@@ -60,8 +63,9 @@ class Rows:
         times: Mapping[str, float],
         own: Mapping[str, float],
         others: Sequence[ActorRecord],
+        used: Mapping[str, float] = MappingProxyType({}),
     ) -> dict[str, float]:
-        """Put the row of `step` together, add it, and return it."""
+        """Put the row of `step` together, add it, and return it. `used` is what `cpu_used` says."""
         row: dict[str, float] = {
             "step": step,
             **result.metrics,
@@ -70,6 +74,7 @@ class Rows:
             **times,
             **others_metrics(others),
             **own,
+            **used,
         }
         row["perf/samples_s"] = sum(map(len, groups)) / max(1e-6, times["time/step"])
         row["perf/train_tokens_s"] = result.num_tokens / max(1e-6, times["time/train"])
@@ -132,7 +137,16 @@ def others_metrics(records: Sequence[ActorRecord]) -> dict[str, float]:
     errors = sum(r.metrics.get("rollout/error", 0.0) for r in records)
     row["rollout/error_frac"] = errors / (finished + errors) if finished + errors else 0.0
     row["perf/gen_tokens_s"] = sum(r.metrics.get("engine/tokens_s", 0.0) for r in records)
-    transfers = [r.metrics["weights/transfer_s"] for r in records if "weights/transfer_s" in r.metrics]
+    transfers = [r.metrics["weights/transfer_s_p50"] for r in records if "weights/transfer_s_p50" in r.metrics]
     if transfers:
         row["weights/transfer_s"] = max(transfers)
     return row
+
+
+def cpu_used(records: Sequence[ActorRecord]) -> dict[str, float]:
+    """`cpu/<actor>` of all actors on this host, `cpu/host` of whatever runs there: CPU seconds so far. `cpu/cores` of it. Blocking."""
+    host = socket.gethostname()
+    used = cpu_seconds({record.name: record.pid for record in records if record.host == host and record.pid})
+    busy = busy_seconds()
+    row = {f"cpu/{name}": seconds for name, seconds in used.items()}
+    return row if busy is None else row | {"cpu/host": busy, "cpu/cores": float(os.cpu_count() or 1)}

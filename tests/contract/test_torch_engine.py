@@ -197,3 +197,17 @@ async def later(ticks, work):
     for _ in range(20 * ticks):
         await asyncio.sleep(0)
     return await work
+
+
+async def test_a_stopped_engine_tells_what_its_steps_cost(tmp_path, caplog):
+    engine = await started(write_model(tmp_path, "qwen3"))
+    caplog.set_level("INFO", logger="rubato.engines")
+
+    await collect(engine, Work("r1", "", (1, 2, 3), Sampling(max_new_tokens=16)))
+    await engine.stop()
+
+    told = next(record.msg for record in caplog.records if "step_times" in str(record.msg))
+    assert told["steps"] == 16
+    assert told["tokens"] == 3 + 15
+    assert told["process_cpu_s"] >= told["cpu_s"] > 0
+    assert [(rows, tokens) for rows, tokens, _ in told["sampled"]] == [(1, 1), (1, 1)]

@@ -1,9 +1,12 @@
 import json
 import math
+import os
+import socket
 
 import pytest
 
-from actors.training.progress import Rows, batch_metrics
+from actors.training.progress import Rows, batch_metrics, cpu_used, others_metrics
+from runtime.registry import ActorRecord
 
 
 def test_rows_after_the_checkpoint_and_a_torn_line_are_forgotten(tmp_path):
@@ -44,3 +47,25 @@ def test_ages_count_from_the_version_the_update_starts_from(trajectory):
     assert found["staleness/max"] == 1.0
     assert found["staleness/mean"] == pytest.approx(0.5)
     assert found["rollout/len_mean"] == 2.0
+
+
+def record(name, **fields) -> ActorRecord:
+    role = name.rpartition("-")[0]
+    return ActorRecord(
+        name, role, "", 1, **({"pid": os.getpid(), "host": socket.gethostname(), "state": "ready"} | fields)
+    )
+
+
+def test_cpu_seconds_are_of_this_host_alone():
+    used = cpu_used([record("engine-1"), record("engine-2", host="elsewhere")])
+
+    assert used["cpu/engine-1"] > 0
+    assert "cpu/engine-2" not in used
+    assert used["cpu/host"] >= used["cpu/engine-1"] * 0.9
+    assert used["cpu/cores"] == os.cpu_count()
+
+
+def test_a_row_has_the_longest_of_the_engines_pulls():
+    engines = [record(f"engine-{i}", metrics={"weights/transfer_s_p50": i / 100}) for i in (1, 2)]
+
+    assert others_metrics(engines)["weights/transfer_s"] == 0.02
