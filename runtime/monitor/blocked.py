@@ -10,6 +10,7 @@ from typing import NamedTuple
 from runtime.monitor.health import PROCESS, Health, Processes
 from runtime.monitor.views import ActorView, BlockedRow, Kind, StageRow, WaitRow
 from runtime.observe.waits import STORE
+from runtime.registry import BEAT_S
 
 MIN_AGE_S = 1.0
 """Shorter waits are how work passes from one actor to the next."""
@@ -157,7 +158,8 @@ class _Diagnosis:
         """Nothing leads on from here: `holder` stands still, or is slow."""
         longest_s = self._longest(wait)
         unusual = longest_s >= 0.0 and wait["quiet_s"] > max(UNUSUAL_S, STALL_FACTOR * longest_s)
-        stalled = unusual and wait["quiet_s"] > STALL_S
+        # The holder's own figures may be a beat older, or newer: it may have moved since.
+        stalled = unusual and wait["quiet_s"] > STALL_S + (BEAT_S if holder not in (wait["actor"], STORE) else 0.0)
         where = wait["stage"] if wait["stage"] in wait["what"] else f"{wait['stage']} of {wait['what']}"
         usual = f"longest before {seconds(longest_s)}" if longest_s >= 0.0 else "the first of its kind"
         moved = "no progress" if stalled else "under way"
