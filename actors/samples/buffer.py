@@ -74,8 +74,9 @@ class SampleBuffer(Actor):
         """Rebuild from the Store, then serve."""
         self._closed = self._draining = False
         self._wakes = Wakes()
-        workset = self.store.workset("samples")
-        self._journal = Journal(self.store, Fence(self.role, self.incarnation), self.log, on_outage=self._outage)
+        fence = Fence(self.role, self.incarnation)
+        workset = self.store.workset("samples", fence=fence)
+        self._journal = Journal(self.store, fence, self.log, on_outage=self._outage)
         self._records = Records(self.store, self._journal)
         self._book = Book(self._limits(), self.config.staleness.bound, self._records.changed, self._records.moved)
         self._records.of(self._book)

@@ -71,6 +71,7 @@ class Records:
 
 async def rebuild(book: Book, records: Records, journal: Journal, workset: WorkSet, intake: Intake, now: float) -> None:
     """Fill an empty book. Running tickets keep their attempt and get a fresh lease, so that their holders may still put."""
+    await journal.prove()  # from here on nothing that is read below is changed by a buffer that was replaced
     book.version, book.cursor = await records.standing()
     counts = await journal.steadily(workset.counts)
     book.epoch, book.committed, book.bound = counts.epoch, counts.committed, set(counts.bound_steps)

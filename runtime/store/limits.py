@@ -1,5 +1,6 @@
 """Bounds that every store implementation refuses to cross, checked before anything is sent or kept."""
 
+from runtime.store.store import Fence
 from runtime.store.workset import Item
 
 MAX_PAYLOAD_BYTES = 64 * 1024
@@ -33,6 +34,12 @@ def check_integer(name: str, value: int, *, least: int = -MAX_INTEGER) -> None:
     """Raises ValueError outside `least` .. 2**53."""
     if not least <= value <= MAX_INTEGER:
         raise ValueError(f"{name} is {value}, which is not within {least} and {MAX_INTEGER}")
+
+
+def check_fence(fence: Fence | None) -> None:
+    """Raises ValueError for a token that is no incarnation."""
+    if fence is not None:
+        check_integer("fence token", fence.token, least=0)
 
 
 def check_ttl(ttl_s: float) -> None:

@@ -2,13 +2,18 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 from runtime.store.errors import fenced, not_a_number
-from runtime.store.limits import READ_LIMIT, check_integer, check_ttl
+from runtime.store.limits import READ_LIMIT, check_fence, check_integer, check_ttl
 from runtime.store.memory_workset import MemoryWorkSet
 from runtime.store.store import Fence, Lease
+from runtime.store.workset import WorkSet
+
+CHANGES = frozenset({"put", "end", "seal", "discard", "claim", "commit", "new_epoch"})
+"""Of a WorkSet: what a fence refuses to a zombie."""
 
 
 class _Held(NamedTuple):
@@ -38,6 +43,22 @@ class _Stream:
     def after(self, index: int) -> list[tuple[int, bytes]]:
         skip = max(0, len(self.entries) - (self.last - index))
         return [self.entries[at] for at in range(skip, min(len(self.entries), skip + READ_LIMIT))]
+
+
+class _Fenced:
+    """A `MemoryWorkSet` whose changes first pass the fence."""
+
+    def __init__(self, workset: MemoryWorkSet, check: Callable[[], None]) -> None:
+        self._workset, self._check = workset, check
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method: Callable[..., Awaitable[Any]] = getattr(self._workset, name)
+
+        async def change(*args: Any, **options: Any) -> Any:
+            self._check()
+            return await method(*args, **options)
+
+        return change if name in CHANGES else method
 
 
 class MemoryStore:
@@ -121,16 +142,18 @@ class MemoryStore:
             if name.startswith(prefix) and held.expires_at > now
         }
 
-    def workset(self, name: str) -> MemoryWorkSet:
-        return self._worksets.setdefault(name, MemoryWorkSet())
+    def workset(self, name: str, *, fence: Fence | None = None) -> WorkSet:
+        check_fence(fence)
+        workset = self._worksets.setdefault(name, MemoryWorkSet())
+        return workset if fence is None else cast("WorkSet", _Fenced(workset, partial(self._pass, fence)))
 
     async def close(self) -> None:
         """Nothing to let go of: what was stored stays readable."""
 
     def _pass(self, fence: Fence | None) -> None:
+        check_fence(fence)
         if fence is None:
             return
-        check_integer("fence token", fence.token, least=0)
         newest = self._fences.get(fence.name, 0)
         if fence.token < newest:
             raise fenced(fence.name, fence.token, newest)

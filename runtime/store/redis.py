@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from runtime.store.errors import fenced, not_a_number
-from runtime.store.limits import READ_LIMIT, check_integer, check_ttl
+from runtime.store.limits import READ_LIMIT, check_fence, check_integer, check_ttl
 from runtime.store.redis_link import PATIENCE_S, Argument, RedisLink, Rejected, Reply, Script, script
 from runtime.store.redis_workset import RedisWorkSet
 from runtime.store.store import Fence, Lease
@@ -21,7 +21,6 @@ class RedisStore:
         self._keys, self._index, self._fences = link.key("keys"), link.key("index"), link.key("fences")
         self._streams = link.key("streams")
         self._lease_keys = (link.key("lease", "tokens"), link.key("lease", "values"), link.key("lease", "until"))
-        self._worksets: dict[str, RedisWorkSet] = {}
 
     async def version(self) -> str:
         """Name and version of the server, from a single attempt."""
@@ -87,10 +86,9 @@ class RedisStore:
         }
         return dict(sorted(found.items()))
 
-    def workset(self, name: str) -> RedisWorkSet:
-        if name not in self._worksets:
-            self._worksets[name] = RedisWorkSet(self._link, self._link.key("ws", name))
-        return self._worksets[name]
+    def workset(self, name: str, *, fence: Fence | None = None) -> RedisWorkSet:
+        check_fence(fence)
+        return RedisWorkSet(self._link, self._link.key("ws", name), self._fences, fence)
 
     async def close(self) -> None:
         await self._link.close()
@@ -100,9 +98,8 @@ class RedisStore:
         return [(index_of(entry), value) for entry, value in zip(flat[::2], flat[1::2], strict=True)]
 
     async def _fenced(self, what: Script, fence: Fence | None, *args: Argument) -> Reply:
-        name, token = ("", "") if fence is None else (fence.name, fence.token)
-        if fence is not None:
-            check_integer("fence token", fence.token, least=0)
+        check_fence(fence)
+        name, token = ("", "") if fence is None else fence
         try:
             return await self._link.once(what, (self._keys, self._index, self._fences), name, token, *args)
         except Rejected as error:

@@ -241,5 +241,5 @@ def _sha1(text: str) -> str:
 
 
 CODES = frozenset({"FENCED", "NOTANUMBER", "STALE_EPOCH", "CLAIMED_EARLY", "CLAIMED_LATE", "SKIPPED"})
-CLAIM = script("once", "workset", "claim")
+CLAIM = script("once", "fence", "workset", "claim")
 """The one script that keeps more than a number for a repeated call, in a second key beside its slot."""

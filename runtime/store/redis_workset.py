@@ -2,18 +2,21 @@
 
 from typing import Literal, cast
 
-from runtime.store.errors import StoreError, claimed_early, claimed_late, skipped, stale_epoch
+from runtime.store.errors import StoreError, claimed_early, claimed_late, fenced, skipped, stale_epoch
 from runtime.store.limits import check_integer, check_item, check_note
-from runtime.store.redis_link import CLAIM, Argument, RedisLink, Rejected, Reply, script
+from runtime.store.redis_link import CLAIM, Argument, RedisLink, Rejected, Reply, Script, script
+from runtime.store.store import Fence
 from runtime.store.workset import Claimed, Counts, Ended, Item
 
 
 class RedisWorkSet:
-    """A `WorkSet` whose keys start with `key`; scripts/workset.lua lists them."""
+    """A `WorkSet` whose keys start with `key`, fenced by the hash `fences`; scripts/workset.lua lists them."""
 
-    def __init__(self, link: RedisLink, key: str) -> None:
+    def __init__(self, link: RedisLink, key: str, fences: str, fence: Fence | None) -> None:
         self._link = link
         self._key = key
+        self._fences = fences
+        self._fence = fence
 
     async def put(self, item: Item) -> Literal["stored", "duplicate"]:
         check_item(item)
@@ -37,7 +40,7 @@ class RedisWorkSet:
         check_integer("min_score", min_score)
         check_integer("epoch", epoch, least=0)
         try:
-            reply = await self._link.once(CLAIM, (self._key,), num, min_score, step, epoch)
+            reply = await self._change(CLAIM, num, min_score, step, epoch)
         except Rejected as error:
             raise _refusal(error, step, epoch) from None
         ready, dropped, flat = cast("tuple[int, list[bytes], list[Reply]]", reply)
@@ -82,7 +85,17 @@ class RedisWorkSet:
         return f"{self._key}:log"
 
     async def _once(self, name: str, *args: Argument) -> Reply:
-        return await self._link.once(script("once", "workset", name), (self._key,), *args)
+        return await self._change(script("once", "fence", "workset", name), *args)
+
+    async def _change(self, what: Script, *args: Argument) -> Reply:
+        """Raises Fenced, and Rejected for what only the caller can tell."""
+        name, token = ("", "") if self._fence is None else self._fence
+        try:
+            return await self._link.once(what, (self._key, self._fences), name, token, *args)
+        except Rejected as error:
+            if self._fence is None or error.code != "FENCED":
+                raise
+            raise fenced(self._fence.name, self._fence.token, error.number) from None
 
 
 def _refusal(error: Rejected, step: int, epoch: int) -> StoreError:

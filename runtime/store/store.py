@@ -68,8 +68,8 @@ class Store(Protocol):
         """Live leases whose name starts with `prefix`."""
         ...
 
-    def workset(self, name: str) -> WorkSet:
-        """The durable set of work items called `name`."""
+    def workset(self, name: str, *, fence: Fence | None = None) -> WorkSet:
+        """The durable set of work items called `name`. Behind a fence its changes (all but `trim`) raise Fenced for a zombie."""
         ...
 
     async def close(self) -> None: ...

@@ -144,13 +144,15 @@ class StoreClient:
     async def leases(self, prefix: str) -> dict[str, Lease]:
         return await self._call("leases", prefix)
 
-    def workset(self, name: str) -> "WorkSetClient":
-        return WorkSetClient(name, self._call)
+    def workset(self, name: str, *, fence: Fence | None = None) -> "WorkSetClient":
+        return WorkSetClient(name, fence, self._call)
 
     async def close(self) -> None:
         """Nothing is held."""
 
-    async def _call(self, method: str, *args: Any, workset: str = "", **options: Any) -> Any:
+    async def _call(
+        self, method: str, *args: Any, workset: tuple[str, Fence | None] | None = None, **options: Any
+    ) -> Any:
         server, loop = self._server, asyncio.get_running_loop()
         began, pause_s = loop.time(), RETRY_S[0]
         number = server.next_number()
@@ -172,16 +174,21 @@ class StoreClient:
             pause_s = min(2 * pause_s, RETRY_S[1])
 
     async def _apply(
-        self, number: int, method: str, workset: str, args: tuple[Any, ...], options: dict[str, Any]
+        self,
+        number: int,
+        method: str,
+        workset: tuple[str, Fence | None] | None,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
     ) -> Any:
         """Takes effect at one instant, and once however often it is sent."""
         server = self._server
         self._process.check_alive()
         if number in server.state.told:
             return server.state.told[number]
-        name = f"{workset}.{method}" if workset else method
+        name = f"{workset[0]}.{method}" if workset else method
         server.reached(name)
-        target: Any = server.state.workset(workset) if workset else server.state
+        target: Any = server.state.workset(workset[0], fence=workset[1]) if workset else server.state
         work: Awaitable[Any] = getattr(target, method)(*args, **options)
         value = await work
         server.applied(self._process.name, name, args, value)
@@ -213,11 +220,11 @@ class StoreClient:
 class WorkSetClient:
     """A `WorkSet` of the simulated server."""
 
-    def __init__(self, name: str, call: Callable[..., Awaitable[Any]]) -> None:
-        self._name, self._call = name, call
+    def __init__(self, name: str, fence: Fence | None, call: Callable[..., Awaitable[Any]]) -> None:
+        self._workset, self._call = (name, fence), call
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any, **options: Any) -> Any:
-            return await self._call(method, *args, workset=self._name, **options)
+            return await self._call(method, *args, workset=self._workset, **options)
 
         return call

@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from runtime.store.errors import OutOfOrder, StaleEpoch
+from runtime.store.errors import Fenced, OutOfOrder, StaleEpoch
+from runtime.store.store import Fence
 from runtime.store.workset import Claimed, Counts, Ended, Item, WorkSet
 from tests.stores import STORE_KINDS, state_url_of, store_at
 
@@ -283,6 +284,39 @@ async def test_worksets_of_one_store_do_not_share_anything(state_url: str):
 
         assert await store.workset("two").put(Item("a", "g", 1, b"")) == "stored"
         assert await store.workset("one").members("g") == ("a",)
+
+
+async def test_a_zombie_changes_nothing_behind_its_fence_and_still_reads(state_url: str):
+    async with store_at(state_url) as store:
+        zombie = store.workset("samples", fence=Fence("buffer", 1))
+        await sealed(zombie, "ready", 1)
+        await zombie.put(Item("a", "held", 1, b""))
+        before = await zombie.counts()
+        await store.write({}, fence=Fence("buffer", 2))
+
+        for change in (
+            zombie.put(Item("b", "held", 1, b"")), zombie.end("c", "held", "failed"), zombie.seal("held", "trained"),
+            zombie.discard("held", "stale"), zombie.claim(1, 0, 1, 1), zombie.commit(1, 1), zombie.new_epoch(),
+        ):  # fmt: skip
+            with pytest.raises(Fenced, match=r"'buffer' writes with token 1, but 2 was seen"):
+                await change
+
+        assert (await zombie.counts(), await zombie.members("held")) == (before, ("a",))
+        assert await store.workset("samples", fence=Fence("buffer", 2)).put(Item("b", "held", 1, b"")) == "stored"
+        with pytest.raises(ValueError, match="fence token"):
+            store.workset("samples", fence=Fence("buffer", -1))
+
+
+async def test_a_change_behind_a_newer_fence_turns_the_older_one_into_a_zombie(state_url: str):
+    async with store_at(state_url) as store:
+        older, newer = (store.workset("samples", fence=Fence("buffer", token)) for token in (1, 2))
+        await older.put(Item("a", "g", 1, b""))
+        await newer.put(Item("b", "g", 1, b""))
+
+        with pytest.raises(Fenced):
+            await older.put(Item("c", "g", 1, b""))
+        with pytest.raises(Fenced):
+            await store.write({"k": b""}, fence=Fence("buffer", 1))
 
 
 async def test_payload_and_scores_of_any_content_come_back(workset: WorkSet):

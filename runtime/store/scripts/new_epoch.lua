@@ -1,12 +1,16 @@
 -- WorkSet.new_epoch: max(newest + 1, at least), stored and returned.
 --
 -- KEYS     see workset.lua
--- ARGV     number, at least
+-- ARGV     number, fence name, fence token, at least
 
 local done = replay()
 if done then
   return done
 end
-local epoch = math.max(counter('epoch') + 1, tonumber(ARGV[2]))
+local refused = fenced(KEYS[3])
+if refused then
+  return refused
+end
+local epoch = math.max(counter('epoch') + 1, tonumber(ARGV[4]))
 redis.call('HSET', SET, 'epoch', string.format('%.0f', epoch))
 return answer(epoch)

@@ -1,18 +1,22 @@
 -- WorkSet.seal: make a held group ready; 1, or 0 when it is not held.
 --
 -- KEYS     see workset.lua; uses held, ready, fates, group:<group>
--- ARGV     number, group, fate
+-- ARGV     number, fence name, fence token, group, fate
 
 local done = replay()
 if done then
   return done
 end
-local score = redis.call('ZSCORE', HELD, ARGV[2])
+local refused = fenced(KEYS[3])
+if refused then
+  return refused
+end
+local score = redis.call('ZSCORE', HELD, ARGV[4])
 if not score then
   return answer(0)
 end
-redis.call('ZREM', HELD, ARGV[2])
-redis.call('ZADD', READY, score, ARGV[2])
-redis.call('HSET', FATES, ARGV[2], ARGV[3])
-redis.call('HINCRBY', SET, 'held', -redis.call('HLEN', group_key(ARGV[2])))
+redis.call('ZREM', HELD, ARGV[4])
+redis.call('ZADD', READY, score, ARGV[4])
+redis.call('HSET', FATES, ARGV[4], ARGV[5])
+redis.call('HINCRBY', SET, 'held', -redis.call('HLEN', group_key(ARGV[4])))
 return answer(1)

@@ -10,7 +10,7 @@ local done = replay()
 if done then
   return done
 end
-local refused = fenced()
+local refused = fenced(KEYS[4])
 if refused then
   return refused
 end

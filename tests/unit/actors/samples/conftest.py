@@ -57,7 +57,7 @@ class Wire:
     def __getattr__(self, name):
         member = getattr(self._inner, name)
         if name == "workset":
-            return lambda which: Wire(member(which), self._process)
+            return lambda which, **fence: Wire(member(which, **fence), self._process)
         if not inspect.iscoroutinefunction(member):
             return member
 
