@@ -53,12 +53,16 @@ class Handler(NamedTuple):
 
 
 class _Running:
-    """A handler at work, and whom it answers: whoever asked, or asked again under the same key."""
+    """A handler at work, and whom it answers: whoever asked, and asked again under the same key.
 
-    __slots__ = ("delivery", "outlives_asker", "task")
+    All of them, because the attempt that came last need not be the last one made: another link may have brought it.
+    """
+
+    __slots__ = ("askers", "key", "outlives_asker", "task")
 
     def __init__(self, delivery: Delivery, *, outlives_asker: bool) -> None:
-        self.delivery = delivery
+        self.askers = [delivery]
+        self.key = delivery.envelope.key
         self.outlives_asker = outlives_asker
         self.task: asyncio.Task[Any] | None = None
 
@@ -137,9 +141,9 @@ class Dispatcher:
         for letter in (*self._mailbox.letters, *(w for parked in self._parked.values() for w in parked)):
             if letter.peer == peer:
                 letter.peer = NOBODY
-        for key, running in list(self._running.items()):
-            if key[0] == peer and not running.outlives_asker:
-                self._end(running)
+        for where, running in list(self._running.items()):
+            if where[0] == peer and not running.outlives_asker:
+                self._left(where)
 
     async def consume(self, actor: Actor) -> None:
         """Handle letters until cancelled: in order, but for handlers that declare a concurrency."""
@@ -248,36 +252,37 @@ class Dispatcher:
     def _start(self, handler: Handler, delivery: Delivery) -> None:
         self._consumed(delivery)
         envelope, spec = delivery.envelope, handler.spec
-        where = delivery.peer, envelope.id
+        where = _where(delivery)
         if envelope.key and envelope.key in self._keyed:
-            # Asked again while it runs, because the link broke: from now on it runs for the one who asked last.
-            running = self._keyed[envelope.key]
-            self._running.pop((running.delivery.peer, running.delivery.envelope.id), None)
-            self._running[where] = running
-            running.delivery = delivery
+            self._running[where] = running = self._keyed[envelope.key]
+            running.askers.append(delivery)
             return
         message = self._open(handler, delivery)
         if message is None:
             return
         self._counts[spec.method] = self._counts.get(spec.method, 0) + 1
         running = _Running(delivery, outlives_asker=spec.outlives_asker)
-        running.task = self._spawn(self._beside(handler, running, message), name=f"{self._name}.{spec.method}")
+        work = self._beside(handler, running, delivery, message)
+        running.task = self._spawn(work, name=f"{self._name}.{spec.method}")
         if envelope.kind == _ASK:
             self._running[where] = running
             if envelope.key:
                 self._keyed[envelope.key] = running
         running.task.add_done_callback(lambda _: self._ended(handler, running))
 
-    async def _beside(self, handler: Handler, running: _Running, message: Message) -> None:
-        current_deadline.set(running.delivery.deadline)
-        current_trace.set(running.delivery.envelope.trace)
+    async def _beside(self, handler: Handler, running: _Running, first: Delivery, message: Message) -> None:
+        current_deadline.set(first.deadline)
+        current_trace.set(first.envelope.trace)
         try:
             result = await handler.run(message)
         except Exception as error:  # noqa: BLE001 - as above
-            self._failed(handler, running.delivery, error)
+            self._forget(running)
+            for delivery in running.askers:
+                self._failed(handler, delivery, error)
         else:
-            if running.delivery.envelope.kind == _ASK:
-                self.reply(running.delivery, result)
+            self._forget(running)
+            for delivery in running.askers if first.envelope.kind == _ASK else ():
+                self.reply(delivery, result)
         finally:
             self.handled += 1
 
@@ -290,23 +295,26 @@ class Dispatcher:
             self._start(handler, parked.popleft())
 
     def _forget(self, running: _Running) -> None:
-        """It answers nobody any more."""
-        envelope = running.delivery.envelope
-        self._running.pop((running.delivery.peer, envelope.id), None)
-        if self._keyed.get(envelope.key) is running:
-            del self._keyed[envelope.key]
+        """Whoever asks from now on gets the reply that was kept, or a run of its own."""
+        for delivery in running.askers:
+            self._running.pop(_where(delivery), None)
+        if self._keyed.get(running.key) is running:
+            del self._keyed[running.key]
 
-    def _end(self, running: _Running) -> None:
-        """Cancel it. Whoever asks again under its key meanwhile gets a run of its own."""
+    def _left(self, where: tuple[Peer, int]) -> None:
+        """One asker went away. With the last it is cancelled: whoever asks again under its key meanwhile gets a run of its own."""
+        running = self._running.pop(where)
+        running.askers = [delivery for delivery in running.askers if _where(delivery) != where]
+        if any(delivery.peer != NOBODY for delivery in running.askers):
+            return
         self._forget(running)
         if running.task is not None:
             running.task.cancel()
 
     def _cancel(self, delivery: Delivery) -> None:
         peer, ask_id = delivery.peer, delivery.envelope.id
-        running = self._running.get((peer, ask_id))
-        if running is not None:
-            self._end(running)
+        if (peer, ask_id) in self._running:
+            self._left((peer, ask_id))
             return
         letter = self._mailbox.cancel(peer, ask_id)
         if letter is not None:
@@ -352,6 +360,10 @@ def _bound(actor: Actor) -> dict[str, Handler]:
         tag: Handler(spec, getattr(actor, spec.method), body_decoder(spec.message))
         for tag, spec in actor.handlers.items()
     }
+
+
+def _where(delivery: Delivery) -> tuple[Peer, int]:
+    return delivery.peer, delivery.envelope.id
 
 
 def _size(delivery: Delivery) -> int:

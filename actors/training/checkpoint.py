@@ -80,7 +80,7 @@ def check(folder: Path) -> Manifest:
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint under `folder`, and a sentence for each newer one that was passed over."""
     passed_over: list[str] = []
-    for path in reversed(_by_step(folder)):
+    for path in reversed(by_step(folder)):
         try:
             check(path)
         except TrainError as error:
@@ -92,14 +92,22 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, and what a process that was killed had begun to write or never named."""
-    found = _by_step(folder)
-    for path in found[: max(0, len(found) - keep)]:
+    found = by_step(folder)
+    for path in (*found[: max(0, len(found) - keep)], *folder.glob(".*.replaced")):
         shutil.rmtree(path, ignore_errors=True)
-    for path in (*folder.glob(".*.building"), *folder.glob(".*.replaced"), *folder.glob("waiting_*")):
+    drop_unnamed(folder)
+
+
+def drop_unnamed(folder: Path) -> None:
+    """Remove what was begun or never named. Whoever wakes and would name it then finds it whole or gone."""
+    for path in folder.glob("waiting_*"):
+        with suppress(OSError):
+            path.rename(path.with_name(f".{path.name}.dropped"))
+    for path in (*folder.glob(".*.building"), *folder.glob(".*.dropped")):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _by_step(folder: Path) -> list[Path]:
+def by_step(folder: Path) -> list[Path]:
     """Checkpoints under `folder`, oldest step first, whether complete or not."""
     named = [(found, path) for path in folder.glob("step_*") if (found := NAMED.fullmatch(path.name))]
     return [path for _, path in sorted((int(found[1]), path) for found, path in named)]

@@ -18,6 +18,7 @@ from actors.messages.samples import (
     Claim,
     Close,
     DrawEpoch,
+    Epoch,
     Standing,
     Trajectory,
 )
@@ -91,18 +92,15 @@ class Trainer(Actor):
 
     async def on_start(self) -> None:
         """Load the newest complete checkpoint (or the base model), take a new epoch, and start to train."""
-        newest, passed_over = await self.offload(checkpoints.newest, self.run.folder / "checkpoints")
-        for sentence in passed_over:
-            self.notice(sentence)
         self._engine = await self.offload(self._build)
         try:
-            self._step, epoch = await self.offload(self._engine.load, self.run.folder / self.config.model.path, newest)
+            newest, passed_over, drawn = await self._take_over(self.run.folder / "checkpoints")
         except TrainError as error:
             self.finish(str(error), failed=True)
             return
-        self._saved = self._step
-        drawn = await self._buffer.ask(DrawEpoch(epoch + 1, self._step), timeout=ASK_S)
-        self._epoch = drawn.epoch
+        for sentence in passed_over:
+            self.notice(sentence)
+        self._saved, self._epoch = self._step, drawn.epoch
         if drawn.committed > self._step and not self._fall_back(drawn.committed, newest, passed_over):
             return
         self._standing = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
@@ -111,6 +109,18 @@ class Trainer(Actor):
             self.notice(f"{damaged} damaged lines of {self.run.folder}/metrics.jsonl were left out")
         self.log.info("epoch", epoch=self._epoch, step=self._step, bound=drawn.bound, version=self._standing.version)
         self.spawn(self._train_to_the_end(), name="trainer.steps")
+
+    async def _take_over(self, folder: Path) -> tuple[Path | None, list[str], Epoch]:
+        """Load the newest checkpoint and draw an epoch. Until then one that is replaced may name its last one: look again."""
+        model = self.run.folder / self.config.model.path
+        while True:
+            there = checkpoints.by_step(folder)
+            newest, passed_over = await self.offload(checkpoints.newest, folder)
+            self._step, epoch = await self.offload(self._engine.load, model, newest)
+            drawn = await self._buffer.ask(DrawEpoch(epoch + 1, self._step), timeout=ASK_S)
+            await self.offload(checkpoints.drop_unnamed, folder)
+            if checkpoints.by_step(folder) == there:
+                return newest, passed_over, drawn
 
     def _fall_back(self, committed: int, newest: Path | None, passed_over: list[str]) -> bool:
         """Go on after step `committed` with older weights, where its checkpoint is damaged; else end the run. Its samples are spent."""

@@ -72,7 +72,7 @@ KINDS: dict[str, tuple[int, Draw]] = {
 }
 """Kind → how often it is drawn, and how its target and length are drawn."""
 
-DEFAULT = [kind for kind in KINDS if kind != "store_loss"]
+DEFAULT = list(KINDS)
 """Drawn unless others are asked for."""
 
 

@@ -72,6 +72,17 @@ def test_pruning_keeps_the_newest_and_clears_what_a_killed_process_had_begun(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_15"]
 
 
+def test_what_was_never_named_is_gone_for_whoever_would_name_it_later(tmp_path):
+    checkpoint.write(tmp_path / "step_5", {"a": b"x"}, step=5, epoch=1)
+    checkpoint.write(tmp_path / "waiting_10.1", {"a": b"y"}, step=10, epoch=1)
+
+    checkpoint.drop_unnamed(tmp_path)
+
+    with pytest.raises(FileNotFoundError):
+        checkpoint.rename(tmp_path / "waiting_10.1", tmp_path / "step_10")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_5"]
+
+
 def test_a_checkpoint_takes_the_place_of_another_only_if_it_is_there(tmp_path):
     checkpoint.write(tmp_path / "step_5", {"a": b"successor's"}, step=5, epoch=2)
 
