@@ -69,13 +69,18 @@ class Book:
         """The version that the next step to be claimed starts from."""
         return max(self.version, self.committed, max(self.bound, default=0))
 
+    @property
+    def trained_for_good(self) -> int:
+        """Steps trained so far, without those whose batch the Store forgot: they will be trained anew."""
+        return min(self.version, max(self.committed, max(self.bound, default=0)))
+
     def admission(self) -> Admission:
         """How many new groups may start; every group in the book holds a slot."""
         view = AdmissionView(
             alpha=self.alpha,
             batch_groups=self.limits.batch_groups,
             charged=len(self.groups),
-            version=self.version,
+            version=self.trained_for_good,
             steps=self.limits.steps,
             unbounded_batches=self.limits.unbounded_batches,
         )

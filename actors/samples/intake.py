@@ -155,10 +155,11 @@ class Intake:
         if (fate := group.verdict()) == "group_too_small":
             await self.discard(group, fate)
             return
-        if await self._missing(group):
-            return
         group.fate = fate
-        await self._journal.steadily(partial(self._workset.seal, group.id, fate))
+        sealed = await self._journal.steadily(partial(self._workset.seal, group.id, fate, group.num_scored))
+        if not sealed and await self._missing(group):
+            group.fate = ""
+            return
         group.sealed = True
         self._book.changed(group.id)
         if group.num_scored < len(group.members):

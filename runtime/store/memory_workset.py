@@ -53,9 +53,9 @@ class MemoryWorkSet:
         self._log_end(id, group, fate, note)
         return True
 
-    async def seal(self, group: str, fate: str) -> bool:
+    async def seal(self, group: str, fate: str, num: int = 1) -> bool:
         found = self._groups.get(group)
-        if found is None or found.fate is not None:
+        if found is None or found.fate is not None or len(found.items) < num:
             return False
         found.fate = fate
         return True

@@ -28,8 +28,8 @@ class RedisWorkSet:
         check_note(id, note)
         return bool(await self._once("end", id, group, fate, note))
 
-    async def seal(self, group: str, fate: str) -> bool:
-        return bool(await self._once("seal", group, fate))
+    async def seal(self, group: str, fate: str, num: int = 1) -> bool:
+        return bool(await self._once("seal", group, fate, num))
 
     async def discard(self, group: str, fate: str) -> int:
         return int(await self._once("discard", group, fate))

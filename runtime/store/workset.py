@@ -67,8 +67,11 @@ class WorkSet(Protocol):
         """Log an item that ends without ever being held (it failed). False, and no change, when the id was seen before."""
         ...
 
-    async def seal(self, group: str, fate: str) -> bool:
-        """Make a held group claimable: its score is its lowest member's, and its items end as `fate` when committed. False when it is not held."""
+    async def seal(self, group: str, fate: str, num: int = 1) -> bool:
+        """Make a held group claimable: its score is its lowest member's, and its items end as `fate` when committed.
+
+        False, and no change, when it is not held or has fewer than `num` items: a store that was lost may have forgotten some.
+        """
         ...
 
     async def discard(self, group: str, fate: str) -> int:

@@ -66,6 +66,16 @@ async def test_a_held_group_can_not_be_claimed_and_a_sealed_one_once(workset: Wo
     assert await workset.claim(1, 0, 2, 0) == Claimed((), (), 0)
 
 
+async def test_a_group_of_which_items_are_missing_is_not_sealed(workset: WorkSet):
+    for name in "ab":
+        await workset.put(Item(name, "g", 1, b""))
+
+    took = [await workset.seal("g", "trained", num) for num in (3, 2, 2)]
+
+    assert took == [False, True, False]
+    assert (await workset.counts()).ready == 1
+
+
 async def test_a_claim_takes_the_oldest_groups_with_their_items_by_id(workset: WorkSet):
     second = await sealed(workset, "b", 5, 3)
     await sealed(workset, "newest", 4)
