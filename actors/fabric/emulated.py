@@ -8,7 +8,7 @@ from actors.fabric.device import OcsDevice
 from actors.fabric.dialect import Dialect
 from actors.fabric.driver import Login
 from actors.fabric.http_front import HttpFront, encoded
-from actors.fabric.links import Links
+from actors.fabric.links import links
 from actors.fabric.section import FabricSection
 from actors.messages.fabric import FindSwitch, SwitchAddress, SwitchReply, SwitchRequest
 from runtime.actor import Actor, ActorConfig, Context, handler
@@ -39,7 +39,7 @@ class EmulatedSwitch(Actor):
             self.spawn(self._front.serve(), name=f"{self.name}.http")
 
         if self.config.fabric.testbed:
-            self.spawn(self._light_links(Links(self.config.fabric)), name=f"{self.name}.links")
+            self.spawn(self._light_links(), name=f"{self.name}.links")
 
     async def on_stop(self) -> None:
         if self._front is not None:
@@ -58,11 +58,12 @@ class EmulatedSwitch(Actor):
         self.metrics.gauge("switch/changes", self.device.num_changes)
         return SwitchReply(answer.status, encoded(answer))
 
-    async def _light_links(self, links: Links) -> None:
-        """Follow the light, until cancelled. Raises LinksError where the test-bed is gone."""
-        while True:
-            self.device.changed.clear()
-            await links.follow(self.device.lit())
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(self.device.next_light_at()):
-                    await self.device.changed.wait()
+    async def _light_links(self) -> None:
+        """Follow the light, until cancelled. Raises LinksError, in a group, where the test-bed is gone."""
+        async with links(self.config.fabric) as rates:
+            while True:
+                self.device.changed.clear()
+                await rates.follow(self.device.lit())
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(self.device.next_light_at()):
+                        await self.device.changed.wait()

@@ -6,8 +6,11 @@ trickle, with n circuits n times the bandwidth of one.
 """
 
 import asyncio
+from asyncio.subprocess import PIPE, Process
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import cast
 
 from actors.fabric.section import FabricSection
 from planning.circuits import Cross
@@ -41,28 +44,57 @@ def batches(changed: Mapping[Pair, float], section: FabricSection) -> dict[str, 
 
 
 class Links:
-    """Remembers what it set, and changes only what differs."""
+    """Remembers what it set, and changes only what differs; `pipes` lead to a `tc` in each namespace."""
 
-    def __init__(self, section: FabricSection) -> None:
-        self._section = section
+    def __init__(self, section: FabricSection, pipes: Mapping[str, asyncio.StreamWriter]) -> None:
+        self._section, self._pipes = section, pipes
         self._rates: dict[Pair, float] = {}
 
     async def follow(self, lit: Iterable[Cross]) -> None:
-        """Give every link the rate that these circuits mean. Raises LinksError."""
+        """Give every link the rate that these circuits mean."""
         wanted = rates_mbps(lit, self._section)
         changed = {pair: mbps for pair, mbps in wanted.items() if self._rates.get(pair) != mbps}
-        async with asyncio.TaskGroup() as tasks:
-            for namespace, lines in batches(changed, self._section).items():
-                tasks.create_task(_tc(namespace, lines))
+        for namespace, lines in batches(changed, self._section).items():
+            self._pipes[namespace].write(lines.encode())
+            with suppress(ConnectionError):  # it ended, and `links` says why
+                await self._pipes[namespace].drain()
         self._rates = wanted
 
 
-async def _tc(namespace: str, lines: str) -> None:
-    pipe = asyncio.subprocess.PIPE
+@asynccontextmanager
+async def links(section: FabricSection) -> AsyncIterator[Links]:
+    """With the links of the test-bed in hand. Raises LinksError, in a group, where they can't be set.
+
+    One `tc` per namespace waits for all changes to come: to start one takes longer than fast mirrors do, and on a busy machine than slow ones.
+    """
+    processes: dict[str, Process] = {}
     try:
-        process = await asyncio.create_subprocess_exec("tc", "-n", namespace, "-batch", "-", stdin=pipe, stderr=pipe)
-        _, said = await process.communicate(lines.encode())
+        for rack in section.racks:
+            processes[f"{section.testbed}-{rack}"] = await _tc(f"{section.testbed}-{rack}")
+        async with asyncio.TaskGroup() as tasks:
+            watches = [tasks.create_task(_watch(each, name), name=f"tc of {name}") for name, each in processes.items()]
+            yield Links(section, {name: _pipe(process) for name, process in processes.items()})
+            for watch in watches:
+                watch.cancel()
+    finally:
+        for process in processes.values():
+            _pipe(process).close()
+            await process.wait()
+
+
+async def _tc(namespace: str) -> Process:
+    """Ends when its pipe does, also where this process is killed."""
+    try:
+        return await asyncio.create_subprocess_exec("tc", "-n", namespace, "-batch", "-", stdin=PIPE, stderr=PIPE)
     except OSError as error:
         raise LinksError(f"the links of {namespace} can't be set: tc does not start ({error.strerror})") from error
-    if process.returncode:
-        raise LinksError(f"the links of {namespace} can't be set: {said.decode().strip() or 'tc failed'}")
+
+
+async def _watch(process: Process, namespace: str) -> None:
+    """Raises LinksError when it ends on its own: it failed."""
+    said = await cast("asyncio.StreamReader", process.stderr).read()
+    raise LinksError(f"the links of {namespace} can't be set: {said.decode().strip() or 'tc ended'}")
+
+
+def _pipe(process: Process) -> asyncio.StreamWriter:
+    return cast("asyncio.StreamWriter", process.stdin)

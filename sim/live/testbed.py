@@ -17,7 +17,7 @@ from pydantic import Field
 from actors.config import TrainSection, WeightsSection
 from actors.fabric.controller import FabricController
 from actors.fabric.emulated import EmulatedSwitch
-from actors.fabric.links import Links, rates_mbps
+from actors.fabric.links import rates_mbps
 from actors.fabric.section import FabricSection
 from actors.messages.fabric import InspectFabric, Phase, PhaseIntent
 from bus.memory import MemoryNetwork, MemoryTransport
@@ -97,7 +97,7 @@ class SimulatedSwitch(EmulatedSwitch):
 
     wires: Wires
 
-    async def _light_links(self, links: Links) -> None:
+    async def _light_links(self) -> None:
         while True:
             self.device.changed.clear()
             self.wires.set(self.device.lit())

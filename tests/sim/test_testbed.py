@@ -18,7 +18,7 @@ CASES = [(way, mode) for way in WAYS for mode in MODES]
 
 
 def live(way, mode):
-    recorded = json.loads((Path(__file__).parent / "data" / f"fabric_{way}_{mode}.json").read_text())
+    recorded = json.loads((Path(__file__).parent / "data" / f"fabric_{way}.json").read_text())
     return recorded["modes"][mode]
 
 

@@ -1,10 +1,11 @@
 """Where bytes between actors go on the fabric, and what the links of a test-bed are told."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 
-from actors.fabric.links import batches, rates_mbps
+from actors.fabric.links import batches, links, rates_mbps
 from actors.fabric.racks import Racks
 from actors.fabric.section import FabricSection
 from planning.circuits import Cross
@@ -65,3 +66,41 @@ def test_a_link_has_its_circuits_bandwidth_or_the_trickle():
 def test_racks_that_the_switch_has_no_ports_for_are_refused():
     with pytest.raises(ValueError, match="more than the switch's 8 ports"):
         FabricSection(racks=RACKS, ports=8)
+
+
+SWITCH = FabricSection(
+    racks={"a": ("10.0.0.0",), "b": ("10.0.0.1",)}, ports=8, link_gbps=0.1, trickle_mbps=10, testbed="bed"
+)
+
+
+def tc(folder, monkeypatch, lines):
+    """A `tc` that does what `lines` say, and leaves its namespace in `$2`."""
+    (folder / "tc").write_text(f"#!/bin/sh\ncd {folder}\n{lines}\n")
+    (folder / "tc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+async def test_every_rack_has_one_tc_that_is_told_of_all_changes_and_ends_with_the_switch(tmp_path, monkeypatch):
+    tc(tmp_path, monkeypatch, 'cat > "$2.told"; mv "$2.told" "$2.all"')
+
+    async with links(SWITCH) as rates:
+        await rates.follow(())
+        await rates.follow((Cross(0, 4), Cross(4, 0)))
+        await rates.follow((Cross(0, 4), Cross(4, 0)))
+
+    for name in ("bed-a", "bed-b"):
+        told = (tmp_path / f"{name}.all").read_text().splitlines()
+        assert [line.split(" rate ")[1].split()[0] for line in told] == ["10000kbit", "100000kbit"]
+
+
+async def test_a_test_bed_that_is_gone_ends_what_follows_the_light(tmp_path, monkeypatch):
+    tc(tmp_path, monkeypatch, 'test "$2" = bed-b && echo "no namespace $2" >&2 && exit 1; cat > /dev/null')
+
+    async def follow():
+        async with links(SWITCH):
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await follow()
+
+    assert [str(error) for error in raised.value.exceptions] == ["the links of bed-b can't be set: no namespace bed-b"]
