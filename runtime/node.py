@@ -6,11 +6,15 @@ import signal
 import sys
 from pathlib import Path
 
-from runtime.errors import RubatoError, first_cause
-from runtime.kernel import Kernel
-from runtime.launch.children import allow_many_files
-from runtime.launch.connection import connect
-from runtime.observe.log import configure, logger
+from runtime.observe.lean import import_structlog
+
+import_structlog()
+
+from runtime.errors import RubatoError, first_cause  # noqa: E402
+from runtime.kernel import Kernel  # noqa: E402
+from runtime.launch.children import allow_many_files  # noqa: E402
+from runtime.launch.connection import connect  # noqa: E402
+from runtime.observe.log import configure, logger  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
