@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from actors.messages.samples import Put, Stored
+from actors.messages.samples import Commit, Put, Stored
 from actors.rewards.service import RewardService
 from actors.samples.buffer import SampleBuffer
 from actors.training.engine import TrainEngine
@@ -55,6 +55,14 @@ class SimBuffer(SampleBuffer):
         if self.process.alive:
             self.monitor.stored(request.trajectory, stored.fate)
         return stored
+
+    @handler(concurrency=16)
+    async def commit(self, request: Commit) -> Ack:
+        newest = self._book.epoch
+        ack = await super().commit(request)
+        if self.process.alive:
+            self.monitor.commit_answered(request.step, request.epoch, newest)
+        return ack
 
 
 class SimRewards(RewardService):

@@ -135,6 +135,14 @@ class Monitor:
             if fate == "":
                 self.timeline.acknowledged[ticket.trajectory_id] = ticket.attempt
 
+    def commit_answered(self, step: int, epoch: int, newest: int) -> None:
+        """The buffer told a trainer of `epoch` that its checkpoint counts; `newest` is the epoch it knew of as it was asked."""
+        if epoch < newest:
+            self.fail(
+                "one committer per epoch",
+                f"COMMIT of step {step} under epoch {epoch} was answered, {newest} is the newest",
+            )
+
     def trained(self, step: int, groups: list[list[Trajectory]], history: list[list[str]]) -> None:
         """The trainer updates its weights; `history` is what they were made of before."""
         if step != len(history) + 1:

@@ -20,6 +20,9 @@ UP_S = 40.0
 TAKE_OVER_S = 0.5
 """From the freezing of a process until somebody takes its name."""
 
+NAMING_TICKS = 12
+"""Of the loop, from the answer to Confirm until COMMIT has left, and a few more."""
+
 
 class Injector:
     """`active` counts faults under way; `healed_at` is when the last one ended."""
@@ -180,13 +183,22 @@ class Injector:
             case "crash_after_commit":
                 world.at_commit["after"] = Process.kill
             case "zombie_before_commit":
-                world.at_save["confirm"] = lambda process: self._zombify(process, fault.seconds)
+                ticks = self._rng.randint(0, NAMING_TICKS)
+                world.at_save["confirm"] = lambda process: self._soon(process, ticks, fault.seconds)
             case _:
                 raise ValueError(f"{fault.kind} is no fault")
 
     def _crash(self, process: Process) -> None:
         process.kill()
         raise Killed(process.name)
+
+    def _soon(self, process: Process, ticks: int, seconds: float) -> None:
+        """Before the checkpoint gets its name, between that and COMMIT, or after it."""
+        if ticks:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._soon, process, ticks - 1, seconds, context=self._context)
+        elif process.alive:
+            self._zombify(process, seconds)
 
     def _zombify(self, process: Process, seconds: float) -> None:
         """Called inside the process itself: what follows must not belong to it."""

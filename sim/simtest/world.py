@@ -239,8 +239,12 @@ class World:
 
     def _sent(self, sender: str, receiver: str, what: Frame | str) -> None:
         self.record.frame(sender, receiver, what)
-        if "confirm" in self.at_save and sender == "trainer-1" and isinstance(what, Frame) and b"Confirm" in what.data:
-            self._saving(self.processes[sender], "confirm", self.step)
+        if not isinstance(what, Frame):
+            return
+        if "confirm" in self.at_save and sender == "trainer-1" and b"Confirm" in what.data:
+            self.at_save["confirmed"] = self.at_save.pop("confirm")
+        elif "confirmed" in self.at_save and receiver == "trainer-1" and b"Ack" in what.data:
+            self._saving(self.processes[receiver], "confirmed", self.step)
 
     def _saving(self, process: Process, point: str, step: int) -> None:
         act = self.at_save.pop(point, None)
