@@ -228,11 +228,18 @@ def main(argv: list[str]) -> int:
     folder = args.run_dir or Path(tempfile.mkdtemp(prefix="chaos-run-")) / "run"
     job = Job(args.config, folder.resolve(), args.overrides)
     chaos = Chaos(job, chosen, args.kinds, random.Random(args.seed))
-    return asyncio.run(_run(args, config, job, chaos))
+    try:
+        return asyncio.run(_run(args, config, job, chaos))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        print("interrupted; the run was ended")
+        return 130
 
 
 async def _run(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos) -> int:
     figures: dict[str, Any] = {"config": str(args.config), "seed": args.seed, "seconds": args.seconds}
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         figures |= await go(args, config, job, chaos)
         figures |= judge(job, config, figures["wanted"])
