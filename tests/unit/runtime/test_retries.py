@@ -16,6 +16,7 @@ from bus.errors import NotSent, Unknown
 from bus.message import Message, Request
 from bus.transport import Delivery, Peer
 from runtime.actor import Actor, ActorConfig, handler
+from runtime.beside import NOBODY
 from runtime.courier import Courier
 from runtime.dispatch import Dispatcher
 from runtime.observe.log import logger
@@ -149,6 +150,61 @@ async def test_a_retry_does_not_join_a_run_that_its_broken_link_has_cancelled():
         await settle()
 
     assert posted.replies() == [(b"\0two", 2, 2)]
+
+
+@pytest.mark.parametrize("num_ticks", range(6))
+async def test_a_retry_that_comes_as_the_run_ends_is_answered(num_ticks):
+    """Whatever tick it falls into: once, one between the reply and the end of its task never was."""
+    async with dispatching() as (dispatcher, posted, actor):
+        dispatcher.arrived(asked(CountSlowly(), b"\0one", 1))
+        await actor.began.wait()
+        actor.go.set()
+        for _ in range(num_ticks):
+            await asyncio.sleep(0)
+        dispatcher.arrived(asked(CountSlowly(), b"\0two", 2))
+        await settle()
+
+    assert posted.replies() == [(b"\0one", 1, 1), (b"\0two", 2, 1)]
+
+
+@pytest.mark.parametrize("late", [b"\0one", NOBODY])
+async def test_an_old_attempt_that_comes_behind_the_new_one_does_not_take_its_reply(late):
+    async with dispatching() as (dispatcher, posted, actor):
+        dispatcher.arrived(asked(CountSlowly(), b"\0two", 2))
+        await actor.began.wait()
+        dispatcher.arrived(asked(CountSlowly(), late, 1))
+        await settle()
+        dispatcher.forget(late)
+        actor.go.set()
+        await settle()
+
+    assert (b"\0two", 2, 1) in posted.replies()
+
+
+@pytest.mark.parametrize("leave", ["forget", "cancel"])
+async def test_a_run_goes_on_for_whoever_is_left_and_ends_with_the_last(leave):
+    def leaves(dispatcher: Dispatcher, peer: bytes, number: int) -> None:
+        cancel = asked(CountSlowly(), peer, number)
+        cancel.envelope.kind = Kind.CANCEL
+        dispatcher.forget(peer) if leave == "forget" else dispatcher.arrived(cancel)
+
+    async with dispatching() as (dispatcher, posted, actor):
+        dispatcher.arrived(asked(CountSlowly(), b"\0one", 1))
+        await actor.began.wait()
+        dispatcher.arrived(asked(CountSlowly(), b"\0two", 2))
+        await settle()
+        leaves(dispatcher, b"\0one", 1)
+        dispatcher.arrived(asked(CountSlowly(), b"\0three", 3))
+        await settle()
+        assert actor.num == 1
+        leaves(dispatcher, b"\0two", 2)
+        leaves(dispatcher, b"\0three", 3)
+        dispatcher.arrived(asked(CountSlowly(), b"\0four", 4))
+        await settle()
+        actor.go.set()
+        await settle()
+
+    assert posted.replies() == [(b"\0four", 4, 2)]
 
 
 async def test_parked_requests_keep_their_credit_and_run_in_turn():
