@@ -4,7 +4,7 @@ USER = "rubato"
 KEYS = "~rubato:*"
 
 COMMANDS = (
-    "del", "eval", "evalsha", "exists", "get", "hdel", "hexists", "hget", "hgetall", "hincrby", "hkeys", "hlen", "hset", "info",
+    "del", "eval", "evalsha", "exists", "get", "hdel", "hexists", "hget", "hincrby", "hkeys", "hlen", "hmget", "hset", "info",
     "sadd", "set", "srem", "time", "xadd", "xrange", "xread", "xtrim", "zadd", "zcard", "zrange", "zrangebylex", "zrangebyscore", "zrem",
     "zscore",
 )  # fmt: skip

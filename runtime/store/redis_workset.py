@@ -1,5 +1,6 @@
 """RedisWorkSet: the WorkSet as Lua scripts, one per method, so that each is atomic and can be sent again."""
 
+from collections.abc import Sequence
 from typing import Literal, cast
 
 from runtime.store.errors import StoreError, claimed_early, claimed_late, fenced, skipped, stale_epoch
@@ -44,7 +45,15 @@ class RedisWorkSet:
         except Rejected as error:
             raise _refusal(error, step, epoch) from None
         ready, dropped, flat = cast("tuple[int, list[bytes], list[Reply]]", reply)
-        groups = tuple((_text(flat[at]), _items(flat[at], flat[at + 1])) for at in range(0, len(flat), 2))
+        bound = [(_text(flat[at]), flat[at + 1], flat[at + 2]) for at in range(0, len(flat), 3)]
+        contents = await self._link.fields([(f"{self._key}:group:{group}", ids) for group, ids, _ in bound])
+        try:
+            groups = tuple(
+                (group, _items(group, ids, notes, content))
+                for (group, ids, notes), content in zip(bound, contents, strict=True)
+            )
+        except _Gone:
+            raise claimed_late(step, step) from None  # a claimer that replaced this one has committed it
         return Claimed(groups, tuple(map(_text, dropped)), ready)
 
     async def commit(self, step: int, epoch: int) -> int:
@@ -110,12 +119,20 @@ def _text(name: bytes) -> str:
     return name.decode()
 
 
-def _items(group: bytes, flat: list[bytes]) -> tuple[Item, ...]:
-    """{id, "<score>:<payload>", note, ...} as the claim script tells them."""
+class _Gone(Exception):
+    """An item that was bound is there no more."""
+
+
+def _items(
+    group: str, ids: Sequence[bytes], notes: Sequence[bytes], content: Sequence[bytes | None]
+) -> tuple[Item, ...]:
+    """`content` has "<score>:<payload>" of each id."""
     items: list[Item] = []
-    for at in range(0, len(flat), 3):
-        score, _, payload = flat[at + 1].partition(b":")
-        items.append(Item(_text(flat[at]), _text(group), int(score), payload, flat[at + 2]))
+    for name, note, packed in zip(ids, notes, content, strict=True):
+        if packed is None:
+            raise _Gone
+        score, _, payload = packed.partition(b":")
+        items.append(Item(_text(name), group, int(score), payload, note))
     return tuple(items)
 
 

@@ -1,5 +1,6 @@
 -- WorkSet.claim: drop ready groups below a score, then bind the oldest ones to a step, or none when too few are ready.
--- Returns {ready groups left, {dropped groups}, {group, {id, "<score>:<payload>", note, ...}, group, ...}}.
+-- Returns {ready groups left, {dropped groups}, {group, {id, ...}, {note, ...}, group, ...}}. Payloads stay bound to the step until
+-- it is committed, so the caller reads them afterwards: by way of Lua each would be copied twice.
 --
 -- KEYS     see workset.lua; uses everything but seen and held
 -- KEYS[4]  STRING <op slot>:dropped  cmsgpack of what this call dropped, for a call whose reply was lost; expires
@@ -8,19 +9,10 @@
 local function report(dropped)
   local groups = {}
   for _, group in ipairs(redis.call('ZRANGE', step_key(ARGV[6]), 0, -1)) do
-    local stored = redis.call('HGETALL', group_key(group))
-    local content = {}
-    for at = 1, #stored, 2 do
-      content[stored[at]] = stored[at + 1]
-    end
-    local items = {}
-    for _, id in ipairs(ids_of(group)) do
-      items[#items + 1] = id
-      items[#items + 1] = content[id]
-      items[#items + 1] = redis.call('HGET', NOTES, id) or ''
-    end
+    local ids = ids_of(group)
     groups[#groups + 1] = group
-    groups[#groups + 1] = items
+    groups[#groups + 1] = ids
+    groups[#groups + 1] = notes_of(ids)
   end
   return { redis.call('ZCARD', READY), dropped, groups }
 end

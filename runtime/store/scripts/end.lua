@@ -14,5 +14,5 @@ end
 if redis.call('SADD', SEEN, ARGV[4]) == 0 then
   return answer(0)
 end
-log_end(ARGV[4], ARGV[5], ARGV[6], 0, 0, ARGV[7])
+log_ends({ ARGV[4] }, { ARGV[7] }, ARGV[5], ARGV[6], 0, 0)
 return answer(1)

@@ -15,7 +15,7 @@ if redis.call('SADD', SEEN, ARGV[4]) == 0 then
   return answer(0)
 end
 if redis.call('HEXISTS', FATES, ARGV[5]) == 1 then
-  log_end(ARGV[4], ARGV[5], 'late', 0, 0, ARGV[8])
+  log_ends({ ARGV[4] }, { ARGV[8] }, ARGV[5], 'late', 0, 0)
   return answer(1)
 end
 redis.call('HSET', group_key(ARGV[5]), ARGV[4], ARGV[7])

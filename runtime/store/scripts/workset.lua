@@ -49,18 +49,27 @@ local function ids_of(group)
   return ids
 end
 
-local function log_end(id, group, fate, step, epoch, note)
-  local index = string.format('0-%.0f', redis.call('HINCRBY', SET, 'ended', 1))
-  redis.call('XADD', LOG, index, 'id', id, 'group', group, 'fate', fate, 'step', step, 'epoch', epoch, 'note', note)
+local function notes_of(ids)
+  local notes = redis.call('HMGET', NOTES, unpack(ids))
+  for at = 1, #ids do
+    notes[at] = notes[at] or ''
+  end
+  return notes
+end
+
+local function log_ends(ids, notes, group, fate, step, epoch)
+  local before = redis.call('HINCRBY', SET, 'ended', #ids) - #ids
+  for at, id in ipairs(ids) do
+    local index = string.format('0-%.0f', before + at)
+    redis.call('XADD', LOG, index, 'id', id, 'group', group, 'fate', fate, 'step', step, 'epoch', epoch, 'note', notes[at])
+  end
 end
 
 -- Ends every item of a group that the caller took out of held, ready or its step; returns how many.
 local function end_group(group, fate, step, epoch)
   local ids = ids_of(group)
-  for _, id in ipairs(ids) do
-    log_end(id, group, fate, step, epoch, redis.call('HGET', NOTES, id) or '')
-    redis.call('HDEL', NOTES, id)
-  end
+  log_ends(ids, notes_of(ids), group, fate, step, epoch)
+  redis.call('HDEL', NOTES, unpack(ids))
   redis.call('DEL', group_key(group))
   redis.call('HDEL', FATES, group)
   return #ids

@@ -62,7 +62,11 @@ def measure(client: Any) -> Figures:
     epoch = sender.send(client, EPOCH, 0)
     began, ended = now_ns(), 0
     for step in range(1, GROUPS // CLAIM_GROUPS + 1):
-        sender.send(client, CLAIM, CLAIM_GROUPS, 0, step, epoch)
+        bound = sender.send(client, CLAIM, CLAIM_GROUPS, 0, step, epoch)[2]
+        pipeline = client.pipeline(transaction=False)
+        for group, ids in zip(bound[::3], bound[1::3], strict=True):
+            pipeline.hmget(f"{KEYS[1]}:group:{group.decode()}", ids)
+        pipeline.execute()
         ended += sender.send(client, COMMIT, step, epoch)
     if ended != GROUPS * GROUP:
         raise RuntimeError(f"{GROUPS * GROUP} samples were put and {ended} committed")
