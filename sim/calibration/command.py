@@ -13,7 +13,7 @@ import yaml
 
 from runtime.config import Section
 from runtime.errors import ConfigError
-from sim.calibration.fit import fit
+from sim.calibration.fit import fit, rollouts
 from sim.calibration.recording import LAST_STEPS, WARM_STEPS, Recording, read_run
 from sim.onehost.observed import ROLES, Observed
 
@@ -27,14 +27,14 @@ def main(argv: Sequence[str]) -> int:
     """Do what ARGV asks for. Raises ConfigError for bad input."""
     args = _parsed(argv)
     recording = read_run(Path(args.run))
+    seen = observed(recording)
     if args.out:
         what = "Costs are CPU seconds; simulations that use them are calibrated on this one run."
         _write(Path(args.out), fit(recording, args.host or _host(recording)), what)
     if args.observed:
-        _write(Path(args.observed), observed(recording), "What this live run was seen to do.")
+        _write(Path(args.observed), seen, "What this live run was seen to do.")
     if args.keep:
         keep(recording, Path(args.keep))
-    seen = observed(recording)
     idle = ", ".join(f"{role} {share:.2f}" for role, share in seen.idle.items())
     print(f"{args.run}: {seen.engines} engines, {seen.steps_s:.3f} steps/s; idle: {idle}")  # noqa: T201
     return 0
@@ -53,7 +53,7 @@ def observed(recording: Recording) -> Observed:
         engines=recording.count("engine"), env_managers=recording.count("env_manager"), steps=len(recording.rows),
         window=(WARM_STEPS + 1, len(recording.rows) - LAST_STEPS), steps_s=round(len(rows) / recording.seconds, 5),
         idle=idle, foreign_cores=round(recording.foreign_cores, 3),
-        train_cpu_s_per_token=float(f"{recording.train_cpu_s_per_token:.4g}"),
+        train_cpu_s_per_token=float(f"{recording.train_cpu_s_per_token:.4g}"), rollouts=rollouts(recording),
     )  # fmt: skip
 
 

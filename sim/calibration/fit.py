@@ -35,14 +35,14 @@ def fit(recording: Recording, host: str) -> Calibration:
         **_per_unit(recording, fits), engine=_engine(recording, fits), trainer=_trainer(recording, fits),
         background_cores=_background(recording, fits),
     )  # fmt: skip
-    rollouts = _rollouts(recording, fits)
+    played = rollouts(recording, fits)
     window = (WARM_STEPS + 1, len(recording.rows) - LAST_STEPS)
     recorded = Recorded(
         job=recording.run.name, seed=recording.run.seed, steps=len(recording.rows), engines=recording.count("engine"),
         env_managers=recording.count("env_manager"), window=window, host=host,
     )  # fmt: skip
     return Calibration(
-        recorded=recorded, cores=cores, foreign_cores=recording.foreign_cores, costs=costs, rollouts=rollouts,
+        recorded=recorded, cores=cores, foreign_cores=recording.foreign_cores, costs=costs, rollouts=played,
         fits=tuple(fits),
     )  # fmt: skip
 
@@ -169,7 +169,9 @@ def _background(recording: Recording, fits: list[Fit]) -> float:
     return sum(recording.cpu_s(role) for role in small) / recording.seconds
 
 
-def _rollouts(recording: Recording, fits: list[Fit]) -> Rollouts:
+def rollouts(recording: Recording, fits: list[Fit] | None = None) -> Rollouts:
+    """What the policy sampled; where each figure comes from is added to `fits`."""
+    fits = [] if fits is None else fits
     rows = recording.rows
     turns = np.array([row["rollout/turns_mean"] for row in rows])
     lengths = np.array([row["rollout/len_mean"] for row in rows])

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from runtime.config import Section
 from runtime.observe.metrics import WINDOW_S
+from sim.onehost.costs import Rollouts
 from sim.onehost.job import StepRow
 
 ROLES = ("trainer", "engine", "env_manager", "llm_proxy", "sample_buffer", "reward_service")
@@ -27,6 +28,8 @@ class Observed(Section):
     """Cores that others on the host took meanwhile."""
     train_cpu_s_per_token: float = Field(default=0.0, ge=0)
     """What the same work cost in this run: tells how fast the host was then. Not used by the simulation."""
+    rollouts: Rollouts | None = None
+    """What its policy sampled: the work that this run had to do, which is nothing a simulator of time can foretell."""
 
 
 def observe(rows: Sequence[StepRow], window: tuple[int, int], engines: int, env_managers: int) -> Observed:

@@ -1,6 +1,6 @@
 """A live job on one host and its simulation, side by side: calibrated on one run, held against others."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -26,6 +26,8 @@ class OneHost(Scenario):
     """A file that tools/calibrate.py wrote."""
     live: tuple[Observed, ...] = Field(min_length=1)
     """What live runs were seen to do: files that tools/calibrate.py wrote."""
+    workload: Literal["own", "calibrated"] = "own"
+    """Whose rollouts each simulation plays: those of the run that it is held against, where its file has them, or the calibration's."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -38,6 +40,12 @@ class OneHost(Scenario):
             raise ValueError("live has a window that is not between step 2 and its last step")
         return self
 
+    def calibration_for(self, live: Observed) -> Calibration:
+        """What things cost, as calibrated; what there is to do, by `workload`."""
+        if self.workload == "calibrated" or live.rollouts is None:
+            return self.calibrated
+        return self.calibrated.model_copy(update={"rollouts": live.rollouts})
+
 
 def run(scenario: OneHost, progress: Progress) -> Outcome:
     figures: dict[str, float | bool] = {}
@@ -48,7 +56,7 @@ def run(scenario: OneHost, progress: Progress) -> Outcome:
     for number, live in enumerate(scenario.live):
         name = _name(live)
         progress(number, len(scenario.live), name)
-        job = HostedJob(shape_of(scenario.job, live), scenario.calibrated, scenario.seed)
+        job = HostedJob(shape_of(scenario.job, live), scenario.calibration_for(live), scenario.seed)
         rows = job.run()
         ours = observe(rows, live.window, live.engines, live.env_managers)
         figures |= _figures(name, live, ours)

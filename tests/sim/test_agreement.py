@@ -23,12 +23,12 @@ SCENARIO = ROOT / "configs" / "sim" / "quickstart.yaml"
 
 @pytest.mark.parametrize("engines", [1, 3])
 def test_live_and_simulated_runs_agree_at_worker_counts_that_were_not_calibrated_on(engines):
-    calibration = fit(read_run(RECORDED / "engines_2"), "recorded")
     live = observed(read_run(RECORDED / f"engines_{engines}"))
     scenario = load(SCENARIO).scenario
     assert isinstance(scenario, OneHost)
+    scenario = scenario.model_copy(update={"calibrated": fit(read_run(RECORDED / "engines_2"), "recorded")})
 
-    rows = HostedJob(shape_of(scenario.job, live), calibration, seed=1).run()
+    rows = HostedJob(shape_of(scenario.job, live), scenario.calibration_for(live), seed=1).run()
 
     ours = observe(rows, live.window, live.engines, live.env_managers)
     print(
@@ -50,6 +50,19 @@ def test_the_files_of_the_scenario_are_what_the_tool_writes_from_the_recordings(
     if engines == recorded.calibrated.recorded.engines:
         main([str(RECORDED / f"engines_{engines}"), "--out", str(tmp_path / "c.yaml"), "--host", host])
         assert (tmp_path / "c.yaml").read_text() == (CALIBRATIONS / "quickstart.yaml").read_text()
+
+
+def test_a_run_plays_its_own_rollouts_or_the_calibrations_as_the_scenario_says():
+    scenario = load(SCENARIO).scenario
+    assert isinstance(scenario, OneHost)
+    live = scenario.live[0]
+
+    assert scenario.calibration_for(live).rollouts == live.rollouts != scenario.calibrated.rollouts
+    assert scenario.calibration_for(live).costs == scenario.calibrated.costs
+    by_calibration = scenario.model_copy(update={"workload": "calibrated"})
+    assert by_calibration.calibration_for(live) == scenario.calibrated
+    without = live.model_copy(update={"rollouts": None})
+    assert scenario.calibration_for(without) == scenario.calibrated
 
 
 def test_claims_are_about_what_the_live_runs_were_seen_to_do():
