@@ -59,7 +59,7 @@ class FabricController(Actor):
         self._rhythm = Rhythm()
         self._epochs: dict[str, int] = {}
         self._aims = Aims()
-        self._ledger = Ledger(context.store, context.name, context.incarnation)
+        self._ledger = Ledger(context.store, self._fence)
         self._reconciler: Reconciler | None = None
         self._stage: Stage = "idle"
         self._circuits: tuple[Cross, ...] = ()
@@ -283,11 +283,14 @@ class FabricController(Actor):
             self.metrics.gauge("fabric/electrical", 1)
             self.log.warning("electrical_path_only", why=why)
 
+    def _fence(self) -> Fence:
+        return Fence(self.name, self.incarnation)
+
     async def _save(self) -> None:
         """Keep the templates; without a store they are kept at the next occasion. Raises Fenced for a zombie, which ends it."""
         if self._unsaved:
             try:
-                await self._templates.save(self.store, Fence(self.name, self.incarnation))
+                await self._templates.save(self.store, self._fence())
                 self._unsaved = False
             except StoreUnavailable as error:
                 self.log.warning("templates_not_saved", error=str(error))

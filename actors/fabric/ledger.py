@@ -1,5 +1,6 @@
 """Owns what must outlive the controller: the circuits that are good, the change under way, and who may write to the switch."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -32,11 +33,13 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """One writer: each write is fenced by the controller's incarnation, each change begins with the lease of the switch."""
+    """One writer: each write is fenced by the controller's incarnation, each change begins with the lease of the switch.
 
-    def __init__(self, store: Store, name: str, incarnation: int) -> None:
-        self._store = store
-        self._fence = Fence(name, incarnation)
+    `fence` is asked at each write: a controller whose own lease lapsed goes on as a newer incarnation.
+    """
+
+    def __init__(self, store: Store, fence: Callable[[], Fence]) -> None:
+        self._store, self._fence = store, fence
         self.entry = Entry()
 
     async def load(self) -> None:
@@ -50,7 +53,7 @@ class Ledger:
 
     async def begin(self, target: tuple[Cross, ...], phase: str, draining: tuple[Cross, ...]) -> None:
         """Fence: from here on nobody uses what will go dark. Raises NotTheWriter, LedgerUnavailable, or Fenced for a zombie."""
-        name, token = self._fence
+        name, token = self._fence()
         try:
             if not await self._store.lease(LEASE, token, name.encode(), LEASE_S):
                 raise NotTheWriter(f"another controller than {name} holds the lease of the switch")
@@ -65,7 +68,7 @@ class Ledger:
 
     async def _write(self, entry: Entry) -> None:
         try:
-            await self._store.write({KEY: msgspec.msgpack.encode(entry)}, fence=self._fence)
+            await self._store.write({KEY: msgspec.msgpack.encode(entry)}, fence=self._fence())
         except StoreUnavailable as error:
             raise LedgerUnavailable(f"the store is away, circuits stay: {error}") from error
         self.entry = entry

@@ -1,6 +1,7 @@
 """The reconciler: whatever a switch does in between, what is committed carries light, and once it behaves it has what is wanted."""
 
 import asyncio
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from planning.circuits import Cross
 from runtime.clock import run_virtual
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
+from runtime.store.store import Fence
 from tests.faulty_switch import FaultySwitch
 
 PORTS = st.integers(0, 7)
@@ -39,7 +41,7 @@ class Job:
 
     async def begin(self):
         self.incarnation += 1
-        self.ledger = Ledger(self.store, "fabric_controller-1", self.incarnation)
+        self.ledger = Ledger(self.store, partial(Fence, "fabric_controller-1", self.incarnation))
         await self.ledger.load()
         driver = self.switch.driver()
         self.reconciler = Reconciler(driver, self.ledger, logger("test"), self.enter, drain_s=0.0, tune_timeout_s=0.1)

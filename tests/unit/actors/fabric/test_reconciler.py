@@ -32,7 +32,8 @@ class Scene:
         self.switch, self.store = switch, store
         self.stages = []
         self.at = {}
-        self.ledger = Ledger(store, "fabric_controller-1", context.incarnation)
+        self.incarnation = context.incarnation
+        self.ledger = Ledger(store, lambda: Fence("fabric_controller-1", self.incarnation))
         driver = switch.driver()
         self.reconciler = Reconciler(driver, self.ledger, context.log, self.enter, drain_s=0.001, tune_timeout_s=1.0)
 
@@ -230,6 +231,19 @@ def test_a_zombie_ends_at_its_next_write(scene):
         assert stage.switch.requests == 0
 
     scene(play, store)
+
+
+def test_a_controller_that_registered_anew_goes_on_as_its_newer_incarnation(scene):
+    async def play(stage):
+        await stage.reconciler.reach(A, "rollout")
+        stage.incarnation += 1
+        await stage.store.write({}, fence=Fence("fabric_controller-1", stage.incarnation))
+
+        await stage.reconciler.reach(B, "rollout")
+
+        assert stage.ledger.entry.good == B
+
+    scene(play)
 
 
 def test_without_the_store_the_circuits_stay(scene):
