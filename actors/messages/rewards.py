@@ -1,18 +1,29 @@
 """Rewards: scoring a finished trajectory."""
 
-from typing import ClassVar
+import math
+from typing import ClassVar, Literal
 
 from bus.message import Message, Request
 
+MOST_REWARD = 1e30
+"""Training computes in float32, and statistics with squares: beyond this the weights would end as infinities."""
+
+
+def flaw_of(reward: float) -> Literal["", "not_finite", "too_large"]:
+    """Why this can't be a reward."""
+    if not math.isfinite(reward):
+        return "not_finite"
+    return "too_large" if abs(reward) > MOST_REWARD else ""
+
 
 class Scores(Message, frozen=True):
-    """One finite number per reward function, in the order of `reward.functions`."""
+    """One number without a flaw per reward function, in the order of `reward.functions`."""
 
     scores: tuple[float, ...]
 
 
 class NotScored(Message, frozen=True):
-    """A failure by its name, never a reward of 0. `reason` is `not_finite`, `wrong_type`, `wrong_length`, or a PoolError's."""
+    """A failure by its name, never a reward of 0. `reason` is `not_finite`, `too_large`, `wrong_type`, `wrong_length`, or a PoolError's."""
 
     reason: str
     detail: str

@@ -1,7 +1,6 @@
 """Scores trajectories by user functions in killable worker processes; each failure has a name."""
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, cast
@@ -9,7 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from actors.config import RewardSection
-from actors.messages.rewards import NotScored, Score, Scores
+from actors.messages.rewards import MOST_REWARD, NotScored, Score, Scores, flaw_of
 from runtime.pool import Unsendable, WorkerPool, decode, encode_call
 from runtime.pool_errors import (
     BadResult,
@@ -166,6 +165,7 @@ def _checked(name: str, result: Any, num: int) -> list[float]:
         if not isinstance(number, Real):
             kind = number.type_name if isinstance(number, Unsendable) else type(number).__name__
             raise _Refused("wrong_type", f"{name} returned a {kind} instead of a number")
-        if not math.isfinite(number):
-            raise _Refused("not_finite", f"{name} returned {number}")
+        if flaw := flaw_of(float(number)):
+            most = f", more than ±{MOST_REWARD:g}" if flaw == "too_large" else ""
+            raise _Refused(flaw, f"{name} returned {number}{most}")
     return [float(number) for number in numbers]

@@ -4,7 +4,6 @@ The order of writes makes that true. A member's record says `putting` before its
 look for; a group's record names its fate before its samples are ended, so a restart ends the rest.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from actors.messages.rewards import flaw_of
 from actors.messages.samples import GiveUp, Trajectory
 from actors.samples.book import Book
 from actors.samples.groups import Group, Member
@@ -80,8 +80,8 @@ class Intake:
         if member.settled or group.fate:
             await self._journal.flush()
             return fate_of(group, member)
-        if not math.isfinite(trajectory.reward):
-            return await self.end(group, ticket.trajectory_id, "failed", "reward_not_finite")
+        if flaw := flaw_of(trajectory.reward):
+            return await self.end(group, ticket.trajectory_id, "failed", f"reward_{flaw}")
         if group.purpose == "eval":
             self._settle_eval(member, ticket.trajectory_id, trajectory.reward)
             return ""

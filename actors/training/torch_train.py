@@ -90,15 +90,18 @@ class TorchTrainEngine:
         # Minibatches keep their size: late in training few groups have spread, and updates on two of them are noise.
         count = max(1, math.ceil(self._train_section.minibatches * len(useful) / len(groups)))
         totals: dict[str, float] = {}
-        num_tokens = norm = 0.0
+        num_tokens = norm = skipped = 0.0
         for index in range(count):
             sequences = [s for group in useful[index::count] for s in group]
             if not sequences:
                 continue
             norm = self._update(sequences, totals, first=index == 0)
+            skipped += not math.isfinite(norm)
             num_tokens += sum(len(s.tokens) for s in sequences)
         self._step = step
-        return StepResult(_metrics(totals, norm, lr) | _reward_metrics(groups), int(num_tokens))
+        return StepResult(
+            _metrics(totals, norm, lr) | _reward_metrics(groups) | {"optim/skipped": skipped}, int(num_tokens)
+        )
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         found: list[list[float]] = []
@@ -122,7 +125,10 @@ class TorchTrainEngine:
         checkpoints.write(folder, files | self._described, step=self._step, epoch=epoch)
 
     def _update(self, sequences: list[TokenSequence], totals: dict[str, float], *, first: bool) -> float:
-        """One optimiser step on the token-level mean loss of `sequences`; returns the gradient's norm before clipping."""
+        """One optimiser step on the token-level mean loss of `sequences`; returns the gradient's norm before clipping.
+
+        None where the norm is not finite: one such step would end every weight.
+        """
         section = self._train_section
         num_trained = sum(sum(s.trained) for s in sequences)
         self._optimizer.zero_grad(set_to_none=True)
@@ -151,7 +157,8 @@ class TorchTrainEngine:
                     mismatch=mismatch,
                 )
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), section.max_grad_norm)
-        self._optimizer.step()
+        if norm.isfinite():
+            self._optimizer.step()
         return float(norm)
 
     def _learning_rate(self, step: int) -> float:

@@ -195,6 +195,8 @@ class Trainer(Actor):
         self._step = step
         self._took_s.append(trained - claimed)
         self._training = False
+        if num := result.metrics.get("optim/skipped"):
+            self.notice(f"step {step}: {num:.0f} optimiser steps were left out, their gradient was not finite")
         await self._publish()
         times = {
             "time/wait_for_batch": claimed - asked,

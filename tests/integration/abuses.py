@@ -109,6 +109,10 @@ def infinite():
     return [float("-inf")]
 
 
+def huge():
+    return [1e200]
+
+
 def huge_integer():
     return [1 << 70]
 

@@ -457,8 +457,8 @@ def test_a_running_group_that_can_no_longer_train_is_ended_early(make_stage):
     stage.run(scene)
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_is_a_failed_rollout(stage, reward):
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e200])
+def test_a_reward_that_training_can_not_compute_with_is_a_failed_rollout(stage, reward):
     async def scene():
         await stage.start()
         (ticket,) = await stage.admit(num=1)

@@ -1,8 +1,11 @@
+import math
 import shutil
 
+import msgspec
 import pytest
 
 from actors.config import ModelSection, TrainSection
+from actors.messages.rewards import MOST_REWARD
 from actors.training.engine import TrainError
 from actors.training.torch_train import TorchTrainEngine
 from tests.jobs import write_model
@@ -62,6 +65,30 @@ def test_a_batch_without_spread_changes_nothing_but_the_step(engine, trajectory)
     assert bytes(subject.export()[0]) == before
     assert result.num_tokens == 0
     assert result.metrics["reward/zero_std_frac"] == 1.0
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_and_told(engine, trajectory):
+    subject = engine()
+    before = bytes(subject.export()[0])
+    good, bad = group_of(subject, trajectory)[:2]
+    broken = trajectory([*PROMPT, BAD], [0, 0, 0, 1], [0.0, 0.0, 0.0, float("nan")], 0.0, 0)
+
+    result = subject.train(1, [[good, broken]])
+
+    assert result.metrics["optim/skipped"] == 1.0
+    assert bytes(subject.export()[0]) == before
+    assert subject.train(2, [[good, bad]]).metrics["optim/skipped"] == 0.0
+    assert bytes(subject.export()[0]) != before
+
+
+def test_the_largest_reward_leaves_finite_weights(engine, trajectory):
+    subject = engine()
+    group = [msgspec.structs.replace(t, reward=t.reward * MOST_REWARD) for t in group_of(subject, trajectory)]
+
+    result = subject.train(1, [group])
+
+    assert result.metrics["optim/skipped"] == 0.0
+    assert all(math.isfinite(value) for value in result.metrics.values())
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(engine, trajectory, tmp_path):
