@@ -254,6 +254,18 @@ def is_up(card: RunCard) -> bool:
     return True
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a launcher holds this folder, whatever its card says. A held lock is not touched by the asking."""
+    try:
+        with (folder / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -20,6 +20,7 @@ def snapshot(
     config: dict[str, Any],
     *,
     state: RunState = "running",
+    trouble: str = "",
     elapsed_s: float = 0.0,
     silent: Mapping[str, float] | None = None,
     names: Names = DEFAULT,
@@ -38,6 +39,7 @@ def snapshot(
     return Snapshot(
         run=run,
         state=state,
+        trouble=trouble,
         step=int(rows[-1].get("step", 0)) if rows else 0,
         steps=_whole(lookup(config, names.steps)),
         alpha=lookup(config, names.bound),

@@ -7,9 +7,10 @@ from typing import NamedTuple, Protocol
 
 from runtime.clock import wall_s
 from runtime.errors import LaunchError
-from runtime.launch.folder import RunCard, is_up, read_card
+from runtime.launch.folder import RunCard, is_held, is_up, read_card
 from runtime.monitor.files import ConfigFile, RowTail, log_tail
 from runtime.monitor.snapshot import Row, snapshot
+from runtime.monitor.trouble import missing_card, silent_store
 from runtime.monitor.views import RunState, Snapshot
 from runtime.registry import Seen, list_seen
 from runtime.store.errors import StoreUnavailable
@@ -45,20 +46,14 @@ class RunSource:
         self._config = ConfigFile(self.folder / "config.yaml")
         self._store: Store | None = None
         self._url = ""
+        self._answered_s = 0.0
         if not (self.folder / "metrics.jsonl").exists():
             read_card(self.folder)
 
     async def read(self) -> View:
         """The run now; never raises for a run that ends or whose Store goes away meanwhile."""
         card = self._card()
-        state: RunState = "running" if card is not None and is_up(card) else "ended"
-        seen: list[Seen] = []
-        if card is not None and state == "running":
-            try:
-                async with asyncio.timeout(READ_S):
-                    seen = await list_seen(await self._connected(card))
-            except (StoreUnavailable, TimeoutError):
-                state = "unreachable" if is_up(card) else "ended"
+        state, trouble, seen = await self._live(card)
         rows = self._rows.read()
         elapsed_s = rows[-1].get("time/wall_s", 0.0) if rows else 0.0
         if card is not None and state != "ended":
@@ -69,10 +64,29 @@ class RunSource:
             rows,
             self._config.read(),
             state=state,
+            trouble=trouble,
             elapsed_s=elapsed_s,
             silent={one.record.name: one.silent_s for one in seen},
         )
         return View(shown, rows)
+
+    async def _live(self, card: RunCard | None) -> tuple[RunState, str, list[Seen]]:
+        """How it stands, the sentence about a run that is up and can't be reached, and its actors."""
+        if card is None:
+            return ("unreachable", missing_card(self.folder), []) if is_held(self.folder) else ("ended", "", [])
+        if not is_up(card):
+            return "ended", "", []
+        if not card.state_url:  # it is just starting
+            return "running", "", []
+        try:
+            async with asyncio.timeout(READ_S):
+                seen = await list_seen(await self._connected(card))
+        except (StoreUnavailable, TimeoutError):
+            if not is_up(card):
+                return "ended", "", []
+            return "unreachable", silent_store(card.state_url, self.folder, self._answered_s), []
+        self._answered_s = wall_s()
+        return "running", "", seen
 
     def log(self, actor: str, lines: int) -> list[str]:
         """The newest lines of the log of `actor`."""

@@ -41,7 +41,7 @@ def head(shown: Snapshot, rows: Sequence[Row], *, names: Names = DEFAULT) -> str
         age = shown["metrics"].get(names.age, 0.0)
         parts.append(f"age {age:.0f} ≤ α {shown['alpha']:g}" if shown["alpha"] >= 0 else f"age {age:.0f}, unbounded")
     parts.append(f"{sum(row.get(names.dropped, 0.0) for row in rows):,.0f} dropped")
-    told = {"running": "", "ended": "run ended", "unreachable": "the Store does not answer"}[shown["state"]]
+    told = {"running": "", "ended": "run ended", "unreachable": "can't be reached"}[shown["state"]]
     return " ── ".join([*parts, told] if told else parts)
 
 
@@ -134,7 +134,9 @@ def bar(share: float, width: int = BAR_WIDTH) -> str:
 
 
 def wait_lines(shown: Snapshot) -> list[str]:
-    """The oldest wait of each actor, oldest first."""
+    """The oldest wait of each actor, oldest first; of a run that can't be reached, why."""
+    if shown["trouble"]:
+        return [shown["trouble"]]
     oldest: dict[str, str] = {}
     for wait in shown["waits"]:
         detail = f": {wait['detail']}" if wait["detail"] else ""

@@ -3,7 +3,7 @@
 from typing import Literal, TypedDict
 
 RunState = Literal["running", "unreachable", "ended"]
-"""`unreachable`: the launcher lives but its Store does not answer; `ended`: nobody runs it, what is shown is its last state."""
+"""`unreachable`: the launcher lives but its Store does not answer, or is not known; `ended`: nobody runs it, what is shown is its last state."""
 
 Kind = Literal["dead", "stalled", "refused", "starved", "starting", "slow"]
 """Worst first. dead: no process. stalled: alive, no progress. refused: answers, but does not take what it is given.
@@ -74,6 +74,8 @@ class Snapshot(TypedDict):
 
     run: str
     state: RunState
+    trouble: str
+    """Why it is unreachable and what to do, in a sentence; else empty."""
     step: int
     steps: int | None
     alpha: float | None

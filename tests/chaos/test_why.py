@@ -80,6 +80,31 @@ async def all_ready(folder: Path):
     return source, look, await until(look, up, START_S)
 
 
+async def test_a_stopped_store_is_named_with_its_process(run):
+    source, look, _ = await all_ready(run)
+    pid = next(int(p.name) for p in Path("/proc").glob("[0-9]*") if serves(p, run))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        shown = await until(look, lambda shown: shown["state"] != "running", 2 * WITHIN_S)
+        told = rubato("monitor", run, "--why", cwd=run.parent).out
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await until(look, lambda shown: shown["state"] == "running", START_S)
+    await source.close()
+
+    assert shown["state"] == "unreachable"
+    assert "redis.sock does not answer for" in shown["trouble"]
+    assert f"kill -CONT {pid}" in " ".join(told.split())
+
+
+def serves(process: Path, run: Path) -> bool:
+    """Whether this is the Redis whose working folder is that of the run."""
+    try:
+        return (process / "cwd").readlink() == run / "state" and "redis" in (process / "comm").read_text()
+    except OSError:
+        return False  # it ended
+
+
 async def test_a_stopped_and_a_killed_process_are_named_within_five_seconds(run):
     source, look, shown = await all_ready(run)
     pids = {actor["name"]: actor["pid"] for actor in shown["actors"]}

@@ -1,10 +1,15 @@
 import asyncio
+import fcntl
 import json
 import os
+import subprocess
+import sys
+from contextlib import contextmanager
 
 import msgspec
 import pytest
 
+from runtime.clock import wall_s
 from runtime.launch.folder import RunCard
 from runtime.monitor.command import main
 from runtime.monitor.source import RunSource
@@ -76,6 +81,72 @@ def test_a_store_that_does_not_answer_is_a_state_and_no_error(run_folder, capsys
 
     assert code == 0
     assert json.loads(capsys.readouterr().out)["state"] == "unreachable"
+
+
+def test_why_names_the_store_that_does_not_answer_since_when_and_what_to_do(run_folder, tmp_path, capsys):
+    with stopped_listener(tmp_path / "redis.sock") as pid:
+        url = f"unix://{tmp_path}/redis.sock?username=rubato&password=secret"
+        card = RunCard("a-run-1", str(tmp_path), url, os.getpid(), 0.0)
+        (run_folder / "run.json").write_bytes(msgspec.json.encode(card))
+        (run_folder / "state" / "appendonlydir").mkdir(parents=True)
+        log = run_folder / "state" / "appendonlydir" / "appendonly.aof.1.incr.aof"
+        log.touch()
+        os.utime(log, (wall_s() - 7200, wall_s() - 7200))
+
+        for form in ("--why", "--once"):
+            code = main([str(run_folder), form], opener=lambda url, run_id: DeadStore())
+            told = " ".join(capsys.readouterr().out.split())
+
+            assert code == 0
+            assert "does not answer for 120 min" in told
+            assert form == "--once" or f"a-run: the Store at unix://{tmp_path}/redis.sock does not answer" in told
+            assert f"Its process {pid} is stopped; continue it with: kill -CONT {pid}" in told
+            assert "secret" not in told
+            assert "nothing waits" not in told
+
+
+@contextmanager
+def stopped_listener(path):
+    """A process that listens at `path` and is stopped: it accepts connections and answers nothing."""
+    code = f"import os,signal,socket; s=socket.socket(socket.AF_UNIX); s.bind({str(path)!r}); s.listen(); os.kill(os.getpid(), signal.SIGSTOP)"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_why_names_a_store_that_is_elsewhere_by_its_address_alone(run_folder, tmp_path, capsys):
+    card = RunCard("a-run-1", str(tmp_path), "rediss://rubato:secret@10.1.2.3:6380", os.getpid(), 0.0)
+    (run_folder / "run.json").write_bytes(msgspec.json.encode(card))
+
+    main([str(run_folder), "--why"], opener=lambda url, run_id: DeadStore())
+
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.startswith("a-run: the Store at rediss://10.1.2.3:6380 does not answer: whoever needs it waits.")
+    assert f"end the run with: rubato stop --run {run_folder}" in told
+
+
+def test_a_live_run_that_lost_its_card_has_not_ended(run_folder, capsys):
+    (run_folder / "run.json").unlink()
+    with (run_folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        main([str(run_folder), "--why"])
+        during = " ".join(capsys.readouterr().out.split())
+    main([str(run_folder), "--why"])
+
+    assert "run.json is missing" in during
+    assert "its launcher runs" in during
+    assert "has ended" in capsys.readouterr().out
+
+
+def test_a_run_whose_store_is_not_there_yet_is_running(run_folder, tmp_path, capsys):
+    (run_folder / "run.json").write_bytes(msgspec.json.encode(RunCard("a-run-1", str(tmp_path), "", os.getpid(), 0.0)))
+
+    assert main([str(run_folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "running"
 
 
 def test_a_folder_that_holds_no_run_is_one_sentence_and_exit_2(tmp_path, capsys):
