@@ -9,11 +9,11 @@ MOST_REWARD = 1e30
 """Training computes in float32, and statistics with squares: beyond this the weights would end as infinities."""
 
 
-def flaw_of(reward: float) -> Literal["", "not_finite", "too_large"]:
+def flaw_of(reward: float) -> Literal["", "not_finite", "out_of_range"]:
     """Why this can't be a reward."""
     if not math.isfinite(reward):
         return "not_finite"
-    return "too_large" if abs(reward) > MOST_REWARD else ""
+    return "out_of_range" if abs(reward) > MOST_REWARD else ""
 
 
 class Scores(Message, frozen=True):
@@ -23,7 +23,7 @@ class Scores(Message, frozen=True):
 
 
 class NotScored(Message, frozen=True):
-    """A failure by its name, never a reward of 0. `reason` is `not_finite`, `too_large`, `wrong_type`, `wrong_length`, or a PoolError's."""
+    """A failure by its name, never a reward of 0. `reason` is `not_finite`, `out_of_range`, `wrong_type`, `wrong_length`, or a PoolError's."""
 
     reason: str
     detail: str

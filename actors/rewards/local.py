@@ -166,6 +166,6 @@ def _checked(name: str, result: Any, num: int) -> list[float]:
             kind = number.type_name if isinstance(number, Unsendable) else type(number).__name__
             raise _Refused("wrong_type", f"{name} returned a {kind} instead of a number")
         if flaw := flaw_of(float(number)):
-            most = f", more than ±{MOST_REWARD:g}" if flaw == "too_large" else ""
+            most = f", more than ±{MOST_REWARD:g}" if flaw == "out_of_range" else ""
             raise _Refused(flaw, f"{name} returned {number}{most}")
     return [float(number) for number in numbers]

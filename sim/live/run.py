@@ -80,6 +80,7 @@ def run(spec: JobSpec, seed: int, folder: Path) -> list[dict[str, Any]]:
     record, monitor = Record(loop.time, keep=False), Monitor(setup.alpha, setup.window)
     monitor.now = loop.time
     job = Job(setup, [], folder, write_tokenizer(folder / "model"), record, monitor)
+    job.progress_s = LONG_S
     job.world_class = type("JobWorld", (LiveWorld,), {"spec": spec, "tokens": tokens})
     with settings(setup):
         run_virtual(job.main, loop=loop)

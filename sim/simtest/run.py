@@ -130,6 +130,7 @@ class Job:
     """The main task of a seed."""
 
     world_class = World
+    progress_s = PROGRESS_S
 
     def __init__(
         self, setup: Setup, faults: list[Fault], folder: Path, model: Path, record: Record, monitor: Monitor
@@ -174,8 +175,8 @@ class Job:
             injector = self.injector
             self._check()
             since = max(self.world.row_at, injector.healed_at if injector else 0.0)
-            if (injector is None or not injector.active) and loop.time() - since > PROGRESS_S:
-                text = f"no step for {PROGRESS_S:g} s after step {self.world.step}: {self.world.waiting()}"
+            if (injector is None or not injector.active) and loop.time() - since > self.progress_s:
+                text = f"no step for {self.progress_s:g} s after step {self.world.step}: {self.world.waiting()}"
                 self.monitor.fail("progress", text)
             if self.monitor.violation is not None:
                 loop.thaw_all()

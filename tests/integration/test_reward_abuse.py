@@ -42,7 +42,7 @@ ROWS = [
     ("exception", 20, "raised", "ValueError('no such answer')"),
     ("nan", 20, "not_finite", "returned nan"),
     ("infinite", 20, "not_finite", "returned -inf"),
-    ("huge", 20, "too_large", "returned 1e+200, more than ±1e+30"),
+    ("huge", 20, "out_of_range", "returned 1e+200, more than ±1e+30"),
     ("huge_integer", 20, "wrong_type", "can't be sent"),
     ("word", 20, "wrong_type", "a str instead of a number"),
     ("none", 20, "wrong_type", "a NoneType instead of a list"),

@@ -49,6 +49,15 @@ def test_both_modes_agree_on_throughput_within_3_percent(alpha, tmp_path):
     assert live == pytest.approx(ours, rel=0.03)
 
 
+def test_a_step_may_take_minutes(tmp_path):
+    spec = job(1)
+    trainer = spec.trainer.model_copy(update={"fixed_s": 300.0})
+
+    rows = run(spec.model_copy(update={"trainer": trainer, "steps": 2}), 1, tmp_path)
+
+    assert [row["step"] for row in rows] == [1, 2]
+
+
 def test_the_real_actors_are_not_run_where_they_could_not_agree(tmp_path):
     spec = job(1)
     task = spec.tasks[0].model_copy(update={"action_tokens": spec.tasks[0].turns})
