@@ -2,24 +2,33 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from planning.demand import Demand, Links, Pair, flows, heaviest_first, per_link
+from planning.demand import Demand, Flows, Links, Pair, flows, heaviest_first, per_link
 from planning.reserve import reserve
+
+Planner = Callable[[Flows, Sequence[int]], Links]
+"""Links for the bytes of each direction, with each endpoint's ports as the limit."""
 
 
 def template(
-    traffic: Sequence[Demand], endpoints: Sequence[str], ports_per_endpoint: int, dead: Collection[int] = ()
+    traffic: Sequence[Demand],
+    endpoints: Sequence[str],
+    ports_per_endpoint: int,
+    dead: Collection[int] = (),
+    planner: Planner | None = None,
 ) -> Links:
     """The links of a phase from its traffic, without the `dead` ports of the switch (endpoint i owns the i-th block of ports).
 
+    They are the `direct` ones where no other `planner` is given.
     Raises ValueError where the ports can't connect the endpoints.
     """
     ports = [ports_per_endpoint] * len(endpoints)
     for port in set(dead):
         if port // ports_per_endpoint < len(ports):
             ports[port // ports_per_endpoint] -= 1
-    return direct(per_link(flows(traffic, endpoints)), ports)
+    directed = flows(traffic, endpoints)
+    return planner(directed, ports) if planner else direct(per_link(directed), ports)
 
 
 def direct(demand: Mapping[Pair, int], ports: Sequence[int]) -> Links:

@@ -8,6 +8,9 @@ from runtime.config import Section
 
 MOST_PORT = 65_535
 
+MOST_MULTI_HOP = 16
+"""Endpoints of a linear program that takes some tenths of a second: it is solved where the controller's messages wait."""
+
 
 class FabricSection(Section):
     """The optical fabric and its switch."""
@@ -42,6 +45,9 @@ class FabricSection(Section):
     racks: dict[str, tuple[str, ...]] = {}
     """The racks in the order of their ports on the switch, each with the addresses of its hosts (their bus.host). Empty: every actor
     is an endpoint of its own, in the order of first appearance."""
+    planner: Literal["direct", "multi_hop", "greedy", "matching"] = "direct"
+    """How circuits are chosen for a phase: a link for each pair that talks, the slowest as fast as can be; several hops by a linear program,
+    for more partners than ports (the extra `fabric`); or what MixNet and TopoOpt do, for comparison."""
     static: bool = False
     """One set of circuits for all phases, by their traffic together: what a fabric that never changes could do at best."""
     testbed: str = ""
@@ -63,6 +69,11 @@ class FabricSection(Section):
             )
         if self.testbed and len(self.racks) < 2:
             raise ValueError("testbed needs racks: two or more, each with the address of its host")
+        if self.planner == "multi_hop" and (self.testbed or self.ports // self.ports_per_endpoint > MOST_MULTI_HOP):
+            raise ValueError(
+                f"planner multi_hop is for at most {MOST_MULTI_HOP} endpoints (ports / ports_per_endpoint) that forward for others, "
+                "which the racks of a testbed do not"
+            )
         if not self.switch_url and self.driver != "sonic":
             raise ValueError(f"driver {self.driver!r} needs switch_url: the emulated switch speaks sonic alone")
         host, _, port = self.listen.rpartition(":")

@@ -1,14 +1,18 @@
 """Owns the profile of each phase and the circuit template made from it, kept in the Store across restarts."""
 
+from importlib.util import find_spec
 from itertools import chain, combinations
 from typing import Self
 
 import msgspec
 
+from actors.fabric.linear import solve
 from actors.fabric.section import FabricSection
-from planning.demand import Demand, Links, flows
-from planning.multihop import bottleneck, one_hop
-from planning.topology import template
+from planning.baselines import greedy, matching
+from planning.demand import Demand, Links, flows, per_link
+from planning.multihop import bottleneck, multi_hop, one_hop
+from planning.topology import Planner, direct, template
+from runtime.errors import ConfigError
 from runtime.store.store import Fence, Store
 
 KEY = "fabric/templates"
@@ -43,8 +47,10 @@ class Templates:
         *,
         static: bool = False,
         trickle: float | None = None,
+        planner: Planner | None = None,
     ) -> None:
         self.book = Book(endpoints)
+        self._planner = planner
         self._fixed, self._static, self._trickle = endpoints, static, trickle
         self._max_endpoints = max_endpoints
         self._ports_per_endpoint = ports_per_endpoint
@@ -54,10 +60,17 @@ class Templates:
 
     @classmethod
     def of(cls, section: FabricSection, endpoints: tuple[str, ...]) -> Self:
-        """For this switch; the racks of a test-bed don't forward."""
+        """For this switch; the racks of a test-bed don't forward. Raises ConfigError where the planner needs what is not installed."""
         ports = section.ports_per_endpoint
         trickle = section.trickle_mbps / 1e3 / section.link_gbps if section.testbed else None
-        return cls(section.ports // ports, ports, endpoints, static=section.static, trickle=trickle)
+        return cls(
+            section.ports // ports,
+            ports,
+            endpoints,
+            static=section.static,
+            trickle=trickle,
+            planner=_planner(section.planner),
+        )
 
     async def load(self, store: Store) -> None:
         """Take up what an earlier incarnation kept. A record that does not fit this switch is dropped and profiled again."""
@@ -83,7 +96,7 @@ class Templates:
     def even(self) -> Links:
         """For what nothing is known of: the ports divided evenly among all pairs of endpoints."""
         pairs = tuple((a, b, 1) for a, b in combinations(self.book.endpoints, 2))
-        return template(pairs, self.book.endpoints, self._ports_per_endpoint, self.dead)
+        return template(pairs, self.book.endpoints, self._ports_per_endpoint, self.dead, self._planner)
 
     def learn(self, phase: str, traffic: tuple[Demand, ...], *, whole: bool = False) -> bool:
         """Profile a phase from the first traffic it shows, or that a new endpoint shows; True when the book changed.
@@ -133,8 +146,19 @@ class Templates:
         ports = self._ports_per_endpoint
         together = tuple(chain.from_iterable(traffic.values()))
         phases = {
-            phase: Profile(t, template(together if self._static else t, endpoints, ports, self.dead))
+            phase: Profile(t, template(together if self._static else t, endpoints, ports, self.dead, self._planner))
             for phase, t in traffic.items()
         }
         self.book = Book(endpoints, phases)
         self._bytes.clear()
+
+
+def _planner(name: str) -> Planner:
+    if name == "multi_hop":
+        if find_spec("scipy") is None:
+            raise ConfigError(
+                "fabric.planner multi_hop needs SciPy. Install rubato-rl[fabric], or take another planner."
+            )
+        return lambda directed, ports: multi_hop(directed, ports, solve)
+    choose = {"direct": direct, "greedy": greedy, "matching": matching}[name]
+    return lambda directed, ports: choose(per_link(directed), ports)

@@ -1,0 +1,55 @@
+"""The config names how circuits are chosen; controller and simulator build their templates by it."""
+
+import pytest
+
+from actors.fabric import templates
+from actors.fabric.section import FabricSection
+from actors.fabric.templates import Templates
+from planning.demand import flows
+from planning.multihop import bottleneck
+from runtime.errors import ConfigError
+
+NAMES = tuple(f"e{i}" for i in range(8))
+TRAFFIC = tuple(
+    (a, b, 1 + 3 * i * k % 29) for i, a in enumerate(NAMES) for k, b in enumerate(NAMES) if a != b and (i + k) % 3
+)
+"""More partners than ports."""
+
+
+def links_by(planner):
+    found = Templates.of(FabricSection(ports=32, ports_per_endpoint=4, planner=planner), NAMES)
+    found.learn("phase", TRAFFIC)
+    return found.links("phase")
+
+
+def test_every_planner_uses_the_ports_that_there_are_and_its_own_links():
+    pytest.importorskip("scipy", reason="the extra `fabric` brings scipy, which solves the linear programs")
+
+    found = {name: links_by(name) for name in ("direct", "multi_hop", "greedy", "matching")}
+
+    assert len(set(found.values())) == 4
+    for links in found.values():
+        assert all(sum(end in pair for pair in links) <= 4 for end in range(8))
+
+
+def test_several_hops_by_the_linear_program_are_no_worse_than_direct_links():
+    pytest.importorskip("scipy", reason="the extra `fabric` brings scipy, which solves the linear programs")
+    directed = flows(TRAFFIC, NAMES)
+
+    assert bottleneck(directed, links_by("multi_hop"), 8) < bottleneck(directed, links_by("direct"), 8)
+
+
+def test_without_scipy_the_linear_program_is_refused(monkeypatch):
+    monkeypatch.setattr(templates, "find_spec", lambda name: None)
+
+    with pytest.raises(ConfigError, match="needs SciPy"):
+        links_by("multi_hop")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ports": 128, "ports_per_endpoint": 4}, {"testbed": "t", "racks": {"a": ("10.0.0.1",), "b": ("10.0.0.2",)}}],
+)
+def test_the_linear_program_is_for_few_endpoints_that_forward(options):
+    with pytest.raises(ValueError, match="at most 16 endpoints"):
+        FabricSection(planner="multi_hop", **options)
