@@ -1,5 +1,6 @@
 """Opens the driver that the config names, or that of the emulated switch."""
 
+import ssl
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from actors.fabric.section import FabricSection
 from actors.fabric.sonic import SonicDriver
 from actors.messages.fabric import FindSwitch, SwitchRequest
 from bus.errors import AskFailed
+from runtime.errors import ConfigError
 from runtime.ref import Ref
 
 BUS_URL = "http://optical-switch.invalid"
@@ -39,21 +41,46 @@ class BusTransport(httpx.AsyncBaseTransport):
 
 
 def device(section: FabricSection) -> OcsDriver:
-    """The switch at `switch_url`. Raises BadCredentials where the password file can't be read."""
+    """The switch at `switch_url`. Raises BadCredentials where the password or the certificate can't be read."""
     capabilities = Capabilities(section.ports, section.reconfiguration_s)
     if section.driver == "netconf":
         return NetconfDriver(NetconfSession(ssh(section.switch_url), timeout_s=section.switch_timeout_s), capabilities)
-    try:
-        password = Path(section.switch_password_file).read_text().strip() if section.switch_password_file else ""
-    except OSError as error:
-        raise BadCredentials(f"fabric.switch_password_file: {error}") from error
-    client = Restconf(
-        section.switch_url,
-        Login(section.switch_user, password),
-        timeout_s=section.switch_timeout_s,
-        ca_file=section.switch_ca_file or None,
-    )
+    client = Restconf(section.switch_url, login(section), timeout_s=section.switch_timeout_s, trusted=trusted(section))
     return PolatisDriver(client, capabilities) if section.driver == "polatis" else SonicDriver(client, capabilities)
+
+
+def check_files(section: FabricSection) -> None:
+    """Raises ConfigError where this host lacks a file by which the switch and the controller know each other."""
+    if section.enabled and section.switch_url and section.driver != "netconf":
+        try:
+            login(section)
+            trusted(section)
+        except BadCredentials as error:
+            raise ConfigError(f"{error}. Give another file, or none.") from error
+
+
+def login(section: FabricSection) -> Login:
+    """User, and the password in its file. Raises BadCredentials where that can't be read."""
+    file = section.switch_password_file
+    try:
+        return Login(section.switch_user, Path(file).read_text("utf-8").strip() if file else "")
+    except OSError as error:
+        raise BadCredentials(f"fabric.switch_password_file {file} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BadCredentials(f"fabric.switch_password_file {file} is no text file in UTF-8") from error
+
+
+def trusted(section: FabricSection) -> ssl.SSLContext | None:
+    """Trusts `switch_ca_file` alone; None where there is none. Raises BadCredentials where it holds no certificate."""
+    file = section.switch_ca_file
+    try:
+        return ssl.create_default_context(cafile=file) if file else None
+    except ssl.SSLError as error:
+        raise BadCredentials(f"fabric.switch_ca_file {file} holds no certificate in PEM") from error
+    except OSError as error:
+        raise BadCredentials(f"fabric.switch_ca_file {file} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BadCredentials(f"fabric.switch_ca_file {file!r} is no path") from error
 
 
 async def emulated(section: FabricSection, switch: Ref) -> OcsDriver:

@@ -1,12 +1,13 @@
 """FabricController: gives each phase of the job its circuits, ahead of time once it knows the rhythm of the phases."""
 
 import asyncio
+from typing import Any
 
 from actors.config import WeightsSection
 from actors.fabric.accounts import Accounts
 from actors.fabric.aims import Aim, Aims
 from actors.fabric.choice import choose
-from actors.fabric.connect import device, emulated
+from actors.fabric.connect import check_files, device, emulated
 from actors.fabric.errors import FabricError, NotTheWriter
 from actors.fabric.ledger import Ledger, LedgerUnavailable
 from actors.fabric.racks import Racks
@@ -47,6 +48,11 @@ class FabricController(Actor):
         weights: WeightsSection = WeightsSection()
 
     config: Config
+
+    @classmethod
+    def check_host(cls, config: Any) -> None:
+        """The files by which the switch and the controller know each other."""
+        check_files(config.fabric)
 
     def __init__(self, config: Config, context: Context) -> None:
         super().__init__(config, context)
@@ -196,12 +202,7 @@ class FabricController(Actor):
     def _links(self, phase: str) -> tuple[Links | None, bool]:
         """The template of the phase, or the one that the whole period is shortest with, and whether that was found out: a change
         then pays off, however short the phase."""
-        chosen = choose(
-            self._rhythm,
-            self._templates,
-            link_bytes_s=self._link_bytes_s,
-            delay_s=self._accounts.delay_s,
-        )
+        chosen = choose(self._rhythm, self._templates, link_bytes_s=self._link_bytes_s, delay_s=self._accounts.delay_s)
         instead = chosen.get(phase, phase)
         if instead != phase and self._templates.links(phase) is not None:
             self.metrics.count("fabric/kept")
@@ -236,14 +237,8 @@ class FabricController(Actor):
     async def _connect(self) -> Reconciler:
         section = self._section
         driver = device(section) if section.switch_url else await emulated(section, self.ref("optical_switch"))
-        return Reconciler(
-            driver,
-            self._ledger,
-            self.log,
-            self._enter,
-            drain_s=section.drain_s,
-            tune_timeout_s=section.tune_timeout_s,
-        )
+        times = {"drain_s": section.drain_s, "tune_timeout_s": section.tune_timeout_s}
+        return Reconciler(driver, self._ledger, self.log, self._enter, **times)
 
     async def _disconnect(self) -> None:
         reconciler, self._reconciler = self._reconciler, None

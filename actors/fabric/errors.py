@@ -18,7 +18,7 @@ class SwitchRefused(FabricError):
 
 
 class BadCredentials(FabricError):
-    """The switch does not accept our user and password; nothing was changed. Give `fabric.switch_user` and `fabric.switch_password_file`."""
+    """The switch does not accept our user and password, or a file of the section that proves us or the switch can't be read; nothing was changed."""
 
 
 class PartlyApplied(FabricError):

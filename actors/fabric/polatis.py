@@ -49,5 +49,5 @@ def pairs(body: Any, num_ports: int) -> list[Cross]:
     try:
         listed = body["optical-switch:cross-connects"].get("pair", [])
         return [Cross(int(each["ingress"]) - 1, int(each["egress"]) - 1 - num_ports) for each in listed]
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
         raise BadAnswer(f"the cross-connects were answered as {str(body)[:200]}") from error

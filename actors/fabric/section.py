@@ -1,7 +1,9 @@
 """The fabric's section of the config: read by the controller and by the emulated switch."""
 
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
+import httpx
 from pydantic import Field, model_validator
 
 from runtime.config import Section
@@ -37,7 +39,7 @@ class FabricSection(Section):
     switch_ca_file: str = ""
     """Certificate that signed the switch's own, where the system does not know it."""
     switch_timeout_s: float = Field(default=2.0, gt=0)
-    """A switch that answers a request later counts as unreachable."""
+    """For a request and its whole answer; a switch that takes longer counts as unreachable."""
     tune_timeout_s: float = Field(default=5.0, gt=0)
     """Circuits that carry no light so long after the reconfiguration time count as failed."""
     listen: str = ""
@@ -63,6 +65,8 @@ class FabricSection(Section):
             raise ValueError(
                 f"switch_url {self.switch_url!r} is not for driver {self.driver!r}: netconf takes ssh://, the others https://"
             )
+        if self.switch_url:
+            _check_address(self.switch_url)
         if len(self.racks) * self.ports_per_endpoint > self.ports:
             raise ValueError(
                 f"{len(self.racks)} racks with {self.ports_per_endpoint} ports each need more than the switch's {self.ports} ports"
@@ -82,3 +86,13 @@ class FabricSection(Section):
                 f"listen {self.listen!r} is no loopback address such as 127.0.0.1:0; HTTP without TLS stays on this host"
             )
         return self
+
+
+def _check_address(url: str) -> None:
+    """Raises ValueError for what neither httpx nor ssh could connect to."""
+    try:
+        host, port = httpx.URL(url).host, urlsplit(url).port
+    except (ValueError, httpx.InvalidURL) as error:
+        raise ValueError(f"switch_url {url!r} is no address: {error}") from error
+    if not host or port == 0:
+        raise ValueError(f"switch_url {url!r} names no {'port' if host else 'host'}")

@@ -42,7 +42,7 @@ class SonicDriver:
         try:
             output = answer["sonic-ocs:output"]
             counts = int(output["deleted_count"]), int(output["added_count"])
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise BadAnswer(f"bulk-update was answered with {str(answer)[:200]}") from error
         if counts != (len(delete), len(add)):
             asked = f"{len(delete)} to delete and {len(add)} to add"

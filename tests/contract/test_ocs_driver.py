@@ -26,6 +26,7 @@ from actors.fabric.netconf_session import NetconfSession
 from actors.fabric.restconf import Restconf
 from actors.fabric.sonic import SonicDriver
 from planning.circuits import Cross
+from runtime.clock import run_virtual
 from tests.contract.ocs_switches import (
     CAPABILITIES,
     FakePolatis,
@@ -147,6 +148,7 @@ async def test_wrong_credentials_are_named(make, login):
         ({"sonic-ocs:output": {"deleted_count": 0, "added_count": 1}}, PartlyApplied),
         ({"sonic-ocs:output": {}}, BadAnswer),
         ({"sonic-ocs:output": {"deleted_count": "x", "added_count": 2}}, BadAnswer),
+        (b'{"sonic-ocs:output": {"deleted_count": 1e999, "added_count": 2}}', BadAnswer),
         ({"ietf-restconf:errors": {"error": [{"error-message": "no"}]}}, SwitchRefused),
         (b"<html>", BadAnswer),
         (b"", BadAnswer),
@@ -161,10 +163,60 @@ async def test_a_200_that_is_no_success_is_none(body, error):
 
 
 @pytest.mark.parametrize("make", [sonic, polatis])
-@pytest.mark.parametrize("body", [b"<html>", [1], {"other": 1}, {"sonic-ocs:OCS_CROSS_CONNECT": {"OCS_CROSS_CONNECT_LIST": [{"cross_connect_id": "1-2"}]}, "optical-switch:cross-connects": {"pair": [{"ingress": "x"}]}}])  # fmt: skip
+@pytest.mark.parametrize("body", [b"<html>", b"[" * 200_000, [1], {"other": 1}, {"sonic-ocs:OCS_CROSS_CONNECT": {"OCS_CROSS_CONNECT_LIST": [{"cross_connect_id": "1-2"}]}, "optical-switch:cross-connects": {"pair": [{"ingress": "x"}]}}, b'{"sonic-ocs:OCS_CROSS_CONNECT": 1e999, "optical-switch:cross-connects": {"pair": [{"ingress": 1e999, "egress": 9}]}}'])  # fmt: skip
 async def test_a_state_that_is_not_in_the_dialect_is_refused(make, body):
     with pytest.raises(BadAnswer):
         await make(answering(200, body)).read()
+
+
+@pytest.mark.parametrize("around", [b"%b", b'{"error": %b}'])
+async def test_an_answer_that_nests_almost_too_deeply_is_no_other_error(around):
+    depths = iter(range(800, 1000))
+
+    def deeper(request):
+        depth = next(depths)
+        return httpx.Response(200, content=around % (b"[" * depth + b"]" * depth))
+
+    made = sonic(httpx.MockTransport(deeper))
+    for _ in range(200):
+        with pytest.raises((BadAnswer, SwitchRefused)):
+            await made.read()
+
+
+class Slow(httpx.AsyncByteStream):
+    """A body in `num` parts, each `pause_s` after the one before."""
+
+    def __init__(self, part, num, pause_s=0.0):
+        self.part, self.num, self.pause_s = part, num, pause_s
+        self.sent = 0
+
+    async def __aiter__(self):
+        for _ in range(self.num):
+            self.sent += 1
+            await asyncio.sleep(self.pause_s)
+            yield self.part
+
+
+@pytest.mark.parametrize("make", [sonic, polatis])
+def test_a_switch_that_trickles_has_one_deadline_for_its_whole_answer(make):
+    trickle = Slow(b" ", 1000, 0.3)
+
+    async def main():
+        with pytest.raises(SwitchTimedOut, match="within 5 s"):
+            await make(httpx.MockTransport(lambda request: httpx.Response(200, stream=trickle))).read()
+
+    run_virtual(main)
+    assert trickle.sent == 17
+
+
+@pytest.mark.parametrize("make", [sonic, polatis])
+async def test_an_answer_without_end_is_read_no_further_than_its_bound(make):
+    flood = Slow(bytes(1 << 20), 40)
+
+    with pytest.raises(BadAnswer, match="more than 16 MiB"):
+        await make(httpx.MockTransport(lambda request: httpx.Response(200, stream=flood))).read()
+
+    assert flood.sent == 17
 
 
 @pytest.mark.parametrize("make", [sonic, polatis])

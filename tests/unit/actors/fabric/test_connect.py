@@ -1,14 +1,21 @@
 """Which driver a config opens, and what of it is refused."""
 
+import ssl
+from pathlib import Path
+from types import SimpleNamespace
+
+import certifi
 import pytest
 from pydantic import ValidationError
 
-from actors.fabric.connect import device, ssh
+from actors.fabric.connect import device, ssh, trusted
+from actors.fabric.controller import FabricController
 from actors.fabric.errors import BadCredentials
 from actors.fabric.netconf import NetconfDriver
 from actors.fabric.polatis import PolatisDriver
 from actors.fabric.section import FabricSection
 from actors.fabric.sonic import SonicDriver
+from runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -47,11 +54,74 @@ def test_what_can_not_be_meant_is_refused(values, sentence):
         FabricSection(**values)
 
 
-def test_a_password_file_that_is_not_there_is_named(tmp_path):
-    section = FabricSection(switch_url="https://switch", switch_user="a", switch_password_file=str(tmp_path / "none"))
+@pytest.mark.parametrize(
+    ("driver", "url", "sentence"),
+    [
+        ("sonic", "https://[::1", "is no address"),
+        ("sonic", "https://switch:99999", "is no address: Port out of range"),
+        ("polatis", "http://switch:x", "is no address: Invalid port: 'x'"),
+        ("sonic", "https://\x01", "is no address"),
+        ("sonic", "https://", "names no host"),
+        ("sonic", "https://switch:0", "names no port"),
+        ("netconf", "ssh://admin@switch:99999", "is no address: Port out of range"),
+        ("netconf", "ssh://", "names no host"),
+        ("netconf", "ssh://admin@:830", "names no host"),
+    ],
+)
+def test_an_address_that_leads_nowhere_is_refused_before_the_start(driver, url, sentence):
+    with pytest.raises(ValidationError, match=sentence):
+        FabricSection(driver=driver, switch_url=url)
 
-    with pytest.raises(BadCredentials, match=r"fabric\.switch_password_file: .*none"):
+
+@pytest.mark.parametrize(
+    ("key", "content", "sentence"),
+    [
+        ("switch_password_file", None, "can't be read: No such file or directory"),
+        ("switch_password_file", b"\xff\xfe", "is no text file in UTF-8"),
+        ("switch_ca_file", None, "can't be read: No such file or directory"),
+        ("switch_ca_file", b"", "holds no certificate in PEM"),
+        ("switch_ca_file", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "holds no certificate"),
+    ],
+)
+def test_a_file_that_is_no_such_thing_is_named_at_the_start_and_when_it_is_needed(key, content, sentence, tmp_path):
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_bytes(content)
+    section = FabricSection(switch_url="https://switch", switch_user="a", **{key: str(file)})
+
+    with pytest.raises(ConfigError, match=rf"^fabric\.{key} .*file {sentence}.*\. Give another file"):
+        FabricController.check_host(SimpleNamespace(fabric=section))
+    with pytest.raises(BadCredentials, match=rf"^fabric\.{key} .*file {sentence}"):
         device(section)
+
+
+async def test_the_authorities_of_the_ca_file_are_trusted_and_no_others(tmp_path):
+    (tmp_path / "password").write_text("secret\n")
+    some = tmp_path / "some.pem"
+    some.write_text(
+        Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")[0] + "-----END CERTIFICATE-----\n"
+    )
+    section = FabricSection(
+        switch_url="https://switch", switch_ca_file=str(some), switch_password_file=str(tmp_path / "password")
+    )
+
+    FabricController.check_host(SimpleNamespace(fabric=section))
+    context = trusted(section)
+    made = device(section)
+
+    assert len(context.get_ca_certs()) == 1
+    assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
+    await made.close()
+
+
+def test_files_that_are_not_needed_are_not_looked_for():
+    for values in (
+        {"switch_url": "ssh://switch", "driver": "netconf"},
+        {"switch_url": "https://switch", "enabled": False},
+        {},
+    ):
+        section = FabricSection(switch_ca_file="/none", switch_password_file="/none", **values)
+        FabricController.check_host(SimpleNamespace(fabric=section))
 
 
 def test_ssh_asks_nothing_and_takes_no_option_from_the_address():
