@@ -17,11 +17,11 @@ from sim.rfabric.iteration import PhaseTime, Traffic, demand, phase_time, traffi
 from sim.rfabric.job import PHASES, Job, Phase
 
 STAGE_WEIGHTS = (4, 16, 64)
-"""Candidates of the execution's topology, beside the plain one; the schedule takes the fastest."""
+"""Candidates beside the plain one wherever the execution's traffic is planned for; the fastest is taken."""
 
 
 ALL = "all"
-"""The topology planned for the whole iteration."""
+"""Begins the names of topologies planned for the whole iteration."""
 
 
 class DelaySpec(Section):
@@ -116,9 +116,7 @@ def electrical(case: Case, *, oversubscription: int = 1, rail_optimised: bool = 
 
 def sip(case: Case) -> Iteration:
     """Servers joined NIC to NIC by a patch panel; circuits by the whole iteration's bytes, the same in all phases."""
-    panels = [_panel(case, ALL, rounds(case.job), weight) for weight in (1, *STAGE_WEIGHTS)]
-    found = [static(case, _panel_network(case, circuits)) for circuits in panels]
-    return min(found, key=lambda iteration: iteration.seconds)
+    return _fastest([static(case, _panel_network(case, circuits)) for circuits in _whole(case, _panel)])
 
 
 def sip_phased(case: Case) -> Iteration:
@@ -138,7 +136,7 @@ def switched(case: Case, candidates: Sequence[Circuits], network: Callable[[Case
         phase: {
             k: phase_time(case.job, case.sent, phase, networks[k])
             for k, circuits in enumerate(candidates)
-            if circuits.name.startswith(phase) or circuits.name == ALL
+            if circuits.name.startswith((phase, ALL))
         }
         for phase in PHASES
     }
@@ -162,18 +160,28 @@ def switched(case: Case, candidates: Sequence[Circuits], network: Callable[[Case
 
 
 def one_shot(case: Case) -> Iteration:
-    """RFabric's hardware with one topology for the whole job, as TopoOpt would patch it."""
-    return static(case, _rack_network(case, _planned(case, ALL, rounds(case.job))))
+    """RFabric's hardware with one topology for the whole job, as TopoOpt would patch it; the fastest of those that RFabric may keep."""
+    return _fastest([static(case, _rack_network(case, circuits)) for circuits in _whole(case, _planned)])
+
+
+def _fastest(found: Sequence[Iteration]) -> Iteration:
+    return min(found, key=lambda iteration: iteration.seconds)
 
 
 Planner = Callable[[Case, str, list[tuple[Phase, int]], int], Circuits]
 
 
 def _candidates(case: Case, planner: Planner) -> list[Circuits]:
-    """One topology per phase, some of the execution, and one for the whole iteration."""
+    """One topology per phase, more of the execution, and those for the whole iteration."""
     found = [planner(case, phase, [(phase, 1)], 1) for phase in PHASES]
     found += [planner(case, f"execution, stages x{w}", [("execution", 1)], w) for w in STAGE_WEIGHTS]
-    return [*found, planner(case, ALL, rounds(case.job), 1)]
+    return [*found, *_whole(case, planner)]
+
+
+def _whole(case: Case, planner: Planner) -> list[Circuits]:
+    """Topologies for the whole iteration."""
+    weighted = [planner(case, f"{ALL}, stages x{w}", rounds(case.job), w) for w in STAGE_WEIGHTS]
+    return [planner(case, ALL, rounds(case.job), 1), *weighted]
 
 
 def _planned(case: Case, name: str, phases: list[tuple[Phase, int]], stage_weight: int = 1) -> Circuits:

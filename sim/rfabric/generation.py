@@ -19,10 +19,9 @@ def operations(job: Job, pods: Sequence[Sequence[int]]) -> list[Operation]:
     engines = [engine for engine in engines if len(engine) > 1]
     layers = job.model.layers * job.spec.sequence_tokens / job.spec.updates
     row = spec.batch * job.model.hidden * BF16
-    routed = row * job.model.experts_per_token
-    exchange = [t for e in engines for t in all_to_all([e], routed / len(e))]
+    exchange = [t for e in engines for t in all_to_all([e], row * job.token_copies(len(e)) / len(e))]
     halves = [(e[: len(e) // 2], e[len(e) // 2 :]) for e in engines]
-    apart = [t for a, f in halves for t in _bipartite(a, f, routed / len(f))]
+    apart = [t for a, f in halves for t in _bipartite(a, f, row * job.token_copies(len(f)) / len(f))]
     apart += [t for a, f in halves for t in _bipartite(f, a, row / len(f))]
     prompts = job.spec.sequences / job.spec.updates / sum(len(pod) for pod in pods)
     cache = prompts * spec.prompt_tokens * job.model.kv_bytes_per_token

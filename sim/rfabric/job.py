@@ -5,7 +5,7 @@ Tensor parallelism fills a server. Servers are numbered as Megatron numbers rank
 
 from collections.abc import Iterator
 from itertools import product
-from math import ceil
+from math import ceil, comb
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
@@ -59,6 +59,8 @@ class JobSpec(Section):
     pipeline: int = Field(ge=1)
     expert: int = Field(ge=1)
     """Servers over which experts are spread; 1 keeps them inside the server."""
+    deduplicate: bool = False
+    """Send a token once per server that has any of its experts, not once per expert."""
     context: int = Field(default=1, ge=1)
     """Servers over which a sequence is spread; keys and values then go round in a ring."""
     sequence_tokens: int = Field(ge=1)
@@ -114,6 +116,18 @@ class Job(NamedTuple):
         """Of one micro-batch, in one server."""
         return self.spec.sequence_tokens / self.spec.context
 
+    def token_copies(self, servers: int) -> float:
+        """Copies of a token that a dispatch to experts on `servers` sends, the sender's own counted: one per expert.
+
+        With `deduplicate` one per server, handed on inside it and summed there on the way back (DeepSeek-V3, arXiv 2412.19437,
+        section 3.2.2): a server with m of E experts has none of a token's k with probability C(E-m, k) / C(E, k), where k are drawn evenly.
+        """
+        experts, chosen = self.model.experts, self.model.experts_per_token
+        if not self.spec.deduplicate:
+            return chosen
+        held = [(experts + i) // servers for i in range(servers)]
+        return sum(1 - comb(experts - m, chosen) / comb(experts, chosen) for m in held)
+
     def server(self, context: int, expert: int, data: int, stage: int) -> int:
         return context + self.spec.context * (expert + self.spec.expert * (data + self.data * stage))
 
@@ -139,7 +153,7 @@ def compute_s(job: Job) -> float:
 def expert_transfers(job: Job) -> list[Transfer]:
     """One dispatch or combine of one layer and micro-batch, in all groups at once: each token goes to its experts' servers."""
     spec = job.spec
-    sent = job.tokens * job.model.hidden * BF16 * job.model.experts_per_token * spec.skew
+    sent = job.tokens * job.model.hidden * BF16 * job.token_copies(spec.expert) * spec.skew
     groups = [
         [job.server(c, e, d, p) for e in range(spec.expert)] for c, d, p in _all(spec.context, job.data, spec.pipeline)
     ]

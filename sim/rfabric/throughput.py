@@ -104,7 +104,7 @@ def _notes(scenario: ThroughputScenario, found: Found) -> tuple[str, ...]:
     if any(name == "rfabric" for _, name in found):
         first = found[scenario.gpus[0], "rfabric"]
         ports = max((circuits.core_ports for circuits in first.topology.values()), default=0)
-        said.append(f"RFabric: {first.num_switches} changes an iteration, {first.exposed_s:.3f} s exposed; at most {ports} uplinks of a rack into the core.")  # fmt: skip
+        said.append(f"RFabric, core share {scenario.fabric.core_share}: {first.num_switches} changes an iteration, {first.exposed_s:.3f} s exposed; at most {ports} uplinks of a rack into the core.")  # fmt: skip
     return tuple(said)
 
 

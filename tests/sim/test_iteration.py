@@ -1,6 +1,7 @@
 """A job's traffic by hand, and an iteration on fabrics: what must not change it, and what must never make it faster."""
 
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from runtime.config_source import read
 from sim.hardware import GpuSpec
 from sim.model import ModelSpec
+from sim.rfabric import fabrics
 from sim.rfabric import job as jobs
 from sim.rfabric.fabrics import FABRICS, FabricSpec, case
 from sim.rfabric.generation import operations
@@ -41,8 +43,41 @@ def test_a_server_dispatches_all_its_tokens_to_their_experts_but_those_at_home()
 
     by_server = sent(jobs.expert_transfers(one))
 
-    assert set(by_server) == set(range(one.train_servers))
-    assert by_server[0] == pytest.approx(4096 * 3584 * 2 * 8 * 7 / 8, rel=1e-12)
+    assert by_server == pytest.approx(dict.fromkeys(range(one.train_servers), 4096 * 3584 * 2 * 8 * 7 / 8), rel=1e-12)
+    assert sent((b, a, v) for a, b, v in jobs.expert_transfers(one)) == by_server
+
+
+def test_without_duplicates_a_token_crosses_once_per_server_that_has_any_of_its_experts():
+    plain, once = job(), job(deduplicate=True)
+    small = once._replace(model=MODEL.model_copy(update={"experts": 6, "experts_per_token": 3}))
+    server_of = (0, 1, 2, 2, 3, 3)
+    drawn = [len({server_of[e] for e in chosen}) for chosen in combinations(range(6), 3)]
+
+    assert small.token_copies(4) == pytest.approx(sum(drawn) / len(drawn), rel=1e-12)
+    assert (plain.token_copies(8), once.token_copies(1)) == (8, 1)
+    by_server = sent(jobs.expert_transfers(once))
+    assert by_server[0] == pytest.approx(once.token_copies(8) * 4096 * 3584 * 2 * 7 / 8, rel=1e-12)
+
+
+def test_an_execution_on_a_full_tree_takes_what_its_operations_take_one_after_another():
+    one = job()  # 2 replicas of 32 servers: 16 micro-batches and 3 more slots to fill the pipeline; 7 layers a stage
+    rate, activation = GPU.nic_busbw_bytes_s * 8, 4096 * 3584 * 2
+
+    execution = FABRICS["fat-tree"](case(one, FabricSpec())).phases["execution"]
+
+    experts, stages = 4 * 7 * 19 * 7 * activation / rate, 19 * 2 * activation / rate
+    assert execution.network_s == pytest.approx(experts + stages, rel=1e-9)
+    assert execution.seconds == pytest.approx(19 * jobs.compute_s(one) + experts + stages, rel=1e-9)
+
+
+def test_ring_attention_passes_keys_and_values_once_forward_and_twice_backward():
+    one = job(context=2, expert=4)  # as many replicas, 32 micro-batches
+
+    on_tree = FABRICS["fat-tree"](case(one, FabricSpec())).phases["execution"]
+
+    times = {name: (runs, done.seconds) for name, runs, done in on_tree.runs}
+    assert times["context"][0] == 3 * 1 * 7 * 35
+    assert times["context"][1] == pytest.approx(2 * 2 * 4 * 128 * 2048 / (GPU.nic_busbw_bytes_s * 8), rel=1e-9)
 
 
 def test_gradients_cross_once_per_replica():
@@ -102,6 +137,14 @@ def test_slower_circuit_switches_and_lost_planes_are_never_faster():
     assert delays[-1] == pytest.approx(seconds("topoopt-like"), rel=1e-9)
     assert seconds("oversubscribed", {"lost": 0.25}) >= seconds("oversubscribed")
     assert seconds("rfabric", {"lost": 0.25}) >= seconds("rfabric") * (1 - 1e-9)
+
+
+def test_one_topology_for_the_whole_job_is_chosen_among_several_as_those_of_the_phases_are(monkeypatch):
+    chosen = seconds("topoopt-like", gpus=2048)
+
+    assert seconds("rfabric", {"delay": {"ocs_s": 120.0}}, gpus=2048) == pytest.approx(chosen, rel=1e-9)
+    monkeypatch.setattr(fabrics, "STAGE_WEIGHTS", ())
+    assert chosen < 0.9 * seconds("topoopt-like", gpus=2048)
 
 
 def test_the_parts_of_a_delay_add_up():
