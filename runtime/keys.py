@@ -32,7 +32,7 @@ class RunKeys(msgspec.Struct, frozen=True):
 def make_keys(folder: Path, *, replace: bool = False) -> RunKeys:
     """Write fresh keys into `folder`, which is made if need be. Raises LaunchError where keys are and may not be replaced."""
     path = folder / FILE
-    if path.exists() and not replace:
+    if os.path.exists(path) and not replace:  # unlike Path.exists, it takes a name too long for an answer
         raise LaunchError(
             f"{path} exists: the run's hosts know these keys. Add --replace for new ones; the old token is void then, and a "
             "running job goes on with the old keys until it is resumed."

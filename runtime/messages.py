@@ -50,6 +50,10 @@ class NotAdded(Message, frozen=True):
     why: str
 
 
+MOST_ADDED = 64
+"""Actors that one request may add."""
+
+
 class AddActors(Request[Added | NotAdded], frozen=True):
     """To the first host's node agent: start `num` more actors of `role`; where `node` is another host's agent, it starts them."""
 

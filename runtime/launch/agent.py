@@ -12,7 +12,18 @@ from runtime.blob_hosts import HostBlobs
 from runtime.config import Config
 from runtime.launch.local import Death, LocalLauncher
 from runtime.launch.watch import Watch
-from runtime.messages import AddActors, Added, DrainActors, Finish, NotAdded, Notice, Progress, RestartActors, StopJob
+from runtime.messages import (
+    MOST_ADDED,
+    AddActors,
+    Added,
+    DrainActors,
+    Finish,
+    NotAdded,
+    Notice,
+    Progress,
+    RestartActors,
+    StopJob,
+)  # fmt: skip
 from runtime.registry import NODE
 from runtime.store.errors import StoreUnavailable
 
@@ -112,8 +123,8 @@ class NodeAgent(HostBlobs):
     async def add_actors(self, request: AddActors) -> Added | NotAdded:
         if request.role not in self.job.actors:
             return NotAdded(f"{request.role} is not a role of this run. Its roles are {', '.join(self.job.actors)}.")
-        if not 1 <= request.num <= 64:
-            return NotAdded(f"can't add {request.num} actors: between 1 and 64 at a time.")
+        if not 1 <= request.num <= MOST_ADDED:
+            return NotAdded(f"can't add {request.num} actors: between 1 and {MOST_ADDED} at a time.")
         most = self.job.actor_class(request.role).most
         running = len(self.launcher.names(request.role)) + sum(_role(name) == request.role for name in self._elsewhere)
         if running + request.num > most:

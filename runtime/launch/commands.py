@@ -105,6 +105,8 @@ def add(argv: list[str]) -> int:
     given = parser.parse_intermixed_args(argv)
     if given.join is not None:
         return _join(given)
+    if alone := [*given.overrides, *(["--host"] if given.host else []), *(["--run-dir"] if given.run_dir else [])]:
+        raise LaunchError(f"{alone[0]} goes with --join alone: on the run's own host its config holds for all actors.")
     from runtime.messages import AddActors
 
     return _ask(given.run, AddActors(given.role, given.n), "added")

@@ -1,6 +1,7 @@
 """A host that joins a running job: a node agent of its own, with its own sockets, blobs and processes, until either side ends it."""
 
 import asyncio
+import ipaddress
 import socket
 import sys
 from contextlib import AsyncExitStack
@@ -22,7 +23,7 @@ from runtime.launch.folder import RunCard, RunFolder
 from runtime.launch.gate import GateClient, way_through
 from runtime.launch.launcher import EXIT_CODES
 from runtime.launch.token import JoinToken
-from runtime.messages import AddActors, NotAdded
+from runtime.messages import MOST_ADDED, AddActors, NotAdded
 from runtime.observe.log import configure
 from runtime.registry import NODE
 from runtime.store.errors import StoreUnavailable
@@ -47,14 +48,17 @@ class Joiner:
         self._overrides = overrides
 
     async def run(self) -> int:
+        """Raises LaunchError, before anything is written, for what this host alone can tell is wrong."""
+        if not 1 <= self._num <= MOST_ADDED:
+            raise LaunchError(f"can't add {self._num} actors: between 1 and {MOST_ADDED} at a time.")
+        host = _checked(self._host) if self._host else _own_address(self._token.gate or self._token.state_url)
         allow_many_files()
         main = asyncio.current_task()
         assert main is not None
         on_signals(main.cancel)
         card = self._folder.open(resume=False, force=False)
         card.id = self._token.run_id
-        card.host = self._host or _own_address(self._token.gate or self._token.state_url)
-        write_keys(self._folder.path, self._token.keys)
+        card.host = host
         try:
             async with AsyncExitStack() as stack:
                 outcome = await self._serve(card, stack)
@@ -75,11 +79,9 @@ class Joiner:
         server = BlobServer(sockets / "blobs.sock")
         await server.start()
         stack.push_async_callback(server.close)
-        self._folder.write(card)
         actor_class, actor_config = config.actor_class(self._role), config.actor_config(self._role)
         actor_class.check_host(actor_config)
         actor_class.preflight(actor_config, self._folder.path)
-        self._folder.commit()
         blobs = BlobClient(sockets / "blobs.sock")
         stack.push_async_callback(blobs.close)
         run = RunInfo(card.id, self._folder.path, config.run.seed, config.run.steps, config.state.window_s)
@@ -94,7 +96,7 @@ class Joiner:
         await kernel.ready.wait()
         following = tasks.create_task(agent.follow_run(connection.config.run.lease_s), name="follow_run")
         try:
-            outcome = await self._work(agent, console)
+            outcome = await self._work(agent, connection.card, console)
         finally:
             following.cancel()
             await agent.stop_all("interrupted")
@@ -102,14 +104,20 @@ class Joiner:
             await serving
         return outcome
 
-    async def _work(self, agent: NodeAgent, console: Console) -> Outcome:
-        """Get names from the first host, start the actors, and stay until there is an outcome."""
+    async def _work(self, agent: NodeAgent, card: RunCard, console: Console) -> Outcome:
+        """Get names from the first host, start the actors, and stay until there is an outcome.
+
+        Only a host that is let in keeps the job's keys and the way to its Store, for the actors that it starts.
+        """
         try:
             reply = await agent.ref(NODE).ask(AddActors(self._role, self._num, agent.name), timeout=ASK_S)
         except AskFailed as error:
             raise LaunchError(f"the run {self._token.run_id} did not let this host in: {error}") from error
         if isinstance(reply, NotAdded):
             raise LaunchError(reply.why)
+        write_keys(self._folder.path, self._token.keys)
+        self._folder.write(card)
+        self._folder.commit()
         on_signals(lambda: _interrupt(agent))
         for name in reply.names:
             agent.start(name)
@@ -166,8 +174,36 @@ def _own_address(there: str) -> str:
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((parts.hostname, parts.port or 1))
-            return probe.getsockname()[0]
+            return _spelt(probe.getsockname()[0])
+    except (OSError, UnicodeError) as error:
+        raise LaunchError(
+            f"this host has no way to {parts.hostname} ({_reason(error)}). Name its own address with --host."
+        ) from error
+
+
+def _checked(host: str) -> str:
+    """`--host`, if it is an address of this host that another one could use. Raises LaunchError."""
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
+    except ValueError:
+        raise LaunchError(f"--host {host} is no IP address. Name one of this host's own.") from None
+    if address.is_unspecified:
+        raise LaunchError(f"--host {host} is no address that another host could use. Name one of this host's own.")
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((str(address), 0))
     except OSError as error:
         raise LaunchError(
-            f"this host has no way to {parts.hostname} ({error.strerror}). Name its own address with --host."
+            f"--host {host} is not an address of this host ({error.strerror}). Name one of its own."
         ) from error
+    return _spelt(str(address))
+
+
+def _spelt(address: str) -> str:
+    """As an address of the bus holds it."""
+    return f"[{address}]" if ":" in address else address
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -85,6 +85,15 @@ def test_what_is_no_whole_token_is_refused_and_not_repeated(tmp_path, spoilt):
     assert len(given) < 12 or given not in str(told.value)
 
 
+def test_a_token_with_one_character_mistyped_is_told_apart_by_its_checksum(tmp_path):
+    text = write_token(token_of(make_keys(tmp_path)))
+
+    for place in range(len(PREFIX), len(text) - 1):  # of the last character some bits are padding
+        mistyped = text[:place] + ("A" if text[place] != "A" else "B") + text[place + 1 :]
+        with pytest.raises(LaunchError, match=r"its checksum does not fit: it was mistyped or is not whole"):
+            read_token(mistyped)
+
+
 def test_no_secret_is_in_what_is_logged_or_shown(tmp_path, capsys):
     keys = make_keys(tmp_path)
     assert main(["show", "--run", str(tmp_path)]) == 0

@@ -1,0 +1,167 @@
+"""What a host that would join is refused for before it asks anybody: one sentence, and nothing is written."""
+
+import os
+
+import pytest
+
+from runtime import cli
+from runtime.keys import FILE, RunKeys, make_keys
+from runtime.launch.folder import RunFolder
+from runtime.launch.token import JoinToken, write_token
+
+GATE = "tcp://127.0.0.1:7788"
+STATE = "unix:///tmp/s?password=p"
+
+
+@pytest.fixture
+def keys(tmp_path) -> RunKeys:
+    return make_keys(tmp_path / "keys")
+
+
+def refused(command, capsys) -> str:
+    """The one sentence that `rubato COMMAND…` ends with."""
+    assert cli.main(command) == 2
+
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    return said.err
+
+
+HOSTS = [
+    pytest.param("192.0.2.1", "--host 192.0.2.1 is not an address of this host (", id="another's"),
+    pytest.param("bo gus", "--host bo gus is no IP address. Name one of this host's own.", id="no address"),
+    pytest.param("a..b", "--host a..b is no IP address.", id="no name either"),
+    pytest.param("*", "--host * is no IP address.", id="star"),
+    pytest.param("0.0.0.0", "--host 0.0.0.0 is no address that another host could use.", id="all"),
+    pytest.param("[::]", "--host [::] is no address that another host could use.", id="all of IPv6"),
+]
+
+
+@pytest.mark.parametrize(("host", "sentence"), HOSTS)
+def test_a_host_address_that_can_not_be_this_hosts_is_refused(host, sentence, tmp_path, keys, capsys):
+    token = write_token(JoinToken("run-1a2b", GATE, STATE, keys))
+    folder = tmp_path / "second"
+
+    assert sentence in refused(["add", "engine", "--join", token, "--host", host, "--run-dir", str(folder)], capsys)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("num", ["0", "-3", "65"])
+def test_a_number_of_actors_that_the_run_would_refuse_is_refused_here(num, tmp_path, keys, capsys):
+    token = write_token(JoinToken("run-1a2b", GATE, STATE, keys))
+    folder = tmp_path / "second"
+
+    said = refused(["add", "engine", "--join", token, "-n", num, "--run-dir", str(folder)], capsys)
+
+    assert said == f"can't add {num} actors: between 1 and 64 at a time.\n"
+    assert not folder.exists()
+
+
+def test_a_host_that_is_not_let_in_keeps_neither_keys_nor_the_way_to_the_state(tmp_path, keys, capsys, monkeypatch):
+    monkeypatch.setattr("runtime.launch.join.REACH_S", 0.05)
+    token = write_token(JoinToken("run-1a2b", "tcp://127.0.0.1:1", STATE, keys))
+    folder = tmp_path / "second"
+
+    said = refused(["add", "engine", "--join", token, "--run-dir", str(folder)], capsys)
+
+    assert "the run run-1a2b could not be reached at tcp://127.0.0.1:1" in said
+    assert not (folder / FILE).exists()
+    assert not (folder / "run.json").exists()
+
+
+@pytest.mark.parametrize("given", [["a=b"], ["--host", "10.0.0.5"], ["--run-dir", "x"]])
+def test_what_a_host_that_joins_may_say_is_not_ignored_without_a_token(given, tmp_path, capsys):
+    said = refused(["add", "engine", *given, "--run", str(tmp_path)], capsys)
+
+    assert said.startswith(f"{given[0]} goes with --join alone: ")
+
+
+LEADS_NOWHERE = [
+    pytest.param("tcp://127.0.0.1:99999", STATE, "Port out of range 0-65535", id="port too high"),
+    pytest.param("tcp://127.0.0.1:0", STATE, "names no address", id="port 0"),
+    pytest.param("bogus", STATE, "names no address", id="no address"),
+    pytest.param("tcp://[::1", STATE, "Invalid IPv6 URL", id="unclosed"),
+    pytest.param("", STATE, "names no address", id="a socket of another host"),
+]
+
+
+@pytest.mark.parametrize(("gate", "state_url", "why"), LEADS_NOWHERE)
+def test_a_token_that_leads_nowhere_is_refused(gate, state_url, why, tmp_path, keys, capsys):
+    token = write_token(JoinToken("run-1a2b", gate, state_url, keys))
+
+    said = refused(["add", "engine", "--join", token, "--run-dir", str(tmp_path / "second")], capsys)
+
+    assert said.startswith("this is no join token (")
+    assert why in said
+    assert not (tmp_path / "second").exists()
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """Makes a run's folder, with keys, as a launch that this process holds left it."""
+    folders = []
+
+    def make(**card_fields):
+        folder = RunFolder(tmp_path / "run")
+        folders.append(folder)
+        card = folder.open(resume=False, force=False)
+        card.host, card.state_url = "10.0.0.5", STATE
+        for name, value in card_fields.items():
+            setattr(card, name, value)
+        folder.write(card)
+        make_keys(folder.path)
+        return folder.path
+
+    yield make
+    for folder in folders:
+        folder.close()
+
+
+@pytest.mark.parametrize("state_url", [STATE, "rediss://u:p@10.0.0.9:6380"])
+def test_the_folder_of_a_host_that_joined_prints_no_token(state_url, launched, capsys):
+    folder = launched(node="node-2", state_url=state_url)
+
+    said = refused(["keys", "join-token", "--run", str(folder)], capsys)
+
+    assert said.startswith(
+        f"{folder} belongs to node-2, a host that joined the run: print the token on the run's first"
+    )
+
+
+def test_a_run_launched_before_it_had_keys_prints_no_token(launched, capsys):
+    folder = launched()
+
+    said = refused(["keys", "join-token", "--run", str(folder)], capsys)
+
+    assert said == f"the run in {folder} was launched before it had these keys. Stop it and go on with --resume.\n"
+
+
+def test_the_folder_of_the_first_host_prints_a_token(launched, capsys):
+    folder = launched(gate=GATE)
+
+    assert cli.main(["keys", "join-token", "--run", str(folder)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("verb", ["new", "show", "join-token"])
+def test_an_empty_folder_for_keys_is_refused(verb, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    assert refused(["keys", verb, "--run", ""], capsys) == "--run is empty. Name the run's folder.\n"
+    assert os.listdir(tmp_path) == []
+
+
+LONG = "x" * 5000
+TOO_LONG = [
+    pytest.param(["keys", "new", "--run", LONG], "can't be written", id="keys new"),
+    pytest.param(["keys", "show", "--run", LONG], "can't be read", id="keys show"),
+    pytest.param(["keys", "join-token", "--run", LONG], "holds no run", id="join-token"),
+    pytest.param(["monitor", LONG, "--why"], "holds no run", id="monitor --why"),
+    pytest.param(["add", "engine", "--run", LONG], "holds no run", id="add"),
+]
+
+
+@pytest.mark.parametrize(("command", "sentence"), TOO_LONG)
+def test_a_path_too_long_for_the_system_is_refused_in_one_sentence(command, sentence, capsys):
+    assert sentence in refused(command, capsys)
