@@ -53,8 +53,8 @@ class NetconfDriver:
         return f'<pair nc:operation="{operation}">{ends}</pair>'
 
     def _cross(self, pair: ET.Element) -> Cross:
+        ends = tuple(pair.findtext(f"{{{OCS}}}{name}") or "" for name in ("ingress", "egress"))
         try:
-            ingress, egress = (int(pair.findtext(f"{{{OCS}}}{name}") or "") for name in ("ingress", "egress"))
+            return Cross(int(ends[0]) - 1, int(ends[1]) - 1 - self.capabilities.num_ports)
         except ValueError as error:
-            raise BadAnswer(f"a pair was answered as {ET.tostring(pair)[:200]!r}") from error
-        return Cross(ingress - 1, egress - 1 - self.capabilities.num_ports)
+            raise BadAnswer(f"a pair was answered as {ends[0][:40]!r} → {ends[1][:40]!r}") from error

@@ -4,8 +4,11 @@ Framing is that of version 1.0 (RFC 6242, section 4.3), which every server speak
 """
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import TypeVar
 from xml.etree import ElementTree as ET
 
 from actors.fabric.errors import (
@@ -26,6 +29,8 @@ NUDGE_S = 0.25
 """netconfd looks at the second of two messages that arrive together, our hello and the first request, only when more comes. A newline
 between messages means nothing, and wakes it."""
 
+AnswerT = TypeVar("AnswerT")
+
 DENIED = ("permission denied", "host key verification failed", "authentication")
 
 
@@ -40,7 +45,10 @@ class NetconfSession:
         self.capabilities: frozenset[str] = frozenset()
 
     async def rpc(self, operation: str) -> ET.Element:
-        """The whole reply to `operation`, an XML element. Raises the FabricError that its rpc-error stands for."""
+        """The whole reply to `operation`, an XML element. Raises the FabricError that its rpc-error stands for.
+
+        An answer that is not the reply to it raises BadAnswer and ends the session: whatever comes next would be taken for another's.
+        """
         reply = await self._exchange(operation)
         error = reply.find(f"{{{BASE}}}rpc-error")
         if error is not None:
@@ -53,11 +61,11 @@ class NetconfSession:
             await self._guarded(self._open)
 
     async def close(self) -> None:
-        """End the program; what the server had not committed is gone."""
+        """End the program and what it started, such as a ProxyCommand; what the server had not committed is gone."""
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
     async def _exchange(self, operation: str) -> ET.Element:
@@ -65,29 +73,27 @@ class NetconfSession:
         self._number += 1
         request = f'<rpc message-id="{self._number}" xmlns="{BASE}">{operation}</rpc>'
 
-        async def ask() -> bytes:
+        async def ask() -> ET.Element:
             self._write(request)
             while True:
                 try:
                     async with asyncio.timeout(NUDGE_S):
-                        return await self._message()
+                        return _reply(await self._message(), str(self._number))
                 except TimeoutError:
                     self._nudge()
 
-        return _parse(await self._guarded(ask), "rpc-reply")
+        return await self._guarded(ask)
 
-    async def _open(self) -> bytes:
+    async def _open(self) -> None:
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=pipe, stdout=pipe, stderr=pipe, limit=MOST_BYTES
+            *self._command, stdin=pipe, stdout=pipe, stderr=pipe, limit=MOST_BYTES, start_new_session=True
         )
         self._write(HELLO)
-        hello = await self._message()
-        found = _parse(hello, "hello").iter(f"{{{BASE}}}capability")
+        found = _parse(await self._message(), "hello").iter(f"{{{BASE}}}capability")
         self.capabilities = frozenset((each.text or "").strip() for each in found)
-        return hello
 
-    async def _guarded(self, work: Callable[[], Awaitable[bytes]]) -> bytes:
+    async def _guarded(self, work: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
         """Whatever breaks the session closes it, since the place in the stream is lost, and says what it was."""
         where = " ".join(self._command)
         try:
@@ -134,11 +140,19 @@ class NetconfSession:
 def _parse(message: bytes, expected: str) -> ET.Element:
     try:
         root = ET.fromstring(message)
-    except ET.ParseError as error:
+    except (ET.ParseError, LookupError, ValueError) as error:  # the last two for an encoding that it names
         raise BadAnswer(f"NETCONF: {error}: {message[:200]!r}") from error
     if root.tag != f"{{{BASE}}}{expected}":
         raise BadAnswer(f"NETCONF: {root.tag} instead of {expected}")
     return root
+
+
+def _reply(message: bytes, number: str) -> ET.Element:
+    reply = _parse(message, "rpc-reply")
+    found = reply.get("message-id")
+    if found != number:
+        raise BadAnswer(f"NETCONF: a reply to message {found} instead of {number}")
+    return reply
 
 
 def _named(error: ET.Element) -> Exception:

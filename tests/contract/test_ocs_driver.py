@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import sys
 from contextlib import asynccontextmanager, suppress
 
 import httpx
@@ -21,8 +20,6 @@ from actors.fabric.errors import (
     SwitchTimedOut,
     SwitchUnreachable,
 )
-from actors.fabric.netconf import NetconfDriver
-from actors.fabric.netconf_session import NetconfSession
 from actors.fabric.restconf import Restconf
 from actors.fabric.sonic import SonicDriver
 from planning.circuits import Cross
@@ -258,29 +255,6 @@ async def test_a_closed_port_is_unreachable():
     with pytest.raises(SwitchUnreachable):
         await made.read()
     await made.close()
-
-
-@pytest.mark.parametrize(
-    ("script", "error"),
-    [
-        ("import sys; sys.exit('admin@switch: Permission denied (publickey).')", BadCredentials),
-        ("import sys; sys.exit('connect to host switch port 830: Connection refused')", SwitchUnreachable),
-        ("import time; time.sleep(60)", SwitchTimedOut),
-        ("print('garbage]]>]]>', flush=True); import time; time.sleep(60)", BadAnswer),
-        ("print('<hello/>]]>]]>', flush=True); import time; time.sleep(60)", BadAnswer),
-    ],
-)
-async def test_a_netconf_session_that_does_not_come_about_is_named(script, error):
-    session = NetconfSession((sys.executable, "-c", script), timeout_s=2)
-
-    with pytest.raises(error):
-        await NetconfDriver(session, CAPABILITIES).read()
-    await session.close()
-
-
-async def test_a_missing_ssh_is_named():
-    with pytest.raises(SwitchUnreachable, match="not-there is not installed"):
-        await NetconfSession(("not-there",), timeout_s=2).rpc("<get/>")
 
 
 @pytest.mark.skipif(not shutil.which("netconfd"), reason="no netconfd on the PATH: apt-get install netconfd")
