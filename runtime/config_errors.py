@@ -35,11 +35,19 @@ def sentences(error: ValidationError, source: Source, root: type[BaseModel]) -> 
     known = list(_known(root, ()))
     found: list[str] = []
     for detail in details:
+        if detail["type"] == "too_short" and _wrong_within(detail, details):
+            continue  # an item that is wrong is not counted
         keys = tuple(str(part) for part in detail["loc"])
         sentence = source.sentence(keys, _sentence(detail, keys, known, root))
         if sentence not in found:
             found.append(sentence)
     return found[:MAX_SENTENCES]
+
+
+def _wrong_within(outer: ErrorDetails, details: list[ErrorDetails]) -> bool:
+    """Whether something inside of what `outer` is about is wrong too."""
+    depth = len(outer["loc"])
+    return any(len(detail["loc"]) > depth and detail["loc"][:depth] == outer["loc"] for detail in details)
 
 
 def _sentence(detail: ErrorDetails, keys: Keys, known: list[Keys], root: type[BaseModel]) -> str:
@@ -54,9 +62,12 @@ def _sentence(detail: ErrorDetails, keys: Keys, known: list[Keys], root: type[Ba
         return f"{name} is missing."
     if detail["type"] in ("value_error", "assertion_error"):
         reason = str(detail.get("ctx", {}).get("error", detail["msg"])).rstrip(".")
-        return f"{name}: {reason}." if name else f"{reason}."
+        reason += "" if reason.endswith("?") else "."
+        return f"{name}: {reason}" if name else reason
+    if detail["type"] in ("too_short", "too_long"):
+        return f"{name} is {_shown(detail['input'])}; it must have {_size(detail)}."
     field = _field(root, keys)
-    wanted = _allowed(field) if field is not None else ""
+    wanted = _allowed(field) if field is not None else _bound(detail)
     must = f"it must be {wanted}" if wanted else _plain(detail["msg"])
     return f"{name} is {_shown(detail['input'])}; {must}."
 
@@ -120,6 +131,19 @@ def _allowed(field: FieldInfo) -> str:
         bounds += [f"matching {pattern}"] if pattern else []
         bounds += [f"at most {length} long"] if length else []
     return words + (" " + " and ".join(bounds) if words and bounds else "")
+
+
+def _size(detail: ErrorDetails) -> str:
+    """How many items a list or mapping may have."""
+    limits = detail.get("ctx", {})
+    word, num = ("at least", limits["min_length"]) if "min_length" in limits else ("at most", limits["max_length"])
+    return f"{word} {num} {'item' if num == 1 else 'items'}"
+
+
+def _bound(detail: ErrorDetails) -> str:
+    """The bound that an item of a list is beyond; empty where that is not what is wrong."""
+    limits = detail.get("ctx", {})
+    return next((f"{word} {_number(limits[name])}" for name, word in BOUNDS.items() if name in limits), "")
 
 
 def _words(annotation: Any) -> str:

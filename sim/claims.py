@@ -1,6 +1,6 @@
 """Holds a run's figures against what a paper states, and against what we expect of each comparison."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -37,12 +37,7 @@ class ClaimSpec(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.tolerance not in (*BOUNDS, "exact"):
-            try:
-                band = float(self.tolerance.removeprefix(FACTOR).removesuffix("%"))
-            except ValueError:
-                band = -1.0
-            if not 0 <= band < float("inf"):
-                raise ValueError("tolerance must be such as 0.05, 12%, factor 3, at least, at most or exact")
+            _band(self.tolerance)
         if self.expected == "fails" and not self.reason:
             raise ValueError("a claim that is expected to fail needs a reason")
         return self
@@ -67,16 +62,23 @@ class Claim(NamedTuple):
         return self.holds != (self.expected == "holds")
 
 
-def judge(specs: Sequence[ClaimSpec], figures: Mapping[str, Value], *, altered: bool) -> tuple[Claim, ...]:
+def judge(
+    specs: Sequence[ClaimSpec], figures: Mapping[str, Value], *, optional: Collection[str] = ()
+) -> tuple[Claim, ...]:
     """Every claim whose figure the run has.
 
-    An `altered` scenario (one with overrides) may leave figures out, and their claims with them; in any other a claim without a
-    figure raises ConfigError.
+    Claims named in `optional` are left out where an altered scenario has no figure for them. Any other claim without its figure, and
+    a number held against true or false, raise ConfigError.
     """
-    missing = [spec.name for spec in specs if spec.name not in figures]
-    if missing and not altered:
-        known = ", ".join(sorted(figures))
-        raise ConfigError(f"The claim {missing[0]} is about no figure of this run. Its figures: {known}.")
+    for spec in specs:
+        if spec.name not in figures and spec.name not in optional:
+            known = ", ".join(sorted(figures))
+            raise ConfigError(f"The claim {spec.name} is about no figure of this run. Its figures: {known}.")
+        ours = figures.get(spec.name, spec.paper)
+        if isinstance(spec.paper, bool) != isinstance(ours, bool):
+            raise ConfigError(
+                f"The claim {spec.name} can't be judged: paper is {spec.paper}, and the run's figure {ours}."
+            )
     return tuple(_judged(spec, figures[spec.name]) for spec in specs if spec.name in figures)
 
 
@@ -93,13 +95,24 @@ def _holds(spec: ClaimSpec, ours: Value) -> bool:
         return bool(bound(ours, spec.paper))
     if spec.tolerance == "exact":
         return ours == spec.paper
-    if spec.tolerance.startswith(FACTOR):
-        most = float(spec.tolerance.removeprefix(FACTOR))
-        return spec.paper / most <= ours <= spec.paper * most
-    band = float(spec.tolerance.removesuffix("%"))
-    if spec.tolerance.endswith("%"):
+    kind, band = _band(spec.tolerance)
+    if kind == FACTOR:
+        return spec.paper / band <= ours <= spec.paper * band
+    if kind == "%":
         band *= abs(spec.paper) / 100
     return abs(ours - spec.paper) <= band * (1 + 1e-12)  # 0.74 - 0.69 is 0.05 and a bit
+
+
+def _band(tolerance: str) -> tuple[str, float]:
+    """What a tolerance is of (a factor, %, or nothing) and how wide. Raises ValueError for what is none."""
+    kind = FACTOR if tolerance.startswith(FACTOR) else "%" if tolerance.endswith("%") else ""
+    try:
+        band = float(tolerance.removeprefix(kind) if kind == FACTOR else tolerance.removesuffix(kind))
+    except ValueError:
+        band = -1.0
+    if not (1 if kind == FACTOR else 0) <= band < float("inf"):
+        raise ValueError("tolerance must be such as 0.05, 12%, factor 3 (1 or more), at least, at most or exact")
+    return kind, band
 
 
 def summary(claims: Sequence[Claim]) -> str:

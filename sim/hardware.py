@@ -1,6 +1,8 @@
 """What machines can do and what network parts cost: read from configs/hardware, each file with its source."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from runtime.config import Section
 
@@ -35,3 +37,9 @@ class Prices(Section):
     """One port of an electrical packet switch, without its transceiver."""
     ocs_port: float = Field(ge=0)
     """One duplex port of an optical circuit switch."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not (self.transceiver or (self.eps_port and self.ocs_port)):
+            raise ValueError("transceiver, or both eps_port and ocs_port, must be above 0: no fabric is free")
+        return self

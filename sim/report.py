@@ -7,11 +7,14 @@ import csv
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import Any, Final
 
+from runtime.errors import ConfigError
 from sim.claims import Claim
 from sim.outcome import Cell, Outcome, Plot, Span, Table
 from sim.scenario import Scenario
@@ -19,9 +22,67 @@ from sim.scenario import Scenario
 DPI = 130
 
 
+TABLES: Final = frozenset(
+    {"agreement", "circuits", "cost", "links", "modes", "phases", "sensitivity", "staleness", "windows"}
+)
+PLOTS: Final = frozenset({"affinity", "agreement", "cost", "modelsync", "sigma", "staleness", "throughput", "windows"})
+"""What the kinds call theirs: the files of an earlier run, of whatever kind, that a new one in its folder removes."""
+
+
+@contextmanager
+def folder_for(folder: Path, *, force: bool) -> Iterator[None]:
+    """`folder` takes a run, which is found out before the work; made for it, it goes again where it stays empty.
+
+    Raises ConfigError where it can't be written, or holds a run: with `force`, one that is not a simulation's.
+    """
+    made: list[Path] = []
+    try:
+        made += [place for place in (folder, *folder.parents) if not place.exists()]
+        if (folder / "run.json").exists():
+            _check_replaceable(folder, force=force)
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        _remove_empty(made)
+        raise ConfigError(f"{folder} can't be written: {error.strerror}. Give another --out.") from error
+    try:
+        yield
+    finally:
+        _remove_empty(made)
+
+
+def _check_replaceable(folder: Path, *, force: bool) -> None:
+    if not force:
+        raise ConfigError(f"{folder} already holds a run. Add --force to overwrite it, or give another --out.")
+    try:
+        ours = json.loads((folder / "run.json").read_text()).get("simulated") is True
+    except (ValueError, AttributeError):
+        ours = False
+    if not ours:
+        raise ConfigError(f"{folder} holds a run.json that is no simulation's. Give another --out.")
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
 def write(folder: Path, scenario: Scenario, outcome: Outcome, claims: Sequence[Claim], *, plots: bool) -> None:
-    """Everything of one run into `folder`, which is made."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Everything of one run into `folder`, where nothing of an earlier one is left. Raises ConfigError where it can't be written."""
+    try:
+        _write(folder, scenario, outcome, claims, plots=plots)
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be written: {error.strerror}. Give another --out.") from error
+
+
+def _write(folder: Path, scenario: Scenario, outcome: Outcome, claims: Sequence[Claim], *, plots: bool) -> None:
+    if unknown := (outcome.tables.keys() - TABLES) | (outcome.plots.keys() - PLOTS):
+        raise RuntimeError(f"sim/report.py must name {', '.join(sorted(unknown))}, or --force would leave it")
+    if (folder / "run.json").exists():
+        for name in ("run.json", "trace.json", *(f"{t}.csv" for t in TABLES), *(f"{p}.png" for p in PLOTS)):
+            (folder / name).unlink(missing_ok=True)
     for name, table in sorted(outcome.tables.items()):
         _write_table(folder / f"{name}.csv", table)
     for name, plot in sorted(outcome.plots.items() if plots else ()):

@@ -18,19 +18,10 @@ def main(argv: Sequence[str]) -> int:
     args = _parsed(argv)
     loaded = scenario.load(Path(args.scenario), args.overrides)
     folder = Path(args.out)
-    if (folder / "run.json").exists() and not args.force:
-        raise ConfigError(f"{folder} already holds a run. Add --force to overwrite it, or give another --out.")
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder. Give another --out.")
-    try:
-        outcome = _with_bar(loaded)
-    except ValueError as error:
-        raise ConfigError(f"{args.scenario} can't be simulated: {str(error).rstrip('.')}.") from error
-    judged = claims.judge(loaded.scenario.claims, outcome.figures, altered=loaded.altered)
-    try:
+    with report.folder_for(folder, force=args.force):
+        outcome = _simulated(loaded, args.scenario)
+        judged = claims.judge(loaded.scenario.claims, outcome.figures, optional=loaded.optional)
         report.write(folder, loaded.scenario, outcome, judged, plots=not args.no_plots)
-    except OSError as error:
-        raise ConfigError(f"{folder} can't be written: {error.strerror}. Give another --out.") from error
     _print(loaded.scenario, outcome, judged, folder)
     return SURPRISED if any(claim.surprising for claim in judged) else 0
 
@@ -43,6 +34,16 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--force", action="store_true", help="overwrite a run in DIR")
     parser.add_argument("--no-plots", action="store_true", help="leave the PNGs out")
     return parser.parse_intermixed_args(list(argv))
+
+
+def _simulated(loaded: scenario.Loaded, name: str) -> Outcome:
+    import numpy as np
+
+    try:
+        with np.errstate(over="raise", invalid="raise"):
+            return _with_bar(loaded)
+    except (ValueError, ArithmeticError) as error:
+        raise ConfigError(f"{name} can't be simulated: {scenario.reason(error)}.") from error
 
 
 def _with_bar(loaded: scenario.Loaded) -> Outcome:

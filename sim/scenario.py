@@ -3,10 +3,11 @@
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
+from runtime.compose import compose
 from runtime.config import Section
 from runtime.config_errors import sentences
 from runtime.config_source import Source, given, read
@@ -34,6 +35,19 @@ class Scenario(Section):
     claims: tuple[ClaimSpec, ...] = ()
 
 
+def _launchable(job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        compose(Source(job, "job", {}))
+    except ConfigError as error:
+        said = str(error).splitlines()[0].removeprefix("job")  # which the sentence about the key begins with
+        raise ValueError(said.removeprefix(":").strip()) from error
+    return job
+
+
+LiveJob = Annotated[dict[str, Any], AfterValidator(_launchable)]
+"""A live job's config as it is written, checked as `rubato launch` checks it: its actors' sections too."""
+
+
 class Kind(NamedTuple):
     """A kind of scenario: its fields, and the function that simulates it; ValueError from it means that the scenario is impossible."""
 
@@ -42,11 +56,12 @@ class Kind(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A checked scenario with its runner; `altered` tells that overrides were given."""
+    """A checked scenario with its runner."""
 
     scenario: Scenario
     kind: Kind
-    altered: bool
+    optional: frozenset[str]
+    """The file's own claims, where overrides were given: these may leave the run without their figures."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -56,14 +71,26 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     """
     source = read(path)
     tree = _included(source.tree, path.parent)
+    own = tree.get("claims")
     changed = given(tree, overrides)
     tree = _included(changed.tree, path.parent)
     source = Source(tree, str(path), source.lines, changed.overridden)
     kind = _kind(source)
     try:
-        return Loaded(kind.scenario.model_validate(tree), kind, bool(overrides))
+        scenario = kind.scenario.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(sentences(error, source, kind.scenario))) from error
+    stated = own if overrides and isinstance(own, list) else ()
+    return Loaded(scenario, kind, frozenset(claim.get("name", "") for claim in stated if isinstance(claim, dict)))
+
+
+def reason(error: Exception) -> str:
+    """Why something can't be simulated, in words."""
+    if isinstance(error, ValidationError):
+        return sentences(error, Source({}, "", {}), BaseModel)[0].removeprefix(": ").rstrip(".")
+    if isinstance(error, ArithmeticError):
+        return f"a figure is beyond what can be computed ({error})"
+    return str(error).rstrip(".")
 
 
 def _kind(source: Source) -> Kind:

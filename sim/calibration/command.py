@@ -16,6 +16,7 @@ from runtime.errors import ConfigError
 from sim.calibration.fit import fit, rollouts
 from sim.calibration.recording import LAST_STEPS, WARM_STEPS, Recording, read_run
 from sim.onehost.observed import ROLES, Observed
+from sim.scenario import reason
 
 HEAD = "# Written by tools/calibrate.py; do not edit. {what}\n"
 
@@ -27,10 +28,14 @@ def main(argv: Sequence[str]) -> int:
     """Do what ARGV asks for. Raises ConfigError for bad input."""
     args = _parsed(argv)
     recording = read_run(Path(args.run))
-    seen = observed(recording)
-    if args.out:
+    try:
+        seen = observed(recording)
+        fitted = fit(recording, args.host or _host(recording)) if args.out else None
+    except (ValueError, ArithmeticError) as error:
+        raise ConfigError(f"{args.run} can't be calibrated from: {reason(error)}. Record the run anew.") from error
+    if fitted:
         what = "Costs are CPU seconds; simulations that use them are calibrated on this one run."
-        _write(Path(args.out), fit(recording, args.host or _host(recording)), what)
+        _write(Path(args.out), fitted, what)
     if args.observed:
         _write(Path(args.observed), seen, "What this live run was seen to do.")
     if args.keep:
@@ -46,9 +51,13 @@ def observed(recording: Recording) -> Observed:
     idle: dict[str, float] = {}
     for role in ROLES:
         names = [name for name in rows[0] if name.rpartition("-")[0] == f"idle/{role}"]
-        if names:
+        if names and all(name in row for name in names for row in rows):
             each = [sum(row[name] for name in names) / len(names) * row["time/step"] for row in rows]
             idle[role] = round(sum(each) / sum(row["time/step"] for row in rows), 4)
+    if not idle:
+        raise ConfigError(
+            f"{recording.folder}/metrics.jsonl has no idle/ of any role for the whole run. Record it anew."
+        )
     return Observed(
         engines=recording.count("engine"), env_managers=recording.count("env_manager"), steps=len(recording.rows),
         window=(WARM_STEPS + 1, len(recording.rows) - LAST_STEPS), steps_s=round(len(rows) / recording.seconds, 5),
@@ -58,7 +67,14 @@ def observed(recording: Recording) -> Observed:
 
 
 def keep(recording: Recording, folder: Path) -> None:
-    """Copy what calibration reads, packed: some tens of kilobytes."""
+    """Copy what calibration reads, packed: some tens of kilobytes. Raises ConfigError where that can't be written."""
+    try:
+        _keep(recording, folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be written: {error.strerror}. Give another --keep.") from error
+
+
+def _keep(recording: Recording, folder: Path) -> None:
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_bytes((recording.folder / "config.yaml").read_bytes())
     rows = [{k: v for k, v in row.items() if k.startswith(KEPT)} for row in recording.rows]

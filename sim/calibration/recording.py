@@ -28,6 +28,9 @@ NEEDED = (
 )  # fmt: skip
 """Of every row. Rows of runs that were recorded before there were CPU seconds have these, and are refused by name."""
 
+ABOVE_ZERO = ("time/step", "rollout/turns_mean", "rollout/len_mean", "perf/samples_s")
+"""Of these: what costs are divided by."""
+
 IN_A_BATCH = ("trained", "zero_spread")
 """Fates of samples that were handed to the trainer."""
 
@@ -151,6 +154,11 @@ def read_run(folder: Path) -> Recording:
         if lacking := [name for name in NEEDED if name not in row]:
             raise ConfigError(
                 f"{folder}/metrics.jsonl has no {lacking[0]} in step {row['step']:.0f}. Record the run anew."
+            )
+        if nothing := [name for name in ABOVE_ZERO if row[name] <= 0]:
+            raise ConfigError(
+                f"{folder}/metrics.jsonl has {nothing[0]} at {row[nothing[0]]:g} in step {row['step']:.0f}; it must be above 0. "
+                "Record the run anew."
             )
     rollouts = tuple(line for line in _lines(folder, "samples.jsonl", Rollout) if line.fate in IN_A_BATCH)
     if not rollouts:

@@ -33,7 +33,7 @@ from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
 from sim.outcome import Cell, Outcome, Progress, Span, Table
-from sim.scenario import Kind, Scenario
+from sim.scenario import Kind, LiveJob, Scenario
 
 PAYLOAD = 1448 / 1514
 """Of an Ethernet frame that carries TCP with time stamps over IPv4, at an MTU of 1,500: what htb counts, and what arrives."""
@@ -49,7 +49,7 @@ LEARNED = 4
 class TestbedScenario(Scenario):
     """`job` is the live config, which the claims' figures were measured with. Both ways of broadcast are simulated."""
 
-    job: dict[str, Any]
+    job: LiveJob
     kv_bytes: int = Field(ge=0)
     """What each engine outside the first rack fetches in a rollout: the profile of the live run."""
     decode_s: float = Field(default=0.0, ge=0)
@@ -136,7 +136,7 @@ class Bed:
     ) -> None:
         self._scenario, self._by_rings, self._name = scenario, way == "rings", f"{way}, {mode}"
         self._controller, self._wires = controller, wires
-        train = TrainSection(**scenario.job["train"]).scripted
+        train = TrainSection(**(scenario.job.get("train") or {})).scripted
         self._size_bytes, self._step_s = int(train.weights_mib * 2**20), train.step_s
         self._hosts = tuple(f"node-{i + 1}" for i in range(len(scenario.job["fabric"]["racks"])))
         self._spans: list[Span] = []
@@ -238,9 +238,9 @@ class Bed:
 
 @asynccontextmanager
 async def _bed(scenario: TestbedScenario, way: Broadcast, mode: Mode):  # noqa: ANN202 - an async generator of Bed
-    fabric = FabricSection(**(scenario.job["fabric"] | {"static": mode == "static", "testbed": "simulated"}))
-    weights, wires = WeightsSection(broadcast=way), Wires(fabric)
-    network, store = MemoryNetwork(), MemoryStore()
+    stated, weights = scenario.job.get("fabric") or {}, WeightsSection(broadcast=way)
+    fabric = FabricSection(**(stated | {"static": mode == "static", "testbed": "simulated"}))
+    wires, network, store = Wires(fabric), MemoryNetwork(), MemoryStore()
     async with asyncio.TaskGroup() as tasks:
 
         async def start(cls: type[Actor], config: ActorConfig, name: str, node: str, address: str) -> Any:

@@ -51,6 +51,8 @@ def clos(spec: ClosSpec) -> Network:
     pods = -(-leaves // spec.leaves_per_pod)
     up = per_leaf * nics / spec.oversubscription * (1 - spec.lost)
     lanes = 1 if spec.ecmp_seed is None else round(up)
+    if lanes < 1:
+        raise ValueError(f"a leaf with {spec.lost:.0%} of its uplinks lost has none left to hash flows onto")
     sizes = (spec.servers, leaves * lanes, pods)
     rates = (nics, up / lanes, up * spec.leaves_per_pod)
     base = np.concatenate([[0], np.cumsum([2 * n for n in sizes])])

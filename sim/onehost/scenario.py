@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from actors.config import StalenessSection, TrainSection
 from actors.engines.section import EngineSection
@@ -14,13 +14,13 @@ from sim.onehost.costs import Calibration
 from sim.onehost.job import HostedJob, Shape, StepRow
 from sim.onehost.observed import ROLES, Observed, observe
 from sim.outcome import Cell, Outcome, Plot, Progress, Span, Table
-from sim.scenario import Kind, Scenario
+from sim.scenario import Kind, LiveJob, Scenario
 
 
 class OneHost(Scenario):
     """Simulates `job` once per entry of `live`, with as many engines and environment managers as that run had."""
 
-    job: dict[str, Any]
+    job: LiveJob
     """The live job's own config file."""
     calibrated: Calibration
     """A file that tools/calibrate.py wrote."""
@@ -79,14 +79,10 @@ def run(scenario: OneHost, progress: Progress) -> Outcome:
 
 
 def shape_of(job: dict[str, Any], live: Observed) -> Shape:
-    """The job's config with the live run's numbers of processes and steps. Raises ValueError where a section is wrong."""
+    """The job's config with the live run's numbers of processes and steps."""
 
     def section(kind: type[Any], name: str, **changes: Any) -> Any:
-        try:
-            return kind(**{**job.get(name, {}), **changes})
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ValueError(f"job.{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        return kind(**{**(job.get(name) or {}), **changes})
 
     return Shape(
         run=section(RunSection, "run", steps=live.steps), train=section(TrainSection, "train"),

@@ -30,7 +30,7 @@ class CostScenario(Scenario):
     fabric: FabricSpec = FabricSpec()
     prices: Prices
     price_sweep: tuple[Prices, ...] = ()
-    core_shares: tuple[float, ...] = (0.25, 0.5, 1.0)
+    core_shares: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.25, 0.5, 1.0)
     """RFabric's, in the sweep; `fabric.core_share` elsewhere."""
     gpus: Gpus = (1024, 2048, 4096, 8192, 16384, 32768)
     radices: tuple[Radix, ...] = (64, 128)

@@ -25,7 +25,7 @@ LONG_S = 1e4
 class Failures(Scenario):
     """Synchronous steps: a batch is rolled out, then trained."""
 
-    pools: tuple[PoolSpec, ...]
+    pools: tuple[PoolSpec, ...] = Field(min_length=1)
     task: TaskSpec
     """Its environments take no time to step here: `rest_s` holds that."""
     redundancy_task: TaskSpec

@@ -16,8 +16,8 @@ from sim.workload import TaskSpec, episode
 class Sigma(Scenario):
     """An environment's step takes N(mean_s, sigma)."""
 
-    pools: tuple[PoolSpec, ...]
-    tasks: tuple[TaskSpec, ...]
+    pools: tuple[PoolSpec, ...] = Field(min_length=1)
+    tasks: tuple[TaskSpec, ...] = Field(min_length=1)
     """Each is a reading of what the paper does not say: whose steps they are."""
     trajectories: int = Field(ge=1)
     mean_s: float = Field(gt=0)

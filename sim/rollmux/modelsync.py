@@ -1,8 +1,8 @@
 """RollMux, Figure 12: model sync between two clusters by all-gather (veRL) and in two stages, from rates measured elsewhere."""
 
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, PositiveInt, model_validator
 
 from sim.hardware import GpuSpec
 from sim.measured import Measured
@@ -17,9 +17,9 @@ class ModelSync(Scenario):
 
     receiver: GpuSpec
     """GPU of the rollout cluster."""
-    models: dict[str, ModelSpec]
+    models: dict[str, ModelSpec] = Field(min_length=1)
     """By the short name that figures carry."""
-    gpus: tuple[int, ...]
+    gpus: tuple[PositiveInt, ...] = Field(min_length=1)
     """Of the training and of the rollout cluster each."""
     line_bytes_s: float = Field(gt=0)
     """Of one stream between the clusters."""
@@ -27,6 +27,12 @@ class ModelSync(Scenario):
     """One TCP transfer of weights between clusters; a stream carries that, but never more than its line."""
     rdma: Measured
     """One RDMA transfer of weights inside a cluster."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(num % self.receiver.gpus_per_server for num in self.gpus):
+            raise ValueError(f"gpus must be whole servers of {self.receiver.gpus_per_server}")
+        return self
 
 
 def run(scenario: ModelSync, progress: Progress) -> Outcome:

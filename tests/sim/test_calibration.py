@@ -1,5 +1,6 @@
 """Calibration finds the costs that a recording was made from, and refuses what it can't use with one sentence."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -165,11 +166,29 @@ def odd_sample(run: Path) -> str:
     return "samples.jsonl is damaged in line 1"
 
 
+def no_time(run: Path) -> str:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[7]["time/step"] = 0
+    made.lines(run / "metrics.jsonl", rows)
+    return "has time/step at 0 in step 8; it must be above 0. Record the run anew."
+
+
+def nothing_trained(run: Path) -> str:
+    rows = [json.loads(line) | {"perf/train_tokens_s": 0} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    made.lines(run / "metrics.jsonl", rows)
+    return "run can't be calibrated from: a figure is beyond what can be computed ("
+
+
+def no_idle(run: Path) -> str:
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace('"idle/', '"was/'))
+    return "metrics.jsonl has no idle/ of any role for the whole run. Record it anew."
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
         no_run, no_config, no_rows, few_steps, torn_line, no_numbers, lacking, a_gap, before_cpu, engine_killed, few_samples,
-        no_samples, odd_sample,
+        no_samples, odd_sample, no_time, nothing_trained, no_idle,
     ],
 )  # fmt: skip
 def test_what_can_not_be_used_is_one_sentence_and_no_file(spoil, tmp_path, capsys):
@@ -188,5 +207,6 @@ def test_what_can_not_be_used_is_one_sentence_and_no_file(spoil, tmp_path, capsy
 def test_a_place_that_can_not_be_written_is_one_sentence(tmp_path):
     run = made.write(tmp_path / "run")
 
-    with pytest.raises(ConfigError, match="can't be written"):
-        main([str(run), "--out", str(run / "metrics.jsonl" / "out.yaml")])
+    for option in ("--out", "--observed", "--keep"):
+        with pytest.raises(ConfigError, match=r"/x can't be written: .*\. Give another"):
+            main([str(run), option, str(run / "metrics.jsonl" / "x")])

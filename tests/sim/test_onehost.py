@@ -224,7 +224,7 @@ def test_the_same_scenario_gives_the_same_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("job.train.batch_groups=0", "job.train.batch_groups"),
+        ("job.train.batch_groups=0", "job: train.batch_groups is 0; it must be a whole number at least 1."),
         ("calibrated.costs.background_cores=2", "leaves no core"),
         ("calibrated.rollouts.stages=[]", "stages"),
         ("live=[]", "live"),

@@ -31,7 +31,7 @@ SMALL = {
 def test_every_claim_comes_out_as_reviewed(name):
     loaded = load(SCENARIOS / f"{name}.yaml")
 
-    claims = judge(loaded.scenario.claims, loaded.kind.run(loaded.scenario, silent).figures, altered=False)
+    claims = judge(loaded.scenario.claims, loaded.kind.run(loaded.scenario, silent).figures)
 
     assert [claim.name for claim in claims if claim.surprising] == []
 
@@ -60,7 +60,12 @@ def test_the_choice_turns_where_the_ratio_passes_1():
         ("rollart_staleness", "job.steps=30", "job.steps must be at least"),
         ("rollart_serverless", "reward_gpus=8", "reward_gpus must be fewer than gpus"),
         ("rollart_serverless", "engine.memory_use=0.1", "does not fit 1 x H800; give it more tp or pp"),
-        ("rollart_sigma", "sigmas_s=[-1]", "sigmas_s"),
+        ("rollart_sigma", "sigmas_s=[-1]", "^command line: sigmas_s.0 is -1; it must be at least 0.$"),
+        ("rollart_sigma", "sigmas_s=[]", r"^command line: sigmas_s is \[\]; it must have at least 1 item.$"),
+        ("rollart_sigma", "pools=[]", r"^command line: pools is \[\]; it must have at least 1 item.$"),
+        ("rollart_staleness", "alphas=[-1]", "^command line: alphas.0 is -1; it must be at least 0.$"),
+        ("rollart_affinity", "crossover.prompts=[128]", r"prompts is \[128\]; it must have at least 2 items.$"),
+        ("rollart_failures", "pools=[]", r"^command line: pools is \[\]; it must have at least 1 item.$"),
     ],
 )
 def test_an_impossible_scenario_is_refused_in_a_sentence(name, override, said):
