@@ -1,6 +1,10 @@
-"""A client written from docs/bus.md alone: `zmq` and `msgpack`, no line of Rubato, against an actor in a process of its own."""
+"""A client written from docs/bus.md alone: `zmq` and `msgpack`, no line of Rubato, against an actor in a process of its own.
+
+Where addresses come from is tried on a live job, with `redis` beside them.
+"""
 
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -8,7 +12,11 @@ from pathlib import Path
 
 import msgpack
 import pytest
+import redis
 import zmq
+
+from tests.faulty_job import write_tokenizer
+from tests.jobs import ACTING, clean_environment, rubato
 
 ROOT = Path(__file__).parents[2]
 
@@ -307,3 +315,73 @@ def test_a_client_that_states_the_schema_it_was_told_is_welcome(connect):
     ((kind, *_),) = connect(schema=body[4]).receive()
 
     assert kind == WELCOME
+
+
+# A live job, found by section 1.
+
+START_S = 60.0
+
+
+@pytest.fixture
+def job(tmp_path):
+    """The folder of a run that stands until it is ended; its process."""
+    (tmp_path / "acting.yaml").write_text(ACTING)
+    write_tokenizer(tmp_path / "model")
+    settings = [f"model.path={tmp_path / 'model'}", "run.steps=100000", "engine.scripted.vocab_size=257"]
+    command = [sys.executable, "-m", "runtime.cli", "launch", "acting.yaml", *settings, "--run-dir", "run"]
+    with (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=out, stderr=out)
+    try:
+        yield tmp_path / "run", process
+    finally:
+        rubato("stop", "--run", tmp_path / "run", "--now", cwd=tmp_path)
+        try:
+            process.wait(30)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def leases(store, run):
+    """Name → what stands in each lease that has not lapsed."""
+    place = f"rubato:{{{run}}}:lease"
+    names = [name for name in store.hkeys(f"{place}:values") if name.startswith(b"actor/")]
+    seconds, micros = store.time()
+    until = dict(store.zrange(f"{place}:until", 0, -1, withscores=True))
+    values = zip(names, store.hmget(f"{place}:values", names), strict=True) if names else ()
+    return {
+        name.decode().removeprefix("actor/"): msgpack.unpackb(value)
+        for name, value in values
+        if until[name] > seconds * 1_000_000 + micros
+    }
+
+
+def ready_engine(folder, process):
+    """Run id and lease of `engine-1`, once it may be asked."""
+    for _ in range(int(START_S / 0.2)):
+        if (folder / "run.json").exists() and (url := json.loads((folder / "run.json").read_bytes())["state_url"]):
+            run = json.loads((folder / "run.json").read_bytes())["id"]
+            with redis.Redis.from_url(url, protocol=2) as store:
+                lease = leases(store, run).get("engine-1", {})
+            if lease.get("state") == "ready":
+                return run, lease
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+    raise AssertionError(f"engine-1 was not ready within {START_S} s")
+
+
+def test_an_actor_of_a_live_job_is_found_and_asked(job):
+    run, lease = ready_engine(*job)
+
+    context = zmq.Context()
+    client = Client(context, lease["address"], run=run)
+    whom = {"target": lease["name"], "incarnation": lease["incarnation"]}
+    (kind, _, actor, incarnation, tag, *_, body, _), _ = client.ask("Inspect", [], **whom)
+    unknown, _ = client.ask("Nonsense", [], **whom)
+    client.socket.close()
+    context.term()
+
+    assert (kind, actor, incarnation, tag) == (OK, "engine-1", lease["incarnation"], "EngineStatus")
+    assert body[0] == "engine-1"
+    assert unknown[0] == BAD_BODY
+    assert (lease["role"], lease["public"], lease["node"]) == ("engine", "", "node-1")

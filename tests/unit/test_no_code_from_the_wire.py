@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("bus", "runtime", "planning", "actors", "examples")
-"""What a run consists of; the drivers of other systems under tools/bench use what those need."""
+FOLDERS = ("bus", "runtime", "planning", "actors", "sim", "examples")
+"""What is installed, and what users copy; the drivers of other systems under tools/bench use what those need."""
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "multiprocessing"}
+OWN_SOURCE = {ROOT / "sim/simtest/mutations.py": ["compile", "exec"]}
+"""Edits methods of ours, which it reads from our source files; nothing that arrives gets there."""
 CALLS = {"eval", "exec", "compile", "recv_pyobj", "send_pyobj", "recv_multipart_pyobj"}
 
 
@@ -21,8 +23,13 @@ def offences(text: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (f"import {a.name}" for a in node.names if a.name.partition(".")[0] in MODULES)
+            yield from (f"torch as {a.asname}" for a in node.names if a.name == "torch" and a.asname)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in MODULES:
             yield f"from {node.module}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            yield from ("from torch import load" for a in node.names if a.name == "load")
+        elif isinstance(node, ast.Attribute) and node.attr == "load" and ast.unparse(node.value).startswith("torch"):
+            yield ast.unparse(node)
         elif isinstance(node, ast.Call):
             yield from _call(node)
 
@@ -34,9 +41,6 @@ def _call(node: ast.Call) -> Iterator[str]:
     if isinstance(called, ast.Attribute):
         if called.attr.endswith("_pyobj"):
             yield called.attr
-        if called.attr == "load" and isinstance(called.value, ast.Name) and called.value.id == "torch":
-            safe = any(k.arg == "weights_only" and getattr(k.value, "value", None) is True for k in node.keywords)
-            yield from () if safe else ("torch.load without weights_only=True",)
         loads_yaml = called.attr in ("load", "unsafe_load", "full_load")
         if loads_yaml and isinstance(called.value, ast.Name) and called.value.id == "yaml":
             safe = called.attr == "load" and (len(node.args) == 2 or any(k.arg == "Loader" for k in node.keywords))
@@ -45,7 +49,7 @@ def _call(node: ast.Call) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_source_file_holds_no_way_from_bytes_to_code(path):
-    assert list(offences(path.read_text())) == []
+    assert sorted(offences(path.read_text())) == OWN_SOURCE.get(path, [])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +61,11 @@ def test_a_source_file_holds_no_way_from_bytes_to_code(path):
         "socket.recv_pyobj()",
         "eval(body)",
         "torch.load(path)",
-        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=True)",
+        "read = torch.load",
+        "torch.jit.load(path)",
+        "from torch import load",
+        "import torch as t",
         "yaml.unsafe_load(text)",
         "yaml.load(text)",
     ],
