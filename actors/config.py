@@ -96,6 +96,6 @@ class RewardSection(Section):
     workers: int = Field(default=1, ge=1)
     """Processes that run the functions."""
     memory_mb: int = Field(default=8192, ge=0)
-    """Private memory of each of those processes in MiB; 0 leaves it unbounded."""
+    """Private writable memory of each of those processes in MiB; 0 leaves it unbounded. Shared mappings are not counted, nor bounded."""
     max_processes: int = Field(default=256, ge=1)
     """Processes and threads that each of them may have, itself included."""

@@ -24,7 +24,8 @@ CAPABILITY_VERSION_3 = 0x20080522
 class Limits(NamedTuple):
     """What a worker process and all that it starts may use.
 
-    `memory_mb` bounds each process's private writable memory (RLIMIT_DATA) in MiB, 0 leaves it alone; `max_processes` counts
+    `memory_mb` bounds each process's private writable memory (RLIMIT_DATA) in MiB, 0 leaves it alone; shared mappings
+    (`mmap.mmap(-1, …)`, shared memory files) are not counted. `max_processes` counts
     processes and threads; `max_output_bytes` is what one call may print. `writes`: a worker with a uid of its own may still
     write wherever we may; else only where everybody may.
     """

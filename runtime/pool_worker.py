@@ -22,9 +22,6 @@ DONE, RAISED, UNSENDABLE, MISSING, TOO_LARGE, LEFT = range(6)
 FOREIGN = 1
 """MessagePack extension: a value that can't be sent; its data is the name of its type."""
 
-TEXT_LIMIT = 2_000
-"""Characters kept of an exception's text."""
-
 
 def main() -> None:
     """Serve until the parent goes away. The one argument holds the settings as JSON."""
@@ -120,42 +117,35 @@ def _plain(value: Any) -> object:
 
 
 def _answer(host: UserCode, verb: str, target: str, instance: str, payload: bytes, max_bytes: int) -> tuple[int, bytes]:
-    try:
+    from runtime.pool_raised import Caught, clean, text_of
+
+    result: object = None
+    with Caught() as caught:
         result = host.act(verb, target, instance, payload)
-    except Exception as error:  # noqa: BLE001 - user code may raise anything
-        host.leave_if_forked()
-        return _failure(error)
     host.leave_if_forked()
+    if caught.error is not None:
+        return _failure(caught.error)
     if (left := host.new_orphans()) and verb == "apply":  # a module or an instance may keep a server
         names = ", ".join(f"{name} (pid {pid})" for pid, name in left.items())
-        return LEFT, f"left processes running: {names}".encode()[:TEXT_LIMIT]
-    try:
+        return LEFT, clean(f"left processes running: {names}").encode()
+    reply = b""
+    with Caught() as caught:  # a user's object may raise while it is read, and integers overflow
         reply = encode(result)
-    except Exception as error:  # noqa: BLE001 - a user's object may raise while it is read, and integers overflow
-        return UNSENDABLE, f"its result can't be sent: {_text(error)}".encode()
+    if caught.error is not None:
+        return UNSENDABLE, f"its result can't be sent: {text_of(caught.error)}".encode()
     if len(reply) > max_bytes:
         return TOO_LARGE, f"its result has {len(reply):,} bytes; at most {max_bytes:,} are taken".encode()
     return DONE, reply
 
 
-def _failure(error: Exception) -> tuple[int, bytes]:
-    import traceback
-
+def _failure(error: BaseException) -> tuple[int, bytes]:
     from runtime.load import LoadError
+    from runtime.pool_raised import clean, name_of, place_of, print_traceback, text_of
 
     if isinstance(error, LoadError):
-        return MISSING, str(error).encode()
-    traceback.print_exception(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-    return RAISED, msgspec.msgpack.encode((type(error).__name__, _text(error), where))
-
-
-def _text(error: Exception) -> str:
-    try:
-        return repr(error)[:TEXT_LIMIT]
-    except Exception:  # noqa: BLE001 - a user's exception may have a broken repr
-        return type(error).__name__
+        return MISSING, clean(str(error)).encode()
+    print_traceback(error)
+    return RAISED, msgspec.msgpack.encode((name_of(error), text_of(error), place_of(error)))
 
 
 def _load(target: str) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """What reward functions do to their worker, the worst included. `score` does what the column `abuse` names."""
 
+import asyncio
 import ctypes
 import itertools
 import os
@@ -99,6 +100,43 @@ def kill_group():
 
 def exception():
     raise ValueError("no such answer")
+
+
+def huge_exception():
+    raise ValueError("x" * (50 << 20))
+
+
+def cancelled():
+    raise asyncio.CancelledError
+
+
+async def cancelled_later():
+    raise asyncio.CancelledError
+
+
+def generator_exit():
+    raise GeneratorExit("no more")
+
+
+class Surrogate(Exception):
+    def __repr__(self):
+        return "Surrogate('\ud800')"
+
+
+def surrogate_repr():
+    raise Surrogate
+
+
+def broken_repr():
+    class Broken(BaseException):
+        def __repr__(self):
+            raise GeneratorExit
+
+    raise Broken
+
+
+def huge_name():
+    raise type("Long\ud800" * (4 << 20), (Exception,), {})
 
 
 def nan():

@@ -18,6 +18,7 @@ from actors.config import RewardSection
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.rewards.local import LocalScorer
 from runtime import pool_limits, pool_process
+from runtime.pool_raised import TEXT_LIMIT
 
 ABUSES = Path(__file__).with_name("abuses.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +41,13 @@ ROWS = [
     ("os_exit", 20, "exited", "exit code 0"),
     ("interrupt", 20, "crashed", "SIGINT"),
     ("exception", 20, "raised", "ValueError('no such answer')"),
+    ("huge_exception", 20, "raised", "raised ValueError('xxx"),
+    ("cancelled", 20, "raised", "raised CancelledError()"),
+    ("cancelled_later", 20, "raised", "raised CancelledError()"),
+    ("generator_exit", 20, "raised", "raised GeneratorExit('no more')"),
+    ("surrogate_repr", 20, "raised", r"raised Surrogate('\ud800')"),
+    ("broken_repr", 20, "raised", "raised Broken at "),
+    ("huge_name", 20, "raised", r"Long\ud800Long"),
     ("nan", 20, "not_finite", "returned nan"),
     ("infinite", 20, "not_finite", "returned -inf"),
     ("huge", 20, "out_of_range", "returned 1e+200, more than ±1e+30"),
@@ -154,6 +162,7 @@ async def run_row(abuse, timeout_s, reason, words):
         assert isinstance(reply, NotScored), reply
         assert (reply.reason, words in reply.detail) == (reason, True), reply
         assert f"{ABUSES}:score" in reply.detail
+        assert len(reply.detail) < 2 * TEXT_LIMIT + 1_000
     else:
         assert reply == Scores((1.0,))
     assert await scorer.score([request("good")]) == [Scores((1.0,))]
