@@ -4,7 +4,7 @@ python tools/chaos.py configs/quickstart.yaml --seconds 90 --seed 1
 python tools/chaos.py configs/quickstart.yaml run.steps=60 --seconds 90 --kill redis,trainer --pause 15 20
 
 Kinds: kill (SIGKILL), stop (SIGSTOP, and SIGCONT up to 20 s later), restart (SIGTERM). A launcher that ended is started again with
---resume. Ends with 0 and a line of figures, or with 1 and one sentence. Linux only.
+--resume. Ends with 0 and a line of figures, or with 1 and one sentence that names what is kept of the run. Linux only.
 """
 
 import argparse
@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 from actors.samples.audit import Expected, audit  # noqa: E402
 from runtime.config import Config, load  # noqa: E402
 from runtime.errors import RubatoError  # noqa: E402
-from tools.chaos_job import Job, Victim  # noqa: E402
+from tools.chaos_arguments import KINDS, chosen, parsed  # noqa: E402
+from tools.chaos_job import Job, Victim, output_of  # noqa: E402
 
 LONGEST_STOP_S = 20.0
 """Twice the lease of an actor: whoever is stopped that long comes back as one believed dead."""
@@ -40,7 +41,6 @@ GONE_S = 10.0
 """Processes of a job that ended have so long to follow."""
 LOOK_S = 0.05
 """Another program's files and processes send no event when they change."""
-KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "restart": signal.SIGTERM}
 WEIGHTS = {"kill": 5, "stop": 3, "restart": 2}
 
 
@@ -81,6 +81,11 @@ class Chaos:
             f"{now:6.1f} s  step {self._job.steps():<4} {kind} {victim.name}" + (f" for {stop_s} s" if stop_s else "")
         )
         return True
+
+    def missed(self) -> list[str]:
+        """Roles asked for that were never hit."""
+        hit = {event["role"] for event in self.events}
+        return [role for role in self._roles if role not in hit]
 
     def wake(self, now: float) -> None:
         """Continue whatever was stopped long enough."""
@@ -141,6 +146,10 @@ async def go(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos) -
         await asyncio.sleep(LOOK_S)
     chaos.wake(float("inf"))
     print(f"{args.seconds:6.1f} s  chaos ends at step {job.steps()}; {len(chaos.events)} events")
+    if not chaos.events:
+        raise Broken(
+            f"nothing was hit in {args.seconds:g} s: no process of {', '.join(chaos.missed())} lived when its turn came"
+        )
     steps = config.run.steps
     if args.rest is not None:
         await _kill(job)
@@ -218,21 +227,37 @@ def judge(job: Job, config: Config, steps: int) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    args = _arguments(argv)
     try:
+        args = parsed(argv)
         config = load(args.config, args.overrides)
-        chosen = _chosen(args.kill, config)
-    except (RubatoError, Broken) as error:
+        roles = chosen(args.kill, config)
+        job = _job(args)
+    except RubatoError as error:
         print(error)
         return 2
-    folder = args.run_dir or Path(tempfile.mkdtemp(prefix="chaos-run-")) / "run"
-    job = Job(args.config, folder.resolve(), args.overrides)
-    chaos = Chaos(job, chosen, args.kinds, random.Random(args.seed))
+    chaos = Chaos(job, roles, args.kinds, random.Random(args.seed))
     try:
         return asyncio.run(_run(args, config, job, chaos))
     except (asyncio.CancelledError, KeyboardInterrupt):
+        job.forget(keep=args.run_dir is not None)
         print("interrupted; the run was ended")
         return 130
+    except Exception as error:
+        error.add_note(f"Kept are the {job.kept()}")
+        raise
+
+
+def _job(args: argparse.Namespace) -> Job:
+    """Raises RubatoError where its folder can't be made."""
+    if args.run_dir is None:
+        return Job(args.config, Path(tempfile.mkdtemp(prefix="chaos-run-")) / "run", args.overrides)
+    folder = args.run_dir.resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        output_of(folder).open("ab").close()
+    except OSError as error:
+        raise RubatoError(f"--run-dir: {args.run_dir} can't be made: {error.strerror}.") from error
+    return Job(args.config, folder, args.overrides)
 
 
 async def _run(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos) -> int:
@@ -253,50 +278,21 @@ async def _run(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos)
     if args.json:
         args.json.write_text(json.dumps(figures | {"broken": sentence}, indent=1) + "\n")
     if sentence:
-        print(f"BROKEN, seed {args.seed}: {sentence} (run: {job.folder}, output: {job.output})")
+        print(f"BROKEN, seed {args.seed}: {sentence} ({job.kept()})")
         return 1
     job.forget(keep=args.run_dir is not None)
-    print(_summary(args, figures))
+    print(_summary(args, figures, chaos.missed()))
     return 0
 
 
-def _summary(args: argparse.Namespace, figures: dict[str, Any]) -> str:
+def _summary(args: argparse.Namespace, figures: dict[str, Any], missed: list[str]) -> str:
     hits = ", ".join(f"{num} {kind}" for kind, num in sorted(figures["hits"].items()))
     fates = ", ".join(f"{num} {fate}" for fate, num in sorted(figures["fates"].items(), key=lambda item: -item[1]))
     return (
         f"seed {args.seed}: {args.seconds:g} s of chaos ({hits}; {figures['launches']} launches), {figures['steps']} steps gapless, "
         f"{figures['samples']} samples each one fate ({fates}), 0 in two steps, 0 over the bound, 0 orphans, 0 leaks"
+        + (f"; never hit: {', '.join(missed)}" if missed else "")
     )
-
-
-def _chosen(kill: str, config: Config) -> list[str]:
-    """The roles to hit. Raises Broken for one that the job does not have."""
-    known = [*config.actors, "redis", "launcher", "worker"]
-    if config.state.url:
-        known.remove("redis")
-    chosen = known if kill == "all" else kill.split(",")
-    if unknown := [role for role in chosen if role not in known]:
-        raise Broken(f"{unknown[0]} is not a role of this job. Its roles are {', '.join(known)}, or all.")
-    return chosen
-
-
-def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("chaos", description="Kill, stop and restart processes of a run, then check it.")
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="change single keys of the config")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="how long the chaos lasts; then the run ends in peace"
-    )
-    parser.add_argument("--rest", type=int, metavar="STEPS", help="steps after the chaos, where the run has more left")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--kill", default="all", metavar="ROLES", help="roles, `redis`, `launcher`, `worker`, by commas"
-    )
-    parser.add_argument("--kinds", default="kill,stop,restart", type=lambda text: text.split(","))
-    parser.add_argument("--pause", nargs=2, type=float, default=(2.0, 10.0), metavar="S", help="between two events")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--run-dir", type=Path, help="keep the run there; what is in it is overwritten")
-    return parser.parse_intermixed_args(argv)
 
 
 if __name__ == "__main__":

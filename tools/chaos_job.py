@@ -44,7 +44,7 @@ class Job:
         self.config, self.folder, self._overrides = config, folder, list(overrides)
         self.temporary = Path(tempfile.mkdtemp(prefix="chaos-"))
         self.launches = 0
-        self.output = folder.with_name(f"{folder.name}.out")
+        self.output = output_of(folder)
         self._environment = {
             "TMPDIR": str(self.temporary),
             "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "torchinductor"),  # a user's cache is no leak
@@ -63,13 +63,12 @@ class Job:
     async def start(self, *overrides: str) -> None:
         """Launch it, or go on with it under further overrides."""
         self._overrides += overrides
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
         again = ["--resume"] if self.launches else ["--force"]
         command = ["launch", str(self.config), *self._overrides, "--run-dir", str(self.folder), *again]
         with self.output.open("ab") as output:
             self._launcher = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "runtime.cli", *command,
-                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT, start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                 env={**os.environ, **self._environment},
             )  # fmt: skip
         self.launches += 1
@@ -112,6 +111,8 @@ class Job:
 
     async def end_left(self) -> None:
         """Leave nothing running."""
+        if self._launcher is None:
+            return
         for process in [*self.left(), *([self.launcher] if self.launcher.returncode is None else [])]:
             try:
                 os.kill(process.pid, signal.SIGKILL)
@@ -128,11 +129,20 @@ class Job:
         found += [str(path) for path in self.temporary.iterdir()]
         return found + sorted(shared_memory() - self._shared - mapped())
 
+    def kept(self) -> str:
+        """Where everything lies that is not removed before `forget`."""
+        return f"run: {self.folder}, output: {self.output}, temporary files: {self.temporary}"
+
     def forget(self, *, keep: bool) -> None:
         """Remove what this tool made itself."""
         shutil.rmtree(self.temporary, ignore_errors=True)
         if not keep:
             shutil.rmtree(self.folder.parent, ignore_errors=True)
+
+
+def output_of(folder: Path) -> Path:
+    """Where the launcher of the run in `folder` says what it says."""
+    return folder.with_name(f"{folder.name}.out")
 
 
 def processes() -> Iterator[Process]:

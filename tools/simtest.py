@@ -27,8 +27,12 @@ CAUGHT_WITHIN = 1000
 def main(argv: Sequence[str]) -> int:
     args = _parsed(argv)
     kinds = args.faults.split(",") if args.faults else DEFAULT
+    for name in ("seeds", "jobs"):
+        if (number := getattr(args, name)) is not None and number < 1:
+            print(f"--{name} is {number}; it must be a whole number at least 1.", file=sys.stderr)
+            return 2
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        print(f"{', '.join(unknown)} is no fault. Faults: {', '.join(KINDS)}.", file=sys.stderr)
+        print(f"--faults: {unknown[0]!r} is no fault. Faults: {', '.join(KINDS)}.", file=sys.stderr)
         return 2
     if args.mutate and args.mutate not in mutations.MUTATIONS:
         print(f"{args.mutate} is no mutation. Mutations: {', '.join(mutations.MUTATIONS)}.", file=sys.stderr)
@@ -42,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="simtest", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=0, help="how many seeds (100; with --mutations at most 1000 each)")
+    parser.add_argument("--seeds", type=int, help="how many seeds (100; with --mutations at most 1000 each)")
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="worker processes")
     parser.add_argument("--faults", default="", help=f"comma-separated kinds, of {', '.join(KINDS)}")
