@@ -176,7 +176,7 @@ class Rollout:
         """The next turn, appended to `transcript`; an aborted request goes on from the tokens it has, under a new id."""
         limits, turn = self._stage.rollout, len(self._texts)
         # A Store that lost its last seconds gives the same attempt out again: what it gets is no older than its own ticket.
-        request_id = f"{self._key}.{turn}v{self._ticket.version}"
+        request_id = f"{self._key}v{self._ticket.version}.{turn}"
         prompt = transcript.prompt
         resumed, reason = Tokens(), ""
         for attempt in range(limits.generate_tries):

@@ -136,7 +136,7 @@ async def test_a_trajectory_ends_at_the_goal_with_the_sum_of_step_rewards(render
     trajectory, proxy = await play(renderer, ["go", "what", "go", "go"])
 
     assert (trajectory.reward, trajectory.turns, trajectory.truncated) == (1.0, 4, False)
-    assert [request.request_id for request in proxy.requests] == ["t1.1.0v5", "t1.1.1v5", "t1.1.2v5", "t1.1.3v5"]
+    assert [request.request_id for request in proxy.requests] == ["t1.1v5.0", "t1.1v5.1", "t1.1v5.2", "t1.1v5.3"]
     assert {request.session for request in proxy.requests} == {"t1"}
     assert proxy.requests[0].sampling.stop_token_ids == (END,)
 
@@ -192,7 +192,7 @@ async def test_an_aborted_turn_goes_on_with_its_tokens_under_a_new_id(renderer):
 
     trajectory, proxy = await play(renderer, [Aborted("t1.1.0", part, "asked"), "go", "go", "go"])
 
-    assert [request.request_id for request in proxy.requests[:3]] == ["t1.1.0v5", "t1.1.0v5r1", "t1.1.1v5"]
+    assert [request.request_id for request in proxy.requests[:3]] == ["t1.1v5.0", "t1.1v5.0r1", "t1.1v5.1"]
     assert proxy.requests[1].resumed == part
     assert trajectory.turns == 3
 
