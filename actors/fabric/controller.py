@@ -65,7 +65,7 @@ class FabricController(Actor):
         self._rhythm = Rhythm()
         self._epochs: dict[str, int] = {}
         self._aims = Aims()
-        self._ledger = Ledger(context.store, self._fence)
+        self._ledger = Ledger(context.store, self._fence, lease_s=section.attempt_s)
         self._reconciler: Reconciler | None = None
         self._stage: Stage = "idle"
         self._circuits: tuple[Cross, ...] = ()

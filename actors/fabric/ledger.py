@@ -12,8 +12,6 @@ from runtime.store.store import Fence, Store
 
 KEY = "fabric/circuits"
 LEASE = "fabric/switch"
-LEASE_S = 30.0
-"""Longer than any one change of circuits; a dead controller's successor has a higher token and need not wait for it."""
 
 
 class LedgerUnavailable(FabricError):
@@ -33,13 +31,14 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """One writer: each write is fenced by the controller's incarnation, each change begins with the lease of the switch.
+    """One writer: each write is fenced by the controller's incarnation, each attempt at the switch begins with its lease.
 
-    `fence` is asked at each write: a controller whose own lease lapsed goes on as a newer incarnation.
+    `fence` is asked at each write: a controller whose own lease lapsed goes on as a newer incarnation. `lease_s` outlasts one attempt; a
+    dead controller's successor has a higher token and need not wait for it.
     """
 
-    def __init__(self, store: Store, fence: Callable[[], Fence]) -> None:
-        self._store, self._fence = store, fence
+    def __init__(self, store: Store, fence: Callable[[], Fence], *, lease_s: float) -> None:
+        self._store, self._fence, self._lease_s = store, fence, lease_s
         self.entry = Entry()
 
     async def load(self) -> None:
@@ -53,14 +52,18 @@ class Ledger:
 
     async def begin(self, target: tuple[Cross, ...], phase: str, draining: tuple[Cross, ...]) -> None:
         """Fence: from here on nobody uses what will go dark. Raises NotTheWriter, LedgerUnavailable, or Fenced for a zombie."""
+        await self.hold()
+        good = self.entry.good
+        await self._write(Entry(self.entry.epoch + 1, "changing", phase, good, target, draining))
+
+    async def hold(self) -> None:
+        """Take or renew the lease of the switch. Raises NotTheWriter or LedgerUnavailable: the switch must be left alone then."""
         name, token = self._fence()
         try:
-            if not await self._store.lease(LEASE, token, name.encode(), LEASE_S):
+            if not await self._store.lease(LEASE, token, name.encode(), self._lease_s):
                 raise NotTheWriter(f"another controller than {name} holds the lease of the switch")
         except StoreUnavailable as error:
             raise LedgerUnavailable(f"the store is away, circuits stay: {error}") from error
-        good = self.entry.good
-        await self._write(Entry(self.entry.epoch + 1, "changing", phase, good, target, draining))
 
     async def commit(self, lit: tuple[Cross, ...], phase: str) -> None:
         """Undrain: `lit` is good, and may be used."""

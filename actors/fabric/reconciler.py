@@ -93,6 +93,7 @@ class Reconciler:
             raise
         except FabricError as error:
             self._log.warning("circuits_tried_again", phase=phase, why=str(error))
+            await self._ledger.hold()
             outcome = await self._attempt(wanted, await self.driver.read(), anew=True)
         self._entered("commit")
         await self._ledger.commit(wanted, phase)
@@ -142,6 +143,7 @@ class Reconciler:
             return
         self._entered("rollback")
         try:
+            await self._ledger.hold()
             await self._attempt(good, await self.driver.read(), anew=True)
             await self._ledger.commit(good, phase)
             self._log.warning("circuits_rolled_back", phase=phase, num=len(good), why=str(why))

@@ -9,6 +9,13 @@ from pydantic import Field, model_validator
 from runtime.config import Section
 
 MOST_PORT = 65_535
+MOST_S = 3600.0
+"""Of any time of the switch's; what takes longer than an hour is no phase's circuits."""
+REQUESTS = 10
+"""What one attempt may ask of the switch, each answered at the last moment: NETCONF reads, opens a session, reads, edits, commits, looks at
+mirrors, looks once more at the end, verifies."""
+STORE_S = 30.0
+"""For the Store, and for pauses between two looks."""
 
 MOST_MULTI_HOP = 16
 """Endpoints of a linear program that takes some tenths of a second: it is solved where the controller's messages wait."""
@@ -25,9 +32,9 @@ class FabricSection(Section):
     """Ports of each endpoint; endpoints beyond ports / ports_per_endpoint stay on the electrical path."""
     link_gbps: float = Field(default=400.0, gt=0)
     """Bandwidth of one circuit, each way: what a topology is worth to a phase."""
-    reconfiguration_s: float = Field(default=0.010, ge=0)
+    reconfiguration_s: float = Field(default=0.010, ge=0, le=MOST_S)
     """Time that changed circuits are dark; 3D MEMS by default."""
-    drain_s: float = Field(default=0.0, ge=0)
+    drain_s: float = Field(default=0.0, ge=0, le=MOST_S)
     """Time between the notice that circuits will go dark and the change, for bytes that are under way."""
     driver: Literal["sonic", "polatis", "netconf"] = "sonic"
     """What the switch speaks: SONiC's RESTCONF, Polatis' RESTCONF, or NETCONF over ssh."""
@@ -38,9 +45,9 @@ class FabricSection(Section):
     """File with the password alone. NETCONF takes keys from ssh's own configuration."""
     switch_ca_file: str = ""
     """Certificate that signed the switch's own, where the system does not know it."""
-    switch_timeout_s: float = Field(default=2.0, gt=0)
+    switch_timeout_s: float = Field(default=2.0, gt=0, le=MOST_S)
     """For a request and its whole answer; a switch that takes longer counts as unreachable."""
-    tune_timeout_s: float = Field(default=5.0, gt=0)
+    tune_timeout_s: float = Field(default=5.0, gt=0, le=MOST_S)
     """Circuits that carry no light so long after the reconfiguration time count as failed."""
     listen: str = ""
     """127.0.0.1:port on which the emulated switch answers HTTP too, port 0 for a free one; empty: on the bus alone."""
@@ -57,6 +64,12 @@ class FabricSection(Section):
     makes them). Empty: bytes don't follow circuits."""
     trickle_mbps: float = Field(default=8.0, gt=0)
     """In a test-bed, what two racks without a circuit can send each other."""
+
+    @property
+    def attempt_s(self) -> float:
+        """Longer than one attempt to bring the switch to new circuits, draining included."""
+        asked_s = REQUESTS * self.switch_timeout_s
+        return self.drain_s + self.reconfiguration_s + self.tune_timeout_s + asked_s + STORE_S
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

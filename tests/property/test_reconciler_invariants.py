@@ -41,7 +41,7 @@ class Job:
 
     async def begin(self):
         self.incarnation += 1
-        self.ledger = Ledger(self.store, partial(Fence, "fabric_controller-1", self.incarnation))
+        self.ledger = Ledger(self.store, partial(Fence, "fabric_controller-1", self.incarnation), lease_s=30)
         await self.ledger.load()
         driver = self.switch.driver()
         self.reconciler = Reconciler(driver, self.ledger, logger("test"), self.enter, drain_s=0.0, tune_timeout_s=0.1)

@@ -8,6 +8,7 @@ import pytest
 
 from actors.fabric.controller import FabricController
 from actors.fabric.emulated import EmulatedSwitch
+from actors.fabric.ledger import LEASE
 from actors.fabric.section import FabricSection
 from actors.fabric.templates import KEY
 from actors.messages.fabric import Circuit, FindSwitch, InspectFabric, PhaseIntent, SwitchRequest
@@ -257,6 +258,21 @@ def test_a_replaced_controller_can_not_write(scene):
     with pytest.raises(ExceptionGroup) as failed:
         scene(play, store)
     assert failed.group_contains(Fenced)
+
+
+def test_the_lease_outlasts_a_change_of_slow_mirrors(scene):
+    async def play(stage):
+        stage.epoch = 1
+        await stage.begins("rollout", ROLLOUT)
+        await asyncio.sleep(119)
+        assert (await stage.report()).stage == "tune"
+        assert LEASE in await stage.context.store.leases(LEASE)
+
+        await asyncio.sleep(2)
+
+        assert (await stage.report()).reconfigurations == 1
+
+    scene(play, reconfiguration_s=120.0)
 
 
 def test_a_fabric_that_is_switched_off_leaves_the_switch_alone(scene):

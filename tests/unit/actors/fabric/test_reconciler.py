@@ -33,7 +33,7 @@ class Scene:
         self.stages = []
         self.at = {}
         self.incarnation = context.incarnation
-        self.ledger = Ledger(store, lambda: Fence("fabric_controller-1", self.incarnation))
+        self.ledger = Ledger(store, lambda: Fence("fabric_controller-1", self.incarnation), lease_s=30)
         driver = switch.driver()
         self.reconciler = Reconciler(driver, self.ledger, context.log, self.enter, drain_s=0.001, tune_timeout_s=1.0)
 
@@ -215,6 +215,52 @@ def test_a_controller_that_was_replaced_changes_nothing(scene):
         assert stage.switch.requests == 0
 
     scene(play, store)
+
+
+@pytest.mark.parametrize(("attempt", "error"), [(1, NotTheWriter), (2, PartlyApplied)])
+def test_a_controller_that_is_replaced_in_mid_change_leaves_the_switch_alone_from_then_on(scene, attempt, error):
+    async def play(stage):
+        await stage.reconciler.reach(A, "rollout")
+        stage.switch.halves = 2
+        applied = []
+
+        def replace():
+            applied.append(True)
+            if len(applied) == attempt:
+                stage.store._leases[LEASE] = stage.store._leases[LEASE]._replace(token=stage.incarnation + 1)
+
+        stage.at["apply"] = replace
+        with pytest.raises(error):
+            await stage.reconciler.reach(B, "weight_sync")
+
+        assert stage.switch.requests == 1 + attempt
+
+    scene(play)
+
+
+def test_the_lease_is_taken_anew_with_every_attempt(scene):
+    async def play(stage):
+        await stage.reconciler.reach(A, "rollout")
+        stage.switch.stalled = True
+        left = []
+
+        async def look():
+            left.append((await stage.store.leases(LEASE))[LEASE].remaining_s)
+
+        apply = stage.reconciler.driver.apply
+
+        async def applied(delete, add):
+            await look()
+            await apply(delete, add)
+
+        stage.reconciler.driver.apply = applied
+        with pytest.raises(NotTuned):
+            await stage.reconciler.reach(B, "weight_sync")
+
+        assert asyncio.get_running_loop().time() > 3
+        assert left == pytest.approx([30] * 3, abs=0.01)
+
+    scene(play)
 
 
 def test_a_zombie_ends_at_its_next_write(scene):
