@@ -26,6 +26,8 @@ WORDS: dict[object, str] = {
     dict: "key: value pairs",
 }
 
+SECTION = "a section of key: value pairs"
+
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -141,7 +143,9 @@ def _size(detail: ErrorDetails) -> str:
 
 
 def _bound(detail: ErrorDetails) -> str:
-    """The bound that an item of a list is beyond; empty where that is not what is wrong."""
+    """What an item of a list must be, or the bound that it is beyond; empty where that is not what is wrong."""
+    if detail["type"] == "model_type":
+        return SECTION
     limits = detail.get("ctx", {})
     return next((f"{word} {_number(limits[name])}" for name, word in BOUNDS.items() if name in limits), "")
 
@@ -153,7 +157,7 @@ def _words(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(filter(None, (_words(part) for part in get_args(annotation))))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "a section of key: value pairs"
+        return SECTION
     return WORDS.get(cast("object", origin or annotation), "")
 
 

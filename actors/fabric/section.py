@@ -84,7 +84,7 @@ class FabricSection(Section):
             raise ValueError(
                 f"{len(self.racks)} racks with {self.ports_per_endpoint} ports each need more than the switch's {self.ports} ports"
             )
-        if self.testbed and len(self.racks) < 2:
+        if self.testbed and (len(self.racks) < 2 or not all(self.racks.values())):
             raise ValueError("testbed needs racks: two or more, each with the address of its host")
         if self.planner == "multi_hop" and (self.testbed or self.ports // self.ports_per_endpoint > MOST_MULTI_HOP):
             raise ValueError(

@@ -115,6 +115,7 @@ def test_an_outcome_against_the_expectation_exits_with_3(tmp_path, capsys):
             [str(SYNC), "claims=[{name: speedup_8, paper: 1, tolerance: factor 0}]"],
             "claims.0: tolerance must be such as",
         ),
+        ([str(SYNC), "claims=[3]"], "command line: claims.0 is 3; it must be a section of key: value pairs."),
         ([str(QUICKSTART), "job.nokey=1"], "job: nokey is not a key."),
         ([str(QUICKSTART), "job.train.nokey=1"], "job: train.nokey is not a key."),
         (
@@ -127,6 +128,10 @@ def test_an_outcome_against_the_expectation_exits_with_3(tmp_path, capsys):
         ),
         ([str(BED), "job.fabric.nokey=1"], "job: fabric.nokey is not a key."),
         ([str(BED), "job.fabric.racks={}"], "can't be simulated: testbed needs racks: two or more, each with"),
+        (
+            [str(BED), "job.fabric.racks={a: [], b: []}"],
+            "testbed needs racks: two or more, each with the address of its",
+        ),
         ([str(BED), "job.fabric="], "can't be simulated: testbed needs racks: two or more, each with"),
     ],
 )
