@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from tools.fabric_job import measure  # noqa: E402
 from tools.fabric_namespaces import HIDDEN, enter  # noqa: E402
 
 MODES = ("static", "proactive")
+LEAST_VERSIONS = 3
+"""The last version may come without its row of metrics, and what is told per step lies between two rows."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,22 +52,41 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ConfigError where a path can't be used from inside the namespaces."""
+    """Raises ConfigError where nothing could be measured, or a path can't be used from inside the namespaces."""
+    if args.versions < LEAST_VERSIONS:
+        raise ConfigError(f"--versions {args.versions} is too few to measure by. Give {LEAST_VERSIONS} or more.")
     if args.run_dir and args.run_dir.exists():
         raise ConfigError(f"{args.run_dir} exists. Give another --run-dir.")
     for path in filter(None, (args.config, args.run_dir or Path(tempfile.gettempdir()), args.json)):
         if path.resolve().is_relative_to(HIDDEN):
             raise ConfigError(f"{path} is in {HIDDEN}, which is hidden from the test-bed. Give another place.")
+    if args.json:
+        _check_file(args.json)
+
+
+def _check_file(path: Path) -> None:
+    """Raises ConfigError where `path` can't be written, which would be found out only after the runs; leaves nothing there."""
+    existed = path.exists()
+    try:
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--json {path} can't be written: {error.strerror}. Give another file.") from error
 
 
 def _compare(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What was measured, by mode. Raises RubatoError."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job's processes are ended then too
-    place = args.run_dir or Path(tempfile.mkdtemp(prefix="rubato-fabric-")) / "run"
+    place = args.run_dir or Path(tempfile.mkdtemp(prefix="rubato-fabric-"))
     found: dict[str, dict[str, Any]] = {}
-    for mode in args.modes:
-        print(f"{mode}: running in {place / mode} …", file=sys.stderr, flush=True)
-        found[mode] = measure(args.config, args.overrides, mode, place / mode, args.versions)
+    try:
+        for mode in dict.fromkeys(args.modes):
+            print(f"{mode}: running in {place / mode} …", file=sys.stderr, flush=True)
+            found[mode] = measure(args.config, args.overrides, mode, place / mode, args.versions)
+    finally:
+        with suppress(OSError):  # it stays where there is something in it, to look into
+            place.rmdir()
     return found
 
 

@@ -1,7 +1,9 @@
 """The test-bed goes into namespaces of its own where it may, and says why not in one sentence."""
 
 import os
+import signal
 import sys
+import tempfile
 
 import pytest
 
@@ -88,6 +90,10 @@ def test_the_command_goes_on_inside_with_its_own_words(tools, tmp_path):
         ),
         (["--run-dir", "/run/rubato"], "/run/rubato is in /run, which is hidden from the test-bed"),
         (["--json", "/run/found.json"], "/run/found.json is in /run, which is hidden from the test-bed"),
+        (["--json", "/proc/found.json"], "--json /proc/found.json can't be written: "),
+        (["--json", "/"], "--json / can't be written: Is a directory. Give another file."),
+        (["--versions", "0"], "--versions 0 is too few to measure by. Give 3 or more."),
+        (["--versions", "2"], "--versions 2 is too few to measure by. Give 3 or more."),
     ],
 )
 def test_what_can_not_be_is_one_sentence_and_exit_2(options, said, tools, tmp_path, capsys):
@@ -100,3 +106,33 @@ def test_what_can_not_be_is_one_sentence_and_exit_2(options, said, tools, tmp_pa
     assert printed.out == ""
     assert printed.err.startswith(said)
     assert printed.err.count("\n") == 1
+
+
+def test_a_file_for_the_figures_is_only_tried_and_keeps_what_is_in_it(tools, tmp_path):
+    tools("exit 0")
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("{}")
+
+    for file in (old, new):
+        with pytest.raises(Gone):
+            fabric_testbed.main([str(tmp_path / "job.yaml"), "--json", str(file)])
+
+    assert old.read_text() == "{}"
+    assert not new.exists()
+
+
+@pytest.mark.parametrize("config", ["", "fabric: {ports: 1}", "actors: {}"])
+def test_a_config_that_can_not_be_leaves_no_folder(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "job.yaml").write_text(config)
+    ends = signal.getsignal(signal.SIGTERM)
+
+    try:
+        code = fabric_testbed.main([str(tmp_path / "job.yaml"), "--inside"])
+    finally:
+        signal.signal(signal.SIGTERM, ends)
+
+    assert code == 2
+    assert str(tmp_path / "job.yaml") in capsys.readouterr().err
+    assert list((tmp_path / "tmp").iterdir()) == []
