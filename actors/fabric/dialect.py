@@ -33,7 +33,7 @@ class Dialect:
             return _refused(401, "access-denied", "user or password is wrong")
         try:
             return self._answer(method, path, body)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return _refused(400, "invalid-value", str(error))
 
     def _answer(self, method: str, path: str, body: bytes) -> Answer:

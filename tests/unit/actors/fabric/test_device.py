@@ -124,6 +124,7 @@ def test_circuits_over_a_dead_port_fail(with_device):
         ("GET", f"{DATA}/{CONFIG}", b"Basic cnViYXRvOndyb25n", b"", 401),
         ("GET", "/restconf/data/elsewhere", RIGHT, b"", 404),
         ("POST", BULK, RIGHT, b"{", 400),
+        ("POST", BULK, RIGHT, b"[" * 200_000, 400),
         ("POST", BULK, RIGHT, b"[]", 400),
         ("POST", BULK, RIGHT, b'{"sonic-ocs:input": 1}', 400),
         ("POST", BULK, RIGHT, b"\xff\xfe", 400),
