@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from runtime.blob_digest import PIECE_BYTES, join_digests, piece_digest, piece_digests_beside, spread
+from runtime.blob_digest import PIECE_BYTES, join_digests, piece_digest, spread
 from runtime.blob_memory import check_blob, missing
 from runtime.blob_wire import (
     MAX_PACKET,
@@ -33,7 +33,7 @@ from runtime.blob_wire import (
     decode_reply,
     encode,
 )
-from runtime.blobs import BlobCorrupt, BlobError, BlobInfo
+from runtime.blobs import BlobError, BlobInfo
 
 Lent = tuple[ReplyPacket, memoryview]
 """An answer and the segment it lends, whole; empty where it lends none."""
@@ -74,8 +74,8 @@ class BlobClient:
         if not isinstance(reply, Found):
             raise _unexpected(reply, name, version)
         info, content = reply.info, memory[: reply.info.size_bytes]
-        if check and info.digest and join_digests(await piece_digests_beside(content)) != info.digest:
-            raise BlobCorrupt(f"blob {name} version {version} does not have its digest {info.digest[:12]}…")
+        if check:
+            await info.check(content)
         return info, content
 
     async def newest(self, name: str) -> BlobInfo | None:

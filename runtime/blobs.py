@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from runtime.blob_digest import join_digests, piece_digests_beside
 from runtime.errors import RubatoError
 
 
@@ -26,6 +27,11 @@ class BlobInfo(NamedTuple):
     epoch: int
     digest: str
     size_bytes: int
+
+    async def check(self, content: memoryview) -> None:
+        """Raises BlobCorrupt where `content` does not have the digest; passes what has none. Hashed off the event loop."""
+        if self.digest and join_digests(await piece_digests_beside(content)) != self.digest:
+            raise BlobCorrupt(f"blob {self.name} version {self.version} does not have its digest {self.digest[:12]}…")
 
 
 class Draft(Protocol):

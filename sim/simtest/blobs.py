@@ -1,22 +1,27 @@
-"""Weights as one process receives them: late, damaged or cut short, as a host's agent may hand them over."""
+"""Weights as one process receives them: late, damaged or cut short, as a host's agent may hand them over.
+
+What is read is checked by the product's own `BlobInfo.check`; what passes it damaged is a violation.
+"""
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from runtime.blob_memory import MemoryBlobStore, MemoryDraft
-from runtime.blobs import BlobCorrupt, BlobInfo
+from runtime.blobs import BlobInfo
 from sim.simtest.process import Process
 
 
 class BlobServer:
     """The host's blobs and what goes wrong with the next reads."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, unnoticed: Callable[[str], None]) -> None:
         self.blobs = MemoryBlobStore()
         self.rng = random.Random(f"{seed}/blobs")
-        self.spoiled: list[str] = []
-        """Why the next reads fail."""
+        self.unnoticed = unnoticed
+        """Told of weights that were handed out damaged."""
+        self.spoiled: dict[str, Callable[[memoryview], memoryview]] = {}
+        """Process → what becomes of the bytes that it reads next."""
 
 
 class BlobClient:
@@ -37,12 +42,32 @@ class BlobClient:
 
     async def get(self, name: str, version: int, *, check: bool = True) -> tuple[BlobInfo, memoryview]:
         await asyncio.sleep(self._server.rng.uniform(0.0, 0.05))
-        if self._server.spoiled:
-            raise BlobCorrupt(f"blob {name} version {version}: {self._server.spoiled.pop()}")
-        return await self._server.blobs.get(name, version, check=check)
+        info, content = await self._server.blobs.get(name, version)
+        spoil = self._server.spoiled.pop(self._process.name, None)
+        if spoil is not None:
+            content = spoil(content)
+        if check:
+            await info.check(content)
+        if spoil is not None:
+            self._server.unnoticed(
+                f"{self._process.name} took {name} version {version} although its bytes were damaged"
+            )
+        return info, content
 
     async def newest(self, name: str) -> BlobInfo | None:
         return await self._server.blobs.newest(name)
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+def corrupted(content: memoryview) -> memoryview:
+    """One bit of it is another."""
+    damaged = bytearray(content)
+    damaged[len(damaged) // 2] ^= 1
+    return memoryview(bytes(damaged))
+
+
+def half(content: memoryview) -> memoryview:
+    """The first half of it."""
+    return content[: len(content) // 2]

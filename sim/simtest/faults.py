@@ -43,6 +43,16 @@ def _trainer(low_s: float = 0.0, high_s: float = 0.0) -> Draw:
     return lambda rng, names: ("trainer-1", "", rng.uniform(low_s, high_s) if high_s else 0.0)
 
 
+def _engine() -> Draw:
+    """Only engines read weights. One draw among all names, as in `_one`, so that a seed's other faults stay what they were."""
+
+    def draw(rng: random.Random, names: Sequence[str]) -> tuple[str, str, float]:
+        engines = [name for name in names if name.startswith("engine-")]
+        return engines[names.index(rng.choice(names)) % len(engines)], "", 0.0
+
+    return draw
+
+
 def _store(low_s: float, high_s: float) -> Draw:
     return lambda rng, names: ("", "", rng.uniform(low_s, high_s) if high_s else 0.0)
 
@@ -67,8 +77,8 @@ KINDS: dict[str, tuple[int, Draw]] = {
     "crash_after_commit": (2, _trainer()),
     "zombie_before_commit": (3, _trainer(1.0, 8.0)),
     "publish_lost": (2, _trainer()),
-    "weights_corrupt": (1, _one(0, 0)),
-    "weights_half": (1, _one(0, 0)),
+    "weights_corrupt": (1, _engine()),
+    "weights_half": (1, _engine()),
 }
 """Kind → how often it is drawn, and how its target and length are drawn."""
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from bus.faults import HEARTBEAT_S
+from sim.simtest.blobs import corrupted, half
 from sim.simtest.checks import Monitor
 from sim.simtest.faults import Fault
 from sim.simtest.process import Killed, Process
@@ -210,5 +211,4 @@ class Injector:
         asyncio.get_running_loop().call_soon(go_on, context=self._context)
 
     async def _spoil(self, fault: Fault) -> None:
-        why = "digest mismatch" if fault.kind == "weights_corrupt" else "half of it was received"
-        self._world.blobs.spoiled.append(why)
+        self._world.blobs.spoiled[fault.target] = corrupted if fault.kind == "weights_corrupt" else half

@@ -12,6 +12,7 @@ from actors.samples.handover import TrainerDesk
 from actors.samples.intake import Intake
 from actors.training.trainer import Trainer
 from bus.credit import Account
+from runtime.blobs import BlobInfo
 from runtime.dispatch import Dispatcher
 from runtime.store.memory_workset import MemoryWorkSet
 
@@ -90,6 +91,11 @@ MUTATIONS: dict[str, Mutation] = {
             Edit(MemoryWorkSet, "claim", "self._groups[name].score < min_score", "False"),
             Edit(Intake, "drop_old", "*self._book.ready()", ""),
         ),
+    ),
+    "digest": Mutation(
+        "the digest check of weights",
+        (Edit(BlobInfo, "check", "!= self.digest", "== ''"),),
+        ("weights_corrupt", "weights_half"),
     ),
 }
 """Name → mutation. The first seven of the list in docs/reliability.md, and the replay once more."""

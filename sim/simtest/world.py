@@ -42,7 +42,7 @@ class World:
         self.folder = folder
         self.processes: dict[str, Process] = {}
         self.zombies: list[Process] = []
-        self.blobs = BlobServer(setup.seed)
+        self.blobs = BlobServer(setup.seed, lambda text: monitor.fail("no damaged weights are taken", text))
         self.store = StoreServer(
             setup.seed,
             latency_s=setup.latency_s,
