@@ -83,6 +83,8 @@ class Courier:
         self._pending: dict[int, Pending] = {}
         self._routes: dict[tuple[str, str], _Route] = {}
         self._latest: dict[str, _Route] = {}
+        self.unknown = 0
+        """Asks that ended as Unknown: they may or may not have run."""
         self.late = 0
         """Replies that came after their asker had gone: counted, then dropped."""
 
@@ -188,6 +190,7 @@ class Courier:
     def _fail(self, ask_id: int, kind: type[AskFailed], why: str) -> None:
         pending = self._pending.pop(ask_id)
         if not pending.future.done():
+            self.unknown += kind is Unknown
             pending.future.set_exception(kind(f"{pending.kind.__name__} to {pending.record.name}: {why}"))
 
     def _post(

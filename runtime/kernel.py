@@ -162,6 +162,8 @@ class Kernel:
             await asyncio.sleep(BEAT_S)
             self.metrics.gauge("actor/rate_s", (self._dispatch.handled - handled) / BEAT_S)
             handled = self._dispatch.handled
+            if self._courier.unknown:
+                self.metrics.gauge("bus/asks_unknown", self._courier.unknown)
             self._beat += 1
             self._measure_cpu()
             self._report_refusals()

@@ -73,10 +73,10 @@ class Intake:
         ticket = trajectory.ticket
         found = self._book.find(ticket.trajectory_id)
         if found is None:
-            return self._book.closed_fate(ticket)
+            return self._refused(self._book.closed_fate(ticket))
         group, member = found
         if ticket.attempt != member.attempt:
-            return "superseded"
+            return self._refused("superseded")
         if member.settled or group.fate:
             await self._journal.flush()
             return fate_of(group, member)
@@ -95,10 +95,10 @@ class Intake:
         ticket = request.ticket
         found = self._book.find(ticket.trajectory_id)
         if found is None:
-            return self._book.closed_fate(ticket)
+            return self._refused(self._book.closed_fate(ticket))
         group, member = found
         if ticket.attempt != member.attempt:
-            return "superseded"
+            return self._refused("superseded")
         if member.settled or member.state == "putting" or group.fate:
             await self._journal.flush()
             return fate_of(group, member)
@@ -106,6 +106,12 @@ class Intake:
             return ""
         fate = "stale" if request.reason == "stale" else "failed"
         return await self.end(group, ticket.trajectory_id, fate, request.reason)
+
+    def _refused(self, fate: str) -> str:
+        """Count what came with the ticket of an attempt that another one replaced."""
+        if fate == "superseded":
+            self._metrics.count("tickets/refused")
+        return fate
 
     async def retry(self, trajectory: str, *, counted: bool) -> bool:
         """Issue a running rollout again; False when its attempts are used up."""
@@ -263,7 +269,7 @@ class Intake:
             if group.complete:
                 await self.complete(group)
         if member.state in ("pending", "running"):  # the Store lost it again, and it is run once more
-            return "superseded"
+            return self._refused("superseded")
         return fate_of(group, member)
 
     def _settle_eval(self, member: Member, trajectory: str, reward: float) -> None:

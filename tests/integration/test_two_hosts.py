@@ -24,6 +24,8 @@ CUT_S = float(os.environ.get("RUBATO_CUT_S", "13"))
 LIMIT_S = 240.0
 """Of one stage, on a machine that has other things to do."""
 
+FIRST_HOST = ("env_manager-1", "engine-1", "llm_proxy-1", "sample_buffer-1", "trainer-1")
+
 SLOWER = ("engine.scripted.token_s=0.02", "rollout.max_turns=6")
 """A rollout takes a second or so: some run at any moment, on either host."""
 
@@ -137,6 +139,8 @@ def test_a_joined_host_works_is_cut_off_and_comes_back_as_a_new_incarnation(host
         until(lambda: all(_anew(job, name) for name in joined), "new incarnations of everything that was cut off")
         healed = len(job.steps())
         until(lambda: len(job.steps()) > healed + 5, "steps after the cut")
+        shown = json.loads(job.ask("monitor", job.run, "--json"))
+        metrics = {actor["name"]: actor["metrics"] for actor in shown["actors"]}
         job.ask("stop", "--run", job.run)
         codes = launcher.wait(LIMIT_S), managers.wait(LIMIT_S), engines.wait(LIMIT_S)
 
@@ -147,7 +151,16 @@ def test_a_joined_host_works_is_cut_off_and_comes_back_as_a_new_incarnation(host
     assert all(line["age"] <= 1 for line in ledger if line["fate"] == "trained")
     assert any(line["attempt"] > 0 for line in ledger if line["fate"] in ("trained", "zero_spread"))
     assert job.events("sample_buffer-1", "holder_left")
-    assert job.events("node-2", "blob_pulled") or job.events("node-3", "blob_pulled")
+    # What was asked across the cut ended on either side, without anybody's knowing whether it ran.
+    assert all(metrics[name].get("bus/asks_unknown", 0) > 0 for name in ("env_manager-2", "env_manager-3")), metrics
+    assert any(metrics[name].get("bus/asks_unknown", 0) > 0 for name in FIRST_HOST), metrics
+    # Rollouts that the cut host held went to another attempt; what it still said of its own was not taken.
+    assert metrics["sample_buffer-1"]["tickets/refused"] > 0
+    pulled = Counter(
+        (e["blob"], e["version"]) for node in ("node-2", "node-3") for e in job.events(node, "blob_pulled")
+    )
+    assert len(pulled) > 1
+    assert set(pulled.values()) == {1}, "the second host pulled some weights more than once"
     assert not left_behind(tmp_path)
 
 

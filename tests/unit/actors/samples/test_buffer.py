@@ -260,6 +260,7 @@ def test_a_lapsed_ticket_goes_to_another_attempt_and_the_old_one_is_refused(make
         assert asyncio.get_running_loop().time() == pytest.approx(10.0)
         assert (again.trajectory_id, again.attempt) == (lost.trajectory_id, 2)
         assert (late, fate) == ("superseded", "")
+        assert stage.buffer.metrics.snapshot()["tickets/refused"] == 1
 
     stage.run(scene)
 
