@@ -16,27 +16,31 @@ def part(name: str) -> dict:
     return yaml.safe_load((CONFIGS / name).read_text())
 
 
-def job(alpha: int) -> JobSpec:
+def job(alpha: int, engines: int = 2) -> JobSpec:
+    """Eight rollouts and two groups of a step per engine."""
     engine = {"gpu": part("hardware/h800.yaml"), "model": part("models/qwen3-8b.yaml"), "num_slots": 16}
     task = {
         "name": "game", "turns": {"law": "uniform", "low": 3, "high": 8}, "prompt_tokens": {"law": "constant", "value": 200},
         "observation_tokens": {"law": "constant", "value": 50}, "action_tokens": {"law": "constant", "value": 64}, "max_context": 2048,
         "step_s": {"law": "lognormal", "median": 1.0, "sigma": 0.8, "most": 20},
     }  # fmt: skip
-    pool = {"name": "h800", "count": 2, "engine": engine}
+    pool = {"name": "h800", "count": engines, "engine": engine}
     trainer = {"gpu": engine["gpu"], "model": engine["model"], "gpus": 1, "fixed_s": 1.0}
     weights = {"push_bytes_s": 1e12, "pull_bytes_s": 1e12, "load_bytes_s": 1e11}
     return JobSpec.model_validate(
         {
             "pools": [pool], "trainer": trainer, "tasks": [task], "weights": weights, "alpha": alpha,
-            "batch_groups": 4, "group_size": 4, "environments": 16, "steps": 10,
+            "batch_groups": 2 * engines, "group_size": 4, "environments": 8 * engines, "steps": 10 if engines == 2 else 4,
         }
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("alpha", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_both_modes_agree_on_throughput_within_3_percent(alpha, tmp_path):
-    spec = job(alpha)
+@pytest.mark.parametrize(
+    ("alpha", "engines"),
+    [pytest.param(0, 2, marks=pytest.mark.slow), (1, 2), pytest.param(1, 48, marks=pytest.mark.slow)],
+)
+def test_both_modes_agree_on_throughput_within_3_percent(alpha, engines, tmp_path):
+    spec = job(alpha, engines)
     modelled = Job(spec, seed=1)
 
     modelled.run()
@@ -44,7 +48,7 @@ def test_both_modes_agree_on_throughput_within_3_percent(alpha, tmp_path):
 
     ours = modelled.rows[-1].published_s - modelled.rows[WARM - 1].published_s
     live = rows[-1]["time/wall_s"] - rows[WARM - 1]["time/wall_s"]
-    print(f"alpha {alpha}: modelled {ours:.2f} s, real actors {live:.2f} s")
+    print(f"alpha {alpha}, {engines} engines: modelled {ours:.2f} s, real actors {live:.2f} s")
     assert len(rows) == spec.steps
     assert live == pytest.approx(ours, rel=0.03)
 
