@@ -120,7 +120,7 @@ CONFIGS = [
     pytest.param((*LAUNCH, "engine.kind=foo"), "engine.kind: foo is not torch, vllm or scripted, nor a class of yours as package.module:Class.", id="unknown engine"),
     pytest.param((*LAUNCH, "engine.kind=nope:Engine"), "engine.kind: nope:Engine does not exist: there is no module nope.", id="engine class missing"),
     pytest.param((*LAUNCH, "env.class=gone.py:Env"), "env.class: gone.py:Env does not exist: there is no file", id="env file missing"),
-    pytest.param((*LAUNCH, "train.betas=[1.5,0.9]"), "train.betas.0 is 1.5; input should be less than 1.", id="betas out of range"),
+    pytest.param((*LAUNCH, "train.betas=[1.5,0.9]"), "train.betas.0 is 1.5; it must be below 1.", id="betas out of range"),
     pytest.param((*LAUNCH, "actors.reward_service={class: 'actors.rewards.service:RewardService'}", "reward.functions=[nope:f]"), "reward.functions: nope:f does not exist: there is no module nope.", id="reward module missing"),
     pytest.param((*LAUNCH, "reward.functions=[nope:f]"), "reward.functions names nope:f, but actors has no reward_service to call it.", id="reward without a service"),
     pytest.param((*LAUNCH, "run.steps=true"), "run.steps is true; it must be a whole number at least 1.", id="true for a count"),
