@@ -2,7 +2,7 @@
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from actors.messages.samples import Standing, Ticket
@@ -229,11 +229,25 @@ class Book:
         """A trainer takes over, and this is what the Store knows of steps: groups of any other step are ready again."""
         self.committed, self.bound = committed, bound
         self.commit(committed)
-        for group in [*self.trained.values(), *self.groups.values()]:
-            if group.step > committed and group.step not in bound:
-                group.step = 0
-                self.trained.pop(group.id, None)
-                self.groups[group.id] = group
+        held = [*self.trained.values(), *self.groups.values()]
+        self._ready_again([g for g in held if g.step > committed and g.step not in bound])
+
+    def bind(self, step: int, names: Collection[str]) -> bool:
+        """`step` has these groups. True where it had others, before the Store forgot: they are ready again."""
+        self.bound.add(step)
+        held = [*self.trained.values(), *self.groups.values()]
+        self._ready_again(others := [g for g in held if g.step == step and g.id not in names])
+        for group in held:
+            if group.id in names:
+                group.sealed, group.step = True, step
+        return bool(others)
+
+    def _ready_again(self, groups: list[Group]) -> None:
+        """No step has them any more."""
+        for group in groups:
+            group.step = 0
+            self.trained.pop(group.id, None)
+            self.groups[group.id] = group
         self.groups = dict(sorted(self.groups.items()))
 
     def again(self, group: Group, trajectory: str) -> None:

@@ -12,7 +12,7 @@ from actors.samples.repair import Repair
 from actors.samples.sample import PayloadLost, is_filed
 from planning.staleness import HandOver, hand_over, min_version
 from runtime.store.errors import OutOfOrder, StaleEpoch
-from runtime.store.workset import Claimed, Item, WorkSet
+from runtime.store.workset import Item, WorkSet
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -84,7 +84,8 @@ class TrainerDesk:
         if not claimed.groups:
             await self._repair.find_lost()
             return self.not_ready(request, plan)
-        self._bind(request.step, claimed)
+        if self._book.bind(request.step, {name for name, _ in claimed.groups}):
+            await self._repair.find_lost()
         groups = [await self._payloads(items) for _, items in claimed.groups]
         return Batch(step=request.step, groups=tuple(groups), stale=stale)
 
@@ -111,13 +112,6 @@ class TrainerDesk:
         """Steps up to `request.step` are covered by a durable checkpoint."""
         self._check(request.epoch)
         await self._commit(request.step, request.epoch)
-
-    def _bind(self, step: int, claimed: Claimed) -> None:
-        self._book.bound.add(step)
-        for name, _ in claimed.groups:
-            group = self._book.groups.get(name)
-            if group is not None:
-                group.sealed, group.step = True, step
 
     async def _payloads(self, items: tuple[Item, ...]) -> tuple[bytes, ...]:
         """What the trainer gets of a group. A damaged file costs its sample, not the step, which is bound for good."""
