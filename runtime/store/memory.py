@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+from runtime.store.counting import Counters
 from runtime.store.errors import fenced, not_a_number
 from runtime.store.limits import READ_LIMIT, check_fence, check_integer, check_ttl
 from runtime.store.memory_workset import MemoryWorkSet
@@ -65,6 +66,7 @@ class MemoryStore:
     """A `Store` shared by everything that holds a reference to it. Each call takes effect at once, without yielding."""
 
     def __init__(self) -> None:
+        self.counters = Counters()
         self._keys: dict[str, bytes] = {}
         self._fences: dict[str, int] = {}
         self._streams: dict[str, _Stream] = {}
@@ -97,7 +99,7 @@ class MemoryStore:
     async def increment(self, key: str, *, at_least: int = 0) -> int:
         check_integer("at_least", at_least)
         try:
-            number = max(int(self._keys.get(key, b"0")) + 1, at_least)
+            number = max(self.counters.above(key, int(self._keys.get(key, b"0"))), at_least)
         except ValueError:
             raise not_a_number(key) from None
         self._keys[key] = b"%d" % number
@@ -144,7 +146,7 @@ class MemoryStore:
 
     def workset(self, name: str, *, fence: Fence | None = None) -> WorkSet:
         check_fence(fence)
-        workset = self._worksets.setdefault(name, MemoryWorkSet())
+        workset = self._worksets.setdefault(name, MemoryWorkSet(partial(self.counters.above, f"{name} epoch")))
         return workset if fence is None else cast("WorkSet", _Fenced(workset, partial(self._pass, fence)))
 
     async def close(self) -> None:

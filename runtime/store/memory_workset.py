@@ -1,7 +1,7 @@
 """MemoryWorkSet: the WorkSet's rules in plain Python; the Lua scripts are its twins and must give equal results."""
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from runtime.store.errors import claimed_early, claimed_late, skipped, stale_epoch
@@ -25,7 +25,8 @@ class _Group:
 class MemoryWorkSet:
     """A `WorkSet` in this process. Items of a group come and end in the order of their ids, groups by (score, id)."""
 
-    def __init__(self) -> None:
+    def __init__(self, next_epoch: Callable[[int], int]) -> None:
+        self._next_epoch = next_epoch
         self._seen: set[str] = set()
         self._groups: dict[str, _Group] = {}
         self._log: list[Ended] = []
@@ -101,7 +102,7 @@ class MemoryWorkSet:
 
     async def new_epoch(self, at_least: int = 0) -> int:
         check_integer("at_least", at_least)
-        self._epoch = max(self._epoch + 1, at_least)
+        self._epoch = max(self._next_epoch(self._epoch), at_least)
         return self._epoch
 
     async def members(self, group: str) -> tuple[str, ...]:

@@ -49,7 +49,8 @@ class RedisStore:
     async def increment(self, key: str, *, at_least: int = 0) -> int:
         check_integer("at_least", at_least)
         try:
-            return int(await self._link.once(script("once", "increment"), (self._keys, self._index), key, at_least))
+            keys = (self._keys, self._index, self._link.key("marks"))
+            return int(await self._link.once(script("once", "above", "increment"), keys, key, at_least))
         except Rejected:
             raise not_a_number(key) from None
 

@@ -66,7 +66,8 @@ class RedisWorkSet:
 
     async def new_epoch(self, at_least: int = 0) -> int:
         check_integer("at_least", at_least)
-        return int(await self._once("new_epoch", at_least))
+        what = script("once", "fence", "workset", "above", "new_epoch")
+        return int(await self._change(what, at_least))
 
     async def members(self, group: str) -> tuple[str, ...]:
         ids = cast("list[bytes]", await self._link.ask(script("members"), (f"{self._key}:group:{group}",)))

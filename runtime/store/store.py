@@ -45,7 +45,7 @@ class Store(Protocol):
         ...
 
     async def increment(self, key: str, *, at_least: int = 0) -> int:
-        """max(stored + 1, at_least), stored and returned."""
+        """max(the next number, at_least), stored and returned: stored + 1, or far more once the store restarted, so none is given twice."""
         ...
 
     async def append(self, stream: str, value: bytes, *, limit: int = 10_000) -> int:

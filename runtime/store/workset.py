@@ -92,7 +92,7 @@ class WorkSet(Protocol):
         ...
 
     async def new_epoch(self, at_least: int = 0) -> int:
-        """max(newest + 1, at_least): every older epoch is refused from now on."""
+        """max(the next number, at_least), as `Store.increment` counts: every older epoch is refused from now on."""
         ...
 
     async def members(self, group: str) -> tuple[str, ...]:

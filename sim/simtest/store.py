@@ -46,7 +46,7 @@ class StoreServer:
         self.latency_s, self.patience_s, self.durable = latency_s, patience_s, durable
         self.reached, self.applied = reached, applied
         self.is_up = True
-        self.num_losses = 0
+        self.num_starts = self.num_losses = 0
         self.lose_replies = 0
         """Replies that get lost after their call took effect, from the next one on."""
         self.forget_scripts = 0
@@ -73,6 +73,8 @@ class StoreServer:
 
     def restart(self) -> None:
         self.is_up = True
+        self.num_starts += 1
+        self.state.counters.life = self.num_starts
 
     def next_number(self) -> int:
         """Names one call, over all its attempts."""

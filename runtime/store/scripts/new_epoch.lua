@@ -1,4 +1,4 @@
--- WorkSet.new_epoch: max(newest + 1, at least), stored and returned.
+-- WorkSet.new_epoch: max(the next number, at least), stored and returned.
 --
 -- KEYS     see workset.lua
 -- ARGV     number, fence name, fence token, at least
@@ -11,6 +11,6 @@ local refused = fenced(KEYS[3])
 if refused then
   return refused
 end
-local epoch = math.max(counter('epoch') + 1, tonumber(ARGV[4]))
+local epoch = math.max(above(SET, 'epoch mark', counter('epoch')), tonumber(ARGV[4]))
 redis.call('HSET', SET, 'epoch', string.format('%.0f', epoch))
 return answer(epoch)
