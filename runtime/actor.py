@@ -67,7 +67,6 @@ class Context(Protocol):
     """What the kernel gives an actor."""
 
     name: str
-    incarnation: int
     node: str
     """The node agent of its host."""
     run: RunInfo
@@ -79,6 +78,8 @@ class Context(Protocol):
     waits: "Waits"
     trace: "Trace"
 
+    @property
+    def incarnation(self) -> int: ...
     def new_id(self, prefix: str) -> str: ...
     def spawn(self, work: Coroutine[Any, Any, ResultT], *, name: str) -> asyncio.Task[ResultT]: ...
     async def offload(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT: ...
@@ -153,7 +154,6 @@ class Actor:
         self.config = config
         self._context = context
         self.name = context.name
-        self.incarnation = context.incarnation
         self.run = context.run
         self.store = context.store
         self.blobs = context.blobs
@@ -162,6 +162,11 @@ class Actor:
         self.metrics = context.metrics
         self.waits = context.waits
         self.trace = context.trace
+
+    @property
+    def incarnation(self) -> int:
+        """Which life of `name` this is; an actor whose lease lapsed comes back under a higher one."""
+        return self._context.incarnation
 
     async def on_start(self) -> None:
         """Load state and spawn loops. Messages are delivered, and the actor is announced ready, once this returns."""

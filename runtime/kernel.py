@@ -2,9 +2,7 @@
 
 import asyncio
 import contextvars
-import os
 import random
-import socket
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,14 +16,13 @@ from runtime.blobs import BlobStore
 from runtime.courier import Courier
 from runtime.deadline import current_deadline, current_trace
 from runtime.dispatch import Dispatcher
-from runtime.errors import ActorFailed
 from runtime.messages import Drain, Finish, Notice, Progress
 from runtime.observe.metrics import Metrics, measure_loop_lag
 from runtime.observe.trace import Trace
 from runtime.observe.waits import Waits
+from runtime.presence import Presence
 from runtime.ref import Ref
-from runtime.registry import BEAT_S, LEASE_TTL_S, NODE, ActorRecord, Directory, Registry, State
-from runtime.store.errors import StoreUnavailable
+from runtime.registry import BEAT_S, NODE, ActorRecord, Directory, Registry
 from runtime.store.store import Store
 
 if TYPE_CHECKING:
@@ -38,9 +35,6 @@ DRAIN_S = 20.0
 
 FINISH_S = 30.0
 """Limit of one attempt to tell that the job is over."""
-
-STOPPED_S = 4.0
-"""A heartbeat that comes this late shows that the process was stopped or the Store away: others may have given this actor up."""
 
 OFFLOAD_THREADS = 4
 
@@ -63,7 +57,7 @@ class Kernel:
         trace: Trace | None = None,
         node: str = NODE,
     ) -> None:
-        self.name, self.incarnation, self.run, self.node = name, incarnation, run, node
+        self.name, self.run, self.node = name, run, node
         self.store, self.blobs, self.log = store, blobs, log
         self.metrics, self.waits = Metrics(), Waits()
         self.trace = trace or Trace(None)
@@ -78,10 +72,9 @@ class Kernel:
         self._dispatch.incarnation = incarnation
         self._registry = Registry(store, self.directory, self._peers_changed)
         self._stopping = asyncio.Event()
-        self._state: State = "starting"
-        self._renewing = asyncio.Lock()
-        self._beat = 0
-        self._cpu_share = self._cpu_s = 0.0
+        self._presence = Presence(
+            self, actor_class.role, incarnation, self._registry, transport, self._courier, self._dispatch
+        )
         self._ids = 0
         self._turn: dict[str, int] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -117,31 +110,26 @@ class Kernel:
         self._stopping.set()
 
     async def _serve(self) -> None:
-        if not await self._registry.publish(self._record()):
-            raise ActorFailed(
-                f"{self.name}: a newer incarnation holds the name; this one ({self.incarnation}) must end"
-            )
+        await self._presence.begin()
         await self._registry.sync()
         self.spawn(self._registry.watch(), name=f"{self.name}.registry")
         self.spawn(self._courier.sweep(), name=f"{self.name}.deadlines")
-        self.spawn(self._heartbeat(), name=f"{self.name}.heartbeat")
+        self.spawn(self._presence.beat(), name=f"{self.name}.heartbeat")
         actor = self._actor or self.build()
         try:
             await actor.on_start()
             self.spawn(self._dispatch.consume(actor), name=f"{self.name}.mailbox")
             self.spawn(measure_loop_lag(self.metrics), name=f"{self.name}.lag")  # not of what is loaded before
-            await self._become("ready")
+            await self._presence.become("ready")
             self.log.info("ready", incarnation=self.incarnation, address=self._transport.address)
             self.ready.set()
             await self._stopping.wait()
-            await self._become("draining")
+            await self._presence.become("draining")
             self.log.info("draining")
             await self._drain(actor)
         finally:
             await actor.on_stop()
-        async with self._renewing:  # a renewal under way would take the lease again
-            self._state = "stopped"
-            await self._registry.withdraw(self._record())
+        await self._presence.end()
         self.log.info("stopped", handled=self._dispatch.handled)
 
     async def _drain(self, actor: Actor) -> None:
@@ -150,93 +138,6 @@ class Kernel:
                 await actor.on_drain()
         except TimeoutError:
             self.log.warning("drain_cut_short", after_s=DRAIN_S)
-
-    async def _become(self, state: State) -> None:
-        self._state = state
-        await self._registry.publish(self._record())
-        await self._registry.announce("ready" if state == "ready" else "left", self._record())
-
-    async def _heartbeat(self) -> None:
-        handled, last = 0, asyncio.get_running_loop().time()
-        while True:
-            await asyncio.sleep(BEAT_S)
-            self.metrics.gauge("actor/rate_s", (self._dispatch.handled - handled) / BEAT_S)
-            handled = self._dispatch.handled
-            if self._courier.unknown:
-                self.metrics.gauge("bus/asks_unknown", self._courier.unknown)
-            self._beat += 1
-            self._measure_cpu()
-            self._report_refusals()
-            try:
-                await self._renew()
-                now = asyncio.get_running_loop().time()
-                if now - last > STOPPED_S:
-                    await self._rejoin(now - last)
-                last = now
-            except StoreUnavailable as error:
-                self.log.warning("store_unavailable", error=str(error))
-
-    async def _rejoin(self, silent_s: float) -> None:
-        """Be seen again at once by whoever lost a link to this actor or saw its lease lapse, instead of at their next look round.
-
-        Where the lease has lapsed the run has gone on without this actor. It comes back as a new incarnation: whatever was meant
-        for the old one, or still says so, is refused.
-        """
-        if silent_s > LEASE_TTL_S:
-            self.incarnation = await self.store.increment("incarnation", at_least=self.incarnation + 1)
-            self._dispatch.incarnation = self.incarnation
-            if self._actor is not None:
-                self._actor.incarnation = self.incarnation
-            self.metrics.count("actor/registered_anew")
-            await self._registry.publish(self._record())
-        self.log.warning("rejoined", silent_s=round(silent_s, 1), incarnation=self.incarnation)
-        if self._state == "ready":
-            self._beat += 1  # a suspect has to be seen to beat more than once
-            await self._registry.announce("ready", self._record())
-        await self._registry.relist()  # those it lost links to are seen again too
-
-    def _report_refusals(self) -> None:
-        """Once per beat, so that a flood of strangers is one line of log per second."""
-        for reason, total, sentence in self._transport.refusals.news():
-            self.metrics.gauge(f"bus/refused/{reason}", total)
-            self.log.warning("refused", reason=reason, total=total, newest=sentence)
-
-    async def _renew(self) -> None:
-        async with self._renewing:
-            if self._state != "stopped" and not await self._registry.publish(self._record()):
-                raise ActorFailed(f"{self.name}: a newer incarnation took the name; this one ({self.incarnation}) ends")
-
-    def _measure_cpu(self) -> None:
-        """Share of one core that this process used, smoothed over some five beats; nothing on virtual time."""
-        if getattr(asyncio.get_running_loop(), "virtual", False):
-            return
-        used = os.times()
-        spent = used.user + used.system - self._cpu_s
-        self._cpu_share += 0.3 * (min(1.0, spent / BEAT_S) - self._cpu_share) if self._cpu_s else 0.0
-        self._cpu_s = used.user + used.system
-
-    def _record(self) -> ActorRecord:
-        now = asyncio.get_running_loop().time()
-        metrics = self.metrics.snapshot()
-        return ActorRecord(
-            self.name,
-            self._actor_class.role,
-            self._transport.address,
-            self.incarnation,
-            os.getpid(),
-            socket.gethostname(),
-            self._state,
-            beat=self._beat,
-            progress=self._dispatch.handled,
-            mailbox=self._dispatch.depth,
-            rate_s=metrics.pop("actor/rate_s", 0.0),
-            idle=min(metrics.pop("idle", 1.0), 1.0 - self._cpu_share),
-            metrics=metrics,
-            waits=self.waits.snapshot(now, [*self._courier.open_asks(now), *self._dispatch.at_work(now)]),
-            stages=self.waits.stages(now),
-            node=self.node,
-            public=self._transport.public_address,
-        )
 
     # -- the wire -----------------------------------------------------------------------------------------------
 
@@ -258,6 +159,10 @@ class Kernel:
             await self._actor.on_peers(tuple(sorted(joined)), tuple(sorted(left)))
 
     # -- Context ------------------------------------------------------------------------------------------------
+
+    @property
+    def incarnation(self) -> int:
+        return self._presence.incarnation
 
     def new_id(self, prefix: str) -> str:
         self._ids += 1

@@ -120,7 +120,7 @@ async def test_a_store_that_forgets_ends_while_the_buffer_lives_is_noticed_at_th
     await ledger.open()
     await ledger.catch_up()
 
-    store.workset("samples").__init__()
+    store._worksets["samples"].__init__(lambda epoch: epoch + 1)
     for name in "axy":
         await store.workset("samples").end(name, "g", "failed")
     await ledger.catch_up()
@@ -137,7 +137,7 @@ async def test_a_store_that_forgot_and_then_made_the_same_last_end_is_noticed_at
     await ledger.open()
     await ledger.catch_up()
 
-    store.workset("samples").__init__()
+    store._worksets["samples"].__init__(lambda epoch: epoch + 1)
     for name in "bac":
         await store.workset("samples").end(name, "g", "failed")
     await ledger.check()
