@@ -73,6 +73,10 @@ class Group(msgspec.Struct, array_like=True):
             return "group_too_small"
         return "zero_spread" if min(rewards) == max(rewards) else "trained"
 
+    def fate_of(self, member: Member) -> str:
+        """What the holder of a member is told: empty while its sample may train."""
+        return member.fate or ("" if self.trainable else self.fate)
+
     def version(self, now: int) -> int:
         """The oldest version that a first token of the group has or may still get, at weight version `now`."""
         return min((_version(member, now) for member in self.members if member.state != "failed"), default=now)

@@ -79,7 +79,7 @@ class Intake:
             return self._refused("superseded")
         if member.settled or group.fate:
             await self._journal.flush()
-            return fate_of(group, member)
+            return group.fate_of(member)
         if flaw := flaw_of(trajectory.reward):
             return await self.end(group, ticket.trajectory_id, "failed", f"reward_{flaw}")
         if group.purpose == "eval":
@@ -101,7 +101,7 @@ class Intake:
             return self._refused("superseded")
         if member.settled or member.state == "putting" or group.fate:
             await self._journal.flush()
-            return fate_of(group, member)
+            return group.fate_of(member)
         if request.retry and await self.retry(ticket.trajectory_id, counted=request.reason != "drained"):
             return ""
         fate = "stale" if request.reason == "stale" else "failed"
@@ -249,7 +249,7 @@ class Intake:
         if len(payload) > INLINE_BYTES:
             payload = await self._file_payload(name, payload)
         if member.settled or group.fate or member.attempt != trajectory.ticket.attempt:
-            return fate_of(group, member)
+            return group.fate_of(member)
         member.state = "putting"
         self._book.leases.release(name)
         self._book.changed(group.id)
@@ -270,7 +270,7 @@ class Intake:
                 await self.complete(group)
         if member.state in ("pending", "running"):  # the Store lost it again, and it is run once more
             return self._refused("superseded")
-        return fate_of(group, member)
+        return group.fate_of(member)
 
     def _settle_eval(self, member: Member, trajectory: str, reward: float) -> None:
         member.state, member.reward = "scored", reward
@@ -281,13 +281,6 @@ class Intake:
         self._metrics.count(f"samples/{fate}", num)
         if fate == "stale":
             self._metrics.count("staleness/dropped", num)
-
-
-def fate_of(group: Group, member: Member) -> str:
-    """What the holder of a member is told: empty while its sample may train."""
-    if member.fate:
-        return member.fate
-    return "" if group.trainable else group.fate
 
 
 def _note(group: Group, member: Member) -> bytes:

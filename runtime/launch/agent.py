@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar
 
 from bus.errors import AskFailed
 from bus.message import Ack
@@ -11,6 +11,7 @@ from runtime.actor import ActorConfig, Context, handler
 from runtime.blob_hosts import HostBlobs
 from runtime.config import Config
 from runtime.launch.local import Death, LocalLauncher
+from runtime.launch.outcome import Outcome, Screen
 from runtime.launch.watch import Watch
 from runtime.messages import (
     MOST_ADDED,
@@ -36,21 +37,6 @@ LOOK_S = 1.0
 
 STOP_LIMITS_S = {"interrupted": DRAIN_LIMIT_S, "done": 8.0, "failed": 3.0}
 """By outcome. At the end nothing that still runs is needed; what a failed run did not write down is caught up when it is resumed."""
-
-
-class Outcome(NamedTuple):
-    """How the job ended: `kind` is done, failed or interrupted; `sentence` is for the user."""
-
-    kind: str
-    sentence: str
-
-
-class Screen(Protocol):
-    """Where the launcher shows what happens; see runtime/launch/console.py."""
-
-    def progress(self, message: Progress) -> None: ...
-    def notice(self, text: str, *, good: bool = False) -> None: ...
-    def actors(self, ready: int, wanted: int) -> None: ...
 
 
 class NodeAgent(HostBlobs):

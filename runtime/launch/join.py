@@ -15,13 +15,14 @@ from runtime.blob_client import BlobClient
 from runtime.config import Config, load
 from runtime.errors import LaunchError
 from runtime.keys import write_keys
-from runtime.launch.agent import NodeAgent, Outcome
+from runtime.launch.agent import NodeAgent
 from runtime.launch.children import allow_many_files, on_signals
 from runtime.launch.connection import Connection
 from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder
 from runtime.launch.gate import GateClient, way_through
 from runtime.launch.launcher import EXIT_CODES
+from runtime.launch.outcome import Outcome
 from runtime.launch.token import JoinToken
 from runtime.messages import MOST_ADDED, AddActors, NotAdded
 from runtime.observe.log import configure

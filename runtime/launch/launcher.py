@@ -18,12 +18,13 @@ from runtime.blob_client import BlobClient
 from runtime.config import Config
 from runtime.errors import LaunchError
 from runtime.keys import RunKeys, command_for, find_keys
-from runtime.launch.agent import NodeAgent, Outcome
+from runtime.launch.agent import NodeAgent
 from runtime.launch.children import allow_many_files, die_with_parent, on_signals
 from runtime.launch.connection import Connection
 from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder
 from runtime.launch.gate import GateServer, way_to
+from runtime.launch.outcome import Outcome
 from runtime.launch.prepare import prepare
 from runtime.observe.log import configure, logger
 from runtime.observe.trace import merge_traces
