@@ -108,3 +108,18 @@ def test_main_makes_the_model_of_a_run_once_and_tells_its_progress(tmp_path, cap
 
     assert made == [(tmp_path / "model", 7)]
     assert json.loads(capsys.readouterr().out)["what"] == "tiny-qwen3 0.5 M parameters, made for this run"
+
+
+def test_rows_that_share_cells_begin_alike(made, tokenizer):
+    """The more cells two rows share, the nearer their embeddings: what is learned of one is worth something on the other."""
+    from safetensors.torch import load_file
+    from torch.nn.functional import cosine_similarity
+
+    embeddings = load_file(made[0] / "model.safetensors")["model.embed_tokens.weight"]
+
+    def nearness(row, other):
+        return float(cosine_similarity(*(embeddings[tokenizer.token_to_id(name)] for name in (row, other)), dim=0))
+
+    shared = [nearness("FFHF", other) for other in ("\nFFHF", "FFHH", "FHHH", "HHHH", "HHFH")]
+    assert shared == sorted(shared, reverse=True)
+    assert shared[0] > 0.9
