@@ -2,7 +2,7 @@
 -- Put in front of scripts that count: the next number of a counter, which no restart of the server makes it give twice.
 --
 -- A server that came back may have forgotten its newest numbers. Its first one leaps to the milliseconds since the counter began, which
--- is more than anybody counted until then.
+-- is more than anybody counted until then. One that forgot that it ever counted begins at 1.
 --
 -- marks    HASH name -> "<run_id of the server that counted last> <milliseconds of its clock when the counter began>"
 
