@@ -229,15 +229,17 @@ class SampleBuffer(Actor):
             raise
 
     async def _await_plan(self, request: Claim, deadline: float) -> HandOver:
-        plan = self._trainer.plan(request)
+        changed = self._wakes.supply.next()
+        plan = await self._whole(self._trainer.plan(request))
         limit = f"samples.ticket_ttl_s={self.config.samples.ticket_ttl_s:g}"
         wait = self.waits.on(f"batch {request.step}", stage="batch", limit=limit, idle=True)
         with wait.told(lambda: why_waiting(self._book, plan)), suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 while not plan.take:
-                    await self._wakes.supply.wait()
+                    await changed.wait()
                     wait.moved()
-                    plan = self._trainer.plan(request)
+                    changed = self._wakes.supply.next()
+                    plan = await self._whole(self._trainer.plan(request))
         return plan
 
     def _waits_for_slots(self) -> Wait:

@@ -53,24 +53,22 @@ class TrainerDesk:
         self._log.info("epoch_drawn", epoch=epoch, committed=counts.committed, bound=counts.bound_steps)
         return Epoch(epoch=epoch, committed=counts.committed, bound=counts.bound_steps)
 
-    def plan(self, request: Claim) -> HandOver:
+    async def plan(self, request: Claim) -> HandOver:
         """Whether the batch may be claimed now. A bound step is handed out again without asking about age.
 
-        Whoever claims a step has trained those before, also where it did not say so, or the Store forgot that it did.
+        Whoever claims a step has trained those before, also where it did not say so, or the Store forgot that it did. Groups that
+        are too old for it are ended first: they hold slots, and one that was just being sealed when that step ended is noticed here only.
         """
-        self._check(request.epoch)
-        self._trained(request.step - 1)
-        if request.step in self._book.bound:
-            return HandOver(True, min_version(request.step, self._book.alpha), "bound before")
-        if request.step <= self._book.committed:
-            raise OutOfOrder(f"step {request.step} was claimed, but {self._book.committed} is committed already")
+        oldest = min_version(request.step, self._book.alpha)
+        if not self._is_bound(request):
+            await self._intake.drop_old(oldest)
+        if self._is_bound(request):
+            return HandOver(True, oldest, "bound before")
         return hand_over(self._book.supply(request.step, request.groups))
 
     async def claim(self, request: Claim) -> Batch | NotReady:
         """Bind the batch if the plan still says so."""
-        if request.step not in self._book.bound:
-            await self._intake.drop_old(min_version(request.step, self._book.alpha))
-        plan = self.plan(request)
+        plan = await self.plan(request)
         if not plan.take:
             return self.not_ready(request, plan)
         await self._journal.flush()
@@ -150,6 +148,15 @@ class TrainerDesk:
             self._book.commit(each)
             self._wakes.ended.set()
         await self._journal.flush()
+
+    def _is_bound(self, request: Claim) -> bool:
+        self._check(request.epoch)
+        self._trained(request.step - 1)
+        if request.step in self._book.bound:
+            return True
+        if request.step <= self._book.committed:
+            raise OutOfOrder(f"step {request.step} was claimed, but {self._book.committed} is committed already")
+        return False
 
     def _check(self, epoch: int) -> None:
         self._book.epoch = max(self._book.epoch, epoch)

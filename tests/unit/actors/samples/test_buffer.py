@@ -458,6 +458,31 @@ def test_a_running_group_that_can_no_longer_train_is_ended_early(make_stage):
     stage.run(scene)
 
 
+@pytest.mark.parametrize("turns", range(20))
+def test_a_group_that_completes_as_its_last_step_ends_frees_its_slot(make_stage, turns):
+    stage = make_stage(alpha=0, batch_groups=1, group_size=2)
+
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        first, last = await stage.admit()
+        await stage.put(first)
+
+        putting = stage.tasks.create_task(stage.put(last))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await trainer.advance(1)
+        reply = await trainer.claim(2, groups=1, wait_s=1.0)
+        await putting
+
+        assert isinstance(reply, NotReady)
+        assert await stage.fates() == {first.trajectory_id: "stale", last.trajectory_id: "stale"}
+        assert [ticket.group_id for ticket in await stage.admit()] == ["g00000001"] * 2
+
+    stage.run(scene)
+
+
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e200])
 def test_a_reward_that_training_can_not_compute_with_is_a_failed_rollout(stage, reward):
     async def scene():
