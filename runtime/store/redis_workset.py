@@ -67,7 +67,7 @@ class RedisWorkSet:
     async def new_epoch(self, at_least: int = 0) -> int:
         check_integer("at_least", at_least)
         what = script("once", "fence", "workset", "above", "new_epoch")
-        return int(await self._change(what, at_least))
+        return int(await self._change(what, at_least, keys=(self._link.key("marks"),)))
 
     async def members(self, group: str) -> tuple[str, ...]:
         ids = cast("list[bytes]", await self._link.ask(script("members"), (f"{self._key}:group:{group}",)))
@@ -97,11 +97,11 @@ class RedisWorkSet:
     async def _once(self, name: str, *args: Argument) -> Reply:
         return await self._change(script("once", "fence", "workset", name), *args)
 
-    async def _change(self, what: Script, *args: Argument) -> Reply:
+    async def _change(self, what: Script, *args: Argument, keys: tuple[str, ...] = ()) -> Reply:
         """Raises Fenced, and Rejected for what only the caller can tell."""
         name, token = ("", "") if self._fence is None else self._fence
         try:
-            return await self._link.once(what, (self._key, self._fences), name, token, *args)
+            return await self._link.once(what, (self._key, self._fences, *keys), name, token, *args)
         except Rejected as error:
             if self._fence is None or error.code != "FENCED":
                 raise

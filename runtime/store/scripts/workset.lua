@@ -1,7 +1,7 @@
 -- Put behind once.lua and fence.lua in front of every WorkSet script: the keys of a workset, and how a group ends.
 --
 -- KEYS[1]  STRING op slot, see once.lua
--- KEYS[2]  HASH   rubato:{run}:ws:<name>  held, bound (items), ended (newest log index), committed, epoch, epoch mark (above.lua)
+-- KEYS[2]  HASH   rubato:{run}:ws:<name>  held, bound (items), ended (newest log index), committed, epoch
 -- KEYS[3]  HASH   rubato:{run}:fences     see fence.lua
 -- and, built from KEYS[2], so in the same hash slot:
 --   :seen          SET    every id that was put or ended, until its log entry is trimmed

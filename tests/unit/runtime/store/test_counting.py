@@ -21,6 +21,21 @@ def test_a_store_that_forgot_its_newest_numbers_gives_none_twice():
     assert given == [4, 5, 6, 7, 8, 500, 501, 502, 503, 504, 1000, 1001, 1002, 1003, 1004, 1500, 1501, 1502, 1503, 1504]
 
 
+def test_a_store_that_forgot_a_counter_altogether_gives_none_of_its_numbers_twice():
+    async def main():
+        store = MemoryStore()
+        await store.increment("first")
+        await asyncio.sleep(0.5)
+        given = [await store.increment("n"), await store.workset("samples").new_epoch()]
+        store._keys.pop("n")
+        store.counters._last = {"first": 0}
+        store.counters.life = 1
+        store._worksets.clear()
+        return [*given, await store.increment("n"), await store.workset("samples").new_epoch()]
+
+    assert run_virtual(main) == [1, 1, 500, 500]
+
+
 def test_a_restart_within_a_millisecond_still_counts_on():
     async def main():
         store = MemoryStore()
