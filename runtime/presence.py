@@ -91,9 +91,11 @@ class Presence:
         """Be seen again at once by whoever lost a link to this actor or saw its lease lapse, instead of at their next look round.
 
         Where the lease has lapsed the run has gone on without this actor. It comes back as a new incarnation: whatever was meant
-        for the old one, or still says so, is refused.
+        for the old one, or still says so, is refused. The renewal that was just answered may have reached the Store before the process
+        was stopped, so another one shows that nobody has the name.
         """
         if silent_s > LEASE_TTL_S:
+            await self._renew()
             self.incarnation = await self._store.increment("incarnation", at_least=self.incarnation + 1)
             self._dispatch.incarnation = self.incarnation
             self._metrics.count("actor/registered_anew")
