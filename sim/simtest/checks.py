@@ -38,6 +38,7 @@ class Timeline:
     trained_in: dict[str, int] = field(default_factory=dict)
     committed: int = 0
     epoch: int = 0
+    put: set[str] = field(default_factory=set)
     acknowledged: dict[str, int] = field(default_factory=dict)
     """Id → the attempt that was stored."""
 
@@ -52,7 +53,7 @@ class Monitor:
         self.timeline = Timeline()
         self._saved: Timeline | None = None
         self.lost_by_store: set[str] = set()
-        """Acknowledged within a window that the store lost."""
+        """Put within a window that the store lost; acknowledged then, or later by a buffer that had not heard of the loss."""
         self.epoch_holders: dict[int, int] = {}
         self.num_losses = 0
 
@@ -68,8 +69,7 @@ class Monitor:
 
     def store_lost(self) -> None:
         if self._saved is not None:
-            lost = self.timeline.acknowledged.keys() - self._saved.acknowledged.keys()
-            self.lost_by_store |= lost
+            self.lost_by_store |= self.timeline.put - self._saved.put
             self.timeline, self._saved = self._saved, None
             self.num_losses += 1
 
@@ -80,6 +80,8 @@ class Monitor:
                 self._claimed(args[2], args[3], value)
             case "samples.commit":
                 self._committed(args[0], args[1])
+            case "samples.put":
+                self.timeline.put.add(args[0].id)
             case "samples.new_epoch":
                 self.timeline.epoch = max(self.timeline.epoch, value)
             case _:
