@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.launch.children import die_with_parent
 from sim.simtest import mutations
-from sim.simtest.faults import DEFAULT, KINDS
+from sim.simtest.faults import DEFAULT, KINDS, Fault
 from sim.simtest.run import Bench, faults_of, run
 from sim.simtest.search import Finding, examine, first_catch
 
@@ -27,7 +27,7 @@ CAUGHT_WITHIN = 1000
 def main(argv: Sequence[str]) -> int:
     args = _parsed(argv)
     kinds = args.faults.split(",") if args.faults else DEFAULT
-    for name in ("seeds", "jobs"):
+    for name in ("seeds", "jobs", "rounds"):
         if (number := getattr(args, name)) is not None and number < 1:
             print(f"--{name} is {number}; it must be a whole number at least 1.", file=sys.stderr)
             return 2
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{args.mutate} is no mutation. Mutations: {', '.join(mutations.MUTATIONS)}.", file=sys.stderr)
         return 2
     if args.replay is not None:
-        return _replay(args.replay, kinds, args.mutate)
+        return _replay(args.replay, faults_of(args.replay, kinds, args.rounds), args.mutate)
     if args.worker:
         return _work(args, kinds)
     return _mutations(args) if args.mutations else _seeds(args)
@@ -50,6 +50,7 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="worker processes")
     parser.add_argument("--faults", default="", help=f"comma-separated kinds, of {', '.join(KINDS)}")
+    parser.add_argument("--rounds", type=int, default=1, help="three to seven faults so many times in each seed")
     parser.add_argument("--mutate", default="", help=f"remove one safeguard: {', '.join(mutations.MUTATIONS)}")
     parser.add_argument("--mutations", action="store_true", help="show for each safeguard which seed misses it")
     parser.add_argument("--replay", type=int, help="run one seed twice, and tell everything that happens in it")
@@ -65,7 +66,7 @@ def _seeds(args: argparse.Namespace) -> int:
         ["--worker", "seeds", "--start", str(args.start + i), "--stride", str(jobs), "--seeds", str(_share(wanted, jobs, i))]
         for i in range(jobs)
     ]  # fmt: skip
-    common = ["--faults", args.faults, "--mutate", args.mutate]
+    common = ["--faults", args.faults, "--rounds", str(args.rounds), "--mutate", args.mutate]
     began, findings = time.perf_counter(), list[Finding]()
     for line in _lines([[*share, *common] for share in shares]):
         finding = msgspec.json.decode(line, type=Finding)
@@ -90,6 +91,7 @@ def _print_failure(finding: Finding, args: argparse.Namespace) -> None:
         print(f"  needs {fault}")
     mutate = f" --mutate {args.mutate}" if args.mutate else ""
     faults = f" --faults {args.faults}" if args.faults else ""
+    faults += f" --rounds {args.rounds}" if args.rounds > 1 else ""
     print(
         f"  trace {finding.hash}, {again}; replay: python tools/simtest.py --replay {finding.seed}{faults}{mutate}",
         flush=True,
@@ -121,7 +123,7 @@ def _work(args: argparse.Namespace, kinds: Sequence[str]) -> int:
     try:
         if args.worker == "seeds":
             for number in range(args.seeds):
-                finding = examine(bench, args.start + number * args.stride, kinds, args.mutate)
+                finding = examine(bench, args.start + number * args.stride, kinds, args.mutate, args.rounds)
                 print(msgspec.json.encode(finding).decode(), flush=True)
             return 0
         for name in args.worker.split(","):
@@ -138,9 +140,8 @@ def _work(args: argparse.Namespace, kinds: Sequence[str]) -> int:
     return 0
 
 
-def _replay(seed: int, kinds: Sequence[str], mutate: str) -> int:
+def _replay(seed: int, faults: list[Fault], mutate: str) -> int:
     bench = Bench()
-    faults = faults_of(seed, kinds)
     try:
         with mutations.applied(mutate):
             first, second = (run(bench, seed, faults, keep=True) for _ in range(2))

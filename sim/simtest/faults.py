@@ -86,12 +86,12 @@ DEFAULT = list(KINDS)
 """Drawn unless others are asked for."""
 
 
-def draw(seed: int, names: Sequence[str], steps: int, kinds: Sequence[str]) -> list[Fault]:
-    """Three to seven faults, in the order they come. The last steps are left undisturbed, so that every fault takes effect."""
+def draw(seed: int, names: Sequence[str], steps: int, kinds: Sequence[str], rounds: int = 1) -> list[Fault]:
+    """Three to seven faults a round, in the order they come. The last steps are left undisturbed, so that every fault takes effect."""
     rng = random.Random(f"{seed}/faults")
     found: list[Fault] = []
     weights = [KINDS[kind][0] for kind in kinds]
-    for _ in range(rng.randint(3, 7)):
+    for _ in range(sum(rng.randint(3, 7) for _ in range(rounds))):
         kind = rng.choices(kinds, weights)[0]
         target, other, seconds = KINDS[kind][1](rng, names)
         found.append(

@@ -63,9 +63,9 @@ class Bench:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def faults_of(seed: int, kinds: Sequence[str]) -> list[Fault]:
+def faults_of(seed: int, kinds: Sequence[str], rounds: int = 1) -> list[Fault]:
     setup = setups.draw(seed)
-    return drawn.draw(seed, setup.names, setup.steps, kinds)
+    return drawn.draw(seed, setup.names, setup.steps, kinds, rounds)
 
 
 def run(bench: Bench, seed: int, faults: list[Fault], *, keep: bool = False) -> Outcome:

@@ -24,10 +24,10 @@ class Finding(msgspec.Struct):
     """A failing seed was run twice, with one and the same trace."""
 
 
-def examine(bench: Bench, seed: int, kinds: Sequence[str], mutation: str = "") -> Finding:
+def examine(bench: Bench, seed: int, kinds: Sequence[str], mutation: str = "", rounds: int = 1) -> Finding:
     """Run a seed; one that fails is run again and minimised."""
     with mutations.applied(mutation):
-        outcome = run(bench, seed, faults_of(seed, kinds))
+        outcome = run(bench, seed, faults_of(seed, kinds, rounds))
         if outcome.violation is None:
             return Finding(seed, outcome.steps, outcome.fired, outcome.hash)
         again = run(bench, seed, outcome.faults)

@@ -27,6 +27,16 @@ def test_every_invariant_holds_under_the_faults_of_a_seed(bench, seed):
     assert outcome.fired >= 3
 
 
+def test_more_rounds_bring_more_faults(bench):
+    once, thrice = faults_of(5, DEFAULT), faults_of(5, DEFAULT, 3)
+
+    outcome = run(bench, 5, thrice)
+
+    assert len(once) <= 7 < 9 <= len(thrice) <= 21
+    assert outcome.violation is None
+    assert outcome.fired > len(once)
+
+
 def test_a_seed_replays_to_the_last_event(bench):
     faults = faults_of(2, DEFAULT)
     first, second = run(bench, 2, faults), run(bench, 2, faults)
