@@ -163,6 +163,8 @@ class Intake:
             return
         group.fate = fate
         sealed = await self._journal.steadily(partial(self._workset.seal, group.id, fate, group.num_scored))
+        if group.fate != fate:  # it was ended meanwhile, by the job's close
+            return
         if not sealed and await self._missing(group):
             group.fate = ""
             return

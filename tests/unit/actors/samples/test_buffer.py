@@ -26,6 +26,7 @@ from actors.messages.samples import (
     Trajectory,
 )
 from runtime.store.errors import Fenced, OutOfOrder, StaleEpoch
+from runtime.store.memory_workset import MemoryWorkSet
 
 
 @dataclass
@@ -479,6 +480,34 @@ def test_a_group_that_completes_as_its_last_step_ends_frees_its_slot(make_stage,
         assert isinstance(reply, NotReady)
         assert await stage.fates() == {first.trajectory_id: "stale", last.trajectory_id: "stale"}
         assert [ticket.group_id for ticket in await stage.admit()] == ["g00000001"] * 2
+
+    stage.run(scene)
+
+
+@pytest.mark.parametrize("turns", range(20))
+def test_a_group_that_completes_as_the_job_closes_is_unused_and_not_lost(make_stage, turns, monkeypatch):
+    stage, seal = make_stage(batch_groups=1, group_size=2), MemoryWorkSet.seal
+
+    async def late(*args):
+        await asyncio.sleep(0.01)
+        return await seal(*args)
+
+    monkeypatch.setattr(MemoryWorkSet, "seal", late)
+
+    async def scene():
+        await stage.start()
+        first, last = await stage.admit(num=2)
+        await stage.put(first)
+
+        putting = stage.tasks.create_task(stage.put(last))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await stage.buffer.close(Close())
+        await putting
+
+        assert await stage.fates() == {first.trajectory_id: "unused", last.trajectory_id: "unused"}
+        assert "samples/lost_by_store" not in stage.buffer.metrics.snapshot()
+        assert await stage.put(last) == "unused"
 
     stage.run(scene)
 
