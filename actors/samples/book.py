@@ -148,6 +148,16 @@ class Book:
                 found[1].attempt -= 1
                 self.again(found[0], ticket.trajectory_id)
 
+    def on_their_way(self, tickets: list[Ticket], now: float) -> list[Ticket]:
+        """Those that nobody took back while they were made durable: their leases begin now."""
+        kept: list[Ticket] = []
+        for ticket in tickets:
+            found = self.find(ticket.trajectory_id)
+            if found is not None and found[1].attempt == ticket.attempt:
+                self.renew(ticket.trajectory_id, ticket.attempt, now)
+                kept.append(ticket)
+        return kept
+
     def renew(self, trajectory: str, attempt: int, now: float) -> None:
         """Renew a lease; a ticket that lapsed but went to nobody else yet is revived."""
         found = self.find(trajectory)

@@ -122,9 +122,8 @@ class SampleBuffer(Actor):
                 while not (tickets := self._issue(request)) and not self._closed:
                     with self._waits_for_slots():
                         await self._wakes.slots.wait()
-        if tickets:
-            await self._send(tickets)
-        return Tickets(tickets=tuple(tickets), standing=self._book.standing, closed=self._closed)
+        sent = await self._send(tickets) if tickets else ()
+        return Tickets(tickets=tuple(sent), standing=self._book.standing, closed=self._closed)
 
     @handler(concurrency=64)
     async def hold(self, request: Hold) -> Standing:
@@ -219,14 +218,15 @@ class SampleBuffer(Actor):
             self._holders.granted()
         return tickets
 
-    async def _send(self, tickets: list[Ticket]) -> None:
-        """Make them durable. An asker that gave up meanwhile never saw them."""
+    async def _send(self, tickets: list[Ticket]) -> list[Ticket]:
+        """Make them durable. An asker that gave up meanwhile never saw them; what was taken back meanwhile goes to nobody."""
         try:
             await self._whole(self._journal.flush())
         except asyncio.CancelledError:
             self._book.unsend(tickets)
             self._wakes.slots.set()
             raise
+        return self._book.on_their_way(tickets, self._now())
 
     async def _await_plan(self, request: Claim, deadline: float) -> HandOver:
         changed = self._wakes.supply.next()

@@ -48,6 +48,7 @@ class Holders:
         now = asyncio.get_running_loop().time()
         for trajectory, attempt in held:
             self._book.renew(trajectory, attempt, now)
+        self._granted.set()
         known = {trajectory for trajectory, _ in held}
         astray = [name for name, _ in self._book.held_by(holder) if name not in known]
         astray = [name for name in astray if self._book.leases.age(name, now) >= ON_THE_WAY_S]

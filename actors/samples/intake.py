@@ -163,9 +163,10 @@ class Intake:
             return
         group.fate = fate
         sealed = await self._journal.steadily(partial(self._workset.seal, group.id, fate, group.num_scored))
-        if group.fate != fate:  # it was ended meanwhile, by the job's close
+        is_missing = not sealed and await self._missing(group)
+        if group.fate != fate:  # it was ended meanwhile, by its age or the job's close
             return
-        if not sealed and await self._missing(group):
+        if is_missing:
             group.fate = ""
             return
         group.sealed = True
@@ -176,19 +177,23 @@ class Intake:
 
     async def seal_again(self, group: Group) -> None:
         """The WorkSet may have forgotten that the group is sealed, or some of its samples."""
-        if group.sealed and not group.step:
+        if group.sealed and group.trainable and not group.step:
             group.sealed, group.fate = False, ""
             await self.complete(group)
 
     async def discard(self, group: Group, fate: str) -> None:
-        """End a group that will not train, with all that is held of it and all that still runs."""
+        """End a group that will not train, with all that is held of it and all that still runs. Where it is being ended already, its first fate stands.
+
+        What is held goes last: a sample that comes meanwhile is known to have ended, or goes with the others.
+        """
+        fate = group.fate if group.fate and not group.trainable else fate
         group.fate = fate
         self._book.changed(group.id)
         await self._journal.flush()
-        num = await self._journal.steadily(partial(self._workset.discard, group.id, fate))
-        self._count_ended(fate, num)
         for index, member in enumerate(group.members):
             await self.log_end(group, trajectory_id(group.id, index), member)
+        num = await self._journal.steadily(partial(self._workset.discard, group.id, fate))
+        self._count_ended(fate, num)
         self.forget(group)
         self._log.info("group_discarded", group=group.id, fate=fate, held=num)
 
@@ -232,6 +237,8 @@ class Intake:
     async def _missing(self, group: Group) -> bool:
         """Whether acknowledged samples are gone from the WorkSet, because the Store lost its newest writes: they are run again."""
         held = await self.members(group)
+        if not group.trainable or group.id not in self._book.groups:
+            return False
         missing = [
             name
             for index, member in enumerate(group.members)
@@ -249,8 +256,10 @@ class Intake:
         name = trajectory.ticket.trajectory_id
         payload = msgspec.msgpack.encode(trajectory)
         if len(payload) > INLINE_BYTES:
-            payload = await self._file_payload(name, payload)
-        if member.settled or group.fate or member.attempt != trajectory.ticket.attempt:
+            payload = await self._file_payload(f"{name}.{trajectory.ticket.attempt}", payload)
+        if member.attempt != trajectory.ticket.attempt:
+            return self._refused("superseded")
+        if member.settled or group.fate:
             return group.fate_of(member)
         member.state = "putting"
         self._book.leases.release(name)

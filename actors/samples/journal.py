@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from runtime.store.errors import StoreUnavailable
+from runtime.store.errors import StoreError, StoreUnavailable
 from runtime.store.store import Fence, Store
 
 if TYPE_CHECKING:
@@ -67,6 +67,9 @@ class Journal:
                 self._turned(False, str(error))
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
+            except StoreError:
+                self._turned(True)
+                raise
             else:
                 self._turned(True)
                 return result

@@ -81,6 +81,7 @@ async def rebuild(book: Book, records: Records, journal: Journal, workset: WorkS
         group.step = step_of.get(group.id, 0)
         group.sealed = group.sealed or group.step > 0
         held = await intake.members(group)
+        await _log_failed(group, intake)
         if group.sealed and not held:
             records.changed(group.id)
             continue
@@ -109,6 +110,12 @@ def _reconcile(group: Group, held: tuple[str, ...]) -> None:
             member.state = "scored" if trajectory_id(group.id, index) in held else "running"
 
 
+async def _log_failed(group: Group, intake: Intake) -> None:
+    for index, member in enumerate(group.members):
+        if member.state == "failed":
+            await intake.log_end(group, trajectory_id(group.id, index), member)
+
+
 async def _finish(group: Group, intake: Intake) -> None:
     """Carry on what a crash cut short."""
     if group.step:
@@ -116,9 +123,6 @@ async def _finish(group: Group, intake: Intake) -> None:
     if group.fate and not group.trainable:
         await intake.discard(group, group.fate)
         return
-    for index, member in enumerate(group.members):
-        if member.state == "failed":
-            await intake.log_end(group, trajectory_id(group.id, index), member)
     if group.complete:
         await intake.complete(group)
     elif group.fate:

@@ -43,7 +43,7 @@ class Repair:
         for group in list(self._book.ready()):
             if await self._intake.members(group):
                 await self._intake.seal_again(group)
-            else:
+            elif group.trainable and not group.step and group.id in self._book.groups:
                 await self._intake.lost(group)
 
     async def _end_again(self) -> None:

@@ -78,7 +78,7 @@ def note_of(trajectory: Trajectory) -> bytes:
 def file_payload(folder: Path, name: str, payload: bytes) -> bytes:
     """Write `payload` to `folder`, on disk when this returns, and return what the Store keeps instead. Blocks; raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{name}.partial"
+    partial = folder / f"{name}.{os.urandom(4).hex()}.partial"  # a put that is asked again writes beside itself
     with partial.open("wb") as file:
         file.write(payload)
         file.flush()
@@ -111,9 +111,11 @@ def read_payload(folder: Path, stored: bytes) -> bytes:
 
 
 def remove_payloads(folder: Path, trajectories: list[str]) -> None:
-    """Delete the files of samples that ended. Blocks; a file that is gone already is no error."""
-    for trajectory in trajectories:
-        (folder / trajectory).unlink(missing_ok=True)
+    """Delete the files of all attempts of samples that ended. Blocks; a file that is gone already is no error."""
+    ended = {tuple(trajectory.split(".")) for trajectory in trajectories}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if tuple(path.name.split(".")[:2]) in ended:
+            path.unlink(missing_ok=True)
 
 
 def _digest(payload: bytes) -> str:

@@ -78,7 +78,7 @@ MUTATIONS: dict[str, Mutation] = {
         "the ticket's attempt check",
         (
             Edit(Intake, "put", "ticket.attempt != member.attempt", "False"),
-            Edit(Intake, "_store", "or member.attempt != trajectory.ticket.attempt", ""),
+            Edit(Intake, "_store", "member.attempt != trajectory.ticket.attempt", "False"),
         ),
     ),
     "credit": Mutation(
