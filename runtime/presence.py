@@ -51,7 +51,7 @@ class Presence:
 
     async def end(self) -> None:
         """Leave for good."""
-        async with self._renewing:  # a renewal under way would take the lease again
+        async with self._renewing:  # a renewal or a return under way would take the lease again
             self._state = "stopped"
             await self._registry.withdraw(self._record())
 
@@ -68,7 +68,7 @@ class Presence:
             self._measure_cpu()
             self._report_refusals()
             try:
-                await self._renew()
+                await self.renew()
                 now = asyncio.get_running_loop().time()
                 if now - last > STOPPED_S:
                     await self._rejoin(now - last)
@@ -82,7 +82,8 @@ class Presence:
                 f"{self._name}: a newer incarnation {how} the name; this one ({self.incarnation}) must end"
             )
 
-    async def _renew(self) -> None:
+    async def renew(self) -> None:
+        """Keep the lease for another while. Raises ActorFailed where a newer incarnation has taken the name."""
         async with self._renewing:
             if self._state != "stopped":
                 await self._publish("took")
@@ -92,14 +93,18 @@ class Presence:
 
         Where the lease has lapsed the run has gone on without this actor. It comes back as a new incarnation: whatever was meant
         for the old one, or still says so, is refused. The renewal that was just answered may have reached the Store before the process
-        was stopped, so another one shows that nobody has the name.
+        was stopped, so another one shows that nobody has the name, between the draw and its use: whoever took the name before the
+        draw is newer than the old incarnation, and whoever does after it is newer than the new one.
         """
         if silent_s > LEASE_TTL_S:
-            await self._renew()
-            self.incarnation = await self._store.increment("incarnation", at_least=self.incarnation + 1)
-            self._dispatch.incarnation = self.incarnation
-            self._metrics.count("actor/registered_anew")
-            await self._registry.publish(self._record())
+            async with self._renewing:
+                if self._state == "stopped":
+                    return
+                drawn = await self._store.increment("incarnation", at_least=self.incarnation + 1)
+                await self._publish("took")
+                self.incarnation = self._dispatch.incarnation = drawn
+                self._metrics.count("actor/registered_anew")
+                await self._publish("took")
         self._log.warning("rejoined", silent_s=round(silent_s, 1), incarnation=self.incarnation)
         if self._state == "ready":
             self._beat += 1  # a suspect has to be seen to beat more than once

@@ -1,7 +1,7 @@
 """Who is in the run and where: leased records in the Store, mirrored in each process and kept fresh by an event stream."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -114,12 +114,13 @@ class Directory:
         self._wake()
         return {name}
 
-    def suspect(self, address: str, beat: int) -> set[str]:
-        """The link to `address` broke: treat its actor as gone until it is seen to beat again."""
+    def suspect(self, address: str, beats: Mapping[int, int]) -> set[str]:
+        """The link to `address` broke: treat its actor as gone until it is seen to beat again. `beats` are known, by incarnation."""
         record = self.at(address)
         if record is None:
             return set()
-        self._suspects[record.name] = msgspec.structs.replace(record, beat=max(beat, record.beat))
+        beat = max(record.beat, beats.get(record.incarnation, 0))
+        self._suspects[record.name] = msgspec.structs.replace(record, beat=beat)
         return self.remove(record.name, record.incarnation)
 
     @property
@@ -153,7 +154,7 @@ class Registry:
         self._store = store
         self._directory = directory
         self._on_change = on_change
-        self._beats: dict[str, int] = {}
+        self._beats: dict[int, int] = {}
         self._after = 0
         self._looking = False
 
@@ -201,8 +202,8 @@ class Registry:
         records = await list_actors(self._store)
         joined: set[str] = set()
         left: set[str] = set()
+        self._beats = {record.incarnation: record.beat for record in records}
         for record in records:
-            self._beats[self._directory.seen_from_here(record).address] = record.beat
             if record.state == "ready":
                 j, gone = self._directory.add(record)
                 joined |= j
@@ -216,7 +217,7 @@ class Registry:
 
     async def lost(self, address: str) -> None:
         """The transport lost its link to `address`."""
-        left = self._directory.suspect(address, self._beats.get(address, 0))
+        left = self._directory.suspect(address, self._beats)
         if not left:
             return
         await self._on_change(set(), left)

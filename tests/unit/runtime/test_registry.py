@@ -28,7 +28,7 @@ async def test_a_suspect_returns_only_when_it_is_seen_to_beat_again():
     directory = Directory()
     directory.add(record("engine-1", 5))
 
-    left = directory.suspect("mem://engine-1.5", beat=7)
+    left = directory.suspect("mem://engine-1.5", {5: 7, 4: 900})
 
     assert left == {"engine-1"}
     assert directory.add(record("engine-1", 5, beat=8)) == (set(), set())
