@@ -78,6 +78,10 @@ class Beside:
         else:
             self._parked.setdefault(handler.spec.method, deque()).append(delivery)
 
+    def end(self) -> None:
+        """The actor stops: what is parked is not begun any more."""
+        self._parked.clear()
+
     def forget(self, peer: Peer) -> None:
         """The link is gone: what it asked for is cancelled where its handler does not outlive it."""
         for letter in (letter for parked in self._parked.values() for letter in parked):

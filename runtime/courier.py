@@ -248,6 +248,7 @@ class Courier:
             if self._routes.get((record.address, record.name)) is not route:
                 raise NotSent(f"the link to {record.name} broke before sending")
             if route.account.take(size):
+                route.wake(1)  # a grant of many bytes in few messages reaches further than those it woke
                 return
 
     def _credit(self, peer: Peer, target: str, messages: int, size_bytes: int) -> None:

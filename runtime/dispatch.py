@@ -108,6 +108,10 @@ class Dispatcher:
                 letter.peer = NOBODY
         self._beside.forget(peer)
 
+    def end(self) -> None:
+        """The actor stops: nothing that waits is begun any more."""
+        self._beside.end()
+
     async def consume(self, actor: Actor) -> None:
         """Handle letters until cancelled: in order, but for handlers that declare a concurrency."""
         self._time = asyncio.get_running_loop().time

@@ -23,6 +23,7 @@ from runtime.observe.waits import Waits
 from runtime.presence import Presence
 from runtime.ref import Ref
 from runtime.registry import BEAT_S, NODE, ActorRecord, Directory, Registry
+from runtime.store.errors import StoreUnavailable
 from runtime.store.store import Store
 
 if TYPE_CHECKING:
@@ -90,7 +91,10 @@ class Kernel:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                await self._serve()
+                try:
+                    await self._serve()
+                finally:
+                    self._dispatch.end()
                 for task in list(self._owned):
                     task.cancel()
         finally:
@@ -236,7 +240,10 @@ class Kernel:
         self.spawn(self._told(message), name=f"{self.name}.tell_node")
 
     async def _finished(self, message: Finish, node: str) -> None:
-        """The node agent may be stopped, or its link broken, just now."""
+        """The node agent may be stopped, or its link broken, just now. Who was replaced while it was stopped has no say in how the job ends."""
+        if message.failed:
+            with suppress(StoreUnavailable):
+                await self._presence.renew()
         while True:
             try:
                 await self.ref(node).ask(message, timeout=FINISH_S)

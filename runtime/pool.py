@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from runtime.pool_errors import WorkerKilled
+from runtime.pool_errors import NoWorker, WorkerKilled
 from runtime.pool_limits import Limits, shortcoming
 from runtime.pool_process import WorkerProcess
 from runtime.pool_worker import FOREIGN
@@ -45,6 +45,7 @@ class WorkerPool:
         self._ended: set[WorkerProcess] = set()
         self._homes: dict[str, WorkerProcess] = {}
         self._starting = asyncio.Lock()
+        self._closed = False
 
     @property
     def num_alive(self) -> int:
@@ -62,6 +63,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Kill every worker and wait for its end; calls in flight end as WorkerKilled."""
+        self._closed = True
         workers = [worker for worker in (*self._workers, *self._ended) if worker is not None]
         self._workers = [None] * len(self._workers)
         self._homes.clear()
@@ -136,6 +138,8 @@ class WorkerPool:
         return min((worker for worker in self._workers if worker is not None), key=lambda worker: worker.load)
 
     async def _start(self, index: int) -> None:
+        if self._closed:
+            raise NoWorker("the pool was closed")
         old = self._workers[index]
         if old is not None and old.alive:
             return
@@ -145,6 +149,9 @@ class WorkerPool:
         self._ended = {worker for worker in self._ended if not worker.over}
         worker = WorkerProcess(self._limits, self._on_output)
         await worker.start()
+        if self._closed:
+            worker.kill("the pool was closed")
+            raise NoWorker("the pool was closed")
         self._workers[index] = worker
         for target, deadline_s in self._preloaded.items():
             # Calls sent from now on wait behind it. How it ends is for the call that needs the target to say.

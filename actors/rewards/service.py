@@ -80,7 +80,7 @@ class RewardService(Actor):
             batch = [(request, reply) for request, reply in batch if not reply.done()]
             if batch:
                 await self._answer(batch)
-            else:
+            elif not self._waiting:
                 self._arrived.clear()
                 await self._arrived.wait()
 

@@ -1,0 +1,70 @@
+"""A pool of workers that is closed while a call is in flight, with real processes."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from actors.config import RewardSection
+from actors.messages.rewards import Score
+from actors.rewards.local import LocalScorer
+from actors.rewards.service import RewardService, RewardServiceConfig
+from bus.memory import MemoryTransport
+from bus.transport import Identity
+from runtime.blob_memory import MemoryBlobStore
+from runtime.kernel import Kernel
+from runtime.observe.log import logger
+from tests.simulation.test_kernel import Client, cluster
+
+USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"
+
+
+async def test_no_worker_is_started_behind_the_end_of_the_pool():
+    """A call that was in flight when the pool was closed is tried again: that starts a worker which nobody ends."""
+    scorer = LocalScorer(RewardSection(functions=[f"{USER}:hang"], workers=1, timeout_s=60.0))
+    assert await scorer.start() == ""
+    score = Score("t", ("x",), msgspec.msgpack.encode({"turns": 1}))
+    async with asyncio.TaskGroup() as tasks:
+        scoring = tasks.create_task(scorer.score([score]))
+        await asyncio.sleep(0.5)
+        await scorer.close()
+        await asyncio.wait([scoring], timeout=5.0)
+        left = scorer.num_workers
+        scoring.cancel()
+    await scorer.close()
+    assert left == 0
+
+
+async def test_a_reward_service_that_stopped_leaves_no_worker(tmp_path):
+    """The same through the kernel: in a program that embeds the job the worker stays for as long as the program."""
+    async with cluster(tmp_path) as made:
+        config = {"reward": {"functions": [f"{USER}:hang"], "workers": 1, "timeout_s": 60.0}}
+        kernel = Kernel(
+            RewardService,
+            RewardServiceConfig.model_validate(config),
+            name="reward_service-1",
+            incarnation=await made.store.increment("incarnation"),
+            run=made.run,
+            transport=MemoryTransport(Identity("test", "reward_service-1", 1), made.network),
+            store=made.store,
+            blobs=MemoryBlobStore(),
+            log=logger("rubato.test"),
+        )
+        service = kernel.build()
+        serving = made.tasks.create_task(kernel.serve())
+        await kernel.ready.wait()
+        client, _ = await made.start(Client, "client-1")
+        score = Score("t", ("x",), msgspec.msgpack.encode({"turns": 1}))
+        asking = client.ref("reward_service").ask(score, timeout=30, retry=False)
+        ask = made.tasks.create_task(_quiet(asking))
+        await asyncio.sleep(0.5)
+        kernel.stop()
+        await serving
+        left = service._scorer.num_workers
+        await service._scorer.close()
+        await ask
+        assert left == 0
+
+
+async def _quiet(ask):
+    await asyncio.gather(ask, return_exceptions=True)
