@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 from actors.engines.engine import Chunk, Work
 from actors.engines.tokens import joined, shifted, unpack_ids
-from actors.messages.generation import Aborted, Completion, Generate, Tokens
+from actors.messages.generation import HANDED_BACK, Aborted, Completion, Generate, Tokens
 
 
 class Flight:
@@ -24,6 +24,11 @@ class Flight:
         """The engine has it; before, it waits for weights."""
         self.task: asyncio.Task[None]
         self.result: asyncio.Future[Completion | Aborted] = asyncio.get_running_loop().create_future()
+
+    @property
+    def ending(self) -> bool:
+        """Nobody may join any more; one that is handed back has its tokens for whoever asks."""
+        return self.abandoned or self.abort_reason not in ("", HANDED_BACK)
 
     def work(self) -> Work:
         """The request as the engine sees it. Raises ValueError when its prompt is malformed."""

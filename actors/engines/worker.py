@@ -120,7 +120,7 @@ class EngineWorker(Actor):
         result = self._flights.result(request.request_id)
         if result is not None:
             return result
-        while (flight := self._flights.running.get(request.request_id)) is not None and flight.abandoned:
+        while (flight := self._flights.running.get(request.request_id)) is not None and flight.ending:
             await asyncio.wait([flight.task])
         if flight is None:
             if self._draining:
@@ -154,8 +154,7 @@ class EngineWorker(Actor):
             result = error
         finally:
             self._reports.discard(flight.request.request_id)
-            keep = not (isinstance(result, Aborted) and result.reason == HANDED_BACK)
-            self._flights.close(flight, result, keep=keep)
+            self._flights.close(flight, result, keep=isinstance(result, Completion))
 
     async def _run(self, flight: Flight) -> Completion | Aborted:
         _, weights = self._started()

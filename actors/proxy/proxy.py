@@ -97,6 +97,12 @@ class LLMProxy(Actor):
             self._flights.finish(flight, outcome)
             self.metrics.observe("proxy/latency_s", loop.time() - began)
             return outcome
+        except (
+            NotSent,
+            Refused,
+            Unknown,
+        ) as error:  # its deadline passed, which says nothing of the request: it may come again
+            return Aborted(flight.request.request_id, flight.tokens, str(error))
         finally:
             self._flights.leave(flight)
             self.metrics.gauge("proxy/in_flight", len(self._flights))

@@ -112,8 +112,10 @@ class Roster:
                 if self._suspended:
                     await ref.ask(Suspend(), timeout=COMMAND_S)
                 status = await ref.ask(Inspect(), timeout=INSPECT_S)
-                if status.suspended or not self._suspended:
+                if status.suspended == self._suspended:
                     break
+                if status.suspended:
+                    await ref.ask(Resume(), timeout=COMMAND_S)
             except AskFailed as error:
                 self._actor.log.warning("engine_not_inspected", engine=name, error=str(error))
                 await asyncio.sleep(pause_s)
