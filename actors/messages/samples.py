@@ -1,13 +1,18 @@
 """Samples: the SampleBuffer's protocol with environment managers and the trainer."""
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import msgspec
 
 from actors.messages.generation import Span
 from bus.message import Ack, Message, Request
+from bus.tensor import Buffer
 
 Purpose = Literal["train", "eval"]
+
+PART_BYTES = 32 * 1024 * 1024
+"""Half of what a frame may have."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -125,12 +130,23 @@ class DrawEpoch(Request[Epoch], frozen=True):
 
 
 class Batch(Message, frozen=True):
-    """Groups bound to `step`, oldest first: each is a tuple of MessagePack-encoded Trajectory."""
+    """Groups bound to `step`, oldest first."""
 
     step: int
-    groups: tuple[tuple[bytes, ...], ...]
+    parts: tuple[Buffer, ...]
+    """The groups as MessagePack, cut into pieces: together they may be larger than a frame."""
     stale: int
     """Samples dropped as stale by this hand-over."""
+
+    @classmethod
+    def of(cls, step: int, groups: Sequence[Sequence[bytes]], stale: int) -> "Batch":
+        whole = memoryview(msgspec.msgpack.encode(groups))
+        return cls(step, tuple(Buffer(whole[at : at + PART_BYTES]) for at in range(0, len(whole), PART_BYTES)), stale)
+
+    @property
+    def groups(self) -> tuple[tuple[bytes, ...], ...]:
+        """Each is a tuple of MessagePack-encoded Trajectory. Decoded anew each time."""
+        return msgspec.msgpack.decode(b"".join(part.data for part in self.parts), type=tuple[tuple[bytes, ...], ...])
 
 
 class NotReady(Message, frozen=True):

@@ -1,5 +1,6 @@
 """Hands batches to the trainer: a step's samples are bound once, trained in order, and committed behind a durable checkpoint."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from actors.samples.repair import Repair
 from actors.samples.sample import PayloadLost, is_filed
 from planning.staleness import HandOver, hand_over, min_version
 from runtime.store.errors import OutOfOrder, StaleEpoch
-from runtime.store.workset import Item, WorkSet
+from runtime.store.workset import Claimed, Item, WorkSet
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -40,9 +41,15 @@ class TrainerDesk:
         self._repair = repair
         self._read_payload = read_payload
         self._log = log
+        self._turn = asyncio.Lock()
+        """No epoch is drawn between a claim and what the book makes of it, or while another one is drawn: answers may come late."""
 
     async def draw_epoch(self, request: DrawEpoch) -> Epoch:
         """A trainer takes over from its checkpoint of `request.step`, which is committed here if it was not."""
+        async with self._turn:
+            return await self._draw_epoch(request)
+
+    async def _draw_epoch(self, request: DrawEpoch) -> Epoch:
         epoch = await self._journal.steadily(partial(self._workset.new_epoch, request.at_least))
         self._book.epoch = epoch
         await self._commit(request.step, epoch)
@@ -73,7 +80,10 @@ class TrainerDesk:
             return self.not_ready(request, plan)
         await self._journal.flush()
         bind = partial(self._workset.claim, request.groups, plan.min_version, request.step, request.epoch)
-        claimed = await self._journal.steadily(bind)
+        async with self._turn:
+            return await self._claimed(request, plan, await self._journal.steadily(bind))
+
+    async def _claimed(self, request: Claim, plan: HandOver, claimed: Claimed) -> Batch | NotReady:
         stale = sum(
             self._intake.dropped_as_stale(self._book.groups[name])
             for name in claimed.dropped
@@ -85,7 +95,7 @@ class TrainerDesk:
         if self._book.bind(request.step, {name for name, _ in claimed.groups}):
             await self._repair.find_lost()
         groups = [await self._payloads(items) for _, items in claimed.groups]
-        return Batch(step=request.step, groups=tuple(groups), stale=stale)
+        return Batch.of(request.step, groups, stale)
 
     def not_ready(self, request: Claim, plan: HandOver) -> NotReady:
         """The answer when the wait ends without a batch."""

@@ -17,6 +17,9 @@ MANIFEST = "manifest.json"
 NAMED = re.compile(r"step_([0-9]+)")
 """Folders of any other name are somebody else's."""
 
+UNNAMED = re.compile(r"\.?waiting_[0-9]+\.([0-9]+)")
+"""A checkpoint that does not count yet, with the epoch of its trainer (actors/training/saving.py)."""
+
 
 class Manifest(msgspec.Struct):
     """What a checkpoint folder claims to hold."""
@@ -90,21 +93,31 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what a process that was killed had begun to write or never named."""
+def prune(folder: Path, keep: int, epoch: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what a process that was killed had begun to write or never named, as `drop_unnamed`."""
     found = by_step(folder)
     for path in (*found[: max(0, len(found) - keep)], *folder.glob(".*.replaced")):
         shutil.rmtree(path, ignore_errors=True)
-    drop_unnamed(folder)
+    drop_unnamed(folder, epoch)
 
 
-def drop_unnamed(folder: Path) -> None:
-    """Remove what was begun or never named. Whoever wakes and would name it then finds it whole or gone."""
+def drop_unnamed(folder: Path, epoch: int) -> None:
+    """Remove what trainers of epochs up to `epoch` had begun or never named. Whoever wakes and would name it then finds it whole or gone.
+
+    What a newer one has begun stays: the caller itself may have been replaced while it was stopped.
+    """
     for path in folder.glob("waiting_*"):
         with suppress(OSError):
-            path.rename(path.with_name(f".{path.name}.dropped"))
+            if _epoch_of(path) <= epoch:
+                path.rename(path.with_name(f".{path.name}.dropped"))
     for path in (*folder.glob(".*.building"), *folder.glob(".*.dropped")):
-        shutil.rmtree(path, ignore_errors=True)
+        if _epoch_of(path) <= epoch:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _epoch_of(path: Path) -> int:
+    found = UNNAMED.match(path.name)
+    return int(found[1]) if found else 0
 
 
 def by_step(folder: Path) -> list[Path]:

@@ -53,4 +53,4 @@ class Saver:
                     f"checkpoint {step} is gone: a trainer of a later epoch took over and removed it"
                 ) from None
             await buffer.ask(Commit(step, epoch), timeout=ASK_S)
-        await actor.offload(checkpoints.prune, self._folder, self._keep)
+        await actor.offload(checkpoints.prune, self._folder, self._keep, epoch)

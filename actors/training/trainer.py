@@ -118,7 +118,7 @@ class Trainer(Actor):
             newest, passed_over = await self.offload(checkpoints.newest, folder)
             self._step, epoch = await self.offload(self._engine.load, model, newest)
             drawn = await self._buffer.ask(DrawEpoch(epoch + 1, self._step), timeout=ASK_S)
-            await self.offload(checkpoints.drop_unnamed, folder)
+            await self.offload(checkpoints.drop_unnamed, folder, drawn.epoch)
             if checkpoints.by_step(folder) == there:
                 return newest, passed_over, drawn
 

@@ -61,7 +61,7 @@ class Buffer(Actor):
 
     @handler
     async def claim(self, request: Claim) -> Batch | NotReady:
-        return Batch(request.step, ((msgspec.msgpack.encode(TRAJECTORY),),), 0)
+        return Batch.of(request.step, ((msgspec.msgpack.encode(TRAJECTORY),),), 0)
 
     @handler(concurrency=4)
     async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:

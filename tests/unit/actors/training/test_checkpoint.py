@@ -56,27 +56,28 @@ def test_old_checkpoints_are_pruned_by_step_and_not_by_name(tmp_path):
     for step in (2, 9, 10):
         checkpoint.write(tmp_path / f"step_{step}", FILES, step=step, epoch=1)
 
-    checkpoint.prune(tmp_path, 2)
+    checkpoint.prune(tmp_path, 2, epoch=1)
 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_9"]
 
 
-def test_pruning_keeps_the_newest_and_clears_what_a_killed_process_had_begun(tmp_path):
+def test_pruning_keeps_the_newest_and_clears_what_replaced_trainers_had_begun(tmp_path):
     for step in (5, 10, 15):
         checkpoint.write(tmp_path / f"step_{step}", {"a": b"x"}, step=step, epoch=1)
-    for name in (".step_20.building", ".step_15.replaced", "waiting_20.1"):
+    newer = [".waiting_25.3.building", "waiting_20.3"]
+    for name in (".step_20.building", ".step_15.replaced", "waiting_20.1", ".waiting_20.2.building", *newer):
         (tmp_path / name).mkdir()
 
-    checkpoint.prune(tmp_path, keep=2)
+    checkpoint.prune(tmp_path, keep=2, epoch=2)
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_15"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*newer, "step_10", "step_15"])
 
 
 def test_what_was_never_named_is_gone_for_whoever_would_name_it_later(tmp_path):
     checkpoint.write(tmp_path / "step_5", {"a": b"x"}, step=5, epoch=1)
     checkpoint.write(tmp_path / "waiting_10.1", {"a": b"y"}, step=10, epoch=1)
 
-    checkpoint.drop_unnamed(tmp_path)
+    checkpoint.drop_unnamed(tmp_path, epoch=2)
 
     with pytest.raises(FileNotFoundError):
         checkpoint.rename(tmp_path / "waiting_10.1", tmp_path / "step_10")
@@ -102,7 +103,7 @@ def test_a_folder_of_another_name_is_neither_loaded_nor_removed(tmp_path, name):
     for step in (5, 10):
         checkpoint.write(tmp_path / f"step_{step}", FILES, step=step, epoch=1)
 
-    checkpoint.prune(tmp_path, keep=1)
+    checkpoint.prune(tmp_path, keep=1, epoch=1)
 
     assert checkpoint.newest(tmp_path) == (tmp_path / "step_10", [])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["step_10", name])

@@ -1,0 +1,126 @@
+"""A trainer that was replaced while it was stopped, and wakes in the middle of a checkpoint."""
+
+import asyncio
+
+import msgspec
+
+from actors.messages.samples import Batch, Claim, Close, NotReady
+from actors.training import checkpoint as checkpoints
+from actors.training.section import CheckpointSection, CheckSection, EvalSection
+from bus.memory import MemoryNetwork
+from bus.message import Ack
+from runtime.actor import Actor, ActorConfig, RunInfo, handler
+from runtime.clock import run_virtual
+from runtime.messages import Finish
+from runtime.registry import list_actors
+from runtime.store.memory import MemoryStore
+from sim.simtest.toys import ToyTrainEngine
+from tests.simulation.test_trainer import Buffer, ToyTrainer, kernel_of
+
+
+class Node(Actor):
+    role = "node"
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.over = []
+
+    @handler
+    async def finished(self, message: Finish) -> Ack:
+        self.over.append(message)
+        return Ack()
+
+
+class Ends(Buffer):
+    @handler
+    async def close(self, request: Close) -> Ack:
+        return Ack()
+
+
+class Late(Ends):
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.awake = asyncio.Event()
+
+    @handler
+    async def claim(self, request: Claim) -> Batch | NotReady:
+        await self.awake.wait()
+        return await super().claim(request)
+
+
+CONFIG = {"check": CheckSection(enabled=False), "eval": EvalSection(every=0, final_num_tasks=0)}
+
+
+def test_a_replaced_trainer_that_wakes_behind_its_commit_leaves_its_successors_checkpoint_alone(tmp_path):
+    """It was stopped between the COMMIT of its last checkpoint and the pruning that follows."""
+
+    async def main():
+        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 2, window_s=5.0)
+        config = ToyTrainer.Config(checkpoint=CheckpointSection(every=2), **CONFIG)
+        async with asyncio.TaskGroup() as tasks:
+            serving = {}
+            for cls, settings in ((Node, ActorConfig()), (Ends, ActorConfig()), (ToyTrainer, config)):
+                kernel = kernel_of(cls, settings, network, store, run)
+                serving[cls] = kernel.build(), tasks.create_task(_of(kernel))
+                await kernel.ready.wait()
+            folder = tmp_path / "checkpoints"
+            await asyncio.sleep(4.0)  # a checkpoint waits for the window of 5 s
+            assert list(folder.glob("waiting_*"))
+            checkpoints.prune(folder, 2, 0)  # what is left of the old one's Saver._cover
+            await asyncio.sleep(20.0)
+            ended = serving[ToyTrainer][1].done() and serving[ToyTrainer][1].result()
+            for _, task in serving.values():
+                task.cancel()
+            return ended, serving[Ends][0].committed
+
+    ended, committed = run_virtual(main)
+    assert (ended, committed) == (False, [2])
+
+
+def test_a_replaced_trainer_that_wakes_in_the_middle_of_a_checkpoint_does_not_end_the_job(tmp_path):
+    """Its successor removed what it was writing, which is no full disk."""
+
+    class Stopped(ToyTrainEngine):
+        def save(self, folder, *, epoch):
+            write = checkpoints._write
+
+            def stopped_in_it(path, content):
+                digest = write(path, content)
+                checkpoints.drop_unnamed(folder.parent, epoch + 1)  # the successor's Trainer._take_over, meanwhile
+                return digest
+
+            checkpoints._write = stopped_in_it
+            try:
+                super().save(folder, epoch=epoch)
+            finally:
+                checkpoints._write = write
+
+    class StoppedTrainer(ToyTrainer):
+        def _build(self):
+            return Stopped(lambda *_: None, lambda *_: None)
+
+    async def main():
+        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 2)
+        config = ToyTrainer.Config(checkpoint=CheckpointSection(every=1), **CONFIG)
+        async with asyncio.TaskGroup() as tasks:
+            serving = {}
+            for cls, settings in ((Node, ActorConfig()), (Late, ActorConfig()), (StoppedTrainer, config)):
+                kernel = kernel_of(cls, settings, network, store, run)
+                serving[cls] = kernel.build(), tasks.create_task(_of(kernel))
+                await kernel.ready.wait()
+            await asyncio.sleep(0.5)
+            (mine,) = [r for r in await list_actors(store) if r.name == "trainer-1"]
+            record = msgspec.msgpack.encode(msgspec.structs.replace(mine, incarnation=2, address="memory://successor"))
+            assert await store.lease("actor/trainer-1", 2, record, 10.0)  # the successor has the name before it wakes
+            serving[Late][0].awake.set()
+            await asyncio.sleep(5.0)
+            for _, task in serving.values():
+                task.cancel()
+            return [f.reason for f in serving[Node][0].over if f.failed]
+
+    assert run_virtual(main) == []
+
+
+async def _of(kernel):
+    (ended,) = await asyncio.gather(kernel.serve(), return_exceptions=True)
+    return repr(ended)
