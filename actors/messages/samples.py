@@ -140,6 +140,7 @@ class Batch(Message, frozen=True):
 
     @classmethod
     def of(cls, step: int, groups: Sequence[Sequence[bytes]], stale: int) -> "Batch":
+        """A batch of these `groups`, each of MessagePack-encoded Trajectory."""
         whole = memoryview(msgspec.msgpack.encode(groups))
         return cls(step, tuple(Buffer(whole[at : at + PART_BYTES]) for at in range(0, len(whole), PART_BYTES)), stale)
 

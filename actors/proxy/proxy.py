@@ -97,11 +97,8 @@ class LLMProxy(Actor):
             self._flights.finish(flight, outcome)
             self.metrics.observe("proxy/latency_s", loop.time() - began)
             return outcome
-        except (
-            NotSent,
-            Refused,
-            Unknown,
-        ) as error:  # its deadline passed, which says nothing of the request: it may come again
+        except (NotSent, Refused, Unknown) as error:
+            # Its deadline passed, which says nothing against the request: it may come again.
             return Aborted(flight.request.request_id, flight.tokens, str(error))
         finally:
             self._flights.leave(flight)

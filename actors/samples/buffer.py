@@ -40,7 +40,7 @@ from actors.samples.recovery import Records, rebuild
 from actors.samples.repair import Repair
 from actors.samples.sample import file_payload, read_payload
 from actors.samples.section import SamplesSection
-from actors.samples.waiting import gauges, why_no_tickets, why_unfinished, why_waiting
+from actors.samples.waiting import ENV_MANAGER, gauges, why_no_tickets, why_unfinished, why_waiting
 from bus.errors import AskFailed
 from bus.message import Ack
 from planning.staleness import HandOver
@@ -53,8 +53,6 @@ ResultT = TypeVar("ResultT")
 
 HINT_S = 1.0
 """A manager that grants no credit for this long misses the hint; every reply carries the standing too."""
-
-ENV_MANAGER = "env_manager"
 
 
 class SampleBuffer(Actor):
@@ -243,8 +241,7 @@ class SampleBuffer(Actor):
         return plan
 
     def _waits_for_slots(self) -> Wait:
-        limit = f"staleness.alpha={self._book.alpha}"
-        wait = self.waits.on("tickets", stage="slots", limit=limit, idle=True)
+        wait = self.waits.on("tickets", stage="slots", limit=f"staleness.alpha={self._book.alpha}", idle=True)
         return wait.told(lambda: why_no_tickets(self._book))
 
     async def _whole(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from actors.messages.samples import Purpose, Ticket
-from actors.samples.sample import seed_of, trajectory_id
+from actors.samples.sample import Note, seed_of, trajectory_id
 
 State = Literal["pending", "running", "putting", "scored", "failed"]
 """`putting` is written before the sample itself: after a crash the WorkSet tells whether it arrived."""
@@ -85,6 +85,18 @@ class Group(msgspec.Struct, array_like=True):
         """As `version`, but of the tokens that are there already."""
         known = (m.version_first for m in self.members if m.state in ("putting", "scored"))
         return min(known, default=now)
+
+    def note(self, member: Member) -> bytes:
+        """What the ledger says of a member that ends without a stored sample."""
+        came = member.state in ("putting", "scored")
+        note = Note(
+            attempt=member.attempt,
+            task=self.task,
+            version_first=member.version_first if came else -1,
+            reward=member.reward if came else None,
+            reason=member.reason,
+        )
+        return msgspec.msgpack.encode(note)
 
     def ticket(self, index: int, *, run_seed: int, alpha: int) -> Ticket:
         """The newest ticket of member `index`. Held-out rollouts have no staleness bound."""

@@ -16,7 +16,7 @@ from actors.messages.samples import GiveUp, Trajectory
 from actors.samples.book import Book
 from actors.samples.groups import Group, Member
 from actors.samples.journal import Journal
-from actors.samples.sample import INLINE_BYTES, Note, note_of, trajectory_id
+from actors.samples.sample import INLINE_BYTES, note_of, trajectory_id
 from actors.samples.wake import Wake
 from planning.staleness import is_stale
 from runtime.store.workset import Item, WorkSet
@@ -149,7 +149,7 @@ class Intake:
     async def log_end(self, group: Group, trajectory: str, member: Member, note: bytes = b"") -> None:
         """Write a member's end into the WorkSet, once however often it is asked; nothing happens to a sample that is held."""
         fate = member.fate or group.fate
-        note = note or _note(group, member)
+        note = note or group.note(member)
         if await self._journal.steadily(partial(self._workset.end, trajectory, group.id, fate, note)):
             self._count_ended(fate, 1)
             self._wakes.ended.set()
@@ -186,8 +186,7 @@ class Intake:
 
         What is held goes last: a sample that comes meanwhile is known to have ended, or goes with the others.
         """
-        fate = group.fate if group.fate and not group.trainable else fate
-        group.fate = fate
+        group.fate = fate = group.fate if group.fate and not group.trainable else fate
         self._book.changed(group.id)
         await self._journal.flush()
         for index, member in enumerate(group.members):
@@ -292,15 +291,3 @@ class Intake:
         self._metrics.count(f"samples/{fate}", num)
         if fate == "stale":
             self._metrics.count("staleness/dropped", num)
-
-
-def _note(group: Group, member: Member) -> bytes:
-    came = member.state in ("putting", "scored")
-    note = Note(
-        attempt=member.attempt,
-        task=group.task,
-        version_first=member.version_first if came else -1,
-        reward=member.reward if came else None,
-        reason=member.reason,
-    )
-    return msgspec.msgpack.encode(note)
