@@ -5,7 +5,7 @@ from enum import IntEnum
 import msgspec
 
 
-class Kind(IntEnum):
+class EnvelopeKind(IntEnum):
     """What an envelope is; every ask ends with one of OK … DRAINING, or with its deadline."""
 
     ASK = 1

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from bus.codec import decode_frame
-from bus.envelope import Envelope, Kind
+from bus.envelope import Envelope, EnvelopeKind
 from bus.errors import BadFrame, LinkRefused
 from bus.outbox import Outbox
 from bus.transport import Identity, Peer
@@ -18,7 +18,7 @@ PROTOCOL = 1
 
 BodyT = TypeVar("BodyT")
 
-_HANDSHAKE = frozenset({Kind.HELLO, Kind.WELCOME, Kind.REFUSED})
+_HANDSHAKE = frozenset({EnvelopeKind.HELLO, EnvelopeKind.WELCOME, EnvelopeKind.REFUSED})
 
 
 class Greeting(msgspec.Struct, array_like=True, frozen=True):
@@ -47,7 +47,7 @@ class Link:
         self._identity = identity
         self._accepted = accepted
         if not accepted:
-            self.outbox.add(_greeting(Kind.HELLO, identity))
+            self.outbox.add(_greeting(EnvelopeKind.HELLO, identity))
 
     def arrived(self, frame: bytes | bytearray | memoryview) -> list[Envelope]:
         """What the frame holds for the runtime. Raises LinkRefused or BadFrame when the link must end.
@@ -63,14 +63,14 @@ class Link:
     def refuse(self, reason: str) -> None:
         """Answer with REFUSED and nothing else; what waited for this peer is dropped."""
         self.outbox = Outbox()
-        self.outbox.add(_envelope(Kind.REFUSED, msgspec.msgpack.encode(reason)))
+        self.outbox.add(_envelope(EnvelopeKind.REFUSED, msgspec.msgpack.encode(reason)))
         self.is_open = False
         self.is_refused = True
 
     def _shake_hands(self, first: Envelope) -> None:
-        if first.kind == Kind.REFUSED and not self._accepted:
+        if first.kind == EnvelopeKind.REFUSED and not self._accepted:
             raise LinkRefused(f"refused: {_decoded(first, str)}")
-        expected = Kind.HELLO if self._accepted else Kind.WELCOME
+        expected = EnvelopeKind.HELLO if self._accepted else EnvelopeKind.WELCOME
         if first.kind != expected or self.is_open:
             raise LinkRefused(f"a link begins with one {expected.name}, got an envelope of kind {first.kind}")
         greeting = _decoded(first, Greeting)
@@ -93,14 +93,14 @@ class Link:
         self.peer_name = greeting.name
         self.is_open = True
         if self._accepted:
-            self.outbox.add(_greeting(Kind.WELCOME, ours))
+            self.outbox.add(_greeting(EnvelopeKind.WELCOME, ours))
 
 
-def _greeting(kind: Kind, identity: Identity) -> Envelope:
+def _greeting(kind: EnvelopeKind, identity: Identity) -> Envelope:
     return _envelope(kind, msgspec.msgpack.encode(Greeting(PROTOCOL, *identity)))
 
 
-def _envelope(kind: Kind, body: bytes) -> Envelope:
+def _envelope(kind: EnvelopeKind, body: bytes) -> Envelope:
     return Envelope(kind, 0, "", 0, "", 0, b"", "", 0, msgspec.Raw(body))
 
 

@@ -14,7 +14,7 @@ from bus.envelope import Envelope
 from bus.errors import BadAddress, BadFrame, LinkRefused
 from bus.faults import FaultPlan, LinkFaults, Partition
 from bus.link import Link
-from bus.memory_link import End
+from bus.memory_link import LinkEnd
 from bus.outbox import Frame
 from bus.refusals import Refusals
 from bus.transport import Delivery, Identity, Peer
@@ -51,7 +51,7 @@ class MemoryNetwork:
         if self._endpoints.get(address) is endpoint:
             del self._endpoints[address]
 
-    def connect(self, near: End) -> End | None:
+    def connect(self, near: LinkEnd) -> LinkEnd | None:
         """Join `near` to whoever is bound at its peer's address; None when nobody is."""
         far_transport = self._endpoints.get(str(near.link.peer))
         if far_transport is None:
@@ -90,7 +90,7 @@ class MemoryNetwork:
             faults.add(partition)
         return faults
 
-    def _ends(self, sender: str, receiver: str) -> Iterator[End]:
+    def _ends(self, sender: str, receiver: str) -> Iterator[LinkEnd]:
         """The ends from which a link leads from `sender` to `receiver`."""
         for endpoint in list(self._endpoints.values()):
             for end in endpoint.ends():
@@ -112,8 +112,8 @@ class MemoryTransport:
         """The context it was started in; what arrives is handed over in it."""
         self._network = network
         self._address = address or f"{MEMORY}://{identity.name}.{identity.incarnation}"
-        self._ends: dict[Peer, End] = {}
-        self._dirty: list[End] = []
+        self._ends: dict[Peer, LinkEnd] = {}
+        self._dirty: list[LinkEnd] = []
         self._is_running = False
         self._deliver: Callable[[Delivery], None]
         self._down: Callable[[Peer, str], None]
@@ -138,7 +138,7 @@ class MemoryTransport:
         if end is None:
             if isinstance(peer, bytes):
                 return
-            end = self._ends[peer] = End(self, Link(peer, self.identity, accepted=False))
+            end = self._ends[peer] = LinkEnd(self, Link(peer, self.identity, accepted=False))
             if self._network.connect(end) is None:
                 self.loop.call_soon(self.lost, end.link, f"nobody listens at {peer}")
         end.link.outbox.add(envelope, buffers)
@@ -162,7 +162,7 @@ class MemoryTransport:
         self._stop(keep=False)
         self._network.unbind(self._address, self)
 
-    def ends(self) -> list[End]:
+    def ends(self) -> list[LinkEnd]:
         """The links it has."""
         return list(self._ends.values())
 
@@ -171,11 +171,11 @@ class MemoryTransport:
         if self._network.tap is not None:
             self._network.tap(self.identity.name, receiver.identity.name, what)
 
-    def accept(self, peer: bytes) -> End:
-        end = self._ends[peer] = End(self, Link(peer, self.identity, accepted=True))
+    def accept(self, peer: bytes) -> LinkEnd:
+        end = self._ends[peer] = LinkEnd(self, Link(peer, self.identity, accepted=True))
         return end
 
-    def arrived(self, end: End, frame: Frame) -> None:
+    def arrived(self, end: LinkEnd, frame: Frame) -> None:
         """A frame landed here."""
         link = end.link
         if not self._is_running or link.is_refused:
@@ -203,7 +203,7 @@ class MemoryTransport:
         if link.is_open or isinstance(link.peer, str):
             self._down(link.peer, reason)
 
-    def _refuse(self, end: End, reason: str, *, was_open: bool) -> None:
+    def _refuse(self, end: LinkEnd, reason: str, *, was_open: bool) -> None:
         if isinstance(end.link.peer, str):
             end.hang_up(reason, keep=False)
             self.lost(end.link, reason)
@@ -213,7 +213,7 @@ class MemoryTransport:
         if was_open:
             self._down(end.link.peer, reason)
 
-    def _mark(self, end: End) -> None:
+    def _mark(self, end: LinkEnd) -> None:
         if not self._dirty:
             self.loop.call_soon(self._flush, context=self.context)
         self._dirty.append(end)

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from bus.memory import MemoryTransport
 
 
-class End:
+class LinkEnd:
     """One end of a link and the direction that leads away from it: a queue that only ever loses its tail."""
 
     def __init__(self, owner: "MemoryTransport", link: Link) -> None:
         self.owner = owner
         self.link = link
         self.is_over = False
-        self.far: End | None = None
+        self.far: LinkEnd | None = None
         self._is_snapped = False
         self._faults: LinkFaults | None = None
         self._flying: deque[tuple[float, Frame | str]] = deque()
@@ -32,7 +32,7 @@ class End:
     def far_name(self) -> str:
         return self.far.owner.identity.name if self.far is not None else ""
 
-    def join(self, far: "End", faults: LinkFaults | None) -> None:
+    def join(self, far: "LinkEnd", faults: LinkFaults | None) -> None:
         self.far = far
         self._faults = faults
         self._watch_silence()

@@ -20,7 +20,7 @@ from bus.keys import Keys
 from bus.refusals import Refusals
 from bus.zmq_ends import LINGER_MS, Caller
 from bus.zmq_sockets import Context, bind_to, new_router
-from bus.zmq_wire import LAST_WORDS, Monitor, Wire
+from bus.zmq_wire import LAST_WORDS, SocketMonitor, Wire
 
 _FAILURES = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it left or was too slow during the handshake",
@@ -55,7 +55,7 @@ class Door:
         self._failure = ""
         self._router = new_router(context)
         # It listens before the first peer can come.
-        self._monitor = Monitor(context, self._router, "door", _EVENTS, loop, self._changed)
+        self._monitor = SocketMonitor(context, self._router, "door", _EVENTS, loop, self._changed)
         self._wire = Wire(self._router, loop, self._arrived, routed=True, drained=drained)
 
     def bind(self, where: str, keys: Keys | None) -> str:

@@ -9,7 +9,7 @@ from bus.end import ABSENT, GONE
 from bus.errors import BadAddress
 from bus.keys import Keys
 from bus.zmq_sockets import Context, connect_to, new_dealer
-from bus.zmq_wire import LAST_WORDS, Monitor, Wire
+from bus.zmq_wire import LAST_WORDS, SocketMonitor, Wire
 from bus.zmtp import Heard
 
 LINGER_MS = 500
@@ -42,7 +42,9 @@ class Dealer:
         self._ended = ended
         dealer = new_dealer(context)
         try:
-            self._monitor = Monitor(context, dealer, name, sum(_OVER), loop, lambda event, _: self._changed(event))
+            self._monitor = SocketMonitor(
+                context, dealer, name, sum(_OVER), loop, lambda event, _: self._changed(event)
+            )
         except zmq.ZMQError:
             dealer.close(0)
             raise

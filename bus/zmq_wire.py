@@ -156,7 +156,7 @@ class Wire:
         return True
 
 
-class Monitor:
+class SocketMonitor:
     """Reports what happens to the connections of `watched`, from before its first `connect` or `bind`: (event, value)."""
 
     def __init__(

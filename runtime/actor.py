@@ -21,13 +21,13 @@ from typing import (
 )
 
 from bus.message import Message, Request, reply_types, tag_of
-from runtime.config import Section
+from runtime.config.config import Section
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from runtime.blobs import BlobStore
-    from runtime.config import Config as Job
+    from runtime.blobs.blob import BlobStore
+    from runtime.config.config import Config as Job
     from runtime.observe.metrics import Metrics
     from runtime.observe.trace import Trace
     from runtime.observe.waits import Waits

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from bus.envelope import Kind
+from bus.envelope import EnvelopeKind
 from bus.message import Message
 from bus.transport import Delivery, Peer
 from runtime.actor import HandlerSpec
@@ -16,7 +16,7 @@ from runtime.deadline import current_deadline, current_trace
 NOBODY = b""
 """The peer of letters whose link is gone: they are handled, and what is posted to it goes nowhere."""
 
-_ASK = int(Kind.ASK)
+_ASK = int(EnvelopeKind.ASK)
 
 
 class Handler(NamedTuple):

@@ -11,7 +11,7 @@ import msgspec
 
 from bus.codec import NOT_OURS, body_decoder, decode_body, encode_body
 from bus.credit import Account
-from bus.envelope import Envelope, Kind
+from bus.envelope import Envelope, EnvelopeKind
 from bus.errors import AskFailed, BadFrame, BusError, Failed, NotSent, Refused, Unknown
 from bus.message import Message, Request, reply_types
 from bus.transport import Delivery, Peer, Transport
@@ -26,16 +26,18 @@ SWEEP_S = 0.05
 
 NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 
-_ASK, _TELL, _CANCEL, _OK, _CREDIT = (int(k) for k in (Kind.ASK, Kind.TELL, Kind.CANCEL, Kind.OK, Kind.CREDIT))
+_ASK, _TELL, _CANCEL, _OK, _CREDIT = (
+    int(k) for k in (EnvelopeKind.ASK, EnvelopeKind.TELL, EnvelopeKind.CANCEL, EnvelopeKind.OK, EnvelopeKind.CREDIT)
+)
 """To look a member of Kind up costs as much as to decode an envelope."""
 
 REFUSALS: Mapping[int, str] = {
-    Kind.EXPIRED: "its deadline passed before the handler started",
-    Kind.WRONG_INCARNATION: "it was meant for another incarnation",
-    Kind.NO_ACTOR: "no such actor lives there",
-    Kind.OVERLOADED: "its mailbox is full",
-    Kind.DRAINING: "it is draining",
-    Kind.BAD_BODY: "it could not decode the message",
+    EnvelopeKind.EXPIRED: "its deadline passed before the handler started",
+    EnvelopeKind.WRONG_INCARNATION: "it was meant for another incarnation",
+    EnvelopeKind.NO_ACTOR: "no such actor lives there",
+    EnvelopeKind.OVERLOADED: "its mailbox is full",
+    EnvelopeKind.DRAINING: "it is draining",
+    EnvelopeKind.BAD_BODY: "it could not decode the message",
 }
 
 
@@ -280,7 +282,7 @@ def _reply(pending: Pending, envelope: Envelope, buffers: Sequence[memoryview]) 
             return decode_body(expected.reply, envelope.body, buffers) if buffers else expected.decode(envelope.body)
         except (BadFrame, *NOT_OURS) as error:
             raise Failed(f"{_what(pending)}: its reply could not be decoded: {error}") from error
-    if kind in (Kind.ERROR, Kind.BAD_BODY):
+    if kind in (EnvelopeKind.ERROR, EnvelopeKind.BAD_BODY):
         raise Failed(f"{_what(pending)}: {_text(envelope.body)}")
     raise Refused(f"{_what(pending)}: {REFUSALS.get(kind, 'refused')}")
 

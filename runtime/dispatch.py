@@ -1,7 +1,7 @@
 """The incoming half of a process: from arrived envelope to handler to reply.
 
 A handler that takes one message at a time is awaited by the consumer itself: no task, no timer and no queue per message. Constants
-stand for members of `Kind`, because looking a member up costs as much as decoding an envelope.
+stand for members of `EnvelopeKind`, because looking a member up costs as much as decoding an envelope.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import msgspec
 
 from bus.codec import NOT_OURS, body_decoder, decode_body, encode_body
 from bus.credit import Grants, charge
-from bus.envelope import Envelope, Kind
+from bus.envelope import Envelope, EnvelopeKind
 from bus.errors import AskFailed, BadFrame, BusError
 from bus.message import Message
 from bus.transport import Delivery, Peer, Transport
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 BREATH = 256
 """Letters handled before the consumer lets the loop run: long enough to amortise, short enough to stay under 20 ms."""
 
-_ASK, _TELL, _CANCEL, _OK, _CREDIT = (int(k) for k in (Kind.ASK, Kind.TELL, Kind.CANCEL, Kind.OK, Kind.CREDIT))
+_ASK, _TELL, _CANCEL, _OK, _CREDIT = (
+    int(k) for k in (EnvelopeKind.ASK, EnvelopeKind.TELL, EnvelopeKind.CANCEL, EnvelopeKind.OK, EnvelopeKind.CREDIT)
+)
 
 SHOWN_S = 1.0
 """A handler that holds the mailbox up for longer is shown as a wait."""
@@ -86,10 +88,10 @@ class Dispatcher:
         elif envelope.target != self._name:
             # The sender's account is that of the actor it meant.
             self._grant(delivery.peer, envelope.target, 1, charge(_size(delivery)))
-            self._refuse(delivery, Kind.NO_ACTOR)
+            self._refuse(delivery, EnvelopeKind.NO_ACTOR)
         elif envelope.incarnation and envelope.incarnation != self.incarnation:
             self.consumed(delivery)
-            self._refuse(delivery, Kind.WRONG_INCARNATION)
+            self._refuse(delivery, EnvelopeKind.WRONG_INCARNATION)
         elif envelope.tag in self._system:
             self.consumed(delivery)
             self._system[envelope.tag](delivery)
@@ -98,7 +100,7 @@ class Dispatcher:
                 delivery.deadline = envelope.budget_us / 1e6 + self._time()
             if not self._mailbox.put(delivery):
                 self.consumed(delivery)
-                self._refuse(delivery, Kind.OVERLOADED)
+                self._refuse(delivery, EnvelopeKind.OVERLOADED)
 
     def forget(self, peer: Peer) -> None:
         """The link is gone: its credit starts anew, and what it asked for is cancelled where its handler does not outlive it."""
@@ -169,7 +171,7 @@ class Dispatcher:
             tag, body, buffers = encode_body(message)
         except (BusError, TypeError) as error:
             self._log.error("bad_reply", tag=envelope.tag, error=str(error))
-            self._reply_error(delivery, Kind.ERROR, f"{self._name}: its reply cannot travel: {error}")
+            self._reply_error(delivery, EnvelopeKind.ERROR, f"{self._name}: its reply cannot travel: {error}")
             return
         if envelope.key and not buffers:
             self._replies.keep(envelope.key, tag, body)
@@ -181,7 +183,7 @@ class Dispatcher:
         """The decoded message; None when it was answered or refused without running."""
         envelope = delivery.envelope
         if delivery.deadline and delivery.deadline <= self._time():
-            self._refuse(delivery, Kind.EXPIRED)
+            self._refuse(delivery, EnvelopeKind.EXPIRED)
             return None
         if envelope.key:
             known = self._replies.get(envelope.key)
@@ -194,18 +196,18 @@ class Dispatcher:
             return handler.decode(envelope.body)
         except (BadFrame, *NOT_OURS) as error:
             self._log.warning("bad_body", tag=envelope.tag, sender=envelope.sender, error=str(error))
-            self._reply_error(delivery, Kind.BAD_BODY, f"{envelope.tag}: {error}")
+            self._reply_error(delivery, EnvelopeKind.BAD_BODY, f"{envelope.tag}: {error}")
             return None
 
     def _unknown(self, actor: Actor, delivery: Delivery) -> None:
         self.consumed(delivery)
         text = f"{type(actor).__name__} has no handler for {delivery.envelope.tag}"
-        self._reply_error(delivery, Kind.BAD_BODY, text)
+        self._reply_error(delivery, EnvelopeKind.BAD_BODY, text)
 
     def failed(self, handler: Handler, delivery: Delivery, error: Exception) -> None:
         if not isinstance(error, AskFailed | BusError):
             self._log.error("handler_failed", handler=handler.spec.method, error=repr(error), exc_info=error)
-        self._reply_error(delivery, Kind.ERROR, f"{self._name}: {type(error).__name__}: {error}")
+        self._reply_error(delivery, EnvelopeKind.ERROR, f"{self._name}: {type(error).__name__}: {error}")
 
     def _cancel(self, delivery: Delivery) -> None:
         peer, ask_id = delivery.peer, delivery.envelope.id
@@ -226,11 +228,11 @@ class Dispatcher:
     def _grant(self, peer: Peer, target: str, messages: int, size_bytes: int) -> None:
         self._transport.post(peer, Envelope(_CREDIT, size_bytes, target, 0, "", 0, b"", "", messages, NOTHING))
 
-    def _refuse(self, delivery: Delivery, kind: Kind) -> None:
+    def _refuse(self, delivery: Delivery, kind: EnvelopeKind) -> None:
         if delivery.envelope.kind == _ASK:
             self._post(delivery, kind, "", NOTHING, ())
 
-    def _reply_error(self, delivery: Delivery, kind: Kind, text: str) -> None:
+    def _reply_error(self, delivery: Delivery, kind: EnvelopeKind, text: str) -> None:
         if delivery.envelope.kind == _ASK:
             self._post(delivery, kind, "", msgspec.Raw(msgspec.msgpack.encode(text)), ())
 

@@ -14,8 +14,8 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
 from bus.transport import Identity
 from runtime.actor import Actor, ActorConfig, Context, RunInfo, handler
-from runtime.blob_memory import MemoryBlobStore
-from runtime.config import Config
+from runtime.blobs.memory import MemoryBlobStore
+from runtime.config.config import Config
 from runtime.errors import ActorFailed, first_cause
 from runtime.kernel import NODE, Kernel
 from runtime.launch.folder import RunFolder
@@ -70,7 +70,7 @@ class _Listener(Actor):
         self._news = asyncio.Event()
 
 
-class Job:
+class EmbeddedJob:
     """A running embedded job, as `embed` yields it."""
 
     def __init__(self, config: Config, folder: Path, store: Store, network: MemoryNetwork) -> None:
@@ -175,7 +175,7 @@ async def embed(
     force: bool = False,
     store: Store | None = None,
     network: MemoryNetwork | None = None,
-) -> AsyncGenerator[Job]:
+) -> AsyncGenerator[EmbeddedJob]:
     """Run `config`'s actors in this event loop for the length of the block.
 
     `folder` becomes a run folder; one that holds a run is refused (LaunchError) unless `force`, which takes away what that run wrote. `extra` actors
@@ -192,7 +192,7 @@ async def embed(
         held.config.touch(mode=0o600)
         held.config.write_text(config.dump())
         held.commit()
-        job = Job(config, held.path, store or MemoryStore(), network or MemoryNetwork())
+        job = EmbeddedJob(config, held.path, store or MemoryStore(), network or MemoryNetwork())
         raised: Exception | None = None
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from runtime.actor import Actor, ActorConfig
-from runtime.config import Config
+from runtime.config.config import Config
 from runtime.errors import LaunchError, first_cause
 from runtime.launch.connection import Connection, connect
 from runtime.registry import list_actors

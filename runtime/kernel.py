@@ -12,7 +12,7 @@ from bus.errors import AskFailed
 from bus.message import Ack, Message
 from bus.transport import Delivery, Transport
 from runtime.actor import Actor, RunInfo
-from runtime.blobs import BlobStore
+from runtime.blobs.blob import BlobStore
 from runtime.courier import Courier
 from runtime.deadline import current_deadline, current_trace
 from runtime.dispatch import Dispatcher

@@ -54,7 +54,7 @@ class ActorRecord(msgspec.Struct, frozen=True):
     """Where actors on other hosts reach it; `address` is for those of its own."""
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True):
+class MembershipEvent(msgspec.Struct, frozen=True, array_like=True):
     """One change of membership."""
 
     kind: Literal["ready", "left"]
@@ -165,7 +165,7 @@ class Registry:
 
     async def announce(self, kind: Literal["ready", "left"], record: ActorRecord) -> None:
         bare = msgspec.structs.replace(record, metrics={}, waits=[], stages=[])
-        await self._store.append("events", msgspec.msgpack.encode(Event(kind, bare)))
+        await self._store.append("events", msgspec.msgpack.encode(MembershipEvent(kind, bare)))
 
     async def withdraw(self, record: ActorRecord) -> None:
         """Leave for good; nothing happens where a newer incarnation took over."""
@@ -195,7 +195,7 @@ class Registry:
                 continue
             for index, value in entries:
                 self._after = index
-                await self._apply(msgspec.msgpack.decode(value, type=Event))
+                await self._apply(msgspec.msgpack.decode(value, type=MembershipEvent))
 
     async def relist(self) -> None:
         """Compare the mirror with the leases themselves."""
@@ -239,7 +239,7 @@ class Registry:
         except StoreUnavailable:
             return  # `watch` compares again once it is back
 
-    async def _apply(self, event: Event) -> None:
+    async def _apply(self, event: MembershipEvent) -> None:
         if event.kind == "ready":
             joined, left = self._directory.add(event.record)
         else:

@@ -11,21 +11,21 @@ from dataclasses import dataclass, field
 
 from runtime.errors import ConfigError
 from sim.engine_model import EngineModel
-from sim.timeline import Event, Timeline
+from sim.timeline import SimEvent, Timeline
 
 MAX_STEPS = 256
 """Steps taken at once: their time is taken at their middle, which is exact while one roof of the two bounds all of them."""
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class BatchRequest:
     """One request: `context` tokens are known when it begins, `new_tokens` come."""
 
     session: str
     context: int
     new_tokens: int
     min_version: int
-    done: Event
+    done: SimEvent
     finish: int = 0
     """Step count of the engine at which it is complete."""
     entry: int = 0
@@ -50,7 +50,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class DecodeSpan:
     """Decode steps of a constant batch that begins with `context` tokens."""
 
     model: EngineModel
@@ -85,10 +85,10 @@ class ModelledEngine:
     told: Callable[["ModelledEngine"], None] = lambda engine: None
 
     def __post_init__(self) -> None:
-        self._waiting: deque[Job] = deque()
-        self._early: list[Job] = []
+        self._waiting: deque[BatchRequest] = deque()
+        self._early: list[BatchRequest] = []
         """They ask for weights that are not here yet."""
-        self._running: list[tuple[int, int, Job]] = []
+        self._running: list[tuple[int, int, BatchRequest]] = []
         self._batch = self._context = self._steps = self._serial = 0
         self._idle: OrderedDict[str, int] = OrderedDict()
         """Session -> tokens of its KV that are kept between its turns, the least recently used first."""
@@ -104,7 +104,7 @@ class ModelledEngine:
             raise ConfigError(
                 f"The workload has {asked}. Give the engine more GPUs, or the task a smaller max_context."
             )
-        job = Job(session, context, max(1, new_tokens), min_version, self.timeline.event())
+        job = BatchRequest(session, context, max(1, new_tokens), min_version, self.timeline.event())
         (self._waiting if min_version <= self.version else self._early).append(job)
         self._wake()
         await job.done
@@ -177,7 +177,7 @@ class ModelledEngine:
             self._begin(job)
         return seconds
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: BatchRequest) -> None:
         self._batch += 1
         self._context += job.context
         job.finish = self._steps + job.new_tokens
@@ -196,14 +196,14 @@ class ModelledEngine:
             self.forget(oldest)
         return True
 
-    async def _decode(self, changed: Event) -> None:
+    async def _decode(self, changed: SimEvent) -> None:
         """The steps up to the next completion, or up to the boundary after something changed."""
         while self._batch > 1 and not self._make_room(0):
             self._preempt()
         room = max(1, (self._room - self._context - self._idle_tokens) // self._batch)
         self._drop_left()
         most = min(self._running[0][0] - self._steps, room, MAX_STEPS)
-        span = Span(self.model, self._batch, self._context)
+        span = DecodeSpan(self.model, self._batch, self._context)
         began, steps = self.timeline.now, most
         self.timeline.at(began + span.seconds(most), changed.set)
         await changed
@@ -237,7 +237,7 @@ class ModelledEngine:
         job.context, job.new_tokens = has, left
         self._waiting.appendleft(job)
 
-    def _take_off(self, job: Job, held: int) -> None:
+    def _take_off(self, job: BatchRequest, held: int) -> None:
         job.entry = 0
         self._batch -= 1
         self._context -= held

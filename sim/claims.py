@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from runtime.config import Section
+from runtime.config.config import Section
 from runtime.errors import ConfigError
 
 Value = bool | float
@@ -43,7 +43,7 @@ class ClaimSpec(Section):
         return self
 
 
-class Claim(NamedTuple):
+class FigureClaim(NamedTuple):
     """A statement held against a run; `run.json` lists these."""
 
     name: str
@@ -64,7 +64,7 @@ class Claim(NamedTuple):
 
 def judge(
     specs: Sequence[ClaimSpec], figures: Mapping[str, Value], *, optional: Collection[str] = ()
-) -> tuple[Claim, ...]:
+) -> tuple[FigureClaim, ...]:
     """Every claim whose figure the run has.
 
     Claims named in `optional` are left out where an altered scenario has no figure for them. Any other claim without its figure, and
@@ -82,9 +82,9 @@ def judge(
     return tuple(_judged(spec, figures[spec.name]) for spec in specs if spec.name in figures)
 
 
-def _judged(spec: ClaimSpec, ours: Value) -> Claim:
+def _judged(spec: ClaimSpec, ours: Value) -> FigureClaim:
     shown = ours if isinstance(ours, bool) else float(f"{ours:.6g}")
-    return Claim(
+    return FigureClaim(
         spec.name, spec.paper, shown, spec.tolerance, _holds(spec, ours),
         spec.expected, spec.reason, spec.unit, spec.source,
     )  # fmt: skip
@@ -115,7 +115,7 @@ def _band(tolerance: str) -> tuple[str, float]:
     return kind, band
 
 
-def summary(claims: Sequence[Claim]) -> str:
+def summary(claims: Sequence[FigureClaim]) -> str:
     """The last line a run prints."""
     if not claims:
         return "simulated; no claim is about this run"

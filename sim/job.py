@@ -8,12 +8,12 @@ from pydantic import Field
 from actors.messages.samples import Ticket
 from actors.samples.book import Limits
 from actors.samples.groups import Group
-from runtime.config import Section
+from runtime.config.config import Section
 from sim.batching import ModelledEngine
 from sim.buffer_model import ModelledBuffer
 from sim.engine_model import EngineModel, EngineSpec
 from sim.proxy_model import ModelledProxy
-from sim.rollout import GaveUp, Stage, drawn_scores, play
+from sim.rollout import SimGaveUp, SimRolloutContext, drawn_scores, play
 from sim.timeline import Timeline
 from sim.training_model import TrainerSpec
 from sim.weight_sync import StoreSync
@@ -33,7 +33,7 @@ class PoolSpec(Section):
     """Task domains that are sent here; none means that every domain may come."""
 
 
-class JobSpec(Section):
+class ClusterJobSpec(Section):
     """What a job consists of; the same knobs as a live job's configuration."""
 
     pools: tuple[PoolSpec, ...] = Field(min_length=1)
@@ -49,7 +49,7 @@ class JobSpec(Section):
     max_attempts: int = Field(default=3, ge=1)
 
 
-class StepRow(NamedTuple):
+class ClusterStep(NamedTuple):
     """One training step; times in virtual seconds."""
 
     step: int
@@ -61,12 +61,12 @@ class StepRow(NamedTuple):
 
 
 @dataclass
-class Job:
+class ClusterJob:
     """`run` simulates all steps; what happened stands in the fields afterwards."""
 
-    spec: JobSpec
+    spec: ClusterJobSpec
     seed: int
-    rows: list[StepRow] = field(default_factory=list)
+    rows: list[ClusterStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.timeline = Timeline()
@@ -78,7 +78,7 @@ class Job:
         self.buffer = ModelledBuffer(self.timeline, limits, self.spec.alpha)
         self._tokens: dict[str, int] = {}
         mapped = allowed_engines(self.spec.pools)
-        self.stage = Stage(
+        self.stage = SimRolloutContext(
             self.timeline, ModelledProxy(self.timeline, self.engines), drawn_scores(self.timeline),
             version=lambda: self.buffer.book.version, allowed=lambda task: mapped.get(task, ()), alpha=self.spec.alpha,
         )  # fmt: skip
@@ -103,7 +103,7 @@ class Job:
         drawn = episode(task_of(self.spec.tasks, self.seed, ticket.group_id), self.seed, name, ticket.attempt)
         try:
             played = await play(self.stage, f"{name}.{ticket.attempt}", drawn, ticket.version)
-        except GaveUp as given_up:
+        except SimGaveUp as given_up:
             self.buffer.give_up(ticket, given_up.reason, retry=given_up.retry)
             return
         self._tokens[name] = drawn.tokens
@@ -121,7 +121,7 @@ class Job:
             await self.timeline.sleep(train_s)
             await self._publish(step)
             self.buffer.trained(step, batch)
-            row = StepRow(step, claimed, claimed - began, train_s, self.timeline.now, tokens)
+            row = ClusterStep(step, claimed, claimed - began, train_s, self.timeline.now, tokens)
             self.rows.append(row)
 
     async def _publish(self, step: int) -> None:

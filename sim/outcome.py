@@ -9,7 +9,7 @@ from sim.claims import Value
 Cell = str | int | float | bool
 
 
-class Progress(Protocol):
+class RunProgress(Protocol):
     """Told how far a run is; called from the runner's thread between two cells of its work."""
 
     def __call__(self, done: int, total: int, what: str) -> None: ...
@@ -30,7 +30,7 @@ class Plot(NamedTuple):
     size_in: tuple[float, float] = (8.0, 4.5)
 
 
-class Span(NamedTuple):
+class LaneSpan(NamedTuple):
     """A stretch of virtual time on a lane of a process, for the Chrome trace."""
 
     process: str
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunResult:
     """A run's results; nothing in it may depend on the wall clock or on the order of a set."""
 
     figures: Mapping[str, Value]
@@ -51,7 +51,7 @@ class Outcome:
     """By file name without .csv, such as phases, links, circuits, cost."""
     plots: Mapping[str, Plot] = field(default_factory=dict)
     """By file name without .png."""
-    spans: Sequence[Span] = ()
+    spans: Sequence[LaneSpan] = ()
     notes: Sequence[str] = ()
     """Conditions under which the figures hold, printed with them."""
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from planning.routing import choose
 from planning.snapshot import EngineView, RequestView
-from sim.timeline import Event, Timeline
+from sim.timeline import SimEvent, Timeline
 
 
 class RoutedEngine(Protocol):
@@ -32,7 +32,7 @@ class ModelledProxy:
         self._in_flight = dict.fromkeys(self.engines, 0)
         self._views: dict[str, EngineView] = {}
         self._sessions: dict[str, str] = {}
-        self._waiting: deque[tuple[RequestView, Collection[str], Event]] = deque()
+        self._waiting: deque[tuple[RequestView, Collection[str], SimEvent]] = deque()
         for engine in engines:
             engine.told = self._changed
             self._see(engine)

@@ -15,8 +15,8 @@ from tempfile import TemporaryFile
 from typing import Any, Final
 
 from runtime.errors import ConfigError
-from sim.claims import Claim
-from sim.outcome import Cell, Outcome, Plot, Span, Table
+from sim.claims import FigureClaim
+from sim.outcome import Cell, LaneSpan, Plot, RunResult, Table
 from sim.scenario import Scenario
 
 DPI = 130
@@ -69,7 +69,7 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def write(folder: Path, scenario: Scenario, outcome: Outcome, claims: Sequence[Claim], *, plots: bool) -> None:
+def write(folder: Path, scenario: Scenario, outcome: RunResult, claims: Sequence[FigureClaim], *, plots: bool) -> None:
     """Everything of one run into `folder`, where nothing of an earlier one is left. Raises ConfigError where it can't be written."""
     try:
         _write(folder, scenario, outcome, claims, plots=plots)
@@ -77,7 +77,7 @@ def write(folder: Path, scenario: Scenario, outcome: Outcome, claims: Sequence[C
         raise ConfigError(f"{folder} can't be written: {error.strerror}. Give another --out.") from error
 
 
-def _write(folder: Path, scenario: Scenario, outcome: Outcome, claims: Sequence[Claim], *, plots: bool) -> None:
+def _write(folder: Path, scenario: Scenario, outcome: RunResult, claims: Sequence[FigureClaim], *, plots: bool) -> None:
     if unknown := (outcome.tables.keys() - TABLES) | (outcome.plots.keys() - PLOTS):
         raise RuntimeError(f"sim/report.py must name {', '.join(sorted(unknown))}, or --force would leave it")
     if (folder / "run.json").exists():
@@ -91,7 +91,7 @@ def _write(folder: Path, scenario: Scenario, outcome: Outcome, claims: Sequence[
     (folder / "run.json").write_text(json.dumps(_summary(scenario, outcome, claims), indent=1) + "\n")
 
 
-def _summary(scenario: Scenario, outcome: Outcome, claims: Sequence[Claim]) -> dict[str, Any]:
+def _summary(scenario: Scenario, outcome: RunResult, claims: Sequence[FigureClaim]) -> dict[str, Any]:
     resolved = scenario.model_dump(mode="json")
     text = json.dumps(resolved, sort_keys=True)
     return {
@@ -133,7 +133,7 @@ def _write_plot(path: Path, plot: Plot, scenario: Scenario) -> None:
     figure.savefig(path, dpi=DPI)
 
 
-def trace(spans: Sequence[Span]) -> Mapping[str, Any]:
+def trace(spans: Sequence[LaneSpan]) -> Mapping[str, Any]:
     """The spans in the Chrome trace format; a process's and a lane's number follow their first appearance."""
     processes: dict[str, int] = {}
     lanes: dict[tuple[str, str], int] = {}

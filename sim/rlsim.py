@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runtime.errors import ConfigError
 from sim import claims, report, scenario
-from sim.outcome import Outcome, Progress
+from sim.outcome import RunProgress, RunResult
 
 SURPRISED = 3
 """Exit code where a claim's outcome differs from its expectation."""
@@ -36,7 +36,7 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(list(argv))
 
 
-def _simulated(loaded: scenario.Loaded, name: str) -> Outcome:
+def _simulated(loaded: scenario.Loaded, name: str) -> RunResult:
     import numpy as np
 
     try:
@@ -46,7 +46,7 @@ def _simulated(loaded: scenario.Loaded, name: str) -> Outcome:
         raise ConfigError(f"{name} can't be simulated: {scenario.reason(error)}.") from error
 
 
-def _with_bar(loaded: scenario.Loaded) -> Outcome:
+def _with_bar(loaded: scenario.Loaded) -> RunResult:
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -58,11 +58,11 @@ def _with_bar(loaded: scenario.Loaded) -> Outcome:
         def tell(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
 
-        progress: Progress = tell
+        progress: RunProgress = tell
         return loaded.kind.run(loaded.scenario, progress)
 
 
-def _print(stated: scenario.Scenario, outcome: Outcome, judged: Sequence[claims.Claim], folder: Path) -> None:
+def _print(stated: scenario.Scenario, outcome: RunResult, judged: Sequence[claims.FigureClaim], folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -32,7 +32,7 @@ class Generates(Protocol):
     def forget(self, session: str) -> None: ...
 
 
-class GaveUp(Exception):
+class SimGaveUp(Exception):
     """The rollout came to nothing: `reason` as the live manager names it, and whether the buffer may issue it again."""
 
     def __init__(self, reason: str, *, retry: bool) -> None:
@@ -41,7 +41,7 @@ class GaveUp(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class SimRolloutContext:
     """What all rollouts share. `version` tells where training stands; `allowed` the engines of a task, none meaning all."""
 
     timeline: Timeline
@@ -64,7 +64,7 @@ class Played:
     score_s: float = 0.0
 
 
-async def play(stage: Stage, session: str, episode: Episode, min_version: int = 0) -> Played:
+async def play(stage: SimRolloutContext, session: str, episode: Episode, min_version: int = 0) -> Played:
     """Raises GaveUp where resets or the reward fail, and at the turn at which no update can use it any more."""
     played, timeline, context = Played(), stage.timeline, 0
     try:
@@ -72,7 +72,7 @@ async def play(stage: Stage, session: str, episode: Episode, min_version: int = 
             await timeline.sleep(reset_s)
             played.reset_s += reset_s
         if len(episode.resets_s) > stage.reset_tries:
-            raise GaveUp("env_reset_failed", retry=False)
+            raise SimGaveUp("env_reset_failed", retry=False)
         for turn in episode.turns:
             _check_age(stage, played)
             context += turn.shown
@@ -90,11 +90,11 @@ async def play(stage: Stage, session: str, episode: Episode, min_version: int = 
     began = timeline.now
     await stage.score(session, episode)
     if not episode.scored:
-        raise GaveUp("reward_failed", retry=False)
+        raise SimGaveUp("reward_failed", retry=False)
     played.score_s = timeline.now - began
     return played
 
 
-def _check_age(stage: Stage, played: Played) -> None:
+def _check_age(stage: SimRolloutContext, played: Played) -> None:
     if played.version_first >= 0 and is_stale(played.version_first, stage.version(), stage.alpha):
-        raise GaveUp("stale", retry=True)
+        raise SimGaveUp("stale", retry=True)

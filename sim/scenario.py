@@ -7,14 +7,14 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
-from runtime.compose import compose
-from runtime.config import Section
-from runtime.config_errors import sentences
-from runtime.config_source import Source, given, read
+from runtime.config.compose import compose
+from runtime.config.config import Section
+from runtime.config.errors import sentences
+from runtime.config.source import ConfigSource, given, read
 from runtime.errors import ConfigError
 from sim.claims import ClaimSpec
 from sim.kinds import KINDS
-from sim.outcome import Outcome, Progress
+from sim.outcome import RunProgress, RunResult
 
 INCLUDE_DEPTH = 4
 """A file that includes itself is refused here."""
@@ -37,7 +37,7 @@ class Scenario(Section):
 
 def _launchable(job: dict[str, Any]) -> dict[str, Any]:
     try:
-        compose(Source(job, "job", {}))
+        compose(ConfigSource(job, "job", {}))
     except ConfigError as error:
         said = str(error).splitlines()[0].removeprefix("job")  # which the sentence about the key begins with
         raise ValueError(said.removeprefix(":").strip()) from error
@@ -48,18 +48,18 @@ LiveJob = Annotated[dict[str, Any], AfterValidator(_launchable)]
 """A live job's config as it is written, checked as `rubato launch` checks it: its actors' sections too."""
 
 
-class Kind(NamedTuple):
+class ScenarioKind(NamedTuple):
     """A kind of scenario: its fields, and the function that simulates it; ValueError from it means that the scenario is impossible."""
 
     scenario: type[Scenario]
-    run: Callable[[Any, Progress], Outcome]
+    run: Callable[[Any, RunProgress], RunResult]
 
 
 class Loaded(NamedTuple):
     """A checked scenario with its runner."""
 
     scenario: Scenario
-    kind: Kind
+    kind: ScenarioKind
     optional: frozenset[str]
     """The file's own claims, where overrides were given: these may leave the run without their figures."""
 
@@ -74,7 +74,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     own = tree.get("claims")
     changed = given(tree, overrides)
     tree = _included(changed.tree, path.parent)
-    source = Source(tree, str(path), source.lines, changed.overridden)
+    source = ConfigSource(tree, str(path), source.lines, changed.overridden)
     kind = _kind(source)
     try:
         scenario = kind.scenario.model_validate(tree)
@@ -87,13 +87,13 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 def reason(error: Exception) -> str:
     """Why something can't be simulated, in words."""
     if isinstance(error, ValidationError):
-        return sentences(error, Source({}, "", {}), BaseModel)[0].removeprefix(": ").rstrip(".")
+        return sentences(error, ConfigSource({}, "", {}), BaseModel)[0].removeprefix(": ").rstrip(".")
     if isinstance(error, ArithmeticError):
         return f"a figure is beyond what can be computed ({error})"
     return str(error).rstrip(".")
 
 
-def _kind(source: Source) -> Kind:
+def _kind(source: ConfigSource) -> ScenarioKind:
     name = source.tree.get("kind")
     module = KINDS.get(name) if isinstance(name, str) else None
     if module is None:

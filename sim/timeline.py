@@ -5,14 +5,14 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 
-class Event:
+class SimEvent:
     """Happens once, with a value. Awaiting one that has happened goes on at once; setting it again changes nothing."""
 
     __slots__ = ("_processes", "_timeline", "happened", "value")
 
     def __init__(self, timeline: "Timeline") -> None:
         self._timeline = timeline
-        self._processes: list[Process] = []
+        self._processes: list[SimProcess] = []
         self.happened = False
         self.value: Any = None
 
@@ -25,24 +25,24 @@ class Event:
             self._timeline.at(self._timeline.now, process.resume)
         self._processes.clear()
 
-    def __await__(self) -> Generator["Event", None, Any]:
+    def __await__(self) -> Generator["SimEvent", None, Any]:
         if not self.happened:
             yield self
         return self.value
 
-    def add(self, process: "Process") -> None:
+    def add(self, process: "SimProcess") -> None:
         """`process` goes on when this happens."""
         self._processes.append(process)
 
 
-class Process:
+class SimProcess:
     """A coroutine under way; `ended` happens with what it returned."""
 
     __slots__ = ("_coroutine", "ended")
 
-    def __init__(self, timeline: "Timeline", coroutine: Coroutine[Event, None, Any]) -> None:
+    def __init__(self, timeline: "Timeline", coroutine: Coroutine[SimEvent, None, Any]) -> None:
         self._coroutine = coroutine
-        self.ended = Event(timeline)
+        self.ended = SimEvent(timeline)
 
     def resume(self) -> None:
         """Run to the next event that has not happened."""
@@ -66,21 +66,21 @@ class Timeline:
         self._num += 1
         heapq.heappush(self._due, (max(self.now, when_s), self._num, call))
 
-    def event(self) -> Event:
-        return Event(self)
+    def event(self) -> SimEvent:
+        return SimEvent(self)
 
-    def start(self, coroutine: Coroutine[Event, None, Any]) -> Process:
+    def start(self, coroutine: Coroutine[SimEvent, None, Any]) -> SimProcess:
         """Run it up to its first wait; the rest follows in `run`."""
-        process = Process(self, coroutine)
+        process = SimProcess(self, coroutine)
         process.resume()
         return process
 
     async def sleep(self, seconds: float) -> None:
-        woken = Event(self)
+        woken = SimEvent(self)
         self.at(self.now + seconds, woken.set)
         await woken
 
-    def run(self, until: Event | None = None) -> None:
+    def run(self, until: SimEvent | None = None) -> None:
         """Go on until `until` has happened, or until nothing is due."""
         while self._due and not (until and until.happened):
             self.now, _, call = heapq.heappop(self._due)

@@ -24,9 +24,9 @@ from actors.training.trainer import Trainer
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.transport import Identity
 from runtime.actor import ActorConfig, RunInfo, handler
-from runtime.blob_memory import MemoryBlobStore
+from runtime.blobs.memory import MemoryBlobStore
 from runtime.clock import VirtualLoop
-from runtime.config import from_mapping
+from runtime.config.config import from_mapping
 from runtime.kernel import NODE, Kernel
 from runtime.launch.agent import NodeAgent
 from runtime.launch.local import Death

@@ -6,7 +6,7 @@ import httpx
 
 from actors.fabric.device import OcsDevice
 from actors.fabric.dialect import Dialect
-from actors.fabric.driver import Capabilities, Login
+from actors.fabric.driver import Login, SwitchCapabilities
 from actors.fabric.http_front import encoded
 from actors.fabric.restconf import Restconf
 from actors.fabric.sonic import SonicDriver
@@ -51,4 +51,4 @@ class FaultySwitch(OcsDevice):
 
     def driver(self):
         client = Restconf("http://switch", LOGIN, timeout_s=1, transport=httpx.MockTransport(self.answer))
-        return SonicDriver(client, Capabilities(self.num_ports, self.delay_s))
+        return SonicDriver(client, SwitchCapabilities(self.num_ports, self.delay_s))

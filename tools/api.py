@@ -22,7 +22,7 @@ PUBLIC = (
     "planning.routing",
     "planning.staleness",
     "runtime.actor",
-    "runtime.config",
+    "runtime.config.config",
     "runtime.embed",
     "runtime.errors",
     "runtime.guest",

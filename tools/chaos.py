@@ -25,8 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from actors.samples.audit import Expected, audit  # noqa: E402
-from runtime.config import Config, load  # noqa: E402
+from actors.samples.audit import AuditLimits, audit  # noqa: E402
+from runtime.config.config import Config, load  # noqa: E402
 from runtime.errors import RubatoError  # noqa: E402
 from tools.chaos_arguments import KINDS, chosen, parsed  # noqa: E402
 from tools.chaos_job import Job, Victim, output_of  # noqa: E402
@@ -217,7 +217,7 @@ def judge(job: Job, config: Config, steps: int) -> dict[str, Any]:
     """Hold what was written against what is promised."""
     train, alpha = config.section("train"), config.section("staleness").bound
     durable = config.state.durability == "always"
-    found = audit(job.folder, Expected(steps, train.batch_groups, train.group_size, alpha, durable))
+    found = audit(job.folder, AuditLimits(steps, train.batch_groups, train.group_size, alpha, durable))
     leaked = job.leaked()
     if leaked:
         found.problems.append(f"{len(leaked)} paths are left behind, first {leaked[0]}")

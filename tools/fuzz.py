@@ -22,14 +22,14 @@ import zmq
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bus.codec import encode_body
-from bus.envelope import Envelope, Kind
+from bus.envelope import Envelope, EnvelopeKind
 from bus.link import PROTOCOL, Greeting
 from bus.message import Message, Request
 from bus.tensor import Array
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blob_memory import MemoryBlobStore
+from runtime.blobs.memory import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import configure, logger
 from runtime.store.memory import MemoryStore
@@ -81,21 +81,21 @@ def corpus(incarnation: int) -> list[list[bytes]]:
         return msgspec.msgpack.encode(sent)
 
     return [
-        [frame(Kind.ASK)],
-        [frame(Kind.TELL, Kind.TELL, Kind.ASK)],
-        [frame(Kind.ASK, what=with_image), table, *map(bytes, buffers)],
-        [frame(Kind.CANCEL), b""],
-        [frame(Kind.CREDIT)],
-        [frame(Kind.OK, tag="Stepped")],
+        [frame(EnvelopeKind.ASK)],
+        [frame(EnvelopeKind.TELL, EnvelopeKind.TELL, EnvelopeKind.ASK)],
+        [frame(EnvelopeKind.ASK, what=with_image), table, *map(bytes, buffers)],
+        [frame(EnvelopeKind.CANCEL), b""],
+        [frame(EnvelopeKind.CREDIT)],
+        [frame(EnvelopeKind.OK, tag="Stepped")],
         [frame(*range(17))],
-        [frame(Kind.TELL, tag="Finish")[:-1] + b"\xc0"],
+        [frame(EnvelopeKind.TELL, tag="Finish")[:-1] + b"\xc0"],
         [greeting()],
     ]
 
 
 def greeting() -> bytes:
     body = msgspec.msgpack.encode(Greeting(PROTOCOL, RUN, "stranger-1", 1))
-    return msgspec.msgpack.encode([Envelope(Kind.HELLO, 0, "", 0, "", 0, b"", "", 0, msgspec.Raw(body))])
+    return msgspec.msgpack.encode([Envelope(EnvelopeKind.HELLO, 0, "", 0, "", 0, b"", "", 0, msgspec.Raw(body))])
 
 
 class Mutator:

@@ -18,7 +18,7 @@ from runtime.launch.children import die_with_parent
 from sim.simtest import mutations
 from sim.simtest.faults import DEFAULT, KINDS, Fault
 from sim.simtest.run import Bench, faults_of, run
-from sim.simtest.search import Finding, examine, first_catch
+from sim.simtest.search import SeedFinding, examine, first_catch
 
 CAUGHT_WITHIN = 1000
 """Seeds by which every mutation must be caught."""
@@ -67,9 +67,9 @@ def _seeds(args: argparse.Namespace) -> int:
         for i in range(jobs)
     ]  # fmt: skip
     common = ["--faults", args.faults, "--rounds", str(args.rounds), "--mutate", args.mutate]
-    began, findings = time.perf_counter(), list[Finding]()
+    began, findings = time.perf_counter(), list[SeedFinding]()
     for line in _lines([[*share, *common] for share in shares]):
-        finding = msgspec.json.decode(line, type=Finding)
+        finding = msgspec.json.decode(line, type=SeedFinding)
         findings.append(finding)
         if finding.failed:
             _print_failure(finding, args)
@@ -84,7 +84,7 @@ def _seeds(args: argparse.Namespace) -> int:
     return 1 if failures or missing else 0
 
 
-def _print_failure(finding: Finding, args: argparse.Namespace) -> None:
+def _print_failure(finding: SeedFinding, args: argparse.Namespace) -> None:
     again = "equal twice" if finding.replays else "DIFFERENT the second time"
     print(f"seed {finding.seed} FAILED: {finding.failed}")
     for fault in finding.faults:

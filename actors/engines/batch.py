@@ -19,7 +19,7 @@ QUERIES = 8
 """This many queries on a KV position cost about as much as reading it."""
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """Packed tokens [begin, end) of rows that attend together: a grid of B places with `width` queries each."""
 
     begin: int
@@ -48,21 +48,21 @@ class Piece(NamedTuple):
     """[end - begin, length], for a piece that continues a cached history."""
 
 
-class Batch(NamedTuple):
+class PackedBatch(NamedTuple):
     """T packed tokens of one step."""
 
     ids: Tensor
     positions: Tensor
     rows: Tensor
     """[T] where each token's key and value go: slot · max_len + position."""
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
     """They come first, in order; then the pieces."""
     pieces: tuple[Piece, ...]
     last: Tensor | None
     """[R] the tokens after which one is sampled; None when that is all of them, in order."""
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """What decides how attention is split: the cache's slot length, KV floats per position (K·D), queries per KV head, threads."""
 
     max_len: int
@@ -82,7 +82,7 @@ def _kind(num: int) -> int:
     return 0 if num == 1 else 1 if num <= SHORT else 2
 
 
-def build(rows: Sequence[Row], shape: Shape) -> Batch:
+def build(rows: Sequence[Row], shape: AttentionShape) -> PackedBatch:
     """Tensors for `rows`, which `arrange` ordered."""
     ids: list[int] = []
     positions: list[int] = []
@@ -106,12 +106,12 @@ def build(rows: Sequence[Row], shape: Shape) -> Batch:
     chosen = None if everywhere else torch.tensor(last, dtype=torch.int64, device=shape.device)
     groups, loose = _groups(rows, shape)
     pieces = _pieces(loose, groups[-1].end if groups else 0, shape)
-    return Batch(on_device[0], on_device[1], on_device[2], groups, pieces, chosen)
+    return PackedBatch(on_device[0], on_device[1], on_device[2], groups, pieces, chosen)
 
 
-def _groups(rows: Sequence[Row], shape: Shape) -> tuple[tuple[Group, ...], Sequence[Row]]:
+def _groups(rows: Sequence[Row], shape: AttentionShape) -> tuple[tuple[RowGroup, ...], Sequence[Row]]:
     """The groups that are worth it, and the rows that are left. Those come after every group, or the order would not hold."""
-    groups: list[Group] = []
+    groups: list[RowGroup] = []
     begin = 0
     kinds = [_kind(row.end - row.start) for row in rows]
     singles, shorts = kinds.count(0), kinds.count(1)
@@ -125,7 +125,7 @@ def _groups(rows: Sequence[Row], shape: Shape) -> tuple[tuple[Group, ...], Seque
     return tuple(groups), rows
 
 
-def _group(rows: Sequence[Row], begin: int, shape: Shape) -> Group | None:
+def _group(rows: Sequence[Row], begin: int, shape: AttentionShape) -> RowGroup | None:
     """Attend together when that costs less than row by row would: gathered, or as a range of slots where few are idle."""
     starts, ends, slots = np.array([(start, end, sequence.slot) for sequence, start, end in rows], np.int64).T
     sizes = ends - starts
@@ -147,10 +147,10 @@ def _group(rows: Sequence[Row], begin: int, shape: Shape) -> Group | None:
         places = torch.from_numpy(np.repeat(grid * width, sizes) + within).to(shape.device)
     index = torch.from_numpy(slots).to(shape.device) if gathered else None
     end = begin + int(sizes.sum())
-    return Group(begin, end, width, first, last, length, index, places, _mask(held, width, length, shape))
+    return RowGroup(begin, end, width, first, last, length, index, places, _mask(held, width, length, shape))
 
 
-def _mask(starts: np.ndarray, width: int, length: int, shape: Shape) -> Tensor:
+def _mask(starts: np.ndarray, width: int, length: int, shape: AttentionShape) -> Tensor:
     """Query j of a place sees the positions up to its start + j. Each is repeated for the heads folded into the query length."""
     hidden = np.arange(length) > (starts[:, None] + np.arange(width))[..., None]
     if width > 1:
@@ -159,7 +159,7 @@ def _mask(starts: np.ndarray, width: int, length: int, shape: Shape) -> Tensor:
     return mask.unsqueeze(1).to(shape.device)
 
 
-def _pieces(rows: Sequence[Row], begin: int, shape: Shape) -> tuple[Piece, ...]:
+def _pieces(rows: Sequence[Row], begin: int, shape: AttentionShape) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     for sequence, start, end in rows:
         num = end - start

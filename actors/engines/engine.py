@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from actors.messages.generation import Sampling, Tokens
 
 
-class Capabilities(NamedTuple):
+class EngineCapabilities(NamedTuple):
     """What an engine can do beyond the common contract; contract tests run per capability."""
 
     name: str
@@ -50,7 +50,7 @@ class Load(NamedTuple):
 class Engine(Protocol):
     """Generates for many requests at once. Every command takes effect between two decode steps, never inside one."""
 
-    capabilities: Capabilities
+    capabilities: EngineCapabilities
 
     async def start(self) -> None:
         """Load the model as version 0. Raises EngineError with one sentence when it can't."""

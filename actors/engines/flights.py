@@ -8,7 +8,7 @@ from actors.engines.tokens import joined, shifted, unpack_ids
 from actors.messages.generation import HANDED_BACK, Aborted, Completion, Generate, Tokens
 
 
-class Flight:
+class EngineRequest:
     """One request from its first ask to its result."""
 
     def __init__(self, request: Generate) -> None:
@@ -51,7 +51,7 @@ class Flights:
     """Running requests by id, and up to `results_kept` results, oldest forgotten first."""
 
     def __init__(self, results_kept: int) -> None:
-        self.running: dict[str, Flight] = {}
+        self.running: dict[str, EngineRequest] = {}
         self._results: OrderedDict[str, Completion | Aborted] = OrderedDict()
         self._results_kept = results_kept
         self._num_askers = 0
@@ -66,13 +66,15 @@ class Flights:
     def result(self, request_id: str) -> Completion | Aborted | None:
         return self._results.get(request_id)
 
-    def open(self, request: Generate) -> Flight:
+    def open(self, request: Generate) -> EngineRequest:
         """A new flight. The caller joins the running one itself, if there is one."""
-        flight = self.running[request.request_id] = Flight(request)
+        flight = self.running[request.request_id] = EngineRequest(request)
         self.idle.clear()
         return flight
 
-    def close(self, flight: Flight, result: Completion | Aborted | Exception | None, *, keep: bool = True) -> None:
+    def close(
+        self, flight: EngineRequest, result: Completion | Aborted | Exception | None, *, keep: bool = True
+    ) -> None:
         """The request ended: with a result for its askers, an error, or nothing when it was cancelled."""
         if isinstance(result, Exception):
             flight.result.set_exception(result)
@@ -88,17 +90,17 @@ class Flights:
         del self.running[flight.request.request_id]
         self._settle()
 
-    def forget(self, flight: Flight) -> None:
+    def forget(self, flight: EngineRequest) -> None:
         """Close a flight whose task ended without doing so: it was cancelled before it began."""
         if self.running.get(flight.request.request_id) is flight:
             self.close(flight, None)
 
-    def join(self, flight: Flight) -> None:
+    def join(self, flight: EngineRequest) -> None:
         """One more asker."""
         flight.askers += 1
         self._num_askers += 1
 
-    def leave(self, flight: Flight) -> None:
+    def leave(self, flight: EngineRequest) -> None:
         """An asker has its answer, or went away."""
         flight.askers -= 1
         self._num_askers -= 1

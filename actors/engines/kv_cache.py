@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.engines.batch import Batch, Group, Piece
+from actors.engines.batch import PackedBatch, Piece, RowGroup
 from actors.engines.engine import EngineError
 from actors.engines.model_config import ModelConfig
 
@@ -36,14 +36,14 @@ class KVCache:
         self._keys[layer].index_copy_(0, rows, keys)
         self._values[layer].index_copy_(0, rows, values)
 
-    def attend(self, layer: int, q_THD: Tensor, batch: Batch) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, batch: PackedBatch) -> Tensor:
         """Attention of the batch's tokens over what their slots hold, themselves included: [T, H·D]."""
         keys, values = self._key_slots[layer], self._value_slots[layer]
         parts = [self._together(keys, values, q_THD, group) for group in batch.groups]
         parts += [_alone(keys, values, q_THD, piece) for piece in batch.pieces]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _together(self, keys: Tensor, values: Tensor, q_THD: Tensor, group: Group) -> Tensor:
+    def _together(self, keys: Tensor, values: Tensor, q_THD: Tensor, group: RowGroup) -> Tensor:
         """Heads that share a KV head are folded into the query length, so nothing is repeated."""
         heads, folded, size = self._groups
         num, width = group.mask.shape[0], group.width
@@ -58,7 +58,7 @@ class KVCache:
         return out if group.places is None else out.index_select(0, group.places)
 
 
-def _of(table: Tensor, group: Group) -> Tensor:
+def _of(table: Tensor, group: RowGroup) -> Tensor:
     if group.slots is None:
         return table[group.first : group.last, : group.length]
     return table[:, : group.length].index_select(0, group.slots)

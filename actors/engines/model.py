@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.engines.batch import Batch
+from actors.engines.batch import PackedBatch
 from actors.engines.kv_cache import KVCache
 from actors.engines.model_config import ModelConfig
 from actors.engines.model_weights import Layer, Weights
 
 
-def forward(config: ModelConfig, weights: Weights, turns: Tensor, cache: KVCache, batch: Batch) -> Tensor:
+def forward(config: ModelConfig, weights: Weights, turns: Tensor, cache: KVCache, batch: PackedBatch) -> Tensor:
     """Write the batch's keys and values into `cache`; returns float32 logits [R, vocab] of its `last` rows.
 
     `turns` is `rotations(…)` for every position. T packed tokens, E hidden, H heads, K KV heads, D head size.
@@ -42,7 +42,7 @@ def _norm(x_TE: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 
 
 def _attention(
-    config: ModelConfig, layer: Layer, i: int, x_TE: Tensor, turn: Tensor, cache: KVCache, batch: Batch
+    config: ModelConfig, layer: Layer, i: int, x_TE: Tensor, turn: Tensor, cache: KVCache, batch: PackedBatch
 ) -> Tensor:
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     num = x_TE.shape[0]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from actors.engines.batch import Shape, arrange, build
+from actors.engines.batch import AttentionShape, arrange, build
 from actors.engines.engine import EngineError
 from actors.engines.kv_cache import KVCache
 from actors.engines.model import forward
@@ -19,7 +19,7 @@ from actors.engines.weights import folder_images
 class ModelRunner:
     """Built and fed by different threads, one at a time; `step` and `weights` belong to the step loop once it runs."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, section: EngineSection, shape: Shape) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, section: EngineSection, shape: AttentionShape) -> None:
         self.config = config
         self.weights = weights
         self._shape = shape
@@ -40,7 +40,7 @@ class ModelRunner:
             config,
             weights,
             section,
-            Shape(section.max_len, kv_width, config.num_heads // config.num_kv_heads, threads, place, kind),
+            AttentionShape(section.max_len, kv_width, config.num_heads // config.num_kv_heads, threads, place, kind),
         )
 
     def prepare(self, image: memoryview, source: str) -> Weights:

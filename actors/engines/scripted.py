@@ -8,7 +8,7 @@ from zlib import crc32
 
 from actors.config import ModelSection
 from actors.engines.chance import bits, key_of
-from actors.engines.engine import Capabilities, Chunk, EngineDead, EngineError, Load, Work
+from actors.engines.engine import Chunk, EngineCapabilities, EngineDead, EngineError, Load, Work
 from actors.engines.model_config import read_config
 from actors.engines.rate import Rate
 from actors.engines.section import EngineSection
@@ -33,7 +33,7 @@ class ScriptedEngine:
     """Keeps the whole contract, slots and first-come order included. Every request runs in the task that iterates it."""
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
-        self.capabilities = Capabilities("scripted", keeps_kv_on_update=True)
+        self.capabilities = EngineCapabilities("scripted", keeps_kv_on_update=True)
         self._folder, self._section, self._script = folder, section, section.scripted
         self._vocab_size = section.scripted.vocab_size
         self._requests: dict[str, _Slot] = {}

@@ -3,7 +3,7 @@
 from actors.engines.chance import key_of
 from actors.engines.engine import Chunk, EngineError, Work
 from actors.engines.tokens import pack, unpack_ids
-from actors.messages.generation import Span
+from actors.messages.generation import VersionSpan
 
 
 class Sequence:
@@ -58,7 +58,9 @@ class Sequence:
     def chunk(self) -> Chunk:
         """What was sampled since the last chunk."""
         ends = [start for _, start in self.unsent_versions[1:]] + [len(self.unsent_ids)]
-        spans = [Span(version, start, end) for (version, start), end in zip(self.unsent_versions, ends, strict=False)]
+        spans = [
+            VersionSpan(version, start, end) for (version, start), end in zip(self.unsent_versions, ends, strict=False)
+        ]
         chunk = Chunk(pack(self.unsent_ids, self.unsent_logprobs, spans), self.finish_reason)
         self.unsent_ids, self.unsent_logprobs, self.unsent_versions = [], [], []
         return chunk

@@ -3,10 +3,10 @@
 import struct
 from collections.abc import Sequence
 
-from actors.messages.generation import Span, Tokens
+from actors.messages.generation import Tokens, VersionSpan
 
 
-def pack(ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[Span]) -> Tokens:
+def pack(ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[VersionSpan]) -> Tokens:
     """Lists of equal length as one Tokens: little-endian int32 and float32."""
     num = len(ids)
     return Tokens(struct.pack(f"<{num}i", *ids), struct.pack(f"<{num}f", *logprobs), tuple(spans))
@@ -30,7 +30,9 @@ def shifted(tokens: Tokens, by: int) -> Tokens:
     """The same tokens, `by` positions later in the completion."""
     if not by:
         return tokens
-    return Tokens(tokens.ids, tokens.logprobs, tuple(Span(s.version, s.start + by, s.end + by) for s in tokens.spans))
+    return Tokens(
+        tokens.ids, tokens.logprobs, tuple(VersionSpan(s.version, s.start + by, s.end + by) for s in tokens.spans)
+    )
 
 
 def joined(tokens: Tokens, more: Tokens) -> Tokens:
@@ -40,7 +42,7 @@ def joined(tokens: Tokens, more: Tokens) -> Tokens:
     spans = list(tokens.spans)
     for span in shifted(more, len(tokens.ids) // 4).spans:
         if spans and spans[-1].version == span.version and spans[-1].end == span.start:
-            spans[-1] = Span(span.version, spans[-1].start, span.end)
+            spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
         else:
             spans.append(span)
     return Tokens(tokens.ids + more.ids, tokens.logprobs + more.logprobs, tuple(spans))

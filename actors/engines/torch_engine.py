@@ -8,7 +8,7 @@ from time import process_time, thread_time
 from typing import Any
 
 from actors.config import ModelSection
-from actors.engines.engine import Capabilities, Chunk, EngineDead, EngineError, Load, Work
+from actors.engines.engine import Chunk, EngineCapabilities, EngineDead, EngineError, Load, Work
 from actors.engines.model_weights import Weights
 from actors.engines.rate import Rate
 from actors.engines.runner import ModelRunner
@@ -25,7 +25,7 @@ class TorchEngine:
     """Lives on one event loop; the step loop is a thread of its own and hears of everything between two steps."""
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
-        self.capabilities = Capabilities(
+        self.capabilities = EngineCapabilities(
             "torch",
             keeps_kv_on_update=section.kv_on_update == "keep",
             prefix_cache=section.prefix_cache,

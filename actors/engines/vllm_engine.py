@@ -9,13 +9,13 @@ from typing import Any
 
 from actors.config import ModelSection
 from actors.engines.chance import bits
-from actors.engines.engine import Capabilities, Chunk, EngineDead, EngineError, Load, Work
+from actors.engines.engine import Chunk, EngineCapabilities, EngineDead, EngineError, Load, Work
 from actors.engines.handover import handed_over
 from actors.engines.rate import Rate
 from actors.engines.section import EngineSection
 from actors.engines.sequence import Sequence, check
 from actors.engines.vllm_setup import first_line, launch, prepare_environment
-from actors.engines.weights_check import Expected
+from actors.engines.weights_check import ExpectedTensors
 
 STOP_S = 2.0
 """What vLLM's processes may take to end by themselves, then they are killed: they hold nothing that could be lost."""
@@ -57,7 +57,7 @@ class VllmEngine:
     """Lives on one event loop. Commands go to vLLM's engine-core process, which heeds them between two steps."""
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
-        self.capabilities = Capabilities(
+        self.capabilities = EngineCapabilities(
             "vllm",
             keeps_kv_on_update=section.kv_on_update == "keep",
             prefix_cache=section.prefix_cache,
@@ -65,7 +65,7 @@ class VllmEngine:
         )
         self._folder, self._model, self._section = folder, model, section
         self._llm: Any = None
-        self._expected: Expected | None = None
+        self._expected: ExpectedTensors | None = None
         self._vocab_size = 0
         self._requests: dict[str, _Request] = {}
         self._version = 0
@@ -77,7 +77,7 @@ class VllmEngine:
     async def start(self) -> None:
         section = self._section
         prepare_environment(self._model.torch_threads, section.num_slots)
-        self._expected = await asyncio.to_thread(Expected.of_folder, self._folder)
+        self._expected = await asyncio.to_thread(ExpectedTensors.of_folder, self._folder)
         self._llm = await asyncio.to_thread(launch, self._folder, self._model, section)
         self._vocab_size = self._llm.model_config.get_vocab_size()
 

@@ -17,7 +17,7 @@ ITEM_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Element sizes of the types weights come in."""
 
 
-class Entry(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where one tensor lies: `begin` and `end` are byte offsets in the whole image."""
 
     dtype: str
@@ -32,7 +32,7 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def read_header(image: memoryview, source: str) -> dict[str, Entry]:
+def read_header(image: memoryview, source: str) -> dict[str, TensorPlace]:
     """Tensor name → Entry. Raises EngineError, naming `source`, when the image is malformed or truncated."""
     if len(image) < 8:
         raise EngineError(f"{source} is not a safetensors image: it has only {len(image)} bytes")
@@ -48,14 +48,14 @@ def read_header(image: memoryview, source: str) -> dict[str, Entry]:
     return {name: _entry(name, tensor, 8 + size, len(image), source) for name, tensor in found.items()}
 
 
-def _entry(name: str, tensor: _Tensor, base: int, total: int, source: str) -> Entry:
+def _entry(name: str, tensor: _Tensor, base: int, total: int, source: str) -> TensorPlace:
     begin, end = tensor.data_offsets
     item = ITEM_BYTES.get(tensor.dtype)
     if item is None:
         raise EngineError(f"{source}: {name} has type {tensor.dtype}; weights are one of {', '.join(ITEM_BYTES)}")
     if not 0 <= begin <= end <= total - base or end - begin != item * math.prod(tensor.shape):
         raise EngineError(f"{source}: {name} {list(tensor.shape)} does not lie within the image; it may be truncated")
-    return Entry(tensor.dtype, tensor.shape, base + begin, base + end)
+    return TensorPlace(tensor.dtype, tensor.shape, base + begin, base + end)
 
 
 def folder_images(folder: Path) -> Iterator[tuple[str, memoryview]]:

@@ -8,7 +8,7 @@ from actors.engines.model_weights import tensors_of
 from actors.engines.weights import folder_images, read_header
 
 
-class Expected:
+class ExpectedTensors:
     """Names and shapes of a model's tensors."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:

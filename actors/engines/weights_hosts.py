@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from bus.errors import AskFailed
 from planning.relay import plan, ring_sources, sources
-from runtime.blob_messages import FindNewest, Newest, NotPulled, PullBlob
-from runtime.blobs import BlobInfo, BlobMissing, BlobStore, Draft
+from runtime.blobs.blob import BlobInfo, BlobMissing, BlobStore, Draft
+from runtime.blobs.messages import FindNewest, Newest, NotPulled, PullBlob
 from runtime.kernel import NODE
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from actors.engines.engine import Engine
 from actors.messages.weights import WeightsPublished
-from runtime.blobs import BlobCorrupt, BlobInfo, BlobMissing, BlobStore
+from runtime.blobs.blob import BlobCorrupt, BlobInfo, BlobMissing, BlobStore
 from runtime.observe.waits import ITSELF, Wait
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 from actors.config import ModelSection, WeightsSection
 from actors.device import check_device
 from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, EngineError, Work
-from actors.engines.flights import Flight, Flights
+from actors.engines.flights import EngineRequest, Flights
 from actors.engines.section import EngineSection
 from actors.engines.weights_hosts import WeightsHosts
 from actors.engines.weights_puller import WeightsPuller
@@ -30,7 +30,7 @@ from actors.model_folder import check_model_folder
 from bus.errors import AskFailed, NotSent
 from bus.message import Ack
 from runtime.actor import Actor, ActorConfig, Context, handler
-from runtime.blobs import BlobInfo
+from runtime.blobs.blob import BlobInfo
 from runtime.errors import ConfigError
 from runtime.importer import check_module
 from runtime.load import load_object
@@ -136,13 +136,13 @@ class EngineWorker(Actor):
                 flight.abandoned = True
                 flight.task.cancel()
 
-    def _take_off(self, request: Generate) -> Flight:
+    def _take_off(self, request: Generate) -> EngineRequest:
         flight = self._flights.open(request)
         flight.task = self.spawn(self._fly(flight), name=f"{self.name}.{request.request_id}")
         flight.task.add_done_callback(lambda _: self._flights.forget(flight))
         return flight
 
-    async def _fly(self, flight: Flight) -> None:
+    async def _fly(self, flight: EngineRequest) -> None:
         """Run one request to its end; what goes wrong with it is its askers' to hear."""
         result: Completion | Aborted | Exception | None = None
         try:
@@ -156,7 +156,7 @@ class EngineWorker(Actor):
             self._reports.discard(flight.request.request_id)
             self._flights.close(flight, result, keep=isinstance(result, Completion))
 
-    async def _run(self, flight: Flight) -> Completion | Aborted:
+    async def _run(self, flight: EngineRequest) -> Completion | Aborted:
         _, weights = self._started()
         request, finish_reason = flight.request, "aborted"
         work = flight.work()
@@ -169,7 +169,7 @@ class EngineWorker(Actor):
             return Completion(request.request_id, flight.tokens, finish_reason, self.name)
         return Aborted(request.request_id, flight.tokens, flight.abort_reason or "the engine was stopped")
 
-    async def _generate(self, flight: Flight, work: Work) -> str:
+    async def _generate(self, flight: EngineRequest, work: Work) -> str:
         engine, _ = self._started()
         finish_reason = "aborted"
         flight.generating = True
@@ -181,7 +181,7 @@ class EngineWorker(Actor):
                     finish_reason = chunk.finish_reason
         return finish_reason
 
-    def _heard(self, flight: Flight, chunk: Chunk) -> None:
+    def _heard(self, flight: EngineRequest, chunk: Chunk) -> None:
         flight.heard(chunk)
         self.metrics.count("engine/tokens", len(chunk.tokens.ids) // 4)
         if not chunk.finish_reason and len(flight.unreported.ids) >= 4 * self.config.engine.stream_every:

@@ -10,8 +10,7 @@ from actors.envs.results import check_reset, check_step
 from actors.envs.section import EnvSection
 from actors.messages.samples import Purpose
 from runtime.load import LoadError, load_object
-from runtime.pool import WorkerPool, decode, encode_call
-from runtime.pool_errors import (
+from runtime.pool.errors import (
     BadResult,
     NoWorker,
     PoolError,
@@ -21,7 +20,8 @@ from runtime.pool_errors import (
     WorkerKilled,
     WorkerTimeout,
 )
-from runtime.pool_limits import Limits
+from runtime.pool.limits import WorkerLimits
+from runtime.pool.pool import WorkerPool, decode, encode_call
 
 BUILT_IN = "actors.envs."
 """Classes from here are trusted to import quickly, so no worker is started to look at them."""
@@ -50,7 +50,7 @@ class EnvHost:
 
     def __init__(self, section: EnvSection, *, on_output: Callable[[str], None] | None = None) -> None:
         self._section = section
-        limits = Limits(section.memory_mb, max_processes=section.max_processes)
+        limits = WorkerLimits(section.memory_mb, max_processes=section.max_processes)
         self._pool = WorkerPool(workers=section.workers, limits=limits, on_output=on_output)
         self._class: Callable[..., Any] | None = None
         self._idle: dict[Purpose, list[HostedEnv]] = {"train": [], "eval": []}

@@ -10,12 +10,12 @@ from actors.envs.failures import EnvFailure, GaveUp, Subject, sentence
 from actors.envs.hosting import EnvHost
 from actors.envs.outcomes import RolloutRecord
 from actors.envs.preflight import try_environment
-from actors.envs.rollout import Rollout, Stage
+from actors.envs.rollout import Rollout, RolloutContext
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.samples import Admit, GiveUp, Hold, Put, Standing, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
 from runtime.actor import Actor, ActorConfig, Context, handler
-from runtime.config import Config as Job
+from runtime.config.config import Config as Job
 from runtime.importer import check_module
 
 ADMIT_WAIT_S = 10.0
@@ -85,7 +85,7 @@ class EnvManager(Actor):
         self._running: dict[tuple[str, int], tuple[Ticket, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
-        self._stage: Stage | None = None
+        self._stage: RolloutContext | None = None
         self._ended = False
 
     async def on_start(self) -> None:
@@ -131,7 +131,7 @@ class EnvManager(Actor):
         except EnvFailure as failure:
             return sentence(self._subject, failure, seed=self.run.seed)
         problem = await try_environment(self._host, self._env, self.run.seed, log=self._subject.log)
-        self._stage = Stage(
+        self._stage = RolloutContext(
             env=self._env,
             rollout=limits,
             host=self._host,

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from actors.envs.environment import Observation, Step
 from actors.envs.failures import EnvFailure
-from runtime.pool import Unsendable
+from runtime.pool.pool import Unsendable
 
 
 def check_reset(result: Any) -> tuple[Observation, Mapping[str, Any]]:

@@ -43,7 +43,7 @@ class Waiting(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class RolloutContext:
     """What every rollout of a manager shares. `reward` is None where no reward functions are configured."""
 
     env: EnvSection
@@ -60,7 +60,7 @@ class Stage:
 class Rollout:
     """One attempt at one trajectory. `play` is called once."""
 
-    def __init__(self, stage: Stage, ticket: Ticket) -> None:
+    def __init__(self, stage: RolloutContext, ticket: Ticket) -> None:
         self._stage = stage
         self._ticket = ticket
         self._key = f"{ticket.trajectory_id}.{ticket.attempt}"

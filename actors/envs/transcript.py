@@ -1,6 +1,6 @@
 """The growing token context of one trajectory, as raw bytes: what was shown, what was sampled, under which weights."""
 
-from actors.messages.generation import Span, Tokens
+from actors.messages.generation import Tokens, VersionSpan
 from actors.messages.samples import Segment
 
 TOKEN_BYTES = 4
@@ -14,7 +14,7 @@ class Transcript:
         self._tokens = bytearray(opening)
         self._mask = bytearray(len(opening) // TOKEN_BYTES)
         self._logprobs = bytearray(len(opening))
-        self._spans: list[Span] = []
+        self._spans: list[VersionSpan] = []
         self.version_first = -1
         self.version_last = -1
 
@@ -52,7 +52,7 @@ class Transcript:
         if end != num:
             raise ValueError(f"spans of a completion cover {end} of {num} tokens")
         offset = len(self._mask)
-        self._spans += [Span(span.version, offset + span.start, offset + span.end) for span in tokens.spans]
+        self._spans += [VersionSpan(span.version, offset + span.start, offset + span.end) for span in tokens.spans]
         if self.version_first < 0:
             self.version_first = tokens.spans[0].version
         self.version_last = tokens.spans[-1].version

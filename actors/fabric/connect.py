@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from actors.fabric.driver import Capabilities, Login, OcsDriver
+from actors.fabric.driver import Login, OcsDriver, SwitchCapabilities
 from actors.fabric.errors import BadCredentials, SwitchUnreachable
 from actors.fabric.netconf import NetconfDriver
 from actors.fabric.netconf_session import NetconfSession
@@ -42,7 +42,7 @@ class BusTransport(httpx.AsyncBaseTransport):
 
 def device(section: FabricSection) -> OcsDriver:
     """The switch at `switch_url`. Raises BadCredentials where the password or the certificate can't be read."""
-    capabilities = Capabilities(section.ports, section.reconfiguration_s)
+    capabilities = SwitchCapabilities(section.ports, section.reconfiguration_s)
     if section.driver == "netconf":
         return NetconfDriver(NetconfSession(ssh(section.switch_url), timeout_s=section.switch_timeout_s), capabilities)
     client = Restconf(section.switch_url, login(section), timeout_s=section.switch_timeout_s, trusted=trusted(section))
@@ -92,7 +92,7 @@ async def emulated(section: FabricSection, switch: Ref) -> OcsDriver:
     transport = None if address.url else BusTransport(switch, timeout_s=section.switch_timeout_s)
     login = Login(address.user, address.password)
     client = Restconf(address.url or BUS_URL, login, timeout_s=section.switch_timeout_s, transport=transport)
-    return SonicDriver(client, Capabilities(section.ports, section.reconfiguration_s))
+    return SonicDriver(client, SwitchCapabilities(section.ports, section.reconfiguration_s))
 
 
 def ssh(url: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from actors.fabric.aims import Aim, Aims
 from actors.fabric.choice import choose
 from actors.fabric.connect import check_files, device, emulated
 from actors.fabric.errors import FabricError, NotTheWriter
-from actors.fabric.ledger import Ledger, LedgerUnavailable
+from actors.fabric.ledger import CircuitLedger, LedgerUnavailable
 from actors.fabric.racks import Racks
 from actors.fabric.reconciler import PortsFailed, Reconciler, Stage
 from actors.fabric.rhythm import Rhythm
@@ -65,7 +65,7 @@ class FabricController(Actor):
         self._rhythm = Rhythm()
         self._epochs: dict[str, int] = {}
         self._aims = Aims()
-        self._ledger = Ledger(context.store, self._fence, lease_s=section.attempt_s)
+        self._ledger = CircuitLedger(context.store, self._fence, lease_s=section.attempt_s)
         self._reconciler: Reconciler | None = None
         self._stage: Stage = "idle"
         self._circuits: tuple[Cross, ...] = ()

@@ -21,7 +21,7 @@ class Login(NamedTuple):
     password: str = ""
 
 
-class Capabilities(NamedTuple):
+class SwitchCapabilities(NamedTuple):
     """What the switch can do."""
 
     num_ports: int
@@ -43,7 +43,7 @@ class SwitchState(NamedTuple):
 class OcsDriver(Protocol):
     """One switch. Every method raises a FabricError, of which SwitchUnreachable leaves open what took effect."""
 
-    capabilities: Capabilities
+    capabilities: SwitchCapabilities
 
     async def read(self) -> SwitchState:
         """Every circuit that the switch holds, and how each one is."""

@@ -18,7 +18,7 @@ class LedgerUnavailable(FabricError):
     """The store can't be reached: what can't be recorded is not changed, and the circuits stay."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class CircuitRecord(msgspec.Struct, frozen=True):
     """The record that all may read. While `stage` is `changing`, nothing may be sent over `draining`."""
 
     epoch: int = 0
@@ -30,7 +30,7 @@ class Entry(msgspec.Struct, frozen=True):
     draining: tuple[Cross, ...] = ()
 
 
-class Ledger:
+class CircuitLedger:
     """One writer: each write is fenced by the controller's incarnation, each attempt at the switch begins with its lease.
 
     `fence` is asked at each write: a controller whose own lease lapsed goes on as a newer incarnation. `lease_s` outlasts one attempt; a
@@ -39,22 +39,22 @@ class Ledger:
 
     def __init__(self, store: Store, fence: Callable[[], Fence], *, lease_s: float) -> None:
         self._store, self._fence, self._lease_s = store, fence, lease_s
-        self.entry = Entry()
+        self.entry = CircuitRecord()
 
     async def load(self) -> None:
         """Take up what the last controller left. A record that can't be read is as none: the switch itself is read anyway."""
         value = await self._store.get(KEY)
         if value is not None:
             try:
-                self.entry = msgspec.msgpack.decode(value, type=Entry)
+                self.entry = msgspec.msgpack.decode(value, type=CircuitRecord)
             except msgspec.MsgspecError:
-                self.entry = Entry()
+                self.entry = CircuitRecord()
 
     async def begin(self, target: tuple[Cross, ...], phase: str, draining: tuple[Cross, ...]) -> None:
         """Fence: from here on nobody uses what will go dark. Raises NotTheWriter, LedgerUnavailable, or Fenced for a zombie."""
         await self.hold()
         good = self.entry.good
-        await self._write(Entry(self.entry.epoch + 1, "changing", phase, good, target, draining))
+        await self._write(CircuitRecord(self.entry.epoch + 1, "changing", phase, good, target, draining))
 
     async def hold(self) -> None:
         """Take or renew the lease of the switch. Raises NotTheWriter or LedgerUnavailable: the switch must be left alone then."""
@@ -67,9 +67,9 @@ class Ledger:
 
     async def commit(self, lit: tuple[Cross, ...], phase: str) -> None:
         """Undrain: `lit` is good, and may be used."""
-        await self._write(Entry(self.entry.epoch, "committed", phase, lit, lit))
+        await self._write(CircuitRecord(self.entry.epoch, "committed", phase, lit, lit))
 
-    async def _write(self, entry: Entry) -> None:
+    async def _write(self, entry: CircuitRecord) -> None:
         try:
             await self._store.write({KEY: msgspec.msgpack.encode(entry)}, fence=self._fence())
         except StoreUnavailable as error:

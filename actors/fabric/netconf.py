@@ -2,7 +2,7 @@
 
 from xml.etree import ElementTree as ET
 
-from actors.fabric.driver import Capabilities, SwitchState, check
+from actors.fabric.driver import SwitchCapabilities, SwitchState, check
 from actors.fabric.errors import BadAnswer, FabricError
 from actors.fabric.netconf_session import BASE, CANDIDATE, NetconfSession
 from planning.circuits import Cross
@@ -13,7 +13,7 @@ OCS = "http://www.polatis.com/yang/optical-switch"
 class NetconfDriver:
     """A change is one edit, all or nothing. Inputs are the switch's ports 1 to N, outputs N+1 to 2N; a pair that it lists counts as tuned."""
 
-    def __init__(self, session: NetconfSession, capabilities: Capabilities) -> None:
+    def __init__(self, session: NetconfSession, capabilities: SwitchCapabilities) -> None:
         self.capabilities = capabilities
         self._session = session
 

@@ -6,7 +6,7 @@ switch's intent; it has no word for mirrors that move, so a pair that it lists c
 
 from typing import Any
 
-from actors.fabric.driver import Capabilities, SwitchState, check
+from actors.fabric.driver import SwitchCapabilities, SwitchState, check
 from actors.fabric.errors import BadAnswer, PartlyApplied
 from actors.fabric.restconf import Restconf
 from planning.circuits import Cross
@@ -17,7 +17,7 @@ PAIRS = "/api/data/optical-switch:cross-connects"
 class PolatisDriver:
     """Inputs are the switch's ports 1 to N, outputs N+1 to 2N. What it lists is read again after every put, since it may keep less."""
 
-    def __init__(self, client: Restconf, capabilities: Capabilities) -> None:
+    def __init__(self, client: Restconf, capabilities: SwitchCapabilities) -> None:
         self.capabilities = capabilities
         self._client = client
 

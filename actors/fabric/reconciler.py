@@ -12,7 +12,7 @@ from structlog.typing import FilteringBoundLogger
 
 from actors.fabric.driver import OcsDriver, Status, SwitchState, check, text
 from actors.fabric.errors import FabricError, NotTheWriter, NotTuned
-from actors.fabric.ledger import Ledger, LedgerUnavailable
+from actors.fabric.ledger import CircuitLedger, LedgerUnavailable
 from planning.circuits import Cross
 
 Stage = Literal["idle", "validate", "fence", "drain", "apply", "tune", "verify", "commit", "rollback"]
@@ -22,7 +22,7 @@ MOST_PAUSE_S: Final = 0.5
 """Between two looks at mirrors that move: a quarter of the reconfiguration time at first, then twice as long each time."""
 
 
-class Outcome(NamedTuple):
+class CircuitOutcome(NamedTuple):
     """What became of each circuit that was wanted."""
 
     circuits: dict[Cross, Status | Literal["missing"]]
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 class PortsFailed(NotTuned):
     """Some circuits failed for good, the rest carry light: plan again without their ports."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: CircuitOutcome) -> None:
         self.ports = frozenset(port for c, s in outcome.circuits.items() if s == "failed" for port in c)
         super().__init__(f"circuits {', '.join(map(text, outcome.dark))} failed; their ports are left out from now on")
 
@@ -46,7 +46,7 @@ class Reconciler:
     def __init__(
         self,
         driver: OcsDriver,
-        ledger: Ledger,
+        ledger: CircuitLedger,
         log: FilteringBoundLogger,
         entered: Callable[[Stage], None],
         *,
@@ -60,7 +60,7 @@ class Reconciler:
         self._drain_s = drain_s
         self._tune_timeout_s = tune_timeout_s
 
-    async def reach(self, wanted: tuple[Cross, ...], phase: str, observed: SwitchState | None = None) -> Outcome:
+    async def reach(self, wanted: tuple[Cross, ...], phase: str, observed: SwitchState | None = None) -> CircuitOutcome:
         """Make the switch hold exactly `wanted`, all tuned, and commit it. `observed` is what was just read from it, if it was.
 
         A change that was applied in part, or lied about, is made once more. Otherwise the last good circuits are restored as
@@ -77,7 +77,7 @@ class Reconciler:
         finally:
             self._entered("idle")
 
-    async def _change(self, wanted: tuple[Cross, ...], phase: str, observed: SwitchState | None) -> Outcome:
+    async def _change(self, wanted: tuple[Cross, ...], phase: str, observed: SwitchState | None) -> CircuitOutcome:
         self._entered("validate")
         check(wanted, self.driver.capabilities.num_ports)
         state = observed or await self.driver.read()
@@ -99,7 +99,7 @@ class Reconciler:
         await self._ledger.commit(wanted, phase)
         return outcome
 
-    async def _attempt(self, wanted: tuple[Cross, ...], state: SwitchState, *, anew: bool = False) -> Outcome:
+    async def _attempt(self, wanted: tuple[Cross, ...], state: SwitchState, *, anew: bool = False) -> CircuitOutcome:
         """What is there and lit stays; what is wanted and not lit is deleted and added anew, since adding alone changes nothing.
 
         Mirrors that still move are waited for, but with `anew` given another push.
@@ -122,7 +122,7 @@ class Reconciler:
             raise NotTuned(f"{len(outcome.dark)} of {len(wanted)} circuits carry no light, {extra} others are there")
         return outcome
 
-    async def _tuned(self, wanted: tuple[Cross, ...], *, changed: bool) -> Outcome:
+    async def _tuned(self, wanted: tuple[Cross, ...], *, changed: bool) -> CircuitOutcome:
         """Look until every circuit is tuned or beyond hope, or until the time is up."""
         loop, delay_s = asyncio.get_running_loop(), self.driver.capabilities.reconfiguration_s
         give_up = loop.time() + delay_s + self._tune_timeout_s
@@ -131,7 +131,7 @@ class Reconciler:
         while True:
             await asyncio.sleep(pause_s)
             found = (await self.driver.read()).circuits
-            outcome = Outcome({cross: found.get(cross, "missing") for cross in wanted})
+            outcome = CircuitOutcome({cross: found.get(cross, "missing") for cross in wanted})
             if "tuning" not in outcome.circuits.values() or loop.time() >= give_up:
                 return outcome
             pause_s, again_s = again_s, min(MOST_PAUSE_S, 2 * again_s)

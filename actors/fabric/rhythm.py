@@ -8,7 +8,7 @@ KEPT = 5
 """Durations remembered per phase: a median of five follows a change within three iterations and shrugs off two outliers."""
 
 
-class Expected(NamedTuple):
+class ExpectedPhase(NamedTuple):
     """The phase to come, and the loop time at which it should begin."""
 
     phase: str
@@ -37,10 +37,10 @@ class Rhythm:
         durations = self._durations.get(phase)
         return median(durations) if durations else None
 
-    def next(self) -> Expected | None:
+    def next(self) -> ExpectedPhase | None:
         """What should follow the phase that runs; None in the first iteration."""
         follower, lasts = self._next.get(self.phase), self.lasts(self.phase)
-        return None if follower is None or lasts is None else Expected(follower, self.since + lasts)
+        return None if follower is None or lasts is None else ExpectedPhase(follower, self.since + lasts)
 
     def cycle(self) -> tuple[str, ...]:
         """The phases from the one that runs until it comes again; empty while that is not known, or a duration in it is not."""

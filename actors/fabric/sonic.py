@@ -6,7 +6,7 @@ invalid. So a circuit that is to be made anew is deleted and added in one reques
 
 from typing import Any
 
-from actors.fabric.driver import Capabilities, Status, SwitchState
+from actors.fabric.driver import Status, SwitchCapabilities, SwitchState
 from actors.fabric.errors import BadAnswer, PartlyApplied
 from actors.fabric.restconf import Restconf
 from actors.fabric.sonic_model import BULK, CONFIG, DATA, TABLE, cross_id, entry, parse_id
@@ -26,7 +26,7 @@ WORST: tuple[Status, ...] = ("tuned", "tuning", "failed", "invalid")
 class SonicDriver:
     """Our ports count from 0, SONiC's from 1; inputs are its A side, outputs its B side."""
 
-    def __init__(self, client: Restconf, capabilities: Capabilities) -> None:
+    def __init__(self, client: Restconf, capabilities: SwitchCapabilities) -> None:
         self.capabilities = capabilities
         self._client = client
 

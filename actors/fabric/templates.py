@@ -25,7 +25,7 @@ class Profile(msgspec.Struct, frozen=True):
     links: Links
 
 
-class Book(msgspec.Struct, frozen=True):
+class TemplateCache(msgspec.Struct, frozen=True):
     """Everything that is kept. Endpoint i owns the switch's i-th block of ports."""
 
     endpoints: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Templates:
         trickle: float | None = None,
         planner: Planner | None = None,
     ) -> None:
-        self.book = Book(endpoints)
+        self.book = TemplateCache(endpoints)
         self._planner = planner
         self._fixed, self._static, self._trickle = endpoints, static, trickle
         self._max_endpoints = max_endpoints
@@ -76,7 +76,7 @@ class Templates:
         """Take up what an earlier incarnation kept. A record that does not fit this switch is dropped and profiled again."""
         value = await store.get(KEY)
         try:
-            book = msgspec.msgpack.decode(value, type=Book) if value is not None else Book()
+            book = msgspec.msgpack.decode(value, type=TemplateCache) if value is not None else TemplateCache()
         except msgspec.MsgspecError:
             return
         if len(book.endpoints) <= self._max_endpoints and self._fixed in ((), book.endpoints):
@@ -149,7 +149,7 @@ class Templates:
             phase: Profile(t, template(together if self._static else t, endpoints, ports, self.dead, self._planner))
             for phase, t in traffic.items()
         }
-        self.book = Book(endpoints, phases)
+        self.book = TemplateCache(endpoints, phases)
         self._bytes.clear()
 
 

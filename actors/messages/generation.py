@@ -17,7 +17,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     seed: int = 0
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, end) of a completion were sampled under weight `version`."""
 
     version: int
@@ -30,7 +30,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
 
     ids: bytes = b""
     logprobs: bytes = b""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[VersionSpan, ...] = ()
 
 
 class Completion(Message, frozen=True):

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from actors.messages.generation import Span
+from actors.messages.generation import VersionSpan
 from bus.message import Ack, Message, Request
 from bus.tensor import Buffer
 
@@ -37,7 +37,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     mask: bytes
     logprobs: bytes
-    spans: tuple[Span, ...]
+    spans: tuple[VersionSpan, ...]
     """Positions are token indices within this segment."""
 
 

@@ -5,10 +5,10 @@ from collections import OrderedDict
 
 import msgspec
 
-from actors.messages.generation import Aborted, Completion, Generate, Span, Tokens
+from actors.messages.generation import Aborted, Completion, Generate, Tokens, VersionSpan
 
 
-class Flight:
+class ProxyRequest:
     """One request that is not answered yet. At any moment at most one handler drives it; others that asked wait for it."""
 
     __slots__ = (
@@ -73,7 +73,7 @@ class InFlight:
     """Flights by request id, and up to `max_results` results of at most `max_bytes` together, oldest forgotten first."""
 
     def __init__(self, max_results: int, max_bytes: int) -> None:
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, ProxyRequest] = {}
         self._results: OrderedDict[str, Completion | Aborted] = OrderedDict()
         self._max_results, self._max_bytes = max_results, max_bytes
         self._size_bytes = 0
@@ -84,22 +84,22 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def find(self, request_id: str) -> Flight | None:
+    def find(self, request_id: str) -> ProxyRequest | None:
         return self._flights.get(request_id)
 
     def result(self, request_id: str) -> Completion | Aborted | None:
         """The result of a request that ended lately."""
         return self._results.get(request_id)
 
-    def open(self, request: Generate) -> Flight:
+    def open(self, request: Generate) -> ProxyRequest:
         """The flight of this request id, new or joined."""
         flight = self._flights.get(request.request_id)
         if flight is None:
-            flight = self._flights[request.request_id] = Flight(request)
+            flight = self._flights[request.request_id] = ProxyRequest(request)
             self.idle.clear()
         return flight
 
-    def finish(self, flight: Flight, result: Completion | Aborted) -> None:
+    def finish(self, flight: ProxyRequest, result: Completion | Aborted) -> None:
         """Keep the result for whoever joined, and for whoever asks again."""
         flight.result = result
         self._results[flight.request.request_id] = result
@@ -108,7 +108,7 @@ class InFlight:
             _, old = self._results.popitem(last=False)
             self._size_bytes -= _size(old)
 
-    def leave(self, flight: Flight) -> None:
+    def leave(self, flight: ProxyRequest) -> None:
         """Its driver ends, with a result or cancelled: whoever joined takes over."""
         flight.driven = False
         if flight.freed is not None:
@@ -116,7 +116,7 @@ class InFlight:
             flight.freed = None
         self.close(flight)
 
-    def close(self, flight: Flight) -> None:
+    def close(self, flight: ProxyRequest) -> None:
         """Forget the flight unless somebody drives it or waits for it."""
         if not flight.driven and not flight.joined:
             self._flights.pop(flight.request.request_id, None)
@@ -136,9 +136,9 @@ def extend(tokens: Tokens, more: Tokens) -> Tokens:
     spans = list(tokens.spans)
     for version, start, end in ((s.version, max(s.start, have), s.end) for s in more.spans if s.end > have):
         if spans and spans[-1].version == version:
-            spans[-1] = Span(version, spans[-1].start, end)
+            spans[-1] = VersionSpan(version, spans[-1].start, end)
         else:
-            spans.append(Span(version, start, end))
+            spans.append(VersionSpan(version, start, end))
     return Tokens(tokens.ids + more.ids[skip:], tokens.logprobs + more.logprobs[skip:], tuple(spans))
 
 

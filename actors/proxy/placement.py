@@ -5,7 +5,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from actors.messages.generation import EngineStatus
-from actors.proxy.inflight import Flight
+from actors.proxy.inflight import ProxyRequest
 from actors.proxy.sessions import Sessions
 from bus.errors import NotSent
 from planning.routing import choose
@@ -41,7 +41,7 @@ class EngineSeat:
         self.suspended = status.suspended
         self.resting = False
         """It refused or could not be reached a moment ago."""
-        self.flights: dict[str, Flight] = {}
+        self.flights: dict[str, ProxyRequest] = {}
         self.lost = self.lost_tokens = 0
         """Requests taken away from it, with their tokens: for the sentence when it is gone."""
         self.handed_back = self.gone = False
@@ -60,7 +60,7 @@ class Placement:
         self.located: dict[str, str] = {}
         """Request id → engine, for requests that engines ran or kept when this proxy started."""
         self._views: dict[str, EngineView] = {}
-        self._waiting: deque[tuple[Flight, asyncio.Future[EngineSeat | None]]] = deque()
+        self._waiting: deque[tuple[ProxyRequest, asyncio.Future[EngineSeat | None]]] = deque()
         self._sessions = sessions
         self._max_waiting = max_waiting
 
@@ -89,7 +89,7 @@ class Placement:
         self._see(seat)
         self._advance()
 
-    def try_take(self, flight: Flight) -> EngineSeat | None:
+    def try_take(self, flight: ProxyRequest) -> EngineSeat | None:
         """A seat at once, unless others wait already or no engine has room."""
         if self.located:
             known = self.seats.get(self.located.pop(flight.request.request_id, ""))
@@ -97,7 +97,7 @@ class Placement:
                 return self._seat(flight, known)
         return None if self._waiting else self._route(flight)
 
-    async def take(self, flight: Flight, deadline: float) -> EngineSeat | None:
+    async def take(self, flight: ProxyRequest, deadline: float) -> EngineSeat | None:
         """A seat once the flight is first in the queue and an engine has room; None when it was aborted meanwhile.
 
         A flight that has tokens already goes to the head: others of its group are further than those who have none. Raises NotSent at `deadline` (loop time).
@@ -118,12 +118,12 @@ class Placement:
             self._withdraw(entry)
             raise
 
-    def release(self, seat: EngineSeat, flight: Flight) -> None:
+    def release(self, seat: EngineSeat, flight: ProxyRequest) -> None:
         """The flight left the engine, answered or not."""
         seat.flights.pop(flight.request.request_id, None)
         self.changed(seat)
 
-    def abort(self, flight: Flight) -> None:
+    def abort(self, flight: ProxyRequest) -> None:
         """Wake the flight if it waits; its `abort_reason` is set."""
         for entry in self._waiting:
             if entry[0] is flight:
@@ -136,13 +136,13 @@ class Placement:
         if self.seats.get(seat.name) is seat:
             self._views[seat.name] = seat.view()
 
-    def _route(self, flight: Flight) -> EngineSeat | None:
+    def _route(self, flight: ProxyRequest) -> EngineSeat | None:
         request = flight.request
         view = RequestView(request.session, request.min_version)
         route = choose(view, self._views.values(), self._sessions.engine_of(request.session))
         return None if route.engine is None else self._seat(flight, self.seats[route.engine])
 
-    def _seat(self, flight: Flight, seat: EngineSeat) -> EngineSeat:
+    def _seat(self, flight: ProxyRequest, seat: EngineSeat) -> EngineSeat:
         flight.engine = seat.name
         seat.flights[flight.request.request_id] = flight
         self._sessions.served(flight.request.session, seat.name)
@@ -160,7 +160,7 @@ class Placement:
                 future.set_result(seat)
             self._waiting.popleft()
 
-    def _withdraw(self, entry: "tuple[Flight, asyncio.Future[EngineSeat | None]]") -> None:
+    def _withdraw(self, entry: "tuple[ProxyRequest, asyncio.Future[EngineSeat | None]]") -> None:
         flight, future = entry
         if entry in self._waiting:
             self._waiting.remove(entry)

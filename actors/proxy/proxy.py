@@ -13,7 +13,7 @@ from actors.messages.generation import (
     TokensSampled,
 )
 from actors.messages.weights import WeightsPublished
-from actors.proxy.inflight import Flight, InFlight, extend
+from actors.proxy.inflight import InFlight, ProxyRequest, extend
 from actors.proxy.phases import RolloutPhases
 from actors.proxy.placement import EngineSeat, Placement
 from actors.proxy.roster import Roster
@@ -82,7 +82,7 @@ class LLMProxy(Actor):
             flight.joined -= 1
             self._flights.close(flight)
 
-    async def _drive(self, flight: Flight) -> Completion | Aborted:
+    async def _drive(self, flight: ProxyRequest) -> Completion | Aborted:
         """See the flight through, from engine to engine if need be."""
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -104,7 +104,7 @@ class LLMProxy(Actor):
             self._flights.leave(flight)
             self.metrics.gauge("proxy/in_flight", len(self._flights))
 
-    async def _wait_for_seat(self, flight: Flight, deadline: float) -> EngineSeat | None:
+    async def _wait_for_seat(self, flight: ProxyRequest, deadline: float) -> EngineSeat | None:
         if self._placement.full:
             num = self._placement.num_waiting
             flight.abort_reason = f"{num} requests wait for an engine already: add engines, or raise proxy.max_waiting"
@@ -117,7 +117,7 @@ class LLMProxy(Actor):
         finally:
             self.metrics.gauge("proxy/queued", self._placement.num_waiting)
 
-    async def _run_on(self, seat: EngineSeat, flight: Flight, deadline: float) -> Completion | Aborted | None:
+    async def _run_on(self, seat: EngineSeat, flight: ProxyRequest, deadline: float) -> Completion | Aborted | None:
         """The engine's answer; None when the request has to go on elsewhere (or ends by its own `outcome`)."""
         if seat.gone or flight.abort_reason:
             self._placement.release(seat, flight)
@@ -145,7 +145,9 @@ class LLMProxy(Actor):
             self._placement.release(seat, flight)
         return self._answered(seat, flight, reply)
 
-    def _answered(self, seat: EngineSeat, flight: Flight, reply: Completion | Aborted) -> Completion | Aborted | None:
+    def _answered(
+        self, seat: EngineSeat, flight: ProxyRequest, reply: Completion | Aborted
+    ) -> Completion | Aborted | None:
         """What the reply tells about its engine; None where the engine handed the request back."""
         seat.bytes_out += len(reply.tokens.ids) + len(reply.tokens.logprobs)
         if reply.tokens.spans:
@@ -158,7 +160,7 @@ class LLMProxy(Actor):
         self._moved(seat, flight, died=False)
         return None
 
-    def _moved(self, seat: EngineSeat, flight: Flight, *, died: bool) -> None:
+    def _moved(self, seat: EngineSeat, flight: ProxyRequest, *, died: bool) -> None:
         if flight.abort_reason:
             return
         seat.lost += 1

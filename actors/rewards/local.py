@@ -9,8 +9,7 @@ import msgspec
 
 from actors.config import RewardSection
 from actors.messages.rewards import MOST_REWARD, NotScored, Score, Scores, flaw_of
-from runtime.pool import Unsendable, WorkerPool, decode, encode_call
-from runtime.pool_errors import (
+from runtime.pool.errors import (
     BadResult,
     PoolError,
     TargetMissing,
@@ -21,7 +20,8 @@ from runtime.pool_errors import (
     WorkerKilled,
     WorkerTimeout,
 )
-from runtime.pool_limits import Limits
+from runtime.pool.limits import WorkerLimits
+from runtime.pool.pool import Unsendable, WorkerPool, decode, encode_call
 
 LOAD_S = 60.0
 """For importing a user's module: some load a model."""
@@ -43,7 +43,7 @@ class LocalScorer:
         self._section = section
         self._pool = WorkerPool(
             workers=section.workers,
-            limits=Limits(section.memory_mb, max_processes=section.max_processes, writes=False),
+            limits=WorkerLimits(section.memory_mb, max_processes=section.max_processes, writes=False),
             on_output=on_output,
         )
 

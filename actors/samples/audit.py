@@ -17,7 +17,7 @@ SHOWN = 3
 """Ids named per problem."""
 
 
-class Expected(NamedTuple):
+class AuditLimits(NamedTuple):
     """The numbers of the config that a run is held against; `alpha` -1 is unbounded. `durable`: the Store may forget nothing at all."""
 
     steps: int
@@ -36,7 +36,7 @@ class Audit(NamedTuple):
     problems: list[str]
 
 
-def audit(folder: Path, expected: Expected) -> Audit:
+def audit(folder: Path, expected: AuditLimits) -> Audit:
     """Read `metrics.jsonl`, `samples.jsonl` and, where there is one, `samples.lost.jsonl` of the finished run in `folder`."""
     rows = [row["step"] for row in _lines(folder / "metrics.jsonl")]
     ledger, lost = _lines(folder / "samples.jsonl"), _lines(lost_path(folder))
@@ -45,14 +45,14 @@ def audit(folder: Path, expected: Expected) -> Audit:
     return Audit(len(rows), len(ledger), dict(Counter(line["fate"] for line in ledger)), problems)
 
 
-def _steps(rows: list[int], expected: Expected) -> list[str]:
+def _steps(rows: list[int], expected: AuditLimits) -> list[str]:
     if rows == list(range(1, expected.steps + 1)):
         return []
     breaks = [step for before, step in zip([0, *rows], rows, strict=False) if step != before + 1]
     return [f"metrics.jsonl has {len(rows)} rows for {expected.steps} steps{_some('breaks at', breaks)}"]
 
 
-def _samples(ledger: list[dict[str, Any]], expected: Expected) -> list[str]:
+def _samples(ledger: list[dict[str, Any]], expected: AuditLimits) -> list[str]:
     """Every member of every group that was ever opened ends exactly once: none is missing, so none that was acknowledged is."""
     seen = Counter(line["trajectory_id"] for line in ledger)
     opened = 1 + max((int(split_id(name)[0][1:]) for name in seen), default=-1)
@@ -67,7 +67,7 @@ def _samples(ledger: list[dict[str, Any]], expected: Expected) -> list[str]:
     ]
 
 
-def _trained(ledger: list[dict[str, Any]], expected: Expected) -> list[str]:
+def _trained(ledger: list[dict[str, Any]], expected: AuditLimits) -> list[str]:
     problems: list[str] = []
     trained = [line for line in ledger if line["step"] is not None]
     steps_of: dict[str, set[int]] = {}
@@ -84,7 +84,7 @@ def _trained(ledger: list[dict[str, Any]], expected: Expected) -> list[str]:
     return problems
 
 
-def _forgotten(ledger: list[dict[str, Any]], lost: list[dict[str, Any]], expected: Expected) -> list[str]:
+def _forgotten(ledger: list[dict[str, Any]], lost: list[dict[str, Any]], expected: AuditLimits) -> list[str]:
     """What was trained stays trained, in its step, whatever a Store forgets: a commit that is forgotten is made again."""
     steps = {line["trajectory_id"]: line["step"] for line in ledger}
     gone = [x["trajectory_id"] for x in lost if x["step"] is not None and steps.get(x["trajectory_id"]) != x["step"]]

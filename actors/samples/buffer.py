@@ -35,7 +35,7 @@ from actors.samples.handover import TrainerDesk
 from actors.samples.holders import Holders
 from actors.samples.intake import Intake, Wakes
 from actors.samples.journal import Journal
-from actors.samples.ledger import Ledger
+from actors.samples.ledger import SampleLedger
 from actors.samples.recovery import Records, rebuild
 from actors.samples.repair import Repair
 from actors.samples.sample import file_payload, read_payload
@@ -83,7 +83,7 @@ class SampleBuffer(Actor):
         self._repair = Repair(*shared, self._records, self._intake)
         self._trainer = TrainerDesk(*shared, self._intake, self._repair, self._read_payload, self.log)
         self._holders = Holders(self._book, self._intake, self._journal, self.store, self.log)
-        self._ledger = Ledger(
+        self._ledger = SampleLedger(
             self.run.folder, workset, self._journal, self.incarnation, self._store_forgot, self.offload, self.log
         )
         await rebuild(self._book, self._records, self._journal, workset, self._intake, self._now())

@@ -72,7 +72,7 @@ class Offload(Protocol):
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Awaitable[Any]: ...
 
 
-class Ledger:
+class SampleLedger:
     """The projection, and the end of the payload files of samples it has written. `token` is the buffer's incarnation.
 
     `on_loss` is called when the Store turns out to have forgotten an end.

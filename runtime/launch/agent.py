@@ -8,10 +8,10 @@ from typing import ClassVar
 from bus.errors import AskFailed
 from bus.message import Ack
 from runtime.actor import ActorConfig, Context, handler
-from runtime.blob_hosts import HostBlobs
-from runtime.config import Config
+from runtime.blobs.hosts import HostBlobs
+from runtime.config.config import Config
 from runtime.launch.local import Death, LocalLauncher
-from runtime.launch.outcome import Outcome, Screen
+from runtime.launch.outcome import JobOutcome, Screen
 from runtime.launch.watch import Watch
 from runtime.messages import (
     MOST_ADDED,
@@ -51,7 +51,7 @@ class NodeAgent(HostBlobs):
         self.screen: Screen
         self.launcher: LocalLauncher
         self.make_launcher: type[LocalLauncher] = LocalLauncher
-        self.over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
         self._died_at: dict[str, float] = {}
         self._wanted: set[str] = set()
         self._ready: set[str] = set()
@@ -86,7 +86,7 @@ class NodeAgent(HostBlobs):
             for index in range(1, spec.count + 1):
                 self.start(f"{role}-{index}")
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: JobOutcome) -> None:
         """The first outcome stands."""
         if not self.over.done():
             self.over.set_result(outcome)
@@ -102,7 +102,7 @@ class NodeAgent(HostBlobs):
     @handler
     async def finished(self, message: Finish) -> Ack:
         self.log.info("finished", source=message.source, reason=message.reason, failed=message.failed)
-        self.end(Outcome("failed" if message.failed else "done", message.reason))
+        self.end(JobOutcome("failed" if message.failed else "done", message.reason))
         return Ack()
 
     @handler
@@ -157,7 +157,7 @@ class NodeAgent(HostBlobs):
 
     @handler
     async def stop_job(self, request: StopJob) -> Ack:
-        self.end(Outcome("interrupted", "stopped by request"))
+        self.end(JobOutcome("interrupted", "stopped by request"))
         if request.now:
             self.launcher.kill_all()
         return Ack()
@@ -178,7 +178,7 @@ class NodeAgent(HostBlobs):
         because = f": {death.sentence}" if death.sentence and not death.how.startswith("signal") else ""
         if death.restart_in_s is None:
             self.end(
-                Outcome(
+                JobOutcome(
                     "failed",
                     f"{death.name} died {death.attempt} times ({death.how}){because}. Log: {self.run.folder}/logs/{death.name}.jsonl",
                 )
@@ -218,7 +218,9 @@ class NodeAgent(HostBlobs):
                     seen = loop.time()
             if loop.time() - seen > lease_s:
                 self.end(
-                    Outcome("failed", f"the run was out of reach for {lease_s:g} s (run.lease_s): this host leaves it")
+                    JobOutcome(
+                        "failed", f"the run was out of reach for {lease_s:g} s (run.lease_s): this host leaves it"
+                    )
                 )
 
     async def stop_all(self, kind: str) -> None:

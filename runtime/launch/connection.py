@@ -9,15 +9,15 @@ from bus.keys import Keys
 from bus.transport import Identity, Transport
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, ActorConfig, RunInfo
-from runtime.blob_client import BlobClient
-from runtime.blobs import BlobStore
-from runtime.config import Config, load
+from runtime.blobs.blob import BlobStore
+from runtime.blobs.client import BlobClient
+from runtime.config.config import Config, load
+from runtime.config.schema import schema_of
 from runtime.kernel import Kernel
 from runtime.keys import find_keys
 from runtime.launch.folder import RunCard, running
 from runtime.observe.log import logger
 from runtime.observe.trace import Trace, trace_path
-from runtime.schema import schema_of
 from runtime.store.open import open_store
 from runtime.store.store import Store
 

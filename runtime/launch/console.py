@@ -11,14 +11,14 @@ from runtime.importer import load_object
 from runtime.messages import Progress as StepDone
 
 
-class StepTable(Protocol):
+class ConsoleTable(Protocol):
     """How a job's steps read on a terminal; named by `report.console` in the config, because the runtime knows no RL word."""
 
     def header(self) -> str: ...
     def line(self, step: int, steps: int, row: Mapping[str, float]) -> str: ...
 
 
-def step_table(target: str) -> StepTable:
+def step_table(target: str) -> ConsoleTable:
     """The table that `report.console` names. Raises ConfigError where it leads to none."""
     found = load_object(target, key="report.console")
     try:
@@ -33,7 +33,7 @@ def step_table(target: str) -> StepTable:
 class Console:
     """Prints for a person on a terminal, and plain lines into a pipe."""
 
-    def __init__(self, table: StepTable) -> None:
+    def __init__(self, table: ConsoleTable) -> None:
         self._rich = Rich(highlight=False, soft_wrap=True)
         self._table = table
         self._bar: Progress | None = None

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 import msgspec
 
 from bus.address import is_loopback
-from bus.envelope import Envelope, Kind
+from bus.envelope import Envelope, EnvelopeKind
 from bus.keys import Keys
 from bus.transport import Delivery, Identity, Peer, Transport
 from bus.zmq import ZmqTransport
@@ -31,7 +31,7 @@ Key = tuple[Peer, int]
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class Stream:
+class GateStream:
     """One end of one connection: what the local socket says goes to the peer, and the other way round."""
 
     def __init__(self, transport: Transport, key: Key) -> None:
@@ -78,7 +78,7 @@ class Stream:
     def post(self, tag: str, data: bytes = b"", size: int = 0) -> None:
         peer, number = self._key
         body = msgspec.Raw(msgspec.msgpack.encode(data))
-        self._transport.post(peer, Envelope(Kind.TELL, number, "gate", 0, tag, size, b"", "", 0, body))
+        self._transport.post(peer, Envelope(EnvelopeKind.TELL, number, "gate", 0, tag, size, b"", "", 0, body))
 
     async def _send(self, reader: asyncio.StreamReader) -> None:
         with suppress(OSError):
@@ -106,7 +106,7 @@ class Gate:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._streams: dict[Key, Stream] = {}
+        self._streams: dict[Key, GateStream] = {}
         self._log = logger("gate")
 
     @property
@@ -123,12 +123,12 @@ class Gate:
             stream.end()
         await self._transport.close()
 
-    def begin(self, key: Key) -> Stream:
+    def begin(self, key: Key) -> GateStream:
         """Listed at once, so that nothing that arrives for it is lost; `carry` takes it off."""
-        stream = self._streams[key] = Stream(self._transport, key)
+        stream = self._streams[key] = GateStream(self._transport, key)
         return stream
 
-    async def carry(self, key: Key, stream: Stream, ends: Awaitable[Ends]) -> None:
+    async def carry(self, key: Key, stream: GateStream, ends: Awaitable[Ends]) -> None:
         try:
             await stream.run(ends)
         finally:
@@ -165,7 +165,7 @@ class GateServer(Gate):
         self._tasks = tasks
 
     def asked(self, key: Key) -> None:
-        stream = Stream(self._transport, key)
+        stream = GateStream(self._transport, key)
         if len(self._streams) >= MAX_STREAMS:
             stream.post("end")
             return

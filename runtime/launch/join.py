@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 from bus.errors import AskFailed, BadAddress
 from runtime.actor import ActorConfig, RunInfo
-from runtime.blob_agent import BlobServer
-from runtime.blob_client import BlobClient
-from runtime.config import Config, load
+from runtime.blobs.agent import BlobServer
+from runtime.blobs.client import BlobClient
+from runtime.config.config import Config, load
 from runtime.errors import LaunchError
 from runtime.keys import write_keys
 from runtime.launch.agent import NodeAgent
@@ -22,7 +22,7 @@ from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder
 from runtime.launch.gate import GateClient, way_through
 from runtime.launch.launcher import EXIT_CODES
-from runtime.launch.outcome import Outcome
+from runtime.launch.outcome import JobOutcome
 from runtime.launch.token import JoinToken
 from runtime.messages import MOST_ADDED, AddActors, NotAdded
 from runtime.observe.log import configure
@@ -68,7 +68,7 @@ class Joiner:
         print(outcome.sentence, file=sys.stderr)  # noqa: T201 - the sentence for the user
         return EXIT_CODES[outcome.kind]
 
-    async def _serve(self, card: RunCard, stack: AsyncExitStack) -> Outcome:
+    async def _serve(self, card: RunCard, stack: AsyncExitStack) -> JobOutcome:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         sockets = Path(card.sockets)
         await self._open_gate(card, stack)
@@ -88,7 +88,7 @@ class Joiner:
         run = RunInfo(card.id, self._folder.path, config.run.seed, config.run.steps, config.state.window_s)
         return await self._host_actors(Connection(config, card, run, store, blobs, self._token.keys.curve), tasks)
 
-    async def _host_actors(self, connection: Connection, tasks: asyncio.TaskGroup) -> Outcome:
+    async def _host_actors(self, connection: Connection, tasks: asyncio.TaskGroup) -> JobOutcome:
         kernel = await connection.kernel(NodeAgent, ActorConfig(), connection.card.node)
         agent = kernel.build()
         console = Console(step_table(connection.config.report.console))
@@ -105,7 +105,7 @@ class Joiner:
             await serving
         return outcome
 
-    async def _work(self, agent: NodeAgent, card: RunCard, console: Console) -> Outcome:
+    async def _work(self, agent: NodeAgent, card: RunCard, console: Console) -> JobOutcome:
         """Get names from the first host, start the actors, and stay until there is an outcome.
 
         Only a host that is let in keeps the job's keys and the way to its Store, for the actors that it starts.
@@ -165,7 +165,7 @@ class Joiner:
 def _interrupt(agent: NodeAgent) -> None:
     if agent.over.done():
         agent.launcher.kill_all()
-    agent.end(Outcome("interrupted", f"{agent.name} left the run"))
+    agent.end(JobOutcome("interrupted", f"{agent.name} left the run"))
 
 
 def _own_address(there: str) -> str:

@@ -13,9 +13,9 @@ import msgspec
 from bus.address import is_loopback
 from bus.errors import BadAddress
 from runtime.actor import ActorConfig, RunInfo
-from runtime.blob_agent import BlobServer
-from runtime.blob_client import BlobClient
-from runtime.config import Config
+from runtime.blobs.agent import BlobServer
+from runtime.blobs.client import BlobClient
+from runtime.config.config import Config
 from runtime.errors import LaunchError
 from runtime.keys import RunKeys, command_for, find_keys
 from runtime.launch.agent import NodeAgent
@@ -24,7 +24,7 @@ from runtime.launch.connection import Connection
 from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder
 from runtime.launch.gate import GateServer, way_to
-from runtime.launch.outcome import Outcome
+from runtime.launch.outcome import JobOutcome
 from runtime.launch.prepare import prepare
 from runtime.observe.log import configure, logger
 from runtime.observe.trace import merge_traces
@@ -77,7 +77,7 @@ class Launcher:
             self._folder.close()
         return await self._finish(outcome)
 
-    async def _serve(self, card: RunCard, stack: AsyncExitStack) -> Outcome:
+    async def _serve(self, card: RunCard, stack: AsyncExitStack) -> JobOutcome:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         await self._open_state(card, stack, tasks)
         sockets = Path(card.sockets)
@@ -101,7 +101,7 @@ class Launcher:
         connection = Connection(self._config, card, run, store, blobs, self._keys.curve if self._keys else None)
         return await self._host(connection, tasks)
 
-    async def _host(self, connection: Connection, tasks: asyncio.TaskGroup) -> Outcome:
+    async def _host(self, connection: Connection, tasks: asyncio.TaskGroup) -> JobOutcome:
         """Run the node agent and the actors until there is an outcome, then stop them."""
         began = self._clock()
         kernel = await connection.kernel(NodeAgent, ActorConfig(), NODE)
@@ -219,9 +219,9 @@ class Launcher:
             self._console.notice("stopping: what runs is drained and saved; once more to stop now")
             folder = str(self._folder.path)
             again = shlex.join(["rubato", "launch", f"{folder}/config.yaml", "--run-dir", folder, "--resume"])
-            agent.end(Outcome("interrupted", f"stopped. Go on with: {again}"))
+            agent.end(JobOutcome("interrupted", f"stopped. Go on with: {again}"))
 
-    async def _finish(self, outcome: Outcome) -> int:
+    async def _finish(self, outcome: JobOutcome) -> int:
         if outcome.kind == "failed":
             print(outcome.sentence, file=sys.stderr)  # noqa: T201 - the sentence for the user
         elif outcome.kind == "interrupted":

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 from runtime.messages import Progress
 
 
-class Outcome(NamedTuple):
+class JobOutcome(NamedTuple):
     """How the job ended: `kind` is done, failed or interrupted; `sentence` is for the user."""
 
     kind: str

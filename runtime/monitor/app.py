@@ -18,7 +18,7 @@ from runtime.errors import RubatoError
 from runtime.monitor.actions import Actions
 from runtime.monitor.names import DEFAULT, Names
 from runtime.monitor.panels import HELP, flow_page, flow_panel, in_flight_page, metrics_page, waits_panel
-from runtime.monitor.source import Source, View
+from runtime.monitor.source import LiveSource, View
 from runtime.monitor.table import COLUMNS, WIDTHS, actor_row, cells, failure_lines, failures, head, trend
 from runtime.monitor.views import ActorView
 from runtime.monitor.why import render
@@ -42,7 +42,7 @@ STYLES = {"ready": "green", "draining": "yellow", "starting": "yellow", "stopped
 KEYS = "q quit a actors f flow w waits m metrics i in flight l log d drain r restart k kill + ?"
 
 
-class Confirm(ModalScreen[bool]):
+class ConfirmScreen(ModalScreen[bool]):
     """Asks one question; y answers yes, anything else that closes it no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -82,7 +82,7 @@ class MonitorApp(App[None]):
         Binding("plus", "add", "add"),
     ]
 
-    def __init__(self, source: Source, actions: Actions | None = None, names: Names = DEFAULT) -> None:
+    def __init__(self, source: LiveSource, actions: Actions | None = None, names: Names = DEFAULT) -> None:
         super().__init__()
         self._source, self._actions, self._names = source, actions, names
         self._view: View | None = None
@@ -249,7 +249,7 @@ class MonitorApp(App[None]):
             if yes:
                 self.run_worker(self._carry_out(act), name="act")
 
-        self.push_screen(Confirm(question), answered)
+        self.push_screen(ConfirmScreen(question), answered)
 
     async def _carry_out(self, act: Callable[[], Awaitable[str]]) -> None:
         try:

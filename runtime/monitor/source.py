@@ -30,7 +30,7 @@ class View(NamedTuple):
     rows: Sequence[Row]
 
 
-class Source(Protocol):
+class LiveSource(Protocol):
     """Where the live view gets what it shows."""
 
     async def read(self) -> View: ...

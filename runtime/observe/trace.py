@@ -24,7 +24,7 @@ FLUSH_S = 1.0
 """What a killed actor's trace may lack."""
 
 
-class Span:
+class TraceSpan:
     """One piece of work, from entering to leaving its `with` block. Its `args` may be added to meanwhile."""
 
     __slots__ = ("_began", "_category", "_lane", "_name", "_task", "_trace", "args")
@@ -35,7 +35,7 @@ class Span:
         self._lane = self._task = 0
         self.args = args
 
-    def __enter__(self) -> "Span":
+    def __enter__(self) -> "TraceSpan":
         self._task, self._lane = self._trace.enter_lane()
         self._began = self._trace.now_us()
         return self
@@ -67,9 +67,9 @@ class Trace:
         self._free: list[int] = []
         self._num_lanes = 0
 
-    def span(self, name: str, category: str = "", **args: Any) -> Span:
+    def span(self, name: str, category: str = "", **args: Any) -> TraceSpan:
         """`with trace.span("train_step", step=3):` around the work; `args` must be plain values."""
-        return Span(self, name, category, args)
+        return TraceSpan(self, name, category, args)
 
     def close(self) -> None:
         """Write out what is held, and how much is missing."""

@@ -10,7 +10,7 @@ import numpy as np
 from runtime.errors import ConfigError
 from sim.calibration.recording import LAST_STEPS, WARM_STEPS, Recording, trained_tokens
 from sim.distribution import Histogram
-from sim.onehost.costs import Calibration, Costs, EngineCosts, Fit, Recorded, Rollouts, Stage, TrainerCosts
+from sim.onehost.costs import Calibration, Costs, EngineCosts, Fit, LearningStage, Recorded, Rollouts, TrainerCosts
 
 STAGE_STEPS = 6
 """Versions whose rollouts are taken to be alike."""
@@ -189,7 +189,7 @@ def rollouts(recording: Recording, fits: list[Fit] | None = None) -> Rollouts:
     )  # fmt: skip
 
 
-def _stage(recording: Recording, begin: int) -> Stage:
+def _stage(recording: Recording, begin: int) -> LearningStage:
     """Rollouts that began under versions from `begin` on; steps that started from them."""
     versions = range(begin, begin + STAGE_STEPS)
     counts = Counter(r.turns for r in recording.rollouts if r.version_first in versions)
@@ -198,7 +198,7 @@ def _stage(recording: Recording, begin: int) -> Stage:
     share = min(1.0, sum(trained_tokens(row) for row in rows) / tokens)
     if not counts:  # the last versions begin no rollout
         counts = Counter(r.turns for r in recording.rollouts)
-    return Stage(
+    return LearningStage(
         until_version=begin + STAGE_STEPS, turns=Histogram(law="histogram", counts=dict(sorted(counts.items()))),
         trained_share=round(share, 4),
     )  # fmt: skip

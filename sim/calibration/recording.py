@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from actors.training.section import CheckpointSection
-from runtime.config import RunSection
-from runtime.config_source import read
+from runtime.config.config import RunSection
+from runtime.config.source import read
 from runtime.errors import ConfigError
 
 WARM_STEPS = 5
@@ -39,7 +39,7 @@ Row = Mapping[str, float]
 LineT = TypeVar("LineT")
 
 
-class StepTimes(msgspec.Struct, frozen=True):
+class RecordedSteps(msgspec.Struct, frozen=True):
     """One engine's life: see TorchEngine._tell_times. `sampled` has (rows, tokens, CPU seconds) of single steps."""
 
     cpu_s: float
@@ -49,7 +49,7 @@ class StepTimes(msgspec.Struct, frozen=True):
     sampled: tuple[tuple[int, int, float], ...]
 
 
-class Rollout(msgspec.Struct, frozen=True):
+class RecordedRollout(msgspec.Struct, frozen=True):
     """A trajectory that was in a batch: a line of samples.jsonl."""
 
     fate: str
@@ -66,7 +66,7 @@ class Recording:
     folder: Path
     config: Mapping[str, Any]
     rows: tuple[Row, ...]
-    rollouts: tuple[Rollout, ...]
+    rollouts: tuple[RecordedRollout, ...]
 
     @property
     def window(self) -> tuple[Row, ...]:
@@ -74,7 +74,7 @@ class Recording:
         return self.rows[WARM_STEPS - 1 : len(self.rows) - LAST_STEPS]
 
     @property
-    def engines(self) -> dict[str, StepTimes]:
+    def engines(self) -> dict[str, RecordedSteps]:
         """By name. Raises ConfigError where an engine did not tell: only fitting needs it."""
         return dict(_step_times(self.folder))
 
@@ -160,13 +160,13 @@ def read_run(folder: Path) -> Recording:
                 f"{folder}/metrics.jsonl has {nothing[0]} at {row[nothing[0]]:g} in step {row['step']:.0f}; it must be above 0. "
                 "Record the run anew."
             )
-    rollouts = tuple(line for line in _lines(folder, "samples.jsonl", Rollout) if line.fate in IN_A_BATCH)
+    rollouts = tuple(line for line in _lines(folder, "samples.jsonl", RecordedRollout) if line.fate in IN_A_BATCH)
     if not rollouts:
         raise ConfigError(f"{folder}/samples.jsonl has no sample that was trained. Record the run anew.")
     return Recording(folder, config, rows, rollouts)
 
 
-def _step_times(folder: Path) -> Iterator[tuple[str, StepTimes]]:
+def _step_times(folder: Path) -> Iterator[tuple[str, RecordedSteps]]:
     names = {path.name.removesuffix(".gz") for path in (folder / "logs").glob("engine-*.jsonl*")}
     for name in sorted(names):
         told = [line for line in _lines(folder, f"logs/{name}", dict[str, Any]) if line.get("event") == "step_times"]
@@ -175,7 +175,7 @@ def _step_times(folder: Path) -> Iterator[tuple[str, StepTimes]]:
                 f"{folder}/logs/{name} has no step_times: the engine was killed, or is not the built-in one. Let a run end by itself."
             )
         try:
-            yield name.removesuffix(".jsonl"), msgspec.convert(told[-1], StepTimes)
+            yield name.removesuffix(".jsonl"), msgspec.convert(told[-1], RecordedSteps)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{folder}/logs/{name} has damaged step_times: {error}. Record the run anew.") from error
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from pydantic import Field
 
 from actors.config import ModelSection
-from actors.engines.engine import Capabilities, Chunk, EngineError, Load, Work
+from actors.engines.engine import Chunk, EngineCapabilities, EngineError, Load, Work
 from actors.engines.rate import Rate
 from actors.engines.section import EngineSection
 from actors.engines.sequence import Sequence, check
 from sim.batching import ModelledEngine
 from sim.engine_model import EngineModel, EngineSpec
 from sim.live.clock import LoopTimeline
-from sim.timeline import Process
+from sim.timeline import SimProcess
 
 TOKEN = 2
 """What it samples, always: no stop token, so every turn has its full length."""
@@ -35,7 +35,7 @@ class RooflineEngine:
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
         if not isinstance(section, RooflineSection):
             raise EngineError("the modelled engine needs a RooflineSection")
-        self.capabilities = Capabilities("roofline", prefix_cache=True)
+        self.capabilities = EngineCapabilities("roofline", prefix_cache=True)
         self._section = section
         self._requests: dict[str, tuple[Sequence, asyncio.Event]] = {}
         self._rate = Rate()
@@ -96,7 +96,7 @@ class RooflineEngine:
         ended.set()
         return version
 
-    def _sample(self, sequence: Sequence, left: int, computed: Process) -> None:
+    def _sample(self, sequence: Sequence, left: int, computed: SimProcess) -> None:
         # Set in the same step of the loop, before the process has ended where nothing had to be waited for.
         version = computed.ended.value if computed.ended.happened else self._engine.version
         for _ in range(left):

@@ -13,14 +13,14 @@ from actors.envs.manager import EnvManagerConfig
 from actors.envs.section import EnvSection, RolloutSection
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from runtime.clock import run_virtual
-from sim.job import JobSpec
+from sim.job import ClusterJobSpec
 from sim.live.engine import RooflineSection
 from sim.simtest.actors import SimKernel, SimTrainer
-from sim.simtest.checks import Monitor
+from sim.simtest.checks import InvariantChecks
 from sim.simtest.journal import Record
 from sim.simtest.loop import SimLoop
-from sim.simtest.process import Process
-from sim.simtest.run import Job, settings
+from sim.simtest.process import ActorProcess
+from sim.simtest.run import SeedJob, settings
 from sim.simtest.setup import Setup, configs
 from sim.simtest.toys import write_tokenizer
 from sim.simtest.world import World
@@ -35,7 +35,7 @@ LONG_S = 3600.0
 class ModelledKernel(SimKernel):
     """A training step takes what the model says of the tokens in its batch."""
 
-    spec: JobSpec
+    spec: ClusterJobSpec
 
     async def offload(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT:
         if getattr(fn, "__name__", "") != "_train":
@@ -51,20 +51,20 @@ class LiveWorld(World):
     """Its roles' sections say what the job's specification says."""
 
     kernel_class = ModelledKernel
-    spec: JobSpec
+    spec: ClusterJobSpec
     tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._configs = live_configs(self.spec, self.tokens, self.setup, self._model)
 
-    def _equip(self, actor: Any, process: Process) -> None:
+    def _equip(self, actor: Any, process: ActorProcess) -> None:
         super()._equip(actor, process)
         assert isinstance(process.kernel, ModelledKernel)
         process.kernel.spec = self.spec
 
 
-def run(spec: JobSpec, seed: int, folder: Path) -> list[dict[str, Any]]:
+def run(spec: ClusterJobSpec, seed: int, folder: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl, one per step. Every task must sample one constant number of tokens per turn; one pool, no rewards.
 
     Raises ValueError where `spec` is none of that, and sim.simtest.checks.Violation when an actor breaks a promise.
@@ -77,9 +77,9 @@ def run(spec: JobSpec, seed: int, folder: Path) -> list[dict[str, Any]]:
         delay_s=0.0, latency_s=0.0,
     )  # fmt: skip
     loop = SimLoop(None, limit_s=LIMIT_S)
-    record, monitor = Record(loop.time, keep=False), Monitor(setup.alpha, setup.window)
+    record, monitor = Record(loop.time, keep=False), InvariantChecks(setup.alpha, setup.window)
     monitor.now = loop.time
-    job = Job(setup, [], folder, write_tokenizer(folder / "model"), record, monitor)
+    job = SeedJob(setup, [], folder, write_tokenizer(folder / "model"), record, monitor)
     job.progress_s = LONG_S
     job.world_class = type("JobWorld", (LiveWorld,), {"spec": spec, "tokens": tokens})
     with settings(setup):
@@ -89,7 +89,7 @@ def run(spec: JobSpec, seed: int, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def sampled_per_turn(spec: JobSpec) -> int:
+def sampled_per_turn(spec: ClusterJobSpec) -> int:
     """What every turn samples. Raises ValueError where turns or pools differ: the real sampler has one limit."""
     laws = {task.action_tokens.model_dump_json() for task in spec.tasks}
     if len(spec.pools) != 1 or len(laws) != 1 or spec.tasks[0].action_tokens.law != "constant":
@@ -97,7 +97,7 @@ def sampled_per_turn(spec: JobSpec) -> int:
     return int(spec.tasks[0].action_tokens.value)
 
 
-def live_configs(spec: JobSpec, tokens: int, setup: Setup, model: Path) -> dict[str, Any]:
+def live_configs(spec: ClusterJobSpec, tokens: int, setup: Setup, model: Path) -> dict[str, Any]:
     """The sections of every role."""
     base = configs(setup, model)
     engine, pool = base["engine"].engine, spec.pools[0]

@@ -26,14 +26,14 @@ from planning.circuits import Cross
 from planning.demand import Pair
 from planning.relay import plan, ring_sources, sources
 from runtime.actor import Actor, ActorConfig, RunInfo
-from runtime.blob_digest import PIECE_BYTES
-from runtime.blob_memory import MemoryBlobStore
+from runtime.blobs.digest import PIECE_BYTES
+from runtime.blobs.memory import MemoryBlobStore
 from runtime.clock import run_virtual
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
-from sim.outcome import Cell, Outcome, Progress, Span, Table
-from sim.scenario import Kind, LiveJob, Scenario
+from sim.outcome import Cell, LaneSpan, RunProgress, RunResult, Table
+from sim.scenario import LiveJob, Scenario, ScenarioKind
 
 PAYLOAD = 1448 / 1514
 """Of an Ethernet frame that carries TCP with time stamps over IPv4, at an MTU of 1,500: what htb counts, and what arrives."""
@@ -125,7 +125,7 @@ class Figures(NamedTuple):
     exposed_s: float
     hidden_s: float
     changes: float
-    spans: tuple[Span, ...]
+    spans: tuple[LaneSpan, ...]
 
 
 class Bed:
@@ -139,7 +139,7 @@ class Bed:
         train = TrainSection(**(scenario.job.get("train") or {})).scripted
         self._size_bytes, self._step_s = int(train.weights_mib * 2**20), train.step_s
         self._hosts = tuple(f"node-{i + 1}" for i in range(len(scenario.job["fabric"]["racks"])))
-        self._spans: list[Span] = []
+        self._spans: list[LaneSpan] = []
 
     async def run(self) -> Figures:
         num = self._scenario.versions
@@ -179,7 +179,7 @@ class Bed:
         for name, start, end in (
             ("weight_sync", published, synced), ("rollout", synced, rolled), ("train_step", rolled, loop.time())
         ):  # fmt: skip
-            self._spans.append(Span(self._name, "phases", name, start, end - start, {"version": version}))
+            self._spans.append(LaneSpan(self._name, "phases", name, start, end - start, {"version": version}))
         return synced - published
 
     async def _intend(
@@ -271,7 +271,7 @@ async def _bed(scenario: TestbedScenario, way: Broadcast, mode: Mode):  # noqa: 
             task.cancel()
 
 
-def run(scenario: TestbedScenario, progress: Progress) -> Outcome:
+def run(scenario: TestbedScenario, progress: RunProgress) -> RunResult:
     found: dict[str, Figures] = {}
 
     async def play(way: Broadcast, mode: Mode) -> Figures:
@@ -287,7 +287,7 @@ def run(scenario: TestbedScenario, progress: Progress) -> Outcome:
         (*name.split("_"), medians[name], f.exposed_s, f.hidden_s, f.changes) for name, f in found.items()
     ]
     columns = ("broadcast", "circuits", "sync_s", "exposed_s_per_step", "hidden_s_per_step", "changes_per_step")
-    return Outcome(
+    return RunResult(
         {f"{name}_sync_s": value for name, value in medians.items()}
         | {f"{name}_exposed_s": figures.exposed_s for name, figures in found.items()}
         | {f"{way}_speedup": medians[f"{way}_static"] / medians[f"{way}_proactive"] for way in WAYS},
@@ -297,4 +297,4 @@ def run(scenario: TestbedScenario, progress: Progress) -> Outcome:
     )
 
 
-KIND = Kind(TestbedScenario, run)
+KIND = ScenarioKind(TestbedScenario, run)

@@ -35,7 +35,7 @@ class Network(NamedTuple):
     """Flows that end within this share of the time so far end at once; rates are set anew so many times fewer."""
 
 
-class Completion(NamedTuple):
+class FlowsDone(NamedTuple):
     """How flows ran."""
 
     seconds: float
@@ -51,7 +51,7 @@ def flows(pairs: Sequence[tuple[int, int, float]], width: float) -> Flows:
     return Flows(source.astype(int), target.astype(int), size.astype(float), np.full(len(kept), width))
 
 
-def complete(network: Network, wanted: Flows) -> Completion:
+def complete(network: Network, wanted: Flows) -> FlowsDone:
     """Run `wanted` from the same moment, with max-min fair rates that are set anew whenever a flow ends."""
     if network.per_nic:
         wanted = _per_nic(wanted)
@@ -72,7 +72,7 @@ def complete(network: Network, wanted: Flows) -> Completion:
         now += step
         finish[open_[ended]] = now
         open_ = open_[~ended]
-    return Completion(now, finish, carried)
+    return FlowsDone(now, finish, carried)
 
 
 def _per_nic(wanted: Flows) -> Flows:

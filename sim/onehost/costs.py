@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from runtime.config import Section
+from runtime.config.config import Section
 from sim.distribution import Histogram
 
 
@@ -53,7 +53,7 @@ class Costs(Section):
     """Cores that the job's other actors take all the time."""
 
 
-class Stage(Section):
+class LearningStage(Section):
     """Rollouts that begin under versions below `until_version`, while the policy learns."""
 
     until_version: int = Field(ge=1)
@@ -68,9 +68,9 @@ class Rollouts(Section):
     prompt_tokens: float = Field(ge=1)
     observation_tokens: float = Field(ge=0)
     action_tokens: float = Field(ge=1)
-    stages: tuple[Stage, ...] = Field(min_length=1)
+    stages: tuple[LearningStage, ...] = Field(min_length=1)
 
-    def stage(self, version: int) -> Stage:
+    def stage(self, version: int) -> LearningStage:
         """The one that `version` falls into; the last one goes on."""
         return next((stage for stage in self.stages if version < stage.until_version), self.stages[-1])
 

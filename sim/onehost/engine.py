@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from actors.engines.section import EngineSection
 from sim.onehost.cores import Part
 from sim.onehost.costs import EngineCosts
-from sim.timeline import Event, Timeline
+from sim.timeline import SimEvent, Timeline
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class EngineLoad:
     """`context` tokens are known, of which the slot's cache holds `cached`; `left` are still to be sampled."""
 
     session: str
     context: int
     left: int
     min_version: int
-    done: Event
+    done: SimEvent
     cached: int = 0
     version: int = -1
 
@@ -38,11 +38,11 @@ class HostedEngine:
         self.busy_s = 0.0
         """Seconds in which some request was here that need not wait for weights."""
         self._timeline, self._section, self._costs = timeline, section, costs
-        self._posted: list[Request] = []
+        self._posted: list[EngineLoad] = []
         """Commands that the step loop has not taken."""
-        self._waiting: deque[Request] = deque()
-        self._early: list[Request] = []
-        self._running: dict[str, Request] = {}
+        self._waiting: deque[EngineLoad] = deque()
+        self._early: list[EngineLoad] = []
+        self._running: dict[str, EngineLoad] = {}
         self._idle: OrderedDict[str, int] = OrderedDict()
         """Session -> tokens that its slot still caches, the least recently used first."""
         self._num_here, self._since, self._stepping = 0, 0.0, False
@@ -64,7 +64,7 @@ class HostedEngine:
     async def generate(self, session: str, context: int, new_tokens: int, min_version: int = 0) -> int:
         """The version of its first token; returns when the last one is sampled and the reply has left this process."""
         await self._loop.work(self._costs.request_s / 2)  # one by one: each is the step thread's as soon as it is read
-        request = Request(session, context, max(1, new_tokens), min_version, self._timeline.event())
+        request = EngineLoad(session, context, max(1, new_tokens), min_version, self._timeline.event())
         if min_version <= self.version:
             self._post(request)
         else:
@@ -103,7 +103,7 @@ class HostedEngine:
         if self._newest > version:
             self._pull(self._newest)
 
-    def _post(self, request: Request) -> None:
+    def _post(self, request: EngineLoad) -> None:
         if not self._num_here:
             self._since = self._timeline.now
         self._num_here += 1
@@ -122,7 +122,7 @@ class HostedEngine:
             self._timeline.at(self._timeline.now + self._section.gather_s, self._step)
 
     def _step(self) -> None:
-        rows: list[tuple[Request, int]] = []
+        rows: list[tuple[EngineLoad, int]] = []
         began = self.version
 
         def cost() -> float:
@@ -145,11 +145,11 @@ class HostedEngine:
                 self._idle.popitem(last=False)
             self._running[request.session] = request
 
-    def _rows(self) -> list[tuple[Request, int]]:
+    def _rows(self) -> list[tuple[EngineLoad, int]]:
         """Requests and how many tokens of each: decode first, then prefill, cut to what a step computes."""
         left = max(self._section.max_batch_tokens, self.num_slots)
-        rows: list[tuple[Request, int]] = []
-        prefilling: list[Request] = []
+        rows: list[tuple[EngineLoad, int]] = []
+        prefilling: list[EngineLoad] = []
         for request in self._running.values():
             if request.context - request.cached == 1:
                 rows.append((request, 1))
@@ -164,7 +164,7 @@ class HostedEngine:
             left -= num
         return rows
 
-    def _stepped(self, rows: list[tuple[Request, int]], version: int) -> None:
+    def _stepped(self, rows: list[tuple[EngineLoad, int]], version: int) -> None:
         for request, num in rows:
             request.cached += num
             if request.cached < request.context:
@@ -180,7 +180,7 @@ class HostedEngine:
             self._stepping = False
             self._wake()
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: EngineLoad) -> None:
         del self._running[request.session]
         if self._section.prefix_cache:
             self._idle[request.session] = request.cached

@@ -13,13 +13,13 @@ from actors.samples.groups import Group
 from actors.samples.section import SamplesSection
 from actors.training.section import CheckpointSection
 from planning.snapshot import RequestView
-from runtime.config import RunSection, StateSection
+from runtime.config.config import RunSection, StateSection
 from sim.buffer_model import ModelledBuffer
 from sim.onehost.cores import Cores, Part
 from sim.onehost.costs import Calibration
 from sim.onehost.engine import HostedEngine
 from sim.proxy_model import ModelledProxy
-from sim.rollout import GaveUp, Played, Stage, play
+from sim.rollout import Played, SimGaveUp, SimRolloutContext, play
 from sim.timeline import Timeline
 from sim.workload import Episode, Turn, chance_of
 
@@ -27,7 +27,7 @@ NEVER_LAPSES_S = 1e9
 """Modelled holders of tickets do not die."""
 
 
-class Shape(NamedTuple):
+class JobShape(NamedTuple):
     """What a live job's config says, and how many processes of the two roles that scale."""
 
     run: RunSection
@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StepRow:
+class HostStep:
     """One training step, in virtual seconds, from the end of the one before; `used` has CPU and busy seconds so far by part."""
 
     step: int
@@ -62,7 +62,7 @@ class StepRow:
 class HostedJob:
     """`run` simulates all steps; `rows` then says what happened."""
 
-    def __init__(self, shape: Shape, calibration: Calibration, seed: int) -> None:
+    def __init__(self, shape: JobShape, calibration: Calibration, seed: int) -> None:
         self.shape, self.costs, self.rollouts = shape, calibration.costs, calibration.rollouts
         self._seed = seed
         self.timeline = timeline = Timeline()
@@ -88,11 +88,11 @@ class HostedJob:
             ticket_ttl_s=NEVER_LAPSES_S,
         )  # fmt: skip
         self.buffer = ModelledBuffer(timeline, limits, shape.staleness.bound)
-        self.rows: list[StepRow] = []
+        self.rows: list[HostStep] = []
         self._tokens: dict[str, int] = {}
         self._train_busy_s = self._counts_s = 0.0
 
-    def run(self) -> list[StepRow]:
+    def run(self) -> list[HostStep]:
         """Simulate every step."""
         for manager in self.managers:
             stage = self._stage(manager)
@@ -103,13 +103,13 @@ class HostedJob:
 
     # -- rollouts -------------------------------------------------------------------------------------------------
 
-    def _stage(self, manager: Part) -> Stage:
-        return Stage(
+    def _stage(self, manager: Part) -> SimRolloutContext:
+        return SimRolloutContext(
             self.timeline, _ThroughProcesses(self, manager), self._score, version=lambda: self.buffer.book.version,
             allowed=lambda task: (), alpha=self.shape.staleness.bound,
         )  # fmt: skip
 
-    async def _environment(self, stage: Stage) -> None:
+    async def _environment(self, stage: SimRolloutContext) -> None:
         while True:
             changed = self.buffer.changed
             ticket = self.buffer.issue()
@@ -118,11 +118,11 @@ class HostedJob:
             else:
                 await self._roll_out(stage, ticket)
 
-    async def _roll_out(self, stage: Stage, ticket: Ticket) -> None:
+    async def _roll_out(self, stage: SimRolloutContext, ticket: Ticket) -> None:
         drawn = self._episode(ticket)
         try:
             played: Played = await play(stage, f"{ticket.trajectory_id}.{ticket.attempt}", drawn, ticket.version)
-        except GaveUp as given_up:
+        except SimGaveUp as given_up:
             self.buffer.give_up(ticket, given_up.reason, retry=given_up.retry)
             return
         await self.parts["sample_buffer-1"].handle(self.costs.sample_buffer_trajectory_s)
@@ -164,7 +164,7 @@ class HostedJob:
             await part.work(costs.rest_s)
             await timeline.sleep(costs.rest_wait_s)
             began = self.rows[-1].ended_s if self.rows else 0.0
-            row = StepRow(step, began, asked, claimed, trained, published, timeline.now, tokens, self._used())
+            row = HostStep(step, began, asked, claimed, trained, published, timeline.now, tokens, self._used())
             self.rows.append(row)
             if step % self.shape.checkpoint.every == 0:
                 await self._save(claimed)

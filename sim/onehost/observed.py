@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
-from runtime.config import Section
+from runtime.config.config import Section
 from runtime.observe.metrics import WINDOW_S
 from sim.onehost.costs import Rollouts
-from sim.onehost.job import StepRow
+from sim.onehost.job import HostStep
 
 ROLES = ("trainer", "engine", "env_manager", "llm_proxy", "sample_buffer", "reward_service")
 """Whose idle share is compared."""
@@ -32,7 +32,7 @@ class Observed(Section):
     """What its policy sampled: the work that this run had to do, which is nothing a simulator of time can foretell."""
 
 
-def observe(rows: Sequence[StepRow], window: tuple[int, int], engines: int, env_managers: int) -> Observed:
+def observe(rows: Sequence[HostStep], window: tuple[int, int], engines: int, env_managers: int) -> Observed:
     """A simulated run, as a live one would have reported itself."""
     first, last = window
     counted = rows[first - 1 : last]
@@ -53,7 +53,7 @@ def observe(rows: Sequence[StepRow], window: tuple[int, int], engines: int, env_
     )
 
 
-def idle_shares(rows: Sequence[StepRow], row: StepRow) -> Mapping[str, float]:
+def idle_shares(rows: Sequence[HostStep], row: HostStep) -> Mapping[str, float]:
     """As runtime/kernel.py reports it: the smaller of 1 - busy and 1 - CPU, over about the last `WINDOW_S` seconds."""
     then = next((r for r in reversed(rows[: row.step - 1]) if row.ended_s - r.ended_s >= WINDOW_S), None)
     span_s = row.ended_s - (then.ended_s if then else 0.0)

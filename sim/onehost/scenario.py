@@ -9,12 +9,12 @@ from actors.engines.section import EngineSection
 from actors.envs.section import EnvSection, RolloutSection
 from actors.samples.section import SamplesSection
 from actors.training.section import CheckpointSection
-from runtime.config import RunSection, StateSection
+from runtime.config.config import RunSection, StateSection
 from sim.onehost.costs import Calibration
-from sim.onehost.job import HostedJob, Shape, StepRow
+from sim.onehost.job import HostedJob, HostStep, JobShape
 from sim.onehost.observed import ROLES, Observed, observe
-from sim.outcome import Cell, Outcome, Plot, Progress, Span, Table
-from sim.scenario import Kind, LiveJob, Scenario
+from sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
+from sim.scenario import LiveJob, Scenario, ScenarioKind
 
 
 class OneHost(Scenario):
@@ -47,11 +47,11 @@ class OneHost(Scenario):
         return self.calibrated.model_copy(update={"rollouts": live.rollouts})
 
 
-def run(scenario: OneHost, progress: Progress) -> Outcome:
+def run(scenario: OneHost, progress: RunProgress) -> RunResult:
     figures: dict[str, float | bool] = {}
     agreement: list[tuple[Cell, ...]] = []
     phases: list[tuple[Cell, ...]] = []
-    spans: list[Span] = []
+    spans: list[LaneSpan] = []
     notes: list[str] = []
     for number, live in enumerate(scenario.live):
         name = _name(live)
@@ -66,7 +66,7 @@ def run(scenario: OneHost, progress: Progress) -> Outcome:
         notes.append(_note(scenario.calibrated, live, ours))
     progress(len(scenario.live), len(scenario.live), "done")
     columns = ("run", "step", "began_s", "asked_s", "claimed_s", "trained_s", "published_s", "ended_s", "tokens")
-    return Outcome(
+    return RunResult(
         figures=figures,
         tables={
             "agreement": Table(("run", "figure", "live", "simulated"), agreement),
@@ -78,13 +78,13 @@ def run(scenario: OneHost, progress: Progress) -> Outcome:
     )
 
 
-def shape_of(job: dict[str, Any], live: Observed) -> Shape:
+def shape_of(job: dict[str, Any], live: Observed) -> JobShape:
     """The job's config with the live run's numbers of processes and steps."""
 
     def section(kind: type[Any], name: str, **changes: Any) -> Any:
         return kind(**{**(job.get(name) or {}), **changes})
 
-    return Shape(
+    return JobShape(
         run=section(RunSection, "run", steps=live.steps), train=section(TrainSection, "train"),
         staleness=section(StalenessSection, "staleness"), samples=section(SamplesSection, "samples"),
         env=section(EnvSection, "env"), rollout=section(RolloutSection, "rollout"),
@@ -121,16 +121,16 @@ def _note(calibrated: Calibration, live: Observed, ours: Observed) -> str:
     )
 
 
-def _phase(name: str, row: StepRow) -> tuple[Cell, ...]:
+def _phase(name: str, row: HostStep) -> tuple[Cell, ...]:
     return (
         name, row.step, row.began_s, row.asked_s, row.claimed_s, row.trained_s, row.published_s, row.ended_s, row.tokens
     )  # fmt: skip
 
 
-def _spans(name: str, row: StepRow) -> list[Span]:
+def _spans(name: str, row: HostStep) -> list[LaneSpan]:
     times = (row.began_s, row.asked_s, row.claimed_s, row.trained_s, row.published_s, row.ended_s)
     parts = zip(("checkpoint", "wait", "train", "publish", "rest"), times, times[1:], strict=False)
-    return [Span(name, "trainer", f"{what} {row.step}", begin, end - begin) for what, begin, end in parts]
+    return [LaneSpan(name, "trainer", f"{what} {row.step}", begin, end - begin) for what, begin, end in parts]
 
 
 def _draw(figure: Any, agreement: list[tuple[Cell, ...]]) -> None:
@@ -144,4 +144,4 @@ def _draw(figure: Any, agreement: list[tuple[Cell, ...]]) -> None:
     axes.legend()
 
 
-KIND = Kind(OneHost, run)
+KIND = ScenarioKind(OneHost, run)

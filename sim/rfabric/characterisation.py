@@ -5,15 +5,15 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from runtime.config import Section
+from runtime.config.config import Section
 from sim.claims import Value
 from sim.engine_model import EngineModel, EngineSpec
 from sim.hardware import GpuSpec
 from sim.model import BF16, ModelSpec
 from sim.net.collectives import ring_all_reduce_s
-from sim.outcome import Cell, Outcome, Plot, Progress, Table
+from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from sim.rfabric.job import GRADIENT, TOKEN_AND_LOGPROB
-from sim.scenario import Kind, Scenario
+from sim.scenario import Scenario, ScenarioKind
 
 
 class SplitJob(Section):
@@ -55,7 +55,7 @@ class Window(NamedTuple):
     domain: str
 
 
-def run(scenario: CharacterisationScenario, progress: Progress) -> Outcome:
+def run(scenario: CharacterisationScenario, progress: RunProgress) -> RunResult:
     """Every kind's window."""
     progress(0, 1, "windows")
     found = windows(scenario)
@@ -69,7 +69,7 @@ def run(scenario: CharacterisationScenario, progress: Progress) -> Outcome:
     figures["bimodal_ratio"] = found["weight_sync"].seconds / found["train_dp"].seconds
     columns = ("communication", "window_s", "bytes", "primitive", "domain", "outlasts_ocs")
     plots = {"windows": Plot("Traffic windows", lambda f: _draw(f, scenario, found))}
-    return Outcome(figures, {"windows": Table(columns, rows)}, plots, (), _notes(scenario))
+    return RunResult(figures, {"windows": Table(columns, rows)}, plots, (), _notes(scenario))
 
 
 ORDER = ("gen_tp", "train_tp", "train_pp", "train_dp", "weight_sync")
@@ -153,4 +153,4 @@ def _draw(figure: Any, s: CharacterisationScenario, found: Mapping[str, Window])
     ax.legend(fontsize=7)
 
 
-KIND = Kind(CharacterisationScenario, run)
+KIND = ScenarioKind(CharacterisationScenario, run)

@@ -8,12 +8,12 @@ from pydantic import Field
 from sim.claims import Value
 from sim.hardware import GpuSpec, Prices
 from sim.model import ModelSpec
-from sim.outcome import Cell, Outcome, Plot, Progress, Table
+from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from sim.rfabric import fabrics
 from sim.rfabric.counts import FABRICS, Parts, Sizes
 from sim.rfabric.fabrics import FabricSpec, case
-from sim.rfabric.job import Gpus, JobSpec, place
-from sim.scenario import Kind, Scenario
+from sim.rfabric.job import Gpus, TrainingSpec, place
+from sim.scenario import Scenario, ScenarioKind
 
 Radix = Annotated[int, Field(ge=16, le=1024, multiple_of=16)]
 
@@ -26,7 +26,7 @@ class CostScenario(Scenario):
 
     model: ModelSpec
     gpu: GpuSpec
-    job: JobSpec
+    job: TrainingSpec
     fabric: FabricSpec = FabricSpec()
     prices: Prices
     price_sweep: tuple[Prices, ...] = ()
@@ -49,7 +49,7 @@ class Priced(NamedTuple):
     throughput: float | None
 
 
-def run(scenario: CostScenario, progress: Progress) -> Outcome:
+def run(scenario: CostScenario, progress: RunProgress) -> RunResult:
     """Count, price, simulate, compare."""
     found: dict[Key, Priced] = {}
     keys = [(radix, gpus, name) for radix in scenario.radices for gpus in scenario.gpus for name in FABRICS]
@@ -58,7 +58,7 @@ def run(scenario: CostScenario, progress: Progress) -> Outcome:
         found[key] = _priced(scenario, key, found)
     tables = {"cost": Table(COLUMNS, [_row(found, key) for key in keys]), "sensitivity": _sensitivity(scenario)}
     plots = {"cost": Plot("Network cost", lambda f: _draw(f, scenario, found))}
-    return Outcome(dict(_figures(scenario, found)), tables, plots, (), list(_notes(scenario, found)))
+    return RunResult(dict(_figures(scenario, found)), tables, plots, (), list(_notes(scenario, found)))
 
 
 def _priced(s: CostScenario, key: Key, found: Mapping[Key, Priced]) -> Priced:
@@ -154,4 +154,4 @@ def _draw(figure: Any, s: CostScenario, found: Mapping[Key, Priced]) -> None:
     axes[0].legend(fontsize=7)
 
 
-KIND = Kind(CostScenario, run)
+KIND = ScenarioKind(CostScenario, run)

@@ -9,12 +9,12 @@ from planning.demand import Links, per_link
 from planning.pods import plan_pods
 from planning.switching import Delay, PhaseCost, schedule
 from planning.topology import direct
-from runtime.config import Section
+from runtime.config.config import Section
 from sim.net.clos import ClosSpec, clos
 from sim.net.direct import DirectSpec, direct_network
 from sim.net.network import Network
 from sim.rfabric.iteration import PhaseTime, Traffic, demand, phase_time, traffic
-from sim.rfabric.job import PHASES, Job, Phase
+from sim.rfabric.job import PHASES, FabricJob, Phase
 
 STAGE_WEIGHTS = (4, 16, 64)
 """Candidates beside the plain one wherever the execution's traffic is planned for; the fastest is taken."""
@@ -51,7 +51,7 @@ class FabricSpec(Section):
 class Case(NamedTuple):
     """A job with its traffic, on fabrics built alike."""
 
-    job: Job
+    job: FabricJob
     spec: FabricSpec
     sent: Traffic
     seed: int = 1
@@ -82,7 +82,7 @@ class Iteration(NamedTuple):
     networks: Mapping[Phase, Network] = {}
 
 
-def case(job: Job, spec: FabricSpec, seed: int = 1) -> Case:
+def case(job: FabricJob, spec: FabricSpec, seed: int = 1) -> Case:
     """With the traffic that the job has on it. Raises ValueError where the pods or racks don't hold whole servers."""
     per_server = job.gpu.gpus_per_server
     if spec.pod_nics % (spec.radix // 2) or spec.radix // 2 % per_server:
@@ -92,7 +92,7 @@ def case(job: Job, spec: FabricSpec, seed: int = 1) -> Case:
     return Case(job, spec, traffic(job, spec.pod_nics // per_server), seed)
 
 
-def rounds(job: Job) -> list[tuple[Phase, int]]:
+def rounds(job: FabricJob) -> list[tuple[Phase, int]]:
     """Each phase, and how often an iteration runs it."""
     return [("execution", job.spec.updates), ("gradients", job.spec.updates), ("weights_send", 1), ("weights_local", 1)]
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from sim.model import BF16
 from sim.net.collectives import Transfer, all_to_all
-from sim.rfabric.job import Job
+from sim.rfabric.job import FabricJob
 
 Operation = tuple[str, float, list[Transfer]]
 """Name, how often it runs in one execution phase, transfers of one run in all engines at once."""
 
 
-def operations(job: Job, pods: Sequence[Sequence[int]]) -> list[Operation]:
+def operations(job: FabricJob, pods: Sequence[Sequence[int]]) -> list[Operation]:
     """Experts' all-to-all and attention to feed-forward, per layer and decode step; prefill to decode, per prompt."""
     spec = job.spec.generation
     if spec is None:

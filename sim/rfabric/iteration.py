@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sim.net.collectives import Transfer
-from sim.net.network import Completion, Network, complete, flows
+from sim.net.network import FlowsDone, Network, complete, flows
 from sim.rfabric import generation
 from sim.rfabric import job as jobs
 from sim.rfabric.generation import Operation
-from sim.rfabric.job import Job, Phase
+from sim.rfabric.job import FabricJob, Phase
 
 BACKGROUND = ("responses", "gen_")
 
@@ -32,11 +32,11 @@ class PhaseTime(NamedTuple):
 
     seconds: float
     network_s: float
-    runs: tuple[tuple[str, float, Completion], ...]
+    runs: tuple[tuple[str, float, FlowsDone], ...]
     """Operation, how often it ran, and how it ran once."""
 
 
-def traffic(job: Job, pod_servers: int) -> Traffic:
+def traffic(job: FabricJob, pod_servers: int) -> Traffic:
     """Everything the job sends between servers."""
     pods = jobs.generation_pods(job, pod_servers)
     return Traffic(
@@ -46,7 +46,7 @@ def traffic(job: Job, pod_servers: int) -> Traffic:
     )  # fmt: skip
 
 
-def operations(job: Job, sent: Traffic, phase: Phase) -> list[Operation]:
+def operations(job: FabricJob, sent: Traffic, phase: Phase) -> list[Operation]:
     """Name, how often in one run of the phase, and transfers."""
     if phase == "execution":  # per layer dispatch and combine, forward and backward
         layers = float(job.layers * job.slots)
@@ -59,12 +59,12 @@ def operations(job: Job, sent: Traffic, phase: Phase) -> list[Operation]:
     return [(phase, 1.0, sent.send if phase == "weights_send" else sent.local)]
 
 
-def phase_time(job: Job, sent: Traffic, phase: Phase, network: Network) -> PhaseTime:
+def phase_time(job: FabricJob, sent: Traffic, phase: Phase, network: Network) -> PhaseTime:
     """The phase on `network`: computation and transfers one after another, but for the overlap that the job states.
 
     What `BACKGROUND` names belongs to generation and runs beside it; each is timed alone and lengthens nothing.
     """
-    runs: list[tuple[str, float, Completion]] = []
+    runs: list[tuple[str, float, FlowsDone]] = []
     network_s = hidden_s = 0.0
     for name, times, transfers in operations(job, sent, phase):
         done = complete(network, flows(transfers, float(job.gpu.gpus_per_server)))
@@ -78,7 +78,7 @@ def phase_time(job: Job, sent: Traffic, phase: Phase, network: Network) -> Phase
 
 
 def demand(
-    job: Job, sent: Traffic, phases: Sequence[tuple[Phase, int]], servers_per_node: int, stage_weight: int = 1
+    job: FabricJob, sent: Traffic, phases: Sequence[tuple[Phase, int]], servers_per_node: int, stage_weight: int = 1
 ) -> Counter[tuple[int, int]]:
     """Bytes between nodes over the given phases, each so many times: what planners plan by.
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from runtime.config import Section
+from runtime.config.config import Section
 from sim.hardware import GpuSpec
 from sim.model import BF16, ModelSpec
 from sim.net.collectives import Transfer, all_to_all, chains, ring_all_reduce_s, ring_hop_bytes, rings
@@ -51,7 +51,7 @@ class GenerationSpec(Section):
     prompt_tokens: int = Field(ge=1)
 
 
-class JobSpec(Section):
+class TrainingSpec(Section):
     """Parallelism, batch and efficiency of the training cluster, and its share of the GPUs."""
 
     train_share: float = Field(gt=0, lt=1)
@@ -78,10 +78,10 @@ class JobSpec(Section):
     generation: GenerationSpec | None = None
 
 
-class Job(NamedTuple):
+class FabricJob(NamedTuple):
     """The job on a cluster of `gpus`; raises ValueError in `place` where it has no room."""
 
-    spec: JobSpec
+    spec: TrainingSpec
     model: ModelSpec
     gpu: GpuSpec
     gpus: int
@@ -132,16 +132,16 @@ class Job(NamedTuple):
         return context + self.spec.context * (expert + self.spec.expert * (data + self.data * stage))
 
 
-def place(spec: JobSpec, model: ModelSpec, gpu: GpuSpec, gpus: int) -> Job:
+def place(spec: TrainingSpec, model: ModelSpec, gpu: GpuSpec, gpus: int) -> FabricJob:
     """The job with as many replicas as its share of the GPUs holds."""
     replica = spec.pipeline * spec.expert * spec.context * gpu.gpus_per_server
     data = int(gpus * spec.train_share) // replica
     if data < 1:
         raise ValueError(f"{gpus} GPUs leave no room to train: one replica takes {replica} of the share of training")
-    return Job(spec, model, gpu, gpus, data)
+    return FabricJob(spec, model, gpu, gpus, data)
 
 
-def compute_s(job: Job) -> float:
+def compute_s(job: FabricJob) -> float:
     """Computation and tensor-parallel collectives of one micro-batch in one stage, forward and backward."""
     tokens, gpu, tp = job.tokens, job.gpu, job.gpu.gpus_per_server
     flops = 3 * tokens * job.model.forward_flops_per_token(job.spec.sequence_tokens / 2) / job.model.layers * job.layers
@@ -150,7 +150,7 @@ def compute_s(job: Job) -> float:
     return flops * job.spec.skew / (tp * gpu.peak_flops * job.spec.compute_efficiency) + tensor
 
 
-def expert_transfers(job: Job) -> list[Transfer]:
+def expert_transfers(job: FabricJob) -> list[Transfer]:
     """One dispatch or combine of one layer and micro-batch, in all groups at once: each token goes to its experts' servers."""
     spec = job.spec
     sent = job.tokens * job.model.hidden * BF16 * job.token_copies(spec.expert) * spec.skew
@@ -160,7 +160,7 @@ def expert_transfers(job: Job) -> list[Transfer]:
     return list(all_to_all(groups, sent / spec.expert))
 
 
-def context_transfers(job: Job) -> list[Transfer]:
+def context_transfers(job: FabricJob) -> list[Transfer]:
     """One step of ring attention in one layer, in all groups at once: a server's keys and values to the next."""
     spec = job.spec
     block = 2 * BF16 * job.model.kv_heads * job.model.head_dim * job.tokens
@@ -170,7 +170,7 @@ def context_transfers(job: Job) -> list[Transfer]:
     return list(rings(groups, block)) if spec.context > 1 else []
 
 
-def stage_transfers(job: Job) -> list[Transfer]:
+def stage_transfers(job: FabricJob) -> list[Transfer]:
     """Activations of one micro-batch from every stage to the next, and gradients back."""
     size, spec = job.tokens * job.model.hidden * BF16, job.spec
     ahead = [
@@ -180,7 +180,7 @@ def stage_transfers(job: Job) -> list[Transfer]:
     return ahead + [(b, a, v) for a, b, v in ahead]
 
 
-def gradient_transfers(job: Job) -> list[Transfer]:
+def gradient_transfers(job: FabricJob) -> list[Transfer]:
     """Reduce-scatter of gradients and all-gather of weights: experts among replicas, all else among replicas and expert ranks."""
     spec, model, each = job.spec, job.model, GRADIENT + BF16
     experts = model.routed_params / (spec.expert * spec.pipeline)
@@ -198,14 +198,14 @@ def _all(*sizes: int) -> Iterator[tuple[int, ...]]:
     return product(*(range(size) for size in sizes))
 
 
-def generation_pods(job: Job, pod_servers: int) -> list[list[int]]:
+def generation_pods(job: FabricJob, pod_servers: int) -> list[list[int]]:
     """The generation servers, pod by pod; each pod's first one is the first to get new weights."""
     first, last = job.train_servers, job.servers
     return [list(range(max(start, first), min(start + pod_servers, last)))
             for start in range(first // pod_servers * pod_servers, last, pod_servers)]  # fmt: skip
 
 
-def weight_send(job: Job, pods: list[list[int]]) -> list[Transfer]:
+def weight_send(job: FabricJob, pods: list[list[int]]) -> list[Transfer]:
     """Each pod's first server gets the model, its shards from the servers of one replica; pods take turns at replicas."""
     spec = job.spec
     shard = job.model.weight_bytes / (spec.expert * spec.pipeline)
@@ -217,12 +217,12 @@ def weight_send(job: Job, pods: list[list[int]]) -> list[Transfer]:
     ]
 
 
-def weight_local(job: Job, pods: list[list[int]]) -> list[Transfer]:
+def weight_local(job: FabricJob, pods: list[list[int]]) -> list[Transfer]:
     """From each pod's first server to the others."""
     return list(chains(pods, job.model.weight_bytes))
 
 
-def responses(job: Job) -> list[Transfer]:
+def responses(job: FabricJob) -> list[Transfer]:
     """The iteration's responses, from every generation server to some training server."""
     generating = range(job.train_servers, job.servers)
     size = job.spec.sequences * job.spec.sequence_tokens * TOKEN_AND_LOGPROB / len(generating)

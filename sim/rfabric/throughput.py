@@ -8,12 +8,12 @@ from pydantic import field_validator
 from sim.claims import Value
 from sim.hardware import GpuSpec
 from sim.model import ModelSpec
-from sim.outcome import Cell, Outcome, Plot, Progress, Span, Table
+from sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
 from sim.rfabric import tables
 from sim.rfabric.fabrics import FABRICS, FabricSpec, Iteration, case
-from sim.rfabric.job import Gpus, JobSpec, place
+from sim.rfabric.job import Gpus, TrainingSpec, place
 from sim.rfabric.variation import Variation, varied
-from sim.scenario import Kind, Scenario
+from sim.scenario import Scenario, ScenarioKind
 
 Found = Mapping[tuple[int, str], Iteration]
 """By GPUs and fabric."""
@@ -27,7 +27,7 @@ class ThroughputScenario(Scenario):
 
     model: ModelSpec
     gpu: GpuSpec
-    job: JobSpec
+    job: TrainingSpec
     fabric: FabricSpec = FabricSpec()
     gpus: Gpus
     fabrics: tuple[str, ...] = tuple(FABRICS)
@@ -50,7 +50,7 @@ def simulate(scenario: ThroughputScenario, gpus: int, name: str) -> Iteration:
     return FABRICS[name](case(job, scenario.fabric, scenario.seed))
 
 
-def run(scenario: ThroughputScenario, progress: Progress) -> Outcome:
+def run(scenario: ThroughputScenario, progress: RunProgress) -> RunResult:
     """Every fabric at every size, then the variations."""
     total = len(scenario.gpus) * len(scenario.fabrics) + len(scenario.sensitivity)
     found: dict[tuple[int, str], Iteration] = {}
@@ -69,7 +69,9 @@ def run(scenario: ThroughputScenario, progress: Progress) -> Outcome:
         "sensitivity": Table(("variation", "fat_tree_s", *scenario.fabrics), rows),
     }  # fmt: skip
     plots = {"throughput": Plot("Throughput relative to the fat-tree", lambda f: _draw(f, scenario, found))}
-    return Outcome(dict(_figures(scenario, found)), outcome_tables, plots, list(_spans(found)), _notes(scenario, found))
+    return RunResult(
+        dict(_figures(scenario, found)), outcome_tables, plots, list(_spans(found)), _notes(scenario, found)
+    )
 
 
 def _normalised(found: Found, gpus: int, names: tuple[str, ...]) -> list[float]:
@@ -108,17 +110,17 @@ def _notes(scenario: ThroughputScenario, found: Found) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _spans(found: Found) -> Iterator[Span]:
+def _spans(found: Found) -> Iterator[LaneSpan]:
     """The first update and the weight sync of every fabric at every size."""
     for (gpus, name), iteration in found.items():
         now = 0.0
         for phase, time in iteration.phases.items():
             if iteration.num_switches:
                 change = iteration.exposed_s / iteration.num_switches
-                yield Span(f"{gpus} GPUs", name, "circuits change", now, change)
+                yield LaneSpan(f"{gpus} GPUs", name, "circuits change", now, change)
                 now += change
             topology = iteration.topology[phase].name if phase in iteration.topology else "static"
-            yield Span(
+            yield LaneSpan(
                 f"{gpus} GPUs", name, phase, now, time.seconds, {"topology": topology, "network_s": time.network_s}
             )
             now += time.seconds
@@ -136,4 +138,4 @@ def _draw(figure: Any, scenario: ThroughputScenario, found: Found) -> None:
     axes[0].legend(fontsize=7)
 
 
-KIND = Kind(ThroughputScenario, run)
+KIND = ScenarioKind(ThroughputScenario, run)

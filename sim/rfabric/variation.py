@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from runtime.config import Section
+from runtime.config.config import Section
 from runtime.errors import ConfigError
 from sim.scenario import Scenario
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
-from runtime.config import Section
+from runtime.config.config import Section
 from sim.distribution import Constant
 from sim.hardware import GpuSpec
 from sim.job import PoolSpec
-from sim.outcome import Cell, Outcome, Plot, Progress, Table
-from sim.rollart.batch import Batch
-from sim.scenario import Kind, Scenario
+from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from sim.rollart.batch import BatchRun
+from sim.scenario import Scenario, ScenarioKind
 from sim.workload import Episode, TaskSpec, episode, task_of
 
 
@@ -48,7 +48,7 @@ class Affinity(Scenario):
     """Rollouts after which a cluster's time is read, while others still run."""
 
 
-def run(scenario: Affinity, progress: Progress) -> Outcome:
+def run(scenario: Affinity, progress: RunProgress) -> RunResult:
     total = len(scenario.tasks) + len(scenario.crossover.prompts) + 1 + len(scenario.alone)
     rows: list[tuple[Cell, ...]] = []
     figures: dict[str, float | bool] = {}
@@ -71,7 +71,7 @@ def run(scenario: Affinity, progress: Progress) -> Outcome:
         figures[f"mixed_vs_{name}"] = alone_s / mixed_s
         rows.append((name, alone_s, alone_s))
         progress(len(rows), total, name)
-    return Outcome(
+    return RunResult(
         figures=figures,
         tables={"phases": Table(("what", "compute_s", "bandwidth_s"), rows)},
         plots={"affinity": Plot("Where the choice of GPU turns", lambda figure: _curve(figure, scenario, ratios))},
@@ -103,7 +103,7 @@ def _single(prompt: int, sampled: int) -> TaskSpec:
 def _on_both(scenario: Affinity, task: TaskSpec) -> tuple[float, float]:
     episodes = [episode(task, scenario.seed, f"t{number}") for number in range(scenario.trajectories)]
     compute, bandwidth = (
-        Batch((pool,)).trajectories(episodes).seconds for pool in (scenario.compute, scenario.bandwidth)
+        BatchRun((pool,)).trajectories(episodes).seconds for pool in (scenario.compute, scenario.bandwidth)
     )
     return compute, bandwidth
 
@@ -114,7 +114,7 @@ def _cluster_s(scenario: Affinity, cluster: Cluster) -> float:
     for number in range(scenario.counted + scenario.concurrency):
         task = task_of(scenario.tasks, scenario.seed, f"t{number}")
         episodes.append(episode(task, scenario.seed, f"t{number}"))
-    done = Batch(cluster.pools).trajectories(episodes, enough=scenario.counted, concurrency=scenario.concurrency)
+    done = BatchRun(cluster.pools).trajectories(episodes, enough=scenario.counted, concurrency=scenario.concurrency)
     return done.seconds / scenario.counted
 
 
@@ -132,4 +132,4 @@ def _curve(figure: Any, scenario: Affinity, ratios: Sequence[float]) -> None:
     axes.set_ylabel(f"time on {scenario.compute.name} / {scenario.bandwidth.name}")
 
 
-KIND = Kind(Affinity, run)
+KIND = ScenarioKind(Affinity, run)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from planning.snapshot import RequestView
 from sim.job import PoolSpec, allowed_engines, engines_of
 from sim.proxy_model import ModelledProxy
-from sim.rollout import GaveUp, Played, Scores, Stage, drawn_scores, play
-from sim.timeline import Process, Timeline
+from sim.rollout import Played, Scores, SimGaveUp, SimRolloutContext, drawn_scores, play
+from sim.timeline import SimProcess, Timeline
 from sim.workload import Episode
 
 
@@ -22,7 +22,7 @@ class BatchDone(NamedTuple):
     """Seconds each engine computed, by its name."""
 
 
-class Batch:
+class BatchRun:
     """Runs once: `trajectories` or `lock_step`."""
 
     def __init__(self, pools: tuple[PoolSpec, ...]) -> None:
@@ -30,7 +30,7 @@ class Batch:
         self.engines = engines_of(self.timeline, pools)
         mapped = allowed_engines(pools)
         proxy = ModelledProxy(self.timeline, self.engines)
-        self.stage = Stage(
+        self.stage = SimRolloutContext(
             self.timeline,
             proxy,
             drawn_scores(self.timeline),
@@ -58,7 +58,7 @@ class Batch:
         async def environment() -> None:
             nonlocal ended
             for number, episode in left:
-                with suppress(GaveUp):
+                with suppress(SimGaveUp):
                     played[number] = await play(self.stage, f"t{number}", episode)
                 ended += 1
                 if ended == wanted:
@@ -82,7 +82,7 @@ class Batch:
         for turn in range(max(len(episode.turns) for episode in episodes)):
             active = [number for number, episode in enumerate(episodes) if len(episode.turns) > turn]
             began = timeline.now
-            asked: list[Process] = []
+            asked: list[SimProcess] = []
             for number in active:
                 shown, sampled, _ = episodes[number].turns[turn]
                 request = RequestView(f"t{number}")

@@ -12,9 +12,9 @@ from pydantic import Field
 from actors.envs.section import EnvSection
 from sim.distribution import Constant
 from sim.job import PoolSpec
-from sim.outcome import Cell, Outcome, Progress, Table
-from sim.rollart.batch import Batch, BatchDone
-from sim.scenario import Kind, Scenario
+from sim.outcome import Cell, RunProgress, RunResult, Table
+from sim.rollart.batch import BatchDone, BatchRun
+from sim.scenario import Scenario, ScenarioKind
 from sim.training_model import TrainerSpec
 from sim.workload import Episode, TaskSpec, episode
 
@@ -60,10 +60,10 @@ class Arm:
         if self.hang_s:
             hangs = Random(f"{self.scenario.seed}/{number}/hangs").randrange(wanted)
             episodes[hangs] = episodes[hangs]._replace(resets_s=(self.hang_s, *episodes[hangs].resets_s))
-        return Batch(self.scenario.pools).trajectories(episodes, enough=wanted)
+        return BatchRun(self.scenario.pools).trajectories(episodes, enough=wanted)
 
 
-def run(scenario: Failures, progress: Progress) -> Outcome:
+def run(scenario: Failures, progress: RunProgress) -> RunResult:
     task, math = scenario.task.model_copy(update={"step_s": Constant(value=0.0)}), scenario.redundancy_task
     alone = fmean(done.seconds - LONG_S for done in Arm(scenario, task, LONG_S).rollouts())
     reset_s = fmean(drawn(scenario, task, number, 1)[0].resets_s[-1] for number in range(scenario.batches))
@@ -88,7 +88,7 @@ def run(scenario: Failures, progress: Progress) -> Outcome:
     figures["healthy_generation"] = float(rows[0][1]) - reset_s
     figures["failing_over_healthy"] = figures["failing_step"] / figures["healthy_step"]
     figures["gem_math_redundancy_gain"] = figures["gem_math_step"] / figures["gem_math_redundant_step"]
-    return Outcome(
+    return RunResult(
         figures=figures,
         tables={"phases": Table(("arm", "rollout_s", "train_s", "rest_s", "step_s"), rows)},
         notes=(
@@ -109,4 +109,4 @@ def _train_s(arm: Arm) -> float:
     return fmean(scenario.trainer.step_s(sum(e.tokens for e in batch), len(batch)) for batch in batches)
 
 
-KIND = Kind(Failures, run)
+KIND = ScenarioKind(Failures, run)

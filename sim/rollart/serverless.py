@@ -9,10 +9,10 @@ from planning.snapshot import RequestView
 from sim.distribution import Distribution
 from sim.engine_model import EngineModel, EngineSpec
 from sim.job import PoolSpec, engines_of
-from sim.outcome import Cell, Outcome, Progress, Table
+from sim.outcome import Cell, RunProgress, RunResult, Table
 from sim.proxy_model import ModelledProxy
-from sim.rollart.batch import Batch
-from sim.scenario import Kind, Scenario
+from sim.rollart.batch import BatchRun
+from sim.scenario import Scenario, ScenarioKind
 from sim.timeline import Timeline
 from sim.workload import Episode, TaskSpec, chance_of, episode
 
@@ -76,11 +76,11 @@ class Functions(Rewards):
         await self._timeline.sleep(self._scenario.call_s + self._model.prefill_s(episode.tokens) + steps_s)
 
 
-def run(scenario: Serverless, progress: Progress) -> Outcome:
+def run(scenario: Serverless, progress: RunProgress) -> RunResult:
     episodes = [episode(scenario.task, scenario.seed, f"t{number}") for number in range(scenario.trajectories)]
     rows: list[tuple[Cell, ...]] = []
     for arm, gpus in (("local", scenario.gpus - scenario.reward_gpus), ("serverless", scenario.gpus)):
-        batch = Batch((PoolSpec(name="rollout", engine=scenario.engine, count=gpus),))
+        batch = BatchRun((PoolSpec(name="rollout", engine=scenario.engine, count=gpus),))
         own = OwnGpus(scenario, batch.timeline)
         batch.score_by(own.score if arm == "local" else Functions(scenario, batch.timeline).score)
         done = batch.trajectories(episodes, concurrency=scenario.concurrency)
@@ -89,7 +89,7 @@ def run(scenario: Serverless, progress: Progress) -> Outcome:
         rows.append((arm, done.seconds, used, rewarding))
         progress(len(rows), 2, arm)
     local, freed = rows
-    return Outcome(
+    return RunResult(
         figures={
             "rollout_local": float(local[1]),
             "rollout_serverless": float(freed[1]),
@@ -102,4 +102,4 @@ def run(scenario: Serverless, progress: Progress) -> Outcome:
     )
 
 
-KIND = Kind(Serverless, run)
+KIND = ScenarioKind(Serverless, run)

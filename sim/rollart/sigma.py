@@ -7,9 +7,9 @@ from pydantic import Field, NonNegativeFloat
 
 from sim.distribution import Constant, Normal
 from sim.job import PoolSpec
-from sim.outcome import Cell, Outcome, Plot, Progress, Table
-from sim.rollart.batch import Batch
-from sim.scenario import Kind, Scenario
+from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from sim.rollart.batch import BatchRun
+from sim.scenario import Scenario, ScenarioKind
 from sim.workload import TaskSpec, episode
 
 
@@ -25,7 +25,7 @@ class Sigma(Scenario):
     """Rising."""
 
 
-def run(scenario: Sigma, progress: Progress) -> Outcome:
+def run(scenario: Sigma, progress: RunProgress) -> RunResult:
     rows: list[tuple[Cell, ...]] = []
     figures: dict[str, float | bool] = {}
     cells = [(task, sigma) for task in scenario.tasks for sigma in scenario.sigmas_s]
@@ -33,15 +33,15 @@ def run(scenario: Sigma, progress: Progress) -> Outcome:
         law = Normal(law="normal", mean=scenario.mean_s, sigma=sigma)
         slowed = task.model_copy(update={"step_s": law, "reset_s": Constant(value=0.0)})
         episodes = [episode(slowed, scenario.seed, f"t{number}") for number in range(scenario.trajectories)]
-        locked = Batch(scenario.pools).lock_step(episodes).seconds
-        free = Batch(scenario.pools).trajectories(episodes).seconds
+        locked = BatchRun(scenario.pools).lock_step(episodes).seconds
+        free = BatchRun(scenario.pools).trajectories(episodes).seconds
         figures[f"{task.name}_sigma_{sigma:g}"] = locked / free
         rows.append((task.name, sigma, locked, free, locked / free))
         progress(len(rows), len(cells), f"{task.name}, sigma {sigma:g} s")
     for task in scenario.tasks:
         speedups = [figures[f"{task.name}_sigma_{sigma:g}"] for sigma in scenario.sigmas_s]
         figures[f"{task.name}_monotone"] = all(earlier < later for earlier, later in pairwise(speedups))
-    return Outcome(
+    return RunResult(
         figures=figures,
         tables={"phases": Table(("task", "sigma_s", "lock_step_s", "trajectory_s", "speedup"), rows)},
         plots={"sigma": Plot("Trajectory-level rollouts against lock-step", lambda figure: _curve(figure, rows))},
@@ -59,4 +59,4 @@ def _curve(figure: Any, rows: list[tuple[Cell, ...]]) -> None:
     axes.legend()
 
 
-KIND = Kind(Sigma, run)
+KIND = ScenarioKind(Sigma, run)

@@ -5,15 +5,15 @@ from typing import Any, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from sim.job import Job, JobSpec
-from sim.outcome import Cell, Outcome, Plot, Progress, Span, Table
-from sim.scenario import Kind, Scenario
+from sim.job import ClusterJob, ClusterJobSpec
+from sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
+from sim.scenario import Scenario, ScenarioKind
 
 
 class Staleness(Scenario):
     """One job, run once per bound."""
 
-    job: JobSpec
+    job: ClusterJobSpec
     alphas: tuple[NonNegativeInt, ...] = Field(min_length=1)
     """Rising; throughput is relative to the first."""
     warmup_steps: int = Field(ge=1)
@@ -28,12 +28,12 @@ class Staleness(Scenario):
         return self
 
 
-def run(scenario: Staleness, progress: Progress) -> Outcome:
+def run(scenario: Staleness, progress: RunProgress) -> RunResult:
     rows: list[tuple[Cell, ...]] = []
     steps: list[tuple[Cell, ...]] = []
-    spans: list[Span] = []
+    spans: list[LaneSpan] = []
     for alpha in scenario.alphas:
-        job = Job(scenario.job.model_copy(update={"alpha": alpha}), scenario.seed)
+        job = ClusterJob(scenario.job.model_copy(update={"alpha": alpha}), scenario.seed)
         job.run(scenario.warmup_steps + scenario.counted_steps)
         counted = job.rows[scenario.warmup_steps :]
         seconds = counted[-1].published_s - job.rows[scenario.warmup_steps - 1].published_s
@@ -52,7 +52,7 @@ def run(scenario: Staleness, progress: Progress) -> Outcome:
     figures["throughput_never_falls"] = all(a[1] <= b[1] * 1.01 for a, b in pairwise(rows))  # type: ignore[operator]
     figures["bound_kept"] = all(row[4] <= row[0] for row in rows)  # type: ignore[operator]
     columns = ("alpha", "steps_per_hour", "waited_share", "age_mean", "age_max", "stale", "scored")
-    return Outcome(
+    return RunResult(
         figures=figures,
         tables={
             "phases": Table(("alpha", "step", "claimed_s", "waited_s", "train_s", "published_s", "tokens"), steps),
@@ -63,12 +63,12 @@ def run(scenario: Staleness, progress: Progress) -> Outcome:
     )
 
 
-def _spans(alpha: int, claimed: float, waited: float, train: float, published: float, step: int) -> list[Span]:
+def _spans(alpha: int, claimed: float, waited: float, train: float, published: float, step: int) -> list[LaneSpan]:
     process, lane = f"alpha {alpha}", "trainer"
     return [
-        Span(process, lane, f"wait {step}", claimed - waited, waited),
-        Span(process, lane, f"train {step}", claimed, train),
-        Span(process, lane, f"publish {step}", claimed + train, published - claimed - train),
+        LaneSpan(process, lane, f"wait {step}", claimed - waited, waited),
+        LaneSpan(process, lane, f"train {step}", claimed, train),
+        LaneSpan(process, lane, f"publish {step}", claimed + train, published - claimed - train),
     ]
 
 
@@ -81,4 +81,4 @@ def _curve(figure: Any, rows: list[tuple[Cell, ...]]) -> None:
     axes.legend()
 
 
-KIND = Kind(Staleness, run)
+KIND = ScenarioKind(Staleness, run)

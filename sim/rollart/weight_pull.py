@@ -8,11 +8,11 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from runtime.config import Section
+from runtime.config.config import Section
 from sim.measured import Measured
 from sim.model import ModelSpec
-from sim.outcome import Cell, Outcome, Progress, Table
-from sim.scenario import Kind, Scenario
+from sim.outcome import Cell, RunProgress, RunResult, Table
+from sim.scenario import Scenario, ScenarioKind
 from sim.weight_sync import StoreSync
 
 
@@ -23,7 +23,7 @@ class Served(Section):
     tp: int = Field(ge=1)
 
 
-class Calibration(Section):
+class PullRow(Section):
     """The row of the table that gives the exposed share."""
 
     row: str
@@ -41,7 +41,7 @@ class WeightPull(Scenario):
     """Host to one GPU."""
     slack_s: float = Field(gt=0)
     """From the end of a training step to the next swap."""
-    calibrated_on: Calibration
+    calibrated_on: PullRow
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -50,7 +50,7 @@ class WeightPull(Scenario):
         return self
 
 
-def run(scenario: WeightPull, progress: Progress) -> Outcome:
+def run(scenario: WeightPull, progress: RunProgress) -> RunResult:
     sync = StoreSync(
         push_bytes_s=scenario.push.bytes_s, pull_bytes_s=scenario.pull.bytes_s, load_bytes_s=scenario.load.bytes_s
     )
@@ -69,7 +69,7 @@ def run(scenario: WeightPull, progress: Progress) -> Outcome:
         rows.append((name, size, push_s, pull_s, sync.staged_s(size), loading_s, share * pull_s))
         progress(len(rows), len(scenario.served), name)
     columns = ("model", "bytes", "push_s", "pull_s", "staged_s", "exposed_loading_s", "exposed_share_s")
-    return Outcome(
+    return RunResult(
         figures=figures,
         tables={"phases": Table(columns, rows)},
         notes=(
@@ -79,4 +79,4 @@ def run(scenario: WeightPull, progress: Progress) -> Outcome:
     )
 
 
-KIND = Kind(WeightPull, run)
+KIND = ScenarioKind(WeightPull, run)

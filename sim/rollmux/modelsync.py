@@ -7,8 +7,8 @@ from pydantic import Field, PositiveInt, model_validator
 from sim.hardware import GpuSpec
 from sim.measured import Measured
 from sim.model import ModelSpec
-from sim.outcome import Cell, Outcome, Plot, Progress, Table
-from sim.scenario import Kind, Scenario
+from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from sim.scenario import Scenario, ScenarioKind
 from sim.weight_sync import CrossLink
 
 
@@ -35,7 +35,7 @@ class ModelSync(Scenario):
         return self
 
 
-def run(scenario: ModelSync, progress: Progress) -> Outcome:
+def run(scenario: ModelSync, progress: RunProgress) -> RunResult:
     link = CrossLink(
         stream_bytes_s=min(scenario.line_bytes_s, scenario.tcp.bytes_s),
         node_bytes_s=scenario.receiver.nvlink_busbw_bytes_s,
@@ -55,7 +55,7 @@ def run(scenario: ModelSync, progress: Progress) -> Outcome:
         figures[f"speedup_{gpus}"] = sum(ratios) / len(ratios)
         progress(len(rows), 2 * len(scenario.models) * len(scenario.gpus), f"{gpus} GPUs")
     rates = f"{link.stream_bytes_s / 1e9:.2f} GB/s per stream, {link.relay_bytes_s / 1e9:.2f} GB/s between nodes"
-    return Outcome(
+    return RunResult(
         figures=figures,
         tables={"phases": Table(("model", "gpus", "system", "bytes", "seconds"), rows)},
         plots={"modelsync": Plot("Model sync (simulated)", lambda figure: _bars(figure, rows))},
@@ -73,4 +73,4 @@ def _bars(figure: Any, rows: list[tuple[Cell, ...]]) -> None:
     axes.set_yscale("log")
 
 
-KIND = Kind(ModelSync, run)
+KIND = ScenarioKind(ModelSync, run)

@@ -13,8 +13,8 @@ from bus.message import Ack
 from runtime.actor import Actor, Context, handler
 from runtime.kernel import Kernel
 from runtime.messages import Finish, Notice, Progress
-from sim.simtest.checks import Monitor
-from sim.simtest.process import Process
+from sim.simtest.checks import InvariantChecks
+from sim.simtest.process import ActorProcess
 from sim.simtest.toys import ToyScorer, ToyTrainEngine
 
 ResultT = TypeVar("ResultT")
@@ -35,7 +35,7 @@ COSTS_S: Mapping[str, float] = {
 class SimKernel(Kernel):
     """Blocking calls take time, and have no effect once the process is dead."""
 
-    process: Process
+    process: ActorProcess
 
     async def offload(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT:
         await asyncio.sleep(cost_s or COSTS_S.get(getattr(fn, "__name__", ""), 0.0))
@@ -46,8 +46,8 @@ class SimKernel(Kernel):
 class SimBuffer(SampleBuffer):
     """Tells the monitor what it acknowledged."""
 
-    monitor: Monitor
-    process: Process
+    monitor: InvariantChecks
+    process: ActorProcess
 
     @handler(concurrency=1024)
     async def put(self, request: Put) -> Stored:
@@ -76,9 +76,9 @@ class SimRewards(RewardService):
 class SimTrainer(Trainer):
     """Trains a toy, whose saves are where it may be made to crash."""
 
-    monitor: Monitor
-    process: Process
-    saving: Callable[[Process, str, int], None]
+    monitor: InvariantChecks
+    process: ActorProcess
+    saving: Callable[[ActorProcess, str, int], None]
 
     async def on_start(self) -> None:
         await super().on_start()

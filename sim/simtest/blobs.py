@@ -7,12 +7,12 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 
-from runtime.blob_memory import MemoryBlobStore, MemoryDraft
-from runtime.blobs import BlobInfo
-from sim.simtest.process import Process
+from runtime.blobs.blob import BlobInfo
+from runtime.blobs.memory import MemoryBlobStore, MemoryDraft
+from sim.simtest.process import ActorProcess
 
 
-class BlobServer:
+class SimBlobServer:
     """The host's blobs and what goes wrong with the next reads."""
 
     def __init__(self, seed: int, unnoticed: Callable[[str], None]) -> None:
@@ -24,10 +24,10 @@ class BlobServer:
         """Process → what becomes of the bytes that it reads next."""
 
 
-class BlobClient:
+class SimBlobClient:
     """A `BlobStore` for one process."""
 
-    def __init__(self, server: BlobServer, process: Process) -> None:
+    def __init__(self, server: SimBlobServer, process: ActorProcess) -> None:
         self._server, self._process = server, process
 
     async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> MemoryDraft:

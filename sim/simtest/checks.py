@@ -13,7 +13,7 @@ from bus.credit import Account
 from bus.transport import Delivery
 from runtime.mailbox import Mailbox
 from runtime.store.workset import Claimed, Ended
-from sim.simtest.process import Process
+from sim.simtest.process import ActorProcess
 
 ASK_SLACK_S = 1.5
 """Deadlines are swept twice a second in a simulation, and a busy loop sweeps late."""
@@ -28,7 +28,7 @@ class Violation(Exception):
 
 
 @dataclass
-class Timeline:
+class StoreTimeline:
     """What the store was told, as far as the store itself remembers it."""
 
     claims: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -43,15 +43,15 @@ class Timeline:
     """Id → the attempt that was stored."""
 
 
-class Monitor:
+class InvariantChecks:
     """Hears everything. The first violation stands; `broken` tells the world to stop."""
 
     def __init__(self, alpha: int, window: int) -> None:
         self.alpha, self.window = alpha, window
         self.violation: Violation | None = None
         self.now = lambda: 0.0
-        self.timeline = Timeline()
-        self._saved: Timeline | None = None
+        self.timeline = StoreTimeline()
+        self._saved: StoreTimeline | None = None
         self.lost_by_store: set[str] = set()
         """Put within a window that the store lost; acknowledged then, or later by a buffer that had not heard of the loss."""
         self.epoch_holders: dict[int, int] = {}
@@ -116,7 +116,7 @@ class Monitor:
 
     # -- actors -------------------------------------------------------------------------------------------------
 
-    def drew(self, process: Process, epoch: int) -> None:
+    def drew(self, process: ActorProcess, epoch: int) -> None:
         """A trainer was given `epoch`."""
         holder = self.epoch_holders.setdefault(epoch, process.incarnation)
         if holder != process.incarnation and not self.num_losses:
@@ -167,7 +167,7 @@ class Monitor:
 
     # -- processes ----------------------------------------------------------------------------------------------
 
-    def check(self, processes: Sequence[Process], now: float) -> None:
+    def check(self, processes: Sequence[ActorProcess], now: float) -> None:
         """After every step: asks end, credit is kept."""
         for process in processes:
             kernel = process.kernel
@@ -183,7 +183,7 @@ class Monitor:
             for (address, _), route in courier._routes.items():
                 self._check_account(process, address, route.account)
 
-    def _check_account(self, process: Process, address: str, account: Account) -> None:
+    def _check_account(self, process: ActorProcess, address: str, account: Account) -> None:
         if not (0 <= account.messages <= self.window and account.size_bytes >= 0):
             self.fail(
                 "credit", f"{process.name} has {account.messages} messages of credit at {address}, of {self.window}"
@@ -230,7 +230,7 @@ class Monitor:
 class CheckedMailbox(Mailbox):
     """Counts what each peer has queued, and notices a message that was meant for another incarnation."""
 
-    def __init__(self, monitor: Monitor, process: Process) -> None:
+    def __init__(self, monitor: InvariantChecks, process: ActorProcess) -> None:
         super().__init__()
         self._monitor, self._process = monitor, process
 

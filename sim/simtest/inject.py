@@ -9,9 +9,9 @@ from typing import Any
 
 from bus.faults import HEARTBEAT_S
 from sim.simtest.blobs import corrupted, half
-from sim.simtest.checks import Monitor
+from sim.simtest.checks import InvariantChecks
 from sim.simtest.faults import Fault
-from sim.simtest.process import Killed, Process
+from sim.simtest.process import ActorProcess, Killed
 from sim.simtest.store import LOSS_S
 from sim.simtest.world import World
 
@@ -28,7 +28,7 @@ NAMING_TICKS = 12
 class Injector:
     """`active` counts faults under way; `healed_at` is when the last one ended."""
 
-    def __init__(self, world: World, faults: list[Fault], monitor: Monitor) -> None:
+    def __init__(self, world: World, faults: list[Fault], monitor: InvariantChecks) -> None:
         self._world, self._faults, self._monitor = world, faults, monitor
         self._rng = random.Random(f"{world.setup.seed}/inject")
         self._context = contextvars.copy_context()
@@ -60,7 +60,7 @@ class Injector:
         for number, fault in enumerate(self._faults):
             tasks.create_task(self._carry_out(fault), name=f"fault.{number}.{fault.kind}")
 
-    def thaw(self, process: Process) -> None:
+    def thaw(self, process: ActorProcess) -> None:
         """It goes on, with everything that happened meanwhile before it."""
         loop: Any = asyncio.get_running_loop()
         process.thawed_at = loop.time()
@@ -116,14 +116,14 @@ class Injector:
     async def _zombie(self, fault: Fault) -> None:
         await self._become_zombie(self._world.processes[fault.target], fault.seconds)
 
-    async def _become_zombie(self, process: Process, seconds: float) -> None:
+    async def _become_zombie(self, process: ActorProcess, seconds: float) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._frozen(process, seconds), name=f"frozen.{process.name}")
             await asyncio.sleep(TAKE_OVER_S)
             if process.alive and self._world.processes[process.name] is process:
                 self._world.replace(process)
 
-    async def _frozen(self, process: Process, seconds: float) -> None:
+    async def _frozen(self, process: ActorProcess, seconds: float) -> None:
         """Links bear a silence only so long."""
         process.frozen = True
         await asyncio.sleep(min(seconds, HEARTBEAT_S))
@@ -180,20 +180,20 @@ class Injector:
             case "crash_after_save":
                 world.at_save["after_save"] = self._crash
             case "crash_before_commit":
-                world.at_commit["before"] = Process.kill
+                world.at_commit["before"] = ActorProcess.kill
             case "crash_after_commit":
-                world.at_commit["after"] = Process.kill
+                world.at_commit["after"] = ActorProcess.kill
             case "zombie_before_commit":
                 ticks = self._rng.randint(0, NAMING_TICKS)
                 world.at_save["confirm"] = lambda process: self._soon(process, ticks, fault.seconds)
             case _:
                 raise ValueError(f"{fault.kind} is no fault")
 
-    def _crash(self, process: Process) -> None:
+    def _crash(self, process: ActorProcess) -> None:
         process.kill()
         raise Killed(process.name)
 
-    def _soon(self, process: Process, ticks: int, seconds: float) -> None:
+    def _soon(self, process: ActorProcess, ticks: int, seconds: float) -> None:
         """Before the checkpoint gets its name, between that and COMMIT, or after it."""
         if ticks:
             loop = asyncio.get_running_loop()
@@ -201,7 +201,7 @@ class Injector:
         elif process.alive:
             self._zombify(process, seconds)
 
-    def _zombify(self, process: Process, seconds: float) -> None:
+    def _zombify(self, process: ActorProcess, seconds: float) -> None:
         """Called inside the process itself: what follows must not belong to it."""
         process.frozen = True
 

@@ -12,7 +12,7 @@ from actors.samples.handover import TrainerDesk
 from actors.samples.intake import Intake
 from actors.training.trainer import Trainer
 from bus.credit import Account
-from runtime.blobs import BlobInfo
+from runtime.blobs.blob import BlobInfo
 from runtime.dispatch import Dispatcher
 from runtime.store.memory_workset import MemoryWorkSet
 

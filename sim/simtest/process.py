@@ -11,7 +11,7 @@ class Killed(Exception):
     """Raised inside a process that was killed at this very point: nothing it does afterwards has any effect."""
 
 
-class Process:
+class ActorProcess:
     """One incarnation. `alive` ends for good; a frozen process is alive."""
 
     def __init__(self, name: str) -> None:

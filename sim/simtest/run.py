@@ -18,7 +18,7 @@ from runtime.clock import Deadlock, run_virtual
 from runtime.messages import Finish
 from sim.simtest import faults as drawn
 from sim.simtest import setup as setups
-from sim.simtest.checks import Monitor, Violation
+from sim.simtest.checks import InvariantChecks, Violation
 from sim.simtest.faults import Fault
 from sim.simtest.inject import Injector
 from sim.simtest.journal import Record
@@ -37,7 +37,7 @@ DRAIN_S = 60.0
 
 
 @dataclass
-class Outcome:
+class SeedOutcome:
     """How a seed went. `hash` covers every bus and store event."""
 
     seed: int
@@ -68,7 +68,7 @@ def faults_of(seed: int, kinds: Sequence[str], rounds: int = 1) -> list[Fault]:
     return drawn.draw(seed, setup.names, setup.steps, kinds, rounds)
 
 
-def run(bench: Bench, seed: int, faults: list[Fault], *, keep: bool = False) -> Outcome:
+def run(bench: Bench, seed: int, faults: list[Fault], *, keep: bool = False) -> SeedOutcome:
     """Run `seed` with `faults`."""
     setup = setups.draw(seed)
     folder = bench.folder / "run"
@@ -76,9 +76,9 @@ def run(bench: Bench, seed: int, faults: list[Fault], *, keep: bool = False) -> 
     folder.mkdir()
     loop = SimLoop(seed, limit_s=LIMIT_S)
     record = Record(loop.time, keep=keep)
-    monitor = Monitor(setup.alpha, setup.window)
+    monitor = InvariantChecks(setup.alpha, setup.window)
     monitor.now = loop.time
-    job = Job(setup, faults, folder, bench.model, record, monitor)
+    job = SeedJob(setup, faults, folder, bench.model, record, monitor)
     gc.disable()
     try:
         with settings(setup):
@@ -90,7 +90,7 @@ def run(bench: Bench, seed: int, faults: list[Fault], *, keep: bool = False) -> 
     finally:
         gc.enable()
     injector = job.injector
-    return Outcome(
+    return SeedOutcome(
         seed,
         record.hash,
         job.world.step,
@@ -126,14 +126,14 @@ class settings:
             setattr(module, name, value)
 
 
-class Job:
+class SeedJob:
     """The main task of a seed."""
 
     world_class = World
     progress_s = PROGRESS_S
 
     def __init__(
-        self, setup: Setup, faults: list[Fault], folder: Path, model: Path, record: Record, monitor: Monitor
+        self, setup: Setup, faults: list[Fault], folder: Path, model: Path, record: Record, monitor: InvariantChecks
     ) -> None:
         self.setup, self.faults, self.folder, self.model = setup, faults, folder, model
         self.record, self.monitor = record, monitor

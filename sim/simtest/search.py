@@ -6,10 +6,10 @@ import msgspec
 
 from sim.simtest import mutations
 from sim.simtest.faults import Fault
-from sim.simtest.run import Bench, Outcome, faults_of, run
+from sim.simtest.run import Bench, SeedOutcome, faults_of, run
 
 
-class Finding(msgspec.Struct):
+class SeedFinding(msgspec.Struct):
     """One seed's verdict, as workers tell it. `failed` is empty where every invariant held."""
 
     seed: int
@@ -24,15 +24,15 @@ class Finding(msgspec.Struct):
     """A failing seed was run twice, with one and the same trace."""
 
 
-def examine(bench: Bench, seed: int, kinds: Sequence[str], mutation: str = "", rounds: int = 1) -> Finding:
+def examine(bench: Bench, seed: int, kinds: Sequence[str], mutation: str = "", rounds: int = 1) -> SeedFinding:
     """Run a seed; one that fails is run again and minimised."""
     with mutations.applied(mutation):
         outcome = run(bench, seed, faults_of(seed, kinds, rounds))
         if outcome.violation is None:
-            return Finding(seed, outcome.steps, outcome.fired, outcome.hash)
+            return SeedFinding(seed, outcome.steps, outcome.fired, outcome.hash)
         again = run(bench, seed, outcome.faults)
         least = minimised(bench, outcome)
-    return Finding(
+    return SeedFinding(
         seed,
         outcome.steps,
         outcome.fired,
@@ -44,7 +44,7 @@ def examine(bench: Bench, seed: int, kinds: Sequence[str], mutation: str = "", r
     )
 
 
-def minimised(bench: Bench, outcome: Outcome) -> list[Fault]:
+def minimised(bench: Bench, outcome: SeedOutcome) -> list[Fault]:
     """Drop one fault after another for as long as the same invariant breaks."""
     faults, wanted = outcome.faults, outcome.violation
     assert wanted is not None
@@ -59,7 +59,9 @@ def minimised(bench: Bench, outcome: Outcome) -> list[Fault]:
     return faults
 
 
-def first_catch(bench: Bench, mutation: str, start: int, most: int, kinds: Sequence[str]) -> tuple[Outcome | None, int]:
+def first_catch(
+    bench: Bench, mutation: str, start: int, most: int, kinds: Sequence[str]
+) -> tuple[SeedOutcome | None, int]:
     """The first of `most` seeds that breaks with the safeguard removed and holds with it, and how many were run."""
     for number in range(most):
         seed = start + number

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from runtime.store.errors import StoreUnavailable
 from runtime.store.memory import MemoryStore
 from runtime.store.store import Fence, Lease
-from sim.simtest.process import Process
+from sim.simtest.process import ActorProcess
 
 ResultT = TypeVar("ResultT")
 
@@ -104,7 +104,7 @@ def copied(state: State) -> State:
 class StoreClient:
     """A `Store` as one process sees it: every call is attempted again while the server is away, and takes effect once."""
 
-    def __init__(self, server: StoreServer, process: Process) -> None:
+    def __init__(self, server: StoreServer, process: ActorProcess) -> None:
         self._server, self._process = server, process
 
     async def get(self, key: str) -> bytes | None:

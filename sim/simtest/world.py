@@ -17,11 +17,11 @@ from runtime.kernel import NODE
 from runtime.messages import Finish
 from runtime.store.errors import StoreError, StoreUnavailable
 from sim.simtest.actors import SimBuffer, SimKernel, SimNode, SimTrainer
-from sim.simtest.blobs import BlobClient, BlobServer
-from sim.simtest.checks import CheckedMailbox, Monitor
+from sim.simtest.blobs import SimBlobClient, SimBlobServer
+from sim.simtest.checks import CheckedMailbox, InvariantChecks
 from sim.simtest.journal import Log, Record
 from sim.simtest.loop import current_process
-from sim.simtest.process import Killed, Process
+from sim.simtest.process import ActorProcess, Killed
 from sim.simtest.setup import CLASSES, Setup, configs
 from sim.simtest.store import LOSS_S, StoreClient, StoreServer
 
@@ -37,12 +37,12 @@ class World:
 
     kernel_class = SimKernel
 
-    def __init__(self, setup: Setup, folder: Path, model: Path, record: Record, monitor: Monitor) -> None:
+    def __init__(self, setup: Setup, folder: Path, model: Path, record: Record, monitor: InvariantChecks) -> None:
         self.setup, self.record, self.monitor = setup, record, monitor
         self.folder = folder
-        self.processes: dict[str, Process] = {}
-        self.zombies: list[Process] = []
-        self.blobs = BlobServer(setup.seed, lambda text: monitor.fail("no damaged weights are taken", text))
+        self.processes: dict[str, ActorProcess] = {}
+        self.zombies: list[ActorProcess] = []
+        self.blobs = SimBlobServer(setup.seed, lambda text: monitor.fail("no damaged weights are taken", text))
         self.store = StoreServer(
             setup.seed,
             latency_s=setup.latency_s,
@@ -76,16 +76,16 @@ class World:
         for name in self.setup.names:
             await self.ready(name)
 
-    def boot(self, name: str) -> Process:
+    def boot(self, name: str) -> ActorProcess:
         """A new incarnation of `name`."""
-        process = self.processes[name] = Process(name)
+        process = self.processes[name] = ActorProcess(name)
         context = contextvars.copy_context()
         context.run(current_process.set, process)
         process.task = self._tasks.create_task(self._serve(process), name=f"serve.{name}", context=context)
         self._tasks.create_task(self._supervise(process), name=f"supervise.{name}")
         return process
 
-    def replace(self, process: Process) -> None:
+    def replace(self, process: ActorProcess) -> None:
         """Another process takes its name, while it may still believe that it lives."""
         self.zombies.append(process)
         if process.transport is not None:
@@ -108,7 +108,7 @@ class World:
     async def stop(self) -> None:
         """Drain everything, in the order the classes ask for, the launcher's own actor last."""
         self.stopping = True
-        ranks: dict[int, list[Process]] = {}
+        ranks: dict[int, list[ActorProcess]] = {}
         for name in self.setup.names:
             process = self.processes[name]
             ranks.setdefault(CLASSES[process.role].drain_order, []).append(process)
@@ -132,7 +132,7 @@ class World:
 
     # -- one process --------------------------------------------------------------------------------------------
 
-    async def _serve(self, process: Process) -> None:
+    async def _serve(self, process: ActorProcess) -> None:
         try:
             kernel = await self._build(process)
             await kernel.serve()
@@ -144,7 +144,7 @@ class World:
                 process.transport.die()
             process.ended.set()
 
-    async def _build(self, process: Process) -> SimKernel:
+    async def _build(self, process: ActorProcess) -> SimKernel:
         store: Any = StoreClient(self.store, process)
         process.drawn = await store.increment("incarnation")
         process.transport = MemoryTransport(
@@ -160,7 +160,7 @@ class World:
             run=self._run,
             transport=process.transport,
             store=store,
-            blobs=BlobClient(self.blobs, process),
+            blobs=SimBlobClient(self.blobs, process),
             log=log,
         )
         kernel.process = process
@@ -168,7 +168,7 @@ class World:
         self._equip(kernel.build(), process)
         return kernel
 
-    def _equip(self, actor: Any, process: Process) -> None:
+    def _equip(self, actor: Any, process: ActorProcess) -> None:
         if isinstance(actor, SimNode):
             actor.on_row, actor.on_finish = self._on_row, self._on_finish
         if isinstance(actor, SimBuffer | SimTrainer):
@@ -176,7 +176,7 @@ class World:
         if isinstance(actor, SimTrainer):
             actor.saving = self._saving
 
-    async def _supervise(self, process: Process) -> None:
+    async def _supervise(self, process: ActorProcess) -> None:
         """Start it again after a death, unless somebody took its place."""
         await process.ended.wait()
         if process.leaving or self.stopping or self.processes.get(process.name) is not process:
@@ -198,7 +198,7 @@ class World:
                 return
             await asyncio.sleep(0.05)
 
-    async def _drain(self, processes: list[Process]) -> None:
+    async def _drain(self, processes: list[ActorProcess]) -> None:
         for process in processes:
             process.leaving = True
             if process.kernel is not None:
@@ -206,14 +206,14 @@ class World:
         for process in processes:
             await process.ended.wait()
 
-    def _failed(self, process: Process, error: BaseException) -> None:
+    def _failed(self, process: ActorProcess, error: BaseException) -> None:
         if not process.alive or isinstance(error, Killed):
             return
         self.record.say(f"{process.name}.{process.incarnation} ended: {type(error).__name__}: {error}")
         if not isinstance(error, EXPECTED):
             self.monitor.fail("no actor breaks", f"{process.name} ended with {type(error).__name__}: {error}")
 
-    def _broke(self, process: Process, text: str) -> None:
+    def _broke(self, process: ActorProcess, text: str) -> None:
         expected = ("StaleEpoch", "Fenced", "StoreUnavailable", "OutOfOrder")
         if process.alive and self.processes[process.name] is process and not any(kind in text for kind in expected):
             self.monitor.fail("no actor breaks", f"{process.name}: {text}")
@@ -246,7 +246,7 @@ class World:
         elif "confirmed" in self.at_save and receiver == "trainer-1" and b"Ack" in what.data:
             self._saving(self.processes[receiver], "confirmed", self.step)
 
-    def _saving(self, process: Process, point: str, step: int) -> None:
+    def _saving(self, process: ActorProcess, point: str, step: int) -> None:
         act = self.at_save.pop(point, None)
         if act is not None and process.alive:
             act(process)

@@ -14,7 +14,7 @@ import pytest
 
 from actors.fabric.device import OcsDevice
 from actors.fabric.dialect import Dialect
-from actors.fabric.driver import Capabilities, Login, OcsDriver
+from actors.fabric.driver import Login, OcsDriver, SwitchCapabilities
 from actors.fabric.http_front import HttpFront, encoded
 from actors.fabric.netconf import NetconfDriver
 from actors.fabric.netconf_session import NetconfSession
@@ -23,7 +23,7 @@ from actors.fabric.restconf import Restconf
 from actors.fabric.sonic import SonicDriver
 
 LOGIN = Login("rubato", "secret")
-CAPABILITIES = Capabilities(8, 0.005)
+CAPABILITIES = SwitchCapabilities(8, 0.005)
 YANG = Path(__file__).parent / "yang"
 SYSTEM_YANG = Path("/usr/share/yuma/modules")
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from runtime.blob_agent import BlobServer
-from runtime.blob_client import BlobClient
-from runtime.blob_digest import digest_of
-from runtime.blob_memory import MemoryBlobStore
-from runtime.blobs import BlobError, BlobInfo, BlobMissing, BlobStore
+from runtime.blobs.agent import BlobServer
+from runtime.blobs.blob import BlobError, BlobInfo, BlobMissing, BlobStore
+from runtime.blobs.client import BlobClient
+from runtime.blobs.digest import digest_of
+from runtime.blobs.memory import MemoryBlobStore
 
 
 @pytest.fixture

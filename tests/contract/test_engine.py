@@ -12,7 +12,7 @@ from actors.config import ModelSection
 from actors.engines.engine import ENGINES, EngineDead, EngineError, Work
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.tokens import joined, pack, unpack_ids, unpack_logprobs
-from actors.messages.generation import Sampling, Span, Tokens
+from actors.messages.generation import Sampling, Tokens, VersionSpan
 from runtime.load import load_object
 from tests.models import VOCAB, greedy, logprobs, weights_image, write_model
 
@@ -128,7 +128,7 @@ async def test_a_request_ends_by_length_with_one_span_and_one_logprob_per_token(
 
     assert reason == "length"
     assert len(unpack_ids(tokens.ids)) == len(unpack_logprobs(tokens.logprobs)) == 10
-    assert tokens.spans == (Span(0, 0, 10),)
+    assert tokens.spans == (VersionSpan(0, 0, 10),)
     assert all(value <= 0 for value in unpack_logprobs(tokens.logprobs))
 
 
@@ -261,7 +261,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(engine,
     after, _ = await collect(engine, Work("b", "t", prompt_of(3), Sampling(12, temperature=0.0)))
 
     assert after.ids == before.ids
-    assert after.spans == (Span(0, 0, 12),)
+    assert after.spans == (VersionSpan(0, 0, 12),)
 
 
 @every_engine
@@ -278,7 +278,7 @@ async def test_a_seeded_request_that_goes_on_elsewhere_samples_what_it_would_hav
 
 @every_engine
 async def test_a_request_whose_resumed_tokens_are_all_it_asked_for_ends_at_once(engine):
-    resumed = pack([5, 6], [-1.0, -1.0], (Span(0, 0, 2),))
+    resumed = pack([5, 6], [-1.0, -1.0], (VersionSpan(0, 0, 2),))
 
     by_length = await collect(engine, Work("a", "s", prompt_of(4), Sampling(2), resumed))
     by_stop = await collect(engine, Work("b", "s", prompt_of(4), Sampling(9, stop_token_ids=(6,)), resumed))
@@ -368,7 +368,7 @@ async def test_after_an_update_the_new_weights_answer_also_for_a_cached_session(
     work = Work("b", "session", (*prompt_of(9, 20), 5, 6, 7), Sampling(8))
     tokens, _ = await collect(engine, work)
 
-    assert tokens.spans == (Span(3, 0, 8),)
+    assert tokens.spans == (VersionSpan(3, 0, 8),)
     assert worst(other, [(work, tokens)]) < 1e-4
 
 
@@ -376,12 +376,12 @@ async def goes_on(engine, sampling: Sampling) -> None:
     """The last four of ten tokens are the same when the first six come with the request."""
     whole, _ = await collect(engine, Work("a", "s", prompt_of(4), sampling))
     ids = unpack_ids(whole.ids)
-    resumed = pack(ids[:6], unpack_logprobs(whole.logprobs)[:6], (Span(0, 0, 6),))
+    resumed = pack(ids[:6], unpack_logprobs(whole.logprobs)[:6], (VersionSpan(0, 0, 6),))
 
     rest, reason = await collect(engine, Work("b", "s", prompt_of(4), sampling, resumed))
 
     assert unpack_ids(rest.ids) == ids[6:]
-    assert rest.spans == (Span(0, 0, 4),)
+    assert rest.spans == (VersionSpan(0, 0, 4),)
     assert reason == "length"
 
 

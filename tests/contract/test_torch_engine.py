@@ -11,7 +11,7 @@ from actors.engines.engine import EngineDead, EngineError, Work
 from actors.engines.section import EngineSection
 from actors.engines.tokens import joined, unpack_ids, unpack_logprobs
 from actors.engines.torch_engine import TorchEngine
-from actors.messages.generation import Sampling, Span, Tokens
+from actors.messages.generation import Sampling, Tokens, VersionSpan
 from tests.models import logprobs, weights_image, write_model
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ async def test_recomputed_caches_make_a_running_request_agree_with_the_new_weigh
     swapped = tokens.spans[1].start
     theirs = logprobs(new, [*work.prompt, *unpack_ids(tokens.ids)])[len(work.prompt) - 1 :]
 
-    assert tokens.spans == (Span(0, 0, swapped), Span(1, swapped, 40))
+    assert tokens.spans == (VersionSpan(0, 0, swapped), VersionSpan(1, swapped, 40))
     assert unpack_logprobs(tokens.logprobs)[swapped:] == pytest.approx(theirs[swapped:], abs=1e-4)
 
 

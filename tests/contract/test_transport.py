@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from bus.codec import MAX_FRAME_BYTES
-from bus.envelope import Envelope, Kind
+from bus.envelope import Envelope, EnvelopeKind
 from bus.errors import BadAddress, BadFrame
 from bus.link import PROTOCOL, Greeting
 from bus.memory import MemoryNetwork, MemoryTransport
@@ -43,15 +43,15 @@ class Endpoint:
             return await self.downs.get()
 
     def post(self, peer: Peer, number: int, buffers: Sequence[bytes] = ()) -> None:
-        self.transport.post(peer, envelope(Kind.TELL, number), buffers)
+        self.transport.post(peer, envelope(EnvelopeKind.TELL, number), buffers)
 
     def _deliver(self, delivery: Delivery) -> None:
         self.arrived.put_nowait(delivery)
         if self.answer:
-            self.transport.post(delivery.peer, envelope(Kind.OK, delivery.envelope.id), delivery.buffers)
+            self.transport.post(delivery.peer, envelope(EnvelopeKind.OK, delivery.envelope.id), delivery.buffers)
 
 
-def envelope(kind: Kind, number: int, body: bytes = b"\xc0") -> Envelope:
+def envelope(kind: EnvelopeKind, number: int, body: bytes = b"\xc0") -> Envelope:
     return Envelope(kind, number, "engine-1", 1, "Generate", 0, b"", "", 0, msgspec.Raw(body))
 
 
@@ -99,7 +99,9 @@ async def test_envelopes_arrive_in_order_over_many_ticks_and_frames(endpoints):
 async def test_an_envelope_arrives_as_it_was_posted(endpoints):
     sender, receiver = await endpoints("proxy-1"), await endpoints("engine-1")
     body = msgspec.Raw(msgspec.msgpack.encode(["hi", b"x" * 1000]))
-    posted = Envelope(Kind.ASK, 2**40, "engine-1", 7, "Generate", 5_000_000, b"trace", "key", 3, body, "proxy-1")
+    posted = Envelope(
+        EnvelopeKind.ASK, 2**40, "engine-1", 7, "Generate", 5_000_000, b"trace", "key", 3, body, "proxy-1"
+    )
 
     sender.transport.post(receiver.address, posted)
 
@@ -126,7 +128,7 @@ async def test_a_reply_goes_back_over_the_link_that_the_ask_came_by(endpoints):
     asker, engine = await endpoints("proxy-1"), await endpoints("engine-1", answer=True)
 
     for number in range(200):
-        asker.transport.post(engine.address, envelope(Kind.ASK, number))
+        asker.transport.post(engine.address, envelope(EnvelopeKind.ASK, number))
 
     replies = await asker.next(200)
     assert ids(replies) == list(range(200))
@@ -139,7 +141,7 @@ async def test_two_peers_are_told_apart_and_each_gets_its_own_replies(endpoints)
     askers = [await endpoints(f"env_manager-{i}") for i in range(3)]
 
     for number, asker in enumerate(askers):
-        asker.transport.post(engine.address, envelope(Kind.ASK, number))
+        asker.transport.post(engine.address, envelope(EnvelopeKind.ASK, number))
 
     for number, asker in enumerate(askers):
         assert ids(await asker.next()) == [number]
@@ -166,7 +168,7 @@ async def test_large_buffers_go_and_come_back_in_order(endpoints):
     asker, engine = await endpoints("trainer-1"), await endpoints("engine-1", answer=True)
 
     for number in range(5):
-        asker.transport.post(engine.address, envelope(Kind.ASK, number), [bytes([number]) * (1024 * 1024)])
+        asker.transport.post(engine.address, envelope(EnvelopeKind.ASK, number), [bytes([number]) * (1024 * 1024)])
 
     replies = await asker.next(5)
     assert ids(replies) == list(range(5))
@@ -186,7 +188,7 @@ async def test_many_buffers_travel_with_one_envelope(endpoints):
 async def test_when_the_peer_ends_its_last_words_arrive_and_down_is_called_once(endpoints):
     asker, engine = await endpoints("proxy-1"), await endpoints("engine-1", answer=True)
     for number in range(50):
-        asker.transport.post(engine.address, envelope(Kind.ASK, number))
+        asker.transport.post(engine.address, envelope(EnvelopeKind.ASK, number))
     await engine.next(50)
 
     await engine.transport.close()
@@ -267,7 +269,7 @@ async def test_a_peer_of_another_protocol_version_is_refused(endpoints, monkeypa
 
 async def test_a_link_that_does_not_begin_with_hello_is_refused(endpoints, monkeypatch):
     rude, engine = await endpoints("proxy-1"), await endpoints("engine-1")
-    monkeypatch.setattr("bus.link._greeting", lambda kind, identity: envelope(Kind.TELL, 0))
+    monkeypatch.setattr("bus.link._greeting", lambda kind, identity: envelope(EnvelopeKind.TELL, 0))
     rude.post(engine.address, 1)
     monkeypatch.undo()
 
@@ -283,7 +285,7 @@ async def test_a_second_hello_ends_the_link_on_both_sides(endpoints):
     (delivery,) = await engine.next()
 
     greeting = msgspec.msgpack.encode(Greeting(PROTOCOL, "run-a", "proxy-1", 1))
-    rude.transport.post(engine.address, envelope(Kind.HELLO, 0, greeting))
+    rude.transport.post(engine.address, envelope(EnvelopeKind.HELLO, 0, greeting))
 
     assert (await engine.next_down())[0] == delivery.peer
     assert (await rude.next_down())[0] == engine.address
@@ -382,7 +384,7 @@ async def test_an_envelope_beyond_the_limit_of_a_frame_is_refused_at_post_and_th
     sender.post(receiver.address, 1)
 
     with pytest.raises(BadFrame, match="takes"):
-        sender.transport.post(receiver.address, envelope(Kind.TELL, 2, b"\xc6" + b"\0" * MAX_FRAME_BYTES))
+        sender.transport.post(receiver.address, envelope(EnvelopeKind.TELL, 2, b"\xc6" + b"\0" * MAX_FRAME_BYTES))
     sender.post(receiver.address, 3)
 
     assert ids(await receiver.next(2)) == [1, 3]
@@ -391,7 +393,7 @@ async def test_an_envelope_beyond_the_limit_of_a_frame_is_refused_at_post_and_th
 async def test_an_endpoint_can_reach_itself(endpoints):
     endpoint = await endpoints("node", answer=True)
 
-    endpoint.transport.post(endpoint.address, envelope(Kind.TELL, 1))
+    endpoint.transport.post(endpoint.address, envelope(EnvelopeKind.TELL, 1))
 
     there, back = await endpoint.next(2)
     assert isinstance(there.peer, bytes)

@@ -14,9 +14,9 @@ from bus.keys import Keys
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
 from runtime.actor import ActorConfig, RunInfo
-from runtime.blob_hosts import HostBlobs
-from runtime.blob_memory import MemoryBlobStore
-from runtime.blob_messages import NotPulled, PullBlob
+from runtime.blobs.hosts import HostBlobs
+from runtime.blobs.memory import MemoryBlobStore
+from runtime.blobs.messages import NotPulled, PullBlob
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.registry import ActorRecord

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from runtime.blob_agent import BlobServer
-from runtime.blob_client import BlobClient
-from runtime.blob_digest import digest_of
-from runtime.blob_wire import MAX_PACKET, Begin, Denied, Drop, Finish, Found, Get, Room, decode_reply, encode
-from runtime.blobs import BlobCorrupt, BlobError, BlobInfo
+from runtime.blobs.agent import BlobServer
+from runtime.blobs.blob import BlobCorrupt, BlobError, BlobInfo
+from runtime.blobs.client import BlobClient
+from runtime.blobs.digest import digest_of
+from runtime.blobs.wire import MAX_PACKET, Begin, Denied, Drop, Found, Get, Publish, Room, decode_reply, encode
 
 ROOT = Path(__file__).parents[2]
 
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from runtime.blob_client import BlobClient
+from runtime.blobs.client import BlobClient
 
 async def main():
     client = BlobClient(Path(sys.argv[1]))
@@ -38,7 +38,7 @@ asyncio.run(main())
 READER = """
 import asyncio, sys
 from pathlib import Path
-from runtime.blob_client import BlobClient
+from runtime.blobs.client import BlobClient
 
 async def main():
     _, view = await BlobClient(Path(sys.argv[1])).get("w", 1)
@@ -71,7 +71,7 @@ class RawClient:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.connect(str(path))
 
-    async def ask(self, packet: Begin | Finish | Get | Drop | bytes):
+    async def ask(self, packet: Begin | Publish | Get | Drop | bytes):
         """The reply and its descriptor (-1: none); None when the server hung up."""
         self.socket.send(packet if isinstance(packet, bytes) else encode(packet))
         reply, fds, _, _ = await asyncio.to_thread(socket.recv_fds, self.socket, MAX_PACKET, 1)
@@ -201,7 +201,7 @@ async def test_of_two_writers_of_a_version_the_higher_epoch_stands_whoever_finis
     segment = await raw.write(b"old")
     await client.put("w", 1, 2, [b"new"])
 
-    reply, _ = await raw.ask(Finish(segment, BlobInfo("w", 1, 1, digest_of(b"old"), 3)))
+    reply, _ = await raw.ask(Publish(segment, BlobInfo("w", 1, 1, digest_of(b"old"), 3)))
 
     assert isinstance(reply, Found)
     assert reply.info.epoch == 2
@@ -210,7 +210,7 @@ async def test_of_two_writers_of_a_version_the_higher_epoch_stands_whoever_finis
 
 async def test_a_content_that_is_not_what_its_writer_said_is_refused(raw: RawClient, client: BlobClient):
     segment = await raw.write(b"abc")
-    await raw.ask(Finish(segment, BlobInfo("w", 1, 0, "00" * 32, 3)))
+    await raw.ask(Publish(segment, BlobInfo("w", 1, 0, "00" * 32, 3)))
 
     with pytest.raises(BlobCorrupt, match="blob w version 1 does not have its digest 000000000000"):
         await client.get("w", 1)
@@ -233,11 +233,11 @@ async def test_a_reader_can_not_change_what_it_reads(raw: RawClient, client: Blo
 
 
 async def test_requests_that_make_no_sense_are_denied_and_noise_is_hung_up_on(raw: RawClient, client: BlobClient):
-    nothing_begun, _ = await raw.ask(Finish(1, BlobInfo("w", 1, 0, "", 3)))
+    nothing_begun, _ = await raw.ask(Publish(1, BlobInfo("w", 1, 0, "", 3)))
     endless, _ = await raw.ask(Begin(1 << 60))
     segment = await raw.write(b"abc")
-    nameless, _ = await raw.ask(Finish(segment, BlobInfo("", 1, 0, "", 3)))
-    too_long, _ = await raw.ask(Finish(segment, BlobInfo("w", 1, 0, "", 1 << 30)))
+    nameless, _ = await raw.ask(Publish(segment, BlobInfo("", 1, 0, "", 3)))
+    too_long, _ = await raw.ask(Publish(segment, BlobInfo("w", 1, 0, "", 1 << 30)))
     noise, _ = await raw.ask(b"\xc1\xc1")
 
     assert [type(r) for r in (nothing_begun, endless, nameless, too_long)] == [Denied] * 4

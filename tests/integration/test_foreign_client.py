@@ -28,7 +28,7 @@ from bus.tensor import Array, Buffer
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blob_memory import MemoryBlobStore
+from runtime.blobs.memory import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bus.envelope import Envelope, Kind
+from bus.envelope import Envelope, EnvelopeKind
 from bus.keys import Keys, new_keys
 from runtime.launch import gate as gates
-from runtime.launch.gate import GateClient, GateServer, Stream, way_through, way_to
+from runtime.launch.gate import GateClient, GateServer, GateStream, way_through, way_to
 
 
 @pytest.fixture
@@ -63,14 +63,14 @@ async def test_bytes_arrive_whole_and_in_order_in_both_directions(tmp_path, far_
 
 async def test_a_side_that_does_not_read_is_sent_no_more_than_its_window(tmp_path, far_end, monkeypatch):
     posted = 0
-    post = Stream.post
+    post = GateStream.post
 
-    def counted(self: Stream, tag: str, data: bytes = b"", size: int = 0) -> None:
+    def counted(self: GateStream, tag: str, data: bytes = b"", size: int = 0) -> None:
         nonlocal posted
         posted += len(data)
         post(self, tag, data, size)
 
-    monkeypatch.setattr(Stream, "post", counted)
+    monkeypatch.setattr(GateStream, "post", counted)
     async with gate(tmp_path, new_keys()) as (_, client):
         _, writer = await asyncio.open_unix_connection(tmp_path / "near")
         writer.write(bytes(8 * gates.WINDOW_BYTES))
@@ -130,7 +130,7 @@ async def test_a_peer_that_talks_nonsense_ends_its_own_stream_and_no_other(tmp_p
         assert await reader.readexactly(4) == b"good"
         for number in (1, 7):
             body = msgspec.Raw(b"\x05")
-            envelope = Envelope(Kind.TELL, number, "gate", 0, tag, -5, b"", "", 0, body)
+            envelope = Envelope(EnvelopeKind.TELL, number, "gate", 0, tag, -5, b"", "", 0, body)
             client._transport.post(server.address, envelope)
         other_reader, other = await asyncio.open_unix_connection(tmp_path / "near")
         other.write(b"still")

@@ -12,7 +12,7 @@ import zmq
 
 import bus.limits
 from bus.codec import MAX_FRAME_BYTES
-from bus.envelope import Envelope, Kind
+from bus.envelope import Envelope, EnvelopeKind
 from bus.keys import new_keys
 from bus.link import PROTOCOL, Greeting
 from bus.transport import Delivery, Identity, Peer
@@ -58,12 +58,12 @@ async def engine(tmp_path) -> AsyncGenerator[Engine]:
 
 
 def envelope(number: int, body: bytes = b"\xc0") -> Envelope:
-    return Envelope(Kind.ASK, number, "engine-1", 1, "Echo", 0, b"", "", 0, msgspec.Raw(body))
+    return Envelope(EnvelopeKind.ASK, number, "engine-1", 1, "Echo", 0, b"", "", 0, msgspec.Raw(body))
 
 
 def hello(*, run: str = "run", schema: str = "", protocol: int = PROTOCOL) -> bytes:
     greeting = msgspec.msgpack.encode(Greeting(protocol, run, "stranger", 1, schema))
-    first = Envelope(Kind.HELLO, 0, "", 0, "", 0, b"", "", 0, msgspec.Raw(greeting))
+    first = Envelope(EnvelopeKind.HELLO, 0, "", 0, "", 0, b"", "", 0, msgspec.Raw(greeting))
     return msgspec.msgpack.encode([first])
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.pool import Unsendable, WorkerPool, decode, encode_call
-from runtime.pool_errors import BadResult, TargetMissing, UserCodeRaised, WorkerDied, WorkerKilled, WorkerTimeout
-from runtime.pool_limits import Limits
+from runtime.pool.errors import BadResult, TargetMissing, UserCodeRaised, WorkerDied, WorkerKilled, WorkerTimeout
+from runtime.pool.limits import WorkerLimits
+from runtime.pool.pool import Unsendable, WorkerPool, decode, encode_call
 
 USER = str(Path(__file__).with_name("user_code.py"))
 NOTHING = encode_call()
@@ -24,7 +24,7 @@ async def lines():
 
 @pytest.fixture
 async def pool(lines):
-    pool = WorkerPool(workers=1, limits=Limits(max_reply_bytes=100_000), on_output=lines.append)
+    pool = WorkerPool(workers=1, limits=WorkerLimits(max_reply_bytes=100_000), on_output=lines.append)
     yield pool
     await pool.close()
 
@@ -173,7 +173,7 @@ async def test_a_worker_imports_nothing_heavy_by_itself(pool):
 
 
 async def test_memory_is_bounded_where_asked():
-    pool = WorkerPool(limits=Limits(memory_mb=512))
+    pool = WorkerPool(limits=WorkerLimits(memory_mb=512))
 
     with pytest.raises(UserCodeRaised, match="MemoryError"):
         await run(pool, "gulp", 1_000)
@@ -203,7 +203,7 @@ async def test_a_cancelled_call_does_not_disturb_the_next(pool):
 
 PARENT = """
 import asyncio, sys
-from runtime.pool import WorkerPool, decode, encode_call
+from runtime.pool.pool import WorkerPool, decode, encode_call
 
 async def main():
     pool = WorkerPool()

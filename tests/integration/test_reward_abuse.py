@@ -17,8 +17,9 @@ import pytest
 from actors.config import RewardSection
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.rewards.local import LocalScorer
-from runtime import pool_limits, pool_process
-from runtime.pool_raised import TEXT_LIMIT
+from runtime.pool import limits as pool_limits
+from runtime.pool import process as pool_process
+from runtime.pool.raised import TEXT_LIMIT
 
 ABUSES = Path(__file__).with_name("abuses.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,7 +186,7 @@ async def test_a_bomb_is_bounded_and_ends_as_a_named_error(abuse, timeout_s, rea
 
 AS_USER = """
 import asyncio, json, sys
-from runtime import pool_limits
+from runtime.pool import limits as pool_limits
 uid = int(sys.argv[1])
 if uid:
     pool_limits.become(uid, 1 << pool_limits.CAP_DAC_READ_SEARCH)

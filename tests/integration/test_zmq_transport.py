@@ -11,7 +11,7 @@ import pytest
 import uvloop
 import zmq
 
-from bus.envelope import Envelope, Kind
+from bus.envelope import Envelope, EnvelopeKind
 from bus.link import PROTOCOL, Greeting
 from bus.transport import Delivery, Identity, Peer
 from bus.zmq import ZmqTransport
@@ -54,13 +54,13 @@ class Watched:
         await self.transport.close()
 
 
-def envelope(kind: Kind, number: int, body: bytes = b"\xc0") -> Envelope:
+def envelope(kind: EnvelopeKind, number: int, body: bytes = b"\xc0") -> Envelope:
     return Envelope(kind, number, "engine-1", 1, "Echo", 0, b"", "", 0, msgspec.Raw(body))
 
 
 def hello(run: str = "run") -> bytes:
     greeting = msgspec.msgpack.encode(Greeting(PROTOCOL, run, "stranger", 1))
-    return msgspec.msgpack.encode([envelope(Kind.HELLO, 0, greeting)])
+    return msgspec.msgpack.encode([envelope(EnvelopeKind.HELLO, 0, greeting)])
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -87,7 +87,7 @@ def test_a_killed_process_is_reported_within_milliseconds_and_once(run, echo, tm
 
     async def scenario() -> tuple[float, int]:
         async with asyncio.timeout(20), Watched("proxy-1", f"ipc://{tmp_path}/proxy") as proxy:
-            proxy.transport.post(address, envelope(Kind.ASK, 1), [bytes(1_000_000)])
+            proxy.transport.post(address, envelope(EnvelopeKind.ASK, 1), [bytes(1_000_000)])
             assert len((await proxy.arrived.get()).buffers[0]) == 1_000_000
             loop = asyncio.get_running_loop()
             killed_at = loop.time()
@@ -123,7 +123,7 @@ def test_many_asks_with_large_and_small_bodies_are_all_answered_in_order(run, ec
         async with asyncio.timeout(30), Watched("proxy-1", f"ipc://{tmp_path}/proxy") as proxy:
             for number in range(5000):
                 body = msgspec.msgpack.encode(bytes((number * 7919) % 3000))
-                proxy.transport.post(address, envelope(Kind.ASK, number, body))
+                proxy.transport.post(address, envelope(EnvelopeKind.ASK, number, body))
                 if number % 13 == 0:
                     await asyncio.sleep(0)
             return [(await proxy.arrived.get()).envelope.id for _ in range(5000)]
@@ -158,7 +158,7 @@ def test_a_stranger_is_refused_and_the_peers_of_the_run_are_served_meanwhile(run
             stranger.send_multipart(parts)
             stranger.send_multipart([b"more"])
             async with Watched("proxy-1", f"ipc://{tmp_path}/proxy") as proxy:
-                proxy.transport.post(address, envelope(Kind.ASK, 5))
+                proxy.transport.post(address, envelope(EnvelopeKind.ASK, 5))
                 assert (await engine.arrived.get()).envelope.id == 5
             assert isinstance((await engine.downs.get())[0], bytes)
             await asyncio.sleep(0.05)
@@ -172,7 +172,7 @@ def test_a_stranger_is_refused_and_the_peers_of_the_run_are_served_meanwhile(run
 
     answer = run(scenario())
 
-    assert msgspec.msgpack.decode(answer)[0][0] == Kind.REFUSED
+    assert msgspec.msgpack.decode(answer)[0][0] == EnvelopeKind.REFUSED
 
 
 def test_a_peer_that_turns_to_noise_is_reported_down_once(run, tmp_path):
@@ -185,12 +185,12 @@ def test_a_peer_that_turns_to_noise_is_reported_down_once(run, tmp_path):
         async with asyncio.timeout(20), Watched("engine-1", address) as engine:
             stranger.connect(address)
             stranger.send(hello())
-            stranger.send(msgspec.msgpack.encode([envelope(Kind.TELL, 1)]))
+            stranger.send(msgspec.msgpack.encode([envelope(EnvelopeKind.TELL, 1)]))
             delivery = await engine.arrived.get()
             stranger.send(b"noise")
             peer, reason = await engine.downs.get()
             assert peer == delivery.peer
-            stranger.send(msgspec.msgpack.encode([envelope(Kind.TELL, 2)]))
+            stranger.send(msgspec.msgpack.encode([envelope(EnvelopeKind.TELL, 2)]))
             stranger.close()
             await asyncio.sleep(0.1)
             assert engine.arrived.empty()
@@ -210,20 +210,20 @@ def test_every_end_of_a_link_is_heard_although_descriptors_are_used_again(run, t
         async with asyncio.timeout(20), Watched("engine-1", address) as engine:
             lasting = Watched("proxy-0", f"ipc://{tmp_path}/p0")
             await lasting.__aenter__()
-            lasting.transport.post(address, envelope(Kind.TELL, 0))
+            lasting.transport.post(address, envelope(EnvelopeKind.TELL, 0))
             await engine.arrived.get()
             context = zmq.Context()
             for number in range(200):
                 visitor = context.socket(zmq.DEALER)
                 visitor.connect(address)
                 visitor.send(hello())
-                visitor.send(msgspec.msgpack.encode([envelope(Kind.TELL, number)]))
+                visitor.send(msgspec.msgpack.encode([envelope(EnvelopeKind.TELL, number)]))
                 if number % 3 == 0:
                     await asyncio.sleep(0)
                 visitor.close(linger=10_000)
             arrived = [await engine.arrived.get() for _ in range(200)]
             downs = [await engine.downs.get() for _ in range(200)]
-            lasting.transport.post(address, envelope(Kind.TELL, 999))
+            lasting.transport.post(address, envelope(EnvelopeKind.TELL, 999))
             assert (await engine.arrived.get()).envelope.id == 999
             await lasting.__aexit__()
             context.term()
@@ -245,10 +245,10 @@ def test_fifty_peers_talk_to_one_endpoint(run, tmp_path):
                 await peer.__aenter__()
             for number, peer in enumerate(peers):
                 for _ in range(4):
-                    peer.transport.post(address, envelope(Kind.ASK, number))
+                    peer.transport.post(address, envelope(EnvelopeKind.ASK, number))
             for _ in range(200):
                 delivery = await engine.arrived.get()
-                engine.transport.post(delivery.peer, envelope(Kind.OK, delivery.envelope.id))
+                engine.transport.post(delivery.peer, envelope(EnvelopeKind.OK, delivery.envelope.id))
             for number, peer in enumerate(peers):
                 assert [(await peer.arrived.get()).envelope.id for _ in range(4)] == [number] * 4
             for peer in peers:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bus.chunks import cut, join
 from bus.codec import OUT_OF_BAND_BYTES, decode_body, decode_frame, encode_body, encode_envelope, join_frame
-from bus.envelope import Envelope, Kind
+from bus.envelope import Envelope, EnvelopeKind
 from bus.errors import BadFrame
 from bus.message import Message
 from bus.tensor import ITEM_BYTES, Array, Buffer
@@ -69,7 +69,7 @@ messages = st.builds(
 )
 envelopes = st.builds(
     Envelope,
-    kind=st.sampled_from(Kind).map(int),
+    kind=st.sampled_from(EnvelopeKind).map(int),
     id=st.integers(0, 2**63),
     target=text,
     incarnation=st.integers(0, 2**40),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.fabric.errors import FabricError
-from actors.fabric.ledger import Ledger
+from actors.fabric.ledger import CircuitLedger
 from actors.fabric.reconciler import Reconciler
 from planning.circuits import Cross
 from runtime.clock import run_virtual
@@ -41,7 +41,7 @@ class Job:
 
     async def begin(self):
         self.incarnation += 1
-        self.ledger = Ledger(self.store, partial(Fence, "fabric_controller-1", self.incarnation), lease_s=30)
+        self.ledger = CircuitLedger(self.store, partial(Fence, "fabric_controller-1", self.incarnation), lease_s=30)
         await self.ledger.load()
         driver = self.switch.driver()
         self.reconciler = Reconciler(driver, self.ledger, logger("test"), self.enter, drain_s=0.0, tune_timeout_s=0.1)

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from runtime.blob_slab import SPARES, Segment, Slab, capacity_for
+from runtime.blobs.slab import SPARES, MemorySegment, Slab, capacity_for
 
 USERS = ("a", "b", "c")
 
@@ -20,9 +20,9 @@ class SlabMachine(RuleBasedStateMachine):
         self.alive: set[str] = set()
         self.lives = 0
         self.users: dict[str, tuple[str, int]] = {}
-        self.drafts: list[tuple[tuple[str, int], Segment]] = []
-        self.shown: list[Segment] = []
-        self.reads: list[tuple[tuple[str, int], Segment]] = []
+        self.drafts: list[tuple[tuple[str, int], MemorySegment]] = []
+        self.shown: list[MemorySegment] = []
+        self.reads: list[tuple[tuple[str, int], MemorySegment]] = []
 
     def user(self, name):
         if name not in self.users:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sim.job import Job, JobSpec
+from sim.job import ClusterJob, ClusterJobSpec
 from sim.live.run import run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -16,7 +16,7 @@ def part(name: str) -> dict:
     return yaml.safe_load((CONFIGS / name).read_text())
 
 
-def job(alpha: int, engines: int = 2) -> JobSpec:
+def job(alpha: int, engines: int = 2) -> ClusterJobSpec:
     """Eight rollouts and two groups of a step per engine."""
     engine = {"gpu": part("hardware/h800.yaml"), "model": part("models/qwen3-8b.yaml"), "num_slots": 16}
     task = {
@@ -27,7 +27,7 @@ def job(alpha: int, engines: int = 2) -> JobSpec:
     pool = {"name": "h800", "count": engines, "engine": engine}
     trainer = {"gpu": engine["gpu"], "model": engine["model"], "gpus": 1, "fixed_s": 1.0}
     weights = {"push_bytes_s": 1e12, "pull_bytes_s": 1e12, "load_bytes_s": 1e11}
-    return JobSpec.model_validate(
+    return ClusterJobSpec.model_validate(
         {
             "pools": [pool], "trainer": trainer, "tasks": [task], "weights": weights, "alpha": alpha,
             "batch_groups": 2 * engines, "group_size": 4, "environments": 8 * engines, "steps": 10 if engines == 2 else 4,
@@ -41,7 +41,7 @@ def job(alpha: int, engines: int = 2) -> JobSpec:
 )
 def test_both_modes_agree_on_throughput_within_3_percent(alpha, engines, tmp_path):
     spec = job(alpha, engines)
-    modelled = Job(spec, seed=1)
+    modelled = ClusterJob(spec, seed=1)
 
     modelled.run()
     rows = run(spec, 1, tmp_path)

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config_source import read
+from runtime.config.source import read
 from sim.hardware import GpuSpec
 from sim.model import ModelSpec
 from sim.rfabric import fabrics
 from sim.rfabric import job as jobs
 from sim.rfabric.fabrics import FABRICS, FabricSpec, case
 from sim.rfabric.generation import operations
-from sim.rfabric.job import JobSpec, place
+from sim.rfabric.job import TrainingSpec, place
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = ModelSpec.model_validate(read(CONFIGS / "models" / "qwen2-57b-a14b.yaml").tree)
 GPU = GpuSpec.model_validate(read(CONFIGS / "hardware" / "h800.yaml").tree)
-SPEC = JobSpec.model_validate(
+SPEC = TrainingSpec.model_validate(
     {"train_share": 0.5, "pipeline": 4, "expert": 8, "sequence_tokens": 4096, "sequences": 512, "updates": 2, "compute_efficiency": 0.5}
 )  # fmt: skip
 

@@ -8,9 +8,9 @@ import yaml
 from planning.snapshot import RequestView
 from sim.batching import ModelledEngine
 from sim.engine_model import EngineModel
-from sim.job import Job, JobSpec, PoolSpec, engines_of
+from sim.job import ClusterJob, ClusterJobSpec, PoolSpec, engines_of
 from sim.proxy_model import ModelledProxy
-from sim.rollart.batch import Batch
+from sim.rollart.batch import BatchRun
 from sim.timeline import Timeline
 from sim.workload import TaskSpec, episode
 
@@ -29,13 +29,13 @@ def pools(count: int = 2, **changes) -> tuple[PoolSpec, ...]:
     return (PoolSpec.model_validate({"name": "h800", "count": count, "engine": engine(**changes)}),)
 
 
-def job(**changes) -> Job:
+def job(**changes) -> ClusterJob:
     spec = {
         "pools": pools(), "trainer": {**engine(), "gpus": 2}, "tasks": [part("workloads/gem_math.yaml")],
         "weights": {"push_bytes_s": 1e10, "pull_bytes_s": 1e10, "load_bytes_s": 2e10},
         "batch_groups": 3, "group_size": 2, "environments": 8, "steps": 6,
     }  # fmt: skip
-    return Job(JobSpec.model_validate(spec | changes), seed=1)
+    return ClusterJob(ClusterJobSpec.model_validate(spec | changes), seed=1)
 
 
 @pytest.mark.parametrize("alpha", [0, 1, 3])
@@ -128,18 +128,18 @@ def test_lock_step_is_never_faster_and_is_the_same_where_nothing_varies():
     same = [episode(still, 1, "t")] * 4
     various = [episode(still, 1, f"t{number}") for number in range(4)]
 
-    assert Batch(pools(4)).lock_step(same).seconds == pytest.approx(Batch(pools(4)).trajectories(same).seconds)
-    assert Batch(pools(4)).lock_step(various).seconds > Batch(pools(4)).trajectories(various).seconds
+    assert BatchRun(pools(4)).lock_step(same).seconds == pytest.approx(BatchRun(pools(4)).trajectories(same).seconds)
+    assert BatchRun(pools(4)).lock_step(various).seconds > BatchRun(pools(4)).trajectories(various).seconds
 
 
 def test_a_batch_that_has_enough_ends_before_its_slowest():
     math = TaskSpec.model_validate(part("workloads/gem_math.yaml"))
     episodes = [episode(math, 1, f"t{number}") for number in range(20)]
 
-    enough = Batch(pools()).trajectories(episodes, enough=15)
+    enough = BatchRun(pools()).trajectories(episodes, enough=15)
 
     assert len(enough.played) == 15
-    assert enough.seconds < Batch(pools()).trajectories(episodes).seconds
+    assert enough.seconds < BatchRun(pools()).trajectories(episodes).seconds
 
 
 def test_an_engine_that_waits_for_weights_is_no_hindrance_to_the_job():

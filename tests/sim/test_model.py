@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config_source import read
+from runtime.config.source import read
 from sim.hardware import GpuSpec
 from sim.model import ModelSpec
 

@@ -10,10 +10,10 @@ from bus.tensor import Buffer
 from bus.transport import Identity
 from planning.relay import plan, ring_sources, sources
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blob_digest import PIECE_BYTES
-from runtime.blob_hosts import HostBlobs
-from runtime.blob_memory import MemoryBlobStore
-from runtime.blob_messages import BlobPiece, FindNewest, GetPiece, Newest, NotHere, NotPulled, PullBlob, Pulled
+from runtime.blobs.digest import PIECE_BYTES
+from runtime.blobs.hosts import HostBlobs
+from runtime.blobs.memory import MemoryBlobStore
+from runtime.blobs.messages import BlobPiece, FindNewest, GetPiece, Newest, NotHere, NotPulled, PullBlob, Pulled
 from runtime.clock import run_virtual
 from runtime.kernel import Kernel
 from runtime.observe.log import logger

@@ -6,7 +6,7 @@ import pytest
 
 from bus.message import Message, Request
 from runtime.actor import Actor, ActorConfig, handler
-from runtime.config import Section, from_mapping
+from runtime.config.config import Section, from_mapping
 from runtime.embed import embed
 from runtime.errors import ActorFailed, ConfigError, LaunchError
 

@@ -17,16 +17,16 @@ from actors.messages.generation import (
     Inspect,
     Resume,
     Sampling,
-    Span,
     Suspend,
     TokensSampled,
+    VersionSpan,
 )
 from actors.messages.weights import WeightsPublished
 from bus.errors import Failed
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.transport import Identity
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blob_memory import MemoryBlobStore
+from runtime.blobs.memory import MemoryBlobStore
 from runtime.clock import run_virtual
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
@@ -130,7 +130,7 @@ async def test_a_generate_is_answered_with_all_tokens_and_their_version(bench, w
 
     assert isinstance(reply, Completion)
     assert (reply.request_id, reply.finish_reason, reply.engine) == ("r", "length", "engine-1")
-    assert reply.tokens.spans == (Span(0, 0, 10),)
+    assert reply.tokens.spans == (VersionSpan(0, 0, 10),)
     assert len(unpack_ids(reply.tokens.ids)) == 10
 
 
@@ -199,7 +199,7 @@ async def test_no_token_is_sampled_under_an_older_version_than_asked_for(bench, 
     reply = await asking
 
     assert not sampled_early
-    assert reply.tokens.spans == (Span(2, 0, 10),)
+    assert reply.tokens.spans == (VersionSpan(2, 0, 10),)
 
 
 @simulated()
@@ -286,12 +286,12 @@ async def test_long_requests_report_their_progress_without_a_gap(bench, worker):
 async def test_resumed_tokens_begin_the_reply_and_count_in_positions(bench, worker):
     whole = await bench.ask(request("a", 40))
     cut = Aborted("a", whole.tokens, "").tokens
-    resumed = type(cut)(cut.ids[: 4 * 20], cut.logprobs[: 4 * 20], (Span(0, 0, 20),))
+    resumed = type(cut)(cut.ids[: 4 * 20], cut.logprobs[: 4 * 20], (VersionSpan(0, 0, 20),))
 
     reply = await bench.ask(request("b", 40, resumed=resumed))
 
     assert reply.tokens == whole.tokens
-    assert bench.proxy.reports[-1].progress[0][1].spans == (Span(0, 20, 36),)
+    assert bench.proxy.reports[-1].progress[0][1].spans == (VersionSpan(0, 20, 36),)
 
 
 @simulated()

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from actors.envs import manager as manager_module
 from actors.envs.dead_letters import DeadLetter
 from actors.envs.manager import EnvManager, EnvManagerConfig
-from actors.messages.generation import Aborted, Completion, Generate, Span, Tokens
+from actors.messages.generation import Aborted, Completion, Generate, Tokens, VersionSpan
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.messages.samples import Admit, GiveUp, Hold, Put, Standing, Stored, Ticket, Tickets
 from bus.memory import MemoryNetwork, MemoryTransport
@@ -93,7 +93,7 @@ class Proxy(Actor):
         ids = array("i", [*text, 256])
         return Completion(
             request.request_id,
-            Tokens(ids.tobytes(), bytes(4 * len(ids)), (Span(0, 0, len(ids)),)),
+            Tokens(ids.tobytes(), bytes(4 * len(ids)), (VersionSpan(0, 0, len(ids)),)),
             "stop",
             "engine-1",
         )

@@ -9,7 +9,7 @@ from bus.errors import Refused
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.transport import Identity
 from runtime.actor import ActorConfig, RunInfo
-from runtime.blob_memory import MemoryBlobStore
+from runtime.blobs.memory import MemoryBlobStore
 from runtime.clock import run_virtual
 from runtime.errors import ActorFailed
 from runtime.kernel import Kernel

@@ -12,7 +12,7 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack, Message, Request
 from bus.transport import Identity
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blob_memory import MemoryBlobStore
+from runtime.blobs.memory import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.messages import Drain
 from runtime.observe.log import logger

@@ -8,7 +8,7 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
 from bus.transport import Identity
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blob_memory import MemoryBlobStore
+from runtime.blobs.memory import MemoryBlobStore
 from runtime.clock import run_virtual
 from runtime.kernel import Kernel
 from runtime.messages import Finish

@@ -20,9 +20,9 @@ from actors.messages.generation import (
     Generate,
     Inspect,
     Sampling,
-    Span,
     Tokens,
     TokensSampled,
+    VersionSpan,
 )
 from actors.proxy.proxy import LLMProxy
 from bus.memory import MemoryNetwork, MemoryTransport
@@ -105,7 +105,9 @@ class Asker(Actor):
 
 def _tokens(start, end):
     return Tokens(
-        np.arange(start, end, dtype="<i4").tobytes(), np.zeros(end - start, "<f4").tobytes(), (Span(0, start, end),)
+        np.arange(start, end, dtype="<i4").tobytes(),
+        np.zeros(end - start, "<f4").tobytes(),
+        (VersionSpan(0, start, end),),
     )
 
 
@@ -189,7 +191,7 @@ async def test_completions_survive_the_death_of_their_engine_without_a_lost_or_d
         completions = [await task for task in asking]
 
         assert all(_ids(c) == list(range(30)) for c in completions)
-        assert all(c.tokens.spans == (Span(0, 0, 30),) for c in completions)
+        assert all(c.tokens.spans == (VersionSpan(0, 0, 30),) for c in completions)
         assert any(g.resumed.ids for g in made.actors["engine-2"].generated)
 
 
@@ -269,7 +271,7 @@ async def _sample_with_workers(folder, *, death):
         if death:
             await made.kill("engine-1")
         completions = [await task for task in asking]
-        assert all(c.tokens.spans == (Span(0, 0, 40),) for c in completions)
+        assert all(c.tokens.spans == (VersionSpan(0, 0, 40),) for c in completions)
         return [_ids(c) for c in completions], made.actors["llm_proxy-1"].metrics.snapshot().get("proxy/moved", 0)
 
 

@@ -13,8 +13,8 @@ from actors.messages.weights import WeightsPublished
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.transport import Identity
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blob_memory import MemoryBlobStore
-from runtime.blob_messages import NotPulled, PullBlob, Pulled
+from runtime.blobs.memory import MemoryBlobStore
+from runtime.blobs.messages import NotPulled, PullBlob, Pulled
 from runtime.kernel import NODE, Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore

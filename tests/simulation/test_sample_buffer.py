@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from actors.config import TrainSection
-from actors.messages.generation import Span
+from actors.messages.generation import VersionSpan
 from actors.messages.samples import (
     Admit,
     Advance,
@@ -27,7 +27,7 @@ from bus.errors import AskFailed
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.transport import Identity
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blob_memory import MemoryBlobStore
+from runtime.blobs.memory import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
@@ -90,7 +90,7 @@ def trajectory_of(ticket, reward):
         array("i", range(600)).tobytes(),
         b"\1" * 600,
         array("f", [0.1] * 600).tobytes(),
-        (Span(ticket.version, 0, 600),),
+        (VersionSpan(ticket.version, 0, 600),),
     )
     return Trajectory(ticket, (segment,), reward, 7, False, 0.2, ticket.version, ticket.version)
 

@@ -4,17 +4,17 @@ import asyncio
 
 import pytest
 
-from actors.samples.audit import Expected, audit
+from actors.samples.audit import AuditLimits, audit
 from runtime.clock import run_virtual
 from sim.simtest import setup as setups
-from sim.simtest.checks import Monitor
+from sim.simtest.checks import InvariantChecks
 from sim.simtest.journal import Record
 from sim.simtest.loop import SimLoop
-from sim.simtest.run import Bench, Job, settings
+from sim.simtest.run import Bench, SeedJob, settings
 from sim.simtest.store import State
 
 
-class Silent(Monitor):
+class Silent(InvariantChecks):
     """Judges nothing: here the audit does."""
 
     def fail(self, invariant, text):
@@ -26,7 +26,7 @@ def audited(folder, *, seed, empty_at, restart=None):
     bench, setup = Bench(), setups.draw(seed)
     loop = SimLoop(seed, limit_s=300.0)
     monitor = Silent(setup.alpha, setup.window)
-    job = Job(setup, [], folder, bench.model, Record(loop.time, keep=False), monitor)
+    job = SeedJob(setup, [], folder, bench.model, Record(loop.time, keep=False), monitor)
 
     async def empty():
         while not hasattr(job, "world") or job.world.step < empty_at:  # noqa: ASYNC110 - virtual time; steps have no event yet
@@ -50,7 +50,7 @@ def audited(folder, *, seed, empty_at, restart=None):
             run_virtual(main, loop=loop)
     finally:
         bench.close()
-    return audit(folder, Expected(setup.steps, setup.batch_groups, setup.group_size, setup.alpha)).problems
+    return audit(folder, AuditLimits(setup.steps, setup.batch_groups, setup.group_size, setup.alpha)).problems
 
 
 def test_a_run_whose_store_keeps_its_state_has_no_problems(tmp_path):

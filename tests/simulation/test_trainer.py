@@ -5,7 +5,7 @@ import json
 
 import msgspec
 
-from actors.messages.generation import Span
+from actors.messages.generation import VersionSpan
 from actors.messages.samples import (
     Advance,
     Batch,
@@ -29,7 +29,7 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
 from bus.transport import Identity
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blob_memory import MemoryBlobStore
+from runtime.blobs.memory import MemoryBlobStore
 from runtime.clock import run_virtual
 from runtime.kernel import Kernel
 from runtime.messages import Drain
@@ -37,7 +37,7 @@ from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
 from sim.simtest.toys import ToyTrainEngine
 
-SPANS = (Span(0, 0, 1),)
+SPANS = (VersionSpan(0, 0, 1),)
 TRAJECTORY = Trajectory(
     Ticket("t", "g", 1, 0, 0, 0, 1), (Segment(bytes(4), b"\1", bytes(4), SPANS),), 0.0, 1, False, 0.1, 0, 0
 )

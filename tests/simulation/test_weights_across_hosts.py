@@ -9,10 +9,10 @@ from actors.engines.weights_puller import WeightsPuller
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.transport import Identity
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blob_digest import PIECE_BYTES
-from runtime.blob_hosts import HostBlobs
-from runtime.blob_memory import MemoryBlobStore
-from runtime.blob_messages import BlobPiece, GetPiece, NotHere
+from runtime.blobs.digest import PIECE_BYTES
+from runtime.blobs.hosts import HostBlobs
+from runtime.blobs.memory import MemoryBlobStore
+from runtime.blobs.messages import BlobPiece, GetPiece, NotHere
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore

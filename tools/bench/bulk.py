@@ -32,12 +32,12 @@ from bus.message import Ack, Request
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blob_agent import BlobServer
-from runtime.blob_client import BlobClient
-from runtime.blob_hosts import HostBlobs
-from runtime.blob_memory import MemoryBlobStore
-from runtime.blob_pull import Pull
-from runtime.blobs import BlobInfo
+from runtime.blobs.agent import BlobServer
+from runtime.blobs.blob import BlobInfo
+from runtime.blobs.client import BlobClient
+from runtime.blobs.hosts import HostBlobs
+from runtime.blobs.memory import MemoryBlobStore
+from runtime.blobs.pull import Pull
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.registry import ActorRecord

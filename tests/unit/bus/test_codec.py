@@ -14,7 +14,7 @@ from bus.codec import (
     encode_envelope,
     join_frame,
 )
-from bus.envelope import Envelope, Kind
+from bus.envelope import Envelope, EnvelopeKind
 from bus.errors import BadFrame
 from bus.message import Message
 from bus.outbox import FULL_BYTES, Outbox
@@ -43,7 +43,9 @@ BIG = bytes(OUT_OF_BAND_BYTES)
 
 
 def envelope(number: int = 0, body: bytes = b"\xc0", **fields) -> Envelope:
-    return Envelope(Kind.TELL, number, fields.pop("target", "engine-1"), 1, "Note", 0, b"", "", 0, msgspec.Raw(body))
+    return Envelope(
+        EnvelopeKind.TELL, number, fields.pop("target", "engine-1"), 1, "Note", 0, b"", "", 0, msgspec.Raw(body)
+    )
 
 
 def ext(code: int, payload: object) -> msgspec.msgpack.Ext:

@@ -6,15 +6,15 @@ import pytest
 import yaml
 
 from runtime.actor import Actor, ActorConfig
-from runtime.compose import root_model
-from runtime.config import load
+from runtime.config.compose import root_model
+from runtime.config.config import load
 from runtime.errors import ConfigError
 
 ACTORS = """
 from typing import Any, Literal
 from pydantic import Field, model_validator
 from runtime.actor import Actor, ActorConfig
-from runtime.config import Section
+from runtime.config.config import Section
 
 
 class StalenessSection(Section):

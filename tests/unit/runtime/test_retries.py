@@ -11,7 +11,7 @@ import pytest
 
 from bus.codec import decode_body, encode_body
 from bus.credit import WINDOW_MESSAGES
-from bus.envelope import Envelope, Kind
+from bus.envelope import Envelope, EnvelopeKind
 from bus.errors import NotSent, Unknown
 from bus.message import Message, Request
 from bus.transport import Delivery, Peer
@@ -89,7 +89,7 @@ class Posted:
 
     def replies(self) -> list[tuple[Peer, int, int]]:
         """(peer, id, num) of each answer."""
-        return [(p, e.id, decode_body(Counted, e.body).num) for p, e in self.sent if e.kind == Kind.OK]
+        return [(p, e.id, decode_body(Counted, e.body).num) for p, e in self.sent if e.kind == EnvelopeKind.OK]
 
 
 @asynccontextmanager
@@ -109,7 +109,7 @@ async def settle() -> None:
 
 def asked(request: Request[Counted], peer: bytes, number: int, key: str = "client-1/1/1") -> Delivery:
     tag, body, _ = encode_body(request)
-    return Delivery(peer, Envelope(Kind.ASK, number, "counter-1", 0, tag, 0, b"", key, 0, body), ())
+    return Delivery(peer, Envelope(EnvelopeKind.ASK, number, "counter-1", 0, tag, 0, b"", key, 0, body), ())
 
 
 async def test_a_request_that_comes_again_is_answered_again_and_not_run_again():
@@ -185,7 +185,7 @@ async def test_an_old_attempt_that_comes_behind_the_new_one_does_not_take_its_re
 async def test_a_run_goes_on_for_whoever_is_left_and_ends_with_the_last(leave):
     def leaves(dispatcher: Dispatcher, peer: bytes, number: int) -> None:
         cancel = asked(CountSlowly(), peer, number)
-        cancel.envelope.kind = Kind.CANCEL
+        cancel.envelope.kind = EnvelopeKind.CANCEL
         dispatcher.forget(peer) if leave == "forget" else dispatcher.arrived(cancel)
 
     async with dispatching() as (dispatcher, posted, actor):
@@ -245,7 +245,7 @@ async def test_all_attempts_at_an_idempotent_ask_carry_one_key_and_only_the_one_
             courier.lost(RECORD.address, "it died")
         await settle()
         tag, body, _ = encode_body(Counted(5))
-        reply = Envelope(Kind.OK, posted.sent[-1][1].id, "counter-1", 1, tag, 0, b"", "", 0, body)
+        reply = Envelope(EnvelopeKind.OK, posted.sent[-1][1].id, "counter-1", 1, tag, 0, b"", "", 0, body)
 
         courier.arrived(Delivery(b"\0stranger", reply, ()))
         courier.arrived(Delivery(RECORD.address, reply, ()))
@@ -292,7 +292,9 @@ async def test_credit_that_was_granted_to_a_cancelled_sender_passes_to_the_next(
 
         courier.arrived(
             Delivery(
-                RECORD.address, Envelope(Kind.CREDIT, 64, "counter-1", 0, "", 0, b"", "", 1, msgspec.Raw(b"\xc0")), ()
+                RECORD.address,
+                Envelope(EnvelopeKind.CREDIT, 64, "counter-1", 0, "", 0, b"", "", 1, msgspec.Raw(b"\xc0")),
+                (),
             )
         )
         waiting[0].cancel()

@@ -5,8 +5,8 @@ from typing import ClassVar
 import msgspec
 
 from bus.message import Ack, Message, Request
-from runtime.config import from_mapping
-from runtime.schema import fingerprint, schema_of
+from runtime.config.config import from_mapping
+from runtime.config.schema import fingerprint, schema_of
 
 
 def test_defaults_and_documentation_do_not_count_and_fields_do():

@@ -28,13 +28,13 @@ from bus.message import Message, Request
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, ActorConfig, Context, RunInfo, handler
-from runtime.blob_memory import MemoryBlobStore
+from runtime.blobs.memory import MemoryBlobStore
 from runtime.deadline import current_trace
 from runtime.kernel import Kernel
 from runtime.messages import Drain
 from runtime.observe.log import logger
 from runtime.ref import Ref
-from runtime.registry import LEASE_TTL_S, ActorRecord, Event, list_actors
+from runtime.registry import LEASE_TTL_S, ActorRecord, MembershipEvent, list_actors
 from runtime.store.memory import MemoryStore
 
 ROUND_TRIPS, REQUESTS, MESSAGES, BULKS = 5_000, 60_000, 200_000, 10
@@ -124,7 +124,7 @@ async def pair(folder: Path, scheme: str) -> AsyncGenerator[Ref]:
         serving = tasks.create_task(kernel.serve())
         await kernel.ready.wait()
         beat = tasks.create_task(_beat(store, record))
-        await store.append("events", msgspec.msgpack.encode(Event("ready", record)))
+        await store.append("events", msgspec.msgpack.encode(MembershipEvent("ready", record)))
         await kernel.directory.change()
         yield kernel.ref("receiver-1")
         await kernel.ref("receiver-1").ask(Drain(), timeout=TIMEOUT_S, retry=False)

@@ -26,7 +26,7 @@ async def serve(folder: Path) -> None:
     from bus.transport import Identity
     from bus.zmq import ZmqTransport
     from runtime.actor import Actor, ActorConfig, RunInfo
-    from runtime.blob_memory import MemoryBlobStore
+    from runtime.blobs.memory import MemoryBlobStore
     from runtime.kernel import Kernel
     from runtime.observe.log import logger
     from runtime.store.memory import MemoryStore

@@ -18,13 +18,13 @@ import uvloop
 from load import Figures, now_ns, rate, report
 
 from actors.config import StalenessSection, TrainSection
-from actors.messages.generation import Span
+from actors.messages.generation import VersionSpan
 from actors.messages.samples import Admit, Advance, Batch, Claim, Commit, DrawEpoch, Put, Segment, Ticket, Trajectory
 from actors.samples.buffer import SampleBuffer
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, ActorConfig, RunInfo
-from runtime.blob_memory import MemoryBlobStore
+from runtime.blobs.memory import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.ref import Ref
@@ -126,7 +126,7 @@ async def _claim(ref: Ref) -> float:
 
 
 def _trajectory(ticket: Ticket) -> Trajectory:
-    segment = Segment(tokens=_TOKENS, mask=_MASK, logprobs=_LOGPROBS, spans=(Span(ticket.version, 1, TOKENS),))
+    segment = Segment(tokens=_TOKENS, mask=_MASK, logprobs=_LOGPROBS, spans=(VersionSpan(ticket.version, 1, TOKENS),))
     return Trajectory(
         ticket=ticket,
         segments=(segment,),

@@ -3,30 +3,30 @@
 import pytest
 
 from actors.engines.tokens import joined, pack, shifted, unpack_ids, unpack_logprobs
-from actors.messages.generation import Span, Tokens
+from actors.messages.generation import Tokens, VersionSpan
 
 
 def test_ids_and_logprobs_come_back_as_they_went_in():
-    tokens = pack([1, -2, 70000], [-0.5, 0.0, -8.25], [Span(3, 0, 3)])
+    tokens = pack([1, -2, 70000], [-0.5, 0.0, -8.25], [VersionSpan(3, 0, 3)])
 
     assert unpack_ids(tokens.ids) == (1, -2, 70000)
     assert unpack_logprobs(tokens.logprobs) == (-0.5, 0.0, -8.25)
 
 
 def test_joining_merges_neighbouring_spans_of_one_version_and_keeps_others_apart():
-    first = pack([1, 2], [0.0, 0.0], [Span(1, 0, 2)])
-    second = pack([3, 4, 5], [0.0] * 3, [Span(1, 0, 1), Span(2, 1, 3)])
+    first = pack([1, 2], [0.0, 0.0], [VersionSpan(1, 0, 2)])
+    second = pack([3, 4, 5], [0.0] * 3, [VersionSpan(1, 0, 1), VersionSpan(2, 1, 3)])
 
     both = joined(joined(Tokens(), first), second)
 
     assert unpack_ids(both.ids) == (1, 2, 3, 4, 5)
-    assert both.spans == (Span(1, 0, 3), Span(2, 3, 5))
+    assert both.spans == (VersionSpan(1, 0, 3), VersionSpan(2, 3, 5))
 
 
 def test_shifted_moves_positions_only():
-    tokens = pack([1], [0.0], [Span(1, 0, 1)])
+    tokens = pack([1], [0.0], [VersionSpan(1, 0, 1)])
 
-    assert shifted(tokens, 7) == Tokens(tokens.ids, tokens.logprobs, (Span(1, 7, 8),))
+    assert shifted(tokens, 7) == Tokens(tokens.ids, tokens.logprobs, (VersionSpan(1, 7, 8),))
 
 
 def test_bytes_that_are_not_whole_values_are_refused():

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from actors.engines.engine import EngineError
-from actors.engines.weights import Entry, read_header
+from actors.engines.weights import TensorPlace, read_header
 
 
 def image(header: object, data: bytes = b"") -> memoryview:
@@ -20,7 +20,7 @@ def test_the_header_names_type_shape_and_place_of_each_tensor():
     found = read_header(image(header, bytes(8)), "test")
 
     base = 8 + len(json.dumps(header))
-    assert found == {"w": Entry("F32", (2, 1), base, base + 8)}
+    assert found == {"w": TensorPlace("F32", (2, 1), base, base + 8)}
 
 
 @pytest.mark.parametrize(

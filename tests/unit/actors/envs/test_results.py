@@ -7,7 +7,7 @@ import pytest
 
 from actors.envs.failures import EnvFailure
 from actors.envs.results import check_reset, check_step
-from runtime.pool import Unsendable
+from runtime.pool.pool import Unsendable
 
 WRONG_STEPS = [
     (("x", 1.0, True, False), "4 values instead of"),

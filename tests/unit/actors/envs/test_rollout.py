@@ -9,9 +9,9 @@ import pytest
 from actors.envs.chat import ChatRenderer
 from actors.envs.failures import GaveUp
 from actors.envs.hosting import EnvHost
-from actors.envs.rollout import Rollout, Stage
+from actors.envs.rollout import Rollout, RolloutContext
 from actors.envs.section import EnvSection, RolloutSection
-from actors.messages.generation import Aborted, Completion, Span, Tokens
+from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
 from actors.messages.rewards import NotScored, Scores
 from actors.messages.samples import Standing, Ticket
 from bus.errors import Failed, Unknown
@@ -87,7 +87,7 @@ class FakeProxy:
         version = self.versions.pop(0) if len(self.versions) > 1 else self.versions[0]
         stop = [] if word.endswith("…") else [END]
         ids = array("i", [*self.renderer._tokenizer.encode(word.rstrip("…")).ids, *stop])
-        tokens = Tokens(ids.tobytes(), array("f", [-1.0] * len(ids)).tobytes(), (Span(version, 0, len(ids)),))
+        tokens = Tokens(ids.tobytes(), array("f", [-1.0] * len(ids)).tobytes(), (VersionSpan(version, 0, len(ids)),))
         return Completion(request.request_id, tokens, "stop", "engine-1")
 
 
@@ -127,7 +127,7 @@ async def play(
     proxy = proxy or FakeProxy(renderer, words)
     rollout = RolloutSection(**{"max_new_tokens": 8, "max_len": 4096, **limits})
     silent = Silent()
-    stage = Stage(section, rollout, host, renderer, proxy, reward, lambda: Standing(*standing), silent, silent)
+    stage = RolloutContext(section, rollout, host, renderer, proxy, reward, lambda: Standing(*standing), silent, silent)
     ticket = ticket or Ticket("t1", "g1", 1, 17, 4211, 5, 1)
     return await Rollout(stage, ticket).play(), proxy
 
@@ -188,7 +188,7 @@ async def test_no_turn_is_sampled_under_older_weights_than_the_first(renderer):
 
 
 async def test_an_aborted_turn_goes_on_with_its_tokens_under_a_new_id(renderer):
-    part = Tokens(array("i", [1]).tobytes(), array("f", [-1.0]).tobytes(), (Span(5, 0, 1),))
+    part = Tokens(array("i", [1]).tobytes(), array("f", [-1.0]).tobytes(), (VersionSpan(5, 0, 1),))
 
     trajectory, proxy = await play(renderer, [Aborted("t1.1.0", part, "asked"), "go", "go", "go"])
 

@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from actors.envs.transcript import Transcript
-from actors.messages.generation import Span, Tokens
+from actors.messages.generation import Tokens, VersionSpan
 
 
 def ids(*numbers):
@@ -13,7 +13,7 @@ def ids(*numbers):
 
 
 def tokens(*numbers, version=3):
-    return Tokens(ids(*numbers), array("f", [-0.5] * len(numbers)).tobytes(), (Span(version, 0, len(numbers)),))
+    return Tokens(ids(*numbers), array("f", [-0.5] * len(numbers)).tobytes(), (VersionSpan(version, 0, len(numbers)),))
 
 
 def test_spans_become_positions_in_the_segment_and_only_sampled_tokens_are_trained():
@@ -27,7 +27,7 @@ def test_spans_become_positions_in_the_segment_and_only_sampled_tokens_are_train
     assert array("i", segment.tokens).tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert list(segment.mask) == [0, 0, 0, 1, 1, 0, 1]
     assert array("f", segment.logprobs).tolist() == [0, 0, 0, -0.5, -0.5, 0, -0.5]
-    assert segment.spans == (Span(3, 3, 5), Span(4, 6, 7))
+    assert segment.spans == (VersionSpan(3, 3, 5), VersionSpan(4, 6, 7))
     assert (transcript.version_first, transcript.version_last) == (3, 4)
 
 
@@ -35,9 +35,9 @@ def test_spans_become_positions_in_the_segment_and_only_sampled_tokens_are_train
     "wrong",
     [
         Tokens(),
-        Tokens(ids(1, 2), b"\0" * 4, (Span(1, 0, 2),)),
-        Tokens(ids(1, 2), b"\0" * 8, (Span(1, 0, 1),)),
-        Tokens(ids(1, 2), b"\0" * 8, (Span(1, 1, 2),)),
+        Tokens(ids(1, 2), b"\0" * 4, (VersionSpan(1, 0, 2),)),
+        Tokens(ids(1, 2), b"\0" * 8, (VersionSpan(1, 0, 1),)),
+        Tokens(ids(1, 2), b"\0" * 8, (VersionSpan(1, 1, 2),)),
         Tokens(ids(1, 2), b"\0" * 8, ()),
     ],
 )

@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from actors.fabric.driver import Capabilities
+from actors.fabric.driver import SwitchCapabilities
 from actors.fabric.errors import BadAnswer, BadCredentials, SwitchTimedOut, SwitchUnreachable
 from actors.fabric.netconf import OCS, NetconfDriver
 from actors.fabric.netconf_session import BASE, NetconfSession
 
-CAPABILITIES = Capabilities(8, 0.005)
+CAPABILITIES = SwitchCapabilities(8, 0.005)
 
 
 @pytest.mark.parametrize(

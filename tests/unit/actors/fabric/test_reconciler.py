@@ -15,7 +15,7 @@ from actors.fabric.errors import (
     SwitchTimedOut,
     SwitchUnreachable,
 )
-from actors.fabric.ledger import LEASE, Ledger, LedgerUnavailable
+from actors.fabric.ledger import LEASE, CircuitLedger, LedgerUnavailable
 from actors.fabric.reconciler import PortsFailed, Reconciler
 from planning.circuits import Cross
 from runtime.store.errors import Fenced, StoreUnavailable
@@ -33,7 +33,7 @@ class Scene:
         self.stages = []
         self.at = {}
         self.incarnation = context.incarnation
-        self.ledger = Ledger(store, lambda: Fence("fabric_controller-1", self.incarnation), lease_s=30)
+        self.ledger = CircuitLedger(store, lambda: Fence("fabric_controller-1", self.incarnation), lease_s=30)
         driver = switch.driver()
         self.reconciler = Reconciler(driver, self.ledger, context.log, self.enter, drain_s=0.001, tune_timeout_s=1.0)
 

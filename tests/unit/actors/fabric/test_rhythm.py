@@ -1,6 +1,6 @@
 """The rhythm of phases, learned."""
 
-from actors.fabric.rhythm import Expected, Rhythm
+from actors.fabric.rhythm import ExpectedPhase, Rhythm
 
 
 def rhythm(*beats):
@@ -20,7 +20,7 @@ def test_in_the_first_iteration_nothing_is_expected():
 def test_the_second_iteration_knows_what_follows_and_when():
     learned = rhythm(("rollout", 0), ("train_step", 5), ("rollout", 8))
 
-    assert learned.next() == Expected("train_step", 13)
+    assert learned.next() == ExpectedPhase("train_step", 13)
 
 
 def test_one_outlier_does_not_move_the_expectation():
@@ -35,4 +35,4 @@ def test_one_outlier_does_not_move_the_expectation():
 def test_a_phase_may_follow_itself():
     learned = rhythm(("rollout", 0), ("rollout", 4))
 
-    assert learned.next() == Expected("rollout", 8)
+    assert learned.next() == ExpectedPhase("rollout", 8)

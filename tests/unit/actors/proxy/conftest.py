@@ -15,10 +15,10 @@ from actors.messages.generation import (
     Inspect,
     Resume,
     Sampling,
-    Span,
     Suspend,
     Tokens,
     TokensSampled,
+    VersionSpan,
 )
 from actors.proxy.proxy import LLMProxy
 from actors.proxy.section import ProxySection
@@ -29,7 +29,7 @@ def tokens(ids, version=0, start=0):
     return Tokens(
         np.array(ids, "<i4").tobytes(),
         np.full(len(ids), -0.5, "<f4").tobytes(),
-        (Span(version, start, start + len(ids)),) if ids else (),
+        (VersionSpan(version, start, start + len(ids)),) if ids else (),
     )
 
 

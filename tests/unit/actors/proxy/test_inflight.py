@@ -1,6 +1,6 @@
 """Tokens of a request that moves, and results for lost replies."""
 
-from actors.messages.generation import Completion, Generate, Sampling, Span, Tokens
+from actors.messages.generation import Completion, Generate, Sampling, Tokens, VersionSpan
 from actors.proxy.inflight import InFlight, extend
 
 
@@ -15,7 +15,7 @@ def test_a_report_adds_the_tokens_after_those_known(tokens):
 def test_a_new_version_begins_a_new_span(tokens):
     more = extend(tokens([1, 2], version=3), tokens([3], version=4, start=2))
 
-    assert more.spans == (Span(3, 0, 2), Span(4, 2, 3))
+    assert more.spans == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3))
 
 
 def test_an_overlapping_report_is_cut(tokens):

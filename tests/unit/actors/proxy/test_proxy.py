@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from actors.messages.fabric import PhaseIntent
-from actors.messages.generation import Abort, Aborted, Generate, Resume, Span, Suspend
+from actors.messages.generation import Abort, Aborted, Generate, Resume, Suspend, VersionSpan
 from bus.errors import Failed
 
 
@@ -89,7 +89,7 @@ def test_a_dead_engines_requests_move_with_the_tokens_they_had_streamed(scene, i
 
         assert one.cancelled == ["r1"]
         assert ids_of(completion) == [11, 12, 13, 14, 99]
-        assert two.generates[0].resumed.spans == (Span(3, 0, 2), Span(4, 2, 3))
+        assert two.generates[0].resumed.spans == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3))
         assert len(completion.tokens.logprobs) == 5 * 4
         assert stage.context.notices == ["engine-1 died: 1 request moves to engine-2 with the 3 tokens sampled so far"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from actors.config import RewardSection
 from actors.rewards.local import LocalScorer
-from runtime.pool_errors import PoolError, UserCodeRaised, WorkerCrashed, WorkerKilled
+from runtime.pool.errors import PoolError, UserCodeRaised, WorkerCrashed, WorkerKilled
 
 
 class DyingPool:

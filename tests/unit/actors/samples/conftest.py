@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from actors.config import StalenessSection, TrainSection
-from actors.messages.generation import Span
+from actors.messages.generation import VersionSpan
 from actors.messages.samples import Admit, Put, Segment, Trajectory
 from actors.samples.buffer import SampleBuffer
 from actors.samples.section import SamplesSection
@@ -232,7 +232,7 @@ def trajectory_of(ticket, reward=1.0, version_first=None, num_tokens=4):
         tokens=array("i", range(num_tokens)).tobytes(),
         mask=bytes([0] + [1] * (num_tokens - 1)),
         logprobs=array("f", [0.5] * num_tokens).tobytes(),
-        spans=(Span(version, 1, num_tokens),),
+        spans=(VersionSpan(version, 1, num_tokens),),
     )
     return Trajectory(
         ticket=ticket,

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from actors.samples.audit import Expected, audit
+from actors.samples.audit import AuditLimits, audit
 
-EXPECTED = Expected(steps=2, batch_groups=1, group_size=2, alpha=1)
+EXPECTED = AuditLimits(steps=2, batch_groups=1, group_size=2, alpha=1)
 
 
 def line(group, member, step, fate="trained", age=0):

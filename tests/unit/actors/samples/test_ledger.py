@@ -6,7 +6,7 @@ import json
 import pytest
 
 from actors.samples.journal import Journal
-from actors.samples.ledger import Ledger, line_of
+from actors.samples.ledger import SampleLedger, line_of
 from actors.samples.ledger_file import read_tail
 from actors.samples.wake import Wake
 from runtime.observe.log import logger
@@ -22,7 +22,7 @@ async def inline(fn, *args):
 
 def ledger_of(store, folder, offload=inline, token=1):
     journal = Journal(store, Fence("x", token), logger("test"), on_outage=lambda away: None)
-    return Ledger(folder, store.workset("samples"), journal, token, lambda: None, offload, logger("test"))
+    return SampleLedger(folder, store.workset("samples"), journal, token, lambda: None, offload, logger("test"))
 
 
 def ids(folder, name="samples.jsonl"):

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from actors.messages.generation import Span
+from actors.messages.generation import VersionSpan
 from actors.messages.samples import Segment, Ticket, Trajectory
 
 
@@ -14,7 +14,7 @@ def trajectory():
 
     def make(tokens, mask, logprobs=None, reward=0.0, version=0):
         logprobs = logprobs or [0.0] * len(tokens)
-        spans = tuple(Span(version, i, i + 1) for i, sampled in enumerate(mask) if sampled)
+        spans = tuple(VersionSpan(version, i, i + 1) for i, sampled in enumerate(mask) if sampled)
         segment = Segment(
             struct.pack(f"<{len(tokens)}i", *tokens), bytes(mask), struct.pack(f"<{len(tokens)}f", *logprobs), spans
         )

@@ -2,7 +2,7 @@ import pytest
 from textual.widgets import ContentSwitcher, DataTable, Static
 
 from runtime.errors import LaunchError
-from runtime.monitor.app import Confirm, MonitorApp, picture
+from runtime.monitor.app import ConfirmScreen, MonitorApp, picture
 from runtime.monitor.snapshot import snapshot
 from runtime.monitor.source import View
 
@@ -133,7 +133,7 @@ async def test_a_view_that_only_watches_asks_nothing_and_does_nothing(source):
         await begun(app, pilot)
         await press(app, pilot, "k")
 
-        assert not isinstance(app.screen, Confirm)
+        assert not isinstance(app.screen, ConfirmScreen)
         assert any("--allow-actions" in note.message for note in app._notifications)
 
 
@@ -152,7 +152,7 @@ async def test_an_allowed_action_is_done_after_yes_to_the_selected_actor(source,
     async with app.run_test(size=SIZE) as pilot:
         await begun(app, pilot)
         await press(app, pilot, "down", key)
-        assert isinstance(app.screen, Confirm)
+        assert isinstance(app.screen, ConfirmScreen)
         assert actions.done == []
 
         await press(app, pilot, "y")
@@ -168,7 +168,7 @@ async def test_no_to_the_question_does_nothing(source):
         await press(app, pilot, "k")
         await press(app, pilot, "n")
 
-        assert not isinstance(app.screen, Confirm)
+        assert not isinstance(app.screen, ConfirmScreen)
     assert actions.done == []
 
 
@@ -197,7 +197,7 @@ async def test_after_the_end_the_last_state_stays_on_the_screen(source, rows, co
         assert "stopped" in str(table.get_cell_at((0, 1)))
 
         await press(app, pilot, "k")
-        assert not isinstance(app.screen, Confirm)
+        assert not isinstance(app.screen, ConfirmScreen)
 
 
 async def test_the_selection_follows_its_actor_when_others_come(source, make_record, rows, config):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from runtime.blob_digest import join_digests, piece_digests_beside
+from runtime.blobs.digest import join_digests, piece_digests_beside
 from runtime.errors import RubatoError
 
 
@@ -20,7 +20,7 @@ class BlobCorrupt(BlobError):
 
 
 class BlobInfo(NamedTuple):
-    """What a reader checks: `digest` as runtime/blob_digest.py makes it; empty for a blob put without, which stays on its host."""
+    """What a reader checks: `digest` as runtime/blobs/digest.py makes it; empty for a blob put without, which stays on its host."""
 
     name: str
     version: int

@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 
 from bus.tensor import Buffer
 from runtime.actor import Actor, ActorConfig, Context, handler
-from runtime.blob_digest import PIECE_BYTES, piece_digests_beside
-from runtime.blob_messages import (
+from runtime.blobs.blob import BlobError, BlobInfo, BlobMissing
+from runtime.blobs.digest import PIECE_BYTES, piece_digests_beside
+from runtime.blobs.messages import (
     BlobPiece,
     BlobPieces,
     FindNewest,
@@ -18,8 +19,7 @@ from runtime.blob_messages import (
     PullBlob,
     Pulled,
 )
-from runtime.blob_pull import MAX_BLOB_BYTES, Pull
-from runtime.blobs import BlobError, BlobInfo, BlobMissing
+from runtime.blobs.pull import MAX_BLOB_BYTES, Pull
 
 PIECE_S = 10.0
 """A source that gives nothing for so long is left for the next: longer than one piece takes on a slow link (4 MiB at 4 Mbit/s),

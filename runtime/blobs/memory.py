@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from runtime.blob_digest import digest_of
-from runtime.blobs import BlobError, BlobInfo, BlobMissing
+from runtime.blobs.blob import BlobError, BlobInfo, BlobMissing
+from runtime.blobs.digest import digest_of
 
 KEPT = 2
 """Current and previous version: a reader that was told of one is never too late by a single publish."""

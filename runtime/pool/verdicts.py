@@ -4,8 +4,8 @@ import signal
 
 import msgspec
 
-from runtime import pool_worker
-from runtime.pool_errors import (
+from runtime.pool import worker as pool_worker
+from runtime.pool.errors import (
     BadResult,
     ChannelBroken,
     LeftProcesses,

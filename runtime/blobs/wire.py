@@ -5,7 +5,7 @@ A descriptor comes with a reply only when this connection has not had it before:
 
 import msgspec
 
-from runtime.blobs import BlobInfo
+from runtime.blobs.blob import BlobInfo
 
 MAX_PACKET = 4096
 """Bytes: names are short, and contents travel as file descriptors."""
@@ -20,7 +20,7 @@ class Begin(msgspec.Struct, tag=True, array_like=True):
     size_bytes: int
 
 
-class Finish(msgspec.Struct, tag=True, array_like=True):
+class Publish(msgspec.Struct, tag=True, array_like=True):
     """The segment holds this blob; show it. I write no more."""
 
     segment: int
@@ -68,7 +68,7 @@ class Denied(msgspec.Struct, tag=True, array_like=True):
     why: str
 
 
-RequestPacket = Begin | Finish | Get | Drop
+RequestPacket = Begin | Publish | Get | Drop
 ReplyPacket = Room | Found | Absent | Denied
 
 encode = msgspec.msgpack.Encoder().encode

@@ -8,7 +8,7 @@ import msgspec
 
 from bus.message import Message
 from runtime import messages
-from runtime.config import Config
+from runtime.config.config import Config
 
 IGNORED = frozenset({"default", "default_factory", "cls"})
 """Of a type's description: not on the wire, or described by its other parts."""

@@ -7,9 +7,9 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from bus.errors import AskFailed
-from runtime.blob_digest import DIGEST_BYTES, PIECE_BYTES, join_digests, piece_digest
-from runtime.blob_messages import BlobPieces, GetPiece, GetPieces, NotHere
-from runtime.blobs import BlobCorrupt, BlobError, BlobInfo, BlobMissing, Draft
+from runtime.blobs.blob import BlobCorrupt, BlobError, BlobInfo, BlobMissing, Draft
+from runtime.blobs.digest import DIGEST_BYTES, PIECE_BYTES, join_digests, piece_digest
+from runtime.blobs.messages import BlobPieces, GetPiece, GetPieces, NotHere
 
 WINDOW = 8
 """Pieces asked for at once: enough to fill a link while one is checked, and all that a pull holds beside the blob itself."""

@@ -19,7 +19,7 @@ FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 """YAML 1.1 takes 5e-4 for a string, for want of a dot; people write it and mean a number."""
 
 
-class Source(NamedTuple):
+class ConfigSource(NamedTuple):
     """The tree and, for error messages, the file, the line of each key in it, and the keys that came from overrides."""
 
     tree: Tree
@@ -43,7 +43,7 @@ class _Loader(yaml.SafeLoader):
 cast("Any", _Loader).add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
 
 
-def read(path: Path, overrides: Sequence[str] = ()) -> Source:
+def read(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:
     """The file at `path` with `overrides` applied. Raises ConfigError where either can't be read."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -58,12 +58,12 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Source:
     return _overridden(parse(text, str(path)), overrides)
 
 
-def given(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Source:
+def given(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> ConfigSource:
     """What a program passed in, with `overrides` applied to a copy. Raises ConfigError where an override can't be read."""
-    return _overridden(Source(deepcopy(dict(tree)), "config", {}), overrides)
+    return _overridden(ConfigSource(deepcopy(dict(tree)), "config", {}), overrides)
 
 
-def _overridden(source: Source, overrides: Sequence[str]) -> Source:
+def _overridden(source: ConfigSource, overrides: Sequence[str]) -> ConfigSource:
     changed: list[Keys] = []
     for override in overrides:
         keys, value = _parsed(override)
@@ -72,7 +72,7 @@ def _overridden(source: Source, overrides: Sequence[str]) -> Source:
     return source._replace(overridden=frozenset(changed))
 
 
-def parse(text: str, file: str) -> Source:
+def parse(text: str, file: str) -> ConfigSource:
     """The tree that the YAML `text` holds; `file` names it in errors."""
     lines: dict[Keys, int] = {}
     loader = cast("Any", _Loader(text))  # its stubs are untyped
@@ -92,7 +92,7 @@ def parse(text: str, file: str) -> Source:
         loader.dispose()
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold sections of key: value pairs, not {_kind(tree)}.")
-    return Source(cast("Tree", tree), file, lines)
+    return ConfigSource(cast("Tree", tree), file, lines)
 
 
 def differing(tree: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]:

@@ -16,24 +16,24 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from runtime.blob_digest import PIECE_BYTES, join_digests, piece_digest, spread
-from runtime.blob_memory import check_blob, missing
-from runtime.blob_wire import (
+from runtime.blobs.blob import BlobError, BlobInfo
+from runtime.blobs.digest import PIECE_BYTES, join_digests, piece_digest, spread
+from runtime.blobs.memory import check_blob, missing
+from runtime.blobs.wire import (
     MAX_PACKET,
     Absent,
     Begin,
     Denied,
     Drop,
-    Finish,
     Found,
     Get,
+    Publish,
     ReplyPacket,
     RequestPacket,
     Room,
     decode_reply,
     encode,
 )
-from runtime.blobs import BlobError, BlobInfo
 
 Lent = tuple[ReplyPacket, memoryview]
 """An answer and the segment it lends, whole; empty where it lends none."""
@@ -62,7 +62,7 @@ class BlobClient:
         return await draft.publish(await _fill(draft.memory, views, checked=checked))
 
     async def finish(self, segment: int, info: BlobInfo) -> BlobInfo:
-        reply, _ = await self._ask(Finish(segment, info))
+        reply, _ = await self._ask(Publish(segment, info))
         if not isinstance(reply, Found):
             raise _unexpected(reply, info.name, info.version)
         return reply.info

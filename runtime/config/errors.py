@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from runtime.config_source import Keys, Source
+from runtime.config.source import ConfigSource, Keys
 
 MAX_SENTENCES = 5
 MAX_SHOWN = 60
@@ -31,7 +31,7 @@ SECTION = "a section of key: value pairs"
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
-def sentences(error: ValidationError, source: Source, root: type[BaseModel]) -> list[str]:
+def sentences(error: ValidationError, source: ConfigSource, root: type[BaseModel]) -> list[str]:
     """One sentence per mistake, at most `MAX_SENTENCES`; unknown keys first, since they explain missing ones."""
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     known = list(_known(root, ()))

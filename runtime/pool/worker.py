@@ -28,10 +28,10 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     if settings["root"] not in sys.path:
         sys.path.append(settings["root"])
-    from runtime.pool_init import fork_worker
-    from runtime.pool_limits import Limits, enter
+    from runtime.pool.init import fork_worker
+    from runtime.pool.limits import WorkerLimits, enter
 
-    limits = Limits(*settings["limits"])
+    limits = WorkerLimits(*settings["limits"])
     init = fork_worker(settings["parent"], settings["uid"], settings["fd"])
     enter(limits, settings["uid"], init)
     os.set_inheritable(settings["fd"], False)
@@ -69,7 +69,7 @@ class UserCode:
 
     def new_orphans(self) -> dict[int, str]:
         """Processes, by pid, that lost their parent since this was asked last, and still run."""
-        from runtime.pool_init import orphans
+        from runtime.pool.init import orphans
 
         found = orphans(self._init)
         new = {pid: name for pid, name in found.items() if pid != self._pid and pid not in self._known}
@@ -117,7 +117,7 @@ def _plain(value: Any) -> object:
 
 
 def _answer(host: UserCode, verb: str, target: str, instance: str, payload: bytes, max_bytes: int) -> tuple[int, bytes]:
-    from runtime.pool_raised import Caught, clean, text_of
+    from runtime.pool.raised import Caught, clean, text_of
 
     result: object = None
     with Caught() as caught:
@@ -140,7 +140,7 @@ def _answer(host: UserCode, verb: str, target: str, instance: str, payload: byte
 
 def _failure(error: BaseException) -> tuple[int, bytes]:
     from runtime.load import LoadError
-    from runtime.pool_raised import clean, name_of, place_of, print_traceback, text_of
+    from runtime.pool.raised import clean, name_of, place_of, print_traceback, text_of
 
     if isinstance(error, LoadError):
         return MISSING, clean(str(error)).encode()

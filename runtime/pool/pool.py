@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from runtime.pool_errors import NoWorker, WorkerKilled
-from runtime.pool_limits import Limits, shortcoming
-from runtime.pool_process import WorkerProcess
-from runtime.pool_worker import FOREIGN
+from runtime.pool.errors import NoWorker, WorkerKilled
+from runtime.pool.limits import WorkerLimits, shortcoming
+from runtime.pool.process import WorkerProcess
+from runtime.pool.worker import FOREIGN
 
 
 class Unsendable(NamedTuple):
@@ -35,9 +35,9 @@ class WorkerPool:
     """
 
     def __init__(
-        self, *, workers: int = 1, limits: Limits | None = None, on_output: Callable[[str], None] | None = None
+        self, *, workers: int = 1, limits: WorkerLimits | None = None, on_output: Callable[[str], None] | None = None
     ) -> None:
-        self._limits = limits or Limits()
+        self._limits = limits or WorkerLimits()
         self._on_output = on_output or _ignore
         self._preloaded: dict[str, float] = {}
         self._told = False
@@ -95,7 +95,7 @@ class WorkerPool:
     async def apply(self, target: str, payload: bytes, *, deadline_s: float) -> bytes:
         """Call the function `target` with `encode_call(...)`; returns its result for `decode`.
 
-        Coroutine functions are awaited. Raises the errors of `runtime.pool_errors`.
+        Coroutine functions are awaited. Raises the errors of `runtime.pool.errors`.
         """
         worker = await self._least_loaded()
         return await worker.request("apply", target, "", payload, deadline_s)

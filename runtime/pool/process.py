@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from runtime import pool_worker
-from runtime.pool_errors import (
+from runtime.pool import worker as pool_worker
+from runtime.pool.errors import (
     ChannelBroken,
     LeftProcesses,
     NoWorker,
@@ -24,9 +24,9 @@ from runtime.pool_errors import (
     WorkerKilled,
     WorkerTimeout,
 )
-from runtime.pool_limits import Limits, choose_uid
-from runtime.pool_pipes import FrameChannel, OutputLines
-from runtime.pool_verdicts import ending, error_of
+from runtime.pool.limits import WorkerLimits, choose_uid
+from runtime.pool.pipes import FrameChannel, OutputLines
+from runtime.pool.verdicts import ending, error_of
 
 LAST_WORDS_S = 0.5
 """How long a process whose socket or output ended may take to end by itself, and one that ended may keep its pipes open."""
@@ -38,7 +38,7 @@ FRAME_OVERHEAD_BYTES = 64
 """What a reply's frame adds to its payload, generously."""
 
 _REPLIES = msgspec.msgpack.Decoder(tuple[int, int, bytes])
-_ROOT = str(Path(pool_worker.__file__).resolve().parent.parent)
+_ROOT = str(Path(pool_worker.__file__).resolve().parents[2])
 
 
 class _Call(NamedTuple):
@@ -50,7 +50,7 @@ class _Call(NamedTuple):
 class WorkerProcess:
     """Calls are sent as they come and run one after another; a call's deadline counts from when it starts to run."""
 
-    def __init__(self, limits: Limits, on_output: Callable[[str], None]) -> None:
+    def __init__(self, limits: WorkerLimits, on_output: Callable[[str], None]) -> None:
         self.instances: set[str] = set()
         self._limits = limits
         max_frame = limits.max_reply_bytes + FRAME_OVERHEAD_BYTES

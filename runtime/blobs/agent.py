@@ -1,6 +1,6 @@
 """Blobs of one host: the node agent owns the segments they lie in, every process maps them.
 
-Wire: one SOCK_SEQPACKET connection per client, packets as in runtime/blob_wire.py. A writer is lent a segment, fills it and names
+Wire: one SOCK_SEQPACKET connection per client, packets as in runtime/blobs/wire.py. A writer is lent a segment, fills it and names
 its digest; only then is it visible. A client that dies gives back everything it was lent: half-written blobs and drop tokens alike.
 """
 
@@ -11,28 +11,28 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.blob_memory import KEPT
-from runtime.blob_slab import Segment, Slab
-from runtime.blob_wire import (
+from runtime.blobs.blob import BlobInfo
+from runtime.blobs.memory import KEPT
+from runtime.blobs.slab import MemorySegment, Slab
+from runtime.blobs.wire import (
     MAX_GONE,
     MAX_PACKET,
     Absent,
     Begin,
     Denied,
     Drop,
-    Finish,
     Found,
+    Publish,
     ReplyPacket,
     RequestPacket,
     Room,
     decode_request,
     encode,
 )
-from runtime.blobs import BlobInfo
 
 MAX_BLOB_BYTES = 1 << 40
 
-Answer = tuple[ReplyPacket | None, Segment | None]
+Answer = tuple[ReplyPacket | None, MemorySegment | None]
 
 
 class BlobServer:
@@ -42,7 +42,7 @@ class BlobServer:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._clients: set[socket.socket] = set()
-        self._blobs: dict[str, dict[int, tuple[BlobInfo, Segment]]] = {}
+        self._blobs: dict[str, dict[int, tuple[BlobInfo, MemorySegment]]] = {}
         self._slab = Slab()
 
     @property
@@ -101,7 +101,7 @@ class BlobServer:
         """The reply, and the segment it lends. Raises KeyError for a token that the client does not hold."""
         if isinstance(request, Begin):
             return self._begin(request, client)
-        if isinstance(request, Finish):
+        if isinstance(request, Publish):
             return self._finish(request, client), None
         if isinstance(request, Drop):
             self._slab.drop(client, request.segment)
@@ -125,7 +125,7 @@ class BlobServer:
             return Denied(f"no memory file of {request.size_bytes} bytes: {error.strerror}"), None
         return Room(segment.number, segment.capacity, self._slab.gone_for(client, MAX_GONE)), segment
 
-    def _finish(self, request: Finish, client: socket.socket) -> Found | Denied:
+    def _finish(self, request: Publish, client: socket.socket) -> Found | Denied:
         info = request.info
         segment = self._slab.written_by(client, request.segment)
         if segment is None:

@@ -21,7 +21,7 @@ PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 36, 38, 47
 CAPABILITY_VERSION_3 = 0x20080522
 
 
-class Limits(NamedTuple):
+class WorkerLimits(NamedTuple):
     """What a worker process and all that it starts may use.
 
     `memory_mb` bounds each process's private writable memory (RLIMIT_DATA) in MiB, 0 leaves it alone; shared mappings
@@ -60,7 +60,7 @@ def shortcoming() -> str:
     return f"The number of processes that user code starts is not limited: we are root and {why}. Run as another user."
 
 
-def enter(limits: Limits, uid: int, init: int) -> None:
+def enter(limits: WorkerLimits, uid: int, init: int) -> None:
     """Put this process into its bounds, for good; it ends when `init` does."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if limits.memory_mb:

@@ -19,7 +19,7 @@ SPARES = 2
 """Free segments kept per writer: the next version's, and one whose reader was slow."""
 
 
-class Segment:
+class MemorySegment:
     """One memory file. `users` counts the tokens that are out; `is_shown` whether a blob lies in it."""
 
     def __init__(self, number: int, capacity: int, writer: object) -> None:
@@ -41,9 +41,9 @@ class Slab:
     """All segments of a host. A user (any hashable: a connection) holds tokens; what it held ends with it."""
 
     def __init__(self) -> None:
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, MemorySegment] = {}
         self._tokens: dict[object, Counter[int]] = {}
-        self._spares: dict[object, list[Segment]] = {}
+        self._spares: dict[object, list[MemorySegment]] = {}
         self._knows: dict[object, set[int]] = {}
         self._gone: dict[object, list[int]] = {}
         self._last = 0
@@ -62,7 +62,7 @@ class Slab:
             segment.users -= count
             self._settle(segment)
 
-    def lend_to_write(self, user: object, size_bytes: int) -> Segment:
+    def lend_to_write(self, user: object, size_bytes: int) -> MemorySegment:
         """A segment that nobody uses, of at least `size_bytes`; one token of it goes to `user`."""
         spares = self._spares[user]
         fitting = [s for s in spares if size_bytes <= s.capacity <= capacity_for(2 * size_bytes)]
@@ -74,10 +74,10 @@ class Slab:
                 self._free(unfit)
             spares.clear()
             self._last += 1
-            segment = self._segments[self._last] = Segment(self._last, capacity_for(size_bytes), user)
+            segment = self._segments[self._last] = MemorySegment(self._last, capacity_for(size_bytes), user)
         return self.lend(user, segment)
 
-    def lend(self, user: object, segment: Segment) -> Segment:
+    def lend(self, user: object, segment: MemorySegment) -> MemorySegment:
         """One more token of `segment` goes to `user`."""
         self._tokens[user][segment.number] += 1
         segment.users += 1
@@ -95,7 +95,7 @@ class Slab:
         segment.users -= 1
         self._settle(segment)
 
-    def written_by(self, user: object, number: int) -> Segment | None:
+    def written_by(self, user: object, number: int) -> MemorySegment | None:
         """The segment, if `user` holds it and may write into it."""
         segment = self._segments.get(number)
         usable = (
@@ -103,15 +103,15 @@ class Slab:
         )
         return segment if usable else None
 
-    def show(self, segment: Segment) -> None:
+    def show(self, segment: MemorySegment) -> None:
         segment.is_shown = True
 
-    def hide(self, segment: Segment) -> None:
+    def hide(self, segment: MemorySegment) -> None:
         """Its blob is freed; the segment goes back once every token of it is dropped."""
         segment.is_shown = False
         self._settle(segment)
 
-    def is_new_to(self, user: object, segment: Segment) -> bool:
+    def is_new_to(self, user: object, segment: MemorySegment) -> bool:
         """Whether `user` needs its descriptor; asked once per answer, as it is known to `user` from then on."""
         if segment.number in self._knows[user]:
             return False
@@ -132,7 +132,7 @@ class Slab:
     def num_segments(self) -> int:
         return len(self._segments)
 
-    def _settle(self, segment: Segment) -> None:
+    def _settle(self, segment: MemorySegment) -> None:
         """What nobody uses becomes its writer's spare, or is freed."""
         if segment.users or segment.is_shown:
             return
@@ -142,7 +142,7 @@ class Slab:
         else:
             spares.append(segment)
 
-    def _free(self, segment: Segment) -> None:
+    def _free(self, segment: MemorySegment) -> None:
         del self._segments[segment.number]
         os.close(segment.fd)
         for user, known in self._knows.items():

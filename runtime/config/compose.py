@@ -9,9 +9,9 @@ from pydantic import BaseModel, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from runtime.actor import Actor, ActorConfig
-from runtime.config import ActorSpec, BaseRoot, Config, Section
-from runtime.config_errors import sentences
-from runtime.config_source import Source
+from runtime.config.config import ActorSpec, BaseRoot, Config, Section
+from runtime.config.errors import sentences
+from runtime.config.source import ConfigSource
 from runtime.errors import ConfigError
 from runtime.importer import load_class
 
@@ -25,7 +25,7 @@ class _Roles(BaseModel):
     actors: dict[str, ActorSpec]
 
 
-def compose(source: Source) -> Config:
+def compose(source: ConfigSource) -> Config:
     """Import the actor classes that `source` names and check the whole tree. Raises ConfigError."""
     tree = {key: value for key, value in source.tree.items() if value is not None}
     if not tree.get("actors"):
@@ -75,7 +75,7 @@ def root_model(classes: Mapping[str, type[Actor]]) -> type[BaseRoot]:
     return create_model("Root", __base__=BaseRoot, **fields)
 
 
-def _load(source: Source, role: str, spec: ActorSpec) -> type[Actor]:
+def _load(source: ConfigSource, role: str, spec: ActorSpec) -> type[Actor]:
     keys = ("actors", role, "class")
     try:
         return load_class(spec.target, Actor, key=".".join(keys))
@@ -83,7 +83,7 @@ def _load(source: Source, role: str, spec: ActorSpec) -> type[Actor]:
         raise ConfigError(source.sentence(keys, str(error))) from error
 
 
-def _check_role(source: Source, role: str, classes: Mapping[str, type[Actor]]) -> None:
+def _check_role(source: ConfigSource, role: str, classes: Mapping[str, type[Actor]]) -> None:
     cls = classes[role]
     if cls.role and cls.role != role:
         text = f"actors.{role} can't be a {cls.__name__}: others look for that under the role {cls.role}. Did you mean actors.{cls.role}?"
@@ -96,7 +96,7 @@ def _check_role(source: Source, role: str, classes: Mapping[str, type[Actor]]) -
         raise ConfigError(source.sentence(("actors",), text))
 
 
-def _check_count(source: Source, role: str, count: int, cls: type[Actor]) -> None:
+def _check_count(source: ConfigSource, role: str, count: int, cls: type[Actor]) -> None:
     key = f"actors.{role}.count"
     if not cls.least <= count <= cls.most:
         bound = f"at least {cls.least}" if count < cls.least else f"at most {cls.most}"
@@ -104,12 +104,12 @@ def _check_count(source: Source, role: str, count: int, cls: type[Actor]) -> Non
         raise ConfigError(source.sentence(("actors", role, "count"), text))
 
 
-def _actor_config(source: Source, root: BaseRoot, cls: type[Actor]) -> ActorConfig:
+def _actor_config(source: ConfigSource, root: BaseRoot, cls: type[Actor]) -> ActorConfig:
     sections = {name: getattr(root, name) for name in cls.Config.model_fields}
     return cast("ActorConfig", _validated(cls.Config, sections, source, type(root)))
 
 
-def _validated(model: type[Any], tree: Mapping[str, Any], source: Source, root: type[Section]) -> Any:
+def _validated(model: type[Any], tree: Mapping[str, Any], source: ConfigSource, root: type[Section]) -> Any:
     try:
         return model.model_validate(tree)
     except ValidationError as error:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from runtime.pool_limits import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, become, is_powerless, prctl
+from runtime.pool.limits import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, become, is_powerless, prctl
 
 
 def fork_worker(parent: int, uid: int, channel_fd: int) -> int:

@@ -190,15 +190,15 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError with one sentence per mistake; nothing has been started or written then.
     """
-    from runtime.compose import compose
-    from runtime.config_source import read
+    from runtime.config.compose import compose
+    from runtime.config.source import read
 
     return compose(read(Path(path), overrides))
 
 
 def from_mapping(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """The same from what a YAML file would hold: for a program that keeps its config beside its code."""
-    from runtime.compose import compose
-    from runtime.config_source import given
+    from runtime.config.compose import compose
+    from runtime.config.source import given
 
     return compose(given(tree, overrides))
