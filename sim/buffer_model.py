@@ -3,8 +3,11 @@
 from actors.messages.samples import Ticket
 from actors.samples.book import Book, Limits
 from actors.samples.groups import Group
-from planning.staleness import UNBOUNDED, hand_over, is_stale
+from planning.staleness import hand_over, is_stale, min_version
 from sim.timeline import Timeline
+
+NEVER_LAPSES_S = 1e9
+"""`Limits.ticket_ttl_s` of modelled jobs, where no holder of a ticket dies."""
 
 
 class ModelledBuffer:
@@ -18,6 +21,11 @@ class ModelledBuffer:
         """Something may be admitted or claimed."""
         self.fates: dict[str, int] = {}
         """Trajectories by what became of them."""
+
+    @property
+    def version(self) -> int:
+        """Steps trained so far."""
+        return self.book.version
 
     def issue(self) -> Ticket | None:
         """The next rollout, if one may start."""
@@ -53,7 +61,7 @@ class ModelledBuffer:
     def claim(self, step: int) -> list[Group] | None:
         """The batch of `step`, oldest groups first; None while it must wait."""
         limits = self.book.limits
-        oldest = 0 if self.book.alpha == UNBOUNDED else step - 1 - self.book.alpha
+        oldest = min_version(step, self.book.alpha)
         for group in [*self.book.running(), *self.book.ready()]:
             if group.version_known(self.book.base) < oldest:
                 self._count("stale", group.num_scored)

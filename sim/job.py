@@ -1,160 +1,155 @@
-"""A whole job in virtual time: environments roll out, the buffer admits and hands over, the trainer trains and publishes."""
+"""A whole job in virtual time: environments roll out, the buffer admits and hands over, the trainer trains and publishes.
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+What each of these takes is pluggable: sim/cluster.py has the costs of a cluster, sim/onehost/processes.py those of processes on one host.
+"""
 
-from pydantic import Field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from actors.messages.samples import Ticket
 from actors.samples.book import Limits
 from actors.samples.groups import Group
-from runtime.config.config import Section
-from sim.batching import ModelledEngine
+from planning.staleness import is_stale
 from sim.buffer_model import ModelledBuffer
-from sim.engine_model import EngineModel, EngineSpec
-from sim.proxy_model import ModelledProxy
-from sim.rollout import SimGaveUp, SimRolloutContext, drawn_scores, play
+from sim.manager_model import ModelledManager, RolloutFailed
 from sim.timeline import Timeline
-from sim.training_model import TrainerSpec
-from sim.weight_sync import StoreSync
-from sim.workload import TaskSpec, episode, task_of
-
-NEVER_LAPSES_S = 1e9
-"""Modelled holders of tickets do not die."""
+from sim.workload import Episode
 
 
-class PoolSpec(Section):
-    """Engines of one kind; `name` is the pool that task domains are mapped to."""
+@dataclass(frozen=True, slots=True)
+class Environments:
+    """Rollouts that run at once at one environment manager."""
 
-    name: str
-    engine: EngineSpec
-    count: int = Field(ge=1)
-    tasks: tuple[str, ...] = ()
-    """Task domains that are sent here; none means that every domain may come."""
+    manager: ModelledManager
+    count: int
 
 
-class ClusterJobSpec(Section):
-    """What a job consists of; the same knobs as a live job's configuration."""
+class JobCosts(Protocol):
+    """The times of a job's parts: each method returns, in virtual time, when its part is through."""
 
-    pools: tuple[PoolSpec, ...] = Field(min_length=1)
-    trainer: TrainerSpec
-    tasks: tuple[TaskSpec, ...] = Field(min_length=1)
-    weights: StoreSync
-    alpha: int = Field(default=1, ge=0)
-    batch_groups: int = Field(ge=1)
-    group_size: int = Field(default=8, ge=2)
-    environments: int = Field(ge=1)
-    """Rollouts at once."""
-    steps: int = Field(ge=1)
-    max_attempts: int = Field(default=3, ge=1)
+    timeline: Timeline
+
+    @property
+    def environments(self) -> Sequence[Environments]: ...
+    def episode(self, ticket: Ticket) -> Episode:
+        """What happens in this attempt at a rollout."""
+        ...
+
+    async def store(self) -> None:
+        """A trajectory goes from its manager into the sample buffer."""
+        ...
+
+    async def train(self, step: int, tokens: int, sequences: int) -> None: ...
+    async def publish(self, step: int) -> None:
+        """The trainer's share of handing out weights of version `step`; engines take them on their own."""
+        ...
+
+    async def finish(self, step: int) -> None:
+        """What a step takes once its weights are out."""
+        ...
+
+    async def checkpoint(self, step: int, claimed_s: float) -> None:
+        """Between `step`, whose samples were claimed at `claimed_s`, and the next one."""
+        ...
+
+    def used(self) -> Mapping[str, tuple[float, float]]:
+        """CPU and busy seconds so far by part; empty where they are not modelled."""
+        ...
 
 
-class ClusterStep(NamedTuple):
-    """One training step; times in virtual seconds."""
+@dataclass(frozen=True, slots=True)
+class JobStep:
+    """One training step, in virtual seconds, from the end of the one before."""
 
     step: int
+    began_s: float
+    asked_s: float
+    """The checkpoint of the step before, if any, is behind it."""
     claimed_s: float
-    waited_s: float
-    train_s: float
+    trained_s: float
     published_s: float
+    ended_s: float
     tokens: int
+    used: Mapping[str, tuple[float, float]]
+
+    @property
+    def waited_s(self) -> float:
+        """For its batch."""
+        return self.claimed_s - self.asked_s
+
+    @property
+    def train_s(self) -> float:
+        return self.trained_s - self.claimed_s
 
 
-@dataclass
-class ClusterJob:
-    """`run` simulates all steps; what happened stands in the fields afterwards."""
+class Job:
+    """`run` simulates; `rows` then says what happened."""
 
-    spec: ClusterJobSpec
-    seed: int
-    rows: list[ClusterStep] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.timeline = Timeline()
-        self.engines = engines_of(self.timeline, self.spec.pools)
-        limits = Limits(
-            group_size=self.spec.group_size, batch_groups=self.spec.batch_groups, steps=self.spec.steps,
-            run_seed=self.seed, max_attempts=self.spec.max_attempts, unbounded_batches=8, ticket_ttl_s=NEVER_LAPSES_S,
-        )  # fmt: skip
-        self.buffer = ModelledBuffer(self.timeline, limits, self.spec.alpha)
+    def __init__(self, limits: Limits, alpha: int, costs: JobCosts) -> None:
+        self.rows: list[JobStep] = []
+        self.buffer = ModelledBuffer(costs.timeline, limits, alpha)
+        self._steps = limits.steps
+        self._alpha = alpha
+        self._costs = costs
+        self._timeline = costs.timeline
         self._tokens: dict[str, int] = {}
-        mapped = allowed_engines(self.spec.pools)
-        self.stage = SimRolloutContext(
-            self.timeline, ModelledProxy(self.timeline, self.engines), drawn_scores(self.timeline),
-            version=lambda: self.buffer.book.version, allowed=lambda task: mapped.get(task, ()), alpha=self.spec.alpha,
-        )  # fmt: skip
+        """Of the trajectories in the buffer."""
 
-    def run(self, steps: int | None = None) -> None:
+    def run(self, steps: int | None = None) -> list[JobStep]:
         """Simulate up to the end of step `steps`; None means the job's last. A job that goes on admits as in its middle."""
-        for _ in range(self.spec.environments):
-            self.timeline.start(self._environment())
-        self.timeline.run(until=self.timeline.start(self._trainer(steps or self.spec.steps)).ended)
+        for each in self._costs.environments:
+            for _ in range(each.count):
+                self._timeline.start(self._environment(each.manager))
+        self._timeline.run(until=self._timeline.start(self._trainer(steps or self._steps)).ended)
+        return self.rows
 
-    async def _environment(self) -> None:
+    async def _environment(self, manager: ModelledManager) -> None:
         while True:
             changed = self.buffer.changed
             ticket = self.buffer.issue()
             if ticket is None:
                 await changed
             else:
-                await self._roll_out(ticket)
+                await self._roll_out(manager, ticket)
 
-    async def _roll_out(self, ticket: Ticket) -> None:
+    async def _roll_out(self, manager: ModelledManager, ticket: Ticket) -> None:
         name = ticket.trajectory_id
-        drawn = episode(task_of(self.spec.tasks, self.seed, ticket.group_id), self.seed, name, ticket.attempt)
+        drawn = self._costs.episode(ticket)
+        session = f"{name}.{ticket.attempt}"
         try:
-            played = await play(self.stage, f"{name}.{ticket.attempt}", drawn, ticket.version)
-        except SimGaveUp as given_up:
-            self.buffer.give_up(ticket, given_up.reason, retry=given_up.retry)
+            played = await manager.play(session, drawn, ticket.version, self._still_useful)
+        except RolloutFailed as failed:
+            self.buffer.give_up(ticket, failed.reason, retry=failed.retry)
             return
+        await self._costs.store()
         self._tokens[name] = drawn.tokens
         # Alternating rewards give every group a spread: what is learned is no part of the model.
         self.buffer.put(ticket, played.version_first, float(int(name.rpartition(".")[2]) % 2))
 
+    def _still_useful(self, version_first: int) -> bool:
+        return not is_stale(version_first, self.buffer.version, self._alpha)
+
     async def _trainer(self, steps: int) -> None:
+        timeline, costs = self._timeline, self._costs
         for step in range(1, steps + 1):
-            began = self.timeline.now
+            asked = timeline.now
             while (batch := self.buffer.claim(step)) is None:
                 await self.buffer.changed
-            claimed = self.timeline.now
+            claimed = timeline.now
             tokens, sequences = self._size(batch)
-            train_s = self.spec.trainer.step_s(tokens, sequences)
-            await self.timeline.sleep(train_s)
-            await self._publish(step)
+            await costs.train(step, tokens, sequences)
+            trained = timeline.now
+            await costs.publish(step)
             self.buffer.trained(step, batch)
-            row = ClusterStep(step, claimed, claimed - began, train_s, self.timeline.now, tokens)
-            self.rows.append(row)
-
-    async def _publish(self, step: int) -> None:
-        """Hand the weights to the store, which the trainer waits for, as the live one does; engines pull on their own."""
-        size = self.spec.trainer.model.weight_bytes
-        await self.timeline.sleep(self.spec.weights.push_s(size))
-        for engine in self.engines:
-            self.timeline.start(self._pull(engine, step, size))
-
-    async def _pull(self, engine: ModelledEngine, step: int, size: int) -> None:
-        await self.timeline.sleep(self.spec.weights.staged_s(size) - self.spec.weights.push_s(size))
-        engine.suspend()
-        await self.timeline.sleep(self.spec.weights.load_s(size, engine.model.spec.num_gpus))
-        engine.resume(step)
+            published = timeline.now
+            await costs.finish(step)
+            began = self.rows[-1].ended_s if self.rows else 0.0
+            self.rows.append(
+                JobStep(step, began, asked, claimed, trained, published, timeline.now, tokens, costs.used())
+            )
+            await costs.checkpoint(step, claimed)
 
     def _size(self, batch: list[Group]) -> tuple[int, int]:
         names = [f"{g.id}.{i}" for g in batch for i, member in enumerate(g.members) if member.state == "scored"]
         return sum(self._tokens.pop(name) for name in names), len(names)
-
-
-def engines_of(timeline: Timeline, pools: tuple[PoolSpec, ...]) -> list[ModelledEngine]:
-    """All engines of all pools, named after their pool."""
-    return [
-        ModelledEngine(timeline, f"{pool.name}-{number}", EngineModel(pool.engine))
-        for pool in pools
-        for number in range(pool.count)
-    ]
-
-
-def allowed_engines(pools: tuple[PoolSpec, ...]) -> dict[str, frozenset[str]]:
-    """Task domain -> engines; a domain that no pool names may go anywhere."""
-    allowed: dict[str, set[str]] = {}
-    for pool in pools:
-        for task in pool.tasks:
-            allowed.setdefault(task, set()).update(f"{pool.name}-{number}" for number in range(pool.count))
-    return {task: frozenset(names) for task, names in allowed.items()}

@@ -1,4 +1,4 @@
-"""Fits the costs and rollouts of sim/onehost/costs.py to one recording. Every figure says what it was fitted to, and how well."""
+"""Fits the costs and rollouts of sim/onehost/calibrated.py to one recording. Every figure says what it was fitted to, and how well."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from runtime.errors import ConfigError
 from sim.calibration.recording import LAST_STEPS, WARM_STEPS, Recording, trained_tokens
 from sim.distribution import Histogram
-from sim.onehost.costs import Calibration, Costs, EngineCosts, Fit, LearningStage, Recorded, Rollouts, TrainerCosts
+from sim.onehost.calibrated import Calibration, Costs, EngineCosts, Fit, LearningStage, Recorded, Rollouts, TrainerCosts
 
 STAGE_STEPS = 6
 """Versions whose rollouts are taken to be alike."""

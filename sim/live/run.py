@@ -13,7 +13,7 @@ from actors.envs.manager import EnvManagerConfig
 from actors.envs.section import EnvSection, RolloutSection
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from runtime.clock import run_virtual
-from sim.job import ClusterJobSpec
+from sim.cluster import ClusterJobSpec
 from sim.live.engine import RooflineSection
 from sim.simtest.actors import SimKernel, SimTrainer
 from sim.simtest.checks import InvariantChecks

@@ -1,29 +1,30 @@
-"""The built-in engine as a process on shared cores: steps of prefill and decode together, slots that keep a session's cache.
+"""The built-in engine as a process on shared cores: the live scheduler decides what goes into a step, and whose cache stays.
 
-It follows actors/engines: scheduler.py for what goes into a step, slots.py for whose cache stays, step_loop.py for when it steps.
+When it steps follows actors/engines/step_loop.py.
 """
 
-from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from actors.engines.engine import Work
+from actors.engines.scheduler import Row, Scheduler
 from actors.engines.section import EngineSection
+from actors.engines.sequence import Sequence
+from actors.messages.generation import Sampling
+from sim.onehost.calibrated import EngineCosts
 from sim.onehost.cores import Part
-from sim.onehost.costs import EngineCosts
 from sim.timeline import SimEvent, Timeline
 
+TOKEN = 0
+"""All that is ever shown or sampled: sessions differ in nothing but their length."""
 
-@dataclass(eq=False, slots=True)
-class EngineLoad:
-    """`context` tokens are known, of which the slot's cache holds `cached`; `left` are still to be sampled."""
 
-    session: str
-    context: int
-    left: int
+class EngineRequest(NamedTuple):
+    """A sequence of the live scheduler, and what happens when its last token is sampled."""
+
+    sequence: Sequence
     min_version: int
     done: SimEvent
-    cached: int = 0
-    version: int = -1
 
 
 class HostedEngine:
@@ -38,13 +39,12 @@ class HostedEngine:
         self.busy_s = 0.0
         """Seconds in which some request was here that need not wait for weights."""
         self._timeline, self._section, self._costs = timeline, section, costs
-        self._posted: list[EngineLoad] = []
+        self._scheduler = Scheduler(section.num_slots, section.max_batch_tokens, prefix_cache=section.prefix_cache)
+        self._posted: list[Sequence] = []
         """Commands that the step loop has not taken."""
-        self._waiting: deque[EngineLoad] = deque()
-        self._early: list[EngineLoad] = []
-        self._running: dict[str, EngineLoad] = {}
-        self._idle: OrderedDict[str, int] = OrderedDict()
-        """Session -> tokens that its slot still caches, the least recently used first."""
+        self._early: list[EngineRequest] = []
+        self._done: dict[str, SimEvent] = {}
+        """By request, until its last token is sampled."""
         self._num_here, self._since, self._stepping = 0, 0.0, False
         self._newest = 0
 
@@ -64,16 +64,18 @@ class HostedEngine:
     async def generate(self, session: str, context: int, new_tokens: int, min_version: int = 0) -> int:
         """The version of its first token; returns when the last one is sampled and the reply has left this process."""
         await self._loop.work(self._costs.request_s / 2)  # one by one: each is the step thread's as soon as it is read
-        request = EngineLoad(session, context, max(1, new_tokens), min_version, self._timeline.event())
+        length = context + max(1, new_tokens)
+        work = Work(session, session, (TOKEN,) * context, Sampling(max_new_tokens=max(1, new_tokens)))
+        request = EngineRequest(Sequence(work, length), min_version, self._timeline.event())
         if min_version <= self.version:
             self._post(request)
         else:
             self._early.append(request)
-        await request.done
+        version = await request.done
         await self._loop.handle(self._costs.request_s / 4)
         self._went()  # as the live worker counts: it is busy until it has the tokens, not until they are sent
         await self._loop.handle(self._costs.request_s / 4)
-        return request.version
+        return version
 
     def forget(self, session: str) -> None:
         """Nobody tells a live engine that a session is over: its slot is used again when none is free."""
@@ -90,9 +92,7 @@ class HostedEngine:
     def _swap(self, version: int) -> None:
         self.version = version
         if self._section.kv_on_update == "recompute":
-            self._idle.clear()
-            for request in self._running.values():
-                request.cached = 0
+            self._scheduler.forget_caches()
         early, self._early = self._early, []
         for request in early:
             if request.min_version <= version:
@@ -103,11 +103,12 @@ class HostedEngine:
         if self._newest > version:
             self._pull(self._newest)
 
-    def _post(self, request: EngineLoad) -> None:
+    def _post(self, request: EngineRequest) -> None:
         if not self._num_here:
             self._since = self._timeline.now
         self._num_here += 1
-        self._posted.append(request)
+        self._posted.append(request.sequence)
+        self._done[request.sequence.work.request_id] = request.done
         self._wake()
 
     def _went(self) -> None:
@@ -122,66 +123,35 @@ class HostedEngine:
             self._timeline.at(self._timeline.now + self._section.gather_s, self._step)
 
     def _step(self) -> None:
-        rows: list[tuple[EngineLoad, int]] = []
+        rows: list[Row] = []
         began = self.version
 
         def cost() -> float:
             nonlocal began
             began = self.version
-            self._waiting.extend(self._posted)
+            for sequence in self._posted:
+                self._scheduler.add(sequence)
             self._posted.clear()
-            self._admit()
-            rows.extend(self._rows())
-            tokens = sum(num for _, num in rows)
+            rows.extend(self._scheduler.schedule())
+            tokens = sum(end - start for _, start, end in rows)
             return self._costs.step_s + self._costs.row_s * len(rows) + self._costs.token_s * tokens
 
         self._steps.compute(cost, lambda: self._stepped(rows, began))
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.num_slots:
-            request = self._waiting.popleft()
-            request.cached = min(self._idle.pop(request.session, 0), request.context - 1)
-            if len(self._running) + len(self._idle) >= self.num_slots:
-                self._idle.popitem(last=False)
-            self._running[request.session] = request
-
-    def _rows(self) -> list[tuple[EngineLoad, int]]:
-        """Requests and how many tokens of each: decode first, then prefill, cut to what a step computes."""
-        left = max(self._section.max_batch_tokens, self.num_slots)
-        rows: list[tuple[EngineLoad, int]] = []
-        prefilling: list[EngineLoad] = []
-        for request in self._running.values():
-            if request.context - request.cached == 1:
-                rows.append((request, 1))
-                left -= 1
-            else:
-                prefilling.append(request)
-        for request in prefilling:
-            if left <= 0:
-                break
-            num = min(left, request.context - request.cached)
-            rows.append((request, num))
-            left -= num
-        return rows
-
-    def _stepped(self, rows: list[tuple[EngineLoad, int]], version: int) -> None:
-        for request, num in rows:
-            request.cached += num
-            if request.cached < request.context:
-                continue
-            request.version = version if request.version < 0 else request.version
-            request.context += 1
-            request.left -= 1
-            if not request.left:
-                self._end(request)
-        if self._running or self._waiting:
+    def _stepped(self, rows: list[Row], version: int) -> None:
+        # New weights that came during the step made the caches stale: then what it added is all that there is.
+        kept = [Row(sequence, sequence.num_cached, sequence.num_cached + end - start) for sequence, start, end in rows]
+        ended: list[Sequence] = []
+        for sequence in self._scheduler.computed(kept):
+            sequence.sampled(TOKEN, 0.0, version)
+            if sequence.finish_reason:
+                ended.append(sequence)
+        self._scheduler.retire(ended)
+        for sequence in ended:
+            first, _ = sequence.unsent_versions[0]
+            self._done.pop(sequence.work.request_id).set(first)
+        if self._scheduler.num_running or self._scheduler.num_waiting:
             self._step()
         else:
             self._stepping = False
             self._wake()
-
-    def _end(self, request: EngineLoad) -> None:
-        del self._running[request.session]
-        if self._section.prefix_cache:
-            self._idle[request.session] = request.cached
-        request.done.set()

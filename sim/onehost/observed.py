@@ -6,8 +6,8 @@ from pydantic import Field
 
 from runtime.config.config import Section
 from runtime.observe.metrics import WINDOW_S
-from sim.onehost.costs import Rollouts
-from sim.onehost.job import HostStep
+from sim.job import JobStep
+from sim.onehost.calibrated import Rollouts
 
 ROLES = ("trainer", "engine", "env_manager", "llm_proxy", "sample_buffer", "reward_service")
 """Whose idle share is compared."""
@@ -32,7 +32,7 @@ class Observed(Section):
     """What its policy sampled: the work that this run had to do, which is nothing a simulator of time can foretell."""
 
 
-def observe(rows: Sequence[HostStep], window: tuple[int, int], engines: int, env_managers: int) -> Observed:
+def observe(rows: Sequence[JobStep], window: tuple[int, int], engines: int, env_managers: int) -> Observed:
     """A simulated run, as a live one would have reported itself."""
     first, last = window
     counted = rows[first - 1 : last]
@@ -53,7 +53,7 @@ def observe(rows: Sequence[HostStep], window: tuple[int, int], engines: int, env
     )
 
 
-def idle_shares(rows: Sequence[HostStep], row: HostStep) -> Mapping[str, float]:
+def idle_shares(rows: Sequence[JobStep], row: JobStep) -> Mapping[str, float]:
     """As runtime/kernel.py reports it: the smaller of 1 - busy and 1 - CPU, over about the last `WINDOW_S` seconds."""
     then = next((r for r in reversed(rows[: row.step - 1]) if row.ended_s - r.ended_s >= WINDOW_S), None)
     span_s = row.ended_s - (then.ended_s if then else 0.0)

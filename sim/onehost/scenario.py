@@ -10,9 +10,10 @@ from actors.envs.section import EnvSection, RolloutSection
 from actors.samples.section import SamplesSection
 from actors.training.section import CheckpointSection
 from runtime.config.config import RunSection, StateSection
-from sim.onehost.costs import Calibration
-from sim.onehost.job import HostedJob, HostStep, JobShape
+from sim.job import JobStep
+from sim.onehost.calibrated import Calibration
 from sim.onehost.observed import ROLES, Observed, observe
+from sim.onehost.processes import HostJobSpec, host_job
 from sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
 from sim.scenario import LiveJob, Scenario, ScenarioKind
 
@@ -56,7 +57,7 @@ def run(scenario: OneHost, progress: RunProgress) -> RunResult:
     for number, live in enumerate(scenario.live):
         name = _name(live)
         progress(number, len(scenario.live), name)
-        job = HostedJob(shape_of(scenario.job, live), scenario.calibration_for(live), scenario.seed)
+        job = host_job(spec_of(scenario.job, live), scenario.calibration_for(live), scenario.seed)
         rows = job.run()
         ours = observe(rows, live.window, live.engines, live.env_managers)
         figures |= _figures(name, live, ours)
@@ -78,13 +79,13 @@ def run(scenario: OneHost, progress: RunProgress) -> RunResult:
     )
 
 
-def shape_of(job: dict[str, Any], live: Observed) -> JobShape:
+def spec_of(job: dict[str, Any], live: Observed) -> HostJobSpec:
     """The job's config with the live run's numbers of processes and steps."""
 
     def section(kind: type[Any], name: str, **changes: Any) -> Any:
         return kind(**{**(job.get(name) or {}), **changes})
 
-    return JobShape(
+    return HostJobSpec(
         run=section(RunSection, "run", steps=live.steps), train=section(TrainSection, "train"),
         staleness=section(StalenessSection, "staleness"), samples=section(SamplesSection, "samples"),
         env=section(EnvSection, "env"), rollout=section(RolloutSection, "rollout"),
@@ -121,13 +122,13 @@ def _note(calibrated: Calibration, live: Observed, ours: Observed) -> str:
     )
 
 
-def _phase(name: str, row: HostStep) -> tuple[Cell, ...]:
+def _phase(name: str, row: JobStep) -> tuple[Cell, ...]:
     return (
         name, row.step, row.began_s, row.asked_s, row.claimed_s, row.trained_s, row.published_s, row.ended_s, row.tokens
     )  # fmt: skip
 
 
-def _spans(name: str, row: HostStep) -> list[LaneSpan]:
+def _spans(name: str, row: JobStep) -> list[LaneSpan]:
     times = (row.began_s, row.asked_s, row.claimed_s, row.trained_s, row.published_s, row.ended_s)
     parts = zip(("checkpoint", "wait", "train", "publish", "rest"), times, times[1:], strict=False)
     return [LaneSpan(name, "trainer", f"{what} {row.step}", begin, end - begin) for what, begin, end in parts]

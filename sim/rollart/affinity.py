@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import Field, PositiveInt
 
 from runtime.config.config import Section
+from sim.cluster import PoolSpec
 from sim.distribution import Constant
 from sim.hardware import GpuSpec
-from sim.job import PoolSpec
 from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from sim.rollart.batch import BatchRun
 from sim.scenario import Scenario, ScenarioKind

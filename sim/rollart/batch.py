@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from planning.snapshot import RequestView
-from sim.job import PoolSpec, allowed_engines, engines_of
-from sim.proxy_model import ModelledProxy
-from sim.rollout import Played, Scores, SimGaveUp, SimRolloutContext, drawn_scores, play
+from sim.cluster import PoolSpec, engines_of, manager_of
+from sim.manager_model import Played, RolloutFailed, Scores
 from sim.timeline import SimProcess, Timeline
 from sim.workload import Episode
 
@@ -28,19 +27,11 @@ class BatchRun:
     def __init__(self, pools: tuple[PoolSpec, ...]) -> None:
         self.timeline = Timeline()
         self.engines = engines_of(self.timeline, pools)
-        mapped = allowed_engines(pools)
-        proxy = ModelledProxy(self.timeline, self.engines)
-        self.stage = SimRolloutContext(
-            self.timeline,
-            proxy,
-            drawn_scores(self.timeline),
-            version=lambda: 0,
-            allowed=lambda task: mapped.get(task, ()),
-        )
+        self.manager = manager_of(self.timeline, self.engines, pools)
 
     def score_by(self, score: Scores) -> None:
         """Trajectories are scored by `score` and not as their task says."""
-        self.stage = replace(self.stage, score=score)
+        self.manager = replace(self.manager, score=score)
 
     def trajectories(
         self, episodes: Sequence[Episode], enough: int | None = None, concurrency: int | None = None
@@ -58,8 +49,8 @@ class BatchRun:
         async def environment() -> None:
             nonlocal ended
             for number, episode in left:
-                with suppress(SimGaveUp):
-                    played[number] = await play(self.stage, f"t{number}", episode)
+                with suppress(RolloutFailed):
+                    played[number] = await self.manager.play(f"t{number}", episode)
                 ended += 1
                 if ended == wanted:
                     complete.set()
@@ -86,9 +77,9 @@ class BatchRun:
             for number in active:
                 shown, sampled, _ = episodes[number].turns[turn]
                 request = RequestView(f"t{number}")
-                allowed = self.stage.allowed(episodes[number].task)
+                allowed = self.manager.allowed(episodes[number].task)
                 asked.append(
-                    timeline.start(self.stage.proxy.generate(request, contexts[number] + shown, sampled, allowed))
+                    timeline.start(self.manager.proxy.generate(request, contexts[number] + shown, sampled, allowed))
                 )
                 contexts[number] += shown + sampled
             for process in asked:

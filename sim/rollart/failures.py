@@ -10,8 +10,8 @@ from statistics import fmean
 from pydantic import Field
 
 from actors.envs.section import EnvSection
+from sim.cluster import PoolSpec
 from sim.distribution import Constant
-from sim.job import PoolSpec
 from sim.outcome import Cell, RunProgress, RunResult, Table
 from sim.rollart.batch import BatchDone, BatchRun
 from sim.scenario import Scenario, ScenarioKind

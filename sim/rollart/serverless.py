@@ -6,9 +6,9 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from planning.snapshot import RequestView
+from sim.cluster import PoolSpec, engines_of
 from sim.distribution import Distribution
 from sim.engine_model import EngineModel, EngineSpec
-from sim.job import PoolSpec, engines_of
 from sim.outcome import Cell, RunProgress, RunResult, Table
 from sim.proxy_model import ModelledProxy
 from sim.rollart.batch import BatchRun

@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import Field, NonNegativeFloat
 
+from sim.cluster import PoolSpec
 from sim.distribution import Constant, Normal
-from sim.job import PoolSpec
 from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from sim.rollart.batch import BatchRun
 from sim.scenario import Scenario, ScenarioKind

@@ -5,7 +5,8 @@ from typing import Any, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from sim.job import ClusterJob, ClusterJobSpec
+from sim.cluster import ClusterJobSpec, cluster_job
+from sim.job import JobStep
 from sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
 from sim.scenario import Scenario, ScenarioKind
 
@@ -33,7 +34,7 @@ def run(scenario: Staleness, progress: RunProgress) -> RunResult:
     steps: list[tuple[Cell, ...]] = []
     spans: list[LaneSpan] = []
     for alpha in scenario.alphas:
-        job = ClusterJob(scenario.job.model_copy(update={"alpha": alpha}), scenario.seed)
+        job = cluster_job(scenario.job.model_copy(update={"alpha": alpha}), scenario.seed)
         job.run(scenario.warmup_steps + scenario.counted_steps)
         counted = job.rows[scenario.warmup_steps :]
         seconds = counted[-1].published_s - job.rows[scenario.warmup_steps - 1].published_s
@@ -43,8 +44,8 @@ def run(scenario: Staleness, progress: RunProgress) -> RunResult:
         fates = job.buffer.fates
         rows.append((alpha, per_hour, waited, sum(ages) / len(ages), max(ages), fates.get("stale", 0), fates["scored"]))
         for row in job.rows:
-            steps.append((alpha, *row))
-            spans += _spans(alpha, row.claimed_s, row.waited_s, row.train_s, row.published_s, row.step)
+            steps.append((alpha, row.step, row.claimed_s, row.waited_s, row.train_s, row.published_s, row.tokens))
+            spans += _spans(alpha, row)
         progress(len(rows), len(scenario.alphas), f"alpha {alpha}")
     first = float(rows[0][1])
     figures: dict[str, float | bool] = {f"throughput_alpha_{row[0]}": float(row[1]) / first for row in rows[1:]}
@@ -63,12 +64,12 @@ def run(scenario: Staleness, progress: RunProgress) -> RunResult:
     )
 
 
-def _spans(alpha: int, claimed: float, waited: float, train: float, published: float, step: int) -> list[LaneSpan]:
+def _spans(alpha: int, row: JobStep) -> list[LaneSpan]:
     process, lane = f"alpha {alpha}", "trainer"
     return [
-        LaneSpan(process, lane, f"wait {step}", claimed - waited, waited),
-        LaneSpan(process, lane, f"train {step}", claimed, train),
-        LaneSpan(process, lane, f"publish {step}", claimed + train, published - claimed - train),
+        LaneSpan(process, lane, f"wait {row.step}", row.asked_s, row.waited_s),
+        LaneSpan(process, lane, f"train {row.step}", row.claimed_s, row.train_s),
+        LaneSpan(process, lane, f"publish {row.step}", row.trained_s, row.published_s - row.trained_s),
     ]
 
 

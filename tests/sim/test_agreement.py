@@ -10,9 +10,9 @@ import pytest
 from sim.calibration.command import main, observed
 from sim.calibration.fit import fit
 from sim.calibration.recording import read_run
-from sim.onehost.job import HostedJob
 from sim.onehost.observed import observe
-from sim.onehost.scenario import OneHost, shape_of
+from sim.onehost.processes import host_job
+from sim.onehost.scenario import OneHost, spec_of
 from sim.scenario import load
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def test_live_and_simulated_runs_agree_at_worker_counts_that_were_not_calibrated
     assert isinstance(scenario, OneHost)
     scenario = scenario.model_copy(update={"calibrated": fit(read_run(RECORDED / "engines_2"), "recorded")})
 
-    rows = HostedJob(shape_of(scenario.job, live), scenario.calibration_for(live), seed=1).run()
+    rows = host_job(spec_of(scenario.job, live), scenario.calibration_for(live), seed=1).run()
 
     ours = observe(rows, live.window, live.engines, live.env_managers)
     print(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sim.job import ClusterJob, ClusterJobSpec
+from sim.cluster import ClusterJobSpec, cluster_job
 from sim.live.run import run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -41,7 +41,7 @@ def job(alpha: int, engines: int = 2) -> ClusterJobSpec:
 )
 def test_both_modes_agree_on_throughput_within_3_percent(alpha, engines, tmp_path):
     spec = job(alpha, engines)
-    modelled = ClusterJob(spec, seed=1)
+    modelled = cluster_job(spec, seed=1)
 
     modelled.run()
     rows = run(spec, 1, tmp_path)

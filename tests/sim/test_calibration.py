@@ -11,7 +11,7 @@ from runtime.errors import ConfigError
 from sim.calibration.command import main, observed
 from sim.calibration.fit import fit
 from sim.calibration.recording import read_run
-from sim.onehost.costs import Calibration
+from sim.onehost.calibrated import Calibration
 from tests.sim import made_recordings as made
 
 

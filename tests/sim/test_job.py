@@ -7,8 +7,9 @@ import yaml
 
 from planning.snapshot import RequestView
 from sim.batching import ModelledEngine
+from sim.cluster import ClusterJobSpec, PoolSpec, cluster_job, engines_of
 from sim.engine_model import EngineModel
-from sim.job import ClusterJob, ClusterJobSpec, PoolSpec, engines_of
+from sim.job import Job
 from sim.proxy_model import ModelledProxy
 from sim.rollart.batch import BatchRun
 from sim.timeline import Timeline
@@ -29,13 +30,13 @@ def pools(count: int = 2, **changes) -> tuple[PoolSpec, ...]:
     return (PoolSpec.model_validate({"name": "h800", "count": count, "engine": engine(**changes)}),)
 
 
-def job(**changes) -> ClusterJob:
+def job(**changes) -> Job:
     spec = {
         "pools": pools(), "trainer": {**engine(), "gpus": 2}, "tasks": [part("workloads/gem_math.yaml")],
         "weights": {"push_bytes_s": 1e10, "pull_bytes_s": 1e10, "load_bytes_s": 2e10},
         "batch_groups": 3, "group_size": 2, "environments": 8, "steps": 6,
     }  # fmt: skip
-    return ClusterJob(ClusterJobSpec.model_validate(spec | changes), seed=1)
+    return cluster_job(ClusterJobSpec.model_validate(spec | changes), seed=1)
 
 
 @pytest.mark.parametrize("alpha", [0, 1, 3])

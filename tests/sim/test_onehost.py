@@ -9,11 +9,12 @@ import yaml
 
 from actors.engines.section import EngineSection
 from runtime.cli import main
+from sim.onehost.calibrated import EngineCosts
 from sim.onehost.cores import Cores, Part
-from sim.onehost.costs import EngineCosts
 from sim.onehost.engine import HostedEngine
 from sim.onehost.observed import idle_shares
-from sim.onehost.scenario import OneHost, shape_of
+from sim.onehost.processes import host_job
+from sim.onehost.scenario import OneHost, spec_of
 from sim.scenario import load
 from sim.timeline import Timeline
 
@@ -172,12 +173,11 @@ def test_a_long_turn_takes_a_step_per_token_and_prefill_is_cut():
 
 
 def short(**changes) -> tuple[OneHost, list]:
-    from sim.onehost.job import HostedJob
 
     scenario = load(SCENARIO).scenario
     assert isinstance(scenario, OneHost)
     live = scenario.live[0].model_copy(update={"steps": 7} | changes)
-    return scenario, HostedJob(shape_of(scenario.job, live), scenario.calibrated, 1).run()
+    return scenario, host_job(spec_of(scenario.job, live), scenario.calibrated, 1).run()
 
 
 def test_a_job_trains_every_step_and_its_times_follow_one_another():
@@ -200,12 +200,11 @@ def test_a_job_trains_every_step_and_its_times_follow_one_another():
 
 def test_more_cores_and_cheaper_parts_are_never_slower():
     scenario, rows = short()
-    from sim.onehost.job import HostedJob
 
-    shape = shape_of(scenario.job, scenario.live[0].model_copy(update={"steps": 7}))
+    shape = spec_of(scenario.job, scenario.live[0].model_copy(update={"steps": 7}))
     calibrated = scenario.calibrated
     more = calibrated.model_copy(update={"cores": 64})
-    faster = HostedJob(shape, more, 1).run()
+    faster = host_job(shape, more, 1).run()
 
     assert faster[-1].ended_s < rows[-1].ended_s
 

@@ -1,0 +1,119 @@
+"""A job on a cluster: pools of modelled engines, a trainer on GPUs of its own, weights through a store."""
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from actors.messages.samples import Ticket
+from actors.samples.book import Limits
+from runtime.config.config import Section
+from sim.batching import ModelledEngine
+from sim.buffer_model import NEVER_LAPSES_S
+from sim.engine_model import EngineModel, EngineSpec
+from sim.job import Environments, Job
+from sim.manager_model import ModelledManager, drawn_scores
+from sim.proxy_model import ModelledProxy
+from sim.timeline import Timeline
+from sim.training_model import TrainerSpec
+from sim.weight_sync import StoreSync
+from sim.workload import Episode, TaskSpec, episode, task_of
+
+
+class PoolSpec(Section):
+    """Engines of one kind; `name` is the pool that task domains are mapped to."""
+
+    name: str
+    engine: EngineSpec
+    count: int = Field(ge=1)
+    tasks: tuple[str, ...] = ()
+    """Task domains that are sent here; none means that every domain may come."""
+
+
+class ClusterJobSpec(Section):
+    """What a job consists of; the same knobs as a live job's configuration."""
+
+    pools: tuple[PoolSpec, ...] = Field(min_length=1)
+    trainer: TrainerSpec
+    tasks: tuple[TaskSpec, ...] = Field(min_length=1)
+    weights: StoreSync
+    alpha: int = Field(default=1, ge=0)
+    batch_groups: int = Field(ge=1)
+    group_size: int = Field(default=8, ge=2)
+    environments: int = Field(ge=1)
+    """Rollouts at once."""
+    steps: int = Field(ge=1)
+    max_attempts: int = Field(default=3, ge=1)
+
+
+class ClusterCosts:
+    """Engines compute side by side; managers, proxy and buffer cost nothing."""
+
+    def __init__(self, spec: ClusterJobSpec, seed: int) -> None:
+        self.timeline = Timeline()
+        self.engines = engines_of(self.timeline, spec.pools)
+        manager = manager_of(self.timeline, self.engines, spec.pools)
+        self.environments = (Environments(manager, spec.environments),)
+        self._spec = spec
+        self._seed = seed
+
+    def episode(self, ticket: Ticket) -> Episode:
+        task = task_of(self._spec.tasks, self._seed, ticket.group_id)
+        return episode(task, self._seed, ticket.trajectory_id, ticket.attempt)
+
+    async def store(self) -> None:
+        pass
+
+    async def train(self, step: int, tokens: int, sequences: int) -> None:
+        await self.timeline.sleep(self._spec.trainer.step_s(tokens, sequences))
+
+    async def publish(self, step: int) -> None:
+        """Hand the weights to the store, which the trainer waits for, as the live one does; engines pull on their own."""
+        size = self._spec.trainer.model.weight_bytes
+        await self.timeline.sleep(self._spec.weights.push_s(size))
+        for engine in self.engines:
+            self.timeline.start(self._pull(engine, step, size))
+
+    async def _pull(self, engine: ModelledEngine, step: int, size: int) -> None:
+        weights = self._spec.weights
+        await self.timeline.sleep(weights.staged_s(size) - weights.push_s(size))
+        engine.suspend()
+        await self.timeline.sleep(weights.load_s(size, engine.model.spec.num_gpus))
+        engine.resume(step)
+
+    async def finish(self, step: int) -> None:
+        pass
+
+    async def checkpoint(self, step: int, claimed_s: float) -> None:
+        pass
+
+    def used(self) -> Mapping[str, tuple[float, float]]:
+        return {}
+
+
+def cluster_job(spec: ClusterJobSpec, seed: int) -> Job:
+    limits = Limits(
+        group_size=spec.group_size, batch_groups=spec.batch_groups, steps=spec.steps, run_seed=seed,
+        max_attempts=spec.max_attempts, unbounded_batches=8, ticket_ttl_s=NEVER_LAPSES_S,
+    )  # fmt: skip
+    return Job(limits, spec.alpha, ClusterCosts(spec, seed))
+
+
+def engines_of(timeline: Timeline, pools: tuple[PoolSpec, ...]) -> list[ModelledEngine]:
+    """All engines of all pools, named after their pool."""
+    return [
+        ModelledEngine(timeline, f"{pool.name}-{number}", EngineModel(pool.engine))
+        for pool in pools
+        for number in range(pool.count)
+    ]
+
+
+def manager_of(timeline: Timeline, engines: list[ModelledEngine], pools: tuple[PoolSpec, ...]) -> ModelledManager:
+    """Sends each task domain to its pools, through a proxy of its own; one that no pool names may go anywhere."""
+    mapped: dict[str, set[str]] = {}
+    for pool in pools:
+        for task in pool.tasks:
+            mapped.setdefault(task, set()).update(f"{pool.name}-{number}" for number in range(pool.count))
+    allowed = {task: frozenset(names) for task, names in mapped.items()}
+    return ModelledManager(
+        timeline, ModelledProxy(timeline, engines), drawn_scores(timeline), lambda task: allowed.get(task, ())
+    )

@@ -1,0 +1,152 @@
+"""A job on one host: every actor is a process on the same cores, and costs what a recorded run's did."""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from actors.config import StalenessSection, TrainSection
+from actors.engines.section import EngineSection
+from actors.envs.section import EnvSection, RolloutSection
+from actors.messages.samples import Ticket
+from actors.samples.book import Limits
+from actors.samples.section import SamplesSection
+from actors.training.section import CheckpointSection
+from planning.snapshot import RequestView
+from runtime.config.config import RunSection, StateSection
+from sim.buffer_model import NEVER_LAPSES_S
+from sim.job import Environments, Job
+from sim.manager_model import ModelledManager
+from sim.onehost.calibrated import Calibration
+from sim.onehost.cores import Cores, Part
+from sim.onehost.engine import HostedEngine
+from sim.proxy_model import ModelledProxy
+from sim.timeline import Timeline
+from sim.workload import Episode, Turn, chance_of
+
+
+class HostJobSpec(NamedTuple):
+    """What a live job's config says, and how many processes of the two roles that scale."""
+
+    run: RunSection
+    train: TrainSection
+    staleness: StalenessSection
+    samples: SamplesSection
+    env: EnvSection
+    rollout: RolloutSection
+    engine: EngineSection
+    checkpoint: CheckpointSection
+    state: StateSection
+    num_engines: int
+    num_managers: int
+
+
+class HostCosts:
+    """Whoever has work gets its share of the cores, so that what costs one part CPU seconds slows the others too."""
+
+    def __init__(self, spec: HostJobSpec, calibration: Calibration, seed: int) -> None:
+        self._spec, self._seed = spec, seed
+        self._cpu, self._rollouts = calibration.costs, calibration.rollouts
+        self.timeline = Timeline()
+        self._cores = Cores(self.timeline, calibration.cores - self._cpu.background_cores)
+        self._parts: dict[str, Part] = {}
+        self._proxy_part, self._rewards, self._buffer, self._node, self._trainer = (
+            self._part(name) for name in ("llm_proxy-1", "reward_service-1", "sample_buffer-1", "node-1", "trainer-1")
+        )
+        managers = [self._part(f"env_manager-{number + 1}") for number in range(spec.num_managers)]
+        self._engines = [self._engine(f"engine-{number + 1}") for number in range(spec.num_engines)]
+        self._proxy = ModelledProxy(self.timeline, self._engines)
+        self.environments = [Environments(self._manager(part), spec.env.concurrency) for part in managers]
+        self._train_busy_s = self._counts_s = 0.0
+
+    def _part(self, name: str) -> Part:
+        return self._parts.setdefault(name, Part(self._cores, self.timeline, name))
+
+    def _engine(self, name: str) -> HostedEngine:
+        loop, steps = (Part(self._cores, self.timeline, name) for _ in range(2))
+        return HostedEngine(self.timeline, loop, steps, self._spec.engine, self._cpu.engine)
+
+    def _manager(self, part: Part) -> ModelledManager:
+        turns = _TurnThroughProcesses(
+            part, self._proxy_part, self._proxy, self._cpu.env_manager_turn_s, self._cpu.llm_proxy_turn_s / 2
+        )
+        return ModelledManager(self.timeline, turns, self._score)
+
+    # -- rollouts -------------------------------------------------------------------------------------------------
+
+    def episode(self, ticket: Ticket) -> Episode:
+        """Turns as recorded at that stage of training; the first shows the prompt, each later one what the environment answers."""
+        like = self._rollouts
+        chance = chance_of(self._seed, f"{ticket.trajectory_id}/{ticket.attempt}")
+        turns = max(1, round(like.stage(ticket.version).turns.draw(chance)))
+        sampled = max(1, round(like.action_tokens))
+        shown = [like.prompt_tokens] + [like.observation_tokens] * (min(turns, self._spec.rollout.max_turns) - 1)
+        return Episode("recorded", (), tuple(Turn(round(num), sampled, 0.0) for num in shown))
+
+    async def _score(self, session: str, episode: Episode) -> None:
+        await self._rewards.handle(self._cpu.reward_service_trajectory_s)
+
+    async def store(self) -> None:
+        await self._buffer.handle(self._cpu.sample_buffer_trajectory_s)
+        await self._node.handle(self._cpu.node_trajectory_s)
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    async def train(self, step: int, tokens: int, sequences: int) -> None:
+        costs, began = self._cpu.trainer, self.timeline.now
+        share = self._rollouts.stage(step - 1).trained_share
+        await self._trainer.work(costs.step_s + costs.token_s * share * tokens)
+        self._train_busy_s += self.timeline.now - began
+
+    async def publish(self, step: int) -> None:
+        await self._trainer.work(self._cpu.trainer.publish_s)
+        await self.timeline.sleep(self._cpu.trainer.publish_wait_s)
+        for engine in self._engines:
+            engine.published(step)
+
+    async def finish(self, step: int) -> None:
+        await self._trainer.work(self._cpu.trainer.rest_s)
+        await self.timeline.sleep(self._cpu.trainer.rest_wait_s)
+
+    async def checkpoint(self, step: int, claimed_s: float) -> None:
+        """As actors/training/saving.py: written now, counted once the store can't forget the step; one at a time."""
+        if step % self._spec.checkpoint.every:
+            return
+        await self.timeline.sleep(max(0.0, self._counts_s - self.timeline.now))
+        await self._trainer.work(self._cpu.trainer.checkpoint_s)
+        await self.timeline.sleep(self._cpu.trainer.checkpoint_wait_s)
+        self._counts_s = max(self.timeline.now, claimed_s + self._spec.state.window_s)
+
+    def used(self) -> Mapping[str, tuple[float, float]]:
+        used = {name: (part.cpu_s, 0.0) for name, part in self._parts.items()}
+        used["trainer-1"] = (used["trainer-1"][0], self._train_busy_s)
+        for engine in self._engines:
+            used[engine.name] = (engine.cpu_s, engine.busy_until(self.timeline.now))
+        return used
+
+
+def host_job(spec: HostJobSpec, calibration: Calibration, seed: int) -> Job:
+    limits = Limits(
+        group_size=spec.train.group_size, batch_groups=spec.train.batch_groups, steps=spec.run.steps, run_seed=seed,
+        max_attempts=spec.samples.max_attempts, unbounded_batches=spec.samples.unbounded_batches,
+        ticket_ttl_s=NEVER_LAPSES_S,
+    )  # fmt: skip
+    return Job(limits, spec.staleness.bound, HostCosts(spec, calibration, seed))
+
+
+class _TurnThroughProcesses(NamedTuple):
+    """A turn's way: manager, proxy, engine, proxy, and back to the manager, whose next turn begins with the environment's step."""
+
+    manager: Part
+    proxy: Part
+    routed: ModelledProxy
+    manager_s: float
+    proxy_s: float
+
+    async def generate(self, request: RequestView, context: int, new_tokens: int, allowed: Collection[str] = ()) -> int:
+        await self.manager.handle(self.manager_s)
+        await self.proxy.handle(self.proxy_s)
+        version = await self.routed.generate(request, context, new_tokens, allowed)
+        await self.proxy.handle(self.proxy_s)
+        return version
+
+    def forget(self, session: str) -> None:
+        self.routed.forget(session)
