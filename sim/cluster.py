@@ -7,12 +7,12 @@ from pydantic import Field
 from actors.messages.samples import Ticket
 from actors.samples.book import Limits
 from runtime.config.config import Section
-from sim.batching import ModelledEngine
 from sim.buffer_model import NEVER_LAPSES_S
-from sim.engine_model import EngineModel, EngineSpec
+from sim.engine_model import ModelledEngine
 from sim.job import Environments, Job
 from sim.manager_model import ModelledManager, drawn_scores
 from sim.proxy_model import ModelledProxy
+from sim.roofline import EngineSpec, Roofline
 from sim.timeline import Timeline
 from sim.training_model import TrainerSpec
 from sim.weight_sync import StoreSync
@@ -101,7 +101,7 @@ def cluster_job(spec: ClusterJobSpec, seed: int) -> Job:
 def engines_of(timeline: Timeline, pools: tuple[PoolSpec, ...]) -> list[ModelledEngine]:
     """All engines of all pools, named after their pool."""
     return [
-        ModelledEngine(timeline, f"{pool.name}-{number}", EngineModel(pool.engine))
+        ModelledEngine(timeline, f"{pool.name}-{number}", Roofline(pool.engine))
         for pool in pools
         for number in range(pool.count)
     ]

@@ -1,135 +1,248 @@
-"""How long an inference engine computes: a roofline of prefill and of decode steps, its parallelism's communication, its KV room."""
+"""A modelled engine in virtual time: continuous batching, prefix reuse per session, preemption when its KV room is full.
 
-from typing import NamedTuple, Self
+Between two events the batch is constant, so all its decode steps are taken at once; a request that comes in meanwhile joins
+at the next step's boundary, as commands do in a live engine. Prefill goes first and stalls decoding.
+"""
 
-from pydantic import Field, model_validator
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from runtime.config.config import Section
-from sim.hardware import GpuSpec
-from sim.model import BF16, ModelSpec
+from runtime.errors import ConfigError
+from sim.roofline import Roofline
+from sim.timeline import SimEvent, Timeline
+
+MAX_STEPS = 256
+"""Steps taken at once: their time is taken at their middle, which is exact while one roof of the two bounds all of them."""
 
 
-class EngineSpec(Section):
-    """One engine: `tp` x `pp` GPUs of one kind that hold one copy of a model.
+@dataclass(eq=False, slots=True)
+class BatchRequest:
+    """One request: `context` tokens are known when it begins, `new_tokens` come."""
 
-    The defaults' sources: Frontier's kernel profiles on H800 (bandwidth use 0.72 at TP1; 4 ms between the kernels and the step
-    without CUDA graphs, none assumed with them); Libra's constants (prefill MFU, 3 us per collective, 4 % of KV lost to
-    fragmentation, 1 GB workspace, 256 requests); vLLM's default share of memory.
-    """
+    session: str
+    context: int
+    new_tokens: int
+    min_version: int
+    done: SimEvent
+    finish: int = 0
+    """Step count of the engine at which it is complete."""
+    entry: int = 0
+    """Number of its place in the running batch; 0 while it has none."""
+    version: int = -1
+    """Of the weights that sampled its first token."""
 
-    gpu: GpuSpec
-    model: ModelSpec
-    tp: int = Field(default=1, ge=1)
-    """Tensor-parallel GPUs, within one server."""
-    pp: int = Field(default=1, ge=1)
-    """Pipeline stages."""
-    expert_parallel: bool = False
-    """Experts lie whole on the `tp` GPUs, and tokens travel to them, instead of each expert being split."""
-    launch_s: float = Field(default=0.0, ge=0)
-    """Host time of a decode step that kernels do not hide: 0.004 without CUDA graphs."""
-    bandwidth_use: float = Field(default=0.72, gt=0, le=1)
-    prefill_mfu: float = Field(default=0.55, gt=0, le=1)
-    decode_mfu: float = Field(default=0.55, gt=0, le=1)
-    """Of the compute that bounds a large decode batch."""
-    collective_s: float = Field(default=3e-6, ge=0)
-    """Latency of one collective in a server."""
-    prefill_chunk: int = Field(default=1024, ge=1)
-    """Tokens that a pipeline passes on at once."""
-    memory_use: float = Field(default=0.9, gt=0, le=1)
-    workspace_bytes: float = Field(default=1e9, ge=0)
-    kv_waste: float = Field(default=0.04, ge=0, lt=1)
-    num_slots: int = Field(default=256, ge=1)
-    """Requests decoded at once."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.kv_tokens < 1:
-            raise ValueError(f"{self.model.name} does not fit {self.num_gpus} x {self.gpu.name}; give it more tp or pp")
-        return self
+@dataclass(slots=True)
+class Usage:
+    """Seconds and tokens so far."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    tokens: int = 0
+    prefilled: int = 0
+    preempted: int = 0
 
     @property
-    def num_gpus(self) -> int:
-        return self.tp * self.pp
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens whose keys and values fit beside the weights."""
-        usable = self.num_gpus * (self.gpu.hbm_bytes * self.memory_use - self.workspace_bytes)
-        room = usable - self.model.weight_bytes
-        return int(room * (1 - self.kv_waste) / self.model.kv_bytes_per_token)
+    def busy_s(self) -> float:
+        return self.prefill_s + self.decode_s
 
 
-class Roofs(NamedTuple):
-    """A decode step's time at one batch size: `fixed_s` and the longer of two roofs, each linear in the tokens held."""
+@dataclass(frozen=True, slots=True)
+class DecodeSpan:
+    """Decode steps of a constant batch that begins with `context` tokens."""
 
-    fixed_s: float
-    memory_s: float
-    memory_s_per_token: float
-    compute_s: float
-    compute_s_per_token: float
+    model: Roofline
+    batch: int
+    context: int
+
+    def seconds(self, steps: int) -> float:
+        return steps * self.model.step_s(self.batch, self.context + self.batch * (steps - 1) / 2)
+
+    def steps_within(self, elapsed_s: float, most: int) -> int:
+        """Steps begun within `elapsed_s`, at least one: the one under way is finished."""
+        low, high = 1, most
+        while low < high:
+            middle = (low + high) // 2
+            if self.seconds(middle) < elapsed_s:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
 
-class EngineModel:
-    """The times of one engine."""
+@dataclass(eq=False)
+class ModelledEngine:
+    """Runs until the timeline ends. Whoever routes to it sets `told`, which is called when its version or suspension changes."""
 
-    def __init__(self, spec: EngineSpec) -> None:
-        self.spec = spec
-        self._model = spec.model
-        self._kv_bytes = spec.model.kv_bytes_per_token
-        self._flops = spec.model.forward_flops_per_token(0)
-        self._flops_per_context = spec.model.forward_flops_per_token(1) - self._flops
-        self._roofs: dict[int, Roofs] = {}
-        self.kv_tokens = spec.kv_tokens
+    timeline: Timeline
+    name: str
+    model: Roofline
+    version: int = 0
+    suspended: bool = False
+    usage: Usage = field(default_factory=Usage)
+    told: Callable[["ModelledEngine"], None] = lambda engine: None
 
-    def step_s(self, batch: int, context: float) -> float:
-        """One decode step of `batch` requests that hold `context` tokens together: memory or compute, whichever is longer."""
-        roofs = self._roofs.get(batch) or self._roofs.setdefault(batch, self._roofs_of(batch))
-        memory_s = roofs.memory_s + roofs.memory_s_per_token * context
-        return roofs.fixed_s + max(memory_s, roofs.compute_s + roofs.compute_s_per_token * context)
+    def __post_init__(self) -> None:
+        self._waiting: deque[BatchRequest] = deque()
+        self._early: list[BatchRequest] = []
+        """They ask for weights that are not here yet."""
+        self._running: list[tuple[int, int, BatchRequest]] = []
+        self._batch = self._context = self._steps = self._serial = 0
+        self._idle: OrderedDict[str, int] = OrderedDict()
+        """Session -> tokens of its KV that are kept between its turns, the least recently used first."""
+        self._idle_tokens = self._recompute = 0
+        self._room = self.model.kv_tokens
+        self._changed = self.timeline.event()
+        self.timeline.start(self._serve())
 
-    def prefill_s(self, tokens: int, context: int = 0) -> float:
-        """Prefill of `tokens` behind `context` whose keys and values are there already."""
-        if tokens <= 0:
-            return 0.0
-        spec = self.spec
-        flops = tokens * (self._flops + self._flops_per_context * (context + tokens / 2))
-        bubble = 1 + (spec.pp - 1) / max(1.0, tokens / spec.prefill_chunk)
-        compute_s = bubble * flops / (spec.num_gpus * spec.gpu.peak_flops * spec.prefill_mfu)
-        return spec.launch_s + compute_s + self._communication_s(tokens)
-
-    def _roofs_of(self, batch: int) -> Roofs:
-        """Pipeline stages work on a `pp`-th of the batch each, one after another, so a request's token passes all of them."""
-        spec = self.spec
-        micro = batch / spec.pp
-        rate = spec.tp * spec.gpu.hbm_bytes_s * spec.bandwidth_use
-        flops_s = spec.num_gpus * spec.gpu.peak_flops * spec.decode_mfu
-        return Roofs(
-            fixed_s=spec.launch_s + self._communication_s(micro),
-            memory_s=self._weights_read(micro) / rate,
-            memory_s_per_token=self._kv_bytes / spec.pp / rate,
-            compute_s=self._flops * batch / flops_s,
-            compute_s_per_token=self._flops_per_context / flops_s,
-        )
-
-    def _weights_read(self, tokens: float) -> float:
-        """Bytes of weights that a step of `tokens` touches: all of a dense model, of experts those that some token chose."""
-        model = self._model
-        if not model.experts:
-            return model.weight_bytes
-        missed = (1 - model.experts_per_token / model.experts) ** tokens
-        return model.weight_bytes - BF16 * model.routed_params * missed
-
-    def _communication_s(self, tokens: float) -> float:
-        """Two all-reduces per layer, the second of which expert parallelism replaces by two all-to-alls; stages hand on by NIC."""
-        spec, model = self.spec, self._model
-        row = tokens * model.hidden * BF16
-        total = 0.0
-        if spec.tp > 1:
-            others = (spec.tp - 1) / spec.tp
-            reduce_s = spec.collective_s + 2 * others * row / spec.gpu.nvlink_busbw_bytes_s
-            exchange_s = spec.collective_s + others * row * model.experts_per_token / (
-                spec.tp * spec.gpu.nvlink_busbw_bytes_s
+    async def generate(self, session: str, context: int, new_tokens: int, min_version: int = 0) -> int:
+        """Returns when the tokens are there, with the version that sampled the first. Raises ConfigError where they can never fit."""
+        if context + new_tokens > self._room:
+            asked = f"a request of {context + new_tokens} tokens; {self.name} holds {self._room}"
+            raise ConfigError(
+                f"The workload has {asked}. Give the engine more GPUs, or the task a smaller max_context."
             )
-            second_s = 2 * exchange_s if spec.expert_parallel and model.experts else reduce_s
-            total += model.layers * (reduce_s + second_s)
-        return total + (spec.pp - 1) * (spec.collective_s + row / spec.gpu.nic_busbw_bytes_s)
+        job = BatchRequest(session, context, max(1, new_tokens), min_version, self.timeline.event())
+        (self._waiting if min_version <= self.version else self._early).append(job)
+        self._wake()
+        await job.done
+        return job.version
+
+    @property
+    def num_slots(self) -> int:
+        """Requests decoded at once."""
+        return self.model.spec.num_slots
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that run or wait here."""
+        return self._batch + len(self._waiting) + len(self._early)
+
+    def forget(self, session: str) -> None:
+        """The session is over: its KV is free."""
+        self._idle_tokens -= self._idle.pop(session, 0)
+
+    def suspend(self) -> None:
+        """From the next step's boundary nothing is computed."""
+        self.suspended = True
+        self._wake()
+        self.told(self)
+
+    def resume(self, version: int) -> None:
+        """Go on with weights `version`; if they are newer, every KV is stale and what runs is prefilled again."""
+        if version > self.version:
+            self.version = version
+            self._recompute = self._context
+            self._idle.clear()
+            self._idle_tokens = 0
+            self._waiting.extend(job for job in self._early if job.min_version <= version)
+            self._early = [job for job in self._early if job.min_version > version]
+        self.suspended = False
+        self._wake()
+        self.told(self)
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+    async def _serve(self) -> None:
+        while True:
+            self._changed = changed = self.timeline.event()
+            if not self.suspended and (prefill_s := self._admit()):
+                await self.timeline.sleep(prefill_s)
+                self.usage.prefill_s += prefill_s
+            elif not self.suspended and self._batch:
+                await self._decode(changed)
+            else:
+                await changed
+
+    def _admit(self) -> float:
+        """Take in what fits; returns the seconds that its prefill takes."""
+        seconds = 0.0
+        if self._recompute:
+            each = self._context // max(1, self._batch)
+            seconds += self._batch * self.model.prefill_s(each)
+            self.usage.prefilled += self._recompute
+            self._recompute = 0
+        while self._waiting and self._batch < self.model.spec.num_slots:
+            job = self._waiting[0]
+            kept = self._idle.get(job.session, 0)
+            if not self._make_room(job.context - kept, job.session):
+                break
+            self._waiting.popleft()
+            self.forget(job.session)
+            seconds += self.model.prefill_s(job.context - kept, kept)
+            self.usage.prefilled += job.context - kept
+            self._begin(job)
+        return seconds
+
+    def _begin(self, job: BatchRequest) -> None:
+        self._batch += 1
+        self._context += job.context
+        job.finish = self._steps + job.new_tokens
+        self._serial += 1
+        job.entry = self._serial
+        job.version = self.version if job.version < 0 else job.version
+        heapq.heappush(self._running, (job.finish, self._serial, job))
+
+    def _make_room(self, tokens: int, session: str = "") -> bool:
+        """Forget idle sessions, the least recently used first, until `tokens` more and a step of the batch fit."""
+        wanted = tokens + self._batch + 1
+        while self._context + self._idle_tokens + wanted > self._room:
+            oldest = next((name for name in self._idle if name != session), None)
+            if oldest is None:
+                return False
+            self.forget(oldest)
+        return True
+
+    async def _decode(self, changed: SimEvent) -> None:
+        """The steps up to the next completion, or up to the boundary after something changed."""
+        while self._batch > 1 and not self._make_room(0):
+            self._preempt()
+        room = max(1, (self._room - self._context - self._idle_tokens) // self._batch)
+        self._drop_left()
+        most = min(self._running[0][0] - self._steps, room, MAX_STEPS)
+        span = DecodeSpan(self.model, self._batch, self._context)
+        began, steps = self.timeline.now, most
+        self.timeline.at(began + span.seconds(most), changed.set)
+        await changed
+        if self.timeline.now < began + span.seconds(most):
+            steps = span.steps_within(self.timeline.now - began, most)
+            await self.timeline.sleep(began + span.seconds(steps) - self.timeline.now)
+        self.usage.decode_s += span.seconds(steps)
+        self.usage.tokens += self._batch * steps
+        self._steps += steps
+        self._context += self._batch * steps
+        self._complete()
+
+    def _complete(self) -> None:
+        self._drop_left()
+        while self._running and self._running[0][0] <= self._steps:
+            _, _, job = heapq.heappop(self._running)
+            held = job.context + job.new_tokens
+            self._take_off(job, held)
+            self._idle[job.session] = held
+            self._idle_tokens += held
+            job.done.set()
+            self._drop_left()
+
+    def _preempt(self) -> None:
+        """Take the youngest request off; it comes back first, with the tokens that it has."""
+        job = max((entry[2] for entry in self._running if entry[2].entry == entry[1]), key=lambda job: job.entry)
+        left = job.finish - self._steps
+        has = job.context + job.new_tokens - left
+        self._take_off(job, has)
+        self.usage.preempted += 1
+        job.context, job.new_tokens = has, left
+        self._waiting.appendleft(job)
+
+    def _take_off(self, job: BatchRequest, held: int) -> None:
+        job.entry = 0
+        self._batch -= 1
+        self._context -= held
+
+    def _drop_left(self) -> None:
+        """Whose entry was taken off stays in the heap until it comes to the top."""
+        while self._running and self._running[0][2].entry != self._running[0][1]:
+            heapq.heappop(self._running)

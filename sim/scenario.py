@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
@@ -13,8 +13,23 @@ from runtime.config.errors import sentences
 from runtime.config.source import ConfigSource, given, read
 from runtime.errors import ConfigError
 from sim.claims import ClaimSpec
-from sim.kinds import KINDS
 from sim.outcome import RunProgress, RunResult
+
+KINDS: Final[Mapping[str, str]] = {
+    "fabric_testbed": "sim.live.testbed",
+    "modelsync": "sim.rollmux.modelsync",
+    "one_host": "sim.onehost.scenario",
+    "rfabric_throughput": "sim.rfabric.throughput",
+    "rfabric_characterisation": "sim.rfabric.characterisation",
+    "rfabric_cost": "sim.rfabric.cost",
+    "rollart_affinity": "sim.rollart.affinity",
+    "rollart_failures": "sim.rollart.failures",
+    "rollart_serverless": "sim.rollart.serverless",
+    "rollart_sigma": "sim.rollart.sigma",
+    "rollart_staleness": "sim.rollart.staleness",
+    "rollart_weight_pull": "sim.rollart.weight_pull",
+}
+"""Which module simulates which kind of scenario; each holds a `KIND` and is imported only when asked for."""
 
 INCLUDE_DEPTH = 4
 """A file that includes itself is refused here."""
@@ -24,7 +39,7 @@ class Scenario(Section):
     """Base of every kind's scenario; a kind adds the fields that its runner reads."""
 
     kind: str
-    """Which runner reads it; see sim/kinds.py."""
+    """Which runner reads it: one of `KINDS`."""
     title: str
     source: str
     """The paper whose figures are held against ours."""

@@ -4,7 +4,7 @@ from pydantic import Field
 
 from runtime.config.config import Section
 from sim.hardware import GpuSpec
-from sim.model import BF16, ModelSpec
+from sim.language_model import BF16, ModelSpec
 
 
 class TrainerSpec(Section):

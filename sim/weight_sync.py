@@ -7,6 +7,17 @@ from runtime.config.config import Section
 GIB = 1 << 30
 
 
+class Measured(Section):
+    """A transfer that a paper timed, which a scenario's rate comes from: `gib` GiB took `seconds`."""
+
+    gib: float = Field(gt=0)
+    seconds: float = Field(gt=0)
+
+    @property
+    def bytes_s(self) -> float:
+        return self.gib * GIB / self.seconds
+
+
 class StoreSync(Section):
     """The trainer pushes buckets to a store on CPUs; every engine pulls each as soon as it is there, then loads what it pulled."""
 

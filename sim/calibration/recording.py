@@ -39,7 +39,7 @@ Row = Mapping[str, float]
 LineT = TypeVar("LineT")
 
 
-class RecordedSteps(msgspec.Struct, frozen=True):
+class RecordedEngine(msgspec.Struct, frozen=True):
     """One engine's life: see TorchEngine._tell_times. `sampled` has (rows, tokens, CPU seconds) of single steps."""
 
     cpu_s: float
@@ -74,7 +74,7 @@ class Recording:
         return self.rows[WARM_STEPS - 1 : len(self.rows) - LAST_STEPS]
 
     @property
-    def engines(self) -> dict[str, RecordedSteps]:
+    def engines(self) -> dict[str, RecordedEngine]:
         """By name. Raises ConfigError where an engine did not tell: only fitting needs it."""
         return dict(_step_times(self.folder))
 
@@ -166,7 +166,7 @@ def read_run(folder: Path) -> Recording:
     return Recording(folder, config, rows, rollouts)
 
 
-def _step_times(folder: Path) -> Iterator[tuple[str, RecordedSteps]]:
+def _step_times(folder: Path) -> Iterator[tuple[str, RecordedEngine]]:
     names = {path.name.removesuffix(".gz") for path in (folder / "logs").glob("engine-*.jsonl*")}
     for name in sorted(names):
         told = [line for line in _lines(folder, f"logs/{name}", dict[str, Any]) if line.get("event") == "step_times"]
@@ -175,7 +175,7 @@ def _step_times(folder: Path) -> Iterator[tuple[str, RecordedSteps]]:
                 f"{folder}/logs/{name} has no step_times: the engine was killed, or is not the built-in one. Let a run end by itself."
             )
         try:
-            yield name.removesuffix(".jsonl"), msgspec.convert(told[-1], RecordedSteps)
+            yield name.removesuffix(".jsonl"), msgspec.convert(told[-1], RecordedEngine)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{folder}/logs/{name} has damaged step_times: {error}. Record the run anew.") from error
 

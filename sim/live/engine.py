@@ -1,7 +1,7 @@
 """An `Engine` whose times are the modelled engine's: real workers, proxies and managers meet the roofline."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from pydantic import Field
@@ -11,13 +11,26 @@ from actors.engines.engine import Chunk, EngineCapabilities, EngineError, Load, 
 from actors.engines.rate import Rate
 from actors.engines.section import EngineSection
 from actors.engines.sequence import Sequence, check
-from sim.batching import ModelledEngine
-from sim.engine_model import EngineModel, EngineSpec
-from sim.live.clock import LoopTimeline
-from sim.timeline import SimProcess
+from sim.engine_model import ModelledEngine
+from sim.roofline import EngineSpec, Roofline
+from sim.timeline import SimProcess, Timeline
 
 TOKEN = 2
 """What it samples, always: no stop token, so every turn has its full length."""
+
+
+class LoopTimeline(Timeline):
+    """The modelled engine's timeline on an asyncio loop: virtual time is the loop's, what is due is a timer of it. `run` is the loop's business."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def now(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride] - the loop alone moves it
+        return self._loop.time()
+
+    def at(self, when_s: float, call: Callable[[], None]) -> None:
+        self._loop.call_at(max(self.now, when_s), call)
 
 
 class RooflineSection(EngineSection):
@@ -42,7 +55,7 @@ class RooflineEngine:
 
     async def start(self) -> None:
         self._timeline = LoopTimeline()
-        self._engine = ModelledEngine(self._timeline, "engine", EngineModel(self._section.spec))
+        self._engine = ModelledEngine(self._timeline, "engine", Roofline(self._section.spec))
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
         check(work, self._section.max_len, self._section.vocab_size)

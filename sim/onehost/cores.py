@@ -61,7 +61,7 @@ class Cores:
             call()
 
 
-class Part:
+class HostProcess:
     """One process: what it has to do, in order, and the CPU seconds that it took."""
 
     def __init__(self, cores: Cores, timeline: Timeline, name: str) -> None:

@@ -12,14 +12,14 @@ from actors.engines.section import EngineSection
 from actors.engines.sequence import Sequence
 from actors.messages.generation import Sampling
 from sim.onehost.calibrated import EngineCosts
-from sim.onehost.cores import Part
+from sim.onehost.cores import HostProcess
 from sim.timeline import SimEvent, Timeline
 
 TOKEN = 0
 """All that is ever shown or sampled: sessions differ in nothing but their length."""
 
 
-class EngineRequest(NamedTuple):
+class HostedRequest(NamedTuple):
     """A sequence of the live scheduler, and what happens when its last token is sampled."""
 
     sequence: Sequence
@@ -30,7 +30,9 @@ class EngineRequest(NamedTuple):
 class HostedEngine:
     """Between its steps it takes commands; what comes during a step waits for the next. Routed to by sim/proxy_model.py."""
 
-    def __init__(self, timeline: Timeline, loop: Part, steps: Part, section: EngineSection, costs: EngineCosts) -> None:
+    def __init__(
+        self, timeline: Timeline, loop: HostProcess, steps: HostProcess, section: EngineSection, costs: EngineCosts
+    ) -> None:
         self.name = loop.name
         self._loop, self._steps = loop, steps
         """Two threads: the event loop, and the one that steps."""
@@ -42,7 +44,7 @@ class HostedEngine:
         self._scheduler = Scheduler(section.num_slots, section.max_batch_tokens, prefix_cache=section.prefix_cache)
         self._posted: list[Sequence] = []
         """Commands that the step loop has not taken."""
-        self._early: list[EngineRequest] = []
+        self._early: list[HostedRequest] = []
         self._done: dict[str, SimEvent] = {}
         """By request, until its last token is sampled."""
         self._num_here, self._since, self._stepping = 0, 0.0, False
@@ -66,7 +68,7 @@ class HostedEngine:
         await self._loop.work(self._costs.request_s / 2)  # one by one: each is the step thread's as soon as it is read
         length = context + max(1, new_tokens)
         work = Work(session, session, (TOKEN,) * context, Sampling(max_new_tokens=max(1, new_tokens)))
-        request = EngineRequest(Sequence(work, length), min_version, self._timeline.event())
+        request = HostedRequest(Sequence(work, length), min_version, self._timeline.event())
         if min_version <= self.version:
             self._post(request)
         else:
@@ -103,7 +105,7 @@ class HostedEngine:
         if self._newest > version:
             self._pull(self._newest)
 
-    def _post(self, request: EngineRequest) -> None:
+    def _post(self, request: HostedRequest) -> None:
         if not self._num_here:
             self._since = self._timeline.now
         self._num_here += 1

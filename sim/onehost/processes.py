@@ -16,7 +16,7 @@ from sim.buffer_model import NEVER_LAPSES_S
 from sim.job import Environments, Job
 from sim.manager_model import ModelledManager
 from sim.onehost.calibrated import Calibration
-from sim.onehost.cores import Cores, Part
+from sim.onehost.cores import Cores, HostProcess
 from sim.onehost.engine import HostedEngine
 from sim.proxy_model import ModelledProxy
 from sim.timeline import Timeline
@@ -47,7 +47,7 @@ class HostCosts:
         self._cpu, self._rollouts = calibration.costs, calibration.rollouts
         self.timeline = Timeline()
         self._cores = Cores(self.timeline, calibration.cores - self._cpu.background_cores)
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, HostProcess] = {}
         self._proxy_part, self._rewards, self._buffer, self._node, self._trainer = (
             self._part(name) for name in ("llm_proxy-1", "reward_service-1", "sample_buffer-1", "node-1", "trainer-1")
         )
@@ -57,14 +57,14 @@ class HostCosts:
         self.environments = [Environments(self._manager(part), spec.env.concurrency) for part in managers]
         self._train_busy_s = self._counts_s = 0.0
 
-    def _part(self, name: str) -> Part:
-        return self._parts.setdefault(name, Part(self._cores, self.timeline, name))
+    def _part(self, name: str) -> HostProcess:
+        return self._parts.setdefault(name, HostProcess(self._cores, self.timeline, name))
 
     def _engine(self, name: str) -> HostedEngine:
-        loop, steps = (Part(self._cores, self.timeline, name) for _ in range(2))
+        loop, steps = (HostProcess(self._cores, self.timeline, name) for _ in range(2))
         return HostedEngine(self.timeline, loop, steps, self._spec.engine, self._cpu.engine)
 
-    def _manager(self, part: Part) -> ModelledManager:
+    def _manager(self, part: HostProcess) -> ModelledManager:
         turns = _TurnThroughProcesses(
             part, self._proxy_part, self._proxy, self._cpu.env_manager_turn_s, self._cpu.llm_proxy_turn_s / 2
         )
@@ -135,8 +135,8 @@ def host_job(spec: HostJobSpec, calibration: Calibration, seed: int) -> Job:
 class _TurnThroughProcesses(NamedTuple):
     """A turn's way: manager, proxy, engine, proxy, and back to the manager, whose next turn begins with the environment's step."""
 
-    manager: Part
-    proxy: Part
+    manager: HostProcess
+    proxy: HostProcess
     routed: ModelledProxy
     manager_s: float
     proxy_s: float

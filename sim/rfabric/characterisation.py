@@ -7,12 +7,12 @@ from pydantic import Field
 
 from runtime.config.config import Section
 from sim.claims import Value
-from sim.engine_model import EngineModel, EngineSpec
 from sim.hardware import GpuSpec
-from sim.model import BF16, ModelSpec
+from sim.language_model import BF16, ModelSpec
 from sim.net.collectives import ring_all_reduce_s
 from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from sim.rfabric.job import GRADIENT, TOKEN_AND_LOGPROB
+from sim.roofline import EngineSpec, Roofline
 from sim.scenario import Scenario, ScenarioKind
 
 
@@ -87,7 +87,7 @@ def windows(s: CharacterisationScenario) -> Mapping[str, Window]:
     update = (micro_batches + job.train_servers - 1) * slot
     generation = generation_s(s)
     iteration = max(update * job.prompts / job.mini_batch, generation)
-    engine = EngineModel(EngineSpec(gpu=s.gpu, model=model, tp=tp))
+    engine = Roofline(EngineSpec(gpu=s.gpu, model=model, tp=tp))
     batch = min(engine.spec.num_slots, -(-job.prompts * job.samples // job.engines))
     step = engine.step_s(batch, batch * (job.prompt_tokens + job.response_tokens / 2))
     activation = job.micro_batch * tokens * model.hidden * BF16
@@ -121,7 +121,7 @@ def slot_s(s: CharacterisationScenario) -> float:
 def generation_s(s: CharacterisationScenario) -> float:
     """All responses of an iteration, of equal length, in as many full batches as an engine needs."""
     job = s.job
-    engine = EngineModel(EngineSpec(gpu=s.gpu, model=s.model, tp=s.gpu.gpus_per_server))
+    engine = Roofline(EngineSpec(gpu=s.gpu, model=s.model, tp=s.gpu.gpus_per_server))
     each = -(-job.prompts * job.samples // job.engines)
     total, left = 0.0, each
     while left > 0:

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from sim.claims import Value
 from sim.hardware import GpuSpec, Prices
-from sim.model import ModelSpec
+from sim.language_model import ModelSpec
 from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from sim.rfabric import fabrics
 from sim.rfabric.counts import FABRICS, Parts, Sizes

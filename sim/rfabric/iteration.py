@@ -6,10 +6,8 @@ from typing import NamedTuple
 
 from sim.net.collectives import Transfer
 from sim.net.network import FlowsDone, Network, complete, flows
-from sim.rfabric import generation
 from sim.rfabric import job as jobs
-from sim.rfabric.generation import Operation
-from sim.rfabric.job import FabricJob, Phase
+from sim.rfabric.job import FabricJob, Operation, Phase
 
 BACKGROUND = ("responses", "gen_")
 
@@ -42,7 +40,7 @@ def traffic(job: FabricJob, pod_servers: int) -> Traffic:
     return Traffic(
         jobs.expert_transfers(job), jobs.context_transfers(job), jobs.stage_transfers(job), jobs.gradient_transfers(job),
         jobs.weight_send(job, pods), jobs.weight_local(job, pods), jobs.responses(job),
-        generation.operations(job, pods),
+        jobs.generation_operations(job, pods),
     )  # fmt: skip
 
 

@@ -1,18 +1,20 @@
 """Throughput of an RL iteration on each fabric, relative to the non-blocking fat-tree: Figure 6 of the RFabric paper."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import field_validator
+import numpy as np
+from pydantic import ValidationError, field_validator
 
+from runtime.config.config import Section
+from runtime.errors import ConfigError
 from sim.claims import Value
 from sim.hardware import GpuSpec
-from sim.model import ModelSpec
+from sim.language_model import ModelSpec
 from sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
-from sim.rfabric import tables
 from sim.rfabric.fabrics import FABRICS, FabricSpec, Iteration, case
 from sim.rfabric.job import Gpus, TrainingSpec, place
-from sim.rfabric.variation import Variation, varied
 from sim.scenario import Scenario, ScenarioKind
 
 Found = Mapping[tuple[int, str], Iteration]
@@ -20,6 +22,13 @@ Found = Mapping[tuple[int, str], Iteration]
 
 UPPER, LOWER = ("fat-tree", "rail-optimised", "rfabric"), ("oversubscribed", "sip")
 """The paper's two groups."""
+
+
+class Variation(Section):
+    """A row of the sensitivity table: keys, dotted from the scenario's root, and what each becomes."""
+
+    name: str
+    set: dict[str, Any]
 
 
 class ThroughputScenario(Scenario):
@@ -44,6 +53,25 @@ class ThroughputScenario(Scenario):
         return names
 
 
+def varied(scenario: ThroughputScenario, variation: Variation) -> ThroughputScenario:
+    """`scenario` with the keys changed; ConfigError where that leaves no scenario."""
+    tree = scenario.model_dump(mode="json")
+    for key, value in variation.set.items():
+        inner = tree
+        *outer, last = key.split(".")
+        for name in outer:
+            inner = inner.get(name)
+            if not isinstance(inner, dict):
+                raise ConfigError(f"The variation {variation.name!r} sets {key}, which is not a key.")
+        inner[last] = value
+    try:
+        return type(scenario).model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"The variation {variation.name!r} is refused: {where}: {first['msg']}.") from error
+
+
 def simulate(scenario: ThroughputScenario, gpus: int, name: str) -> Iteration:
     """One iteration on one fabric."""
     job = place(scenario.job, scenario.model, scenario.gpu, gpus)
@@ -65,13 +93,52 @@ def run(scenario: ThroughputScenario, progress: RunProgress) -> RunResult:
         first = {(altered.gpus[0], name): simulate(altered, altered.gpus[0], name) for name in altered.fabrics}
         rows.append(_sensitivity_row(variation.name, altered, first))
     outcome_tables = {
-        "phases": tables.phases(found), "links": tables.links(found, scenario.gpus[0]), "circuits": tables.circuits(found),
+        "phases": _phases(found), "links": _links(found, scenario.gpus[0]), "circuits": _circuits(found),
         "sensitivity": Table(("variation", "fat_tree_s", *scenario.fabrics), rows),
     }  # fmt: skip
     plots = {"throughput": Plot("Throughput relative to the fat-tree", lambda f: _draw(f, scenario, found))}
     return RunResult(
         dict(_figures(scenario, found)), outcome_tables, plots, list(_spans(found)), _notes(scenario, found)
     )
+
+
+def _phases(found: Found) -> Table:
+    """Every operation of every phase: how often it runs in the phase, and its time."""
+    rows: list[tuple[Cell, ...]] = [
+        (
+            gpus, name, phase, iteration.topology[phase].name if phase in iteration.topology else "static",
+            time.seconds, time.network_s, operation, times, done.seconds, float(done.link_bytes.sum()),
+        )
+        for (gpus, name), iteration in found.items()
+        for phase, time in iteration.phases.items()
+        for operation, times, done in time.runs
+    ]  # fmt: skip
+    columns = "gpus fabric phase topology phase_s network_s operation runs run_s link_bytes"
+    return Table(tuple(columns.split()), rows)
+
+
+def _links(found: Found, gpus: int) -> Table:
+    """Every link that carries bytes in one run of a phase, at one size."""
+    rows: list[tuple[Cell, ...]] = []
+    for (size, name), iteration in found.items():
+        for phase, time in iteration.phases.items() if size == gpus else ():
+            network = iteration.networks[phase]
+            carried = sum((times * done.link_bytes for _, times, done in time.runs), np.zeros(len(network.capacity)))
+            for i in np.flatnonzero(carried).tolist():
+                busy = float(carried[i] / network.capacity[i] / time.seconds)
+                rows.append((name, phase, str(network.names[i]), float(network.capacity[i]), float(carried[i]), busy))
+    return Table(("fabric", "phase", "link", "bytes_s", "bytes", "busy"), rows)
+
+
+def _circuits(found: Found) -> Table:
+    """The circuits that each phase has, per pair of nodes."""
+    rows: list[tuple[Cell, ...]] = [
+        (gpus, name, phase, topology.name, a, b, number)
+        for (gpus, name), iteration in found.items()
+        for phase, topology in iteration.topology.items()
+        for (a, b), number in sorted(Counter(topology.links).items())
+    ]
+    return Table(("gpus", "fabric", "phase", "topology", "node", "other", "circuits"), rows)
 
 
 def _normalised(found: Found, gpus: int, names: tuple[str, ...]) -> list[float]:

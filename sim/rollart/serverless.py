@@ -8,10 +8,10 @@ from pydantic import Field, model_validator
 from planning.snapshot import RequestView
 from sim.cluster import PoolSpec, engines_of
 from sim.distribution import Distribution
-from sim.engine_model import EngineModel, EngineSpec
 from sim.outcome import Cell, RunProgress, RunResult, Table
 from sim.proxy_model import ModelledProxy
 from sim.rollart.batch import BatchRun
+from sim.roofline import EngineSpec, Roofline
 from sim.scenario import Scenario, ScenarioKind
 from sim.timeline import Timeline
 from sim.workload import Episode, TaskSpec, chance_of, episode
@@ -68,7 +68,7 @@ class Functions(Rewards):
     def __init__(self, scenario: Serverless, timeline: Timeline) -> None:
         super().__init__(scenario)
         self._timeline = timeline
-        self._model = EngineModel(scenario.reward)
+        self._model = Roofline(scenario.reward)
 
     async def score(self, session: str, episode: Episode) -> None:
         tokens = self.verdict(session)

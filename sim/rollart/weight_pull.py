@@ -9,11 +9,10 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from runtime.config.config import Section
-from sim.measured import Measured
-from sim.model import ModelSpec
+from sim.language_model import ModelSpec
 from sim.outcome import Cell, RunProgress, RunResult, Table
 from sim.scenario import Scenario, ScenarioKind
-from sim.weight_sync import StoreSync
+from sim.weight_sync import Measured, StoreSync
 
 
 class Served(Section):

@@ -5,11 +5,10 @@ from typing import Any, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from sim.hardware import GpuSpec
-from sim.measured import Measured
-from sim.model import ModelSpec
+from sim.language_model import ModelSpec
 from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from sim.scenario import Scenario, ScenarioKind
-from sim.weight_sync import CrossLink
+from sim.weight_sync import CrossLink, Measured
 
 
 class ModelSync(Scenario):

@@ -1,84 +1,119 @@
-"""The roofline: its two roofs, its parallelism, and the profile that it is calibrated on."""
+"""The modelled engine against closed forms of its own cost model."""
 
 from pathlib import Path
 
 import pytest
 import yaml
 
-from sim.engine_model import EngineModel, EngineSpec
-from sim.training_model import TrainerSpec
+from runtime.errors import ConfigError
+from sim.engine_model import ModelledEngine
+from sim.roofline import EngineSpec, Roofline
+from sim.timeline import Timeline
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def parts(gpu: str = "h800", model: str = "qwen3-8b") -> dict:
-    names = {"gpu": f"hardware/{gpu}.yaml", "model": f"models/{model}.yaml"}
-    return {key: yaml.safe_load((CONFIGS / name).read_text()) for key, name in names.items()}
+def spec(**changes) -> EngineSpec:
+    gpu = yaml.safe_load((CONFIGS / "hardware/h800.yaml").read_text())
+    model = yaml.safe_load((CONFIGS / "models/qwen3-8b.yaml").read_text())
+    return EngineSpec.model_validate({"gpu": gpu, "model": model, **changes})
 
 
-def engine(gpu: str = "h800", model: str = "qwen3-8b", **changes) -> EngineModel:
-    return EngineModel(EngineSpec.model_validate({**parts(gpu, model), **changes}))
+def engine(**changes) -> tuple[Timeline, ModelledEngine]:
+    timeline = Timeline()
+    return timeline, ModelledEngine(timeline, "engine-0", Roofline(spec(**changes)))
 
 
-def test_a_small_batch_takes_the_time_to_read_weights_and_kv():
-    model = engine()
-    spec = model.spec
+def test_one_request_takes_its_prefill_and_the_sum_of_its_steps():
+    timeline, served = engine()
 
-    read = spec.model.weight_bytes + 1000 * spec.model.kv_bytes_per_token
-    assert model.step_s(1, 1000) == pytest.approx(read / (3.35e12 * 0.72))
+    job = timeline.start(served.generate("a", 1000, 400))
+    timeline.run(until=job.ended)
 
-
-def test_a_large_batch_of_short_contexts_is_bound_by_compute_on_a_gpu_of_little_compute():
-    flops = engine("h20").spec.model.forward_flops_per_token(10) * 200
-
-    assert engine("h20").step_s(200, 2000) == pytest.approx(flops / (148e12 * 0.55))
-    assert engine("h800").step_s(200, 2000) < engine("h20").step_s(200, 2000)
+    steps = sum(served.model.step_s(1, 1000 + done) for done in range(400))
+    assert timeline.now == pytest.approx(served.model.prefill_s(1000) + steps, rel=1e-9)
+    assert served.usage.tokens == 400
 
 
-def test_a_7b_step_is_within_a_tenth_of_the_profile_that_names_the_bandwidth():
-    """Frontier, H800, Llama-2-7B: 0.167 ms per layer of linear operators at TP1, 32 layers; Qwen2.5-7B has 13 % more weights."""
-    scaled = engine(model="qwen2.5-7b").step_s(1, 0) * 6.74 / 7.62
+def test_a_request_that_joins_waits_for_the_boundary_of_the_running_step():
+    timeline, served = engine()
+    first = timeline.start(served.generate("a", 1000, 400))
 
-    assert scaled == pytest.approx(0.167e-3 * 32, rel=0.1)
+    async def joins() -> float:
+        await timeline.sleep(served.model.prefill_s(1000) + 1.5 * served.model.step_s(1, 1000))
+        await served.generate("b", 100, 1)
+        return timeline.now
 
+    second = timeline.start(joins())
+    timeline.run()
 
-def test_tensor_parallelism_divides_reading_and_adds_collectives():
-    one, two = engine(), engine(tp=2)
-
-    added = 2 * 36 * (3e-6 + 2 * 0.5 * 4096 * 2 / 165e9)
-    assert two.step_s(1, 1000) == pytest.approx(one.step_s(1, 1000) / 2 + added)
-
-
-def test_a_mixture_of_experts_reads_more_experts_the_larger_the_batch():
-    model = engine(model="qwen2-57b-a14b", tp=4)
-
-    small, large = model.step_s(1, 0), model.step_s(64, 0)
-    assert small < 0.4 * large
-    assert model.step_s(256, 0) < 1.1 * large
+    alone = [served.model.step_s(1, 1000 + done) for done in range(2)]
+    begun = served.model.prefill_s(1000) + sum(alone) + served.model.prefill_s(100)
+    assert second.ended.value == pytest.approx(begun + served.model.step_s(2, 1102), rel=1e-9)
+    assert first.ended.happened
+    assert served.usage.tokens == 401
 
 
-def test_weights_that_do_not_fit_are_refused_with_the_way_out():
-    with pytest.raises(ValueError, match="give it more tp or pp"):
-        engine(model="qwen2-57b-a14b")
+def test_the_next_turn_of_a_session_prefills_only_what_is_new():
+    timeline, served = engine()
+
+    async def turns() -> None:
+        await served.generate("a", 1000, 10)
+        await served.generate("a", 1010 + 50, 10)
+
+    timeline.start(turns())
+    timeline.run()
+
+    assert served.usage.prefilled == 1000 + 50
 
 
-def test_prefill_behind_a_prefix_costs_more_than_at_the_start_and_less_than_both():
-    model = engine()
+def test_new_weights_make_every_kv_stale():
+    timeline, served = engine()
+    running = timeline.start(served.generate("a", 1000, 1000))
 
-    assert model.prefill_s(1000) < model.prefill_s(1000, 8000) < model.prefill_s(9000)
+    async def swaps() -> None:
+        await timeline.sleep(1.0)
+        served.suspend()
+        await timeline.sleep(5.0)
+        served.resume(version=1)
+
+    timeline.start(swaps())
+    timeline.run()
+
+    assert running.ended.happened
+    assert served.version == 1
+    assert served.usage.prefilled > 2000
+    assert timeline.now == pytest.approx(5.0 + served.usage.busy_s, rel=0.01)
 
 
-def test_a_training_step_is_its_flops_over_what_the_gpus_reach():
-    spec = TrainerSpec.model_validate({**parts(), "gpus": 32, "scoring_passes": 1, "recompute": False})
+def test_a_request_waits_for_the_version_that_it_asks_for_and_blocks_nobody():
+    timeline, served = engine()
+    early = timeline.start(served.generate("a", 10, 10, min_version=1))
+    other = timeline.start(served.generate("b", 10, 10))
 
-    forward = 1_000_000 * spec.model.forward_flops_per_token(500)
-    assert spec.step_s(1_000_000, 1000) == pytest.approx(
-        4 * forward / (32 * 989e12 * 0.4) + 2 * 31 / 32 * spec.model.weight_bytes / 48.5e9
-    )
+    timeline.run()
+    assert other.ended.happened
+    assert not early.ended.happened
+
+    served.resume(version=1)
+    timeline.run()
+    assert early.ended.happened
 
 
-def test_the_pipelines_bubble_shrinks_with_micro_batches():
-    spec = TrainerSpec.model_validate({**parts(), "gpus": 32, "pp": 4})
+def test_a_full_kv_room_preempts_and_loses_no_token():
+    timeline, served = engine(memory_use=0.28)
+    room = served.model.kv_tokens
+    jobs = [timeline.start(served.generate(name, room // 4, room // 3)) for name in "abc"]
 
-    assert spec.bubble == pytest.approx(3 / 11)
-    assert spec.model_copy(update={"micro_batches": 64}).bubble < 0.05
+    timeline.run()
+
+    assert all(job.ended.happened for job in jobs)
+    assert served.usage.preempted > 0
+    assert served.usage.tokens == 3 * (room // 3)
+
+
+def test_what_can_never_fit_is_refused():
+    timeline, served = engine()
+
+    with pytest.raises(ConfigError, match="Give the engine more GPUs"):
+        timeline.start(served.generate("a", served.model.kv_tokens, 1))

@@ -8,12 +8,11 @@ import pytest
 
 from runtime.config.source import read
 from sim.hardware import GpuSpec
-from sim.model import ModelSpec
+from sim.language_model import ModelSpec
 from sim.rfabric import fabrics
 from sim.rfabric import job as jobs
 from sim.rfabric.fabrics import FABRICS, FabricSpec, case
-from sim.rfabric.generation import operations
-from sim.rfabric.job import TrainingSpec, place
+from sim.rfabric.job import TrainingSpec, generation_operations, place
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = ModelSpec.model_validate(read(CONFIGS / "models" / "qwen2-57b-a14b.yaml").tree)
@@ -117,7 +116,7 @@ def test_generation_keeps_to_its_pods():
     pods = jobs.generation_pods(one, 32)
 
     pod_of = {server: i for i, pod in enumerate(pods) for server in pod}
-    for name, times, transfers in operations(one, pods):
+    for name, times, transfers in generation_operations(one, pods):
         assert transfers, name
         assert times > 0
         assert all(pod_of[a] == pod_of[b] for a, b, _ in transfers), name

@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from planning.snapshot import RequestView
-from sim.batching import ModelledEngine
 from sim.cluster import ClusterJobSpec, PoolSpec, cluster_job, engines_of
-from sim.engine_model import EngineModel
+from sim.engine_model import ModelledEngine
 from sim.job import Job
 from sim.proxy_model import ModelledProxy
 from sim.rollart.batch import BatchRun
+from sim.roofline import Roofline
 from sim.timeline import Timeline
 from sim.workload import TaskSpec, episode
 
@@ -145,7 +145,7 @@ def test_a_batch_that_has_enough_ends_before_its_slowest():
 
 def test_an_engine_that_waits_for_weights_is_no_hindrance_to_the_job():
     timeline = Timeline()
-    served = ModelledEngine(timeline, "engine-0", EngineModel(pools()[0].engine))
+    served = ModelledEngine(timeline, "engine-0", Roofline(pools()[0].engine))
     proxy = ModelledProxy(timeline, [served])
     asked = timeline.start(proxy.generate(RequestView("t0", min_version=1), 100, 10))
 

@@ -10,7 +10,7 @@ import yaml
 from actors.engines.section import EngineSection
 from runtime.cli import main
 from sim.onehost.calibrated import EngineCosts
-from sim.onehost.cores import Cores, Part
+from sim.onehost.cores import Cores, HostProcess
 from sim.onehost.engine import HostedEngine
 from sim.onehost.observed import idle_shares
 from sim.onehost.processes import host_job
@@ -64,7 +64,7 @@ def test_work_that_comes_later_slows_what_is_under_way():
 
 def test_what_comes_while_a_part_computes_is_handled_in_one_tick_and_before_its_further_work():
     timeline = Timeline()
-    part, done = Part(Cores(timeline, 1), timeline, "a"), []
+    part, done = HostProcess(Cores(timeline, 1), timeline, "a"), []
 
     def note(what: str) -> None:
         done.append((what, round(timeline.now, 6)))
@@ -89,8 +89,8 @@ class Bench:
         self.timeline = timeline = Timeline()
         cores = Cores(timeline, 8)
         section = EngineSection(**({"num_slots": 4, "gather_s": 0.25} | options))
-        self.steps = Part(cores, timeline, "engine-1")
-        self.engine = HostedEngine(timeline, Part(cores, timeline, "engine-1"), self.steps, section, COSTS)
+        self.steps = HostProcess(cores, timeline, "engine-1")
+        self.engine = HostedEngine(timeline, HostProcess(cores, timeline, "engine-1"), self.steps, section, COSTS)
         self.done: list[tuple[str, float, int]] = []
 
     def ask(self, session: str, context: int, new: int = 1, *, version: int = 0, at: float = 0.0) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.config.source import read
 from sim.hardware import GpuSpec
-from sim.model import ModelSpec
+from sim.language_model import ModelSpec
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -1,0 +1,135 @@
+"""How long an inference engine computes: a roofline of prefill and of decode steps, its parallelism's communication, its KV room."""
+
+from typing import NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from runtime.config.config import Section
+from sim.hardware import GpuSpec
+from sim.language_model import BF16, ModelSpec
+
+
+class EngineSpec(Section):
+    """One engine: `tp` x `pp` GPUs of one kind that hold one copy of a model.
+
+    The defaults' sources: Frontier's kernel profiles on H800 (bandwidth use 0.72 at TP1; 4 ms between the kernels and the step
+    without CUDA graphs, none assumed with them); Libra's constants (prefill MFU, 3 us per collective, 4 % of KV lost to
+    fragmentation, 1 GB workspace, 256 requests); vLLM's default share of memory.
+    """
+
+    gpu: GpuSpec
+    model: ModelSpec
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel GPUs, within one server."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline stages."""
+    expert_parallel: bool = False
+    """Experts lie whole on the `tp` GPUs, and tokens travel to them, instead of each expert being split."""
+    launch_s: float = Field(default=0.0, ge=0)
+    """Host time of a decode step that kernels do not hide: 0.004 without CUDA graphs."""
+    bandwidth_use: float = Field(default=0.72, gt=0, le=1)
+    prefill_mfu: float = Field(default=0.55, gt=0, le=1)
+    decode_mfu: float = Field(default=0.55, gt=0, le=1)
+    """Of the compute that bounds a large decode batch."""
+    collective_s: float = Field(default=3e-6, ge=0)
+    """Latency of one collective in a server."""
+    prefill_chunk: int = Field(default=1024, ge=1)
+    """Tokens that a pipeline passes on at once."""
+    memory_use: float = Field(default=0.9, gt=0, le=1)
+    workspace_bytes: float = Field(default=1e9, ge=0)
+    kv_waste: float = Field(default=0.04, ge=0, lt=1)
+    num_slots: int = Field(default=256, ge=1)
+    """Requests decoded at once."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kv_tokens < 1:
+            raise ValueError(f"{self.model.name} does not fit {self.num_gpus} x {self.gpu.name}; give it more tp or pp")
+        return self
+
+    @property
+    def num_gpus(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values fit beside the weights."""
+        usable = self.num_gpus * (self.gpu.hbm_bytes * self.memory_use - self.workspace_bytes)
+        room = usable - self.model.weight_bytes
+        return int(room * (1 - self.kv_waste) / self.model.kv_bytes_per_token)
+
+
+class Roofs(NamedTuple):
+    """A decode step's time at one batch size: `fixed_s` and the longer of two roofs, each linear in the tokens held."""
+
+    fixed_s: float
+    memory_s: float
+    memory_s_per_token: float
+    compute_s: float
+    compute_s_per_token: float
+
+
+class Roofline:
+    """The times of one engine."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._model = spec.model
+        self._kv_bytes = spec.model.kv_bytes_per_token
+        self._flops = spec.model.forward_flops_per_token(0)
+        self._flops_per_context = spec.model.forward_flops_per_token(1) - self._flops
+        self._roofs: dict[int, Roofs] = {}
+        self.kv_tokens = spec.kv_tokens
+
+    def step_s(self, batch: int, context: float) -> float:
+        """One decode step of `batch` requests that hold `context` tokens together: memory or compute, whichever is longer."""
+        roofs = self._roofs.get(batch) or self._roofs.setdefault(batch, self._roofs_of(batch))
+        memory_s = roofs.memory_s + roofs.memory_s_per_token * context
+        return roofs.fixed_s + max(memory_s, roofs.compute_s + roofs.compute_s_per_token * context)
+
+    def prefill_s(self, tokens: int, context: int = 0) -> float:
+        """Prefill of `tokens` behind `context` whose keys and values are there already."""
+        if tokens <= 0:
+            return 0.0
+        spec = self.spec
+        flops = tokens * (self._flops + self._flops_per_context * (context + tokens / 2))
+        bubble = 1 + (spec.pp - 1) / max(1.0, tokens / spec.prefill_chunk)
+        compute_s = bubble * flops / (spec.num_gpus * spec.gpu.peak_flops * spec.prefill_mfu)
+        return spec.launch_s + compute_s + self._communication_s(tokens)
+
+    def _roofs_of(self, batch: int) -> Roofs:
+        """Pipeline stages work on a `pp`-th of the batch each, one after another, so a request's token passes all of them."""
+        spec = self.spec
+        micro = batch / spec.pp
+        rate = spec.tp * spec.gpu.hbm_bytes_s * spec.bandwidth_use
+        flops_s = spec.num_gpus * spec.gpu.peak_flops * spec.decode_mfu
+        return Roofs(
+            fixed_s=spec.launch_s + self._communication_s(micro),
+            memory_s=self._weights_read(micro) / rate,
+            memory_s_per_token=self._kv_bytes / spec.pp / rate,
+            compute_s=self._flops * batch / flops_s,
+            compute_s_per_token=self._flops_per_context / flops_s,
+        )
+
+    def _weights_read(self, tokens: float) -> float:
+        """Bytes of weights that a step of `tokens` touches: all of a dense model, of experts those that some token chose."""
+        model = self._model
+        if not model.experts:
+            return model.weight_bytes
+        missed = (1 - model.experts_per_token / model.experts) ** tokens
+        return model.weight_bytes - BF16 * model.routed_params * missed
+
+    def _communication_s(self, tokens: float) -> float:
+        """Two all-reduces per layer, the second of which expert parallelism replaces by two all-to-alls; stages hand on by NIC."""
+        spec, model = self.spec, self._model
+        row = tokens * model.hidden * BF16
+        total = 0.0
+        if spec.tp > 1:
+            others = (spec.tp - 1) / spec.tp
+            reduce_s = spec.collective_s + 2 * others * row / spec.gpu.nvlink_busbw_bytes_s
+            exchange_s = spec.collective_s + others * row * model.experts_per_token / (
+                spec.tp * spec.gpu.nvlink_busbw_bytes_s
+            )
+            second_s = 2 * exchange_s if spec.expert_parallel and model.experts else reduce_s
+            total += model.layers * (reduce_s + second_s)
+        return total + (spec.pp - 1) * (spec.collective_s + row / spec.gpu.nic_busbw_bytes_s)
