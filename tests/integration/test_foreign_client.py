@@ -113,7 +113,9 @@ BAD_BODY, CANCEL, CREDIT, HELLO, WELCOME, REFUSED = 10, 11, 12, 13, 14, 15
 ARRAY_BESIDE, BUFFER_BESIDE = 2, 4
 PROTOCOL = 1
 PAGE = (ROOT / "docs" / "bus.md").read_text()
-WINDOW_MESSAGES, WINDOW_BYTES = map(int, re.search(r"at first (\d+) messages and (\d+) bytes", PAGE).groups())
+WINDOW_MESSAGES, WINDOW_BYTES = map(
+    int, re.search(r"at\s+first\s+(\d+)\s+messages\s+and\s+(\d+)\s+bytes", PAGE).groups()
+)
 
 
 class Client:
