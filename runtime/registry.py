@@ -1,6 +1,7 @@
 """Who is in the run and where: leased records in the Store, mirrored in each process and kept fresh by an event stream."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, NamedTuple
 
@@ -157,11 +158,21 @@ class Registry:
         self._beats: dict[int, int] = {}
         self._after = 0
         self._looking = False
+        self._sure_at = 0.0
+        """Who could not renew its own lease takes no other's lapse for a death, until all have had the time to renew theirs."""
 
     async def publish(self, record: ActorRecord) -> bool:
         """Take or renew the lease; False means a newer incarnation holds the name and this process must end."""
         value = msgspec.msgpack.encode(record)
-        return await self._store.lease(f"actor/{record.name}", record.incarnation, value, LEASE_TTL_S)
+        loop = asyncio.get_running_loop()
+        try:
+            renewed = await self._store.lease(f"actor/{record.name}", record.incarnation, value, LEASE_TTL_S)
+        except StoreUnavailable:
+            self._sure_at = math.inf
+            raise
+        if self._sure_at == math.inf:
+            self._sure_at = loop.time() + LOOK_S
+        return renewed
 
     async def announce(self, kind: Literal["ready", "left"], record: ActorRecord) -> None:
         bare = msgspec.structs.replace(record, metrics={}, waits=[], stages=[])
@@ -209,8 +220,9 @@ class Registry:
                 joined |= j
                 left |= gone
         live = {r.name: r.incarnation for r in records}
+        sure = asyncio.get_running_loop().time() >= self._sure_at
         for name, incarnation in self._directory.names().items():
-            if name not in live:
+            if name not in live and sure:
                 left |= self._directory.remove(name, incarnation)
         if joined or left:
             await self._on_change(joined, left)

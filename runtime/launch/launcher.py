@@ -32,6 +32,7 @@ from runtime.registry import NODE, list_actors
 from runtime.store.embedded import EmbeddedRedis
 from runtime.store.errors import StoreUnavailable
 from runtime.store.open import open_store
+from runtime.store.redis import RedisStore
 from runtime.supervision import RestartBudget
 
 REDIS_RESTART_S, REDIS_LONGEST_S = 0.2, 2.0
@@ -145,6 +146,8 @@ class Launcher:
         store = open_store(card.state_url, card.id, patience_s=3.0)
         try:
             await store.get("launcher")
+            for sentence in await store.concerns() if self._config.state.url and isinstance(store, RedisStore) else ():
+                self._console.notice(sentence)
         except StoreUnavailable as error:
             raise LaunchError(str(error)) from error
         finally:

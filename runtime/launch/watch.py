@@ -68,18 +68,25 @@ class Watch:
         tell: Callable[[str], None],
         log: "FilteringBoundLogger",
     ) -> None:
-        """Until cancelled: `look` at the processes, then `tell` of each stage that is blocked for `limit_s`, once until it moves.
+        """Until cancelled: `look` at the processes, then `tell` of each stage that is blocked for `limit_s`, once until it moves, and of a
+        Store that has no room.
 
         A slow stage is only logged: a job's slowest stage is no news.
         """
         loop = asyncio.get_running_loop()
+        full = ""
         while True:
             await asyncio.sleep(LOOK_S)
             look()
             try:
                 seen = await list_seen(store)
+                said = await store.full()
             except StoreUnavailable:
                 continue
+            if said != full:
+                full = said
+                log.warning("store_room", full=full)
+                tell(full or "the Store has room again: the run goes on")
             silent = {one.record.name: one.silent_s for one in seen}
             rows = snapshot("", [one.record for one in seen], [], {}, silent=silent)["blocked"]
             for row in self.overdue(rows, loop.time(), limit_s):

@@ -66,7 +66,8 @@ def in_flight_page(shown: Snapshot, selected: str) -> str:
 
 def waits_panel(shown: Snapshot) -> str:
     """Blocked stages; where there are none, the oldest wait of each actor."""
-    blocked = [f"{row['holder']} {row['kind']}: {row['what']}" for row in shown["blocked"]]
+    trouble = [shown["trouble"]] if shown["trouble"] else []
+    blocked = trouble + [f"{row['holder']} {row['kind']}: {row['what']}" for row in shown["blocked"]]
     return "\n".join(dict.fromkeys(blocked)) or "\n".join(wait_lines(shown))
 
 

@@ -72,7 +72,7 @@ class RunSource:
         return View(shown, rows)
 
     async def _live(self, card: RunCard | None) -> tuple[RunState, str, list[Seen]]:
-        """How it stands, the sentence about a run that is up and can't be reached, and its actors."""
+        """How it stands, the sentence about a run that is up and can't be reached or can't go on, and its actors."""
         if card is None:
             return ("unreachable", missing_card(self.folder), []) if is_held(self.folder) else ("ended", "", [])
         if not is_up(card):
@@ -81,13 +81,14 @@ class RunSource:
             return "running", "", []
         try:
             async with asyncio.timeout(READ_S):
-                seen = await list_seen(await self._connected(card))
+                store = await self._connected(card)
+                seen, full = await list_seen(store), await store.full()
         except (StoreUnavailable, TimeoutError):
             if not is_up(card):
                 return "ended", "", []
             return "unreachable", silent_store(card.state_url, self.folder, self._answered_s), []
         self._answered_s = wall_s()
-        return "running", "", seen
+        return "running", full, seen
 
     def log(self, actor: str, lines: int) -> list[str]:
         """The newest lines of the log of `actor`."""

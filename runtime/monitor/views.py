@@ -75,7 +75,7 @@ class Snapshot(TypedDict):
     run: str
     state: RunState
     trouble: str
-    """Why it is unreachable and what to do, in a sentence; else empty."""
+    """Why it is unreachable, or paused because the Store has no room, and what to do, in a sentence; else empty."""
     step: int
     steps: int | None
     alpha: float | None

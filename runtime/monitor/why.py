@@ -32,14 +32,15 @@ def render(shown: Snapshot, width: int = 80) -> str:
     """Blocked stages, then the tree, as text of at most `width` columns; the last line names who does not wait at all."""
     if shown["state"] == "ended":
         return f"{shown['run']} has ended: nothing runs, so nothing waits"
+    trouble = f"{shown['run']}: {shown['trouble']}" if shown["trouble"] else ""
+    said = textwrap.wrap(trouble, width, break_long_words=False, break_on_hyphens=False)
     if shown["state"] == "unreachable":
-        return "\n".join(
-            textwrap.wrap(f"{shown['run']}: {shown['trouble']}", width, break_long_words=False, break_on_hyphens=False)
-        )
+        return "\n".join(said)
     if not shown["actors"]:
-        return f"{shown['run']} has no live actors yet: nothing waits"
-    lines = [line for row in shown["blocked"] for line in _wrapped(Cause(0, blocked_line(row), row["limit"]), width)]
-    lines += [""] if lines else []
+        return "\n".join(said) or f"{shown['run']} has no live actors yet: nothing waits"
+    lines = [*said, ""] if said else []
+    lines += [line for row in shown["blocked"] for line in _wrapped(Cause(0, blocked_line(row), row["limit"]), width)]
+    lines += [""] if shown["blocked"] else []
     for cause in explain(shown):
         lines += _wrapped(cause, width)
     waiting = {wait["actor"] for wait in shown["waits"]}

@@ -23,6 +23,10 @@ class StoreUnavailable(StoreError):
     """The backend could not be reached within the retry budget, or refused the password; names the URL and what to do."""
 
 
+class StoreFull(StoreUnavailable):
+    """The backend answers, but has no room for a change: memory or disk. Nothing was changed; it is worth trying again, for as long as it takes."""
+
+
 def fenced(name: str, token: int, newest: int) -> Fenced:
     """The same sentence from every implementation, as for those below."""
     return Fenced(f"{name!r} writes with token {token}, but {newest} was seen: a newer one took over")

@@ -149,6 +149,9 @@ class MemoryStore:
         workset = self._worksets.setdefault(name, MemoryWorkSet(partial(self.counters.above, f"{name} epoch")))
         return workset if fence is None else cast("WorkSet", _Fenced(workset, partial(self._pass, fence)))
 
+    async def full(self) -> str:
+        return ""
+
     async def close(self) -> None:
         """Nothing to let go of: what was stored stays readable."""
 

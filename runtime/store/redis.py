@@ -7,6 +7,7 @@ from runtime.store.errors import fenced, not_a_number
 from runtime.store.limits import READ_LIMIT, check_fence, check_integer, check_ttl
 from runtime.store.redis_link import PATIENCE_S, Argument, RedisLink, Rejected, Reply, Script, script
 from runtime.store.redis_workset import RedisWorkSet
+from runtime.store.servers import concerns
 from runtime.store.store import Fence, Lease
 
 
@@ -25,6 +26,13 @@ class RedisStore:
     async def version(self) -> str:
         """Name and version of the server, from a single attempt."""
         return await self._link.version()
+
+    async def concerns(self) -> list[str]:
+        """What may lose samples on this server, a sentence each; from a single attempt."""
+        return concerns(await self._link.figures())
+
+    async def full(self) -> str:
+        return await self._link.full()
 
     async def get(self, key: str) -> bytes | None:
         return await self._link.field(self._keys, key)
@@ -50,14 +58,14 @@ class RedisStore:
         check_integer("at_least", at_least)
         try:
             keys = (self._keys, self._index, self._link.key("marks"))
-            return int(await self._link.once(script("once", "above", "increment"), keys, key, at_least))
+            return int(await self._link.once(script("once", "room", "above", "increment"), keys, key, at_least))
         except Rejected:
             raise not_a_number(key) from None
 
     async def append(self, stream: str, value: bytes, *, limit: int = 10_000) -> int:
         check_integer("limit", limit, least=1)
         keys = (self._streams, self._link.key("stream", stream))
-        return int(await self._link.once(script("once", "append"), keys, stream, value, limit))
+        return int(await self._link.once(script("once", "room", "append"), keys, stream, value, limit))
 
     async def read(self, stream: str, after: int, *, wait_s: float = 0.0) -> list[tuple[int, bytes]]:
         check_integer("after", after, least=0)
@@ -72,10 +80,10 @@ class RedisStore:
         check_integer("token", token, least=0)
         check_ttl(ttl_s)
         ttl_us = max(1, round(ttl_s * 1e6))
-        return bool(await self._link.ask(script("lease"), self._lease_keys, name, token, value, ttl_us))
+        return bool(await self._link.ask(script("room", "lease"), self._lease_keys, name, token, value, ttl_us))
 
     async def release(self, name: str, token: int) -> bool:
-        return bool(await self._link.once(script("once", "release"), self._lease_keys, name, token))
+        return bool(await self._link.once(script("once", "room", "release"), self._lease_keys, name, token))
 
     async def leases(self, prefix: str) -> dict[str, Lease]:
         flat = cast("list[Reply]", await self._link.ask(script("leases"), self._lease_keys, prefix))

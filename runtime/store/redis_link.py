@@ -1,6 +1,7 @@
 """RedisLink: how scripts reach Redis; survives a server that restarts, and applies each change once however often it is sent."""
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from redis.exceptions import (
     InvalidResponse,
     NoPermissionError,
     NoScriptError,
+    OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
     TryAgainError,
@@ -25,7 +27,8 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as LinkError
 from redis.exceptions import TimeoutError as LinkTimeout
 
-from runtime.store.errors import StoreError, StoreUnavailable
+from runtime.store.errors import StoreError, StoreFull, StoreUnavailable
+from runtime.store.servers import Figures, full, out_of_room
 
 Argument = str | bytes | int
 Reply = Any
@@ -38,6 +41,10 @@ MAX_CALLS = 16
 MAX_READERS = 64
 """Reads that block at once, each on its own connection; further ones wait their turn."""
 CONNECT_S = 3.0
+ROOM_S = 2.0
+"""A server without room is told of after this long: waiting longer within one call would only hide it."""
+NO_ROOM = re.compile(r"\b(?:OOM|MISCONF)\b")
+"""How a server says, also from inside a script, that it refuses writes for want of memory, or because its disk took none."""
 REPLY_S = 10.0
 """Longer than a server stalls when its disk is busy, short enough to notice a host that vanished."""
 BLOCK_S = 4.0
@@ -140,10 +147,25 @@ class RedisLink:
 
     async def version(self) -> str:
         """`redis 6.2.14` or `valkey 8.0.2`; a single attempt, so that a wrong address is told at once."""
-        info = cast("dict[str, object]", await self._attempts(lambda: self._command("INFO", "server"), budget_s=0.0))
+        info = await self.figures()
         if "valkey_version" in info:
             return f"valkey {info['valkey_version']}"
         return f"redis {info.get('redis_version', 'of unknown version')}"
+
+    async def figures(self) -> Figures:
+        """What the server says of itself (INFO); a single attempt."""
+        return cast("Figures", await self._attempts(lambda: self._command("INFO"), budget_s=0.0))
+
+    async def full(self) -> str:
+        """Why the server takes no more writes, in a sentence; empty while it does."""
+        figures = await self.figures()
+        if figures.get("rdb_last_bgsave_status") != "err":
+            return full(self.url, figures)
+        try:  # whether a failed snapshot makes it refuse writes, it does not say
+            await self._attempts(lambda: self._command("SET", self.key("room"), "", "PX", 1), budget_s=0.0)
+        except StoreFull as error:
+            return str(error)
+        return full(self.url, figures)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -178,7 +200,10 @@ class RedisLink:
             except InvalidResponse as error:
                 raise self._stranger() from error
             except ResponseError as error:
-                raise _rejection(self.url, error) from error
+                if not isinstance(error, OutOfMemoryError) and not NO_ROOM.search(str(error)):
+                    raise _rejection(self.url, error) from error
+                if loop.time() - began + pause_s > min(budget_s, ROOM_S):
+                    raise StoreFull(out_of_room(self.url, disk="MISCONF" in str(error))) from error
             _honour(task, cancelled)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -24,7 +24,8 @@ class Lease(NamedTuple):
 class Store(Protocol):
     """Keys are relative to the run (the implementation prefixes `rubato:{run}:`). Values are bytes.
 
-    Every method raises `StoreUnavailable` when the backend can't be reached within its retry budget.
+    Every method raises `StoreUnavailable` when the backend can't be reached within its retry budget, and every change `StoreFull`,
+    which is one, when the backend has no room for it.
     Methods marked *acknowledged* return only when the write is as durable as `state.durability` says.
     """
 
@@ -70,6 +71,10 @@ class Store(Protocol):
 
     def workset(self, name: str, *, fence: Fence | None = None) -> WorkSet:
         """The durable set of work items called `name`. Behind a fence its changes (all but `trim`) raise Fenced for a zombie."""
+        ...
+
+    async def full(self) -> str:
+        """Why the backend takes no more changes (memory, disk), in a sentence; empty while it does."""
         ...
 
     async def close(self) -> None: ...

@@ -149,6 +149,9 @@ class StoreClient:
     def workset(self, name: str, *, fence: Fence | None = None) -> "WorkSetClient":
         return WorkSetClient(name, fence, self._call)
 
+    async def full(self) -> str:
+        return ""
+
     async def close(self) -> None:
         """Nothing is held."""
 

@@ -9,6 +9,7 @@ local done = replay()
 if done then
   return done
 end
+despite_want_of_memory(KEYS[2])
 local index = redis.call('HINCRBY', KEYS[2], ARGV[2], 1)
 redis.call('XADD', KEYS[3], 'MAXLEN', ARGV[4], string.format('0-%.0f', index), 'v', ARGV[3])
 return answer(index)

@@ -10,6 +10,7 @@ local done = replay()
 if done then
   return done
 end
+despite_want_of_memory(KEYS[2])
 local number = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or '0')
 if not number then
   return redis.error_reply('NOTANUMBER 0')

@@ -9,6 +9,7 @@ local seen = redis.call('HGET', KEYS[1], ARGV[1])
 if seen and tonumber(ARGV[2]) < tonumber(seen) then
   return 0
 end
+despite_want_of_memory(KEYS[1])
 local now = redis.call('TIME')
 local lapses = now[1] * 1000000 + now[2] + ARGV[4]
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])

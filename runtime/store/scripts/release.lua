@@ -10,6 +10,7 @@ local done = replay()
 if done then
   return done
 end
+despite_want_of_memory(KEYS[2])
 local now = redis.call('TIME')
 local lapses = redis.call('ZSCORE', KEYS[4], ARGV[2])
 if redis.call('HGET', KEYS[2], ARGV[2]) ~= ARGV[3] or not lapses or tonumber(lapses) <= now[1] * 1000000 + now[2] then

@@ -1,4 +1,11 @@
-from runtime.registry import ActorRecord, Directory
+import asyncio
+
+import pytest
+
+from runtime.clock import run_virtual
+from runtime.registry import LEASE_TTL_S, LOOK_S, ActorRecord, Directory, Registry
+from runtime.store.errors import StoreFull
+from runtime.store.memory import MemoryStore
 
 
 def record(name: str, incarnation: int, *, beat: int = 0, role: str = "engine") -> ActorRecord:
@@ -41,3 +48,43 @@ async def test_ready_lists_one_role_sorted():
         directory.add(record(name, 1, role=role))
 
     assert directory.ready("engine") == ("engine-1", "engine-2")
+
+
+class FullStore(MemoryStore):
+    """A server that answers, and takes no change while `full`."""
+
+    full_now = False
+
+    async def lease(self, name: str, token: int, value: bytes, ttl_s: float) -> bool:
+        if self.full_now:
+            raise StoreFull("no room")
+        return await super().lease(name, token, value, ttl_s)
+
+
+def test_who_could_not_renew_its_own_lease_takes_no_lapse_of_another_for_a_death():
+    async def main() -> list[tuple[str, ...]]:
+        store, directory, left, seen = FullStore(), Directory(), [], []
+
+        async def changed(joined: set[str], gone: set[str]) -> None:
+            left.extend(gone)
+
+        registry = Registry(store, directory, changed)
+        mine, other = record("trainer-1", 1), record("engine-1", 2)
+        await registry.publish(mine)
+        await registry.publish(other)
+        await registry.relist()
+        store.full_now = True
+        with pytest.raises(StoreFull):
+            await registry.publish(mine)
+        await asyncio.sleep(2 * LEASE_TTL_S)
+        await registry.relist()
+        seen.append(tuple(left))
+        store.full_now = False
+        await registry.publish(mine)
+        await registry.relist()
+        seen.append(tuple(left))
+        await asyncio.sleep(LOOK_S)
+        await registry.relist()
+        return [*seen, tuple(left)]
+
+    assert run_virtual(main) == [(), (), ("engine-1",)]

@@ -187,3 +187,16 @@ async def test_a_store_that_hangs_is_left_after_a_while(run_folder, monkeypatch)
     view = await RunSource(run_folder, lambda url, run_id: HangingStore()).read()
 
     assert view.shown["state"] == "unreachable"
+
+
+@pytest.mark.parametrize("form", ["--why", "--once"])
+def test_a_store_without_room_is_named_beside_everything_else(form, run_folder, make_record, capsys):
+    class FullStore(LoopStore):
+        async def full(self):
+            return "the Store has no room"
+
+    main([str(run_folder), form], opener=lambda url, run_id: FullStore(make_record("engine-1")))
+
+    told = capsys.readouterr().out
+    assert "the Store has no room" in told
+    assert "engine-1" in told
