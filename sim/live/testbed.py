@@ -57,7 +57,7 @@ class TestbedScenario(Scenario):
     versions: int = Field(default=8, ge=1)
 
 
-class Wires:
+class RackLinks:
     """The links between racks. Stands for `tc`: rates follow the light at once."""
 
     def __init__(self, section: FabricSection) -> None:
@@ -95,7 +95,7 @@ class Wires:
 class SimulatedSwitch(EmulatedSwitch):
     """Sets the rates of `wires` where the live one runs `tc`."""
 
-    wires: Wires
+    wires: RackLinks
 
     async def _light_links(self) -> None:
         while True:
@@ -118,7 +118,7 @@ class _Engine(Actor):
     role: ClassVar[str] = "engine"
 
 
-class Figures(NamedTuple):
+class ModeFigures(NamedTuple):
     """Of one mode; per step are means over the versions that count."""
 
     syncs_s: tuple[float, ...]
@@ -128,11 +128,11 @@ class Figures(NamedTuple):
     spans: tuple[LaneSpan, ...]
 
 
-class Bed:
+class SimulatedTestbed:
     """One job: its phases in their order, its bytes over the wires. Host i, from 1, is in rack i - 1."""
 
     def __init__(
-        self, scenario: TestbedScenario, way: Broadcast, mode: Mode, controller: FabricController, wires: Wires
+        self, scenario: TestbedScenario, way: Broadcast, mode: Mode, controller: FabricController, wires: RackLinks
     ) -> None:
         self._scenario, self._by_rings, self._name = scenario, way == "rings", f"{way}, {mode}"
         self._controller, self._wires = controller, wires
@@ -141,14 +141,14 @@ class Bed:
         self._hosts = tuple(f"node-{i + 1}" for i in range(len(scenario.job["fabric"]["racks"])))
         self._spans: list[LaneSpan] = []
 
-    async def run(self) -> Figures:
+    async def run(self) -> ModeFigures:
         num = self._scenario.versions
         for version in range(LEARNED):
             await self._iterate(version)
         before = await self._controller.inspect_fabric(InspectFabric())
         syncs = [await self._iterate(LEARNED + n) for n in range(num)]
         after = await self._controller.inspect_fabric(InspectFabric())
-        return Figures(
+        return ModeFigures(
             tuple(syncs),
             (after.exposed_s - before.exposed_s) / num,
             (after.hidden_s - before.hidden_s) / num,
@@ -237,10 +237,10 @@ class Bed:
 
 
 @asynccontextmanager
-async def _bed(scenario: TestbedScenario, way: Broadcast, mode: Mode):  # noqa: ANN202 - an async generator of Bed
+async def _bed(scenario: TestbedScenario, way: Broadcast, mode: Mode):  # noqa: ANN202 - an async generator of SimulatedTestbed
     stated, weights = scenario.job.get("fabric") or {}, WeightsSection(broadcast=way)
     fabric = FabricSection(**(stated | {"static": mode == "static", "testbed": "simulated"}))
-    wires, network, store = Wires(fabric), MemoryNetwork(), MemoryStore()
+    wires, network, store = RackLinks(fabric), MemoryNetwork(), MemoryStore()
     async with asyncio.TaskGroup() as tasks:
 
         async def start(cls: type[Actor], config: ActorConfig, name: str, node: str, address: str) -> Any:
@@ -266,15 +266,15 @@ async def _bed(scenario: TestbedScenario, way: Broadcast, mode: Mode):  # noqa: 
         await start(SimulatedSwitch, SimulatedSwitch.Config(fabric=fabric), "optical_switch-1", "node-1", first)
         config = FabricController.Config(fabric=fabric, weights=weights)
         controller = await start(FabricController, config, "fabric_controller-1", "node-1", first)
-        yield Bed(scenario, way, mode, controller, wires)
+        yield SimulatedTestbed(scenario, way, mode, controller, wires)
         for task in serving:
             task.cancel()
 
 
 def run(scenario: TestbedScenario, progress: RunProgress) -> RunResult:
-    found: dict[str, Figures] = {}
+    found: dict[str, ModeFigures] = {}
 
-    async def play(way: Broadcast, mode: Mode) -> Figures:
+    async def play(way: Broadcast, mode: Mode) -> ModeFigures:
         async with _bed(scenario, way, mode) as bed:
             return await bed.run()
 

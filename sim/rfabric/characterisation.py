@@ -46,7 +46,7 @@ class CharacterisationScenario(Scenario):
     ocs_s: float = Field(default=0.010, gt=0)
 
 
-class Window(NamedTuple):
+class TrafficWindow(NamedTuple):
     """One kind of communication of one rank: time between two of them, bytes of one, and where it runs."""
 
     seconds: float
@@ -75,7 +75,7 @@ def run(scenario: CharacterisationScenario, progress: RunProgress) -> RunResult:
 ORDER = ("gen_tp", "train_tp", "train_pp", "train_dp", "weight_sync")
 
 
-def windows(s: CharacterisationScenario) -> Mapping[str, Window]:
+def windows(s: CharacterisationScenario) -> Mapping[str, TrafficWindow]:
     """The rows of Table 1 that a dense job has."""
     job, model = s.job, s.model
     tp = s.gpu.gpus_per_server
@@ -94,15 +94,17 @@ def windows(s: CharacterisationScenario) -> Mapping[str, Window]:
     kv = job.prompt_tokens * model.kv_bytes_per_token
     responses = job.prompts * job.samples
     return {
-        "gen_tp": Window(step / (2 * model.layers), batch * model.hidden * BF16, "AllReduce", "HBD"),
-        "gen_prefill_decode": Window(generation / responses * job.engines, kv, "M2N", "ToR-Agg"),
-        "train_tp": Window(slot / (2 * layers * (passes - 1)), activation, "AllReduce", "HBD"),
-        "train_pp": Window(slot / 2, activation / tp, "P2P", "ToR-Agg"),
-        "train_dp": Window(update, GRADIENT * model.params / tp / job.train_servers, "AllReduce", "ToR-Agg-Core"),
-        "response_stream": Window(
+        "gen_tp": TrafficWindow(step / (2 * model.layers), batch * model.hidden * BF16, "AllReduce", "HBD"),
+        "gen_prefill_decode": TrafficWindow(generation / responses * job.engines, kv, "M2N", "ToR-Agg"),
+        "train_tp": TrafficWindow(slot / (2 * layers * (passes - 1)), activation, "AllReduce", "HBD"),
+        "train_pp": TrafficWindow(slot / 2, activation / tp, "P2P", "ToR-Agg"),
+        "train_dp": TrafficWindow(
+            update, GRADIENT * model.params / tp / job.train_servers, "AllReduce", "ToR-Agg-Core"
+        ),
+        "response_stream": TrafficWindow(
             iteration / responses, job.response_tokens * TOKEN_AND_LOGPROB, "G2T", "ToR-Agg-Core"
         ),
-        "weight_sync": Window(iteration, model.weight_bytes, "T2G", "ToR-Agg-Core"),
+        "weight_sync": TrafficWindow(iteration, model.weight_bytes, "T2G", "ToR-Agg-Core"),
     }
 
 
@@ -140,7 +142,7 @@ def _notes(s: CharacterisationScenario) -> tuple[str, ...]:
     )
 
 
-def _draw(figure: Any, s: CharacterisationScenario, found: Mapping[str, Window]) -> None:
+def _draw(figure: Any, s: CharacterisationScenario, found: Mapping[str, TrafficWindow]) -> None:
     ax = figure.subplots()
     paper = {claim.name.removesuffix("_s"): claim.paper for claim in s.claims if claim.name.endswith("_s")}
     names = [name for name in ORDER if name in found]

@@ -10,7 +10,7 @@ from sim.hardware import GpuSpec, Prices
 from sim.language_model import ModelSpec
 from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from sim.rfabric import fabrics
-from sim.rfabric.counts import FABRICS, Parts, Sizes
+from sim.rfabric.counts import FABRICS, FabricParts, FabricSize
 from sim.rfabric.fabrics import FabricSpec, case
 from sim.rfabric.job import Gpus, TrainingSpec, place
 from sim.scenario import Scenario, ScenarioKind
@@ -39,10 +39,10 @@ class CostScenario(Scenario):
     """Largest size at which SiP is simulated: planning circuits for each server takes minutes above. Its cost needs none."""
 
 
-class Priced(NamedTuple):
+class PricedFabric(NamedTuple):
     """A fabric at one size. `throughput` is relative to the fat-tree's, None where it was not simulated."""
 
-    parts: Parts
+    parts: FabricParts
     usd: float
     usd_total: float
     """With the GPUs."""
@@ -51,7 +51,7 @@ class Priced(NamedTuple):
 
 def run(scenario: CostScenario, progress: RunProgress) -> RunResult:
     """Count, price, simulate, compare."""
-    found: dict[Key, Priced] = {}
+    found: dict[Key, PricedFabric] = {}
     keys = [(radix, gpus, name) for radix in scenario.radices for gpus in scenario.gpus for name in FABRICS]
     for i, key in enumerate(keys):
         progress(i, len(keys), f"{key[2]}, {key[1]} GPUs, radix {key[0]}")
@@ -61,13 +61,13 @@ def run(scenario: CostScenario, progress: RunProgress) -> RunResult:
     return RunResult(dict(_figures(scenario, found)), tables, plots, (), list(_notes(scenario, found)))
 
 
-def _priced(s: CostScenario, key: Key, found: Mapping[Key, Priced]) -> Priced:
+def _priced(s: CostScenario, key: Key, found: Mapping[Key, PricedFabric]) -> PricedFabric:
     radix, gpus, name = key
     parts = _parts(s, key, s.fabric.core_share)
     usd = parts.usd(s.prices)
     seconds = None if name == "sip" and gpus > s.sip_gpus else _iteration_s(s, key)
     reference = seconds if name == "fat-tree" else _iteration_s(s, (radix, gpus, "fat-tree"))
-    return Priced(parts, usd, usd + gpus * s.gpu.usd, reference / seconds if reference and seconds else None)
+    return PricedFabric(parts, usd, usd + gpus * s.gpu.usd, reference / seconds if reference and seconds else None)
 
 
 def _iteration_s(s: CostScenario, key: Key) -> float:
@@ -76,9 +76,11 @@ def _iteration_s(s: CostScenario, key: Key) -> float:
     return fabrics.FABRICS[name](case(place(s.job, s.model, s.gpu, gpus), spec, s.seed)).seconds
 
 
-def _parts(s: CostScenario, key: Key, core_share: float) -> Parts:
+def _parts(s: CostScenario, key: Key, core_share: float) -> FabricParts:
     radix, gpus, name = key
-    return FABRICS[name](Sizes(gpus, radix, s.fabric.oversubscription, core_share, s.ocs_radix, s.gpu.gpus_per_server))
+    return FABRICS[name](
+        FabricSize(gpus, radix, s.fabric.oversubscription, core_share, s.ocs_radix, s.gpu.gpus_per_server)
+    )
 
 
 COLUMNS = (
@@ -88,7 +90,7 @@ COLUMNS = (
 """Throughput per dollar, relative to the fat-tree's; and the throughput at which that would be 1."""
 
 
-def _row(found: Mapping[Key, Priced], key: Key) -> tuple[Cell, ...]:
+def _row(found: Mapping[Key, PricedFabric], key: Key) -> tuple[Cell, ...]:
     one, tree = found[key], found[(*key[:2], "fat-tree")]
     network, total = one.usd / tree.usd, one.usd_total / tree.usd_total
     per = ("", "", "") if one.throughput is None else (one.throughput, one.throughput / network, one.throughput / total)
@@ -97,7 +99,7 @@ def _row(found: Mapping[Key, Priced], key: Key) -> tuple[Cell, ...]:
     return (*key, *counted, one.usd, one.usd / key[1], *per, network, total)
 
 
-def _figures(s: CostScenario, found: Mapping[Key, Priced]) -> Iterator[tuple[str, Value]]:
+def _figures(s: CostScenario, found: Mapping[Key, PricedFabric]) -> Iterator[tuple[str, Value]]:
     for (radix, gpus, name), one in found.items():
         tree = found[radix, gpus, "fat-tree"]
         yield f"relative_cost_{name}_r{radix}_{gpus}", one.usd / tree.usd
@@ -111,7 +113,7 @@ def _figures(s: CostScenario, found: Mapping[Key, Priced]) -> Iterator[tuple[str
         yield f"rfabric_below_fat_tree_r{radix}", all(at)
 
 
-def _in_order(found: Mapping[Key, Priced], radix: int, gpus: int) -> bool:
+def _in_order(found: Mapping[Key, PricedFabric], radix: int, gpus: int) -> bool:
     tree, rail, ours, over, flat = (
         found[radix, gpus, name].usd for name in ("fat-tree", "rail-optimised", "rfabric", "oversubscribed", "sip")
     )
@@ -131,7 +133,7 @@ def _sensitivity(s: CostScenario) -> Table:
     return Table(("prices", "core_share", "radix", "gpus", "fat_tree_usd_per_rfabric_usd"), rows)
 
 
-def _notes(s: CostScenario, found: Mapping[Key, Priced]) -> Iterator[str]:
+def _notes(s: CostScenario, found: Mapping[Key, PricedFabric]) -> Iterator[str]:
     yield f"Prices: {s.prices.name} list; RFabric's core share {s.fabric.core_share}; a GPU {s.gpu.usd:,.0f} $. Optics on every link."
     for radix in s.radices:
         by_tiers: dict[int, list[str]] = {}
@@ -143,7 +145,7 @@ def _notes(s: CostScenario, found: Mapping[Key, Priced]) -> Iterator[str]:
             yield f"radix {radix}, {tiers}-tier fat-tree, cost ratio x throughput = efficiency: {'; '.join(texts)}"
 
 
-def _draw(figure: Any, s: CostScenario, found: Mapping[Key, Priced]) -> None:
+def _draw(figure: Any, s: CostScenario, found: Mapping[Key, PricedFabric]) -> None:
     axes = figure.subplots(1, len(s.radices), sharey=True, squeeze=False)[0]
     for ax, radix in zip(axes, s.radices, strict=True):
         for name in FABRICS:

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from sim.hardware import Prices
 
 
-class Sizes(NamedTuple):
+class FabricSize(NamedTuple):
     """What every fabric is counted for: one NIC per GPU, optics at both ends of every link."""
 
     gpus: int
@@ -21,7 +21,7 @@ class Sizes(NamedTuple):
     gpus_per_server: int = 8
 
 
-class Parts(NamedTuple):
+class FabricParts(NamedTuple):
     """A fabric's bill of materials."""
 
     eps_ports: float
@@ -36,12 +36,12 @@ class Parts(NamedTuple):
         )
 
 
-def clos(gpus: int, radix: int, oversubscription: int = 1) -> Parts:
+def clos(gpus: int, radix: int, oversubscription: int = 1) -> FabricParts:
     """A folded Clos whose leaves have `oversubscription` times as many ports down as up; full above the leaf."""
     tiers = clos_tiers(gpus, radix, oversubscription)
     up = gpus / oversubscription
     above = up if tiers == 2 else 3 * up
-    return Parts(gpus + up + above, 2 * gpus + (2 if tiers == 2 else 4) * up, 0, tiers)
+    return FabricParts(gpus + up + above, 2 * gpus + (2 if tiers == 2 else 4) * up, 0, tiers)
 
 
 def clos_tiers(gpus: int, radix: int, oversubscription: int = 1) -> int:
@@ -60,19 +60,19 @@ def superpod(gpus: int, radix: int) -> tuple[int, ...]:
     return (leaves, leaves // 2) if clos_tiers(gpus, radix) == 2 else (leaves, leaves, leaves // 2)
 
 
-def sip(sizes: Sizes) -> Parts:
+def sip(sizes: FabricSize) -> FabricParts:
     """A flat optical patch panel: each NIC's fibre ends on a circuit switch, one stage while all servers fit, else a Clos of three."""
     stages = 1 if sizes.gpus / sizes.gpus_per_server <= sizes.ocs_radix else 3
-    return Parts(0, sizes.gpus, stages * sizes.gpus, stages)
+    return FabricParts(0, sizes.gpus, stages * sizes.gpus, stages)
 
 
-def rfabric(sizes: Sizes) -> Parts:
+def rfabric(sizes: FabricSize) -> FabricParts:
     """Electrical ToR, half its ports up; optical aggregation; an optical core that `core_share` of the uplinks reach."""
     n, c = sizes.gpus, sizes.core_share
-    return Parts(2 * n, 3 * n, (1 + 2 * c) * n, 3)
+    return FabricParts(2 * n, 3 * n, (1 + 2 * c) * n, 3)
 
 
-FABRICS: Final[Mapping[str, Callable[[Sizes], Parts]]] = {
+FABRICS: Final[Mapping[str, Callable[[FabricSize], FabricParts]]] = {
     "fat-tree": lambda s: clos(s.gpus, s.radix),
     "rail-optimised": lambda s: clos(s.gpus, s.radix),
     "oversubscribed": lambda s: clos(s.gpus, s.radix, s.oversubscription),

@@ -48,7 +48,7 @@ class FabricSpec(Section):
     """Hash every flow of the electrical trees onto one uplink, instead of spraying packets."""
 
 
-class Case(NamedTuple):
+class FabricCase(NamedTuple):
     """A job with its traffic, on fabrics built alike."""
 
     job: FabricJob
@@ -82,14 +82,14 @@ class Iteration(NamedTuple):
     networks: Mapping[Phase, Network] = {}
 
 
-def case(job: FabricJob, spec: FabricSpec, seed: int = 1) -> Case:
+def case(job: FabricJob, spec: FabricSpec, seed: int = 1) -> FabricCase:
     """With the traffic that the job has on it. Raises ValueError where the pods or racks don't hold whole servers."""
     per_server = job.gpu.gpus_per_server
     if spec.pod_nics % (spec.radix // 2) or spec.radix // 2 % per_server:
         raise ValueError(
             f"pods of {spec.pod_nics} NICs need racks of {spec.radix // 2} NICs, whole servers of {per_server}"
         )
-    return Case(job, spec, traffic(job, spec.pod_nics // per_server), seed)
+    return FabricCase(job, spec, traffic(job, spec.pod_nics // per_server), seed)
 
 
 def rounds(job: FabricJob) -> list[tuple[Phase, int]]:
@@ -97,14 +97,14 @@ def rounds(job: FabricJob) -> list[tuple[Phase, int]]:
     return [("execution", job.spec.updates), ("gradients", job.spec.updates), ("weights_send", 1), ("weights_local", 1)]
 
 
-def static(case: Case, network: Network) -> Iteration:
+def static(case: FabricCase, network: Network) -> Iteration:
     """The iteration on a network that never changes."""
     phases: dict[Phase, PhaseTime] = {phase: phase_time(case.job, case.sent, phase, network) for phase in PHASES}
     seconds = sum(phases[phase].seconds * times for phase, times in rounds(case.job))
     return Iteration(seconds, phases, networks=dict.fromkeys(PHASES, network))
 
 
-def electrical(case: Case, *, oversubscription: int = 1, rail_optimised: bool = False) -> Iteration:
+def electrical(case: FabricCase, *, oversubscription: int = 1, rail_optimised: bool = False) -> Iteration:
     """A tree of packet switches."""
     job, spec = case.job, case.spec
     tree = ClosSpec(
@@ -114,22 +114,24 @@ def electrical(case: Case, *, oversubscription: int = 1, rail_optimised: bool = 
     return static(case, clos(tree))
 
 
-def sip(case: Case) -> Iteration:
+def sip(case: FabricCase) -> Iteration:
     """Servers joined NIC to NIC by a patch panel; circuits by the whole iteration's bytes, the same in all phases."""
     return _fastest([static(case, _panel_network(case, circuits)) for circuits in _whole(case, _panel)])
 
 
-def sip_phased(case: Case) -> Iteration:
+def sip_phased(case: FabricCase) -> Iteration:
     """The same patch panel, if it could change between phases as RFabric's circuits do."""
     return switched(case, _candidates(case, _panel), _panel_network)
 
 
-def rfabric(case: Case) -> Iteration:
+def rfabric(case: FabricCase) -> Iteration:
     """Racks joined by circuits, a topology planned for each phase; a change is made where the schedule says it pays."""
     return switched(case, _candidates(case, _planned), _rack_network)
 
 
-def switched(case: Case, candidates: Sequence[Circuits], network: Callable[[Case, Circuits], Network]) -> Iteration:
+def switched(
+    case: FabricCase, candidates: Sequence[Circuits], network: Callable[[FabricCase, Circuits], Network]
+) -> Iteration:
     """The iteration with the candidate of each phase that the schedule takes, out of those planned for it or for all phases."""
     networks = [network(case, circuits) for circuits in candidates]
     times: dict[Phase, dict[int, PhaseTime]] = {
@@ -159,7 +161,7 @@ def switched(case: Case, candidates: Sequence[Circuits], network: Callable[[Case
     return Iteration(plan.period_s, phases, plan.exposed_s, plan.num_switches, topology, kept)
 
 
-def one_shot(case: Case) -> Iteration:
+def one_shot(case: FabricCase) -> Iteration:
     """RFabric's hardware with one topology for the whole job, as TopoOpt would patch it; the fastest of those that RFabric may keep."""
     return _fastest([static(case, _rack_network(case, circuits)) for circuits in _whole(case, _planned)])
 
@@ -168,23 +170,23 @@ def _fastest(found: Sequence[Iteration]) -> Iteration:
     return min(found, key=lambda iteration: iteration.seconds)
 
 
-Planner = Callable[[Case, str, list[tuple[Phase, int]], int], Circuits]
+Planner = Callable[[FabricCase, str, list[tuple[Phase, int]], int], Circuits]
 
 
-def _candidates(case: Case, planner: Planner) -> list[Circuits]:
+def _candidates(case: FabricCase, planner: Planner) -> list[Circuits]:
     """One topology per phase, more of the execution, and those for the whole iteration."""
     found = [planner(case, phase, [(phase, 1)], 1) for phase in PHASES]
     found += [planner(case, f"execution, stages x{w}", [("execution", 1)], w) for w in STAGE_WEIGHTS]
     return [*found, *_whole(case, planner)]
 
 
-def _whole(case: Case, planner: Planner) -> list[Circuits]:
+def _whole(case: FabricCase, planner: Planner) -> list[Circuits]:
     """Topologies for the whole iteration."""
     weighted = [planner(case, f"{ALL}, stages x{w}", rounds(case.job), w) for w in STAGE_WEIGHTS]
     return [planner(case, ALL, rounds(case.job), 1), *weighted]
 
 
-def _planned(case: Case, name: str, phases: list[tuple[Phase, int]], stage_weight: int = 1) -> Circuits:
+def _planned(case: FabricCase, name: str, phases: list[tuple[Phase, int]], stage_weight: int = 1) -> Circuits:
     """Circuits between racks."""
     job, spec, per_rack = case.job, case.spec, case.servers_per_rack
     racks = -(-job.servers // per_rack)
@@ -197,7 +199,7 @@ def _planned(case: Case, name: str, phases: list[tuple[Phase, int]], stage_weigh
     return Circuits(name, tuple(sorted(plan.pod + plan.core)), max(split.core for split in plan.splits))
 
 
-def _panel(case: Case, name: str, phases: list[tuple[Phase, int]], stage_weight: int = 1) -> Circuits:
+def _panel(case: FabricCase, name: str, phases: list[tuple[Phase, int]], stage_weight: int = 1) -> Circuits:
     """Circuits between servers, one per NIC."""
     job = case.job
     degree = max(2, round(job.gpu.gpus_per_server * (1 - case.spec.lost)))
@@ -205,16 +207,16 @@ def _panel(case: Case, name: str, phases: list[tuple[Phase, int]], stage_weight:
     return Circuits(name, direct(between, [degree] * job.servers), 0)
 
 
-def _rack_network(case: Case, circuits: Circuits) -> Network:
+def _rack_network(case: FabricCase, circuits: Circuits) -> Network:
     job = case.job
     return direct_network(DirectSpec(job.servers, case.servers_per_rack, job.gpu.nic_busbw_bytes_s), circuits.links)
 
 
-def _panel_network(case: Case, circuits: Circuits) -> Network:
+def _panel_network(case: FabricCase, circuits: Circuits) -> Network:
     return direct_network(DirectSpec(case.job.servers, 1, case.job.gpu.nic_busbw_bytes_s), circuits.links)
 
 
-FABRICS: Final[Mapping[str, Callable[[Case], Iteration]]] = {
+FABRICS: Final[Mapping[str, Callable[[FabricCase], Iteration]]] = {
     "fat-tree": electrical,
     "rail-optimised": lambda case: electrical(case, rail_optimised=True),
     "oversubscribed": lambda case: electrical(case, oversubscription=case.spec.oversubscription),

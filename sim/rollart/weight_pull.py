@@ -15,7 +15,7 @@ from sim.scenario import Scenario, ScenarioKind
 from sim.weight_sync import Measured, StoreSync
 
 
-class Served(Section):
+class ServedModel(Section):
     """A model and the GPUs of one engine that serves it."""
 
     model: ModelSpec
@@ -33,7 +33,7 @@ class PullRow(Section):
 class WeightPull(Scenario):
     """Rates are transfers that were timed elsewhere, but for the push, which only this table has."""
 
-    served: dict[str, Served]
+    served: dict[str, ServedModel]
     push: Measured
     pull: Measured
     load: Measured

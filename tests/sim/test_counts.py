@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from sim.hardware import Prices
-from sim.rfabric.counts import FABRICS, Parts, Sizes, clos, superpod
+from sim.rfabric.counts import FABRICS, FabricParts, FabricSize, clos, superpod
 
 PRICES = Prices(name="400G", transceiver=659, eps_port=1090, ocs_port=520)
 
@@ -27,7 +27,7 @@ def test_a_fat_trees_ports_are_its_switches_times_the_radix(gpus, radix):
 
 @pytest.mark.parametrize(("gpus", "radix"), [*product((1024, 2048, 4096, 32768), (64, 128))])
 def test_oversubscription_of_one_is_the_fat_tree(gpus, radix):
-    assert FABRICS["oversubscribed"](Sizes(gpus, radix, oversubscription=1)) == clos(gpus, radix)
+    assert FABRICS["oversubscribed"](FabricSize(gpus, radix, oversubscription=1)) == clos(gpus, radix)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_oversubscription_of_one_is_the_fat_tree(gpus, radix):
     ],
 )  # fmt: skip
 def test_the_cost_per_gpu_follows_from_the_counts(fabric, gpus, usd):
-    per_gpu = FABRICS[fabric](Sizes(gpus, 64)).usd(PRICES) / gpus
+    per_gpu = FABRICS[fabric](FabricSize(gpus, 64)).usd(PRICES) / gpus
 
     assert per_gpu == pytest.approx(usd, rel=1e-9)
 
@@ -49,8 +49,8 @@ def test_the_parts_of_a_tree_beyond_three_tiers_are_refused():
 
 
 def test_more_core_share_costs_more_and_moves_nothing_else():
-    small, large = (FABRICS["rfabric"](Sizes(4096, 64, core_share=c)) for c in (0.25, 1.0))
+    small, large = (FABRICS["rfabric"](FabricSize(4096, 64, core_share=c)) for c in (0.25, 1.0))
 
-    assert small == Parts(2 * 4096, 3 * 4096, 1.5 * 4096, 3)
+    assert small == FabricParts(2 * 4096, 3 * 4096, 1.5 * 4096, 3)
     assert large.ocs_ports == 3 * 4096
     assert small[:2] == large[:2]

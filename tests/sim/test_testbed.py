@@ -8,7 +8,7 @@ import pytest
 from actors.fabric.section import FabricSection
 from planning.circuits import Cross
 from runtime.clock import run_virtual
-from sim.live.testbed import MODES, PAYLOAD, WAYS, Wires, run
+from sim.live.testbed import MODES, PAYLOAD, WAYS, RackLinks, run
 from sim.outcome import silent
 from sim.scenario import load
 
@@ -60,7 +60,7 @@ def test_transfers_share_a_link_and_feel_every_change_of_its_circuits():
     async def play():
         import asyncio
 
-        loop, wires, took = asyncio.get_running_loop(), Wires(section), {}
+        loop, wires, took = asyncio.get_running_loop(), RackLinks(section), {}
 
         async def carry(name, size_bytes):
             await wires.carry((0, 1), size_bytes * PAYLOAD)
