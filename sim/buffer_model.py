@@ -3,6 +3,7 @@
 from actors.messages.samples import Ticket
 from actors.samples.book import Book, Limits
 from actors.samples.groups import Group
+from actors.samples.sample import trajectory_id
 from planning.staleness import hand_over, is_stale, min_version
 from sim.timeline import Timeline
 
@@ -16,6 +17,7 @@ class ModelledBuffer:
     def __init__(self, timeline: Timeline, limits: Limits, alpha: int) -> None:
         self._timeline = timeline
         self.book = Book(limits, alpha, changed=lambda _: None, moved=lambda: None)
+        self._bound: list[Group] = []
         self._ages: list[int] = []
         self.changed = timeline.event()
         """Something may be admitted or claimed."""
@@ -58,8 +60,8 @@ class ModelledBuffer:
             self._complete(found[0])
         self._wake()
 
-    def claim(self, step: int) -> list[Group] | None:
-        """The batch of `step`, oldest groups first; None while it must wait."""
+    def claim(self, step: int) -> list[str] | None:
+        """The trajectories that `step` trains, oldest groups first; None while it must wait."""
         limits = self.book.limits
         oldest = min_version(step, self.book.alpha)
         for group in [*self.book.running(), *self.book.ready()]:
@@ -73,15 +75,20 @@ class ModelledBuffer:
         batch = [group for group in ready if group.version(self.book.version) >= plan.min_version][
             : limits.batch_groups
         ]
+        names: list[str] = []
         for group in batch:
             group.step = step
-            self._ages += [step - 1 - m.version_first for m in group.members if m.state == "scored"]
+            for index, member in enumerate(group.members):
+                if member.state == "scored":
+                    names.append(trajectory_id(group.id, index))
+                    self._ages.append(step - 1 - member.version_first)
         self.book.bound.add(step)
-        return batch
+        self._bound = batch
+        return names
 
-    def trained(self, step: int, batch: list[Group]) -> None:
+    def trained(self, step: int) -> None:
         """Step `step` is published: the slots of its groups are free."""
-        for group in batch:
+        for group in self._bound:
             self.book.remove(group.id)
         self.book.version = self.book.committed = step
         self.book.bound.discard(step)

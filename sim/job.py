@@ -9,7 +9,6 @@ from typing import Protocol
 
 from actors.messages.samples import Ticket
 from actors.samples.book import Limits
-from actors.samples.groups import Group
 from planning.staleness import is_stale
 from sim.buffer_model import ModelledBuffer
 from sim.manager_model import ModelledManager, RolloutFailed
@@ -137,11 +136,11 @@ class Job:
             while (batch := self.buffer.claim(step)) is None:
                 await self.buffer.changed
             claimed = timeline.now
-            tokens, sequences = self._size(batch)
-            await costs.train(step, tokens, sequences)
+            tokens = sum(self._tokens.pop(name) for name in batch)
+            await costs.train(step, tokens, len(batch))
             trained = timeline.now
             await costs.publish(step)
-            self.buffer.trained(step, batch)
+            self.buffer.trained(step)
             published = timeline.now
             await costs.finish(step)
             began = self.rows[-1].ended_s if self.rows else 0.0
@@ -149,7 +148,3 @@ class Job:
                 JobStep(step, began, asked, claimed, trained, published, timeline.now, tokens, costs.used())
             )
             await costs.checkpoint(step, claimed)
-
-    def _size(self, batch: list[Group]) -> tuple[int, int]:
-        names = [f"{g.id}.{i}" for g in batch for i, member in enumerate(g.members) if member.state == "scored"]
-        return sum(self._tokens.pop(name) for name in names), len(names)
