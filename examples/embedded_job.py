@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from actors.training.base_model import make
-from runtime.config.config import from_mapping
+from runtime.config import from_mapping
 from runtime.embed import embed
 
 JOB = {

@@ -21,13 +21,13 @@ from typing import (
 )
 
 from bus.message import Message, Request, reply_types, tag_of
-from runtime.config.config import Section
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from runtime.blobs.blob import BlobStore
-    from runtime.config.config import Config as Job
+    from runtime.config import ActorConfig
+    from runtime.config import Config as Job
     from runtime.observe.metrics import Metrics
     from runtime.observe.trace import Trace
     from runtime.observe.waits import Waits
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from runtime.store.store import Store
 
 ResultT = TypeVar("ResultT")
-
-
-class ActorConfig(Section):
-    """The config sections an actor reads, as fields named like the sections."""
 
 
 class RunInfo(NamedTuple):
@@ -112,7 +108,8 @@ class Actor:
     """Base of every actor: subclass, declare `role`, `Config` and handlers. The kernel builds it, one instance per incarnation."""
 
     role: ClassVar[str] = ""
-    Config: ClassVar[type[ActorConfig]] = ActorConfig
+    Config: ClassVar["type[ActorConfig] | None"] = None
+    """The sections it reads; None where it reads none."""
     handlers: ClassVar[Mapping[str, HandlerSpec]] = {}
     drain_order: ClassVar[int] = 50
     """When the job is drained and saved, actors of a lower order drain first."""

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
 from bus.transport import Identity
-from runtime.actor import Actor, ActorConfig, Context, RunInfo, handler
-from runtime.blobs.memory import MemoryBlobStore
-from runtime.config.config import Config
+from runtime.actor import Actor, Context, RunInfo, handler
+from runtime.blobs.blob import MemoryBlobStore
+from runtime.config import ActorConfig, Config
 from runtime.errors import ActorFailed, first_cause
 from runtime.kernel import NODE, Kernel
 from runtime.launch.folder import RunFolder

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from runtime.actor import Actor, ActorConfig
-from runtime.config.config import Config
+from runtime.actor import Actor
+from runtime.config import ActorConfig, Config
 from runtime.errors import LaunchError, first_cause
 from runtime.launch.connection import Connection, connect
 from runtime.registry import list_actors

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from runtime.config.config import Section
+from runtime.config import Section
 from runtime.errors import ConfigError
 
 Value = bool | float

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from actors.messages.samples import Ticket
 from actors.samples.book import Limits
-from runtime.config.config import Section
+from runtime.config import Section
 from sim.buffer_model import NEVER_LAPSES_S
 from sim.engine_model import ModelledEngine
 from sim.job import Environments, Job

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from runtime.config.config import Section
+from runtime.config import Section
 
 
 class Constant(Section):

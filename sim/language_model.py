@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from runtime.config.config import Section
+from runtime.config import Section
 
 BF16 = 2
 """Bytes of a weight, an activation or a KV entry."""

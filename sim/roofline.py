@@ -4,7 +4,7 @@ from typing import NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from runtime.config.config import Section
+from runtime.config import Section
 from sim.hardware import GpuSpec
 from sim.language_model import BF16, ModelSpec
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
-from runtime.config.compose import compose
-from runtime.config.config import Section
-from runtime.config.errors import sentences
+from runtime.config import Section
+from runtime.config.config import compose
+from runtime.config.explain import sentences
 from runtime.config.source import ConfigSource, given, read
 from runtime.errors import ConfigError
 from sim.claims import ClaimSpec

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from runtime.config.config import Section
+from runtime.config import Section
 from sim.distribution import Constant, Distribution
 
 RESETS_DRAWN = 16

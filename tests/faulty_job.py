@@ -23,10 +23,10 @@ from actors.training.engine import StepResult
 from actors.training.trainer import Trainer
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.transport import Identity
-from runtime.actor import ActorConfig, RunInfo, handler
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.actor import RunInfo, handler
+from runtime.blobs.blob import MemoryBlobStore
 from runtime.clock import VirtualLoop
-from runtime.config.config import from_mapping
+from runtime.config import ActorConfig, from_mapping
 from runtime.kernel import NODE, Kernel
 from runtime.launch.agent import NodeAgent
 from runtime.launch.local import Death

@@ -22,7 +22,7 @@ PUBLIC = (
     "planning.routing",
     "planning.staleness",
     "runtime.actor",
-    "runtime.config.config",
+    "runtime.config",
     "runtime.embed",
     "runtime.errors",
     "runtime.guest",
@@ -41,7 +41,9 @@ def lines() -> Iterator[str]:
 
 
 def _is_ours(module: ModuleType, value: Any) -> bool:
-    return (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module.__name__
+    return (inspect.isclass(value) or inspect.isfunction(value)) and (value.__module__ + ".").startswith(
+        module.__name__ + "."
+    )
 
 
 def _lines(path: str, value: Any) -> Iterator[str]:

@@ -5,7 +5,7 @@ import math
 import signal
 from pathlib import Path
 
-from runtime.config.config import Config
+from runtime.config import Config
 from runtime.errors import RubatoError
 
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "restart": signal.SIGTERM}

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from runtime.config.config import Config, load
+from runtime.config import Config, load
 from runtime.errors import ConfigError, RubatoError
 from runtime.launch.children import die_with_parent
 from tools.fabric_namespaces import Racks

@@ -28,8 +28,9 @@ from bus.message import Message, Request
 from bus.tensor import Array
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
-from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.actor import Actor, RunInfo, handler
+from runtime.blobs.blob import MemoryBlobStore
+from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import configure, logger
 from runtime.store.memory import MemoryStore

@@ -74,7 +74,7 @@ def _file(code: CodeType) -> str:
 
 
 async def _train_one_step(folder: Path, tracer: Tracer) -> None:
-    from runtime.config.config import from_mapping
+    from runtime.config import from_mapping
     from runtime.embed import embed
 
     job = runpy.run_path(str(ROOT / "examples" / "embedded_job.py"))["JOB"]

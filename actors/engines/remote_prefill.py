@@ -16,7 +16,7 @@ from bus.errors import AskFailed
 from bus.tensor import Buffer
 from runtime.actor import handler
 from runtime.blobs.blob import BlobInfo
-from runtime.config.config import Section
+from runtime.config import Section
 from runtime.kernel import NODE
 
 FETCH_S = 60.0

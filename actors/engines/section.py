@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from runtime.config.config import Section
+from runtime.config import Section
 
 
 class ScriptedSection(Section):

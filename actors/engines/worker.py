@@ -29,11 +29,11 @@ from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.model_folder import check_model_folder
 from bus.errors import AskFailed, NotSent
 from bus.message import Ack
-from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.actor import Actor, Context, handler
 from runtime.blobs.blob import BlobInfo
+from runtime.config import ActorConfig
 from runtime.errors import ConfigError
-from runtime.importer import check_module
-from runtime.load import load_object
+from runtime.importer import check_module, load_object
 
 GAUGES_S = 0.5
 """Period of the load gauges: twice per status snapshot."""

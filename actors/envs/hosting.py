@@ -9,7 +9,7 @@ from actors.envs.failures import EnvFailure, EnvOutcome
 from actors.envs.results import check_reset, check_step
 from actors.envs.section import EnvSection
 from actors.messages.samples import Purpose
-from runtime.load import LoadError, load_object
+from runtime.importer import LoadError, load_object
 from runtime.pool.errors import (
     BadResult,
     NoWorker,
@@ -20,8 +20,8 @@ from runtime.pool.errors import (
     WorkerKilled,
     WorkerTimeout,
 )
-from runtime.pool.limits import WorkerLimits
 from runtime.pool.pool import WorkerPool, decode, encode_call
+from runtime.pool.sandbox import WorkerLimits
 
 BUILT_IN = "actors.envs."
 """Classes from here are trusted to import quickly, so no worker is started to look at them."""

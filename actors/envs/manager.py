@@ -14,8 +14,9 @@ from actors.envs.rollout import Rollout, RolloutContext
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.samples import Admit, GiveUp, Hold, Put, Standing, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
-from runtime.actor import Actor, ActorConfig, Context, handler
-from runtime.config.config import Config as Job
+from runtime.actor import Actor, Context, handler
+from runtime.config import ActorConfig
+from runtime.config import Config as Job
 from runtime.importer import check_module
 
 ADMIT_WAIT_S = 10.0
@@ -47,7 +48,7 @@ class EnvManager(Actor):
     """Runs up to `env.concurrency` rollouts at once. Holds nothing that must survive it: its tickets lapse and are issued again."""
 
     role: ClassVar[str] = "env_manager"
-    Config: ClassVar[type[ActorConfig]] = EnvManagerConfig
+    Config = EnvManagerConfig
     drain_order: ClassVar[int] = 10
     least: ClassVar[int] = 1
     needs: ClassVar[tuple[str, ...]] = ("sample_buffer", "llm_proxy")

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from runtime.config.config import Section
+from runtime.config import Section
 
 
 class EnvSection(Section):

@@ -18,7 +18,8 @@ from actors.fabric.templates import Templates
 from actors.messages.fabric import Circuit, FabricReport, InspectFabric, PhaseIntent
 from planning.circuits import FITS, KEPT, CircuitPlan, Cross, FabricSnapshot, plan
 from planning.demand import Links
-from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.actor import Actor, Context, handler
+from runtime.config import ActorConfig
 from runtime.store.errors import StoreUnavailable
 from runtime.store.store import Fence
 

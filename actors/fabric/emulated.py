@@ -11,7 +11,8 @@ from actors.fabric.http_front import HttpFront, encoded
 from actors.fabric.links import links
 from actors.fabric.section import FabricSection
 from actors.messages.fabric import FindSwitch, SwitchAddress, SwitchReply, SwitchRequest
-from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.actor import Actor, Context, handler
+from runtime.config import ActorConfig
 
 
 class EmulatedSwitch(Actor):

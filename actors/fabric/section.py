@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import Field, model_validator
 
-from runtime.config.config import Section
+from runtime.config import Section
 
 MOST_PORT = 65_535
 MOST_S = 3600.0

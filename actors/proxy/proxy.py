@@ -21,7 +21,8 @@ from actors.proxy.section import ProxySection
 from actors.proxy.sessions import Sessions
 from bus.errors import NotSent, Refused, Unknown
 from bus.message import Ack, Message
-from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.actor import Actor, Context, handler
+from runtime.config import ActorConfig
 from runtime.deadline import budget
 
 

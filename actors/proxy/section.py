@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from runtime.config.config import Section
+from runtime.config import Section
 
 
 class ProxySection(Section):

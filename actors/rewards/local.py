@@ -20,8 +20,8 @@ from runtime.pool.errors import (
     WorkerKilled,
     WorkerTimeout,
 )
-from runtime.pool.limits import WorkerLimits
 from runtime.pool.pool import Unsendable, WorkerPool, decode, encode_call
+from runtime.pool.sandbox import WorkerLimits
 
 LOAD_S = 60.0
 """For importing a user's module: some load a model."""

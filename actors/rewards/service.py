@@ -7,7 +7,8 @@ from typing import ClassVar
 from actors.config import RewardSection
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.rewards.local import LocalScorer
-from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.actor import Actor, Context, handler
+from runtime.config import ActorConfig
 from runtime.importer import check_module
 from runtime.observe.waits import ITSELF
 
@@ -33,7 +34,7 @@ class RewardService(Actor):
     """While a worker is busy, requests gather and go to it as one batch."""
 
     role: ClassVar[str] = "reward_service"
-    Config: ClassVar[type[ActorConfig]] = RewardServiceConfig
+    Config = RewardServiceConfig
     drain_order: ClassVar[int] = 60
 
     @classmethod

@@ -44,7 +44,8 @@ from actors.samples.waiting import ENV_MANAGER, gauges, why_no_tickets, why_unfi
 from bus.errors import AskFailed
 from bus.message import Ack
 from planning.staleness import HandOver
-from runtime.actor import Actor, ActorConfig, handler
+from runtime.actor import Actor, handler
+from runtime.config import ActorConfig
 from runtime.observe.waits import STORE, Wait
 from runtime.store.errors import Fenced, StoreError
 from runtime.store.store import Fence

@@ -32,8 +32,9 @@ from actors.training.publishing import ASK_S, BUFFER, Publisher
 from actors.training.saving import Saver
 from actors.training.scripted_train import ScriptedTrainEngine
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
-from runtime.actor import Actor, ActorConfig, Context, handler
+from runtime.actor import Actor, Context, handler
 from runtime.clock import wall_s
+from runtime.config import ActorConfig
 from runtime.registry import list_actors
 
 if TYPE_CHECKING:

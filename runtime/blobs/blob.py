@@ -1,10 +1,78 @@
-"""Blobs: immutable, named, versioned, checksummed buffers; written once, mapped or pulled by whoever needs them."""
+"""Blobs: immutable, named, versioned, checksummed buffers; written once, mapped or pulled by whoever needs them.
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+The digest of a blob is SHA-256 over the SHA-256 of each 4 MiB piece, so that pieces are hashed side by side and checked one by one.
+"""
 
-from runtime.blobs.digest import join_digests, piece_digests_beside
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import NamedTuple, Protocol, TypeVar
+
 from runtime.errors import RubatoError
+
+ResultT = TypeVar("ResultT")
+
+PIECE_BYTES = 4 << 20
+"""Also what travels between hosts at once."""
+
+DIGEST_BYTES = 32
+THREADS = min(4, os.cpu_count() or 1)
+"""More share the memory's bandwidth and gain nothing."""
+
+INLINE_BYTES = 256 * 1024
+"""Below, going to a thread costs more than the work."""
+
+MAX_BLOB_BYTES = 1 << 40
+
+KEPT = 2
+"""Current and previous version: a reader that was told of one is never too late by a single publish."""
+
+
+def piece_digest(piece: memoryview | bytes) -> bytes:
+    """Of one piece. Releases the GIL."""
+    return hashlib.sha256(piece).digest()
+
+
+def join_digests(pieces: Sequence[bytes] | bytes) -> str:
+    """The digest of the whole, in hex, from those of its pieces in order."""
+    return hashlib.sha256(pieces if isinstance(pieces, bytes) else b"".join(pieces)).hexdigest()
+
+
+def piece_digests(content: memoryview | bytes) -> list[bytes]:
+    """Of every piece, one after another; none for what is empty."""
+    view = memoryview(content)
+    return [piece_digest(view[start : start + PIECE_BYTES]) for start in range(0, len(view), PIECE_BYTES)]
+
+
+def digest_of(content: memoryview | bytes) -> str:
+    """The digest of a whole blob, in hex."""
+    return join_digests(piece_digests(content))
+
+
+async def spread(
+    count: int, work: Callable[[int], ResultT], size_bytes: int, pool: Executor | None = None
+) -> list[ResultT]:
+    """`work(0)` … `work(count - 1)` in order, done by several threads at once where that pays; off the event loop."""
+    if size_bytes <= INLINE_BYTES:
+        return [work(index) for index in range(count)]
+
+    def some(first: int) -> list[ResultT]:
+        return [work(index) for index in range(first, count, THREADS)]
+
+    loop = asyncio.get_running_loop()
+    shares = await asyncio.gather(*(loop.run_in_executor(pool, some, n) for n in range(min(THREADS, count))))
+    return [shares[index % THREADS][index // THREADS] for index in range(count)]
+
+
+async def piece_digests_beside(content: memoryview) -> list[bytes]:
+    """`piece_digests`, off the event loop."""
+
+    def one(index: int) -> bytes:
+        return piece_digest(content[index * PIECE_BYTES : (index + 1) * PIECE_BYTES])
+
+    return await spread(-(-len(content) // PIECE_BYTES), one, len(content))
 
 
 class BlobError(RubatoError):
@@ -20,7 +88,7 @@ class BlobCorrupt(BlobError):
 
 
 class BlobInfo(NamedTuple):
-    """What a reader checks: `digest` as runtime/blobs/digest.py makes it; empty for a blob put without, which stays on its host."""
+    """What a reader checks: `digest` as runtime/blobs/blob.py makes it; empty for a blob put without, which stays on its host."""
 
     name: str
     version: int
@@ -75,3 +143,68 @@ class BlobStore(Protocol):
     async def close(self) -> None:
         """Let go of everything; what `get` returned must not be used any more."""
         ...
+
+
+def missing(name: str, version: int) -> BlobMissing:
+    """The same sentence from every implementation, as for the check below."""
+    return BlobMissing(f"blob {name} version {version} was never put, or is freed already")
+
+
+def check_blob(name: str, version: int) -> None:
+    """Raises BlobError for what no blob is called."""
+    if not name or version < 0:
+        raise BlobError(f"a blob needs a name and a version from 0, got {name!r} and {version}")
+
+
+class MemoryBlobStore:
+    """Keeps the newest two versions of each name."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, dict[int, tuple[BlobInfo, memoryview]]] = {}
+
+    async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> "MemoryDraft":
+        check_blob(name, version)
+        return MemoryDraft(self, BlobInfo(name, version, epoch, "", size_bytes))
+
+    async def put(
+        self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True
+    ) -> BlobInfo:
+        check_blob(name, version)
+        content = b"".join(parts)
+        info = BlobInfo(name, version, epoch, digest_of(content) if checked else "", len(content))
+        return self.show(info, memoryview(content))
+
+    def show(self, info: BlobInfo, content: memoryview) -> BlobInfo:
+        versions = self._blobs.setdefault(info.name, {})
+        known = versions.get(info.version)
+        if known is not None and known[0].epoch > info.epoch:
+            return known[0]
+        versions[info.version] = (info, content)
+        for old in sorted(versions)[:-KEPT]:
+            del versions[old]
+        return info
+
+    async def get(self, name: str, version: int, *, check: bool = True) -> tuple[BlobInfo, memoryview]:
+        """`check` changes nothing: what lies in one's own memory was never anywhere else."""
+        try:
+            return self._blobs[name][version]
+        except KeyError:
+            raise missing(name, version) from None
+
+    async def newest(self, name: str) -> BlobInfo | None:
+        versions = self._blobs.get(name)
+        return versions[max(versions)][0] if versions else None
+
+    async def close(self) -> None:
+        """Nothing to let go of: what was put stays, for the others that hold this store."""
+
+
+class MemoryDraft:
+    """See Draft."""
+
+    def __init__(self, store: MemoryBlobStore, info: BlobInfo) -> None:
+        self.memory = memoryview(bytearray(info.size_bytes))
+        self._store, self._info = store, info
+
+    async def publish(self, digest: str) -> BlobInfo:
+        return self._store.show(self._info._replace(digest=digest), self.memory.toreadonly())

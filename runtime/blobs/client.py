@@ -16,9 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from runtime.blobs.blob import BlobError, BlobInfo
-from runtime.blobs.digest import PIECE_BYTES, join_digests, piece_digest, spread
-from runtime.blobs.memory import check_blob, missing
+from runtime.blobs.blob import PIECE_BYTES, BlobError, BlobInfo, check_blob, join_digests, missing, piece_digest, spread
 from runtime.blobs.wire import (
     MAX_PACKET,
     Absent,

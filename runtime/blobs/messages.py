@@ -13,7 +13,7 @@ class NotHere(Message, frozen=True):
 
 
 class BlobPiece(Message, frozen=True):
-    """One piece of the content, as long as runtime/blobs/digest.py cuts it; the last may be shorter."""
+    """One piece of the content, as long as runtime/blobs/blob.py cuts it; the last may be shorter."""
 
     data: Buffer
 

@@ -1,116 +1,38 @@
-"""Configuration: sections declared by actors, composed into one tree, read from YAML with dotted overrides."""
+"""A job's config: the sections that its actor classes declare, composed into one tree, and a user's file checked against it."""
 
+import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
-if TYPE_CHECKING:
-    from runtime.actor import Actor, ActorConfig
+from runtime.actor import Actor
+from runtime.config.explain import sentences
+from runtime.config.sections import (
+    ActorConfig,
+    ActorSpec,
+    BaseRoot,
+    BusSection,
+    ReportSection,
+    RunSection,
+    Section,
+    StateSection,
+)
+from runtime.config.source import ConfigSource, given, read
+from runtime.errors import ConfigError
+from runtime.importer import load_class
 
-
-class Section(BaseModel):
-    """Base of every config section: frozen, unknown keys refused, each field documented by the string below it."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True, allow_inf_nan=False
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_truth_for_a_number(cls, value: object, info: ValidationInfo) -> object:
-        """`steps: yes` is a slip, not 1."""
-        field = cls.model_fields.get(info.field_name or "")
-        if isinstance(value, bool) and field is not None and (field.annotation is int or field.annotation is float):
-            raise PydanticCustomError("bool_for_number", "it must be a number")
-        return value
-
-
-class RunSection(Section):
-    """The run as a whole."""
-
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
-    """Names the run folder under runs/; letters, digits, and _ . - inside."""
-    seed: int = Field(default=1, ge=0)
-    """Everything drawn at random in the run follows from it."""
-    steps: int = Field(default=60, ge=1)
-    """Training steps, after which the job is done."""
-    dir: str = ""
-    """Folder of the run; empty makes one under runs/ from the name and the date. --run-dir wins."""
-    watch_s: float = Field(default=30.0, gt=0)
-    """A stage that is blocked for longer is told of, once, in the words of `monitor --why`."""
-    lease_s: float = Field(default=300.0, gt=0)
-    """A host that can't reach the run's state for longer ends its actors; shorter cuts are ridden out."""
-
-
-class BusSection(Section):
-    """Where the run is reached from other hosts; by default from nowhere."""
-
-    host: str = ""
-    """Address of this host as other hosts reach it, such as 10.0.0.5. Needs keys: rubato keys new --run DIR."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """Port of the gate that joining hosts come to; 0 lets the system choose."""
-
-
-class StateSection(Section):
-    """Where the little state lives that must outlive processes."""
-
-    url: str = ""
-    """redis://, rediss:// or unix:// address of a Redis or Valkey server; empty starts one for this run."""
-    durability: Literal["everysec", "always"] = "everysec"
-    """everysec: a killed server may lose two seconds of acknowledged writes; always: none, at one disk sync per write."""
-
-    @property
-    def window_s(self) -> float:
-        """The server may forget what it acknowledged less than so long ago."""
-        return 0.0 if self.durability == "always" else 2.0
-
-
-class ActorSpec(Section):
-    """One role of the job: which class, how many processes, how often they may be restarted."""
-
-    target: str = Field(alias="class")
-    """Import path: package.module:Class or path/to/file.py:Class."""
-    count: int = Field(default=1, ge=0, le=1024)
-    """Processes started at launch; more can be added while the job runs."""
-    restarts: int = Field(default=5, ge=0)
-    """Restarts of one actor within `restart_window_s` before its failure ends the job."""
-    restart_window_s: float = Field(default=300.0, gt=0)
-    """Deaths further back than this are forgotten."""
-    threads: int = Field(default=1, ge=1)
-    """Threads that numeric libraries in the process may use."""
-
-
-class ReportSection(Section):
-    """Who turns figures into words; import paths, because the runtime itself knows no word of RL."""
-
-    console: str = "actors.console:StepTable"
-    """Class whose `header()` and `line(step, steps, row)` make the launcher's step table."""
-    finish: str = "actors.report"
-    """Module run as `python -m MODULE RUN_DIR` when the job has ended; empty runs none."""
-
-
-class BaseRoot(Section):
-    """The runtime's own sections; the root of a job adds one field per section that its actors declare."""
-
-    run: RunSection = RunSection()
-    bus: BusSection = BusSection()
-    state: StateSection = StateSection()
-    prepare: tuple[str, ...] = ()
-    """Modules run one after another as `python -m MODULE RUN_DIR` before actors start."""
-    actors: dict[str, ActorSpec]
-    """The job's roles by name."""
-    report: ReportSection = ReportSection()
+ROLE = re.compile(r"^[a-z][a-z0-9_]*$")
+RESERVED_ROLES = frozenset({"node"})
 
 
 class Config:
     """A resolved configuration: checked as a whole, with every actor class imported."""
 
-    def __init__(
-        self, root: BaseRoot, classes: Mapping[str, "type[Actor]"], configs: Mapping[str, "ActorConfig"]
-    ) -> None:
+    def __init__(self, root: BaseRoot, classes: Mapping[str, type[Actor]], configs: Mapping[str, ActorConfig]) -> None:
         self._root = root
         self._classes = dict(classes)
         self._configs = dict(configs)
@@ -149,7 +71,7 @@ class Config:
             raise KeyError(name)
         return getattr(self._root, name)
 
-    def actor_class(self, role: str) -> "type[Actor]":
+    def actor_class(self, role: str) -> type[Actor]:
         """The class behind `role`; KeyError for a role that the config does not have."""
         return self._classes[role]
 
@@ -190,15 +112,117 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError with one sentence per mistake; nothing has been started or written then.
     """
-    from runtime.config.compose import compose
-    from runtime.config.source import read
-
     return compose(read(Path(path), overrides))
 
 
 def from_mapping(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """The same from what a YAML file would hold: for a program that keeps its config beside its code."""
-    from runtime.config.compose import compose
-    from runtime.config.source import given
-
     return compose(given(tree, overrides))
+
+
+class _Roles(BaseModel):
+    """The one section that must be read before the others are known."""
+
+    actors: dict[str, ActorSpec]
+
+
+def compose(source: ConfigSource) -> Config:
+    """Import the actor classes that `source` names and check the whole tree. Raises ConfigError."""
+    tree = {key: value for key, value in source.tree.items() if value is not None}
+    if not tree.get("actors"):
+        raise ConfigError(f"{source.file} names no actors. Add a section actors with a class for each role.")
+    roles = _validated(_Roles, {"actors": tree["actors"]}, source, BaseRoot).actors
+    for role in roles:
+        if not ROLE.match(role) or role in RESERVED_ROLES:
+            text = f"actors.{role} can't be a role: use small letters, digits and _, and not the name node."
+            raise ConfigError(source.sentence(("actors", role), text))
+    classes = {role: _load(source, role, spec) for role, spec in roles.items()}
+    for role, spec in roles.items():
+        _check_role(source, role, classes)
+        _check_count(source, role, spec.count, classes[role])
+    root_class = root_model(classes)
+    root = _validated(root_class, tree, source, root_class)
+    configs = {role: _actor_config(source, root, cls) for role, cls in classes.items()}
+    config = Config(root, classes, configs)
+    for cls in classes.values():
+        try:
+            cls.check(config)
+        except ValueError as error:
+            raise ConfigError(f"{source.file}: {error}.") from error
+    return config
+
+
+def root_model(classes: Mapping[str, type[Actor]]) -> type[BaseRoot]:
+    """The model of a whole config: the runtime's sections, then those of `classes` by field name.
+
+    Raises ConfigError when two classes declare one section differently, or one takes a name of the runtime's.
+    """
+    found: dict[str, tuple[str, FieldInfo]] = {}
+    for role, cls in classes.items():
+        for name, field in _config_class(cls).model_fields.items():
+            if name in BaseRoot.model_fields:
+                if field.annotation is not BaseRoot.model_fields[name].annotation:
+                    raise ConfigError(
+                        f"{_named(_config_class(cls))} can't declare a section {name}: it is the runtime's own."
+                    )
+                continue
+            if name in found and found[name][1].annotation is not field.annotation:
+                other_role, other = found[name]
+                raise ConfigError(
+                    f"{other_role} and {role} declare the section {name} as two classes, {_named(other.annotation)} and "
+                    f"{_named(field.annotation)}. They must share one."
+                )
+            if name not in found or field.is_required():
+                found[name] = (role, field)
+    fields: dict[str, Any] = {name: (field.annotation, field) for name, (_, field) in found.items()}
+    return create_model("Root", __base__=BaseRoot, **fields)
+
+
+def _load(source: ConfigSource, role: str, spec: ActorSpec) -> type[Actor]:
+    keys = ("actors", role, "class")
+    try:
+        return load_class(spec.target, Actor, key=".".join(keys))
+    except ConfigError as error:
+        raise ConfigError(source.sentence(keys, str(error))) from error
+
+
+def _check_role(source: ConfigSource, role: str, classes: Mapping[str, type[Actor]]) -> None:
+    cls = classes[role]
+    if cls.role and cls.role != role:
+        text = f"actors.{role} can't be a {cls.__name__}: others look for that under the role {cls.role}. Did you mean actors.{cls.role}?"
+        raise ConfigError(source.sentence(("actors", role), text))
+    missing = [needed for needed in cls.needs if needed not in classes]
+    if missing:
+        near = difflib.get_close_matches(missing[0], classes, n=1)
+        advice = f"Did you mean that by actors.{near[0]}?" if near else f"Add actors.{missing[0]} with its class."
+        text = f"actors has no {missing[0]}, which {role} needs. {advice}"
+        raise ConfigError(source.sentence(("actors",), text))
+
+
+def _check_count(source: ConfigSource, role: str, count: int, cls: type[Actor]) -> None:
+    key = f"actors.{role}.count"
+    if not cls.least <= count <= cls.most:
+        bound = f"at least {cls.least}" if count < cls.least else f"at most {cls.most}"
+        text = f"{key} is {count}; a job needs {bound} {role}. Set {key}={max(cls.least, min(count, cls.most))}."
+        raise ConfigError(source.sentence(("actors", role, "count"), text))
+
+
+def _actor_config(source: ConfigSource, root: BaseRoot, cls: type[Actor]) -> ActorConfig:
+    declared = _config_class(cls)
+    sections = {name: getattr(root, name) for name in declared.model_fields}
+    return cast("ActorConfig", _validated(declared, sections, source, type(root)))
+
+
+def _config_class(cls: type[Actor]) -> type[ActorConfig]:
+    return cls.Config or ActorConfig
+
+
+def _validated(model: type[Any], tree: Mapping[str, Any], source: ConfigSource, root: type[Section]) -> Any:
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(sentences(error, source, root))) from error
+
+
+def _named(annotation: object) -> str:
+    return f"{getattr(annotation, '__module__', '')}.{getattr(annotation, '__qualname__', annotation)}"

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from bus.errors import AskFailed
 from bus.message import Ack
-from runtime.actor import ActorConfig, Context, handler
+from runtime.actor import Context, handler
 from runtime.blobs.hosts import HostBlobs
-from runtime.config.config import Config
+from runtime.config import ActorConfig, Config
 from runtime.launch.local import Death, LocalLauncher
 from runtime.launch.outcome import JobOutcome, Screen
 from runtime.launch.watch import Watch
@@ -43,7 +43,7 @@ class NodeAgent(HostBlobs):
     """Lives in the launcher's process; one per host."""
 
     role: ClassVar[str] = "node"
-    Config: ClassVar[type[ActorConfig]] = ActorConfig
+    Config = ActorConfig
 
     def __init__(self, config: ActorConfig, context: Context) -> None:
         super().__init__(config, context)

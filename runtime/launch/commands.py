@@ -12,7 +12,7 @@ from runtime.clock import wall_s
 from runtime.errors import LaunchError, RubatoError, first_cause
 
 if TYPE_CHECKING:
-    from runtime.config.config import Config
+    from runtime.config import Config
 
 INTERRUPTED = 130
 ASK_S = 40.0
@@ -63,7 +63,7 @@ def launch(argv: list[str]) -> int:
 
 def _chosen(given: argparse.Namespace) -> "tuple[Config, Path]":
     """The config to run and the run's folder; says so where a resumed run's own config differs from the one named."""
-    from runtime.config.config import load
+    from runtime.config import load
     from runtime.config.source import differing, parse, read
 
     config, folder = None, given.run_dir

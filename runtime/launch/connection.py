@@ -8,10 +8,10 @@ from typing import NamedTuple
 from bus.keys import Keys
 from bus.transport import Identity, Transport
 from bus.zmq import ZmqTransport
-from runtime.actor import Actor, ActorConfig, RunInfo
+from runtime.actor import Actor, RunInfo
 from runtime.blobs.blob import BlobStore
 from runtime.blobs.client import BlobClient
-from runtime.config.config import Config, load
+from runtime.config import ActorConfig, Config, load
 from runtime.config.schema import schema_of
 from runtime.kernel import Kernel
 from runtime.keys import find_keys

@@ -7,7 +7,7 @@ from rich.console import Console as Rich
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from runtime.errors import ConfigError
-from runtime.importer import load_object
+from runtime.importer import load_configured
 from runtime.messages import Progress as StepDone
 
 
@@ -20,7 +20,7 @@ class ConsoleTable(Protocol):
 
 def step_table(target: str) -> ConsoleTable:
     """The table that `report.console` names. Raises ConfigError where it leads to none."""
-    found = load_object(target, key="report.console")
+    found = load_configured(target, key="report.console")
     try:
         table = found()
     except Exception as error:

@@ -9,10 +9,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from bus.errors import AskFailed, BadAddress
-from runtime.actor import ActorConfig, RunInfo
-from runtime.blobs.agent import BlobServer
+from runtime.actor import RunInfo
 from runtime.blobs.client import BlobClient
-from runtime.config.config import Config, load
+from runtime.blobs.server import BlobServer
+from runtime.config import ActorConfig, Config, load
 from runtime.errors import LaunchError
 from runtime.keys import write_keys
 from runtime.launch.agent import NodeAgent

@@ -12,10 +12,10 @@ import msgspec
 
 from bus.address import is_loopback
 from bus.errors import BadAddress
-from runtime.actor import ActorConfig, RunInfo
-from runtime.blobs.agent import BlobServer
+from runtime.actor import RunInfo
 from runtime.blobs.client import BlobClient
-from runtime.config.config import Config
+from runtime.blobs.server import BlobServer
+from runtime.config import ActorConfig, Config
 from runtime.errors import LaunchError
 from runtime.keys import RunKeys, command_for, find_keys
 from runtime.launch.agent import NodeAgent

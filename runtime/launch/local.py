@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from runtime.config.config import ActorSpec
+from runtime.config import ActorSpec
 from runtime.launch.children import die_with_parent
 from runtime.observe.log import logger
 from runtime.supervision import RestartBudget

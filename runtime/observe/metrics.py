@@ -1,10 +1,12 @@
-"""Counts, gauges, recent distributions and the idle share of one actor; snapshots are flat and finite."""
+"""Figures of one actor: counts, gauges, recent distributions and the idle share; and the CPU seconds of processes, read from /proc."""
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 WINDOW_S = 10.0
 """The idle share looks back this far: long enough to smooth over one training step, short enough to be live."""
@@ -18,9 +20,10 @@ MAX_NAMES = 512
 LAG_PERIOD_S = 0.1
 """Period of the loop-lag probe: ten wake-ups a second cost nothing and still catch a 50 ms stall."""
 
-
 LATE_SAMPLES = 20
 """Two seconds of samples; the second worst counts, so that one hiccup says nothing about the process."""
+
+PROC = Path("/proc")
 
 
 class Metrics:
@@ -138,3 +141,50 @@ async def measure_loop_lag(metrics: Metrics) -> None:
 
 def _idle_share(span_s: float, busy_s: float) -> float:
     return 1.0 if span_s <= 0.0 else min(1.0, max(0.0, 1.0 - busy_s / span_s))
+
+
+def cpu_seconds(pids: Mapping[str, int], proc: Path = PROC) -> dict[str, float]:
+    """CPU seconds so far by name: each process with what it started, less what `pids` names itself. Blocking.
+
+    The kernel counts in ticks of 10 ms; children that ended do not count. Left out is a process that is gone, names that share one
+    process, and everything where the system has no /proc.
+    """
+    tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+    named = Counter(pids.values())
+    found: dict[str, float] = {}
+    for name, pid in pids.items():
+        ticks = _ticks(pid, proc) if named[pid] == 1 else None
+        if ticks is not None:
+            found[name] = tick_s * (ticks + sum(_ticks(child, proc) or 0 for child in _below(pid, named, proc)))
+    return found
+
+
+def busy_seconds(proc: Path = PROC) -> float | None:
+    """CPU seconds that all cores of this host were busy so far, whoever used them; None where the system does not tell."""
+    try:
+        first = (proc / "stat").read_text().splitlines()[0].split()
+        user, nice, system, _, _, irq, softirq = (int(cell) for cell in first[1:8])
+    except (OSError, ValueError, IndexError):
+        return None
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks(pid: int, proc: Path) -> int | None:
+    try:
+        cells = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return int(cells[11]) + int(cells[12])  # utime and stime, fields 14 and 15 of proc(5)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _below(pid: int, named: Container[int], proc: Path) -> Iterator[int]:
+    """All descendants of `pid` that lead through none of `named`."""
+    for file in (proc / str(pid) / "task").glob("*/children"):
+        try:
+            children = [int(child) for child in file.read_text().split()]
+        except (OSError, ValueError):
+            continue
+        for child in children:
+            if child not in named:
+                yield child
+                yield from _below(child, named, proc)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from runtime.pool.errors import NoWorker, WorkerKilled
-from runtime.pool.limits import WorkerLimits, shortcoming
 from runtime.pool.process import WorkerProcess
+from runtime.pool.sandbox import WorkerLimits, shortcoming
 from runtime.pool.worker import FOREIGN
 
 

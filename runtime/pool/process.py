@@ -9,24 +9,29 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
 from runtime.pool import worker as pool_worker
 from runtime.pool.errors import (
+    BadResult,
     ChannelBroken,
     LeftProcesses,
     NoWorker,
+    OutOfMemory,
     OutputFlood,
     PoolError,
+    ResultTooLarge,
+    TargetMissing,
     UserCodeRaised,
+    WorkerCrashed,
+    WorkerDied,
+    WorkerExited,
     WorkerKilled,
     WorkerTimeout,
 )
-from runtime.pool.limits import WorkerLimits, choose_uid
-from runtime.pool.pipes import FrameChannel, OutputLines
-from runtime.pool.verdicts import ending, error_of
+from runtime.pool.sandbox import WorkerLimits, choose_uid
 
 LAST_WORDS_S = 0.5
 """How long a process whose socket or output ended may take to end by itself, and one that ended may keep its pipes open."""
@@ -39,6 +44,12 @@ FRAME_OVERHEAD_BYTES = 64
 
 _REPLIES = msgspec.msgpack.Decoder(tuple[int, int, bytes])
 _ROOT = str(Path(pool_worker.__file__).resolve().parents[2])
+
+OUTPUT_LINES_S = 100
+"""Lines of user output passed on per worker and second; the rest is counted in one line."""
+
+OUTPUT_LINE_LIMIT = 2_000
+"""Characters kept of a line of user output."""
 
 
 class _Call(NamedTuple):
@@ -259,3 +270,146 @@ class WorkerProcess:
         self._fail(verdict, ending(self._transport.get_returncode() or 0, cut=self._cut))
         self._channel.close()
         self._transport.close()
+
+
+def error_of(outcome: int, payload: bytes) -> PoolError:
+    """Of a reply that is not DONE. Raises msgspec.MsgspecError or UnicodeDecodeError for garbage."""
+    if outcome == pool_worker.RAISED:
+        kind, text, where = msgspec.msgpack.decode(payload, type=tuple[str, str, str])
+        return (OutOfMemory if kind == "MemoryError" else UserCodeRaised)(kind, text, where)
+    kinds = {
+        pool_worker.MISSING: TargetMissing,
+        pool_worker.TOO_LARGE: ResultTooLarge,
+        pool_worker.LEFT: LeftProcesses,
+    }
+    return kinds.get(outcome, BadResult)(payload.decode())
+
+
+def ending(code: int, *, cut: bool) -> WorkerDied:
+    """Why a process ended by itself; `cut`: it lost its socket first, and may have been ended for that."""
+    if cut and code in (-signal.SIGTERM, -signal.SIGKILL):
+        return ChannelBroken("closed its worker's own socket")
+    if code >= 0:
+        return WorkerExited(f"its process ended with exit code {code}")
+    try:
+        return WorkerCrashed(f"its process died of {signal.Signals(-code).name}")
+    except ValueError:
+        return WorkerCrashed(f"its process died of signal {-code}")
+
+
+class FrameChannel(asyncio.Protocol):
+    """Frames are a little-endian uint32 length and that many bytes. A length above `max_bytes` is told to `on_garbage`."""
+
+    def __init__(
+        self,
+        max_bytes: int,
+        on_frame: Callable[[bytes], None],
+        on_garbage: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._on_frame = on_frame
+        self._on_garbage = on_garbage
+        self._on_end = on_end
+        self._transport: asyncio.Transport | None = None
+        self._data = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the loop."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def send(self, frame: bytes) -> None:
+        """Queue one frame; ignored once the channel ended."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(len(frame).to_bytes(4, "little") + frame)
+
+    def close(self) -> None:
+        """Drop the channel and what is queued."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop."""
+        self._data += data
+        while len(self._data) >= 4:
+            size = int.from_bytes(self._data[:4], "little")
+            if size > self._max_bytes:
+                self._on_garbage()
+                self.close()
+                return
+            if len(self._data) < size + 4:
+                return
+            frame = bytes(self._data[4 : size + 4])
+            del self._data[: size + 4]
+            self._on_frame(frame)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the loop."""
+        self._on_end()
+
+
+class OutputLines(asyncio.SubprocessProtocol):
+    """Passes printed lines on, at most OUTPUT_LINES_S a second, and tells when the pipe and the process end.
+
+    `on_flood` is told once of more than `max_bytes` since the last `start_count`; nothing is passed on after it.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        on_line: Callable[[str], None],
+        on_flood: Callable[[], None],
+        on_pipe_end: Callable[[], None],
+        on_exit: Callable[[], None],
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._on_line = on_line
+        self._on_flood = on_flood
+        self._on_pipe_end = on_pipe_end
+        self._on_exit = on_exit
+        self._rest = b""
+        self._window_start = 0.0
+        self._num_lines = 0
+        self._num_bytes = 0
+        self._flooded = False
+
+    def start_count(self) -> None:
+        """Another call begins: what it prints counts from here. Some of the last one's output may still be in the pipe."""
+        self._num_bytes = 0
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Called by the loop."""
+        if self._flooded:
+            return
+        self._num_bytes += len(data)
+        if self._num_bytes > self._max_bytes:
+            self._flooded = True
+            self._on_flood()
+            return
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > OUTPUT_LINE_LIMIT:
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            self._pass_on(line)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """Called by the loop."""
+        if self._rest:
+            self._pass_on(self._rest)
+            self._rest = b""
+        self._on_pipe_end()
+
+    def process_exited(self) -> None:
+        """Called by the loop."""
+        self._on_exit()
+
+    def _pass_on(self, line: bytes) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._window_start >= 1.0:
+            if self._num_lines > OUTPUT_LINES_S:
+                self._on_line(f"… {self._num_lines - OUTPUT_LINES_S} lines of output were left out")
+            self._window_start, self._num_lines = now, 0
+        self._num_lines += 1
+        if self._num_lines <= OUTPUT_LINES_S:
+            self._on_line(line[:OUTPUT_LINE_LIMIT].decode(errors="replace"))

@@ -11,8 +11,11 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NoReturn, Self
 
 import msgspec
 
@@ -22,14 +25,19 @@ DONE, RAISED, UNSENDABLE, MISSING, TOO_LARGE, LEFT = range(6)
 FOREIGN = 1
 """MessagePack extension: a value that can't be sent; its data is the name of its type."""
 
+TEXT_LIMIT = 2_000
+"""Characters kept of an exception's text, and of each line of its traceback."""
+
+TRACEBACK_LIMIT = 64 * 1024
+"""Characters printed of a traceback, the last ones."""
+
 
 def main() -> None:
     """Serve until the parent goes away. The one argument holds the settings as JSON."""
     settings = json.loads(sys.argv[1])
     if settings["root"] not in sys.path:
         sys.path.append(settings["root"])
-    from runtime.pool.init import fork_worker
-    from runtime.pool.limits import WorkerLimits, enter
+    from runtime.pool.sandbox import WorkerLimits, enter, fork_worker
 
     limits = WorkerLimits(*settings["limits"])
     init = fork_worker(settings["parent"], settings["uid"], settings["fd"])
@@ -69,7 +77,7 @@ class UserCode:
 
     def new_orphans(self) -> dict[int, str]:
         """Processes, by pid, that lost their parent since this was asked last, and still run."""
-        from runtime.pool.init import orphans
+        from runtime.pool.sandbox import orphans
 
         found = orphans(self._init)
         new = {pid: name for pid, name in found.items() if pid != self._pid and pid not in self._known}
@@ -117,8 +125,6 @@ def _plain(value: Any) -> object:
 
 
 def _answer(host: UserCode, verb: str, target: str, instance: str, payload: bytes, max_bytes: int) -> tuple[int, bytes]:
-    from runtime.pool.raised import Caught, clean, text_of
-
     result: object = None
     with Caught() as caught:
         result = host.act(verb, target, instance, payload)
@@ -139,8 +145,7 @@ def _answer(host: UserCode, verb: str, target: str, instance: str, payload: byte
 
 
 def _failure(error: BaseException) -> tuple[int, bytes]:
-    from runtime.load import LoadError
-    from runtime.pool.raised import clean, name_of, place_of, print_traceback, text_of
+    from runtime.importer import LoadError
 
     if isinstance(error, LoadError):
         return MISSING, clean(str(error)).encode()
@@ -149,7 +154,7 @@ def _failure(error: BaseException) -> tuple[int, bytes]:
 
 
 def _load(target: str) -> Callable[..., Any]:
-    from runtime.load import LoadError, load_object
+    from runtime.importer import LoadError, load_object
 
     found = load_object(target)
     if not callable(found):
@@ -195,6 +200,58 @@ def _cut_off(error: OSError) -> NoReturn:
         _leave()
     while True:
         signal.pause()
+
+
+class Caught:
+    """`with Caught() as caught:` keeps in `caught.error` what was raised inside, whatever its base class.
+
+    Only SystemExit and KeyboardInterrupt pass. No task of ours runs in a worker, so a CancelledError is user code's own.
+    """
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = error
+        return not isinstance(error, SystemExit | KeyboardInterrupt)
+
+
+def clean(text: str) -> str:
+    """Its first characters, with escapes for what can't be printed or sent."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:TEXT_LIMIT])[:TEXT_LIMIT]
+
+
+def text_of(error: BaseException) -> str:
+    """Its repr, or its type where the repr can't be had."""
+    with Caught():
+        return clean(repr(error))
+    return name_of(error)
+
+
+def name_of(error: BaseException) -> str:
+    return clean(type(error).__name__)
+
+
+def place_of(error: BaseException) -> str:
+    """The last frame as `file:line in function`; empty where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return clean(f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}") if frames else ""
+
+
+def print_traceback(error: BaseException) -> None:
+    """To the worker's stderr, whatever user code made of `sys.stderr`; no line longer than a reader can use."""
+    told = text_of(error)
+    with Caught():
+        lines = [
+            line if len(line) <= TEXT_LIMIT else f"{line[:TEXT_LIMIT]}…\n" for line in traceback.format_exception(error)
+        ]
+        told = "".join(lines)[-TRACEBACK_LIMIT:]
+    with suppress(OSError):  # user code closed it
+        os.write(2, told.encode(errors="backslashreplace"))
 
 
 if __name__ == "__main__":

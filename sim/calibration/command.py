@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from runtime.config.config import Section
+from runtime.config import Section
 from runtime.errors import ConfigError
 from sim.calibration.fit import fit, rollouts
 from sim.calibration.recording import LAST_STEPS, WARM_STEPS, Recording, read_run

@@ -25,10 +25,10 @@ from bus.transport import Identity
 from planning.circuits import Cross
 from planning.demand import Pair
 from planning.relay import plan, ring_sources, sources
-from runtime.actor import Actor, ActorConfig, RunInfo
-from runtime.blobs.digest import PIECE_BYTES
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.actor import Actor, RunInfo
+from runtime.blobs.blob import PIECE_BYTES, MemoryBlobStore
 from runtime.clock import run_virtual
+from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from runtime.config.config import Section
+from runtime.config import Section
 from sim.distribution import Histogram
 
 

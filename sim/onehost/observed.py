@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
-from runtime.config.config import Section
+from runtime.config import Section
 from runtime.observe.metrics import WINDOW_S
 from sim.job import JobStep
 from sim.onehost.calibrated import Rollouts

@@ -11,7 +11,7 @@ from actors.samples.book import Limits
 from actors.samples.section import SamplesSection
 from actors.training.section import CheckpointSection
 from planning.snapshot import RequestView
-from runtime.config.config import RunSection, StateSection
+from runtime.config import RunSection, StateSection
 from sim.buffer_model import NEVER_LAPSES_S
 from sim.job import Environments, Job
 from sim.manager_model import ModelledManager

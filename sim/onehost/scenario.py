@@ -9,7 +9,7 @@ from actors.engines.section import EngineSection
 from actors.envs.section import EnvSection, RolloutSection
 from actors.samples.section import SamplesSection
 from actors.training.section import CheckpointSection
-from runtime.config.config import RunSection, StateSection
+from runtime.config import RunSection, StateSection
 from sim.job import JobStep
 from sim.onehost.calibrated import Calibration
 from sim.onehost.observed import ROLES, Observed, observe

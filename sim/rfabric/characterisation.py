@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from runtime.config.config import Section
+from runtime.config import Section
 from sim.claims import Value
 from sim.hardware import GpuSpec
 from sim.language_model import BF16, ModelSpec

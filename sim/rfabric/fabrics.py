@@ -9,7 +9,7 @@ from planning.demand import Links, per_link
 from planning.pods import plan_pods
 from planning.switching import Delay, PhaseCost, schedule
 from planning.topology import direct
-from runtime.config.config import Section
+from runtime.config import Section
 from sim.net.clos import ClosSpec, clos
 from sim.net.direct import DirectSpec, direct_network
 from sim.net.network import Network

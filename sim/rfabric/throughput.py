@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError, field_validator
 
-from runtime.config.config import Section
+from runtime.config import Section
 from runtime.errors import ConfigError
 from sim.claims import Value
 from sim.hardware import GpuSpec

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
-from runtime.config.config import Section
+from runtime.config import Section
 from sim.cluster import PoolSpec
 from sim.distribution import Constant
 from sim.hardware import GpuSpec

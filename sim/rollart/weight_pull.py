@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from runtime.config.config import Section
+from runtime.config import Section
 from sim.language_model import ModelSpec
 from sim.outcome import Cell, RunProgress, RunResult, Table
 from sim.scenario import Scenario, ScenarioKind

@@ -7,8 +7,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 
-from runtime.blobs.blob import BlobInfo
-from runtime.blobs.memory import MemoryBlobStore, MemoryDraft
+from runtime.blobs.blob import BlobInfo, MemoryBlobStore, MemoryDraft
 from sim.simtest.process import ActorProcess
 
 

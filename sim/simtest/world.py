@@ -11,7 +11,8 @@ from bus.faults import FaultPlan
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.outbox import Frame
 from bus.transport import Identity
-from runtime.actor import ActorConfig, RunInfo
+from runtime.actor import RunInfo
+from runtime.config import ActorConfig
 from runtime.errors import ActorFailed, first_cause
 from runtime.kernel import NODE
 from runtime.messages import Finish

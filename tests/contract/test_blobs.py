@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.blobs.agent import BlobServer
-from runtime.blobs.blob import BlobError, BlobInfo, BlobMissing, BlobStore
+from runtime.blobs.blob import BlobError, BlobInfo, BlobMissing, BlobStore, MemoryBlobStore, digest_of
 from runtime.blobs.client import BlobClient
-from runtime.blobs.digest import digest_of
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.blobs.server import BlobServer
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from actors.engines.engine import ENGINES, EngineDead, EngineError, Work
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.tokens import joined, pack, unpack_ids, unpack_logprobs
 from actors.messages.generation import Sampling, Tokens, VersionSpan
-from runtime.load import load_object
+from runtime.importer import load_object
 from tests.models import VOCAB, greedy, logprobs, weights_image, write_model
 
 KINDS = [

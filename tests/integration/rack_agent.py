@@ -13,10 +13,11 @@ import msgspec
 from bus.keys import Keys
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
-from runtime.actor import ActorConfig, RunInfo
+from runtime.actor import RunInfo
+from runtime.blobs.blob import MemoryBlobStore
 from runtime.blobs.hosts import HostBlobs
-from runtime.blobs.memory import MemoryBlobStore
 from runtime.blobs.messages import NotPulled, PullBlob
+from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.registry import ActorRecord

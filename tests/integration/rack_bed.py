@@ -20,7 +20,7 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from bus.transport import Identity
 from planning.circuits import Cross
 from runtime.actor import RunInfo
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.blobs.blob import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.blobs.agent import BlobServer
-from runtime.blobs.blob import BlobCorrupt, BlobError, BlobInfo
+from runtime.blobs.blob import BlobCorrupt, BlobError, BlobInfo, digest_of
 from runtime.blobs.client import BlobClient
-from runtime.blobs.digest import digest_of
+from runtime.blobs.server import BlobServer
 from runtime.blobs.wire import MAX_PACKET, Begin, Denied, Drop, Found, Get, Publish, Room, decode_reply, encode
 
 ROOT = Path(__file__).parents[2]

@@ -27,8 +27,9 @@ from bus.message import Ack, Message, Request
 from bus.tensor import Array, Buffer
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
-from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.actor import Actor, RunInfo, handler
+from runtime.config import ActorConfig
+from runtime.blobs.blob import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore

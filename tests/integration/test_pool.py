@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from runtime.pool.errors import BadResult, TargetMissing, UserCodeRaised, WorkerDied, WorkerKilled, WorkerTimeout
-from runtime.pool.limits import WorkerLimits
 from runtime.pool.pool import Unsendable, WorkerPool, decode, encode_call
+from runtime.pool.sandbox import WorkerLimits
 
 USER = str(Path(__file__).with_name("user_code.py"))
 NOTHING = encode_call()

@@ -11,7 +11,7 @@ from actors.rewards.local import LocalScorer
 from actors.rewards.service import RewardService, RewardServiceConfig
 from bus.memory import MemoryTransport
 from bus.transport import Identity
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.blobs.blob import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from tests.simulation.test_kernel import Client, cluster

@@ -17,9 +17,9 @@ import pytest
 from actors.config import RewardSection
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.rewards.local import LocalScorer
-from runtime.pool import limits as pool_limits
 from runtime.pool import process as pool_process
-from runtime.pool.raised import TEXT_LIMIT
+from runtime.pool import sandbox
+from runtime.pool.worker import TEXT_LIMIT
 
 ABUSES = Path(__file__).with_name("abuses.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ BOMBS = [
 ]
 
 needs_own_uid = pytest.mark.skipif(
-    os.geteuid() == 0 and bool(pool_limits.shortcoming()), reason=f"unbounded here: {pool_limits.shortcoming()}"
+    os.geteuid() == 0 and bool(sandbox.shortcoming()), reason=f"unbounded here: {sandbox.shortcoming()}"
 )
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 pytestmark = needs_linux
@@ -121,7 +121,7 @@ def hard_stop(monkeypatch):
     """Whatever a row leaves behind, were it a bomb, ends here: everything under the uids of its workers, and all that is marked."""
     monkeypatch.setenv(MARK, uuid.uuid4().hex)
     uids = []
-    choose_uid = pool_limits.choose_uid
+    choose_uid = sandbox.choose_uid
 
     def recorded():
         uids.append(choose_uid())
@@ -142,8 +142,8 @@ def end_all_of(uid):
     child = os.fork()
     if child == 0:
         try:
-            pool_limits.become(uid, 0)
-            if pool_limits.is_powerless(uid):
+            sandbox.become(uid, 0)
+            if sandbox.is_powerless(uid):
                 os.kill(-1, signal.SIGKILL)
         finally:
             os._exit(0)
@@ -186,10 +186,10 @@ async def test_a_bomb_is_bounded_and_ends_as_a_named_error(abuse, timeout_s, rea
 
 AS_USER = """
 import asyncio, json, sys
-from runtime.pool import limits as pool_limits
+from runtime.pool import sandbox
 uid = int(sys.argv[1])
 if uid:
-    pool_limits.become(uid, 1 << pool_limits.CAP_DAC_READ_SEARCH)
+    sandbox.become(uid, 1 << sandbox.CAP_DAC_READ_SEARCH)
 from tests.integration import test_reward_abuse as rows
 
 async def main():
@@ -209,7 +209,7 @@ asyncio.run(main())
 @needs_own_uid
 def test_an_ordinary_users_workers_are_bounded_too():
     """Under another uid than root, which its workers then keep and share with it."""
-    uid = pool_limits.choose_uid()
+    uid = sandbox.choose_uid()
     abuses = ["loop", "fork_bomb", "escaping_bomb", "leave_grandchild", "exit_and_leave_children"]
 
     command = (sys.executable, "-c", AS_USER, str(uid), *abuses)
@@ -243,7 +243,7 @@ async def test_roots_workers_have_a_uid_each_and_read_private_folders_without_wr
     await writer.close()
 
     assert len(set(uids)) == 2
-    assert all(pool_limits.FIRST_UID <= uid < pool_limits.LAST_UID for uid in uids)
+    assert all(sandbox.FIRST_UID <= uid < sandbox.LAST_UID for uid in uids)
     assert isinstance(refused, NotScored)
     assert "PermissionError" in refused.detail
 

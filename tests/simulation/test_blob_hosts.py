@@ -9,12 +9,12 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from bus.tensor import Buffer
 from bus.transport import Identity
 from planning.relay import plan, ring_sources, sources
-from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blobs.digest import PIECE_BYTES
+from runtime.actor import Actor, RunInfo, handler
+from runtime.blobs.blob import PIECE_BYTES, MemoryBlobStore
 from runtime.blobs.hosts import HostBlobs
-from runtime.blobs.memory import MemoryBlobStore
 from runtime.blobs.messages import BlobPiece, FindNewest, GetPiece, Newest, NotHere, NotPulled, PullBlob, Pulled
 from runtime.clock import run_virtual
+from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from bus.message import Message, Request
-from runtime.actor import Actor, ActorConfig, handler
-from runtime.config.config import Section, from_mapping
+from runtime.actor import Actor, handler
+from runtime.config import ActorConfig, Section, from_mapping
 from runtime.embed import embed
 from runtime.errors import ActorFailed, ConfigError, LaunchError
 

@@ -25,9 +25,10 @@ from actors.messages.weights import WeightsPublished
 from bus.errors import Failed
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.transport import Identity
-from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.actor import Actor, RunInfo, handler
+from runtime.blobs.blob import MemoryBlobStore
 from runtime.clock import run_virtual
+from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore

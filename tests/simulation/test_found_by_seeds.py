@@ -8,9 +8,10 @@ import pytest
 from bus.errors import Refused
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.transport import Identity
-from runtime.actor import ActorConfig, RunInfo
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.actor import RunInfo
+from runtime.blobs.blob import MemoryBlobStore
 from runtime.clock import run_virtual
+from runtime.config import ActorConfig
 from runtime.errors import ActorFailed
 from runtime.kernel import Kernel
 from runtime.observe.log import logger

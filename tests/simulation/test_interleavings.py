@@ -8,7 +8,7 @@ from bus.memory import MemoryTransport
 from bus.message import Ack, Request
 from bus.transport import Identity
 from runtime.actor import Actor, handler
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.blobs.blob import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from tests.simulation.test_kernel import Client, cluster

@@ -11,8 +11,9 @@ from bus.errors import Failed, NotSent, Unknown
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack, Message, Request
 from bus.transport import Identity
-from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.actor import Actor, RunInfo, handler
+from runtime.blobs.blob import MemoryBlobStore
+from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.messages import Drain
 from runtime.observe.log import logger

@@ -29,6 +29,7 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
 from bus.transport import Identity
 from runtime.actor import Actor, RunInfo, handler
+from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
@@ -121,7 +122,7 @@ class Cluster:
         incarnation = await self.store.increment("incarnation")
         kernel = Kernel(
             actor_class,
-            actor_class.Config(**sections),
+            (actor_class.Config or ActorConfig)(**sections),
             name=name,
             incarnation=incarnation,
             run=RunInfo("test", self.folder, 7, 1),

@@ -12,9 +12,10 @@ from actors.messages.generation import Completion, Generate, Sampling
 from actors.messages.weights import WeightsPublished
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.transport import Identity
-from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.actor import Actor, RunInfo, handler
+from runtime.blobs.blob import MemoryBlobStore
 from runtime.blobs.messages import NotPulled, PullBlob, Pulled
+from runtime.config import ActorConfig
 from runtime.kernel import NODE, Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore

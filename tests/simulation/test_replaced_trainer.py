@@ -9,8 +9,9 @@ from actors.training import checkpoint as checkpoints
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from bus.memory import MemoryNetwork
 from bus.message import Ack
-from runtime.actor import Actor, ActorConfig, RunInfo, handler
+from runtime.actor import Actor, RunInfo, handler
 from runtime.clock import run_virtual
+from runtime.config import ActorConfig
 from runtime.messages import Finish
 from runtime.registry import list_actors
 from runtime.store.memory import MemoryStore

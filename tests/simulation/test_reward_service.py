@@ -11,7 +11,8 @@ from actors.rewards.service import RewardService, RewardServiceConfig
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
 from bus.transport import Identity
-from runtime.actor import Actor, ActorConfig, RunInfo, handler
+from runtime.actor import Actor, RunInfo, handler
+from runtime.config import ActorConfig
 from runtime.kernel import NODE, Kernel
 from runtime.messages import Finish, Notice
 from runtime.observe.log import logger

@@ -26,8 +26,9 @@ from actors.samples.section import SamplesSection
 from bus.errors import AskFailed
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.transport import Identity
-from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.actor import Actor, RunInfo, handler
+from runtime.blobs.blob import MemoryBlobStore
+from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore

@@ -28,9 +28,10 @@ from actors.training.trainer import Trainer
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
 from bus.transport import Identity
-from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.actor import Actor, RunInfo, handler
+from runtime.blobs.blob import MemoryBlobStore
 from runtime.clock import run_virtual
+from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.messages import Drain
 from runtime.observe.log import logger

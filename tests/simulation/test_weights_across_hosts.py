@@ -8,11 +8,11 @@ from actors.engines.weights_hosts import WeightsHosts
 from actors.engines.weights_puller import WeightsPuller
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.transport import Identity
-from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blobs.digest import PIECE_BYTES
+from runtime.actor import Actor, RunInfo, handler
+from runtime.blobs.blob import PIECE_BYTES, MemoryBlobStore
 from runtime.blobs.hosts import HostBlobs
-from runtime.blobs.memory import MemoryBlobStore
 from runtime.blobs.messages import BlobPiece, GetPiece, NotHere
+from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore

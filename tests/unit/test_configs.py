@@ -6,7 +6,7 @@ import pytest
 
 from actors import device
 from actors.engines import worker
-from runtime.config.config import load
+from runtime.config import load
 from runtime.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -31,13 +31,12 @@ from bus.keys import Keys, new_keys
 from bus.message import Ack, Request
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
-from runtime.actor import Actor, ActorConfig, RunInfo, handler
-from runtime.blobs.agent import BlobServer
-from runtime.blobs.blob import BlobInfo
+from runtime.actor import Actor, RunInfo, handler
+from runtime.blobs.blob import BlobInfo, MemoryBlobStore
 from runtime.blobs.client import BlobClient
-from runtime.blobs.hosts import HostBlobs
-from runtime.blobs.memory import MemoryBlobStore
-from runtime.blobs.pull import Pull
+from runtime.blobs.hosts import HostBlobs, Pull
+from runtime.blobs.server import BlobServer
+from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.registry import ActorRecord

@@ -36,7 +36,7 @@ from actors.messages.samples import Ticket, Trajectory  # noqa: E402
 from actors.rewards.functions import malformed_penalty  # noqa: E402
 from actors.training.base_model import make  # noqa: E402
 from actors.training.torch_train import TorchTrainEngine  # noqa: E402
-from runtime.config.config import RunSection  # noqa: E402
+from runtime.config import RunSection  # noqa: E402
 
 GOAL = 0.8
 SMOOTH = 3

@@ -5,16 +5,17 @@ import textwrap
 import pytest
 import yaml
 
-from runtime.actor import Actor, ActorConfig
-from runtime.config.compose import root_model
-from runtime.config.config import load
+from runtime.actor import Actor
+from runtime.config import ActorConfig, load
+from runtime.config.config import root_model
 from runtime.errors import ConfigError
 
 ACTORS = """
 from typing import Any, Literal
 from pydantic import Field, model_validator
-from runtime.actor import Actor, ActorConfig
-from runtime.config.config import Section
+from runtime.actor import Actor
+from runtime.config import ActorConfig
+from runtime.config import Section
 
 
 class StalenessSection(Section):

@@ -15,8 +15,9 @@ from bus.envelope import Envelope, EnvelopeKind
 from bus.errors import NotSent, Unknown
 from bus.message import Message, Request
 from bus.transport import Delivery, Peer
-from runtime.actor import Actor, ActorConfig, handler
+from runtime.actor import Actor, handler
 from runtime.beside import NOBODY
+from runtime.config import ActorConfig
 from runtime.courier import Courier
 from runtime.dispatch import Dispatcher
 from runtime.observe.log import logger

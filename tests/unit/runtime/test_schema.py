@@ -5,7 +5,7 @@ from typing import ClassVar
 import msgspec
 
 from bus.message import Ack, Message, Request
-from runtime.config.config import from_mapping
+from runtime.config import from_mapping
 from runtime.config.schema import fingerprint, schema_of
 
 

@@ -27,8 +27,9 @@ from bus.keys import Keys, new_keys
 from bus.message import Message, Request
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
-from runtime.actor import Actor, ActorConfig, Context, RunInfo, handler
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.actor import Actor, Context, RunInfo, handler
+from runtime.blobs.blob import MemoryBlobStore
+from runtime.config import ActorConfig
 from runtime.deadline import current_trace
 from runtime.kernel import Kernel
 from runtime.messages import Drain

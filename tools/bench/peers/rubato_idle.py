@@ -25,8 +25,9 @@ async def serve(folder: Path) -> None:
     import runtime.node  # noqa: F401 - its imports are what an actor process holds
     from bus.transport import Identity
     from bus.zmq import ZmqTransport
-    from runtime.actor import Actor, ActorConfig, RunInfo
-    from runtime.blobs.memory import MemoryBlobStore
+    from runtime.actor import Actor, RunInfo
+    from runtime.blobs.blob import MemoryBlobStore
+    from runtime.config import ActorConfig
     from runtime.kernel import Kernel
     from runtime.observe.log import logger
     from runtime.store.memory import MemoryStore

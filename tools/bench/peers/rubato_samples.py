@@ -23,8 +23,9 @@ from actors.messages.samples import Admit, Advance, Batch, Claim, Commit, DrawEp
 from actors.samples.buffer import SampleBuffer
 from bus.transport import Identity
 from bus.zmq import ZmqTransport
-from runtime.actor import Actor, ActorConfig, RunInfo
-from runtime.blobs.memory import MemoryBlobStore
+from runtime.actor import Actor, RunInfo
+from runtime.blobs.blob import MemoryBlobStore
+from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.ref import Ref

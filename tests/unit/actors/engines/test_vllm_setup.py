@@ -12,7 +12,7 @@ from actors.engines.engine import ENGINES, EngineError
 from actors.engines.handover import handed_over
 from actors.engines.section import EngineSection
 from actors.engines.weights_check import ExpectedTensors
-from runtime.load import load_object
+from runtime.importer import load_object
 
 
 def image_of(**tensors: list[float]) -> memoryview:

@@ -1,11 +1,16 @@
-"""Metrics: what a snapshot says, and how idleness is measured."""
+"""Metrics: what a snapshot says, how idleness is measured, and what processes cost."""
 
 import asyncio
 import math
+import os
+
+import pytest
 
 from runtime.clock import run_virtual
 from runtime.observe import metrics as module
-from runtime.observe.metrics import Metrics, measure_loop_lag, percentile
+from runtime.observe.metrics import Metrics, busy_seconds, cpu_seconds, measure_loop_lag, percentile
+
+TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 def test_counts_add_up_and_gauges_keep_the_newest_value():
@@ -140,3 +145,35 @@ def test_percentile_takes_the_nearest_rank():
     ordered = [1.0, 2.0, 3.0, 4.0]
 
     assert [percentile(ordered, share) for share in (0.0, 0.25, 0.5, 0.99, 1.0)] == [1.0, 1.0, 2.0, 4.0, 4.0]
+
+
+def process(proc, pid, ticks, children=()):
+    task = proc / str(pid) / "task" / str(pid)
+    task.mkdir(parents=True)
+    (proc / str(pid) / "stat").write_text(f"{pid} (a (name) S) S 1 {'0 ' * 9}{ticks} 1 0 0\n")
+    (task / "children").write_text("".join(f"{child} " for child in children))
+
+
+def test_a_process_counts_with_what_it_started_but_not_with_other_actors(tmp_path):
+    process(tmp_path, 10, 99, children=(11, 12))
+    process(tmp_path, 11, 199)
+    process(tmp_path, 12, 299, children=(13,))
+    process(tmp_path, 13, 399)
+
+    found = cpu_seconds({"node-1": 10, "engine-1": 11}, tmp_path)
+
+    assert found == {"node-1": pytest.approx((100 + 300 + 400) * TICK_S), "engine-1": pytest.approx(200 * TICK_S)}
+
+
+def test_what_is_gone_or_shares_a_process_is_left_out(tmp_path):
+    process(tmp_path, 10, 99)
+    process(tmp_path, 11, 99)
+
+    assert set(cpu_seconds({"a": 10, "b": 10, "c": 11, "d": 12}, tmp_path)) == {"c"}
+
+
+def test_the_host_is_busy_with_all_but_idling_and_waiting_for_disks(tmp_path):
+    (tmp_path / "stat").write_text("cpu  100 20 30 4000 500 6 7 8 0 0\ncpu0 1 1 1 1\n")
+
+    assert busy_seconds(tmp_path) == pytest.approx((100 + 20 + 30 + 6 + 7) * TICK_S)
+    assert busy_seconds(tmp_path / "none") is None

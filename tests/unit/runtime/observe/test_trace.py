@@ -6,8 +6,7 @@ import json
 import pytest
 
 from runtime.clock import run_virtual
-from runtime.observe.sinks import JsonLines
-from runtime.observe.trace import Trace, merge_traces, trace_path
+from runtime.observe.trace import JsonLines, Trace, merge_traces, trace_path
 
 
 def events(folder):

@@ -1,0 +1,104 @@
+"""The sections of a config that the runtime itself reads, and the bases that actors make theirs from."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+
+class Section(BaseModel):
+    """Base of every config section: frozen, unknown keys refused, each field documented by the string below it."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """`steps: yes` is a slip, not 1."""
+        field = cls.model_fields.get(info.field_name or "")
+        if isinstance(value, bool) and field is not None and (field.annotation is int or field.annotation is float):
+            raise PydanticCustomError("bool_for_number", "it must be a number")
+        return value
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
+    """Names the run folder under runs/; letters, digits, and _ . - inside."""
+    seed: int = Field(default=1, ge=0)
+    """Everything drawn at random in the run follows from it."""
+    steps: int = Field(default=60, ge=1)
+    """Training steps, after which the job is done."""
+    dir: str = ""
+    """Folder of the run; empty makes one under runs/ from the name and the date. --run-dir wins."""
+    watch_s: float = Field(default=30.0, gt=0)
+    """A stage that is blocked for longer is told of, once, in the words of `monitor --why`."""
+    lease_s: float = Field(default=300.0, gt=0)
+    """A host that can't reach the run's state for longer ends its actors; shorter cuts are ridden out."""
+
+
+class BusSection(Section):
+    """Where the run is reached from other hosts; by default from nowhere."""
+
+    host: str = ""
+    """Address of this host as other hosts reach it, such as 10.0.0.5. Needs keys: rubato keys new --run DIR."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the gate that joining hosts come to; 0 lets the system choose."""
+
+
+class StateSection(Section):
+    """Where the little state lives that must outlive processes."""
+
+    url: str = ""
+    """redis://, rediss:// or unix:// address of a Redis or Valkey server; empty starts one for this run."""
+    durability: Literal["everysec", "always"] = "everysec"
+    """everysec: a killed server may lose two seconds of acknowledged writes; always: none, at one disk sync per write."""
+
+    @property
+    def window_s(self) -> float:
+        """The server may forget what it acknowledged less than so long ago."""
+        return 0.0 if self.durability == "always" else 2.0
+
+
+class ActorSpec(Section):
+    """One role of the job: which class, how many processes, how often they may be restarted."""
+
+    target: str = Field(alias="class")
+    """Import path: package.module:Class or path/to/file.py:Class."""
+    count: int = Field(default=1, ge=0, le=1024)
+    """Processes started at launch; more can be added while the job runs."""
+    restarts: int = Field(default=5, ge=0)
+    """Restarts of one actor within `restart_window_s` before its failure ends the job."""
+    restart_window_s: float = Field(default=300.0, gt=0)
+    """Deaths further back than this are forgotten."""
+    threads: int = Field(default=1, ge=1)
+    """Threads that numeric libraries in the process may use."""
+
+
+class ReportSection(Section):
+    """Who turns figures into words; import paths, because the runtime itself knows no word of RL."""
+
+    console: str = "actors.console:StepTable"
+    """Class whose `header()` and `line(step, steps, row)` make the launcher's step table."""
+    finish: str = "actors.report"
+    """Module run as `python -m MODULE RUN_DIR` when the job has ended; empty runs none."""
+
+
+class BaseRoot(Section):
+    """The runtime's own sections; the root of a job adds one field per section that its actors declare."""
+
+    run: RunSection = RunSection()
+    bus: BusSection = BusSection()
+    state: StateSection = StateSection()
+    prepare: tuple[str, ...] = ()
+    """Modules run one after another as `python -m MODULE RUN_DIR` before actors start."""
+    actors: dict[str, ActorSpec]
+    """The job's roles by name."""
+    report: ReportSection = ReportSection()
+
+
+class ActorConfig(Section):
+    """The config sections an actor reads, as fields named like the sections."""
