@@ -5,14 +5,23 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
+from bus.errors import AskFailed
+from bus.message import Request
 from runtime.actor import Actor
 from runtime.config import ActorConfig, Config
 from runtime.errors import LaunchError, first_cause
 from runtime.launch.connection import Connection, connect
-from runtime.registry import list_actors
+from runtime.messages import NotAdded
+from runtime.monitor.trouble import silent_store
+from runtime.registry import NODE, list_actors
 from runtime.store.errors import StoreUnavailable
+
+ReplyT = TypeVar("ReplyT")
+
+ASK_S = 40.0
+"""Longer than a drain takes, so that whoever asks for one hears what happened."""
 
 
 class Guest(Actor):
@@ -29,7 +38,25 @@ async def join(folder: str | Path, *, name: str = "") -> AsyncGenerator[Guest]:
     The guest appears in the monitor under `name` (`guest-PID` unless given) and leaves when the block ends; tickets it still
     held are then issued again. Raises LaunchError when no run is up there, or the name is taken.
     """
-    async with connect(Path(folder)) as connection:
+    async with _joined(Path(folder), name, types=True) as guest:
+        yield guest
+
+
+async def ask_node(folder: Path, request: Request[ReplyT], *, name: str = "") -> ReplyT:
+    """Ask the run's first node agent, knowing no type of the user's. Raises LaunchError where it does not answer, or does not do it."""
+    async with _joined(folder, name, types=False) as me:
+        try:
+            reply = await me.ref(NODE).ask(request, timeout=ASK_S)
+        except AskFailed as error:
+            raise LaunchError(f"the run in {folder} did not answer: {error}") from error
+    if isinstance(reply, NotAdded):
+        raise LaunchError(reply.why)
+    return reply
+
+
+@asynccontextmanager
+async def _joined(folder: Path, name: str, *, types: bool) -> AsyncGenerator[Guest]:
+    async with connect(folder, types=types) as connection:
         name = name or f"{Guest.role}-{os.getpid()}"
         await _check_up(connection, name)
         kernel = await connection.kernel(Guest, ActorConfig(), name)
@@ -57,6 +84,7 @@ async def _check_up(connection: Connection, name: str) -> None:
     try:
         records = await list_actors(connection.store)
     except StoreUnavailable as error:
-        raise LaunchError(f"the run in {folder} is not running: {error}") from error
+        card = connection.card
+        raise LaunchError(silent_store(card.state_url, folder, card.launcher_pid)) from error
     if any(record.name == name for record in records):
         raise LaunchError(f"{name} is taken in the run in {folder}. Join it under another name.")

@@ -5,12 +5,13 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from runtime.errors import ConfigError
+from runtime.kept_code import in_use
 
 ClassT = TypeVar("ClassT")
 
@@ -43,8 +44,8 @@ def find_module(target: str) -> None:
     if not colon or not place or not name:
         raise LoadError(f"{target!r} is not of the form package.module:Name or path/to/file.py:Name")
     if place.endswith(".py"):
-        if not (path := Path(place).expanduser().resolve()).is_file():
-            raise LoadError(f"{target} does not exist: there is no file {path}")
+        path = Path(place).expanduser().resolve()
+        _file_spec(path.stem, path, target)
         return
     _add_folder(Path.cwd())
     top, *rest = place.split(".")
@@ -91,14 +92,11 @@ def check_module(target: str, *, key: str) -> None:
 
 def _load_file(path: Path, target: str) -> ModuleType:
     path = path.expanduser().resolve()
-    if not path.is_file():
-        raise LoadError(f"{target} does not exist: there is no file {path}")
     name = f"rubato_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise LoadError(f"{target}: {path} can't be imported as Python")
+    spec = _file_spec(name, path, target)
+    assert spec.loader is not None
     _add_folder(path.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -108,6 +106,17 @@ def _load_file(path: Path, target: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _file_spec(name: str, path: Path, target: str) -> ModuleSpec:
+    """How to import the file as `name`: the copy that the run keeps of it, where it does."""
+    kept = (spec for code in in_use() if (spec := code.spec(name, path)) is not None)
+    spec = next(kept, None) or importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise LoadError(f"{target}: {path} can't be imported as Python")
+    if spec.loader.__class__ is SourceFileLoader and not path.is_file():
+        raise LoadError(f"{target} does not exist: there is no file {path}")
+    return spec
 
 
 def _load_module(name: str, target: str) -> ModuleType:

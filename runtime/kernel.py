@@ -12,6 +12,7 @@ from bus.errors import AskFailed
 from bus.message import Ack, Message
 from bus.transport import Delivery, Transport
 from runtime.actor import Actor, RunInfo
+from runtime.asking import current_host
 from runtime.blobs.blob import BlobStore
 from runtime.courier import Courier
 from runtime.deadline import current_deadline, current_trace
@@ -38,6 +39,12 @@ FINISH_S = 30.0
 """Limit of one attempt to tell that the job is over."""
 
 OFFLOAD_THREADS = 4
+
+LINK_REFUSED = "refused: "
+"""How a reason begins where the peer refused the link, and it did not break (bus/link.py)."""
+
+LINK_REFUSED_S = 15.0
+"""Such a refusal is shown for longer than it takes to look for the peer and try again."""
 
 
 class Kernel:
@@ -87,6 +94,7 @@ class Kernel:
 
     async def serve(self) -> None:
         """Run the actor from start to end. Returns after a drain; raises what failed the actor (grouped)."""
+        current_host.set(self)
         await self._transport.start(self._dispatch.arrived, self._down)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -149,6 +157,9 @@ class Kernel:
         if isinstance(peer, bytes):
             self._dispatch.forget(peer)
             return
+        refuser = self.directory.at(peer)
+        if reason.startswith(LINK_REFUSED) and refuser is not None:
+            self.waits.refused(refuser.name, "the link", reason.removeprefix(LINK_REFUSED), for_s=LINK_REFUSED_S)
         self._courier.lost(peer, reason)
         if not self._stopping.is_set() and self._tasks is not None:
             with suppress(RuntimeError):  # this actor ends, and need not know who else does

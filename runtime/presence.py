@@ -3,6 +3,8 @@
 import asyncio
 import os
 import socket
+from collections.abc import Awaitable
+from typing import Literal
 
 from bus.transport import Transport
 from runtime.actor import Context
@@ -14,6 +16,9 @@ from runtime.store.errors import StoreUnavailable
 
 STOPPED_S = 4.0
 """A heartbeat that comes this late shows that the process was stopped or the Store away: others may have given this actor up."""
+
+LEAVE_S = 5.0
+"""Longer than a server takes that is started again at once."""
 
 
 class Presence:
@@ -44,16 +49,33 @@ class Presence:
         await self._publish("holds")
 
     async def become(self, state: State) -> None:
-        """Publish the new state, and announce it to everybody."""
+        """Publish the new state, and announce it to everybody; who drains does not need the Store for it."""
         self._state = state
-        await self._registry.publish(self._record())
-        await self._registry.announce("ready" if state == "ready" else "left", self._record())
+        if state == "ready":
+            await self._announce("ready")
+        else:
+            await self._unless_away(self._announce("left"))
 
     async def end(self) -> None:
-        """Leave for good."""
+        """Leave for good; while the Store is away the lease lapses by itself."""
+        await self._unless_away(self._withdraw())
+
+    async def _announce(self, kind: Literal["ready", "left"]) -> None:
+        await self._registry.publish(self._record())
+        await self._registry.announce(kind, self._record())
+
+    async def _withdraw(self) -> None:
         async with self._renewing:  # a renewal or a return under way would take the lease again
             self._state = "stopped"
             await self._registry.withdraw(self._record())
+
+    async def _unless_away(self, told: Awaitable[None]) -> None:
+        """A Store that is away keeps nobody from leaving: a job can be stopped without it."""
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await told
+        except (StoreUnavailable, TimeoutError) as error:
+            self._log.warning("left_without_store", error=str(error))
 
     async def beat(self) -> None:
         """Renew the record every beat until cancelled. Raises ActorFailed once a newer incarnation has taken the name."""

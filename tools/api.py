@@ -22,6 +22,7 @@ PUBLIC = (
     "planning.routing",
     "planning.staleness",
     "runtime.actor",
+    "runtime.asking",
     "runtime.config",
     "runtime.embed",
     "runtime.errors",

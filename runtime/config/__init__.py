@@ -1,6 +1,6 @@
 """Configuration: sections declared by actors, composed into one tree, read from YAML with dotted overrides."""
 
-from runtime.config.config import Config, from_mapping, load
+from runtime.config.config import Config, from_mapping, load, load_without_types
 from runtime.config.sections import ActorConfig, ActorSpec, BusSection, ReportSection, RunSection, Section, StateSection
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "StateSection",
     "from_mapping",
     "load",
+    "load_without_types",
 ]

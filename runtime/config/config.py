@@ -24,6 +24,7 @@ from runtime.config.sections import (
 from runtime.config.source import ConfigSource, given, read
 from runtime.errors import ConfigError
 from runtime.importer import load_class
+from runtime.kept_code import absolute
 
 ROLE = re.compile(r"^[a-z][a-z0-9_]*$")
 RESERVED_ROLES = frozenset({"node"})
@@ -97,11 +98,15 @@ class Config:
             if spec.count:
                 self._classes[role].preflight(self._configs[role], folder)
 
+    def tree(self) -> dict[str, Any]:
+        """Everything resolved, defaults included, as plain data; files of code by their whole path."""
+        return absolute(self._root.model_dump(mode="json", by_alias=True))
+
     def dump(self, *, shared: bool = False) -> str:
         """Everything resolved, defaults included, as YAML that `load` reads again; `shared` leaves out what concerns one host."""
         import yaml
 
-        tree = self._root.model_dump(mode="json", by_alias=True)
+        tree = self.tree()
         if shared:
             tree["bus"], tree["state"]["url"] = {}, ""
         return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
@@ -113,6 +118,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError with one sentence per mistake; nothing has been started or written then.
     """
     return compose(read(Path(path), overrides))
+
+
+def load_without_types(path: str | Path) -> Config:
+    """The runtime's own sections of a run's config and none of its roles; nothing of the user's is imported, however broken it is."""
+    tree = read(Path(path)).tree
+    own = {name: tree[name] for name in ("run", "bus", "state") if tree.get(name) is not None}
+    return Config(BaseRoot(**own, actors={}), {}, {})
 
 
 def from_mapping(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:

@@ -6,17 +6,16 @@ import os
 import sys
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.clock import wall_s
 from runtime.errors import LaunchError, RubatoError, first_cause
 
 if TYPE_CHECKING:
+    from bus.message import Request
     from runtime.config import Config
 
 INTERRUPTED = 130
-ASK_S = 40.0
-"""Longer than a drain takes, so that `drain` reports what happened."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,6 +43,11 @@ def launch(argv: list[str]) -> int:
         action="store_true",
         help="go on with the run in --run-dir, under its own config.yaml and the overrides given here",
     )
+    parser.add_argument(
+        "--update-code",
+        action="store_true",
+        help="with --resume: take your own files as they are now, not as the run keeps them",
+    )
     parser.add_argument("--force", action="store_true", help="replace the run in the folder; other files there stay")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
     given = parser.parse_intermixed_args(argv)
@@ -56,7 +60,8 @@ def launch(argv: list[str]) -> int:
     from runtime.launch.launcher import Launcher
 
     async def run() -> int:
-        return await Launcher(config, folder, resume=given.resume, force=given.force).run()
+        started = Launcher(config, folder, resume=given.resume, force=given.force, update_code=given.update_code)
+        return await started.run()
 
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(_flat(run()))
 
@@ -65,20 +70,42 @@ def _chosen(given: argparse.Namespace) -> "tuple[Config, Path]":
     """The config to run and the run's folder; says so where a resumed run's own config differs from the one named."""
     from runtime.config import load
     from runtime.config.source import differing, parse, read
+    from runtime.kept_code import FOLDER as CODE
+    from runtime.kept_code import absolute
 
     config, folder = None, given.run_dir
+    if given.update_code and not given.resume:
+        raise LaunchError("--update-code goes with --resume: a new run takes your files as they are.")
     if folder is None:
         config = load(given.config, given.overrides)
         folder = Path(config.run.dir) if config.run.dir else _fresh_folder(config.run.name)
     own = folder / "config.yaml"
     if not (given.resume and os.path.exists(own)):  # unlike Path.exists, it takes a name too long for an answer
         return config or load(given.config, given.overrides), folder
+    if not given.update_code:
+        _use_kept(folder.resolve() / CODE)
     config = load(own, given.overrides)
-    keys = differing(read(given.config, given.overrides).tree, parse(config.dump(), str(own)).tree)
+    keys = differing(absolute(read(given.config, given.overrides).tree), parse(config.dump(), str(own)).tree)
     if keys:
         told = f"{given.config} differs from {own} in {', '.join(keys)}: the run goes on under its own config."
         print(f"{told} Give what shall change as key.sub=value.", file=sys.stderr)  # noqa: T201
     return config, folder
+
+
+def _use_kept(code: Path) -> None:
+    """Go on under the user's files as the run keeps them; says so where they have changed since."""
+    from runtime.kept_code import KeptCode, use
+
+    changed = KeptCode(code).changed()
+    if changed:
+        told = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
+        verb = "have" if len(changed) > 1 else "has"
+        print(  # noqa: T201
+            f"{told} {verb} changed since the run began: it goes on under the code kept in {code}. "
+            "Add --update-code to take the changed files.",
+            file=sys.stderr,
+        )
+    use(code)
 
 
 def _run_dir(text: str) -> Path:
@@ -153,20 +180,12 @@ def stop(argv: list[str]) -> int:
 VERBS = {"add": add, "drain": drain, "stop": stop}
 
 
-def _ask(folder: Path, request: object, done: str) -> int:
-    from bus.errors import AskFailed
-    from runtime.guest import join
-    from runtime.kernel import NODE
-    from runtime.messages import Added, NotAdded
+def _ask(folder: Path, request: "Request[Any]", done: str) -> int:
+    from runtime.guest import ask_node
+    from runtime.messages import Added
 
     async def ask() -> int:
-        async with join(folder) as me:
-            try:
-                reply = await me.ref(NODE).ask(request, timeout=ASK_S)  # type: ignore[arg-type]
-            except AskFailed as error:
-                raise LaunchError(f"the run in {folder} did not answer: {error}") from error
-        if isinstance(reply, NotAdded):
-            raise LaunchError(reply.why)
+        reply = await ask_node(folder, request)
         print(f"{done}: {', '.join(reply.names)}" if isinstance(reply, Added) else done)  # noqa: T201
         return 0
 

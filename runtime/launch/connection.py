@@ -11,8 +11,10 @@ from bus.zmq import ZmqTransport
 from runtime.actor import Actor, RunInfo
 from runtime.blobs.blob import BlobStore
 from runtime.blobs.client import BlobClient
-from runtime.config import ActorConfig, Config, load
+from runtime.config import ActorConfig, Config, load, load_without_types
 from runtime.config.schema import schema_of
+from runtime.kept_code import FOLDER as CODE
+from runtime.kept_code import use
 from runtime.kernel import Kernel
 from runtime.keys import find_keys
 from runtime.launch.folder import RunCard, running
@@ -34,7 +36,8 @@ class Connection(NamedTuple):
 
     def transport(self, name: str, incarnation: int) -> Transport:
         """Endpoints are fresh per incarnation, so that nothing meant for a dead one reaches its successor."""
-        identity = Identity(self.card.id, name, incarnation, schema_of(self.config))
+        schema = schema_of(self.config) if self.config.actors else ""  # who knows no types of the job's is not compared
+        identity = Identity(self.card.id, name, incarnation, schema)
         public = f"tcp://{self.card.host}:*" if self.card.host else ""
         return ZmqTransport(identity, f"ipc://{self.card.sockets}/{name}.{incarnation}", public=public, keys=self.keys)
 
@@ -57,11 +60,16 @@ class Connection(NamedTuple):
 
 
 @asynccontextmanager
-async def connect(folder: Path) -> AsyncGenerator[Connection]:
-    """Reach the run in `folder`. Raises LaunchError when there is none or nobody answers for it."""
+async def connect(folder: Path, *, types: bool = True) -> AsyncGenerator[Connection]:
+    """Reach the run in `folder`. Raises LaunchError when there is none or nobody answers for it.
+
+    Without `types` its config has no roles and no code of the user's is imported: enough to ask the node agent.
+    """
     folder = folder.resolve()
     card = running(folder)
-    config = load(folder / "config.yaml", [])
+    if types:
+        use(folder / CODE)
+    config = load(folder / "config.yaml", []) if types else load_without_types(folder / "config.yaml")
     run = RunInfo(card.id, folder, config.run.seed, config.run.steps, config.state.window_s)
     store = open_store(card.state_url, card.id)
     blobs = BlobClient(Path(card.sockets) / "blobs.sock")

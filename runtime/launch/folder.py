@@ -7,6 +7,7 @@ import secrets
 import shlex
 import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -15,12 +16,13 @@ import msgspec
 
 from runtime.clock import wall_s
 from runtime.errors import LaunchError
+from runtime.kept_code import FOLDER as CODE
 from runtime.keys import FILE as KEYS_FILE
 
 PREFIX = "rubato-"
 """Of folders of sockets."""
 MADE = (
-    "checkpoints", "config.yaml", "logs", "metrics.jsonl", "report.png", "run.json", "run.tmp", "samples", "samples.jsonl",
+    "checkpoints", CODE, "config.yaml", "logs", "metrics.jsonl", "report.png", "run.json", "run.tmp", "samples", "samples.jsonl",
     "samples.lost.jsonl", "state", "trace", "trace.json", "trace.json.tmp",
 )  # fmt: skip
 """What a run writes into its folder, and all that `force` takes away: a model made there, the keys and a user's files stay."""
@@ -67,15 +69,16 @@ class RunFolder:
     def card(self) -> Path:
         return self.path / "run.json"
 
-    def open(self, *, resume: bool, force: bool, model: str = "") -> RunCard:
+    def open(self, *, resume: bool, force: bool, model: str = "", update_code: bool = False) -> RunCard:
         """Take the folder for a launch. Raises LaunchError when it holds a run and neither flag allows for that.
 
         A run that made no step is replaced without `force`. What is replaced is only set aside until `commit`; `close` before
-        that brings it back. `model` is the job's base model, which is never taken away.
+        that brings it back. `model` is the job's base model, which is never taken away. With `update_code` a resumed run's kept code is
+        replaced too.
         """
         _check_temporary(tempfile.gettempdir())
         try:
-            return self._open(resume=resume, force=force, model=model)
+            return self._open(resume=resume, force=force, model=model, update_code=update_code)
         except LaunchError:
             self.close()
             raise
@@ -85,7 +88,7 @@ class RunFolder:
                 f"{_shortened(self.path)} can't be used as a run folder: {error.strerror}. Choose another with --run-dir."
             ) from error
 
-    def _open(self, *, resume: bool, force: bool, model: str) -> RunCard:
+    def _open(self, *, resume: bool, force: bool, model: str, update_code: bool) -> RunCard:
         ours = self._is_ours()
         if resume and not (ours and self.config.exists()):
             raise LaunchError(f"{self.path} holds no run to resume. Leave --resume out to start one there.")
@@ -100,8 +103,10 @@ class RunFolder:
             )
         previous = self._previous(needed=resume)
         if not resume:
-            self._set_aside(model)
+            self._set_aside(MADE, model)
             previous = None
+        elif update_code:
+            self._set_aside((CODE,), "")
         (self.path / "logs").mkdir(exist_ok=True)
         self._sockets = Path(tempfile.mkdtemp(prefix=PREFIX))
         run_id = previous.id if previous else f"{self.path.name}-{secrets.token_hex(4)}"
@@ -187,9 +192,9 @@ class RunFolder:
         path = self.path / name
         return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
 
-    def _set_aside(self, model: str) -> None:
-        """Move what the run before made out of the way, so that it can come back."""
-        found = [name for name in MADE if os.path.lexists(self.path / name)]
+    def _set_aside(self, names: Sequence[str], model: str) -> None:
+        """Move what the run before made under `names` out of the way, so that it can come back."""
+        found = [name for name in names if os.path.lexists(self.path / name)]
         place = Path(os.path.normpath(self.path / Path(model).expanduser()))
         for name in found:
             if model and place.is_relative_to(self.path / name):

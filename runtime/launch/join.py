@@ -14,6 +14,8 @@ from runtime.blobs.client import BlobClient
 from runtime.blobs.server import BlobServer
 from runtime.config import ActorConfig, Config, load
 from runtime.errors import LaunchError
+from runtime.kept_code import FOLDER as CODE
+from runtime.kept_code import keep, pack, unpack, use
 from runtime.keys import write_keys
 from runtime.launch.agent import NodeAgent
 from runtime.launch.children import allow_many_files, on_signals
@@ -143,7 +145,7 @@ class Joiner:
         """The job's config as the first host resolved it, with this host's own overrides."""
         try:
             async with asyncio.timeout(REACH_S):
-                text = await store.get("config")
+                text, code = await store.get("config"), await store.get("code")
         except (TimeoutError, StoreUnavailable) as error:
             raise LaunchError(
                 f"the run {card.id} could not be reached at {self._token.gate or 'its state.url'} within {REACH_S:.0f} s. "
@@ -155,7 +157,11 @@ class Joiner:
             )
         self._folder.config.touch(mode=0o600)
         self._folder.config.write_bytes(text)
+        kept = self._folder.path / CODE
+        unpack(code or pack(kept), kept)
+        use(kept)
         config = load(self._folder.config, self._overrides)
+        keep(kept, config.tree())
         self._folder.config.write_text(config.dump())
         if self._role not in config.actors:
             raise LaunchError(f"{self._role} is not a role of this run. Its roles are {', '.join(config.actors)}.")

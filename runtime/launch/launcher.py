@@ -17,6 +17,8 @@ from runtime.blobs.client import BlobClient
 from runtime.blobs.server import BlobServer
 from runtime.config import ActorConfig, Config
 from runtime.errors import LaunchError
+from runtime.kept_code import FOLDER as CODE
+from runtime.kept_code import keep, pack
 from runtime.keys import RunKeys, command_for, find_keys
 from runtime.launch.agent import NodeAgent
 from runtime.launch.children import allow_many_files, die_with_parent, on_signals
@@ -46,10 +48,10 @@ EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
 class Launcher:
     """Runs `config` in `folder`; `run` returns the exit code."""
 
-    def __init__(self, config: Config, folder: Path, *, resume: bool, force: bool) -> None:
+    def __init__(self, config: Config, folder: Path, *, resume: bool, force: bool, update_code: bool = False) -> None:
         self._config = config
         self._folder = RunFolder(folder.resolve())
-        self._resume, self._force = resume, force
+        self._resume, self._force, self._update_code = resume, force, update_code
         self._console = Console(step_table(config.report.console))
         self._clock = asyncio.get_running_loop().time
         self._keys: RunKeys | None = None
@@ -62,13 +64,16 @@ class Launcher:
         self._config.check_host()
         self._main = asyncio.current_task()
         on_signals(self._interrupt)
-        card = self._folder.open(resume=self._resume, force=self._force, model=self._config.model_path)
+        card = self._folder.open(
+            resume=self._resume, force=self._force, model=self._config.model_path, update_code=self._update_code
+        )
         try:
             self._keys = find_keys(self._folder.path)
             card.host = self._host_address()
             configure(self._folder.path / "logs" / f"{NODE}.jsonl", actor=NODE)
             self._folder.config.touch(mode=0o600)  # state.url may hold a password
             self._folder.config.write_text(self._config.dump())
+            keep(self._folder.path / CODE, self._config.tree())
             self._folder.write(card)  # whoever resumes a launch that was killed from here on knows what to clear away
             self._console.say(f"rubato · run {self._folder.path.name} · {self._folder.path}")
             async with AsyncExitStack() as stack:
@@ -111,7 +116,8 @@ class Launcher:
         serving = tasks.create_task(kernel.serve(), name=NODE)
         await kernel.ready.wait()
         shared = self._config.dump(shared=True).encode()
-        await connection.store.write({"launcher": msgspec.msgpack.encode(os.getpid()), "config": shared})
+        code = pack(self._folder.path / CODE)
+        await connection.store.write({"launcher": msgspec.msgpack.encode(os.getpid()), "config": shared, "code": code})
         self._agent = agent
         agent.start_actors()
         ready = tasks.create_task(self._announce_ready(agent, began), name="launch.ready")

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from runtime.config import ActorSpec
+from runtime.kept_code import FOLDER as CODE
+from runtime.kept_code import VARIABLE as CODE_VARIABLE
 from runtime.launch.children import die_with_parent
 from runtime.observe.log import logger
 from runtime.supervision import RestartBudget
@@ -157,6 +159,7 @@ class LocalLauncher:
         role = name.rsplit("-", 1)[0]
         threads = str(self._threads(role))
         environment = dict(os.environ, PYTHONSAFEPATH="1", OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads)
+        environment[CODE_VARIABLE] = str(self._folder / CODE)
         with self._stderr(name).open("wb") as stderr:
             child.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "runtime.node", str(self._folder), name,

@@ -6,14 +6,10 @@ import socket
 from pathlib import Path
 from typing import Protocol
 
-from bus.errors import AskFailed
 from bus.message import Request
 from runtime.errors import LaunchError
 from runtime.messages import AddActors, Added, DrainActors, NotAdded, RestartActors
 from runtime.monitor.views import ActorView
-
-ASK_S = 40.0
-"""Longer than a drain takes."""
 
 NODE_ROLE = "node"
 """The launcher's own actor: it is stopped with `rubato stop`, never killed from here."""
@@ -65,14 +61,8 @@ class RunActions:
         return f"{actor['name']} killed (signal 9, process {actor['pid']})"
 
     async def _ask(self, request: Request[Added | NotAdded]) -> tuple[str, ...]:
-        from runtime.guest import join
-        from runtime.kernel import NODE
+        from runtime.guest import ask_node
 
-        async with join(self._folder, name=f"monitor-{os.getpid()}") as me:
-            try:
-                reply = await me.ref(NODE).ask(request, timeout=ASK_S)
-            except AskFailed as error:
-                raise LaunchError(f"the run in {self._folder} did not answer: {error}") from error
-        if isinstance(reply, NotAdded):
-            raise LaunchError(reply.why)
+        reply = await ask_node(self._folder, request, name=f"monitor-{os.getpid()}")
+        assert isinstance(reply, Added), "what was not added was raised"
         return reply.names

@@ -186,13 +186,13 @@ class _Diagnosis:
         name = max(names, key=lambda name: sum(row["load"] for row in work[name]))
         explained = sum(row["load"] for rows in work.values() for row in rows)
         if explained < EXPLAINED * incoming:
-            told = f"{incoming:.1f} wait for it on average in {stage}, longest {seconds(self._longest(wait))}"
+            told = f"{incoming:.1f} wait for it on average in {stage}, {_longest_so_far(self._longest(wait))}"
             return Verdict(name, "slow", told, via=via) if incoming >= BUSY else None
         top = max(work[name], key=lambda row: row["load"], default=None)
         if top is None or top["load"] < BUSY:
             return None
         if top["holder"] in ("", STORE):
-            told = f"{top['load']:.1f} are in {top['stage']} on average, longest {seconds(max(0.0, top['longest_s']))}"
+            told = f"{top['load']:.1f} are in {top['stage']} on average, {_longest_so_far(top['longest_s'])}"
             return Verdict(top["holder"] or name, "slow", told, via=(*via, name))
         leading = WaitRow(
             {**wait, "actor": name, "stage": top["stage"], "holder": top["holder"], "what": "", "detail": ""}
@@ -253,6 +253,10 @@ def seconds(value: float) -> str:
         return f"{value:.1f} s"
     minutes, rest = divmod(int(value), 60)
     return f"{minutes} min {rest} s"
+
+
+def _longest_so_far(longest_s: float) -> str:
+    return f"longest {seconds(longest_s)}" if longest_s >= 0.0 else "none ended yet"
 
 
 def distance(wait: WaitRow, parent: WaitRow | None) -> int:

@@ -86,7 +86,7 @@ class RunSource:
         except (StoreUnavailable, TimeoutError):
             if not is_up(card):
                 return "ended", "", []
-            return "unreachable", silent_store(card.state_url, self.folder, self._answered_s), []
+            return "unreachable", silent_store(card.state_url, self.folder, card.launcher_pid, self._answered_s), []
         self._answered_s = wall_s()
         return "running", full, seen
 

@@ -1,6 +1,5 @@
 """Says why a run that is up can't be looked at: which Store does not answer, since when, and what to do."""
 
-import shlex
 import socket
 import struct
 from pathlib import Path
@@ -12,7 +11,7 @@ from runtime.monitor.blocked import seconds
 CONNECT_S = 0.2
 
 
-def silent_store(url: str, folder: Path, answered_s: float = 0.0) -> str:
+def silent_store(url: str, folder: Path, launcher_pid: int, answered_s: float = 0.0) -> str:
     """The sentence about a Store that did not answer; `answered_s`: when it last did so here, in wall-clock seconds, 0 where never.
 
     An embedded Redis writes each heartbeat to its file in `folder`: the age of that file is the length of its silence.
@@ -28,7 +27,8 @@ def silent_store(url: str, folder: Path, answered_s: float = 0.0) -> str:
     if pid and _is_stopped(pid):
         return f"{said}. Its process {pid} is stopped; continue it with: kill -CONT {pid}"
     log = f"See {state / 'redis.log'}" if written else "See whether a server runs there and this host reaches it"
-    return f"{said}. {log}; end the run with: rubato stop --run {shlex.quote(str(folder))}"
+    stop = f"kill -INT {launcher_pid}, and once more if it shall not save first"
+    return f"{said}. {log}. rubato stop needs the Store too; without it end the run by its launcher: {stop}"
 
 
 def missing_card(folder: Path) -> str:

@@ -163,8 +163,8 @@ class Waits:
         self._time: Callable[[], float] | None = None
         self._born = 0.0
         self._stages: OrderedDict[tuple[str, str], _Stage] = OrderedDict()
-        self.refusals: dict[str, tuple[str, str, float, float]] = {}
-        """Holder → (what it refused, why, first and last time)."""
+        self.refusals: dict[str, tuple[str, str, float, float, float]] = {}
+        """Holder → (what it refused, why, first and last time, until when it is shown)."""
 
     def on(
         self,
@@ -202,11 +202,11 @@ class Waits:
             self._born = self._time()
         return self._time()
 
-    def refused(self, holder: str, what: str, why: str) -> None:
-        """`holder` did not take `what`."""
+    def refused(self, holder: str, what: str, why: str, *, for_s: float = REFUSAL_S) -> None:
+        """`holder` did not take `what`; shown until it answers, or for `for_s`."""
         now = self.now()
         first = self.refusals[holder][2] if holder in self.refusals else now
-        self.refusals[holder] = (what, why, first, now)
+        self.refusals[holder] = (what, why, first, now, now + for_s)
 
     def answered(self, holder: str) -> None:
         """`holder` takes what it is given (again)."""
@@ -217,8 +217,8 @@ class Waits:
         views = [wait.view(now) for wait in self.open.values()]
         views += [
             WaitView(what, why, holder, now - first, "", "refused", now - last)
-            for holder, (what, why, first, last) in self.refusals.items()
-            if now - last <= REFUSAL_S
+            for holder, (what, why, first, last, until) in self.refusals.items()
+            if now <= until
         ]
         views += more or []
         views.sort(key=lambda view: -view.age_s)

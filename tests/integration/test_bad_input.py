@@ -197,7 +197,7 @@ def test_a_broken_environment_ends_the_job_with_one_sentence(target, sentence, p
     ended = rubato("launch", "acting.yaml", "--run-dir", "run", f"env.class={target}", *SOON, cwd=place)
 
     _check_one_sentence(ended, sentence, place)
-    assert ended.err.startswith(f"env {target} ")
+    assert ended.err.startswith(f"env {place}/{target} ")
     assert f"Log: {place}/run/logs/env_manager-1.jsonl" in ended.err
 
 
@@ -271,10 +271,10 @@ def test_a_temporary_folder_too_long_for_sockets_is_refused(place, monkeypatch):
 
 
 REWARDS = [
-    pytest.param("missing", "reward function rewards.py:missing does not exist: rewards.py defines no missing", id="missing"),
-    pytest.param("raises", "reward function rewards.py:raises raised KeyError('answer')", id="raises"),
-    pytest.param("leaves", "reward function rewards.py:leaves failed: its process ended with exit code 3", id="exits"),
-    pytest.param("nan", "reward function rewards.py:nan returned nan", id="NaN"),
+    pytest.param("missing", "reward function {place}/rewards.py:missing does not exist: {place}/rewards.py defines no missing", id="missing"),
+    pytest.param("raises", "reward function {place}/rewards.py:raises raised KeyError('answer')", id="raises"),
+    pytest.param("leaves", "reward function {place}/rewards.py:leaves failed: its process ended with exit code 3", id="exits"),
+    pytest.param("nan", "reward function {place}/rewards.py:nan returned nan", id="NaN"),
 ]  # fmt: skip
 
 
@@ -286,7 +286,7 @@ def test_a_reward_function_that_never_scores_ends_the_job_with_one_sentence(name
     command = ("launch", "acting.yaml", "--run-dir", "run", service, f"reward.functions=[rewards.py:{name}]")
     ended = rubato(*command, "env.concurrency=64", "train.batch_groups=32", cwd=place)
 
-    _check_one_sentence(ended, sentence, place)
+    _check_one_sentence(ended, sentence.format(place=place), place)
 
 
 HOPELESS = [

@@ -16,8 +16,12 @@ from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.messages import Drain
+from runtime.monitor.snapshot import snapshot
+from runtime.monitor.why import blocked_line
 from runtime.observe.log import logger
+from runtime.registry import list_seen
 from runtime.store.memory import MemoryStore
+from tests.virtual import virtual
 
 
 class Echoed(Message, frozen=True):
@@ -88,7 +92,7 @@ class Cluster:
         self.run = RunInfo("test", folder, 7, 1)
         self.serving: dict[str, asyncio.Task[None]] = {}
 
-    async def start(self, actor_class, name):
+    async def start(self, actor_class, name, schema=""):
         incarnation = await self.store.increment("incarnation")
         kernel = Kernel(
             actor_class,
@@ -96,7 +100,7 @@ class Cluster:
             name=name,
             incarnation=incarnation,
             run=self.run,
-            transport=MemoryTransport(Identity("test", name, incarnation), self.network),
+            transport=MemoryTransport(Identity("test", name, incarnation, schema), self.network),
             store=self.store,
             blobs=MemoryBlobStore(),
             log=logger("rubato.test"),
@@ -228,3 +232,23 @@ async def test_a_drained_actor_leaves_the_directory_of_others(tmp_path):
 
         with pytest.raises(NotSent):
             await client.ref("server-1").ask(Echo("gone"), timeout=0.1)
+
+
+@virtual
+async def test_who_was_refused_for_other_message_types_and_by_whom_is_named(tmp_path):
+    async with cluster(tmp_path) as made:
+        await made.start(Server, "server-1", schema="newer")
+        client, _ = await made.start(Client, "client-1", schema="older")
+        asking = made.tasks.create_task(client.ref("server").ask(Hang(), timeout=600))
+
+        seen = []
+        for _ in range(4):
+            await asyncio.sleep(7.0)
+            records = [one.record for one in await list_seen(made.store)]
+            seen.append(
+                [(row["holder"], row["kind"], blocked_line(row)) for row in snapshot("", records, [], {})["blocked"]]
+            )
+        asking.cancel()
+
+    assert {(holder, kind) for look in seen for holder, kind, _ in look} == {("server-1", "refused")}
+    assert all("client-1 has other message types (older) than server-1 (newer)" in look[0][2] for look in seen)
