@@ -1,8 +1,9 @@
 """Config sections that more than one actor reads; a section that one actor reads lives in its own file."""
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from runtime.config import Section
 
@@ -10,8 +11,8 @@ from runtime.config import Section
 class ModelSection(Section):
     """The policy model, in HF format."""
 
-    path: str = ""
-    """Folder with config.json, *.safetensors and tokenizer.json; relative paths start at the run folder."""
+    path: Annotated[str, AfterValidator(os.path.expanduser)] = ""
+    """Folder with config.json, *.safetensors and tokenizer.json; relative paths start at the run folder, ~ is your home."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of engines and trainer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from planning.staleness import UNBOUNDED
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -51,7 +53,8 @@ def read_run(folder: Path) -> Run:
     deaths = [(_on_axis(line["t"], rows), str(line["actor"])) for line in log if line.get("event") == "died"]
     env = str(config.get("env", {}).get("class", "")).rsplit(":", 1)[-1]
     model = str(config.get("model", {}).get("path", ""))
-    return Run(folder, rows, fates, int(config["staleness"]["alpha"]), int(config["run"]["steps"]), model, env, deaths)
+    alpha = int(config["staleness"]["alpha"]) if config["staleness"].get("bounded", True) else UNBOUNDED
+    return Run(folder, rows, fates, alpha, int(config["run"]["steps"]), model, env, deaths)
 
 
 def summary(run: Run) -> list[str]:
@@ -135,7 +138,7 @@ def _draw_reward(axis: "Axes", rows: list[Row], seconds: list[float]) -> None:
 def _draw_age(axis: "Axes", run: Run, seconds: list[float]) -> None:
     axis.step(seconds, [r.get("staleness/max", 0.0) for r in run.rows], where="mid", color=AGE, label="oldest")
     axis.plot(seconds, [r.get("staleness/mean", 0.0) for r in run.rows], color=AGE, alpha=0.5, label="mean")
-    if run.alpha >= 0:
+    if run.alpha != UNBOUNDED:
         axis.axhline(run.alpha, color=ALPHA, linestyle="--", label=f"α = {run.alpha}")
     dropped = [
         (t, r["staleness/dropped"]) for t, r in zip(seconds, run.rows, strict=True) if r.get("staleness/dropped")

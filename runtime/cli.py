@@ -8,10 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
-from runtime.errors import RubatoError
-
-INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
+from runtime.errors import ExitCode, RubatoError
 
 
 class Command(NamedTuple):
@@ -41,17 +38,17 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `rubato ARGV…` and return the exit code: 2 for a mistake of the user's, 130 after Ctrl-C."""
+    """Run `rubato ARGV…` and return its ExitCode."""
     return guarded(_dispatch, list(sys.argv[1:] if argv is None else argv))
 
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())  # noqa: T201
-        return 0 if arguments else 2
+        return ExitCode.DONE if arguments else ExitCode.REFUSED
     if arguments[0] == "--version":
         print(f"rubato {_version()}")  # noqa: T201
-        return 0
+        return ExitCode.DONE
     name = arguments[0]
     command = COMMANDS.get(name)
     if command is None:
@@ -60,7 +57,7 @@ def _dispatch(arguments: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         guess = f"Did you mean rubato {near[0]}?" if near else "See rubato --help."
         print(f"{name} is not a command. {guess}", file=sys.stderr)  # noqa: T201
-        return 2
+        return ExitCode.REFUSED
     run: Callable[[list[str]], int] = importlib.import_module(command.module).main
     return run(arguments if command.verb else arguments[1:])
 
@@ -75,26 +72,26 @@ def guarded(run: Callable[[list[str]], int], argv: list[str]) -> int:
             if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - it is where fd 1 was closed
                 sys.stdout.flush()  # here, where a closed pipe is still caught
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     except RubatoError as error:
         print(error, file=sys.stderr)  # noqa: T201
-        return 2
+        return ExitCode.REFUSED
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         sys.stdout = None
-        return 0
+        return ExitCode.DONE
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         sys.stdout = None  # or the interpreter tries once more as it ends
         print(f"what this command writes could not be written: {error.strerror}.", file=sys.stderr)  # noqa: T201
-        return 1
+        return ExitCode.FAILED
     except ExceptionGroup as group:
         meant, others = group.split(RubatoError)
         if meant is None or others is not None:
             raise
         for sentence in dict.fromkeys(str(error) for error in _leaves(meant)):
             print(sentence, file=sys.stderr)  # noqa: T201
-        return 2
+        return ExitCode.REFUSED
     return code
 
 

@@ -1,6 +1,22 @@
 """What a user is told when the runtime can't go on: each error is one sentence that says what, which and what to do."""
 
+from enum import IntEnum
 from typing import cast
+
+
+class ExitCode(IntEnum):
+    """How every command of ours ends; docs/running.md has the table."""
+
+    DONE = 0
+    """It did what it was asked for."""
+    FAILED = 1
+    """The job ran, and failed."""
+    REFUSED = 2
+    """A mistake in what was given, or something missing: nothing was done."""
+    SURPRISED = 3
+    """A simulation whose claims came out otherwise than expected."""
+    INTERRUPTED = 130
+    """Stopped before its end, by a signal or by `rubato stop`; a job was saved and can be resumed. 128 + SIGINT, as shells report it."""
 
 
 class RubatoError(Exception):

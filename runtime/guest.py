@@ -14,7 +14,7 @@ from runtime.config import ActorConfig, Config
 from runtime.errors import LaunchError, first_cause
 from runtime.launch.connection import Connection, connect
 from runtime.messages import NotAdded
-from runtime.monitor.trouble import silent_store
+from runtime.monitor.source import silent_store
 from runtime.registry import NODE, list_actors
 from runtime.store.errors import StoreUnavailable
 

@@ -5,16 +5,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, ExitCode
 from sim import claims, report, scenario
 from sim.outcome import RunProgress, RunResult
 
-SURPRISED = 3
-"""Exit code where a claim's outcome differs from its expectation."""
-
 
 def main(argv: Sequence[str]) -> int:
-    """Simulate as ARGV says. 0: every claim came out as expected; 3: one did not. Raises ConfigError for bad input."""
+    """Simulate as ARGV says; SURPRISED where a claim did not come out as expected. Raises ConfigError for bad input."""
     args = _parsed(argv)
     loaded = scenario.load(Path(args.scenario), args.overrides)
     folder = Path(args.out)
@@ -23,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
         judged = claims.judge(loaded.scenario.claims, outcome.figures, optional=loaded.optional)
         report.write(folder, loaded.scenario, outcome, judged, plots=not args.no_plots)
     _print(loaded.scenario, outcome, judged, folder)
-    return SURPRISED if any(claim.surprising for claim in judged) else 0
+    return ExitCode.SURPRISED if any(claim.surprising for claim in judged) else ExitCode.DONE
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:

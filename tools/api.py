@@ -3,6 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Iterator
+from enum import EnumType
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +49,9 @@ def _is_ours(module: ModuleType, value: Any) -> bool:
 
 
 def _lines(path: str, value: Any) -> Iterator[str]:
+    if isinstance(value, EnumType):  # how one is called differs between Pythons, and nobody does
+        yield from (f"{path}.{member.name}" for member in value)
+        return
     yield f"{path}{_signature(value)}"
     if inspect.isclass(value):
         for name, member in vars(value).items():

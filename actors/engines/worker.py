@@ -270,4 +270,4 @@ class EngineWorker(Actor):
         return self._engine, self._weights
 
     def _model_folder(self) -> Path:
-        return self.run.folder / Path(self.config.model.path).expanduser()
+        return self.run.folder / self.config.model.path

@@ -1,5 +1,6 @@
 """What the user wrote: a YAML file plus `key.sub=value` overrides, as one tree that remembers where each key stands."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -103,7 +104,7 @@ def differing(tree: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]
         if isinstance(value, dict) and isinstance(other, dict):
             inner = differing(cast("Tree", value), cast("Tree", other))
             found += [f"{key}.{name}" for name in inner]
-        elif value is not None and value != other:
+        elif value is not None and other not in (value, os.path.expanduser(value) if isinstance(value, str) else value):
             found.append(key)
     return found
 

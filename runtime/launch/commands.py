@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.clock import wall_s
-from runtime.errors import LaunchError, RubatoError, first_cause
+from runtime.errors import ExitCode, LaunchError, RubatoError, first_cause
 
 if TYPE_CHECKING:
     from bus.message import Request
     from runtime.config import Config
 
-INTERRUPTED = 130
-
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; RubatoError is one sentence on stderr and exit 2."""
+    """Run one command; RubatoError is one sentence on stderr."""
     try:
         verb = argv[0] if argv else ""
         if verb in VERBS:
@@ -27,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         return launch(list(argv))
     except RubatoError as error:
         print(error, file=sys.stderr)  # noqa: T201
-        return 2
+        return ExitCode.REFUSED
 
 
 def launch(argv: list[str]) -> int:
@@ -54,7 +52,7 @@ def launch(argv: list[str]) -> int:
     config, folder = _chosen(given)
     if given.dry_run:
         print(config.dump(), end="")  # noqa: T201
-        return 0
+        return ExitCode.DONE
     import uvloop
 
     from runtime.launch.launcher import Launcher
@@ -187,7 +185,7 @@ def _ask(folder: Path, request: "Request[Any]", done: str) -> int:
     async def ask() -> int:
         reply = await ask_node(folder, request)
         print(f"{done}: {', '.join(reply.names)}" if isinstance(reply, Added) else done)  # noqa: T201
-        return 0
+        return ExitCode.DONE
 
     return asyncio.run(_flat(ask()))
 
@@ -202,7 +200,7 @@ async def _flat(work: Awaitable[int]) -> int:
             raise error from None
         raise
     except asyncio.CancelledError:  # a signal before there was anything to drain
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
 
 
 def _fresh_folder(name: str) -> Path:

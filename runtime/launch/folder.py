@@ -195,7 +195,7 @@ class RunFolder:
     def _set_aside(self, names: Sequence[str], model: str) -> None:
         """Move what the run before made under `names` out of the way, so that it can come back."""
         found = [name for name in names if os.path.lexists(self.path / name)]
-        place = Path(os.path.normpath(self.path / Path(model).expanduser()))
+        place = Path(os.path.normpath(self.path / model))
         for name in found:
             if model and place.is_relative_to(self.path / name):
                 raise LaunchError(

@@ -16,7 +16,7 @@ from runtime.actor import RunInfo
 from runtime.blobs.client import BlobClient
 from runtime.blobs.server import BlobServer
 from runtime.config import ActorConfig, Config
-from runtime.errors import LaunchError
+from runtime.errors import ExitCode, LaunchError
 from runtime.kept_code import FOLDER as CODE
 from runtime.kept_code import keep, pack
 from runtime.keys import RunKeys, command_for, find_keys
@@ -42,7 +42,7 @@ REDIS_RESTART_S, REDIS_LONGEST_S = 0.2, 2.0
 REDIS_RESTARTS, REDIS_WINDOW_S = 10, 300.0
 """More deaths than this within the window end the job: its file or its disk is broken."""
 
-EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
+EXIT_CODES = {"done": ExitCode.DONE, "failed": ExitCode.FAILED, "interrupted": ExitCode.INTERRUPTED}
 
 
 class Launcher:

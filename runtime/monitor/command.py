@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.errors import RubatoError
+from runtime.errors import ExitCode, RubatoError
 from runtime.monitor.source import Opener, RunSource, View
 
 PLAIN_WIDTH = 80
@@ -15,17 +15,17 @@ PLAIN_WIDTH = 80
 
 
 def main(argv: Sequence[str], *, opener: Opener | None = None) -> int:
-    """Exit 0, or one sentence on stderr and 2. `opener` stands in for `open_store`, e.g. in a program that holds its own Store."""
+    """One look, or the live view; a RubatoError is one sentence on stderr. `opener` stands in for `open_store`, e.g. in a program that holds its own Store."""
     given = _parser().parse_args(list(argv))
     try:
         if given.once or given.json or given.why:
             view = asyncio.run(_look(given.run, opener))
             print(_told(view, given))  # noqa: T201 - what was asked for
-            return 0
+            return ExitCode.DONE
         return _live(given, opener)
     except RubatoError as error:
         print(error, file=sys.stderr)  # noqa: T201 - the sentence for the user
-        return 2
+        return ExitCode.REFUSED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +50,7 @@ def _told(view: View, given: argparse.Namespace) -> str:
         from runtime.monitor.why import render
 
         return render(view.shown, width)
-    from runtime.monitor.table import once
+    from runtime.monitor.text import once
 
     return once(view.shown, view.rows, width=width)
 
@@ -67,8 +67,7 @@ def _live(given: argparse.Namespace, opener: Opener | None) -> int:
     source = RunSource(given.run, opener)
     if given.screenshot is None and not sys.stdout.isatty():
         raise RubatoError("the live view needs a terminal. Use --once, --json or --why to print.")
-    from runtime.monitor.actions import RunActions
-    from runtime.monitor.app import MonitorApp, picture
+    from runtime.monitor.app import MonitorApp, RunActions, picture
 
     app = MonitorApp(source, RunActions(given.run) if given.allow_actions else None)
     if given.screenshot is not None:

@@ -1,17 +1,21 @@
-"""Reads a run from outside: its folder always, its Store while somebody runs it."""
+"""Reads a run from outside: its folder always, its Store while somebody runs it; and says why one can't be looked at."""
 
 import asyncio
+import json
 import os
+import socket
+import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
+from urllib.parse import urlsplit
 
 from runtime.clock import wall_s
 from runtime.errors import LaunchError
 from runtime.launch.folder import RunCard, is_held, is_up, read_card
-from runtime.monitor.files import ConfigFile, RowTail, log_tail
+from runtime.monitor.blocked import seconds
 from runtime.monitor.snapshot import Row, snapshot
-from runtime.monitor.trouble import missing_card, silent_store
 from runtime.monitor.views import RunState, Snapshot
 from runtime.registry import Seen, list_seen
 from runtime.store.errors import StoreUnavailable
@@ -118,3 +122,153 @@ def _open(url: str, run_id: str) -> Store:
     from runtime.store.open import open_store
 
     return open_store(url, run_id, patience_s=READ_S)
+
+
+MAX_ROWS = 10_000
+"""Rows kept, newest first to stay: what a sparkline can show, in a few MB."""
+
+LOG_BYTES = 32 * 1024
+"""Read from the end of a log: some hundred lines, more than a screen holds."""
+
+BASIC = ("t", "level", "logger", "actor", "event", "incarnation")
+"""Fields of a log line that are written by position or left out."""
+
+
+class RowTail:
+    """The rows of a metrics.jsonl that grows. A line that is still being written is left for the next time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rows: deque[dict[str, float]] = deque(maxlen=MAX_ROWS)
+
+    def read(self) -> list[Row]:
+        """All rows so far, oldest first; a resumed run's repeated steps replace those they repeat."""
+        try:
+            with self._path.open("rb") as file:
+                if self._path.stat().st_size < self._offset:
+                    self._offset = 0
+                    self._rows.clear()
+                file.seek(self._offset)
+                new = file.read()
+        except OSError:
+            return list(self._rows)
+        complete = new[: new.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.splitlines():
+            self._add(_numbers(_object(line)))
+        return list(self._rows)
+
+    def _add(self, row: dict[str, float]) -> None:
+        if not row:
+            return
+        while self._rows and "step" in row and self._rows[-1].get("step", 0) >= row["step"]:
+            self._rows.pop()
+        self._rows.append(row)
+
+
+class ConfigFile:
+    """The resolved config as plain data, parsed again only when it changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._changed_ns = -1
+        self._config: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        """Empty where there is none or it can't be read."""
+        import yaml
+
+        try:
+            changed_ns = self._path.stat().st_mtime_ns
+            if changed_ns != self._changed_ns:
+                found: object = yaml.safe_load(self._path.read_text())
+                self._config = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+                self._changed_ns = changed_ns
+        except (OSError, yaml.YAMLError):
+            return {}
+        return self._config
+
+
+def log_tail(path: Path, lines: int) -> list[str]:
+    """The newest `lines` of a log, each as `HH:MM:SS event field=value …`; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - LOG_BYTES))
+            found = file.read().splitlines()
+    except OSError:
+        return []
+    whole = found[1:] if size > LOG_BYTES else found
+    told = [_told(entry) for line in whole if (entry := _object(line))]
+    return told[-lines:]
+
+
+def _told(entry: dict[str, Any]) -> str:
+    level = str(entry.get("level", "info"))
+    mark = "" if level in ("info", "debug") else f"{level}: "
+    fields = " ".join(f"{key}={value}" for key, value in entry.items() if key not in BASIC)
+    return f"{str(entry.get('t', ''))[11:19]} {mark}{entry.get('event', '')} {fields}".rstrip()
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        found: object = json.loads(line)
+    except ValueError:
+        return {}
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _numbers(entry: dict[str, Any]) -> dict[str, float]:
+    return {key: v for key, v in entry.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+
+CONNECT_S = 0.2
+
+
+def silent_store(url: str, folder: Path, launcher_pid: int, answered_s: float = 0.0) -> str:
+    """The sentence about a Store that did not answer; `answered_s`: when it last did so here, in wall-clock seconds, 0 where never.
+
+    An embedded Redis writes each heartbeat to its file in `folder`: the age of that file is the length of its silence.
+    """
+    state = folder / "state"
+    written = [path.stat().st_mtime for path in state.rglob("appendonly*") if path.is_file()]
+    since_s = max([answered_s, *written])
+    since = f" for {seconds(max(0.0, wall_s() - since_s))}" if since_s else ""
+    parts = urlsplit(url)
+    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without the password
+    said = f"the Store at {address} does not answer{since}: whoever needs it waits"
+    pid = _listener(parts.path) if parts.scheme == "unix" else 0
+    if pid and _is_stopped(pid):
+        return f"{said}. Its process {pid} is stopped; continue it with: kill -CONT {pid}"
+    log = f"See {state / 'redis.log'}" if written else "See whether a server runs there and this host reaches it"
+    stop = f"kill -INT {launcher_pid}, and once more if it shall not save first"
+    return f"{said}. {log}. rubato stop needs the Store too; without it end the run by its launcher: {stop}"
+
+
+def missing_card(folder: Path) -> str:
+    """The sentence about a folder that a launcher holds although `run.json`, which leads to the run, is not in it."""
+    return (
+        f"{folder / 'run.json'} is missing, so nothing of the run can be reached, but its launcher runs. "
+        "End the launcher, then start the run again with --resume."
+    )
+
+
+def _listener(path: str) -> int:
+    """Process id of whoever listens on a Unix socket, also of one that is stopped; 0 where nobody does or the system can't tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return 0
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(CONNECT_S)
+        try:
+            connection.connect(path)
+            return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        except OSError:
+            return 0
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False

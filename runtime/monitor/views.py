@@ -79,6 +79,7 @@ class Snapshot(TypedDict):
     step: int
     steps: int | None
     alpha: float | None
+    """The bound on age; -1 where the job has none, None where it is not known."""
     version: int | None
     elapsed_s: float
     actors: list[ActorView]

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from runtime.errors import LaunchError
-from runtime.monitor.actions import RunActions
+from runtime.monitor.app import RunActions
 from runtime.monitor.views import ActorView
 
 

@@ -1,5 +1,5 @@
-from runtime.monitor.names import Names
-from runtime.monitor.snapshot import lookup, snapshot, total
+from runtime.monitor.snapshot import Names, lookup, snapshot, total
+from runtime.monitor.text import head
 
 
 def test_a_snapshot_has_exactly_the_documented_keys(waiting_run):
@@ -67,3 +67,10 @@ def test_a_total_is_summed_over_actors_before_rows_are_asked(make_record):
     assert total(shown, "tokens") == 7.0
     assert total(shown, "other") == 8.0
     assert total(shown, "none") is None
+
+
+def test_a_job_whose_bound_was_lifted_has_none(config):
+    lifted = {**config, "staleness": {"alpha": 1, "bounded": False}}
+
+    assert snapshot("new", [], [], lifted)["alpha"] == -1
+    assert "unbounded" in head(snapshot("new", [], [], lifted), [])

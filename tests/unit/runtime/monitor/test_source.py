@@ -1,6 +1,6 @@
 import json
 
-from runtime.monitor.files import ConfigFile, RowTail, log_tail
+from runtime.monitor.source import ConfigFile, RowTail, log_tail
 
 
 def write(path, *rows, end="\n"):

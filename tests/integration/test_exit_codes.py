@@ -1,0 +1,83 @@
+"""Each exit code, from a command as a user gives it; docs/running.md has the table."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import ExitCode
+from tests.jobs import ACTING, SMALL, clean_environment, rubato, write_model
+
+ROOT = Path(__file__).parent.parent.parent
+IDLE = (
+    '{run: {name: idle}, actors: {sample_buffer: {class: "actors.samples.buffer:SampleBuffer"}}, report: {finish: ""}}'
+)
+RAISES = "class Env:\n    def reset(self, *, seed):\n        raise KeyError('goal')\n"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    for name, text in {"small.yaml": SMALL, "acting.yaml": ACTING, "idle.yaml": IDLE, "env.py": RAISES}.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def idle(place: Path) -> subprocess.Popen[str]:
+    """A job that runs until it is stopped; returns when its actors are ready."""
+    job = subprocess.Popen(
+        [sys.executable, "-m", "runtime.cli", "launch", "idle.yaml", "--run-dir", "run"],
+        cwd=place, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert job.stdout is not None
+    while (line := job.stdout.readline()) and "actors" not in line:
+        pass
+    return job
+
+
+def test_a_job_that_reached_its_end_is_done(place):
+    write_model(place / "model")
+
+    ended = rubato("launch", "small.yaml", f"model.path={place}/model", "run.steps=1", "--run-dir", "run", cwd=place)
+
+    assert ended.code == ExitCode.DONE, ended.err
+
+
+def test_a_job_that_can_not_go_on_has_failed(place):
+    overrides = ("env.isolation=auto", "env.class=env.py:Env", "env.workers=1")
+
+    assert rubato("launch", "acting.yaml", "--run-dir", "run", *overrides, cwd=place).code == ExitCode.FAILED
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("launch", "gone.yaml"), ("nosuch",), (), ("stop", "--run", "gone"), ("launch", "small.yaml", "--nosuch")],
+)
+def test_a_mistake_is_refused(arguments, place):
+    assert rubato(*arguments, cwd=place).code == ExitCode.REFUSED
+
+
+def test_a_claim_that_does_not_come_out_is_a_surprise(place):
+    scenario = (ROOT / "configs" / "sim" / "rfabric_cost.yaml", "prices.ocs_port=2000", "--no-plots", "--out", "out")
+
+    assert rubato("sim", *scenario, cwd=place).code == ExitCode.SURPRISED
+
+
+@pytest.mark.parametrize("how", ["signal", "stop"])
+def test_a_job_that_was_stopped_was_interrupted(how, place):
+    job = idle(place)
+    if how == "signal":
+        job.send_signal(signal.SIGINT)
+    else:
+        assert rubato("stop", "--run", "run", cwd=place).code == ExitCode.DONE
+    job.communicate()
+
+    assert job.returncode == ExitCode.INTERRUPTED
+
+
+def test_the_table_of_exit_codes_is_whole():
+    table = dict(re.findall(r"^\| (\d+) \| `(\w+)` \|", (ROOT / "docs" / "running.md").read_text(), re.M))
+
+    assert table == {str(code.value): code.name for code in ExitCode}
