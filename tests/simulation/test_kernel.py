@@ -20,6 +20,7 @@ from runtime.monitor.snapshot import snapshot
 from runtime.monitor.why import blocked_line
 from runtime.observe.log import logger
 from runtime.registry import list_seen
+from runtime.store.errors import StoreUnavailable
 from runtime.store.memory import MemoryStore
 from tests.virtual import virtual
 
@@ -252,3 +253,35 @@ async def test_who_was_refused_for_other_message_types_and_by_whom_is_named(tmp_
 
     assert {(holder, kind) for look in seen for holder, kind, _ in look} == {("server-1", "refused")}
     assert all("client-1 has other message types (older) than server-1 (newer)" in look[0][2] for look in seen)
+
+
+class AwayStore(MemoryStore):
+    """Answers until it is away; then each change fails after a while, as behind a link that is down."""
+
+    away = False
+
+    async def lease(self, name, token, value, ttl_s):
+        await self._answer()
+        return await super().lease(name, token, value, ttl_s)
+
+    async def release(self, name, token):
+        await self._answer()
+        return await super().release(name, token)
+
+    async def _answer(self):
+        if self.away:
+            await asyncio.sleep(20.0)
+            raise StoreUnavailable("the store is away")
+
+
+@virtual
+async def test_an_actor_can_be_stopped_while_the_store_is_away(tmp_path):
+    async with cluster(tmp_path) as made:
+        made.store = AwayStore()
+        kernel, _ = await made.start(Server, "server-1")
+        made.store.away = True
+
+        kernel.stop()
+        await made.serving["server-1"]
+
+    assert made.serving["server-1"].exception() is None

@@ -137,3 +137,16 @@ def test_one_that_asks_for_more_work_while_its_own_fills_all_slots_is_not_blocke
     )
 
     assert named(buffer, manager) == []
+
+
+def test_a_stage_of_which_none_ended_yet_has_no_longest(make_record):
+    idle = make_record(
+        "a-1",
+        waits=(wait("ask b", "b"),),
+        stages=(StageView("ask b", "b", 1, 1.0, -1.0, idle=True), StageView("ask b", "b", 1, 1.0, -1.0)),
+    )
+
+    rows = blocked(idle, make_record("b-1"))
+
+    assert [row["kind"] for row in rows] == ["slow"]
+    assert "none ended yet" in rows[0]["reason"]
