@@ -31,6 +31,9 @@ MOST_BYTES = 8 * 1024 * 1024
 """Of one run's code together. More is no user code but a library, which belongs to what is installed."""
 
 
+OURS = Path(__file__).resolve().parents[1]
+PACKAGES = ("actors", "bus", "planning", "runtime", "sim")
+"""What is ours is never a user's, also where a job is launched from a checkout of it."""
 FILE_TARGET = re.compile(r"([^\s:][^:]*\.py):[A-Za-z_][\w.]*")
 MODULE_TARGET = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_][\w.]*")
 """How a config names code: a file, or a module, whose topmost package is the group."""
@@ -249,7 +252,7 @@ def _imported(path: Path) -> set[str]:
 
 def _is_installed(top: str, root: Path) -> bool:
     """Whether Python finds a module elsewhere than in the user's own folder `root`."""
-    if top in sys.stdlib_module_names:
+    if top in sys.stdlib_module_names or (root == OURS and top in PACKAGES):
         return True
     ours = {"", str(Path.cwd()), str(root)}
     for finder in sys.meta_path:

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.errors import LaunchError
 from runtime.importer import LoadError, find_module, load_object
-from runtime.kept_code import VARIABLE, KeptCode, absolute, keep, pack, unpack, use
+from runtime.kept_code import OURS, VARIABLE, KeptCode, absolute, keep, pack, unpack, use
 
 
 @pytest.fixture(autouse=True)
@@ -144,3 +144,10 @@ def test_paths_of_code_become_whole_and_other_values_stay(mine, monkeypatch):
 
     judge = f"{os.path.realpath(mine)}/judge.py:Judge"
     assert absolute(given) == {**given, "a": judge, "b": [judge]}
+
+
+def test_a_launch_from_a_checkout_of_ours_keeps_nothing_of_ours(mine, tmp_path, monkeypatch):
+    monkeypatch.chdir(OURS)
+    keep(tmp_path / "code", {"class": "actors.samples.buffer:SampleBuffer", "env": f"{mine}/kept_helper.py:VALUE"})
+
+    assert files_in(tmp_path / "code") == ["mine/kept_helper.py"]
