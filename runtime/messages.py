@@ -55,7 +55,7 @@ MOST_ADDED = 64
 
 
 class AddActors(Request[Added | NotAdded], frozen=True):
-    """To the first host's node agent: start `num` more actors of `role`; where `node` is another host's agent, it starts them."""
+    """To a node agent: start `num` more actors of `role` on its host. With `node`, to the first host's: name them for that host's agent."""
 
     role: str
     num: int
@@ -63,20 +63,21 @@ class AddActors(Request[Added | NotAdded], frozen=True):
 
 
 class DrainActors(Request[Added | NotAdded], frozen=True):
-    """To the node agent: drain these actors and do not restart them; answered when they have exited."""
+    """To the first host's node agent: drain these actors, or the hosts of that name, and do not restart them; answered when they have ended."""
 
     idempotent: ClassVar[bool] = True
     names: tuple[str, ...]
 
 
 class RestartActors(Request[Added | NotAdded], frozen=True):
-    """To the node agent: drain these actors and start them again; answered when their old processes have exited."""
+    """To the first host's node agent: drain these actors and start them again; answered when their old processes have exited."""
 
     names: tuple[str, ...]
 
 
 class StopJob(Request[Ack], frozen=True):
-    """To the node agent: drain and save (or stop at once, when `now`); the job can be resumed."""
+    """To the first host's node agent: drain and save the job (or stop it at once, when `now`). To another's: its host leaves the job."""
 
     idempotent: ClassVar[bool] = True
     now: bool = False
+    reason: str = "stopped by request"

@@ -2,11 +2,10 @@
 
 import asyncio
 import contextvars
-import itertools
 import json
 import math
 import struct
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -26,10 +25,10 @@ from bus.transport import Identity
 from runtime.actor import RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.clock import VirtualLoop
-from runtime.config import ActorConfig, from_mapping
+from runtime.config import from_mapping
+from runtime.host import Ending, HostedTask, TaskBackend, role_of
 from runtime.kernel import NODE, Kernel
-from runtime.launch.agent import NodeAgent
-from runtime.launch.local import Death
+from runtime.launch.agent import Hosting, NodeAgent
 from runtime.monitor.snapshot import snapshot
 from runtime.observe.log import logger
 from runtime.registry import list_seen
@@ -153,11 +152,19 @@ class Job:
         self.faults = Faults()
         self.told: list[str] = []
         self.stopped: set[str] = set()
-        self.up = asyncio.Event()
         self.starving: list[asyncio.Task[None]] = []
         self.classes = _classes(self.faults)
+        self.processes: dict[str, Process] = {}
+        self.tasks: asyncio.TaskGroup
         self.agent: NodeAgent
-        self.launcher: VirtualLauncher
+
+    def process(self, name: str) -> "Process":
+        self.processes[name] = Process(self, name)
+        return self.processes[name]
+
+    async def make(self, process: "Process") -> Kernel:
+        role = role_of(process.name)
+        return await self.kernel(self.classes[role], self.config.actor_config(role), process.name)
 
     async def kernel(self, actor_class, config, name) -> Kernel:
         incarnation = await self.store.increment("incarnation")
@@ -205,7 +212,7 @@ class Job:
         self.faults.slow.add(name)
 
     def _kill(self, name: str) -> None:
-        self.launcher.kill(name)
+        self.processes[name].kill()
 
     def _stop(self, name: str) -> None:
         self.stopped.add(name)
@@ -219,10 +226,10 @@ class Job:
                 FreezingLoop.running().thaw(name)
                 await asyncio.sleep(1.0 - STARVED_S)
 
-        self.starving.append(self.launcher.tasks.create_task(take_turns(), context=contextvars.Context()))
+        self.starving.append(self.tasks.create_task(take_turns(), context=contextvars.Context()))
 
     def _refuse(self, name: str) -> None:
-        dispatch = self.launcher.kernels[name]._dispatch
+        dispatch = self.processes[name].kernel._dispatch
         dispatch.incarnation += 1
         refuse = dispatch._refuse
 
@@ -233,52 +240,23 @@ class Job:
         dispatch._refuse = refuse_and_note
 
 
-class VirtualLauncher:
-    """In place of LocalLauncher: every actor is a kernel on the same loop, whose callbacks know their process."""
+class Process(HostedTask):
+    """An actor whose callbacks know whose they are, so that they can be held back."""
 
-    def __init__(self, job: Job, tasks, agent) -> None:
-        self._job, self.tasks, self._agent = job, tasks, agent
-        self._serving: dict[str, asyncio.Task[None]] = {}
-        self.kernels: dict[str, Kernel] = {}
-        self._over = False
+    def __init__(self, job: Job, name: str) -> None:
+        super().__init__(name)
+        self.job = job
+        self.context = contextvars.Context()
+        self.context.run(OWNER.set, name)
 
-    def names(self, role=None):
-        return [name for name in self.kernels if role in (None, name.rsplit("-", 1)[0])]
+    def is_stopped(self) -> bool:
+        return self.name in self.job.stopped
 
-    def start(self, name, spec) -> None:
-        self.tasks.create_task(self._supervise(name), context=contextvars.Context())
-
-    def end(self) -> None:
-        for task in self._job.starving:
-            task.cancel()
-        self._over = True
-        for name, kernel in self.kernels.items():
-            FreezingLoop.running().thaw(name)
-            self._job.network.kill(kernel._transport.address)
-            self._serving[name].cancel()
-
-    def is_stopped(self, name) -> bool:
-        return name in self._job.stopped
-
-    def kill(self, name: str) -> None:
-        self._job.network.kill(self.kernels[name]._transport.address)
-        self._serving[name].cancel()
-
-    async def _supervise(self, name: str) -> None:
-        role, loop = name.rsplit("-", 1)[0], asyncio.get_running_loop()
-        for attempt in itertools.count(1):
-            config = self._job.config.actor_config(role)
-            self.kernels[name] = kernel = await self._job.kernel(self._job.classes[role], config, name)
-            context, began = contextvars.Context(), loop.time()
-            context.run(OWNER.set, name)
-            self._serving[name] = task = self.tasks.create_task(kernel.serve(), name=name, context=context)
-            await asyncio.wait([task])
-            if self._over:
-                return
-            await self._agent.died(
-                Death(name, "signal 9", loop.time() - began, "", attempt, 5, RESTART_S, expected=False)
-            )
-            await asyncio.sleep(RESTART_S)
+    def kill(self) -> None:
+        FreezingLoop.running().thaw(self.name)
+        self.job.network.kill(self.kernel._transport.address)
+        super().kill()
+        self._ending = Ending("signal 9")
 
 
 class Screen:
@@ -299,31 +277,28 @@ async def running(folder):
     """A job that has trained some steps; it ends without ceremony."""
     write_tokenizer(folder / "model")
     job = Job(folder)
-    kernel = await job.kernel(NodeAgent, ActorConfig(), NODE)
-    job.agent = agent = kernel.build()
-    agent.job, agent.screen = job.config, Screen(job.told)
-
-    def make_launcher(path, tasks, agent, threads):
-        job.launcher = VirtualLauncher(job, tasks, agent)
-        job.up.set()
-        return job.launcher
-
-    agent.make_launcher = make_launcher
-    context = contextvars.Context()
-    context.run(OWNER.set, NODE)
-    serving = asyncio.get_running_loop().create_task(kernel.serve(), name=NODE, context=context)
-    try:
+    async with asyncio.TaskGroup() as tasks:
+        job.tasks = tasks
+        backend = TaskBackend(tasks, job.make, job.process)
+        hosting = Hosting(job.config, Screen(job.told), backend, restart_s=(RESTART_S, RESTART_S), watches=True)
+        kernel = await job.kernel(NodeAgent, hosting, NODE)
+        job.agent = agent = kernel.build()
+        node = job.process(NODE)
+        node.begin(tasks, lambda _: _given(kernel))
         await kernel.ready.wait()
-        await job.up.wait()
         agent.start_actors()
-        await job.step(20)
-        yield job
-    finally:
-        job.network.kill(kernel._transport.address)
-        job.launcher.end()
-        serving.cancel()
-        with suppress(asyncio.CancelledError):
-            await serving
+        try:
+            await job.step(20)
+            yield job
+        finally:
+            for task in job.starving:
+                task.cancel()
+            agent.host.kill_all()
+            node.kill()
+
+
+async def _given(kernel: Kernel) -> Kernel:
+    return kernel
 
 
 def _classes(faults: Faults):

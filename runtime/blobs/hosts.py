@@ -34,7 +34,6 @@ from runtime.blobs.messages import (
     PullBlob,
     Pulled,
 )
-from runtime.config import ActorConfig
 
 PIECE_S = 10.0
 """A source that gives nothing for so long is left for the next: longer than one piece takes on a slow link (4 MiB at 4 Mbit/s),
@@ -239,7 +238,7 @@ class HostBlobs(Actor):
 
     role: ClassVar[str] = "node"
 
-    def __init__(self, config: ActorConfig, context: Context) -> None:
+    def __init__(self, config: Any, context: Context) -> None:
         super().__init__(config, context)
         self._pulls: dict[Key, tuple[Pull, asyncio.Future[Pulled | NotPulled]]] = {}
         self._served: dict[Key, _Served] = {}

@@ -1,20 +1,17 @@
-"""The node agent: supervises this host's actors, hears progress, and decides when the job is over."""
+"""The node agent: one per host; hears what the job and its user want, and decides when the job, or this host's part of it, is over."""
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import ClassVar
+from typing import NamedTuple, Protocol
 
-from bus.errors import AskFailed
 from bus.message import Ack
 from runtime.actor import Context, handler
 from runtime.blobs.hosts import HostBlobs
-from runtime.config import ActorConfig, Config
-from runtime.launch.local import Death, LocalLauncher
-from runtime.launch.outcome import JobOutcome, Screen
+from runtime.config import Config
+from runtime.errors import ConfigError
+from runtime.host import RESTART_S, Backend, Death, JobHost, RestartBudget, role_of
+from runtime.launch.hosts import DRAIN_LIMIT_S, JobHosts
 from runtime.launch.watch import Watch
 from runtime.messages import (
-    MOST_ADDED,
     AddActors,
     Added,
     DrainActors,
@@ -28,57 +25,76 @@ from runtime.messages import (
 from runtime.registry import NODE
 from runtime.store.errors import StoreUnavailable
 
-DRAIN_LIMIT_S = 25.0
-"""A little longer than a kernel's own drain limit: an actor is killed only when its kernel hangs too."""
-
-TELL_S = 5.0
-LOOK_S = 1.0
-"""How often a host that joined looks for the first one."""
-
+ASK_S = 20.0
 STOP_LIMITS_S = {"interrupted": DRAIN_LIMIT_S, "done": 8.0, "failed": 3.0}
 """By outcome. At the end nothing that still runs is needed; what a failed run did not write down is caught up when it is resumed."""
 
+USUAL = (5, 300.0)
+"""Restarts, and within how many seconds, of an actor that the config does not name."""
+
+
+class JobOutcome(NamedTuple):
+    """How the job ended: `kind` is done, failed or interrupted; `sentence` is for the user."""
+
+    kind: str
+    sentence: str
+    died: str = ""
+    """The actor that was started again too often, if that is what ended the job."""
+
+
+class Screen(Protocol):
+    """Where whoever hosts the job shows what happens; see runtime/launch/console.py."""
+
+    def progress(self, message: Progress) -> None: ...
+    def notice(self, text: str, *, good: bool = False) -> None: ...
+    def actors(self, ready: int, wanted: int) -> None: ...
+
+
+class Hosting(NamedTuple):
+    """What a node agent works with, in place of an actor's config."""
+
+    job: Config
+    screen: Screen
+    backend: Backend
+    restart_s: tuple[float, float] = RESTART_S
+    watches: bool = False
+    """Whether it tells of stages that are blocked for `run.watch_s`."""
+
 
 class NodeAgent(HostBlobs):
-    """Lives in the launcher's process; one per host."""
+    """`over` is the job's outcome, or on a host that joined that of its part; the first one stands."""
 
-    role: ClassVar[str] = "node"
-    Config = ActorConfig
-
-    def __init__(self, config: ActorConfig, context: Context) -> None:
+    def __init__(self, config: Hosting, context: Context) -> None:
         super().__init__(config, context)
-        self.job: Config
-        self.screen: Screen
-        self.launcher: LocalLauncher
-        self.make_launcher: type[LocalLauncher] = LocalLauncher
+        self._hosting, self.job, self.screen = config, config.job, config.screen
         self.over: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
-        self._died_at: dict[str, float] = {}
-        self._wanted: set[str] = set()
-        self._ready: set[str] = set()
-        self._draining: set[str] = set()
-        self._elsewhere: set[str] = set()
-        """Names given to hosts that joined; never given twice."""
         self.all_ready = asyncio.Event()
-        self.deaths = 0
+        self.host = JobHost(config.backend, self.spawn, self._died)
+        self.hosts = JobHosts(context, config.job, self.host)
+        self._died_at: dict[str, float] = {}
+        self._ready: set[str] = set()
         self._watch = Watch(self.waits)
 
     async def on_start(self) -> None:
-        self.spawn(self._serve_launcher(), name="node.launcher")
-        follow = self._watch.follow(self.store, self.job.run.watch_s, self._look, self.screen.notice, self.log)
-        self.spawn(follow, name="node.watch")
+        if self._hosting.watches:
+            follow = self._watch.follow(self.store, self.job.run.watch_s, self._look, self.screen.notice, self.log)
+            self.spawn(follow, name="node.watch")
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         """Actors came up or went away."""
+        wanted = self.host.names()
         self._ready -= set(left)
         for name in joined:
             self._watch.well(name)
-            if name in self._wanted:
+            if name in wanted:
                 self._ready.add(name)
                 self._back(name)
         if not self.all_ready.is_set():
-            self.screen.actors(len(self._ready), len(self._wanted))
-            if self._wanted and self._ready >= self._wanted:
+            self.screen.actors(len(self._ready), len(wanted))
+            if wanted and self._ready.issuperset(wanted):
                 self.all_ready.set()
+
+    # -- what its caller does -----------------------------------------------------------------------------------
 
     def start_actors(self) -> None:
         """Start every actor of the config."""
@@ -86,10 +102,26 @@ class NodeAgent(HostBlobs):
             for index in range(1, spec.count + 1):
                 self.start(f"{role}-{index}")
 
+    def start(self, name: str) -> None:
+        """Start one actor of this host and keep it running. A name of no role of the job has the usual budget, and drains first."""
+        spec, role = self.job.actors.get(role_of(name)), role_of(name)
+        rank = self.job.actor_class(role).drain_order if spec else 0
+        limit, window_s = (spec.restarts, spec.restart_window_s) if spec else USUAL
+        self._watch.starting(name)
+        self.host.start(name, RestartBudget(limit, window_s, self._hosting.restart_s), rank)
+
     def end(self, outcome: JobOutcome) -> None:
         """The first outcome stands."""
         if not self.over.done():
             self.over.set_result(outcome)
+
+    async def stop(self, kind: str) -> None:
+        """Drain after an outcome of `kind`, the hosts that joined first: in order where it is to be saved, else all at once."""
+        if self.name == NODE:
+            await self.hosts.stop_others(STOP_LIMITS_S[kind], now=kind == "failed")
+        await self.host.drain_all(STOP_LIMITS_S[kind], by_rank=kind == "interrupted")
+
+    # -- what the job says --------------------------------------------------------------------------------------
 
     @handler
     async def progress_made(self, message: Progress) -> None:
@@ -105,179 +137,81 @@ class NodeAgent(HostBlobs):
         self.end(JobOutcome("failed" if message.failed else "done", message.reason))
         return Ack()
 
-    @handler
+    # -- what its user asks -------------------------------------------------------------------------------------
+
+    @handler(concurrency=8)
     async def add_actors(self, request: AddActors) -> Added | NotAdded:
-        if request.role not in self.job.actors:
-            return NotAdded(f"{request.role} is not a role of this run. Its roles are {', '.join(self.job.actors)}.")
-        if not 1 <= request.num <= MOST_ADDED:
-            return NotAdded(f"can't add {request.num} actors: between 1 and {MOST_ADDED} at a time.")
-        most = self.job.actor_class(request.role).most
-        running = len(self.launcher.names(request.role)) + sum(_role(name) == request.role for name in self._elsewhere)
-        if running + request.num > most:
-            return NotAdded(
-                f"can't add {request.num} {request.role}: a run has at most {most}, and {running} runs already."
-            )
-        taken = [int(n.rsplit("-", 1)[1]) for n in self._wanted | self._elsewhere if _role(n) == request.role]
-        first = max(taken, default=0) + 1
-        names = tuple(f"{request.role}-{first + i}" for i in range(request.num))
         if request.node:
-            self._elsewhere |= set(names)
-            self.screen.notice(f"{', '.join(names)} joins from {request.node}", good=True)
-            return Added(names)
-        for name in names:
-            self.start(name)
-        self.screen.notice(f"{', '.join(names)} added", good=True)
-        return Added(names)
+            reply = self.hosts.name_actors(request)
+            if isinstance(reply, Added):
+                self.screen.notice(f"{', '.join(reply.names)} joins from {request.node}", good=True)
+            return reply
+        reply = await self._named(request)
+        if isinstance(reply, Added):
+            for name in reply.names:
+                self.start(name)
+            self.screen.notice(f"{', '.join(reply.names)} added", good=True)
+        return reply
 
     @handler(concurrency=8)
     async def drain_actors(self, request: DrainActors) -> Added | NotAdded:
-        away = [n for n in request.names if n in self._elsewhere and self._context.find(n) is not None]
-        if away and len(away) == len(request.names):
-            return self._too_few(away) or await self._drain_elsewhere(away)
-        if refused := self._unknown(request.names) or self._too_few(request.names):
-            return refused
-        self._draining |= set(request.names)
-        self._wanted -= set(request.names)
-        async with asyncio.TaskGroup() as tasks:
-            for name in request.names:
-                tasks.create_task(self.launcher.drain(name, DRAIN_LIMIT_S))
-        self.screen.notice(f"{', '.join(request.names)} drained", good=True)
-        return Added(request.names)
+        return self._told(await self.hosts.drain(request.names), "drained")
 
     @handler(concurrency=8)
     async def restart_actors(self, request: RestartActors) -> Added | NotAdded:
-        if unknown := self._unknown(request.names):
-            return unknown
-        async with asyncio.TaskGroup() as tasks:
-            for name in request.names:
-                tasks.create_task(self.launcher.restart(name, DRAIN_LIMIT_S))
-                self._watch.starting(name)
-        self.screen.notice(f"{', '.join(request.names)} restarted", good=True)
-        return Added(request.names)
+        return self._told(await self.hosts.restart(request.names), "restarted")
 
     @handler
     async def stop_job(self, request: StopJob) -> Ack:
-        self.end(JobOutcome("interrupted", "stopped by request"))
+        self.end(JobOutcome("interrupted", request.reason))
         if request.now:
-            self.launcher.kill_all()
+            self.host.kill_all()
         return Ack()
 
-    async def died(self, death: Death) -> None:
-        """A supervised process ended."""
-        role = death.name.rsplit("-", 1)[0]
+    # -- parts --------------------------------------------------------------------------------------------------
+
+    async def _named(self, request: AddActors) -> Added | NotAdded:
+        """Names for actors that this host starts, if it has what they need: the first host gives them."""
+        if self.name == NODE:
+            return self.hosts.name_actors(request)
+        if request.role in self.job.actors:
+            actor_class, config = self.job.actor_class(request.role), self.job.actor_config(request.role)
+            try:
+                actor_class.check_host(config)
+                actor_class.preflight(config, self.run.folder)
+            except ConfigError as error:
+                return NotAdded(str(error))
+        return await self.ref(NODE).ask(AddActors(request.role, request.num, self.name), timeout=ASK_S)
+
+    def _told(self, reply: Added | NotAdded, what: str) -> Added | NotAdded:
+        if isinstance(reply, Added):
+            self.screen.notice(f"{', '.join(reply.names)} {what}", good=True)
+        return reply
+
+    async def _died(self, death: Death) -> None:
         await self._bury(death.name)
         if death.expected:
-            if death.restart_in_s is None:
-                self._watch.well(death.name)
+            (self._watch.well if death.restart_in_s is None else self._watch.starting)(death.name)
             return
-        self.deaths += 1
+        ending, after_s = death.ending, f"{death.after_s:.1f} s"
         self._died_at[death.name] = asyncio.get_running_loop().time()
-        self.log.warning(
-            "died", actor=death.name, how=death.how, after_s=round(death.after_s, 1), sentence=death.sentence
-        )
-        because = f": {death.sentence}" if death.sentence and not death.how.startswith("signal") else ""
-        if death.restart_in_s is None:
-            self.end(
-                JobOutcome(
-                    "failed",
-                    f"{death.name} died {death.attempt} times ({death.how}){because}. Log: {self.run.folder}/logs/{death.name}.jsonl",
-                )
-            )
-            return
-        self.screen.notice(
-            f"{death.name} died ({death.how}) after {death.after_s:.1f} s{because}; restarting in {death.restart_in_s:.1f} s "
-            f"({death.attempt} of {death.limit})"
-        )
-        self._watch.died(
-            death.name,
-            f"{death.how}{because}; restart {death.attempt} of {death.limit}",
-            f"actors.{role}.restarts={death.limit}",
-        )
         self._ready.discard(death.name)
-        self.metrics.count(f"deaths/{role}")
-
-    async def stop_hosts(self, kind: str) -> None:
-        """Tell the hosts that joined that the job is over, and give them time to hand back what they hold."""
-        others = set(self.peers(self.role)) - {self.name}
-        for name in others:
-            with suppress(AskFailed):
-                await self.ref(name).ask(StopJob(now=kind == "failed"), timeout=TELL_S)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_LIMITS_S[kind]):
-                while others & set(self.peers(self.role)):
-                    await self._context.change()
-
-    async def follow_run(self, lease_s: float) -> None:
-        """On a host that joined: end it once the first host's agent was not to be found for `lease_s`, until cancelled."""
-        loop = asyncio.get_running_loop()
-        seen = loop.time()
-        while True:
-            await asyncio.sleep(LOOK_S)
-            with suppress(StoreUnavailable):
-                if await self.store.leases(f"actor/{NODE}"):
-                    seen = loop.time()
-            if loop.time() - seen > lease_s:
-                self.end(
-                    JobOutcome(
-                        "failed", f"the run was out of reach for {lease_s:g} s (run.lease_s): this host leaves it"
-                    )
-                )
-
-    async def stop_all(self, kind: str) -> None:
-        """Drain every actor after an outcome of `kind`: in the order their classes ask for where it is to be saved, else all at once."""
-        save = kind == "interrupted"
-        self.launcher.stop_restarting()
-        ranks: dict[int, list[str]] = {}
-        for name in self.launcher.names():
-            rank = self.job.actor_class(name.rsplit("-", 1)[0]).drain_order if save else 0
-            ranks.setdefault(rank, []).append(name)
-        for _, names in sorted(ranks.items()):
-            async with asyncio.TaskGroup() as tasks:
-                for name in names:
-                    tasks.create_task(self.launcher.drain(name, STOP_LIMITS_S[kind]))
-
-    async def _drain_elsewhere(self, names: Sequence[str]) -> Added | NotAdded:
-        """Hand the request to the agents of their hosts."""
-        hosts: dict[str, list[str]] = {}
-        for name in names:
-            record = self._context.find(name)
-            hosts.setdefault(record.node if record else "", []).append(name)
-        for host, there in hosts.items():
-            reply = await self.ref(host).ask(DrainActors(tuple(there)), timeout=DRAIN_LIMIT_S + TELL_S)
-            if isinstance(reply, NotAdded):
-                return reply
-        self._elsewhere -= set(names)
-        return Added(tuple(names))
-
-    def start(self, name: str) -> None:
-        """Start one actor of this host and keep it running."""
-        self._wanted.add(name)
-        self._watch.starting(name)
-        self.launcher.start(name, self.job.actors[name.rsplit("-", 1)[0]])
+        self.metrics.count(f"deaths/{role_of(death.name)}")
+        self.log.warning("died", actor=death.name, how=ending.how, after_s=death.after_s, sentence=ending.sentence)
+        because = f": {ending.sentence}" if ending.sentence and not ending.how.startswith("signal") else ""
+        if death.restart_in_s is None:
+            log = f". Log: {ending.log}" if ending.log else ""
+            often = f"{death.attempt} times" if death.attempt > 1 else "once"
+            self.end(JobOutcome("failed", f"{death.name} died {often} ({ending.how}){because}{log}", death.name))
+            return
+        again = f"restarting in {death.restart_in_s:.1f} s ({death.attempt} of {death.limit})"
+        self.screen.notice(f"{death.name} died ({ending.how}) after {after_s}{because}; {again}")
+        detail = f"{ending.how}{because}; restart {death.attempt} of {death.limit}"
+        self._watch.died(death.name, detail, f"actors.{role_of(death.name)}.restarts={death.limit}")
 
     def _look(self) -> None:
-        for name in self.launcher.names():
-            self._watch.stopped(name, now=self.launcher.is_stopped(name))
-
-    def _too_few(self, names: Sequence[str]) -> NotAdded | None:
-        """The first host judges this: it alone knows all actors of a role."""
-        elsewhere = [name for name in self._elsewhere if self._context.find(name) is not None]
-        left = [_role(name) for name in {*self.launcher.names(), *elsewhere} - self._draining - set(names)]
-        for role in dict.fromkeys(map(_role, names)) if self.name == NODE else ():
-            if left.count(role) < (least := self.job.actor_class(role).least):
-                why = f"{names[0]} can't be drained: a run needs at least {least} {role}"
-                return NotAdded(f"{why}. Save and end the run with: rubato stop --run {self.run.folder}")
-        return None
-
-    def _unknown(self, names: tuple[str, ...]) -> NotAdded | None:
-        here = self.launcher.names()
-        unknown = ", ".join(name for name in names if name not in here)
-        return NotAdded(f"{unknown} does not run here. Running: {', '.join(here)}.") if unknown else None
-
-    async def _serve_launcher(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            self.launcher = self.make_launcher(self.run.folder, tasks, self, lambda role: self.job.actors[role].threads)
-            await asyncio.get_running_loop().create_future()
+        for name in self.host.names():
+            self._watch.stopped(name, now=self.host.is_stopped(name))
 
     def _back(self, name: str) -> None:
         died_at = self._died_at.pop(name, None)
@@ -292,7 +226,3 @@ class NodeAgent(HostBlobs):
             await self._context.bury(name)
         except StoreUnavailable as error:
             self.log.warning("not_buried", actor=name, error=str(error))
-
-
-def _role(name: str) -> str:
-    return name.rsplit("-", 1)[0]

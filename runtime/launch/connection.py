@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bus.keys import Keys
 from bus.transport import Identity, Transport
@@ -11,7 +11,7 @@ from bus.zmq import ZmqTransport
 from runtime.actor import Actor, RunInfo
 from runtime.blobs.blob import BlobStore
 from runtime.blobs.client import BlobClient
-from runtime.config import ActorConfig, Config, load, load_without_types
+from runtime.config import Config, load, load_without_types
 from runtime.config.schema import schema_of
 from runtime.kept_code import FOLDER as CODE
 from runtime.kept_code import use
@@ -41,7 +41,7 @@ class Connection(NamedTuple):
         public = f"tcp://{self.card.host}:*" if self.card.host else ""
         return ZmqTransport(identity, f"ipc://{self.card.sockets}/{name}.{incarnation}", public=public, keys=self.keys)
 
-    async def kernel(self, actor_class: type[Actor], config: ActorConfig, name: str) -> Kernel:
+    async def kernel(self, actor_class: type[Actor], config: Any, name: str) -> Kernel:
         """A kernel for `name` under a new incarnation."""
         incarnation = await self.store.increment("incarnation")
         return Kernel(

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -53,11 +53,25 @@ class RunCard(msgspec.Struct):
     """Where hosts that join reach the Store; empty on a host that joined, and where none can."""
 
 
-class RunFolder:
-    """Owns the lock of a run folder while a launcher runs in it."""
+class Words(NamedTuple):
+    """What a user of the folder is told to say."""
 
-    def __init__(self, path: Path) -> None:
+    resume: str
+    force: str
+    other: str
+
+
+ON_THE_COMMAND_LINE = Words("--resume", "--force", "another --run-dir")
+IN_A_PROGRAM = Words("resume=True and its store=", "force=True", "another folder")
+
+
+class RunFolder:
+    """Owns the lock of a run folder while a launcher, or a program that embeds the job (which needs no sockets), runs in it."""
+
+    def __init__(self, path: Path, *, embedded: bool = False) -> None:
         self.path = path
+        self._embedded = embedded
+        self._words = IN_A_PROGRAM if embedded else ON_THE_COMMAND_LINE
         self._lock: IO[str] | None = None
         self._sockets: Path | None = None
 
@@ -76,7 +90,6 @@ class RunFolder:
         that brings it back. `model` is the job's base model, which is never taken away. With `update_code` a resumed run's kept code is
         replaced too.
         """
-        _check_temporary(tempfile.gettempdir())
         try:
             return self._open(resume=resume, force=force, model=model, update_code=update_code)
         except LaunchError:
@@ -85,13 +98,15 @@ class RunFolder:
         except OSError as error:
             self.close()
             raise LaunchError(
-                f"{_shortened(self.path)} can't be used as a run folder: {error.strerror}. Choose another with --run-dir."
+                f"{_shortened(self.path)} can't be used as a run folder: {error.strerror}. Choose {self._words.other}."
             ) from error
 
     def _open(self, *, resume: bool, force: bool, model: str, update_code: bool) -> RunCard:
+        if not self._embedded:
+            _check_temporary(tempfile.gettempdir())
         ours = self._is_ours()
         if resume and not (ours and self.config.exists()):
-            raise LaunchError(f"{self.path} holds no run to resume. Leave --resume out to start one there.")
+            raise LaunchError(f"{self.path} holds no run to resume. Leave {self._words.resume} out to start one there.")
         if not ours:
             self._check_foreign(force=force, model=model)
         self._take_lock()
@@ -99,7 +114,8 @@ class RunFolder:
         began = any(self._holds(name) for name in ("metrics.jsonl", "checkpoints", "samples.jsonl", "samples"))
         if began and not (resume or force):
             raise LaunchError(
-                f"{self.path} already holds a run{self._standing()}. Add --resume to go on, --force to overwrite, or another --run-dir."
+                f"{self.path} already holds a run{self._standing()}. "
+                f"Add {self._words.resume} to go on, {self._words.force} to overwrite, or {self._words.other}."
             )
         previous = self._previous(needed=resume)
         if not resume:
@@ -108,11 +124,11 @@ class RunFolder:
         elif update_code:
             self._set_aside((CODE,), "")
         (self.path / "logs").mkdir(exist_ok=True)
-        self._sockets = Path(tempfile.mkdtemp(prefix=PREFIX))
+        sockets = "" if self._embedded else self._new_sockets()
         run_id = previous.id if previous else f"{self.path.name}-{secrets.token_hex(4)}"
         launches = previous.launches + 1 if previous else 1
         gate = previous.gate if previous else ""
-        return RunCard(run_id, str(self._sockets), "", os.getpid(), wall_s(), launches=launches, gate=gate)
+        return RunCard(run_id, sockets, "", os.getpid(), wall_s(), launches=launches, gate=gate)
 
     def commit(self) -> None:
         """The launch is sure to start: what it replaces goes."""
@@ -138,6 +154,10 @@ class RunFolder:
             self._bring_back()
             self._lock.close()
             self._lock = None
+
+    def _new_sockets(self) -> str:
+        self._sockets = Path(tempfile.mkdtemp(prefix=PREFIX))
+        return str(self._sockets)
 
     def _previous(self, *, needed: bool) -> RunCard | None:
         """The card of the launch before, whose sockets are cleared away: we hold the lock, so that launch is over."""
@@ -185,7 +205,7 @@ class RunFolder:
         if names:
             told = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
             raise LaunchError(
-                f"{self.path} holds {told}, but no run of ours: nothing there was touched. Choose another --run-dir."
+                f"{self.path} holds {told}, but no run of ours: nothing there was touched. Choose {self._words.other}."
             )
 
     def _holds(self, name: str) -> bool:
@@ -200,7 +220,7 @@ class RunFolder:
             if model and place.is_relative_to(self.path / name):
                 raise LaunchError(
                     f"model.path={model} lies in {self.path / name}, which belongs to the run to be replaced. "
-                    "Copy the model elsewhere, or choose another --run-dir."
+                    f"Copy the model elsewhere, or choose {self._words.other}."
                 )
         if found:
             (self.path / REPLACED).mkdir()

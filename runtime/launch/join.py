@@ -12,19 +12,19 @@ from bus.errors import AskFailed, BadAddress
 from runtime.actor import RunInfo
 from runtime.blobs.client import BlobClient
 from runtime.blobs.server import BlobServer
-from runtime.config import ActorConfig, Config, load
+from runtime.config import Config, load
 from runtime.errors import LaunchError
 from runtime.kept_code import FOLDER as CODE
 from runtime.kept_code import keep, pack, unpack, use
 from runtime.keys import write_keys
-from runtime.launch.agent import NodeAgent
+from runtime.launch.agent import ASK_S, JobOutcome, NodeAgent
 from runtime.launch.children import allow_many_files, on_signals
 from runtime.launch.connection import Connection
 from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder
 from runtime.launch.gate import GateClient, way_through
 from runtime.launch.launcher import EXIT_CODES
-from runtime.launch.outcome import JobOutcome
+from runtime.launch.processes import process_host
 from runtime.launch.token import JoinToken
 from runtime.messages import MOST_ADDED, AddActors, NotAdded
 from runtime.observe.log import configure
@@ -35,7 +35,6 @@ from runtime.store.store import Store
 
 REACH_S = 15.0
 """For the first contact with the run: a wrong address is told then."""
-ASK_S = 20.0
 
 
 class Joiner:
@@ -91,41 +90,35 @@ class Joiner:
         return await self._host_actors(Connection(config, card, run, store, blobs, self._token.keys.curve), tasks)
 
     async def _host_actors(self, connection: Connection, tasks: asyncio.TaskGroup) -> JobOutcome:
-        kernel = await connection.kernel(NodeAgent, ActorConfig(), connection.card.node)
-        agent = kernel.build()
-        console = Console(step_table(connection.config.report.console))
-        agent.job, agent.screen = connection.config, console
-        serving = tasks.create_task(kernel.serve(), name=agent.name)
-        await kernel.ready.wait()
-        following = tasks.create_task(agent.follow_run(connection.config.run.lease_s), name="follow_run")
-        try:
-            outcome = await self._work(agent, connection.card, console)
-        finally:
-            following.cancel()
-            await agent.stop_all("interrupted")
-            kernel.stop()
-            await serving
-        return outcome
-
-    async def _work(self, agent: NodeAgent, card: RunCard, console: Console) -> JobOutcome:
         """Get names from the first host, start the actors, and stay until there is an outcome.
 
         Only a host that is let in keeps the job's keys and the way to its Store, for the actors that it starts.
         """
+        console = Console(step_table(connection.config.report.console))
+        async with process_host(connection, console, tasks) as agent:
+            agent.spawn(_follow(agent, connection.config.run.lease_s), name="follow_run")
+            try:
+                names = await self._ask_for_names(agent)
+                write_keys(self._folder.path, self._token.keys)
+                self._folder.write(connection.card)
+                self._folder.commit()
+                on_signals(lambda: _interrupt(agent))
+                for name in names:
+                    agent.start(name)
+                told = f"{agent.name} joined {self._token.run_id} with {', '.join(names)} · {self._folder.path}"
+                console.say(told)
+                return await agent.over
+            finally:
+                await agent.stop("interrupted")
+
+    async def _ask_for_names(self, agent: NodeAgent) -> tuple[str, ...]:
         try:
             reply = await agent.ref(NODE).ask(AddActors(self._role, self._num, agent.name), timeout=ASK_S)
         except AskFailed as error:
             raise LaunchError(f"the run {self._token.run_id} did not let this host in: {error}") from error
         if isinstance(reply, NotAdded):
             raise LaunchError(reply.why)
-        write_keys(self._folder.path, self._token.keys)
-        self._folder.write(card)
-        self._folder.commit()
-        on_signals(lambda: _interrupt(agent))
-        for name in reply.names:
-            agent.start(name)
-        console.say(f"{agent.name} joined {self._token.run_id} with {', '.join(reply.names)} · {self._folder.path}")
-        return await agent.over
+        return reply.names
 
     async def _open_gate(self, card: RunCard, stack: AsyncExitStack) -> None:
         """From here on the run's Store seems to be on this host."""
@@ -168,9 +161,14 @@ class Joiner:
         return config
 
 
+async def _follow(agent: NodeAgent, lease_s: float) -> None:
+    await agent.hosts.first_is_lost(lease_s)
+    agent.end(JobOutcome("failed", f"the run was out of reach for {lease_s:g} s (run.lease_s): this host leaves it"))
+
+
 def _interrupt(agent: NodeAgent) -> None:
     if agent.over.done():
-        agent.launcher.kill_all()
+        agent.host.kill_all()
     agent.end(JobOutcome("interrupted", f"{agent.name} left the run"))
 
 

@@ -15,19 +15,20 @@ from bus.errors import BadAddress
 from runtime.actor import RunInfo
 from runtime.blobs.client import BlobClient
 from runtime.blobs.server import BlobServer
-from runtime.config import ActorConfig, Config
+from runtime.config import Config
 from runtime.errors import ExitCode, LaunchError
+from runtime.host import RestartBudget
 from runtime.kept_code import FOLDER as CODE
 from runtime.kept_code import keep, pack
 from runtime.keys import RunKeys, command_for, find_keys
-from runtime.launch.agent import NodeAgent
+from runtime.launch.agent import JobOutcome, NodeAgent
 from runtime.launch.children import allow_many_files, die_with_parent, on_signals
 from runtime.launch.connection import Connection
 from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder
 from runtime.launch.gate import GateServer, way_to
-from runtime.launch.outcome import JobOutcome
 from runtime.launch.prepare import prepare
+from runtime.launch.processes import process_host
 from runtime.observe.log import configure, logger
 from runtime.observe.trace import merge_traces
 from runtime.registry import NODE, list_actors
@@ -35,9 +36,8 @@ from runtime.store.embedded import EmbeddedRedis
 from runtime.store.errors import StoreUnavailable
 from runtime.store.open import open_store
 from runtime.store.redis import RedisStore
-from runtime.supervision import RestartBudget
 
-REDIS_RESTART_S, REDIS_LONGEST_S = 0.2, 2.0
+REDIS_RESTART_S = (0.2, 2.0)
 """Pause before a dead embedded server is started again on its own append-only file: the first, and what it doubles up to."""
 REDIS_RESTARTS, REDIS_WINDOW_S = 10, 300.0
 """More deaths than this within the window end the job: its file or its disk is broken."""
@@ -110,28 +110,24 @@ class Launcher:
     async def _host(self, connection: Connection, tasks: asyncio.TaskGroup) -> JobOutcome:
         """Run the node agent and the actors until there is an outcome, then stop them."""
         began = self._clock()
-        kernel = await connection.kernel(NodeAgent, ActorConfig(), NODE)
-        agent = kernel.build()
-        agent.job, agent.screen = self._config, self._console
-        serving = tasks.create_task(kernel.serve(), name=NODE)
-        await kernel.ready.wait()
-        shared = self._config.dump(shared=True).encode()
-        code = pack(self._folder.path / CODE)
-        await connection.store.write({"launcher": msgspec.msgpack.encode(os.getpid()), "config": shared, "code": code})
-        self._agent = agent
-        agent.start_actors()
-        ready = tasks.create_task(self._announce_ready(agent, began), name="launch.ready")
-        outcome = await agent.over
-        ready.cancel()
-        await agent.stop_hosts(outcome.kind)
-        await agent.stop_all(outcome.kind)
-        kernel.stop()
-        await serving
+        async with process_host(connection, self._console, tasks) as agent:
+            shared = self._config.dump(shared=True).encode()
+            told = {
+                "launcher": msgspec.msgpack.encode(os.getpid()),
+                "config": shared,
+                "code": pack(self._folder.path / CODE),
+            }
+            await connection.store.write(told)
+            self._agent = agent
+            agent.start_actors()
+            agent.spawn(self._announce_ready(agent, began), name="launch.ready")
+            outcome = await agent.over
+            await agent.stop(outcome.kind)
         return outcome
 
     async def _announce_ready(self, agent: NodeAgent, began: float) -> None:
         await agent.all_ready.wait()
-        names = agent.launcher.names()
+        names = agent.host.names()
         self._console.stage("actors", " ".join(names), self._clock() - began)
 
     async def _open_state(self, card: RunCard, stack: AsyncExitStack, tasks: asyncio.TaskGroup) -> None:
@@ -192,7 +188,7 @@ class Launcher:
 
     async def _keep_alive(self, server: EmbeddedRedis) -> None:
         """Start it again whenever it ends. Raises LaunchError when it ends again and again."""
-        budget = RestartBudget(REDIS_RESTARTS, REDIS_WINDOW_S, first_s=REDIS_RESTART_S, longest_s=REDIS_LONGEST_S)
+        budget = RestartBudget(REDIS_RESTARTS, REDIS_WINDOW_S, REDIS_RESTART_S)
         while True:
             code = await server.wait()
             plan = budget.died(self._clock())
@@ -223,7 +219,7 @@ class Launcher:
             assert self._main is not None, "signals are caught from run() on"
             self._main.cancel()
         elif agent.over.done():
-            agent.launcher.kill_all()
+            agent.host.kill_all()
         else:
             self._console.notice("stopping: what runs is drained and saved; once more to stop now")
             folder = str(self._folder.path)

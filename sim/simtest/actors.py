@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from actors.messages.samples import Commit, Put, Stored
 from actors.rewards.service import RewardService
@@ -10,9 +10,8 @@ from actors.samples.buffer import SampleBuffer
 from actors.training.engine import TrainEngine
 from actors.training.trainer import Trainer
 from bus.message import Ack
-from runtime.actor import Actor, Context, handler
+from runtime.actor import Context, handler
 from runtime.kernel import Kernel
-from runtime.messages import Finish, Notice, Progress
 from sim.simtest.checks import InvariantChecks
 from sim.simtest.process import ActorProcess
 from sim.simtest.toys import ToyScorer, ToyTrainEngine
@@ -86,24 +85,3 @@ class SimTrainer(Trainer):
 
     def _build(self) -> TrainEngine:
         return ToyTrainEngine(self.monitor.trained, lambda point, step: self.saving(self.process, point, step))
-
-
-class SimNode(Actor):
-    """Stands where the launcher stands: hears progress, notices and the end."""
-
-    role: ClassVar[str] = "node"
-    on_row: Callable[[int], None]
-    on_finish: Callable[[Finish], None]
-
-    @handler
-    async def progress_made(self, message: Progress) -> None:
-        self.on_row(message.step)
-
-    @handler
-    async def noticed(self, message: Notice) -> None:
-        self.log.info("noticed", text=message.text)
-
-    @handler
-    async def finished(self, message: Finish) -> Ack:
-        self.on_finish(message)
-        return Ack()

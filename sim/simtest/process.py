@@ -1,36 +1,35 @@
 """One simulated process: a kernel with its own view of Store, blobs and network, which can be killed, frozen or slowed."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from bus.memory import MemoryTransport
-from runtime.kernel import Kernel
+from runtime.host import Ending, HostedTask, role_of
+from sim.simtest.loop import current_process
 
 
 class Killed(Exception):
     """Raised inside a process that was killed at this very point: nothing it does afterwards has any effect."""
 
 
-class ActorProcess:
+class ActorProcess(HostedTask):
     """One incarnation. `alive` ends for good; a frozen process is alive."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.role = name.rpartition("-")[0]
+    def __init__(self, name: str, failed: "Callable[[ActorProcess, BaseException], None]") -> None:
+        super().__init__(name)
+        self.context.run(current_process.set, self)
+        self.role = role_of(name)
         self.drawn = 0
         """The incarnation it started as."""
         self.alive = True
-        self.leaving = False
-        """It was asked to drain: its end is expected."""
         self.frozen = False
         self.resumes_at = 0.0
         self.slowness_s = 0.0
         self.thawed_at = 0.0
         self.held: list[asyncio.Handle] = []
-        self.kernel: Kernel | None = None
         self.transport: MemoryTransport | None = None
-        self.task: asyncio.Task[Any] | None = None
-        self.ended = asyncio.Event()
+        self._failed = failed
 
     @property
     def incarnation(self) -> int:
@@ -51,8 +50,46 @@ class ActorProcess:
         """SIGKILL: links end, nothing more has any effect. What clean-up code runs, runs in vain."""
         if not self.alive:
             return
+        self._die()
+        super().kill()
+
+    def give_up(self) -> None:
+        """Its supervisor takes it for dead, whatever it is."""
+        super().over()
+
+    def failed(self, error: BaseException) -> None:
+        if self.alive:
+            self._failed(self, error)
+
+    def over(self) -> None:
+        self._die()
+        super().over()
+
+    def _die(self) -> None:
         self.alive = False
         if self.transport is not None:
             self.transport.die()
-        if self.task is not None:
-            self.task.cancel()
+
+
+class Place:
+    """A name, whoever has it: what the supervisor of a name sees of its process, and of one that took its place."""
+
+    def __init__(self, name: str, holder: Callable[[str], ActorProcess], hangs: Callable[[str], None]) -> None:
+        self._name, self._holder, self._hangs = name, holder, hangs
+
+    def drain(self) -> None:
+        self._holder(self._name).drain()
+
+    def kill(self) -> None:
+        self._hangs(self._name)
+        self._holder(self._name).kill()
+
+    def is_stopped(self) -> bool:
+        return self._holder(self._name).frozen
+
+    async def ended(self) -> Ending:
+        while True:
+            process = self._holder(self._name)
+            ending = await process.ended()
+            if self._holder(self._name) is process:
+                return ending

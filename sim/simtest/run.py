@@ -15,7 +15,6 @@ import bus.credit
 import runtime.courier
 import runtime.observe.metrics
 from runtime.clock import Deadlock, run_virtual
-from runtime.messages import Finish
 from sim.simtest import faults as drawn
 from sim.simtest import setup as setups
 from sim.simtest.checks import InvariantChecks, Violation
@@ -145,7 +144,7 @@ class SeedJob:
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(self._watch(), name="watch")
-                await world.start(tasks)
+                await world.run(tasks)
                 self.injector = Injector(world, self.faults, self.monitor)
                 async with asyncio.TaskGroup() as faults:
                     self.injector.start(faults)
@@ -162,10 +161,9 @@ class SeedJob:
         if self.monitor.violation is None:
             await self._judge()
 
-    async def _finished(self) -> Finish:
+    async def _finished(self) -> None:
         while self.world.ending is None:
             await self.world.moved.wait()
-        return self.world.ending
 
     async def _watch(self) -> None:
         """Ends everything at the first violation, and looks for one every second."""

@@ -15,6 +15,9 @@ from actors.rewards.service import RewardServiceConfig
 from actors.samples.section import SamplesSection
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from runtime.actor import Actor
+from runtime.config import ActorSpec, Config
+from runtime.config.sections import BaseRoot
+from runtime.host import role_of
 from sim.simtest.actors import SimBuffer, SimRewards, SimTrainer
 
 CLASSES: Mapping[str, type[Actor]] = {
@@ -74,6 +77,14 @@ def draw(seed: int) -> Setup:
         delay_s=rng.choice((0.0, 0.002, 0.02)),
         latency_s=rng.choice((0.0, 0.001, 0.005)),
     )
+
+
+def job(setup: Setup, configs: Mapping[str, Any]) -> Config:
+    """What runs. However often an actor is hit, it is started again."""
+    specs = {role: ActorSpec.model_validate({"class": "sim", "count": 0, "restarts": 100_000}) for role in CLASSES}
+    roles = [role_of(name) for name in setup.names]
+    specs = {role: spec.model_copy(update={"count": roles.count(role)}) for role, spec in specs.items()}
+    return Config(BaseRoot(actors=specs), CLASSES, configs)
 
 
 def configs(setup: Setup, model: Path) -> dict[str, Any]:

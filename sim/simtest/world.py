@@ -1,8 +1,6 @@
 """A whole job on one virtual loop: processes that are started, supervised and ended as the launcher does it."""
 
 import asyncio
-import contextvars
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +10,17 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from bus.outbox import Frame
 from bus.transport import Identity
 from runtime.actor import RunInfo
-from runtime.config import ActorConfig
-from runtime.errors import ActorFailed, first_cause
+from runtime.errors import ActorFailed
 from runtime.kernel import NODE
-from runtime.messages import Finish
-from runtime.store.errors import StoreError, StoreUnavailable
-from sim.simtest.actors import SimBuffer, SimKernel, SimNode, SimTrainer
+from runtime.launch.agent import Hosting, JobOutcome, NodeAgent
+from runtime.messages import Progress
+from runtime.store.errors import StoreError
+from sim.simtest.actors import SimBuffer, SimKernel, SimTrainer
 from sim.simtest.blobs import SimBlobClient, SimBlobServer
 from sim.simtest.checks import CheckedMailbox, InvariantChecks
 from sim.simtest.journal import Log, Record
-from sim.simtest.loop import current_process
-from sim.simtest.process import ActorProcess, Killed
-from sim.simtest.setup import CLASSES, Setup, configs
+from sim.simtest.process import ActorProcess, Killed, Place
+from sim.simtest.setup import CLASSES, Setup, configs, job
 from sim.simtest.store import LOSS_S, StoreClient, StoreServer
 
 RESTART_S = 0.3
@@ -57,8 +54,7 @@ class World:
         self.row_at = 0.0
         self.moved = asyncio.Event()
         """Set, and replaced, at every row and at the end."""
-        self.ending: Finish | None = None
-        self.stopping = False
+        self.ending: JobOutcome | None = None
         self.at_save: dict[str, Any] = {}
         """What happens to the trainer at a point of its next save: point → a function of its process."""
         self.at_commit: dict[str, Any] = {}
@@ -66,32 +62,33 @@ class World:
         self._configs = configs(setup, model)
         self._run = RunInfo("sim", folder, setup.seed, setup.steps, 0.0 if setup.durable else LOSS_S)
         self._tasks: asyncio.TaskGroup
+        self._agent: NodeAgent
 
-    async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Start everything, as the launcher does: at once."""
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
+        """Start everything, as the launcher does: at once. Returns when all are up."""
         self._tasks = tasks
-        self.boot(NODE)
+        self._boot(NODE)
         await self.ready(NODE)
-        for name in self.setup.names:
-            self.boot(name)
-        for name in self.setup.names:
-            await self.ready(name)
+        self._agent.over.add_done_callback(self._on_end)
+        self._agent.start_actors()
+        await self.settled()
 
-    def boot(self, name: str) -> ActorProcess:
-        """A new incarnation of `name`."""
-        process = self.processes[name] = ActorProcess(name)
-        context = contextvars.copy_context()
-        context.run(current_process.set, process)
-        process.task = self._tasks.create_task(self._serve(process), name=f"serve.{name}", context=context)
-        self._tasks.create_task(self._supervise(process), name=f"supervise.{name}")
-        return process
+    async def start(self, name: str) -> Place:
+        """A back end of the job's host."""
+        self._boot(name)
+        return Place(name, self.processes.__getitem__, self._hangs)
+
+    def _boot(self, name: str) -> None:
+        process = self.processes[name] = ActorProcess(name, self._failed)
+        process.begin(self._tasks, self._make)
 
     def replace(self, process: ActorProcess) -> None:
         """Another process takes its name, while it may still believe that it lives."""
         self.zombies.append(process)
         if process.transport is not None:
             self.network.unbind(process.transport.address, process.transport)
-        self.boot(process.name)
+        self._boot(process.name)
+        process.give_up()
 
     def resume(self, alpha: int) -> None:
         """The whole job is killed, and started again from its Store and checkpoints with another α."""
@@ -108,14 +105,10 @@ class World:
 
     async def stop(self) -> None:
         """Drain everything, in the order the classes ask for, the launcher's own actor last."""
-        self.stopping = True
-        ranks: dict[int, list[ActorProcess]] = {}
-        for name in self.setup.names:
-            process = self.processes[name]
-            ranks.setdefault(CLASSES[process.role].drain_order, []).append(process)
-        for _, processes in sorted(ranks.items()):
-            await self._drain(processes)
-        await self._drain([self.processes[NODE]])
+        await self._agent.stop("interrupted")
+        node = self.processes[NODE]
+        node.drain()
+        await node.ended()
 
     def waiting(self) -> str:
         """What everybody waits for, in one line."""
@@ -133,29 +126,18 @@ class World:
 
     # -- one process --------------------------------------------------------------------------------------------
 
-    async def _serve(self, process: ActorProcess) -> None:
-        try:
-            kernel = await self._build(process)
-            await kernel.serve()
-        except Exception as group:  # noqa: BLE001 - what ends an actor may be anything; it is judged here
-            self._failed(process, first_cause(group))
-        finally:
-            process.alive = False
-            if process.transport is not None:
-                process.transport.die()
-            process.ended.set()
-
-    async def _build(self, process: ActorProcess) -> SimKernel:
+    async def _make(self, process: ActorProcess) -> SimKernel:
         store: Any = StoreClient(self.store, process)
         process.drawn = await store.increment("incarnation")
         process.transport = MemoryTransport(
             Identity("sim", process.name, process.incarnation), self.network, f"mem://{process.name}"
         )
-        actor_class = SimNode if process.name == NODE else CLASSES[process.role]
+        hosting = Hosting(job(self.setup, self._configs), self, self, restart_s=(RESTART_S, RESTART_S))
+        is_node = process.name == NODE
         log: Any = Log(self.record, f"{process.name}.{process.incarnation}", lambda text: self._broke(process, text))
         kernel = process.kernel = self.kernel_class(
-            actor_class,
-            ActorConfig() if process.name == NODE else self._configs[process.role],
+            NodeAgent if is_node else CLASSES[process.role],
+            hosting if is_node else self._configs[process.role],
             name=process.name,
             incarnation=process.incarnation,
             run=self._run,
@@ -170,49 +152,30 @@ class World:
         return kernel
 
     def _equip(self, actor: Any, process: ActorProcess) -> None:
-        if isinstance(actor, SimNode):
-            actor.on_row, actor.on_finish = self._on_row, self._on_finish
+        if isinstance(actor, NodeAgent):
+            self._agent = actor
         if isinstance(actor, SimBuffer | SimTrainer):
             actor.monitor, actor.process = self.monitor, process
         if isinstance(actor, SimTrainer):
             actor.saving = self._saving
 
-    async def _supervise(self, process: ActorProcess) -> None:
-        """Start it again after a death, unless somebody took its place."""
-        await process.ended.wait()
-        if process.leaving or self.stopping or self.processes.get(process.name) is not process:
-            return
-        self.record.say(f"{process.name}.{process.incarnation} is dead")
-        node = self.processes[NODE].kernel
-        if node is not None:
-            with suppress(StoreUnavailable):  # its lease lapses by itself
-                await node.bury(process.name)
-        await asyncio.sleep(RESTART_S)
-        if not self.stopping and self.processes.get(process.name) is process:
-            self.boot(process.name)
-
     async def ready(self, name: str) -> None:
         """Return once `name` is up, whichever incarnation of it."""
         while True:
-            process = self.processes[name]
-            if process.alive and process.kernel is not None and process.kernel.ready.is_set():
+            process = self.processes.get(name)
+            if process is not None and process.alive and process.kernel is not None and process.kernel.ready.is_set():
                 return
             await asyncio.sleep(0.05)
 
-    async def _drain(self, processes: list[ActorProcess]) -> None:
-        for process in processes:
-            process.leaving = True
-            if process.kernel is not None:
-                process.kernel.stop()
-        for process in processes:
-            await process.ended.wait()
-
     def _failed(self, process: ActorProcess, error: BaseException) -> None:
-        if not process.alive or isinstance(error, Killed):
+        if isinstance(error, Killed):
             return
         self.record.say(f"{process.name}.{process.incarnation} ended: {type(error).__name__}: {error}")
         if not isinstance(error, EXPECTED):
             self.monitor.fail("no actor breaks", f"{process.name} ended with {type(error).__name__}: {error}")
+
+    def _hangs(self, name: str) -> None:
+        self.monitor.fail("drain", f"{name} was not drained in time: {self.waiting()}")
 
     def _broke(self, process: ActorProcess, text: str) -> None:
         expected = ("StaleEpoch", "Fenced", "StoreUnavailable", "OutOfOrder")
@@ -221,17 +184,23 @@ class World:
 
     # -- what the world hears -----------------------------------------------------------------------------------
 
-    def _on_row(self, step: int) -> None:
+    def progress(self, message: Progress) -> None:
         now = asyncio.get_running_loop().time()
         self.monitor.check(list(self.processes.values()), now)
-        self.step, self.row_at = max(self.step, step), now
+        self.step, self.row_at = max(self.step, message.step), now
         self._wake()
 
-    def _on_finish(self, message: Finish) -> None:
-        self.record.say(f"finish: {message.reason}")
-        if message.failed:
-            self.monitor.fail("the job ends well", message.reason)
-        self.ending = self.ending or message
+    def notice(self, text: str, *, good: bool = False) -> None:
+        self.record.say(f"notice: {text}")
+
+    def actors(self, ready: int, wanted: int) -> None:
+        """Nobody looks."""
+
+    def _on_end(self, over: "asyncio.Future[JobOutcome]") -> None:
+        self.ending = over.result()
+        self.record.say(f"the end: {self.ending.sentence}")
+        if self.ending.kind != "done":
+            self.monitor.fail("the job ends well", self.ending.sentence)
         self._wake()
 
     def _wake(self) -> None:

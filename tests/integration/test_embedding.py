@@ -1,6 +1,7 @@
 """The three forms of embedding, each as a user has it: a copy of the example outside the checkout, and the installed package."""
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from actors.samples.audit import AuditLimits, audit
+from runtime.config import from_mapping
+from runtime.embed import embed
+from runtime.store.memory import MemoryStore
 from tests.jobs import SMALL, clean_environment, left_behind, python, rubato, write_model
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -114,6 +119,26 @@ def test_an_embedded_job_replaces_the_one_before_and_keeps_its_model(elsewhere, 
 
         assert ended.code == 0, ended.err
         assert [row["step"] for row in _rows(elsewhere / "mine")] == [1]
+
+
+async def test_a_job_that_was_cut_short_goes_on_with_the_store_that_it_had(elsewhere, model):
+    shutil.copytree(model, elsewhere / "mine" / "model")
+    tree = runpy.run_path(str(EXAMPLES / "embedded_job.py"))["JOB"]
+    store = MemoryStore()
+
+    async def cut_short():
+        async with embed(from_mapping(tree, ["run.steps=20"]), elsewhere / "mine", store=store) as job:
+            async for row in job.rows():
+                if row["step"] == 3:
+                    raise KeyError("the program ends here")
+
+    with pytest.raises(KeyError):
+        await cut_short()
+    async with embed(from_mapping(tree, ["run.steps=5"]), elsewhere / "mine", store=store, resume=True) as job:
+        await job.done()
+
+    assert [row["step"] for row in _rows(elsewhere / "mine")] == [1, 2, 3, 4, 5]
+    assert audit(elsewhere / "mine", AuditLimits(5, 4, 4, 1)).problems == []
 
 
 def test_a_process_of_the_users_own_plays_rollouts_of_a_running_job(elsewhere, running_job):

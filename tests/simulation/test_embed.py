@@ -9,6 +9,8 @@ from runtime.actor import Actor, handler
 from runtime.config import ActorConfig, Section, from_mapping
 from runtime.embed import embed
 from runtime.errors import ActorFailed, ConfigError, LaunchError
+from runtime.store.memory import MemoryStore
+from tests.virtual import virtual
 
 
 class Doubled(Message, frozen=True):
@@ -39,7 +41,9 @@ class Worker(Actor):
     async def work(self):
         for step in (1, 2):
             self.progress(step, {"step": float(step)})
-        if self.config.pace.ends == "by a crash":
+        if self.config.pace.ends == "by a crash" or (
+            self.config.pace.ends == "by a crash once" and self.incarnation == 2
+        ):
             raise OSError("no disk")
         self.finish("worked", failed=self.config.pace.ends == "badly")
 
@@ -83,10 +87,21 @@ async def test_a_job_that_ends_badly_raises_from_rows_and_done(folder):
             await running.done()
 
 
-async def test_an_actor_that_raises_ends_the_block_and_is_named(folder):
-    with pytest.raises(ActorFailed, match=r"worker-1: OSError: no disk"):
-        async with embed(job("pace.ends=by a crash"), folder) as running:
-            await running.done()
+async def test_an_actor_that_raises_too_often_ends_the_block_and_is_named(folder):
+    with pytest.raises(ActorFailed, match=r"worker-1 died once \(raised\): worker-1: OSError: no disk"):
+        async with embed(job("pace.ends=by a crash", "actors.worker.restarts=0"), folder):
+            await asyncio.get_running_loop().create_future()
+
+
+@virtual
+async def test_an_actor_that_raises_is_started_again_within_its_budget(tmp_path):
+    async with embed(job("pace.ends=by a crash once"), tmp_path / "run") as running:
+        assert await running.done() == "worked"
+
+    assert running.notices[0].startswith(
+        "worker-1 died (raised) after 0.0 s: worker-1: OSError: no disk; restarting in 0.5 s (1 of 5)"
+    )
+    assert running.notices[1].startswith("worker-1 is back (incarnation 3) after 0.5 s")
 
 
 async def test_an_exception_in_the_block_is_raised_as_itself(folder):
@@ -116,6 +131,34 @@ async def test_a_folder_that_holds_a_step_is_cleared_only_when_forced(folder):
 
     async with embed(job(), folder, force=True) as running:
         assert await running.done() == "worked"
+
+
+async def test_a_run_is_resumed_with_the_store_that_it_had_and_with_no_other(folder):
+    store = MemoryStore()
+    async with embed(job(), folder, store=store) as running:
+        await running.done()
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    for other, why in ((None, "ended with its block"), (MemoryStore(), "knows nothing of it")):
+        with pytest.raises(LaunchError, match=f"can't be resumed: .* {why}"):
+            async with embed(job(), folder, resume=True, store=other):
+                pass
+    with pytest.raises(
+        LaunchError, match=r"\(step 1\). Add resume=True and its store= to go on, force=True to overwrite"
+    ):
+        async with embed(job(), folder):
+            pass
+    async with embed(job(), folder, resume=True, store=store) as running:
+        assert await running.done() == "worked"
+
+
+async def test_a_program_that_is_killed_leaves_nothing_in_the_temporary_folder(folder, tmp_path, monkeypatch):
+    """What is not made can't be left."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+
+    async with embed(job("pace.ends=never"), folder):
+        assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_a_mapping_is_checked_like_a_file():

@@ -1,8 +1,8 @@
-from runtime.supervision import RestartBudget
+from runtime.host import RestartBudget
 
 
 def test_delays_double_until_the_budget_is_spent_then_the_failure_escalates():
-    budget = RestartBudget(limit=3, window_s=60.0, first_s=0.5, longest_s=8.0)
+    budget = RestartBudget(limit=3, window_s=60.0, pauses_s=(0.5, 8.0))
 
     plans = [budget.died(now) for now in (0.0, 1.0, 2.0, 3.0)]
 

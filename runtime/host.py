@@ -1,0 +1,314 @@
+"""Hosts the actors of a job on one host: starts them, starts what ends again within its budget, and drains them in order.
+
+Where they run is a back end's: processes of this host (runtime/launch/processes.py) or tasks of this loop (here). The same supervision
+serves the launcher, a host that joined, an embedded job and the simulation.
+"""
+
+import asyncio
+import contextvars
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+from runtime.errors import ActorFailed, RubatoError, first_cause
+from runtime.kernel import Kernel
+from runtime.observe.log import logger
+
+# -- what a back end is -----------------------------------------------------------------------------------------
+
+
+class Ending(NamedTuple):
+    """How an instance ended; `sentence` is the last that it said, and `log` where the rest of it is."""
+
+    how: str
+    sentence: str = ""
+    log: str = ""
+
+
+class Instance(Protocol):
+    """One incarnation of an actor, from its start to its end."""
+
+    def drain(self) -> None:
+        """Ask it to finish and to end. Nothing happens once it has ended."""
+        ...
+
+    def kill(self) -> None:
+        """End it now; nothing more that it does has an effect."""
+        ...
+
+    def is_stopped(self) -> bool:
+        """Whether something holds it still without ending it (SIGSTOP); False where the back end can't tell."""
+        ...
+
+    async def ended(self) -> Ending:
+        """Return once it has ended; any number of callers may wait, before or after."""
+        ...
+
+
+class Backend(Protocol):
+    """Starts actors by name. None of them outlives the process that holds the back end."""
+
+    async def start(self, name: str) -> Instance:
+        """A new incarnation of `name`, on its way. Raises ActorFailed where there can't be one now, which counts as its death."""
+        ...
+
+
+# -- how often ---------------------------------------------------------------------------------------------------
+
+RESTART_S = (0.5, 8.0)
+"""Pause before an actor that died is started again: the first, and what it doubles up to."""
+
+
+class RestartPlan(NamedTuple):
+    """Restart after `delay_s` (the `attempt`-th within the window), or escalate when `delay_s` is None."""
+
+    delay_s: float | None
+    attempt: int
+
+
+class RestartBudget:
+    """At most `limit` restarts within any `window_s`; the pause doubles with each of them, within `pauses_s`. Pure: time is an argument."""
+
+    def __init__(self, limit: int, window_s: float, pauses_s: tuple[float, float] = RESTART_S) -> None:
+        self.limit = limit
+        self._window_s = window_s
+        self._first_s, self._longest_s = pauses_s
+        self._deaths: deque[float] = deque(maxlen=max(1, limit + 1))
+
+    def died(self, now: float) -> RestartPlan:
+        """Note a death at `now` (seconds, any monotonic clock) and say what follows."""
+        while self._deaths and self._deaths[0] <= now - self._window_s:
+            self._deaths.popleft()
+        self._deaths.append(now)
+        attempt = len(self._deaths)
+        if attempt > self.limit:
+            return RestartPlan(None, attempt)
+        return RestartPlan(min(self._longest_s, self._first_s * 2 ** (attempt - 1)), attempt)
+
+
+# -- supervision -------------------------------------------------------------------------------------------------
+
+
+class Death(NamedTuple):
+    """An actor ended. `restart_in_s` is None when it will not be started again; `expected` when it was asked to end."""
+
+    name: str
+    ending: Ending
+    after_s: float
+    attempt: int
+    limit: int
+    restart_in_s: float | None
+    expected: bool
+
+
+class _Hosted:
+    def __init__(self, budget: RestartBudget, rank: int) -> None:
+        self.budget, self.rank = budget, rank
+        self.instance: Instance | None = None
+        self.leaving = False
+        self.restarting = False
+        """It was asked to end, and is to be started again at once."""
+        self.wake = asyncio.Event()
+        """Ends the pause before a restart."""
+        self.gone = asyncio.Event()
+
+    def leave(self) -> None:
+        self.leaving = True
+        self.wake.set()
+
+
+class JobHost:
+    """Keeps actors running over `backend`. Its tasks are made by `spawn`; `died` hears of every end before anything follows from it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        spawn: Callable[..., "asyncio.Task[Any]"],
+        died: Callable[[Death], Awaitable[None]],
+    ) -> None:
+        self._backend, self._spawn, self._died = backend, spawn, died
+        self._hosted: dict[str, _Hosted] = {}
+        self._stopping = False
+        self._log = logger("host")
+
+    def names(self, role: str | None = None) -> list[str]:
+        """The actors it keeps running, oldest first."""
+        return [n for n, one in self._hosted.items() if not one.leaving and role in (None, role_of(n))]
+
+    def is_stopped(self, name: str) -> bool:
+        """See Instance."""
+        found = self._hosted.get(name)
+        return found is not None and found.instance is not None and found.instance.is_stopped()
+
+    def start(self, name: str, budget: RestartBudget, rank: int = 0) -> None:
+        """Start `name` and keep it running within `budget`; those of a lower `rank` drain first."""
+        hosted = self._hosted[name] = _Hosted(budget, rank)
+        self._spawn(self._supervise(name, hosted), name=f"supervise.{name}")
+
+    async def drain(self, name: str, limit_s: float) -> None:
+        """Ask `name` to drain and return when it has ended; it is killed past `limit_s` and never restarted."""
+        hosted = self._hosted.get(name)
+        if hosted is None:
+            return
+        hosted.leave()
+        if hosted.instance is not None:
+            hosted.instance.drain()
+        await self._within(limit_s, name, hosted, hosted.gone.wait())
+
+    async def restart(self, name: str, limit_s: float) -> None:
+        """Drain `name` and start it again, outside its budget; returns when it has ended, killed past `limit_s`."""
+        hosted = self._hosted.get(name)
+        if hosted is None or hosted.instance is None:
+            return
+        hosted.restarting = True
+        hosted.instance.drain()
+        await self._within(limit_s, name, hosted, hosted.instance.ended())
+
+    async def drain_all(self, limit_s: float, *, by_rank: bool) -> None:
+        """Drain everything, one rank after another or all at once; what ends from now on is not started again."""
+        self._stopping = True
+        ranks: dict[int, list[str]] = {}
+        for name, hosted in self._hosted.items():
+            ranks.setdefault(hosted.rank if by_rank else 0, []).append(name)
+        for _, names in sorted(ranks.items()):
+            async with asyncio.TaskGroup() as tasks:
+                for name in names:
+                    tasks.create_task(self.drain(name, limit_s), name=f"drain.{name}")
+
+    def kill_all(self) -> None:
+        """End every actor now."""
+        self._stopping = True
+        for hosted in self._hosted.values():
+            hosted.leave()
+            if hosted.instance is not None:
+                hosted.instance.kill()
+
+    async def _within(self, limit_s: float, name: str, hosted: _Hosted, end: Coroutine[Any, Any, Any]) -> None:
+        """Wait for the `end` of the present instance, and bring it about where it takes too long."""
+        instance = hosted.instance
+        try:
+            async with asyncio.timeout(limit_s):
+                await end
+        except TimeoutError:
+            self._log.warning("killed_after_drain", actor=name, limit_s=limit_s)
+            if instance is not None:
+                instance.kill()
+                await instance.ended()
+
+    async def _supervise(self, name: str, hosted: _Hosted) -> None:
+        clock = asyncio.get_running_loop().time
+        try:
+            while not (hosted.leaving or self._stopping):
+                began = clock()
+                ending = await self._run(name, hosted)
+                if not await self._goes_on(name, hosted, ending, clock() - began):
+                    return
+        finally:
+            self._hosted.pop(name, None)
+            hosted.gone.set()
+
+    async def _run(self, name: str, hosted: _Hosted) -> Ending:
+        try:
+            hosted.instance = instance = await self._backend.start(name)
+        except ActorFailed as error:
+            return Ending("not started", str(error))
+        if hosted.leaving:
+            instance.drain()
+        return await instance.ended()
+
+    async def _goes_on(self, name: str, hosted: _Hosted, ending: Ending, after_s: float) -> bool:
+        """Tell of an end, and wait for as long as the actor's budget says. False when it is not to be started again."""
+        expected = hosted.leaving or self._stopping
+        if hosted.restarting and not expected:
+            hosted.restarting = False
+            await self._died(Death(name, Ending("restart"), after_s, 0, hosted.budget.limit, 0.0, expected=True))
+            return True
+        plan = hosted.budget.died(asyncio.get_running_loop().time())
+        pause_s = None if expected else plan.delay_s
+        await self._died(Death(name, ending, after_s, plan.attempt, hosted.budget.limit, pause_s, expected))
+        if pause_s is None:
+            return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await hosted.wake.wait()
+        return True
+
+
+def role_of(name: str) -> str:
+    """`engine` of `engine-3`."""
+    return name.rsplit("-", 1)[0]
+
+
+# -- the back end of one loop -------------------------------------------------------------------------------------
+
+
+class HostedTask:
+    """An actor that is a task of this loop, in a context of its own: an Instance."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.context = contextvars.copy_context()
+        self.kernel: Kernel | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._ending = Ending("killed")
+        self._leaving = False
+        self._over = asyncio.Event()
+
+    def drain(self) -> None:
+        self._leaving = True
+        if self.kernel is not None:
+            self.kernel.stop()
+
+    def kill(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+    def is_stopped(self) -> bool:
+        return False
+
+    async def ended(self) -> Ending:
+        await self._over.wait()
+        return self._ending
+
+    def failed(self, error: BaseException) -> None:
+        """It ends with `error`."""
+        logger("host").error("actor_failed", actor=self.name, error=repr(error), exc_info=error)
+
+    def over(self) -> None:
+        """It has ended, however."""
+        self._over.set()
+
+    def begin(self, tasks: asyncio.TaskGroup, make: "Callable[[Any], Awaitable[Kernel]]") -> None:
+        self.task = tasks.create_task(self._serve(make), name=f"serve.{self.name}", context=self.context)
+        self.task.add_done_callback(lambda _: self.over())
+
+    async def _serve(self, make: "Callable[[Any], Awaitable[Kernel]]") -> None:
+        try:
+            self.kernel = await make(self)
+            if self._leaving:
+                self.kernel.stop()
+            await self.kernel.serve()
+            self._ending = Ending("exit 0")
+        except Exception as group:  # noqa: BLE001 - what ends an actor may be anything; it is named and handed on
+            error = first_cause(group)
+            said = str(error) if isinstance(error, RubatoError) else f"{type(error).__name__}: {error}"
+            self._ending = Ending("raised", said if said.startswith(f"{self.name}:") else f"{self.name}: {said}")
+            self.failed(error)
+
+
+class TaskBackend:
+    """Actors as tasks of `tasks`; `make` builds the kernel of an incarnation, and `hosted` what stands for it."""
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        make: Callable[[Any], Awaitable[Kernel]],
+        hosted: Callable[[str], HostedTask] = HostedTask,
+    ) -> None:
+        self._tasks, self._make, self._hosted = tasks, make, hosted
+
+    async def start(self, name: str) -> HostedTask:
+        hosted = self._hosted(name)
+        hosted.begin(self._tasks, self._make)
+        return hosted

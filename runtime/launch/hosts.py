@@ -1,0 +1,185 @@
+"""The hosts of a job: which of its actors runs on which, how many may leave, and what the first host asks of those that joined."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
+
+from bus.errors import AskFailed
+from bus.message import Request
+from runtime.actor import Context
+from runtime.config import Config
+from runtime.host import JobHost, role_of
+from runtime.messages import MOST_ADDED, AddActors, Added, DrainActors, NotAdded, RestartActors, StopJob
+from runtime.registry import NODE
+from runtime.store.errors import StoreUnavailable
+
+NODE_ROLE = role_of(NODE)
+
+DRAIN_LIMIT_S = 25.0
+"""A little longer than a kernel's own drain limit: an actor is killed only when its kernel hangs too."""
+TELL_S = 5.0
+LOOK_S = 1.0
+"""How often a host that joined looks for the first one."""
+
+
+class JobHosts:
+    """As the agent of `context` knows them; `here` runs what is on its own host. Only the first host's agent knows all actors of the job."""
+
+    def __init__(self, context: Context, job: Config, here: JobHost) -> None:
+        self._context, self._job, self._here = context, job, here
+        self._given: dict[str, str] = {}
+        """Actor → the host that joined and runs it; also while that one is out of reach, because it may come back with it."""
+        self._leaving: set[str] = set()
+
+    def others(self) -> list[str]:
+        """The hosts in reach besides this one."""
+        return [name for name in self._context.peers(NODE_ROLE) if name != self._context.name]
+
+    def where(self, name: str) -> str:
+        """The host that runs the actor `name`; empty where nobody does."""
+        if name in self._here.names():
+            return self._context.name
+        host = self._given.get(name, "")
+        return host if self._context.find(name) is not None or host in self.others() else ""
+
+    def running(self) -> list[str]:
+        """The actors of all hosts in reach."""
+        return [*self._here.names(), *(name for name in self._given if self.where(name))]
+
+    def name_actors(self, request: AddActors) -> Added | NotAdded:
+        """Names that no other actor has; those for a host that joined are noted as its own."""
+        role, num = request.role, request.num
+        if role not in self._job.actors:
+            return NotAdded(f"{role} is not a role of this run. Its roles are {', '.join(self._job.actors)}.")
+        if not 1 <= num <= MOST_ADDED:
+            return NotAdded(f"can't add {num} actors: between 1 and {MOST_ADDED} at a time.")
+        most, running = self._job.actor_class(role).most, [role_of(name) for name in self.running()].count(role)
+        if running + num > most:
+            return NotAdded(f"can't add {num} {role}: a run has at most {most}, and {running} runs already.")
+        taken = [int(n.rsplit("-", 1)[1]) for n in (*self._here.names(), *self._given) if role_of(n) == role]
+        first = max(taken, default=0) + 1
+        names = tuple(f"{role}-{first + i}" for i in range(num))
+        if request.node:
+            self._given |= dict.fromkeys(names, request.node)
+        return Added(names)
+
+    async def drain(self, names: Sequence[str]) -> Added | NotAdded:
+        """Drain these actors wherever they run, or refuse all; the name of a host that joined stands for its actors, and lets it go."""
+        hosts = [name for name in names if name in self.others()]
+        actors = [name for name in self.running() if name in names or self.where(name) in hosts]
+        if refused := self._unknown(names) or self._too_few(names, actors):
+            return refused
+        work = [self._let_go(host) for host in hosts]
+        work += [self._drain_on(host, on) for host, on in self._by_host(actors).items() if host not in hosts]
+        self._leaving |= set(actors)
+        try:
+            return await self._all(names, work)
+        finally:
+            self._leaving -= set(actors)
+
+    async def restart(self, names: Sequence[str]) -> Added | NotAdded:
+        """Drain these actors wherever they run and start them again there, or refuse all."""
+        if refused := self._unknown(names):
+            return refused
+        return await self._all(names, [self._restart_on(host, on) for host, on in self._by_host(names).items()])
+
+    async def stop_others(self, limit_s: float, *, now: bool) -> None:
+        """Tell the hosts that joined that the job is over, and give them `limit_s` to hand back what they hold."""
+        others = self.others()
+        await self._all((), [self._ask(host, StopJob(now, "the run is over")) for host in others])
+        await self._gone(others, limit_s)
+
+    async def first_is_lost(self, lease_s: float) -> None:
+        """Return once the first host's agent was not to be found for `lease_s`."""
+        loop = asyncio.get_running_loop()
+        seen = loop.time()
+        while loop.time() - seen <= lease_s:
+            await asyncio.sleep(LOOK_S)
+            try:
+                found = await self._context.store.leases(f"actor/{NODE}")
+            except StoreUnavailable:
+                continue
+            seen = loop.time() if found else seen
+
+    # -- parts --------------------------------------------------------------------------------------------------
+
+    def _by_host(self, names: Iterable[str]) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in names:
+            found.setdefault(self.where(name), []).append(name)
+        return found
+
+    def _unknown(self, names: Sequence[str]) -> NotAdded | None:
+        running = [*self.running(), *self.others()]
+        unknown = [name for name in names if name not in running]
+        if self._context.name in unknown:
+            return NotAdded(f"{self._context.name} launched the run. {self._how_to_stop()}")
+        told = f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not in this run, so nothing was done."
+        return NotAdded(f"{told} Running: {', '.join(running)}.") if unknown else None
+
+    def _too_few(self, names: Sequence[str], going: Sequence[str]) -> NotAdded | None:
+        if self._context.name != NODE:
+            return None
+        left = [role_of(name) for name in self.running() if name not in going and name not in self._leaving]
+        for role in dict.fromkeys(map(role_of, going)):
+            if left.count(role) < (least := self._job.actor_class(role).least):
+                why = f"{', '.join(names)} can't be drained: a run needs at least {least} {role}"
+                return NotAdded(f"{why}. {self._how_to_stop()}")
+        return None
+
+    def _how_to_stop(self) -> str:
+        return f"Save and end the run with: rubato stop --run {self._context.run.folder}"
+
+    async def _all(self, names: Sequence[str], work: Iterable[Coroutine[Any, Any, str]]) -> Added | NotAdded:
+        """Each of `work` returns why it could not be done, or nothing."""
+        async with asyncio.TaskGroup() as tasks:
+            done = [tasks.create_task(one) for one in work]
+        refused = [task.result() for task in done if task.result()]
+        return NotAdded(" ".join(refused)) if refused else Added(tuple(names))
+
+    async def _drain_on(self, host: str, names: Sequence[str]) -> str:
+        if host != self._context.name:
+            refused = await self._ask(host, DrainActors(tuple(names)))
+            self._forget([] if refused else names)
+            return refused
+        async with asyncio.TaskGroup() as tasks:
+            for name in names:
+                tasks.create_task(self._here.drain(name, DRAIN_LIMIT_S))
+        return ""
+
+    async def _restart_on(self, host: str, names: Sequence[str]) -> str:
+        if host != self._context.name:
+            return await self._ask(host, RestartActors(tuple(names)))
+        async with asyncio.TaskGroup() as tasks:
+            for name in names:
+                tasks.create_task(self._here.restart(name, DRAIN_LIMIT_S))
+        return ""
+
+    async def _let_go(self, host: str) -> str:
+        names = [name for name in self._given if self._given[name] == host]
+        if refused := await self._ask(host, StopJob(reason=f"{host} was let go")):
+            return refused
+        if await self._gone([host], DRAIN_LIMIT_S):
+            self._forget(names)
+            return ""
+        return f"{host} still drains its actors; it leaves when they have ended."
+
+    async def _ask(self, host: str, request: Request[Any]) -> str:
+        try:
+            reply = await self._context.ref(host).ask(request, timeout=DRAIN_LIMIT_S + TELL_S)
+        except AskFailed as error:
+            return f"{host} did not answer: {error}."
+        return reply.why if isinstance(reply, NotAdded) else ""
+
+    async def _gone(self, hosts: Sequence[str], limit_s: float) -> bool:
+        try:
+            async with asyncio.timeout(limit_s):
+                while set(hosts) & set(self.others()):
+                    await self._context.change()
+        except TimeoutError:
+            return False
+        return True
+
+    def _forget(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._given.pop(name, None)
