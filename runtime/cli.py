@@ -24,8 +24,12 @@ LAUNCH = "runtime.launch.commands"
 COMMANDS = {
     "launch": Command(LAUNCH, False, "run the job that a config describes, or go on with one"),
     "add": Command(LAUNCH, True, "start more actors of a role in a running job"),
-    "drain": Command(LAUNCH, True, "let actors of a running job finish and end; nothing is lost"),
+    "drain": Command(
+        LAUNCH, True, "let actors of a running job finish and end, or hosts that joined it; nothing is lost"
+    ),
     "stop": Command(LAUNCH, True, "drain and save a running job"),
+    "hosts": Command(LAUNCH, True, "list the hosts of a running job, and what each runs"),
+    "leave": Command(LAUNCH, True, "take this host out of the job that it joined"),
     "monitor": Command(
         "runtime.monitor.command", False, "watch a run: live, as one table, as JSON, or what waits for what"
     ),

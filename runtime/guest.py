@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from bus.errors import AskFailed
+from bus.errors import AskFailed, BadAddress
 from bus.message import Request
 from runtime.actor import Actor
 from runtime.config import ActorConfig, Config
@@ -42,13 +42,19 @@ async def join(folder: str | Path, *, name: str = "") -> AsyncGenerator[Guest]:
         yield guest
 
 
-async def ask_node(folder: Path, request: Request[ReplyT], *, name: str = "") -> ReplyT:
-    """Ask the run's first node agent, knowing no type of the user's. Raises LaunchError where it does not answer, or does not do it."""
+async def ask_node(folder: Path, request: Request[ReplyT], *, node: str = NODE, name: str = "") -> ReplyT:
+    """Ask a node agent, the first host's unless another is named, knowing no type of the user's.
+
+    Raises LaunchError where there is no such host, it does not answer, or does not do it.
+    """
     async with _joined(folder, name, types=False) as me:
+        hosts = [record.name for record in await list_actors(me.store) if record.role == "node"]
+        if node not in hosts:
+            raise LaunchError(f"{node} is no host of the run in {folder}. Its hosts: {', '.join(hosts)}.")
         try:
-            reply = await me.ref(NODE).ask(request, timeout=ASK_S)
+            reply = await me.ref(node).ask(request, timeout=ASK_S)
         except AskFailed as error:
-            raise LaunchError(f"the run in {folder} did not answer: {error}") from error
+            raise LaunchError(f"{node} of the run in {folder} did not answer: {error}") from error
     if isinstance(reply, NotAdded):
         raise LaunchError(reply.why)
     return reply
@@ -73,7 +79,11 @@ async def _joined(folder: Path, name: str, *, types: bool) -> AsyncGenerator[Gue
                     raised = error
                 kernel.stop()
         except ExceptionGroup as group:
-            raise (raised or first_cause(group)) from None
+            error = raised or first_cause(group)
+            if isinstance(error, BadAddress):
+                told = f"{connection.card.host}, the address of {connection.card.node} in the run, can't be used here"
+                raise LaunchError(f"{told} ({error}). Run this in the network of that host.") from None
+            raise error from None
         if raised is not None:
             raise raised
 

@@ -149,11 +149,12 @@ def compose(source: ConfigSource) -> Config:
             text = f"actors.{role} can't be a role: use small letters, digits and _, and not the name node."
             raise ConfigError(source.sentence(("actors", role), text))
     classes = {role: _load(source, role, spec) for role, spec in roles.items()}
-    for role, spec in roles.items():
+    for role in roles:
         _check_role(source, role, classes)
-        _check_count(source, role, spec.count, classes[role])
     root_class = root_model(classes)
     root = _validated(root_class, tree, source, root_class)
+    for role, spec in roles.items():
+        _check_count(source, role, spec.count, classes[role], others=bool(root.bus.host))
     configs = {role: _actor_config(source, root, cls) for role, cls in classes.items()}
     config = Config(root, classes, configs)
     for cls in classes.values():
@@ -211,11 +212,14 @@ def _check_role(source: ConfigSource, role: str, classes: Mapping[str, type[Acto
         raise ConfigError(source.sentence(("actors",), text))
 
 
-def _check_count(source: ConfigSource, role: str, count: int, cls: type[Actor]) -> None:
-    key = f"actors.{role}.count"
-    if not cls.least <= count <= cls.most:
+def _check_count(source: ConfigSource, role: str, count: int, cls: type[Actor], *, others: bool) -> None:
+    """Of what a job may have several, other hosts may bring them all, where they can come in."""
+    key, shared = f"actors.{role}.count", cls.most > 1
+    if not (0 if others and shared else cls.least) <= count <= cls.most:
         bound = f"at least {cls.least}" if count < cls.least else f"at most {cls.most}"
-        text = f"{key} is {count}; a job needs {bound} {role}. Set {key}={max(cls.least, min(count, cls.most))}."
+        advice = f"Set {key}={max(cls.least, min(count, cls.most))}"
+        advice += ", or bus.host if other hosts are to bring them." if shared and not count else "."
+        text = f"{key} is {count}; a job needs {bound} {role}. {advice}"
         raise ConfigError(source.sentence(("actors", role, "count"), text))
 
 

@@ -2,9 +2,11 @@
 
 import argparse
 import asyncio
+import itertools
 import os
 import sys
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,15 +55,13 @@ def launch(argv: list[str]) -> int:
     if given.dry_run:
         print(config.dump(), end="")  # noqa: T201
         return ExitCode.DONE
-    import uvloop
-
     from runtime.launch.launcher import Launcher
 
     async def run() -> int:
         started = Launcher(config, folder, resume=given.resume, force=given.force, update_code=given.update_code)
         return await started.run()
 
-    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(_flat(run()))
+    return _run_in(folder, run(), made=given.run_dir is None and not config.run.dir)
 
 
 def _chosen(given: argparse.Namespace) -> "tuple[Config, Path]":
@@ -76,7 +76,7 @@ def _chosen(given: argparse.Namespace) -> "tuple[Config, Path]":
         raise LaunchError("--update-code goes with --resume: a new run takes your files as they are.")
     if folder is None:
         config = load(given.config, given.overrides)
-        folder = Path(config.run.dir) if config.run.dir else _fresh_folder(config.run.name)
+        folder = Path(config.run.dir or "runs") if config.run.dir or given.dry_run else _fresh_folder(config.run.name)
     own = folder / "config.yaml"
     if not (given.resume and os.path.exists(own)):  # unlike Path.exists, it takes a name too long for an answer
         return config or load(given.config, given.overrides), folder
@@ -113,34 +113,33 @@ def _run_dir(text: str) -> Path:
 
 
 def add(argv: list[str]) -> int:
-    """Start more actors of a role in a running job, on its first host or on this one."""
+    """Start more actors of a role in a running job, on the folder's host, on `--host`, or on this one, which joins."""
     parser = argparse.ArgumentParser("rubato add", description="Start more actors of a role in a running job.")
     parser.add_argument("role")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key.sub=value", help="with --join: what differs on this host"
     )
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--run", type=Path, help="folder of a run on this host")
+    where.add_argument("--run", type=Path, help="folder of a run, or of this host's part of it: its host starts them")
     where.add_argument(
         "--join", metavar="TOKEN", help="of rubato keys join-token on the run's first host; - reads it from stdin"
     )
     parser.add_argument("-n", type=int, default=1)
-    parser.add_argument("--host", default="", help="with --join: this host's address as the others reach it")
+    help_host = "with --run: the host that starts them, as rubato hosts names it; with --join: this host's address as the others reach it"
+    parser.add_argument("--host", default="", help=help_host)
     parser.add_argument("--run-dir", type=_run_dir, help="with --join: folder for this host's part of the run")
     given = parser.parse_intermixed_args(argv)
     if given.join is not None:
         return _join(given)
-    if alone := [*given.overrides, *(["--host"] if given.host else []), *(["--run-dir"] if given.run_dir else [])]:
+    if alone := [*given.overrides, *(["--run-dir"] if given.run_dir else [])]:
         raise LaunchError(f"{alone[0]} goes with --join alone: on the run's own host its config holds for all actors.")
     from runtime.messages import AddActors
 
-    return _ask(given.run, AddActors(given.role, given.n), "added")
+    return _ask(given.run, AddActors(given.role, given.n), "added", node=given.host)
 
 
 def _join(given: argparse.Namespace) -> int:
     """Stay in the foreground as this host's node agent until the job ends or Ctrl-C."""
-    import uvloop
-
     from runtime.launch.join import Joiner
     from runtime.launch.token import read_token
 
@@ -150,18 +149,33 @@ def _join(given: argparse.Namespace) -> int:
     async def run() -> int:
         return await Joiner(token, given.role, given.n, folder, given.host, tuple(given.overrides)).run()
 
-    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(_flat(run()))
+    return _run_in(folder, run(), made=given.run_dir is None)
+
+
+def _run_in(folder: Path, work: Awaitable[int], *, made: bool) -> int:
+    """Where `folder` was `made` for this, it goes again if nothing was written."""
+    import uvloop
+
+    try:
+        return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(_flat(work))
+    finally:
+        if made:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def drain(argv: list[str]) -> int:
-    """Drain actors of a running job; nothing they hold is lost."""
-    parser = argparse.ArgumentParser("rubato drain", description="Drain actors of a running job.")
-    parser.add_argument("names", nargs="+")
+    """Drain actors of a running job, or hosts that joined it; nothing they hold is lost."""
+    parser = argparse.ArgumentParser(
+        "rubato drain", description="Drain actors of a running job: all that are named, or none."
+    )
+    parser.add_argument("names", nargs="+", help="actors such as engine-2, or hosts that joined such as node-3")
     parser.add_argument("--run", type=Path, required=True)
     given = parser.parse_args(argv)
+    from runtime.kernel import NODE
     from runtime.messages import DrainActors
 
-    return _ask(given.run, DrainActors(tuple(given.names)), "drained")
+    return _ask(given.run, DrainActors(tuple(given.names)), "drained", node=NODE)
 
 
 def stop(argv: list[str]) -> int:
@@ -170,20 +184,67 @@ def stop(argv: list[str]) -> int:
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--now", action="store_true")
     given = parser.parse_args(argv)
+    from runtime.kernel import NODE
     from runtime.messages import StopJob
 
+    if (node := _node_of(given.run)) != NODE:
+        told = (
+            f"{given.run} is the part of {node} in a run: stop would end the whole run, and belongs to its first host"
+        )
+        raise LaunchError(f"{told}. Take this host alone out with: rubato leave --run {given.run}")
     return _ask(given.run, StopJob(given.now), "stopping")
 
 
-VERBS = {"add": add, "drain": drain, "stop": stop}
+def leave(argv: list[str]) -> int:
+    """Take a host that joined out of the job; the job goes on."""
+    parser = argparse.ArgumentParser(
+        "rubato leave", description="Drain this host's actors and take it out of the job it joined."
+    )
+    parser.add_argument("--run", type=Path, required=True, help="folder of this host's part of the run")
+    given = parser.parse_args(argv)
+    from runtime.kernel import NODE
+    from runtime.messages import StopJob
+
+    if (node := _node_of(given.run)) == NODE:
+        told = f"{given.run} is the folder of the run's first host, which can't leave it"
+        raise LaunchError(f"{told}. Save and end the run with: rubato stop --run {given.run}")
+    return _ask(given.run, StopJob(reason=f"{node} left the run"), f"{node} drains its actors and leaves")
 
 
-def _ask(folder: Path, request: "Request[Any]", done: str) -> int:
+def hosts(argv: list[str]) -> int:
+    """List the hosts of a running job, and what each runs."""
+    parser = argparse.ArgumentParser("rubato hosts", description="List the hosts of a running job, and what each runs.")
+    parser.add_argument("--run", type=Path, required=True)
+    given = parser.parse_args(argv)
+    from runtime.launch.connection import connect
+    from runtime.registry import list_actors
+
+    async def show() -> int:
+        async with connect(given.run, types=False) as connection:
+            records = await list_actors(connection.store)
+        for host in (record for record in records if record.role == "node"):
+            actors = [record.name for record in records if record.node == host.name and record is not host]
+            print(f"{host.name:<8} {host.host:<24} {host.public or 'this host alone':<28} {' '.join(actors) or '-'}")  # noqa: T201
+        return ExitCode.DONE
+
+    return asyncio.run(_flat(show()))
+
+
+VERBS = {"add": add, "drain": drain, "stop": stop, "leave": leave, "hosts": hosts}
+
+
+def _node_of(folder: Path) -> str:
+    from runtime.launch.folder import read_card
+
+    return read_card(folder).node
+
+
+def _ask(folder: Path, request: "Request[Any]", done: str, node: str = "") -> int:
     from runtime.guest import ask_node
     from runtime.messages import Added
 
     async def ask() -> int:
-        reply = await ask_node(folder, request)
+        reply = await ask_node(folder, request, node=node or _node_of(folder))
         print(f"{done}: {', '.join(reply.names)}" if isinstance(reply, Added) else done)  # noqa: T201
         return ExitCode.DONE
 
@@ -204,7 +265,17 @@ async def _flat(work: Awaitable[int]) -> int:
 
 
 def _fresh_folder(name: str) -> Path:
+    """A folder that nobody else has: it is made here, so that two launches in one second get two."""
     from datetime import datetime
 
     stamp = datetime.fromtimestamp(wall_s()).strftime("%m%d-%H%M%S")  # noqa: DTZ006 - a folder name in the user's own time
-    return Path("runs") / f"{name}-{stamp}"
+    for number in itertools.count(1):
+        folder = Path("runs") / (f"{name}-{stamp}" if number == 1 else f"{name}-{stamp}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise LaunchError(f"{folder} can't be made: {error.strerror}. Name a folder with --run-dir.") from error
+        return folder
+    raise AssertionError("unreachable")

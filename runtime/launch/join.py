@@ -153,7 +153,7 @@ class Joiner:
         kept = self._folder.path / CODE
         unpack(code or pack(kept), kept)
         use(kept)
-        config = load(self._folder.config, self._overrides)
+        config = load(self._folder.config, [f"bus.host='{card.host}'", *self._overrides])
         keep(kept, config.tree())
         self._folder.config.write_text(config.dump())
         if self._role not in config.actors:

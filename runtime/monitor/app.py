@@ -20,6 +20,7 @@ from textual.widgets import ContentSwitcher, DataTable, Static
 
 from bus.message import Request
 from runtime.errors import LaunchError, RubatoError
+from runtime.launch.folder import read_card
 from runtime.messages import AddActors, Added, DrainActors, NotAdded, RestartActors
 from runtime.monitor.snapshot import DEFAULT, Names
 from runtime.monitor.source import LiveSource, View
@@ -41,6 +42,7 @@ from runtime.monitor.text import (
 )
 from runtime.monitor.views import ActorView
 from runtime.monitor.why import render
+from runtime.registry import NODE
 
 NODE_ROLE = "node"
 """The launcher's own actor: it is stopped with `rubato stop`, never killed from here."""
@@ -72,8 +74,9 @@ class RunActions:
         return f"{name} restarted"
 
     async def add(self, role: str) -> str:
-        """Start one more actor of `role`."""
-        return f"{', '.join(await self._ask(AddActors(role, 1)))} added"
+        """Start one more actor of `role` on the host of this folder."""
+        names = await self._ask(AddActors(role, 1), read_card(self._folder).node)
+        return f"{', '.join(names)} added"
 
     async def kill(self, actor: ActorView) -> str:
         """SIGKILL, as a crash would be; the job's supervisor restarts it. Only processes of this host, never the launcher."""
@@ -91,10 +94,10 @@ class RunActions:
             raise LaunchError(f"{actor['name']} (process {actor['pid']}) can't be killed: {error.strerror}.") from error
         return f"{actor['name']} killed (signal 9, process {actor['pid']})"
 
-    async def _ask(self, request: Request[Added | NotAdded]) -> tuple[str, ...]:
+    async def _ask(self, request: Request[Added | NotAdded], node: str = NODE) -> tuple[str, ...]:
         from runtime.guest import ask_node
 
-        reply = await ask_node(self._folder, request, name=f"monitor-{os.getpid()}")
+        reply = await ask_node(self._folder, request, node=node, name=f"monitor-{os.getpid()}")
         assert isinstance(reply, Added), "what was not added was raised"
         return reply.names
 

@@ -188,7 +188,7 @@ class _Diagnosis:
         path = (*path, (asker, wait["stage"], wait["what"]))
         names = self._processes.instances(holder)
         if not names:
-            return Verdict(holder, "dead", f"no {holder} is up", via=_via(path))
+            return Verdict(holder, "dead", f"no {holder} is up; bring one with: rubato add {holder}", via=_via(path))
         return _worst(self._at(name, wait, path) for name in names)
 
     def _at(self, name: str, wait: WaitRow, path: tuple[tuple[str, str, str], ...]) -> Verdict:

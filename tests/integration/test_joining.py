@@ -77,6 +77,68 @@ def test_a_host_joins_by_token_works_and_leaves_when_the_job_ends(place):
     assert "Traceback" not in said
 
 
+def hosts_of(run: Path) -> dict[str, list[str]]:
+    told = rubato("hosts", "--run", run, cwd=run)
+    lines = [line.split() for line in told.out.splitlines()]
+    return {words[0]: [word for word in words if "-" in word[:-1] and word != words[0]] for words in lines}
+
+
+@pytest.mark.timeout(400)  # three hosts start some ten processes, on two cores
+def test_a_head_without_an_engine_waits_for_one_and_hosts_come_and_go(place):
+    run, second, third = place / "head", place / "engines", place / "managers"
+    assert rubato("keys", "new", "--run", run, cwd=place).code == 0
+    launch = ("launch", "small.yaml", f"model.path={place / 'model'}", "run.steps=100000", "bus.host=127.0.0.1")
+    with started(place / "head.log", *launch, "actors.engine.count=0", "--run-dir", run, cwd=place) as launcher:
+        advice = "no engine is up; bring one with: rubato add engine"
+        until(lambda: advice in rubato("monitor", run, "--why", cwd=place).out, "the wait for an engine")
+        token = rubato("keys", "join-token", "--run", run, cwd=place).out.strip()
+        engines = ("add", "engine", "--join", token, "--run-dir", second)
+        managers = ("add", "env_manager", "--join", token, "--run-dir", third)
+        with (
+            started(place / "engines.log", *engines, cwd=place) as engines_host,
+            started(place / "managers.log", *managers, cwd=place) as managers_host,
+        ):
+            until(lambda: _steps(run) > 1, "steps with the engine that came")
+            until(lambda: len(hosts_of(run)) == 3, "the third host")
+            node = next(name for name, actors in hosts_of(run).items() if "engine-1" in actors)
+            other = next(name for name, actors in hosts_of(run).items() if "env_manager-2" in actors)
+
+            here = rubato("add", "env_manager", "--run", second, cwd=place)
+            there = rubato("add", "env_manager", "--run", run, "--host", node, cwd=place)
+            nowhere = rubato("add", "env_manager", "--run", run, "--host", "node-9", cwd=place)
+            until(
+                lambda: set(hosts_of(run)[node]) == {"engine-1", "env_manager-3", "env_manager-4"}, "both on that host"
+            )
+
+            unknown = rubato("drain", "env_manager-3", "nosuch", "--run", run, cwd=place)
+            last = rubato("drain", node, "--run", run, cwd=place)
+            drained = rubato("drain", other, "--run", run, cwd=place)
+            managers_code = managers_host.wait(LIMIT_S)
+            stopped_there = rubato("stop", "--run", second, cwd=place)
+            left_head = rubato("leave", "--run", run, cwd=place)
+            assert "env_manager-3" in hosts_of(run)[node]
+            assert launcher.poll() is None
+            left = rubato("leave", "--run", second, cwd=place)
+            engines_code = engines_host.wait(LIMIT_S)
+            until(lambda: list(hosts_of(run)) == ["node-1"], "the head alone")
+        rubato("stop", "--run", run, cwd=place)
+        code = launcher.wait(LIMIT_S)
+
+    assert (here.out, there.out) == ("added: env_manager-3\n", "added: env_manager-4\n")
+    assert (nowhere.code, nowhere.err.split(". ")[0]) == (2, f"node-9 is no host of the run in {run}")
+    assert (unknown.code, unknown.err.split(", so")[0]) == (2, "nosuch is not in this run")
+    assert (last.code, last.err.split(". ")[0]) == (2, f"{node} can't be drained: a run needs at least 1 engine")
+    assert (drained.code, drained.out) == (0, f"drained: {other}\n")
+    assert (stopped_there.code, stopped_there.err.rpartition(": ")[2]) == (2, f"rubato leave --run {second}\n")
+    assert (left_head.code, left_head.err.rpartition(": ")[2]) == (2, f"rubato stop --run {run}\n")
+    assert (left.code, left.out) == (0, f"{node} drains its actors and leaves\n")
+    assert (code, engines_code, managers_code) == (130, 130, 130)
+    said = "".join((place / f"{name}.log").read_text() for name in ("head", "engines", "managers"))
+    assert "Traceback" not in said
+    assert f"{node} left the run" in said
+    assert not any(left_behind(folder) for folder in (run, second, third))
+
+
 def _steps(run: Path) -> int:
     metrics = run / "metrics.jsonl"
     return len(metrics.read_text().splitlines()) if metrics.exists() else 0

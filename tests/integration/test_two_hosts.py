@@ -83,8 +83,11 @@ class Job:
 
     def ask(self, *arguments: object) -> str:
         """What the command prints on the first host, or nothing when it fails."""
-        done = subprocess.run(self._command(self.hosts.first, arguments), cwd=self.place, env=clean_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False)  # fmt: skip
+        done = self.ended(*arguments)
         return done.stdout if done.returncode == 0 else ""
+
+    def ended(self, *arguments: object) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(self._command(self.hosts.first, arguments), cwd=self.place, env=clean_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False)  # fmt: skip
 
     def steps(self) -> list[int]:
         return [row["step"] for row in lines(self.run / "metrics.jsonl")]
@@ -141,10 +144,14 @@ def test_a_joined_host_works_is_cut_off_and_comes_back_as_a_new_incarnation(host
         until(lambda: len(job.steps()) > healed + 5, "steps after the cut")
         shown = json.loads(job.ask("monitor", job.run, "--json"))
         metrics = {actor["name"]: actor["metrics"] for actor in shown["actors"]}
+        wrong = job.ended("add", "env_manager", "--run", "managers")
         job.ask("stop", "--run", job.run)
         codes = launcher.wait(LIMIT_S), managers.wait(LIMIT_S), engines.wait(LIMIT_S)
 
     assert codes == (130, 130, 130)
+    # The second host's folder, from the network of the first.
+    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1), wrong.stderr
+    assert wrong.stderr.startswith("10.203.7.2, the address of node-"), wrong.stderr
     assert job.steps() == list(range(1, len(job.steps()) + 1))
     ledger = lines(job.run / "samples.jsonl")
     assert max(Counter(line["trajectory_id"] for line in ledger).values()) == 1

@@ -6,6 +6,7 @@ import pytest
 
 from runtime import cli
 from runtime.keys import FILE, RunKeys, make_keys
+from runtime.launch import commands
 from runtime.launch.folder import RunFolder
 from runtime.launch.token import JoinToken, write_token
 
@@ -70,7 +71,7 @@ def test_a_host_that_is_not_let_in_keeps_neither_keys_nor_the_way_to_the_state(t
     assert not (folder / "run.json").exists()
 
 
-@pytest.mark.parametrize("given", [["a=b"], ["--host", "10.0.0.5"], ["--run-dir", "x"]])
+@pytest.mark.parametrize("given", [["a=b"], ["--run-dir", "x"]])
 def test_what_a_host_that_joins_may_say_is_not_ignored_without_a_token(given, tmp_path, capsys):
     said = refused(["add", "engine", *given, "--run", str(tmp_path)], capsys)
 
@@ -165,3 +166,23 @@ TOO_LONG = [
 @pytest.mark.parametrize(("command", "sentence"), TOO_LONG)
 def test_a_path_too_long_for_the_system_is_refused_in_one_sentence(command, sentence, capsys):
     assert sentence in refused(command, capsys)
+
+
+def test_two_launches_in_one_second_get_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runtime.launch.commands.wall_s", lambda: 1_800_000_000.0)
+
+    first, second = commands._fresh_folder("small"), commands._fresh_folder("small")
+
+    assert second.name == f"{first.name}-2"
+    assert first.is_dir()
+    assert second.is_dir()
+
+
+def test_a_folder_made_for_a_launch_that_was_refused_goes_again(tmp_path, keys, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    token = write_token(JoinToken("run-1a2b", GATE, STATE, keys))
+
+    refused(["add", "engine", "--join", token, "-n", "0"], capsys)
+
+    assert list((tmp_path / "runs").iterdir()) == []
