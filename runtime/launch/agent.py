@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from bus.message import Ack
 from runtime.actor import Context, handler
 from runtime.blobs.hosts import HostBlobs
-from runtime.config import Config
+from runtime.config import ActorSpec, Config
 from runtime.errors import ConfigError
 from runtime.host import RESTART_S, Backend, Death, JobHost, RestartBudget, role_of
 from runtime.launch.hosts import DRAIN_LIMIT_S, JobHosts
@@ -28,9 +28,6 @@ from runtime.store.errors import StoreUnavailable
 ASK_S = 20.0
 STOP_LIMITS_S = {"interrupted": DRAIN_LIMIT_S, "done": 8.0, "failed": 3.0}
 """By outcome. At the end nothing that still runs is needed; what a failed run did not write down is caught up when it is resumed."""
-
-USUAL = (5, 300.0)
-"""Restarts, and within how many seconds, of an actor that the config does not name."""
 
 
 class JobOutcome(NamedTuple):
@@ -104,11 +101,12 @@ class NodeAgent(HostBlobs):
 
     def start(self, name: str) -> None:
         """Start one actor of this host and keep it running. A name of no role of the job has the usual budget, and drains first."""
-        spec, role = self.job.actors.get(role_of(name)), role_of(name)
-        rank = self.job.actor_class(role).drain_order if spec else 0
-        limit, window_s = (spec.restarts, spec.restart_window_s) if spec else USUAL
+        role = role_of(name)
+        known = role in self.job.actors
+        spec = self.job.actors[role] if known else ActorSpec.model_validate({"class": name})
+        budget = RestartBudget(spec.restarts, spec.restart_window_s, self._hosting.restart_s)
         self._watch.starting(name)
-        self.host.start(name, RestartBudget(limit, window_s, self._hosting.restart_s), rank)
+        self.host.start(name, budget, self.job.actor_class(role).drain_order if known else 0)
 
     def end(self, outcome: JobOutcome) -> None:
         """The first outcome stands."""

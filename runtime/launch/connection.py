@@ -70,12 +70,19 @@ async def connect(folder: Path, *, types: bool = True) -> AsyncGenerator[Connect
     if types:
         use(folder / CODE)
     config = load(folder / "config.yaml", []) if types else load_without_types(folder / "config.yaml")
+    keys = find_keys(folder)
+    async with reach(config, card, folder, keys.curve if keys else None) as connection:
+        yield connection
+
+
+@asynccontextmanager
+async def reach(config: Config, card: RunCard, folder: Path, keys: Keys | None) -> AsyncGenerator[Connection]:
+    """The run of `card`, for a process of its host that knows its config."""
     run = RunInfo(card.id, folder, config.run.seed, config.run.steps, config.state.window_s)
     store = open_store(card.state_url, card.id)
     blobs = BlobClient(Path(card.sockets) / "blobs.sock")
     try:
-        keys = find_keys(folder)
-        yield Connection(config, card, run, store, blobs, keys.curve if keys else None)
+        yield Connection(config, card, run, store, blobs, keys)
     finally:
         await blobs.close()
         await store.close()

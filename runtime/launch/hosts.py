@@ -70,18 +70,23 @@ class JobHosts:
         if refused := self._unknown(names) or self._too_few(names, actors):
             return refused
         work = [self._let_go(host) for host in hosts]
-        work += [self._drain_on(host, on) for host, on in self._by_host(actors).items() if host not in hosts]
+        by_host = {host: on for host, on in self._by_host(actors).items() if host not in hosts}
+        work += [self._on(host, DrainActors(tuple(on))) for host, on in by_host.items()]
         self._leaving |= set(actors)
         try:
-            return await self._all(names, work)
+            done = await self._all(names, work)
         finally:
             self._leaving -= set(actors)
+        for name in actors if isinstance(done, Added) else ():
+            self._given.pop(name, None)
+        return done
 
     async def restart(self, names: Sequence[str]) -> Added | NotAdded:
         """Drain these actors wherever they run and start them again there, or refuse all."""
         if refused := self._unknown(names):
             return refused
-        return await self._all(names, [self._restart_on(host, on) for host, on in self._by_host(names).items()])
+        work = [self._on(host, RestartActors(tuple(on))) for host, on in self._by_host(names).items()]
+        return await self._all(names, work)
 
     async def stop_others(self, limit_s: float, *, now: bool) -> None:
         """Tell the hosts that joined that the job is over, and give them `limit_s` to hand back what they hold."""
@@ -137,32 +142,21 @@ class JobHosts:
         refused = [task.result() for task in done if task.result()]
         return NotAdded(" ".join(refused)) if refused else Added(tuple(names))
 
-    async def _drain_on(self, host: str, names: Sequence[str]) -> str:
+    async def _on(self, host: str, request: DrainActors | RestartActors) -> str:
+        """Have `host` do it, or do it where that is this one."""
         if host != self._context.name:
-            refused = await self._ask(host, DrainActors(tuple(names)))
-            self._forget([] if refused else names)
-            return refused
+            return await self._ask(host, request)
+        act = self._here.drain if isinstance(request, DrainActors) else self._here.restart
         async with asyncio.TaskGroup() as tasks:
-            for name in names:
-                tasks.create_task(self._here.drain(name, DRAIN_LIMIT_S))
-        return ""
-
-    async def _restart_on(self, host: str, names: Sequence[str]) -> str:
-        if host != self._context.name:
-            return await self._ask(host, RestartActors(tuple(names)))
-        async with asyncio.TaskGroup() as tasks:
-            for name in names:
-                tasks.create_task(self._here.restart(name, DRAIN_LIMIT_S))
+            for name in request.names:
+                tasks.create_task(act(name, DRAIN_LIMIT_S))
         return ""
 
     async def _let_go(self, host: str) -> str:
-        names = [name for name in self._given if self._given[name] == host]
         if refused := await self._ask(host, StopJob(reason=f"{host} was let go")):
             return refused
-        if await self._gone([host], DRAIN_LIMIT_S):
-            self._forget(names)
-            return ""
-        return f"{host} still drains its actors; it leaves when they have ended."
+        left = await self._gone([host], DRAIN_LIMIT_S)
+        return "" if left else f"{host} still drains its actors; it leaves when they have ended."
 
     async def _ask(self, host: str, request: Request[Any]) -> str:
         try:
@@ -179,7 +173,3 @@ class JobHosts:
         except TimeoutError:
             return False
         return True
-
-    def _forget(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._given.pop(name, None)

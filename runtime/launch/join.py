@@ -9,8 +9,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from bus.errors import AskFailed, BadAddress
-from runtime.actor import RunInfo
-from runtime.blobs.client import BlobClient
 from runtime.blobs.server import BlobServer
 from runtime.config import Config, load
 from runtime.errors import LaunchError
@@ -19,7 +17,7 @@ from runtime.kept_code import keep, pack, unpack, use
 from runtime.keys import write_keys
 from runtime.launch.agent import ASK_S, JobOutcome, NodeAgent
 from runtime.launch.children import allow_many_files, on_signals
-from runtime.launch.connection import Connection
+from runtime.launch.connection import Connection, reach
 from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder
 from runtime.launch.gate import GateClient, way_through
@@ -31,7 +29,6 @@ from runtime.observe.log import configure
 from runtime.registry import NODE
 from runtime.store.errors import StoreUnavailable
 from runtime.store.open import open_store
-from runtime.store.store import Store
 
 REACH_S = 15.0
 """For the first contact with the run: a wrong address is told then."""
@@ -71,23 +68,18 @@ class Joiner:
 
     async def _serve(self, card: RunCard, stack: AsyncExitStack) -> JobOutcome:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        sockets = Path(card.sockets)
         await self._open_gate(card, stack)
-        store = open_store(card.state_url, card.id)
-        stack.push_async_callback(store.close)
-        config = await self._fetch_config(card, store)
-        card.node = f"node-{await store.increment('nodes', at_least=2)}"
+        config = await self._fetch_config(card)
+        connection = await stack.enter_async_context(reach(config, card, self._folder.path, self._token.keys.curve))
+        card.node = f"node-{await connection.store.increment('nodes', at_least=2)}"
         configure(self._folder.path / "logs" / f"{card.node}.jsonl", actor=card.node)
-        server = BlobServer(sockets / "blobs.sock")
+        server = BlobServer(Path(card.sockets) / "blobs.sock")
         await server.start()
         stack.push_async_callback(server.close)
         actor_class, actor_config = config.actor_class(self._role), config.actor_config(self._role)
         actor_class.check_host(actor_config)
         actor_class.preflight(actor_config, self._folder.path)
-        blobs = BlobClient(sockets / "blobs.sock")
-        stack.push_async_callback(blobs.close)
-        run = RunInfo(card.id, self._folder.path, config.run.seed, config.run.steps, config.state.window_s)
-        return await self._host_actors(Connection(config, card, run, store, blobs, self._token.keys.curve), tasks)
+        return await self._host_actors(connection, tasks)
 
     async def _host_actors(self, connection: Connection, tasks: asyncio.TaskGroup) -> JobOutcome:
         """Get names from the first host, start the actors, and stay until there is an outcome.
@@ -134,8 +126,9 @@ class Joiner:
         stack.push_async_callback(gate.close)
         card.state_url = way_through(self._token.state_url, path)
 
-    async def _fetch_config(self, card: RunCard, store: Store) -> Config:
+    async def _fetch_config(self, card: RunCard) -> Config:
         """The job's config as the first host resolved it, with this host's own overrides."""
+        store = open_store(card.state_url, card.id)
         try:
             async with asyncio.timeout(REACH_S):
                 text, code = await store.get("config"), await store.get("code")
@@ -144,6 +137,8 @@ class Joiner:
                 f"the run {card.id} could not be reached at {self._token.gate or 'its state.url'} within {REACH_S:.0f} s. "
                 "Is it running, is that address reachable from here, and is the token its newest one?"
             ) from error
+        finally:
+            await store.close()
         if text is None:
             raise LaunchError(
                 f"the run {card.id} has no config yet: it is still starting, or the token is another run's."

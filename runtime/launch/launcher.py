@@ -12,8 +12,6 @@ import msgspec
 
 from bus.address import is_loopback
 from bus.errors import BadAddress
-from runtime.actor import RunInfo
-from runtime.blobs.client import BlobClient
 from runtime.blobs.server import BlobServer
 from runtime.config import Config
 from runtime.errors import ExitCode, LaunchError
@@ -23,7 +21,7 @@ from runtime.kept_code import keep, pack
 from runtime.keys import RunKeys, command_for, find_keys
 from runtime.launch.agent import JobOutcome, NodeAgent
 from runtime.launch.children import allow_many_files, die_with_parent, on_signals
-from runtime.launch.connection import Connection
+from runtime.launch.connection import Connection, reach
 from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder
 from runtime.launch.gate import GateServer, way_to
@@ -86,38 +84,27 @@ class Launcher:
     async def _serve(self, card: RunCard, stack: AsyncExitStack) -> JobOutcome:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         await self._open_state(card, stack, tasks)
-        sockets = Path(card.sockets)
-        server = BlobServer(sockets / "blobs.sock")
+        server = BlobServer(Path(card.sockets) / "blobs.sock")
         await server.start()
         stack.push_async_callback(server.close)
         self._folder.write(card)
         await self._prepare()
         self._config.preflight(self._folder.path)
-        store = open_store(card.state_url, card.id)
-        stack.push_async_callback(store.close)
-        for record in await list_actors(store):  # left over from a launcher that was killed
+        keys = self._keys.curve if self._keys else None
+        connection = await stack.enter_async_context(reach(self._config, card, self._folder.path, keys))
+        for record in await list_actors(connection.store):  # left over from a launcher that was killed
             if record.node == NODE:
-                await store.release(f"actor/{record.name}", record.incarnation)
+                await connection.store.release(f"actor/{record.name}", record.incarnation)
         self._folder.commit()
-        blobs = BlobClient(sockets / "blobs.sock")
-        stack.push_async_callback(blobs.close)
-        run = RunInfo(
-            card.id, self._folder.path, self._config.run.seed, self._config.run.steps, self._config.state.window_s
-        )
-        connection = Connection(self._config, card, run, store, blobs, self._keys.curve if self._keys else None)
         return await self._host(connection, tasks)
 
     async def _host(self, connection: Connection, tasks: asyncio.TaskGroup) -> JobOutcome:
         """Run the node agent and the actors until there is an outcome, then stop them."""
         began = self._clock()
         async with process_host(connection, self._console, tasks) as agent:
-            shared = self._config.dump(shared=True).encode()
-            told = {
-                "launcher": msgspec.msgpack.encode(os.getpid()),
-                "config": shared,
-                "code": pack(self._folder.path / CODE),
-            }
-            await connection.store.write(told)
+            shared, code = self._config.dump(shared=True).encode(), pack(self._folder.path / CODE)
+            pid = msgspec.msgpack.encode(os.getpid())
+            await connection.store.write({"launcher": pid, "config": shared, "code": code})
             self._agent = agent
             agent.start_actors()
             agent.spawn(self._announce_ready(agent, began), name="launch.ready")

@@ -7,8 +7,7 @@ from bus.keys import KeyPair, check_keys, new_keys
 from runtime.errors import LaunchError
 from runtime.keys import FILE, RunKeys, find_keys, make_keys
 from runtime.launch.folder import RunFolder
-from runtime.launch.keys_command import main
-from runtime.launch.token import PREFIX, JoinToken, read_token, write_token
+from runtime.launch.token import PREFIX, JoinToken, main, read_token, write_token
 
 
 def test_keys_are_written_for_their_owner_alone_and_read_again(tmp_path):
