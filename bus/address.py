@@ -25,6 +25,8 @@ class Address(NamedTuple):
     scheme: str
     place: str
     port: int = 0
+    last_port: int = 0
+    """To be bound anywhere from `port` to this one; 0 where there is no such choice."""
 
 
 def parse(address: str, *, keyed: bool = False) -> Address:
@@ -79,12 +81,26 @@ def _ipc(address: str, path: str) -> Address:
 
 
 def _tcp(address: str, rest: str, *, keyed: bool) -> Address:
-    host, separator, port = rest.rpartition(":")
-    if not separator or not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) <= 65535)):
+    host, _, port = rest.rpartition(":")
+    if "-" in port:
+        first, last = parse_ports(port) or (None, 0)
+    else:
+        first, last = 0 if port == "*" else _port(port), 0
+    if not host or first is None:
         raise BadAddress(f"{address!r} must name a host and a port, like tcp://127.0.0.1:7788")
     if not keyed and not is_loopback(host):
         raise BadAddress(f"{address} needs keys. Make them with: rubato keys new --run RUN")
-    return Address(TCP, host, 0 if port == "*" else int(port))
+    return Address(TCP, host, first, last)
+
+
+def parse_ports(text: str) -> tuple[int, int] | None:
+    """The first and the last port of a range like 31000-31100; None where it is no such range."""
+    first, last = map(_port, text.partition("-")[::2])
+    return (first, last) if first and last and first <= last else None
+
+
+def _port(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and int(text) <= 65535 else None
 
 
 def is_loopback(host: str) -> bool:

@@ -1,17 +1,136 @@
-"""Turns messages into bytes and back; whatever arrives is checked against its type before it exists, and fails only as BadFrame."""
+"""The wire format: an envelope around each message, frames of envelopes, and bodies turned into bytes and back.
+
+Whatever arrives is checked against its type before it exists, and fails only as BadFrame. An envelope's body stays raw until the
+target's typed decoder runs.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from bus.envelope import Envelope
 from bus.errors import BadFrame
-from bus.message import Message, tag_of
-from bus.tensor import MAX_DIMENSIONS, Array, Buffer
+from bus.message import MAX_DIMENSIONS, Array, Buffer, Message, tag_of
 
 MessageT = TypeVar("MessageT", bound=Message)
+
+
+class EnvelopeKind(IntEnum):
+    """What an envelope is; every ask ends with one of OK … BAD_BODY, or with its deadline."""
+
+    ASK = 1
+    TELL = 2
+    OK = 3
+    ERROR = 4
+    """The handler raised; the body is the error text."""
+    EXPIRED = 5
+    """The deadline passed before the handler started."""
+    WRONG_INCARNATION = 6
+    NO_ACTOR = 7
+    OVERLOADED = 8
+    BAD_BODY = 10
+    CANCEL = 11
+    """Cancels the ask with the same id, queued or running."""
+    CREDIT = 12
+    """The actor named in `target` grants what the body, a Grant, says."""
+    HELLO = 13
+    """First on every link; the body is the sender's Greeting."""
+    WELCOME = 14
+    REFUSED = 15
+
+
+_ASK = int(EnvelopeKind.ASK)
+_TELL = int(EnvelopeKind.TELL)
+_CANCEL = int(EnvelopeKind.CANCEL)
+_CREDIT = int(EnvelopeKind.CREDIT)
+# To look a member of EnvelopeKind up costs as much as to decode an envelope.
+
+NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
+"""The body of an envelope that needs none."""
+
+
+class Grant(msgspec.Struct, array_like=True, frozen=True):
+    """Body of CREDIT: so much more may be sent to the actor that grants it."""
+
+    messages: int = 0
+    size_bytes: int = 0
+
+
+_decode_grant = msgspec.msgpack.Decoder(Grant).decode
+
+
+class Envelope(msgspec.Struct, array_like=True, gc=False):
+    """One message in flight. Positional on the wire: readable by any MessagePack library as a nine-element array.
+
+    Made by the constructors below, one for each use; a field that a use does not need is 0 or empty.
+    """
+
+    kind: int
+    id: int
+    """Of an ask: unique on the link; its reply and its CANCEL repeat it."""
+    target: str
+    """Name of the actor that is meant; on what an actor sends back, its own."""
+    incarnation: int
+    """The incarnation of `target`; 0 accepts any."""
+    tag: str
+    """Class name of the message in `body`."""
+    budget_us: int
+    """Of an ask: remaining time in µs when posted; 0 means no deadline. No clock is shared between processes."""
+    trace: bytes
+    body: msgspec.Raw
+    sender: str = ""
+    """Name of the sending actor; empty on replies."""
+
+    @classmethod
+    def ask(
+        cls,
+        ask_id: int,
+        target: str,
+        incarnation: int,
+        tag: str,
+        budget_us: int,
+        trace: bytes,
+        body: msgspec.Raw,
+        sender: str,
+    ) -> "Envelope":
+        """A request that wants one reply."""
+        return cls(_ASK, ask_id, target, incarnation, tag, budget_us, trace, body, sender)
+
+    @classmethod
+    def tell(cls, target: str, incarnation: int, tag: str, trace: bytes, body: msgspec.Raw, sender: str) -> "Envelope":
+        """A message that nobody answers."""
+        return cls(_TELL, 0, target, incarnation, tag, 0, trace, body, sender)
+
+    @classmethod
+    def cancel(cls, ask_id: int, target: str, incarnation: int, sender: str) -> "Envelope":
+        """The asker of `ask_id` waits no more."""
+        return cls(_CANCEL, ask_id, target, incarnation, "", 0, b"", NOTHING, sender)
+
+    @classmethod
+    def grant(cls, target: str, messages: int, size_bytes: int) -> "Envelope":
+        """`target` takes so much more from this link."""
+        return cls(_CREDIT, 0, target, 0, "", 0, b"", msgspec.Raw(msgspec.msgpack.encode((messages, size_bytes))))
+
+    @classmethod
+    def handshake(cls, kind: EnvelopeKind, body: bytes) -> "Envelope":
+        """HELLO, WELCOME or REFUSED."""
+        return cls(kind, 0, "", 0, "", 0, b"", msgspec.Raw(body))
+
+    def reply(self, kind: int, incarnation: int, tag: str = "", body: msgspec.Raw = NOTHING) -> "Envelope":
+        """The answer to this ask by incarnation `incarnation` of its target."""
+        return Envelope(kind, self.id, self.target, incarnation, tag, 0, self.trace, body)
+
+    def granted(self) -> Grant:
+        """What a CREDIT grants; nothing where its body is malformed."""
+        try:
+            return _decode_grant(self.body)
+        except (msgspec.MsgspecError, ValueError):
+            return Grant()
+
+
+# -- frames and bodies -------------------------------------------------------------------------------------------------
 
 MAX_ENVELOPES = 512
 """Per frame: beyond it coalescing saves nothing more, and a frame is decoded in one go on the event loop."""
@@ -123,11 +242,6 @@ def check_piece(envelope: Envelope, size_bytes: int) -> None:
     """Raise BadFrame when an encoded envelope alone exceeds a frame."""
     if size_bytes > MAX_FRAME_BYTES - 3:
         raise BadFrame(f"an envelope for {envelope.target!r} takes {size_bytes} bytes, a frame {MAX_FRAME_BYTES}")
-
-
-def join_frame(pieces: Sequence[bytes]) -> bytes:
-    """A frame of encoded envelopes: a MessagePack array whose header has room for any count, so it can be written last."""
-    return b"".join((b"\xdc", len(pieces).to_bytes(2, "big"), *pieces))
 
 
 def decode_frame(frame: bytes | bytearray | memoryview) -> list[Envelope]:

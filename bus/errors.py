@@ -38,7 +38,7 @@ class NotSent(AskFailed):
 
 
 class Refused(AskFailed):
-    """The receiver declined before running the handler (wrong incarnation, draining, full, expired): safe to retry elsewhere."""
+    """The receiver declined before running the handler (wrong incarnation, no such actor, full, expired): safe to retry elsewhere."""
 
     ran = False
 

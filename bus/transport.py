@@ -1,15 +1,12 @@
 """The seam between the runtime and the wire: envelopes to and from peers, in order per link, never blocking."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
-from bus.envelope import Envelope
-from bus.refusals import Refusals
-
-Peer = str | bytes
-"""A `str` is the address of a peer's bound endpoint (we opened the link); `bytes` names a link a peer opened to us."""
+from bus.codec import Envelope
+from bus.link import Link, Peer, Refusals
 
 
 class Delivery(msgspec.Struct, gc=False):
@@ -22,14 +19,8 @@ class Delivery(msgspec.Struct, gc=False):
     """Loop time by which the asker wants its reply, 0 for none; the receiving runtime works it out from the envelope's budget."""
 
 
-class Identity(NamedTuple):
-    """Who we are on every link, sent as the first message of each; a link of another run is refused."""
-
-    run_id: str
-    name: str
-    incarnation: int
-    schema: str = ""
-    """Fingerprint of the job's message types; two that differ do not talk. Empty, as in a client of another language, is not compared."""
+FrameSeen = Callable[[Link, bool, bytes | bytearray | memoryview], None]
+"""Sees a frame on its link; True for one that we send."""
 
 
 class Transport(Protocol):
@@ -37,6 +28,8 @@ class Transport(Protocol):
 
     refusals: Refusals
     """Who and what was turned away here, for the runtime to count and log."""
+    tap: FrameSeen | None
+    """Sees every frame that arrives or leaves, while there is one. It must not post."""
 
     @property
     def address(self) -> str:

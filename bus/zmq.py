@@ -1,7 +1,7 @@
 """Carries envelopes between processes: frames over connections, in order, each batch of a tick as few messages as possible.
 
-Both ends speak ZMTP. Within a host the event loop does so itself, over Unix sockets (bus/stream.py); between hosts libzmq does, with
-CURVE (bus/zmq_host.py). Which one follows from the address, and nothing above a link's end knows. Requests leave on the link that we
+Both ends speak ZMTP. Within a host the event loop does so itself, over Unix sockets (bus/unix/); between hosts libzmq does, with CURVE
+(bus/libzmq/). Which one follows from the address, and nothing above a connection knows. Requests leave on the link that we
 opened and replies come back on it, so each link has one owner, and when it breaks both sides know.
 
 What ZeroMQ offers and we refuse, because each loses messages in silence:
@@ -17,37 +17,35 @@ A dead process is noticed within milliseconds, a dead host or network by ZMTP he
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from bus import limits
 from bus.address import IPC, parse
 from bus.chunks import join
-from bus.end import ABSENT, End, Rest
-from bus.envelope import Envelope
+from bus.codec import Envelope
+from bus.connection import ABSENT, Connection, Rest
 from bus.errors import BadAddress, BadFrame, LinkRefused
 from bus.keys import Keys
-from bus.link import Link
-from bus.refusals import Refusals
-from bus.stream import Stream, connected
-from bus.stream_door import StreamDoor
-from bus.transport import Delivery, Identity, Peer
+from bus.link import Identity, Link, Peer, Refusals
+from bus.transport import Delivery, FrameSeen
+from bus.unix.connection import UnixConnection, dial
+from bus.unix.listener import UnixListener
 
 if TYPE_CHECKING:
-    from bus.zmq_host import ZmqHost
+    from bus.libzmq.context import ZmqContext
 
 PUSH_ENVELOPES = 128
 """So many are sent without waiting for the end of the tick: the receiver works on them while the sender encodes the next."""
 
 
-class _Line:
+class _CarriedLink(Link):
     """A link and what carries it."""
 
-    __slots__ = ("end", "is_dirty", "is_over", "link")
+    __slots__ = ("connection", "is_dirty", "is_over")
 
-    def __init__(self, link: Link, end: End | None) -> None:
-        self.link = link
-        self.end = end
+    def __init__(self, peer: Peer, identity: Identity, connection: Connection | None) -> None:
+        super().__init__(peer, identity, accepted=isinstance(peer, bytes))
+        self.connection = connection
         """None when none could be opened."""
         self.is_dirty = False
         self.is_over = False
@@ -60,18 +58,19 @@ class ZmqTransport:
         """`public` is a second, tcp address to bind, for peers on other hosts. With `keys`, tcp is CURVE wherever it is used."""
         self.identity = identity
         self.refusals = Refusals()
+        self.tap: FrameSeen | None = None
         self._bind = bind
         self._public = public
         self._keys = keys
         self._address = ""
-        self._lines: dict[Peer, _Line] = {}
-        self._dirty: list[_Line] = []
+        self._links: dict[Peer, _CarriedLink] = {}
+        self._dirty: list[_CarriedLink] = []
         self._flush_is_due = False
         self._is_running = False
-        self._door: StreamDoor | None = None
-        self._zmq: ZmqHost | None = None
+        self._listener: UnixListener | None = None
+        self._libzmq: ZmqContext | None = None
         self._heartbeat: asyncio.TimerHandle | None = None
-        self._loop: asyncio.AbstractEventLoop
+        self.loop: asyncio.AbstractEventLoop
         self._deliver: Callable[[Delivery], None]
         self._down: Callable[[Peer, str], None]
 
@@ -87,7 +86,7 @@ class ZmqTransport:
 
     async def start(self, deliver: Callable[[Delivery], None], down: Callable[[Peer, str], None]) -> None:
         """See Transport. Raises BadAddress also for an address that is malformed or would need keys."""
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._deliver, self._down = deliver, down
         try:
             self._address = self._listen(self._bind)
@@ -102,22 +101,22 @@ class ZmqTransport:
 
     def post(self, peer: Peer, envelope: Envelope, buffers: Sequence[memoryview | bytes] = ()) -> None:
         """See Transport. Raises BadFrame for what exceeds the limits of a frame. A link that a peer opened and that is gone takes nothing."""
-        line = self._lines.get(peer)
-        if line is None:
+        link = self._links.get(peer)
+        if link is None:
             if isinstance(peer, bytes) or not self._is_running:
                 return
-            line = self._dial(peer)
-        waiting = line.link.outbox.add(envelope, buffers)
-        if not line.is_dirty:
-            self._mark(line)
+            link = self._dial(peer)
+        waiting = link.outbox.add(envelope, buffers)
+        if not link.is_dirty:
+            self._mark(link)
         elif waiting >= PUSH_ENVELOPES:
-            self._send(line)
+            self._send(link)
 
     def disconnect(self, address: str) -> None:
         """See Transport."""
-        line = self._lines.pop(address, None)
-        if line is not None:
-            self._release(line)
+        link = self._links.pop(address, None)
+        if link is not None:
+            self._release(link)
 
     async def close(self) -> None:
         """See Transport. Takes at most half a second per peer that does not read."""
@@ -125,75 +124,70 @@ class ZmqTransport:
             return
         self._flush()
         self._is_running = False
-        rests = [rest for line in self._lines.values() if (rest := self._release(line, linger=True)) is not None]
-        self._lines.clear()
+        rests = [rest for link in self._links.values() if (rest := self._release(link, linger=True)) is not None]
+        self._links.clear()
         rests += self._stop_listening()
-        await self._loop.run_in_executor(None, lambda: [rest() for rest in rests])
+        await self.loop.run_in_executor(None, lambda: [rest() for rest in rests])
 
     # -- opening and closing ------------------------------------------------------------------------------------
 
     def _listen(self, where: str) -> str:
         address = parse(where, keyed=self._keys is not None)
         if address.scheme == IPC:
-            self._door = StreamDoor(where, self._loop, self._came, self._left, self.refusals, self._read)
+            self._listener = UnixListener(where, self)
             return where
         return self._tcp().bind(where)
 
     def _stop_listening(self) -> list[Rest]:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
-        rests = self._door.close() if self._door is not None else []
-        return rests if self._zmq is None else [*rests, self._zmq.close()]
+        rests = self._listener.close() if self._listener is not None else []
+        return rests if self._libzmq is None else [*rests, self._libzmq.close()]
 
-    def _tcp(self) -> "ZmqHost":
+    def _tcp(self) -> "ZmqContext":
         """Made when it is needed first: a process that only talks within its host neither loads libzmq nor has its threads."""
-        if self._zmq is None:
-            from bus.zmq_host import ZmqHost
+        if self._libzmq is None:
+            from bus.libzmq.context import ZmqContext
 
-            self._zmq = ZmqHost(self._loop, self._keys, self._came, self._left, self.refusals, self._read)
-        return self._zmq
+            self._libzmq = ZmqContext(self._keys, self)
+        return self._libzmq
 
-    def _dial(self, address: str) -> _Line:
+    def _dial(self, address: str) -> _CarriedLink:
         """Open a link. What fails here is reported like any other loss, at the end of the tick."""
-        line = self._lines[address] = _Line(Link(address, self.identity, accepted=False), None)
-        heard, ended = partial(self._arrived, line), partial(self._lose, line)
+        link = self._links[address] = _CarriedLink(address, self.identity, None)
         try:
             where = parse(address, keyed=self._keys is not None)
-            if where.scheme == IPC:
-                connection = connected(where.place)
-                line.end = Stream(connection, self._loop, b"DEALER", heard, self._read, ended)
-            else:
-                line.end = self._tcp().dial(address, heard, ended)
+            link.connection = dial(where.place, address, self) if where.scheme == IPC else self._tcp().dial(address)
         except (FileNotFoundError, ConnectionRefusedError):
-            self._loop.call_soon(self._lose, line, ABSENT)
+            self.loop.call_soon(self._lose, link, ABSENT)
         except (BadAddress, OSError) as error:
-            self._loop.call_soon(self._lose, line, str(error))
-        return line
+            self.loop.call_soon(self._lose, link, str(error))
+        return link
 
     def _beat(self) -> None:
         """libzmq has heartbeats of its own; our streams have these."""
-        self._heartbeat = self._loop.call_later(limits.HEARTBEAT_MS / 1000, self._beat)
-        if self._door is not None:
-            self._door.beat()
-        for line in list(self._lines.values()):
-            if isinstance(line.end, Stream) and isinstance(line.link.peer, str):
-                line.end.beat()
+        self._heartbeat = self.loop.call_later(limits.HEARTBEAT_MS / 1000, self._beat)
+        if self._listener is not None:
+            self._listener.beat()
+        for link in list(self._links.values()):
+            if isinstance(link.connection, UnixConnection) and isinstance(link.peer, str):
+                link.connection.beat()
 
     # -- sending ------------------------------------------------------------------------------------------------
 
-    def _mark(self, line: _Line) -> None:
-        line.is_dirty = True
-        self._dirty.append(line)
+    def _mark(self, link: _CarriedLink) -> None:
+        link.is_dirty = True
+        self._dirty.append(link)
         if not self._flush_is_due:
             self._flush_is_due = True
-            self._loop.call_soon(self._flush)
+            self.loop.call_soon(self._flush)
 
-    def _read(self) -> None:
-        """Messages have arrived: whoever they woke runs before this flush and in the same turn of the loop, so that an answer does
+    def drained(self) -> None:
+        """See Owner. Whoever the messages woke runs before this flush and in the same turn of the loop, so that an answer does
         not cost a turn of its own."""
         if not self._flush_is_due:
             self._flush_is_due = True
-            self._loop.call_soon(self._flush)
+            self.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         """End of the tick: send what was posted in it, as few messages as possible."""
@@ -201,78 +195,83 @@ class ZmqTransport:
         if not self._dirty:
             return
         dirty, self._dirty = self._dirty, []
-        for line in dirty:
-            line.is_dirty = False
-            self._send(line)
-        if self._zmq is not None:
-            for line in dirty:
-                if line.end is not None and not line.is_over:
-                    line.end.flushed()
+        for link in dirty:
+            link.is_dirty = False
+            self._send(link)
+        if self._libzmq is not None:
+            for link in dirty:
+                if link.connection is not None and not link.is_over:
+                    link.connection.flushed()
 
-    def _send(self, line: _Line) -> None:
-        if line.end is not None and not line.is_over:
-            for frame in line.link.outbox.take():
-                line.end.send(frame.data, frame.buffers)
+    def _send(self, link: _CarriedLink) -> None:
+        if link.connection is not None and not link.is_over:
+            for frame in link.outbox.take():
+                if self.tap is not None:
+                    self.tap(link, True, frame.data)
+                link.connection.send(frame.data, frame.buffers)
 
     # -- receiving ----------------------------------------------------------------------------------------------
 
-    def _came(self, name: bytes, end: End, first: memoryview, beside: Sequence[memoryview]) -> None:
-        """A message by a link that a peer opened."""
-        line = self._lines.get(name)
-        if line is None:
-            line = self._lines[name] = _Line(Link(name, self.identity, accepted=True), end)
-        self._arrived(line, first, beside)
+    def heard(self, connection: Connection, first: memoryview, beside: Sequence[memoryview]) -> None:
+        """See Owner."""
+        link = self._links.get(connection.peer)
+        if link is None and isinstance(connection.peer, bytes):
+            link = self._links[connection.peer] = _CarriedLink(connection.peer, self.identity, connection)
+        if link is not None and link.connection is connection:
+            self._arrived(link, first, beside)
 
-    def _left(self, name: bytes, reason: str) -> None:
-        line = self._lines.get(name)
-        if line is not None:
-            self._lose(line, reason)
+    def ended(self, connection: Connection, reason: str) -> None:
+        """See Owner."""
+        link = self._links.get(connection.peer)
+        if link is not None and link.connection is connection:
+            self._lose(link, reason)
 
-    def _arrived(self, line: _Line, first: memoryview, beside: Sequence[memoryview]) -> None:
-        link = line.link
-        if link.is_refused or line.is_over:
+    def _arrived(self, link: _CarriedLink, first: memoryview, beside: Sequence[memoryview]) -> None:
+        if link.is_refused or link.is_over:
             return
         was_open = link.is_open
         try:
             envelopes = link.arrived(first)
             buffers = join(beside) if beside else ()
         except (BadFrame, LinkRefused) as error:
-            self._refuse(line, error, was_open=was_open)
+            self._refuse(link, error, was_open=was_open)
             return
-        if not was_open and not line.is_dirty:
-            self._mark(line)
+        if self.tap is not None:
+            self.tap(link, False, first)
+        if not was_open and not link.is_dirty:
+            self._mark(link)
         peer, deliver = link.peer, self._deliver
         last = envelopes.pop() if buffers else None
         for envelope in envelopes:
-            if line.is_over:
+            if link.is_over:
                 return
             deliver(Delivery(peer, envelope, ()))
-        if last is not None and not line.is_over:
+        if last is not None and not link.is_over:
             deliver(Delivery(peer, last, buffers))
 
-    def _refuse(self, line: _Line, error: BadFrame | LinkRefused, *, was_open: bool) -> None:
+    def _refuse(self, link: _CarriedLink, error: BadFrame | LinkRefused, *, was_open: bool) -> None:
         """The peer may not go on. One that came to us is told, and not heard any more: a ROUTER cannot hang up on one peer."""
         reason = str(error)
         self.refusals.add(error.kind if isinstance(error, LinkRefused) else "frame", reason)
-        if isinstance(line.link.peer, str):
-            self._lose(line, reason)
+        if isinstance(link.peer, str):
+            self._lose(link, reason)
             return
-        line.link.refuse(reason)
-        if not line.is_dirty:
-            self._mark(line)
+        link.refuse(reason)
+        if not link.is_dirty:
+            self._mark(link)
         if was_open:
-            self._down(line.link.peer, reason)
+            self._down(link.peer, reason)
 
-    def _lose(self, line: _Line, reason: str) -> None:
+    def _lose(self, link: _CarriedLink, reason: str) -> None:
         """A link ended under us: forget it, and say so once, if it is one the runtime knows."""
-        peer = line.link.peer
-        if self._lines.get(peer) is not line:
+        peer = link.peer
+        if self._links.get(peer) is not link:
             return
-        del self._lines[peer]
-        self._release(line)
-        if line.link.is_open or isinstance(peer, str):
+        del self._links[peer]
+        self._release(link)
+        if link.is_open or isinstance(peer, str):
             self._down(peer, reason)
 
-    def _release(self, line: _Line, *, linger: bool = False) -> Rest | None:
-        line.is_over = True
-        return None if line.end is None else line.end.close(linger=linger)
+    def _release(self, link: _CarriedLink, *, linger: bool = False) -> Rest | None:
+        link.is_over = True
+        return None if link.connection is None else link.connection.close(linger=linger)

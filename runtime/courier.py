@@ -5,17 +5,17 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from bus.codec import NOT_OURS, body_decoder, decode_body, encode_body
+from bus.codec import NOT_OURS, Envelope, EnvelopeKind, body_decoder, decode_body, encode_body
 from bus.credit import Account
-from bus.envelope import Envelope, EnvelopeKind
 from bus.errors import AskFailed, BadFrame, BusError, Failed, NotSent, Refused, Unknown
+from bus.link import Peer
 from bus.message import Message, Request, reply_types
-from bus.transport import Delivery, Peer, Transport
-from runtime.deadline import current_trace
+from bus.transport import Delivery, Transport
 from runtime.observe.waits import Waits, WaitView
 from runtime.registry import ActorRecord
 
@@ -24,22 +24,31 @@ ReplyT = TypeVar("ReplyT")
 SWEEP_S = 0.05
 """Deadlines are checked this often for all open asks at once: a timer per ask would cost more than the ask."""
 
-NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
+_OK = int(EnvelopeKind.OK)
+_CREDIT = int(EnvelopeKind.CREDIT)
 
-_ASK, _TELL, _CANCEL, _OK, _CREDIT = (
-    int(k) for k in (EnvelopeKind.ASK, EnvelopeKind.TELL, EnvelopeKind.CANCEL, EnvelopeKind.OK, EnvelopeKind.CREDIT)
-)
-"""To look a member of Kind up costs as much as to decode an envelope."""
+current_deadline: ContextVar[float] = ContextVar("rubato_deadline", default=0.0)
+"""Loop time by which the running handler's own asker wants its reply; 0 for none. Every ask that the handler makes inherits it."""
+
+current_trace: ContextVar[bytes] = ContextVar("rubato_trace", default=b"")
+"""16 bytes that name the chain of messages the running handler belongs to."""
+
+
+def budget(timeout_s: float) -> float:
+    """Seconds left: the smaller of `timeout_s` and what remains of the inherited deadline; at least 0."""
+    inherited = current_deadline.get()
+    if not inherited:
+        return timeout_s
+    return max(0.0, min(timeout_s, inherited - asyncio.get_running_loop().time()))
+
 
 REFUSALS: Mapping[int, str] = {
     EnvelopeKind.EXPIRED: "its deadline passed before the handler started",
     EnvelopeKind.WRONG_INCARNATION: "it was meant for another incarnation",
     EnvelopeKind.NO_ACTOR: "no such actor lives there",
     EnvelopeKind.OVERLOADED: "its mailbox is full",
-    EnvelopeKind.DRAINING: "it is draining",
     EnvelopeKind.BAD_BODY: "it could not decode the message",
 }
-
 
 SHOWN_S = 1.0
 """An ask that is open for longer is shown as a wait, whether or not the asker declared one."""
@@ -75,12 +84,10 @@ class _Route:
 class Courier:
     """Sends for one kernel. Open asks are bounded by the credit that receivers grant."""
 
-    def __init__(self, transport: Transport, sender: str, incarnation: int, waits: Waits) -> None:
+    def __init__(self, transport: Transport, sender: str, waits: Waits) -> None:
         self._transport = transport
         self._waits = waits
         self._sender = sender
-        self._keys = f"{sender}/{incarnation:x}."
-        self._began = ""
         self._ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._routes: dict[tuple[str, str], _Route] = {}
@@ -90,15 +97,7 @@ class Courier:
         self.late = 0
         """Replies that came after their asker had gone: counted, then dropped."""
 
-    def new_key(self) -> str:
-        """An idempotency key of the whole run: all attempts at one ask carry it, and one of them is executed."""
-        if (
-            not self._began
-        ):  # a Store that forgot an incarnation draws it again: its keys must not be answered with old replies
-            self._began = f"{int(1e6 * asyncio.get_running_loop().time()):x}/"
-        return f"{self._keys}{self._began}{next(self._ids):x}"
-
-    async def ask(self, record: ActorRecord, request: Request[ReplyT], deadline: float, key: str = "") -> ReplyT:
+    async def ask(self, record: ActorRecord, request: Request[ReplyT], deadline: float) -> ReplyT:
         """One attempt: the reply, or AskFailed by `deadline` (loop time)."""
         loop = asyncio.get_running_loop()
         tag, body, buffers = encode_body(request)
@@ -112,17 +111,16 @@ class Courier:
         future: asyncio.Future[ReplyT] = loop.create_future()
         now = loop.time()
         self._pending[ask_id] = Pending(future, deadline, record, type(request), now)
-        budget_us, trace, incarnation = max(1, int((deadline - now) * 1e6)), current_trace.get(), record.incarnation
-        self._transport.post(
-            record.address,
-            Envelope(_ASK, ask_id, record.name, incarnation, tag, budget_us, trace, key, 0, body, self._sender),
-            buffers,
+        budget_us = max(1, int((deadline - now) * 1e6))
+        envelope = Envelope.ask(
+            ask_id, record.name, record.incarnation, tag, budget_us, current_trace.get(), body, self._sender
         )
+        self._transport.post(record.address, envelope, buffers)
         try:
             return await future
         except asyncio.CancelledError:
             if self._pending.pop(ask_id, None) is not None:
-                self._post(record, _CANCEL, ask_id, "", 0, "", NOTHING, ())
+                self._cancel(record, ask_id)
             raise
 
     def tell(self, record: ActorRecord, message: Message) -> Awaitable[None] | None:
@@ -134,21 +132,15 @@ class Courier:
             route = self._route(record)
         if route.waiting or not route.account.take(size):
             return self._tell_later(route, size, tag, body, buffers)
-        trace, incarnation = current_trace.get(), record.incarnation
-        self._transport.post(
-            record.address,
-            Envelope(_TELL, 0, record.name, incarnation, tag, 0, trace, "", 0, body, self._sender),
-            buffers,
-        )
+        envelope = Envelope.tell(record.name, record.incarnation, tag, current_trace.get(), body, self._sender)
+        self._transport.post(record.address, envelope, buffers)
         return None
 
     def arrived(self, delivery: Delivery) -> None:
         """A reply or a grant of credit."""
         envelope = delivery.envelope
-        if envelope.credit:
-            size_bytes = envelope.id if envelope.kind == _CREDIT else envelope.budget_us
-            self._credit(delivery.peer, envelope.target, envelope.credit, size_bytes)
         if envelope.kind == _CREDIT:
+            self._credit(delivery.peer, envelope)
             return
         pending = self._pending.get(envelope.id)
         if pending is None or pending.record.address != delivery.peer or pending.future.done():
@@ -177,7 +169,7 @@ class Courier:
             await asyncio.sleep(SWEEP_S)
             now = loop.time()
             for ask_id, pending in [(i, p) for i, p in self._pending.items() if p.deadline <= now]:
-                self._post(pending.record, _CANCEL, ask_id, "", 0, "", NOTHING, ())
+                self._cancel(pending.record, ask_id)
                 self._fail(ask_id, Unknown, "no reply before the deadline")
 
     def open_asks(self, now: float) -> list[WaitView]:
@@ -195,23 +187,8 @@ class Courier:
             self.unknown += kind is Unknown
             pending.future.set_exception(kind(f"{pending.kind.__name__} to {pending.record.name}: {why}"))
 
-    def _post(
-        self,
-        record: ActorRecord,
-        kind: int,
-        ask_id: int,
-        tag: str,
-        budget_us: int,
-        key: str,
-        body: msgspec.Raw,
-        buffers: Sequence[memoryview | bytes],
-    ) -> None:
-        trace, incarnation = current_trace.get(), record.incarnation
-        self._transport.post(
-            record.address,
-            Envelope(kind, ask_id, record.name, incarnation, tag, budget_us, trace, key, 0, body, self._sender),
-            buffers,
-        )
+    def _cancel(self, record: ActorRecord, ask_id: int) -> None:
+        self._transport.post(record.address, Envelope.cancel(ask_id, record.name, record.incarnation, self._sender))
 
     def _route(self, record: ActorRecord) -> _Route:
         """The account belongs to the link, so it stays when only the incarnation at its end is another."""
@@ -227,7 +204,8 @@ class Courier:
     ) -> None:
         record = route.record
         await self._take_credit(route, size, None)
-        self._post(record, _TELL, 0, tag, 0, "", body, buffers)
+        envelope = Envelope.tell(record.name, record.incarnation, tag, current_trace.get(), body, self._sender)
+        self._transport.post(record.address, envelope, buffers)
 
     async def _take_credit(self, route: _Route, size: int, deadline: float | None) -> None:
         """Wait in line, then pay. Raises NotSent at the deadline, or when the link breaks first."""
@@ -253,11 +231,12 @@ class Courier:
                 route.wake(1)  # a grant of many bytes in few messages reaches further than those it woke
                 return
 
-    def _credit(self, peer: Peer, target: str, messages: int, size_bytes: int) -> None:
-        route = self._routes.get((peer, target)) if isinstance(peer, str) else None
+    def _credit(self, peer: Peer, envelope: Envelope) -> None:
+        route = self._routes.get((peer, envelope.target)) if isinstance(peer, str) else None
         if route is not None:
-            route.account.grant(messages, size_bytes)
-            route.wake(messages)
+            grant = envelope.granted()
+            route.account.grant(grant.messages, grant.size_bytes)
+            route.wake(grant.messages)
 
 
 class _Expected(NamedTuple):

@@ -5,37 +5,77 @@ stand for members of `EnvelopeKind`, because looking a member up costs as much a
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from bus.codec import NOT_OURS, body_decoder, decode_body, encode_body
-from bus.credit import Grants, charge
-from bus.envelope import Envelope, EnvelopeKind
+from bus.codec import NOT_OURS, NOTHING, Envelope, EnvelopeKind, body_decoder, decode_body, encode_body
+from bus.credit import WINDOW_MESSAGES, Grants, charge
 from bus.errors import AskFailed, BadFrame, BusError
+from bus.link import Peer
 from bus.message import Message
-from bus.transport import Delivery, Peer, Transport
+from bus.transport import Delivery, Transport
 from runtime.actor import Actor
-from runtime.beside import NOBODY, Beside, Handler, Spawn
-from runtime.courier import NOTHING
-from runtime.deadline import current_deadline, current_trace
-from runtime.mailbox import Mailbox
+from runtime.concurrent import NOBODY, ConcurrentHandlers, Handler, Spawn
+from runtime.courier import current_deadline, current_trace
 from runtime.observe.waits import WaitView
-from runtime.replies import Replies
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
+CAPACITY = 64 * WINDOW_MESSAGES
+"""What 64 peers may send on credit alone; a full mailbox refuses (OVERLOADED), and the sender may ask elsewhere."""
+
 BREATH = 256
 """Letters handled before the consumer lets the loop run: long enough to amortise, short enough to stay under 20 ms."""
 
-_ASK, _TELL, _CANCEL, _OK, _CREDIT = (
-    int(k) for k in (EnvelopeKind.ASK, EnvelopeKind.TELL, EnvelopeKind.CANCEL, EnvelopeKind.OK, EnvelopeKind.CREDIT)
-)
+_ASK = int(EnvelopeKind.ASK)
+_TELL = int(EnvelopeKind.TELL)
+_CANCEL = int(EnvelopeKind.CANCEL)
+_OK = int(EnvelopeKind.OK)
 
 SHOWN_S = 1.0
 """A handler that holds the mailbox up for longer is shown as a wait."""
+
+
+class Mailbox:
+    """The bounded queue before an actor; what can't wait (drain, cancel) never stands in it. First in, first out. One reader, who takes from `letters` itself and waits when they are gone."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self.letters: deque[Delivery] = deque()
+        self._capacity = capacity
+        self._reader: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self.letters)
+
+    def put(self, letter: Delivery) -> bool:
+        """False when full; the letter is not kept then."""
+        letters = self.letters
+        if len(letters) >= self._capacity:
+            return False
+        letters.append(letter)
+        if self._reader is not None:
+            if not self._reader.done():
+                self._reader.set_result(None)
+            self._reader = None
+        return True
+
+    async def wait(self) -> None:
+        """Return once there is a letter."""
+        while not self.letters:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+
+    def cancel(self, peer: object, ask_id: int) -> Delivery | None:
+        """Take a queued ask out again, if it is still here."""
+        for letter in self.letters:
+            if letter.envelope.id == ask_id and letter.peer == peer:
+                self.letters.remove(letter)
+                return letter
+        return None
 
 
 class Dispatcher:
@@ -61,8 +101,7 @@ class Dispatcher:
         self._answered = answered
         self._mailbox = Mailbox()
         self._grants: dict[Peer, Grants] = {}
-        self._beside = Beside(self, name, spawn)
-        self._replies = Replies()
+        self._concurrent = ConcurrentHandlers(self, name, spawn)
         self._time: Callable[[], float] = _running_time
         self._inline: Handler | None = None
         """The handler that all other messages wait for."""
@@ -74,7 +113,7 @@ class Dispatcher:
     @property
     def depth(self) -> int:
         """Letters that wait: in the mailbox, or parked because their handler runs at its limit."""
-        return len(self._mailbox) + self._beside.num_parked
+        return len(self._mailbox) + self._concurrent.num_parked
 
     def arrived(self, delivery: Delivery) -> None:
         """Anything from a peer."""
@@ -108,11 +147,11 @@ class Dispatcher:
         for letter in self._mailbox.letters:
             if letter.peer == peer:
                 letter.peer = NOBODY
-        self._beside.forget(peer)
+        self._concurrent.forget(peer)
 
     def end(self) -> None:
         """The actor stops: nothing that waits is begun any more."""
-        self._beside.end()
+        self._concurrent.end()
 
     async def consume(self, actor: Actor) -> None:
         """Handle letters until cancelled: in order, but for handlers that declare a concurrency."""
@@ -130,7 +169,7 @@ class Dispatcher:
                 if handler is None:
                     self._unknown(actor, delivery)
                 elif handler.spec.concurrency > 1:
-                    self._beside.admit(handler, delivery)
+                    self._concurrent.admit(handler, delivery)
                 else:
                     self.consumed(delivery)
                     message = self.open(handler, delivery)
@@ -173,9 +212,7 @@ class Dispatcher:
             self._log.error("bad_reply", tag=envelope.tag, error=str(error))
             self._reply_error(delivery, EnvelopeKind.ERROR, f"{self._name}: its reply cannot travel: {error}")
             return
-        if envelope.key and not buffers:
-            self._replies.keep(envelope.key, tag, body)
-        self._post(delivery, _OK, tag, body, buffers)
+        self._transport.post(delivery.peer, envelope.reply(_OK, self.incarnation, tag, body), buffers)
 
     # -- one handler --------------------------------------------------------------------------------------------
 
@@ -185,11 +222,6 @@ class Dispatcher:
         if delivery.deadline and delivery.deadline <= self._time():
             self._refuse(delivery, EnvelopeKind.EXPIRED)
             return None
-        if envelope.key:
-            known = self._replies.get(envelope.key)
-            if known is not None:
-                self._post(delivery, _OK, known.tag, known.body, ())
-                return None
         try:
             if delivery.buffers:
                 return decode_body(handler.spec.message, envelope.body, delivery.buffers)
@@ -211,7 +243,7 @@ class Dispatcher:
 
     def _cancel(self, delivery: Delivery) -> None:
         peer, ask_id = delivery.peer, delivery.envelope.id
-        if not self._beside.cancel(peer, ask_id) and (letter := self._mailbox.cancel(peer, ask_id)) is not None:
+        if not self._concurrent.cancel(peer, ask_id) and (letter := self._mailbox.cancel(peer, ask_id)) is not None:
             self.consumed(letter)
 
     # -- what goes back -----------------------------------------------------------------------------------------
@@ -226,22 +258,14 @@ class Dispatcher:
             self._grant(delivery.peer, self._name, messages, size_bytes)
 
     def _grant(self, peer: Peer, target: str, messages: int, size_bytes: int) -> None:
-        self._transport.post(peer, Envelope(_CREDIT, size_bytes, target, 0, "", 0, b"", "", messages, NOTHING))
+        self._transport.post(peer, Envelope.grant(target, messages, size_bytes))
 
-    def _refuse(self, delivery: Delivery, kind: EnvelopeKind) -> None:
+    def _refuse(self, delivery: Delivery, kind: EnvelopeKind, body: msgspec.Raw = NOTHING) -> None:
         if delivery.envelope.kind == _ASK:
-            self._post(delivery, kind, "", NOTHING, ())
+            self._transport.post(delivery.peer, delivery.envelope.reply(kind, self.incarnation, body=body))
 
     def _reply_error(self, delivery: Delivery, kind: EnvelopeKind, text: str) -> None:
-        if delivery.envelope.kind == _ASK:
-            self._post(delivery, kind, "", msgspec.Raw(msgspec.msgpack.encode(text)), ())
-
-    def _post(
-        self, delivery: Delivery, kind: int, tag: str, body: msgspec.Raw, buffers: Sequence[memoryview | bytes]
-    ) -> None:
-        asked = delivery.envelope
-        envelope = Envelope(kind, asked.id, self._name, self.incarnation, tag, 0, asked.trace, "", 0, body)
-        self._transport.post(delivery.peer, envelope, buffers)
+        self._refuse(delivery, kind, msgspec.Raw(msgspec.msgpack.encode(text)))
 
 
 def _bound(actor: Actor) -> dict[str, Handler]:

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
-from bus.transport import Identity
 from runtime.actor import Actor, RunInfo
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig, Config

@@ -32,37 +32,14 @@ class Guest(Actor):
 
 
 @asynccontextmanager
-async def join(folder: str | Path, *, name: str = "") -> AsyncGenerator[Guest]:
+async def join(folder: str | Path, *, name: str = "", types: bool = True) -> AsyncGenerator[Guest]:
     """Join the run in `folder` from its own host: `async with join("runs/a") as me: await me.ref("llm_proxy").ask(…)`.
 
     The guest appears in the monitor under `name` (`guest-PID` unless given) and leaves when the block ends; tickets it still
-    held are then issued again. Raises LaunchError when no run is up there, or the name is taken.
+    held are then issued again. Without `types` it knows no message of the user's, and joins whatever became of them. Raises
+    LaunchError when no run is up there, or the name is taken.
     """
-    async with _joined(Path(folder), name, types=True) as guest:
-        yield guest
-
-
-async def ask_node(folder: Path, request: Request[ReplyT], *, node: str = NODE, name: str = "") -> ReplyT:
-    """Ask a node agent, the first host's unless another is named, knowing no type of the user's.
-
-    Raises LaunchError where there is no such host, it does not answer, or does not do it.
-    """
-    async with _joined(folder, name, types=False) as me:
-        hosts = [record.name for record in await list_actors(me.store) if record.role == "node"]
-        if node not in hosts:
-            raise LaunchError(f"{node} is no host of the run in {folder}. Its hosts: {', '.join(hosts)}.")
-        try:
-            reply = await me.ref(node).ask(request, timeout=ASK_S)
-        except AskFailed as error:
-            raise LaunchError(f"{node} of the run in {folder} did not answer: {error}") from error
-    if isinstance(reply, NotAdded):
-        raise LaunchError(reply.why)
-    return reply
-
-
-@asynccontextmanager
-async def _joined(folder: Path, name: str, *, types: bool) -> AsyncGenerator[Guest]:
-    async with connect(folder, types=types) as connection:
+    async with connect(Path(folder), types=types) as connection:
         name = name or f"{Guest.role}-{os.getpid()}"
         await _check_up(connection, name)
         kernel = await connection.kernel(Guest, ActorConfig(), name)
@@ -86,6 +63,24 @@ async def _joined(folder: Path, name: str, *, types: bool) -> AsyncGenerator[Gue
             raise error from None
         if raised is not None:
             raise raised
+
+
+async def ask_node(folder: Path, request: Request[ReplyT], *, node: str = NODE, name: str = "") -> ReplyT:
+    """Ask a node agent, the first host's unless another is named, knowing no type of the user's.
+
+    Raises LaunchError where there is no such host, it does not answer, or does not do it.
+    """
+    async with join(folder, name=name, types=False) as me:
+        hosts = [record.name for record in await list_actors(me.store) if record.role == "node"]
+        if node not in hosts:
+            raise LaunchError(f"{node} is no host of the run in {folder}. Its hosts: {', '.join(hosts)}.")
+        try:
+            reply = await me.ref(node).ask(request, timeout=ASK_S)
+        except AskFailed as error:
+            raise LaunchError(f"{node} of the run in {folder} did not answer: {error}") from error
+    if isinstance(reply, NotAdded):
+        raise LaunchError(reply.why)
+    return reply
 
 
 async def _check_up(connection: Connection, name: str) -> None:

@@ -14,10 +14,9 @@ from bus.transport import Delivery, Transport
 from runtime.actor import Actor, RunInfo
 from runtime.asking import current_host
 from runtime.blobs.blob import BlobStore
-from runtime.courier import Courier
-from runtime.deadline import current_deadline, current_trace
+from runtime.courier import Courier, current_deadline, current_trace
 from runtime.dispatch import Dispatcher
-from runtime.messages import Drain, Finish, Notice, Progress
+from runtime.messages import Drain, Finish, Notice, Progress, Tap
 from runtime.observe.metrics import Metrics, measure_loop_lag
 from runtime.observe.trace import Trace
 from runtime.observe.waits import Waits
@@ -29,6 +28,8 @@ from runtime.store.store import Store
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
+
+    from runtime.tap import FrameTap
 
 ResultT = TypeVar("ResultT")
 
@@ -74,8 +75,8 @@ class Kernel:
         self.ready = asyncio.Event()
         self._actor_class, self._config = actor_class, config
         self._transport = transport
-        self._courier = Courier(transport, name, incarnation, self.waits)
-        system = {Drain.__name__: self._drain_asked}
+        self._courier = Courier(transport, name, self.waits)
+        system = {Drain.__name__: self._drain_asked, Tap.__name__: self._tap_asked}
         self._dispatch = Dispatcher(transport, name, log, self.spawn, system, self._courier.arrived)
         self._dispatch.incarnation = incarnation
         self._registry = Registry(store, self.directory, self._peers_changed)
@@ -89,6 +90,7 @@ class Kernel:
         self._owned: set[asyncio.Task[Any]] = set()
         self._threads: ThreadPoolExecutor | None = None
         self._actor: Actor | None = None
+        self._tap: FrameTap | None = None
 
     # -- life cycle ---------------------------------------------------------------------------------------------
 
@@ -156,6 +158,8 @@ class Kernel:
     def _down(self, peer: str | bytes, reason: str) -> None:
         if isinstance(peer, bytes):
             self._dispatch.forget(peer)
+            if self._tap is not None:
+                self._tap.forget(peer)
             return
         refuser = self.directory.at(peer)
         if reason.startswith(LINK_REFUSED) and refuser is not None:
@@ -168,6 +172,13 @@ class Kernel:
     def _drain_asked(self, delivery: Delivery) -> None:
         self._stopping.set()
         self._dispatch.reply(delivery, Ack())
+
+    def _tap_asked(self, delivery: Delivery) -> None:
+        if self._tap is None:
+            from runtime.tap import FrameTap  # only an actor that somebody taps needs it
+
+            self._tap = FrameTap(self._transport, self._dispatch)
+        self._tap.asked(delivery)
 
     async def _peers_changed(self, joined: set[str], left: set[str]) -> None:
         if self._actor is not None:

@@ -11,6 +11,39 @@ class Drain(Request[Ack], frozen=True):
     idempotent: ClassVar[bool] = True
 
 
+class TappedFrame(Message, frozen=True):
+    """What one actor and `peer` said to each other: a frame as it travelled, without the buffers beside it."""
+
+    at_s: float
+    """Time of day at the actor, in seconds."""
+    sent: bool
+    """The actor sent it; else it arrived."""
+    peer: str
+    data: bytes
+
+
+class Tapped(Message, frozen=True):
+    """The frames since the last ask. `lost`: how many there was no room for."""
+
+    frames: tuple[TappedFrame, ...]
+    lost: int
+
+
+class NotTapped(Message, frozen=True):
+    """Why it is not, as one sentence."""
+
+    why: str
+
+
+class Tap(Request[Tapped | NotTapped], frozen=True):
+    """To any kernel: show me your frames. Answered after `wait_s` with what was seen; the next ask gets what follows.
+
+    It ends by itself once nobody asks for some seconds. The frames of the asker's own link are left out.
+    """
+
+    wait_s: float
+
+
 class Progress(Message, frozen=True):
     """To the node agent: one more step of the job is done; `row` is its line of metrics.jsonl."""
 

@@ -5,8 +5,7 @@ from typing import Protocol, TypeVar
 
 from bus.errors import Failed, NotSent, Refused, Unknown
 from bus.message import Message, Request
-from runtime.courier import Courier
-from runtime.deadline import budget
+from runtime.courier import Courier, budget
 from runtime.observe.waits import Waits
 from runtime.registry import ActorRecord
 
@@ -39,19 +38,17 @@ class Ref:
         """The reply, or a subclass of AskFailed before `timeout` (seconds) or the caller's own deadline, whichever is first.
 
         While no instance is ready the request waits. NotSent and Refused are retried until the deadline; Unknown too where
-        the request is idempotent; `retry=False` leaves that to the caller. Attempts share a key: while the actor that executed
-        one still lives, another is answered with its reply and not executed. Cancelling the ask cancels the work.
+        the request is idempotent, which may run it again; `retry=False` leaves that to the caller. Cancelling the ask cancels the work.
         """
         loop, courier = asyncio.get_running_loop(), self._courier
         deadline = loop.time() + budget(timeout)
-        key = courier.new_key() if retry and request.idempotent else ""
         pause = BACKOFF_S
         while True:
             record = self._resolver.resolve(self.name)
             if record is None:
                 record = await self._find(deadline)
             try:
-                reply = await courier.ask(record, request, deadline, key)
+                reply = await courier.ask(record, request, deadline)
                 if self._resolver.waits.refusals:
                     self._resolver.waits.answered(record.name)
                 return reply

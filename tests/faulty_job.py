@@ -20,8 +20,8 @@ from actors.rewards.service import RewardService
 from actors.samples.buffer import SampleBuffer
 from actors.training.engine import StepResult
 from actors.training.trainer import Trainer
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
-from bus.transport import Identity
 from runtime.actor import RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.clock import VirtualLoop

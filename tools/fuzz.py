@@ -21,12 +21,9 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bus.codec import encode_body
-from bus.envelope import Envelope, EnvelopeKind
-from bus.link import PROTOCOL, Greeting
-from bus.message import Message, Request
-from bus.tensor import Array
-from bus.transport import Identity
+from bus.codec import Envelope, EnvelopeKind, encode_body
+from bus.link import PROTOCOL, Greeting, Identity
+from bus.message import Array, Message, Request
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
@@ -78,7 +75,7 @@ def corpus(incarnation: int) -> list[list[bytes]]:
     table = msgspec.msgpack.encode([len(each) for each in buffers])
 
     def frame(*kinds: int, what: msgspec.Raw = body, tag: str = tag) -> bytes:
-        sent = [Envelope(k, 7, "target-1", incarnation, tag, 10**6, b"t" * 16, "", 3, what, "s") for k in kinds]
+        sent = [Envelope(k, 7, "target-1", incarnation, tag, 10**6, b"t" * 16, what, "s") for k in kinds]
         return msgspec.msgpack.encode(sent)
 
     return [
@@ -96,7 +93,7 @@ def corpus(incarnation: int) -> list[list[bytes]]:
 
 def greeting() -> bytes:
     body = msgspec.msgpack.encode(Greeting(PROTOCOL, RUN, "stranger-1", 1))
-    return msgspec.msgpack.encode([Envelope(EnvelopeKind.HELLO, 0, "", 0, "", 0, b"", "", 0, msgspec.Raw(body))])
+    return msgspec.msgpack.encode([Envelope(EnvelopeKind.HELLO, 0, "", 0, "", 0, b"", msgspec.Raw(body))])
 
 
 class Mutator:

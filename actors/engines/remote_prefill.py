@@ -13,7 +13,7 @@ from actors.messages.fabric import PhaseIntent
 from actors.messages.generation import Aborted, Completion, Generate
 from actors.messages.kv import FetchKv, KvCache
 from bus.errors import AskFailed
-from bus.tensor import Buffer
+from bus.message import Buffer
 from runtime.actor import handler
 from runtime.blobs.blob import BlobInfo
 from runtime.config import Section

@@ -2,8 +2,7 @@
 
 from typing import ClassVar
 
-from bus.message import Message, Request
-from bus.tensor import Buffer
+from bus.message import Buffer, Message, Request
 
 
 class KvCache(Message, frozen=True):

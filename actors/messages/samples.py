@@ -6,8 +6,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from actors.messages.generation import VersionSpan
-from bus.message import Ack, Message, Request
-from bus.tensor import Buffer
+from bus.message import Ack, Buffer, Message, Request
 
 Purpose = Literal["train", "eval"]
 

@@ -23,7 +23,7 @@ from bus.errors import NotSent, Refused, Unknown
 from bus.message import Ack, Message
 from runtime.actor import Actor, Context, handler
 from runtime.config import ActorConfig
-from runtime.deadline import budget
+from runtime.courier import budget
 
 
 class LLMProxy(Actor):

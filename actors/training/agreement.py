@@ -7,7 +7,7 @@ from typing import NamedTuple
 from actors.messages.generation import Aborted, Completion, Generate, Sampling
 from actors.training.engine import TrainError
 from actors.training.section import CheckSection
-from bus.tensor import pack_i32, unpack_f32, unpack_i32
+from bus.message import pack_i32, unpack_f32, unpack_i32
 from runtime.ref import Ref
 
 PROMPT_TOKENS = 8

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from actors.messages.samples import Trajectory
-from bus.tensor import unpack_f32, unpack_i32, unpack_u8
+from bus.message import unpack_f32, unpack_i32, unpack_u8
 
 
 class TokenSequence(NamedTuple):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Protocol
 
 from bus.errors import AskFailed
-from bus.tensor import Buffer
+from bus.message import Buffer
 from runtime.actor import Actor, Context, handler
 from runtime.blobs.blob import (
     DIGEST_BYTES,

@@ -108,7 +108,8 @@ class Config:
 
         tree = self.tree()
         if shared:
-            tree["bus"], tree["state"]["url"] = {}, ""
+            tree["bus"] = {"ports": tree["bus"]["ports"]}
+            tree["state"]["url"] = ""
         return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 

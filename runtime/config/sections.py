@@ -1,9 +1,11 @@
 """The sections of a config that the runtime itself reads, and the bases that actors make theirs from."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from bus.address import parse_ports
 
 
 class Section(BaseModel):
@@ -46,7 +48,20 @@ class BusSection(Section):
     host: str = ""
     """Address of this host as other hosts reach it, such as 10.0.0.5. Needs keys: rubato keys new --run DIR."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the gate that joining hosts come to; 0 lets the system choose."""
+    """Port of the gate that joining hosts come to; 0 takes one of `ports`."""
+    ports: str = ""
+    """Range from which every other port comes that a host opens, such as 31000-31100; empty lets the system choose."""
+
+    @field_validator("ports")
+    @classmethod
+    def _is_a_range(cls, ports: str) -> str:
+        if ports and parse_ports(ports) is None:
+            raise ValueError("must be two ports from 1 to 65535 in order, such as 31000-31100")
+        return ports
+
+    def bind(self, host: str) -> str:
+        """The tcp address to bind on `host`."""
+        return f"tcp://{host}:{self.ports or '*'}"
 
 
 class StateSection(Section):
@@ -98,6 +113,17 @@ class BaseRoot(Section):
     actors: dict[str, ActorSpec]
     """The job's roles by name."""
     report: ReportSection = ReportSection()
+
+    @model_validator(mode="after")
+    def _has_a_port_for_each(self) -> Self:
+        ports = parse_ports(self.bus.ports)
+        needed = sum(spec.count for spec in self.actors.values()) + 3
+        if self.bus.host and ports is not None and ports[1] - ports[0] + 1 < needed:
+            raise ValueError(
+                f"bus.ports={self.bus.ports} is too narrow: this job needs {needed} ports, one for each actor, the node agent, the gate "
+                "and a command of rubato"
+            )
+        return self
 
 
 class ActorConfig(Section):

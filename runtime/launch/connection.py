@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bus.keys import Keys
-from bus.transport import Identity, Transport
+from bus.link import Identity
+from bus.transport import Transport
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, RunInfo
 from runtime.blobs.blob import BlobStore
@@ -38,7 +39,7 @@ class Connection(NamedTuple):
         """Endpoints are fresh per incarnation, so that nothing meant for a dead one reaches its successor."""
         schema = schema_of(self.config) if self.config.actors else ""  # who knows no types of the job's is not compared
         identity = Identity(self.card.id, name, incarnation, schema)
-        public = f"tcp://{self.card.host}:*" if self.card.host else ""
+        public = self.config.bus.bind(self.card.host) if self.card.host else ""
         return ZmqTransport(identity, f"ipc://{self.card.sockets}/{name}.{incarnation}", public=public, keys=self.keys)
 
     async def kernel(self, actor_class: type[Actor], config: Any, name: str) -> Kernel:

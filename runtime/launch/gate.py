@@ -1,7 +1,7 @@
 """The gate: a second host's way to the run's Store. Bytes travel through the bus, so Redis itself never listens on a network.
 
-Each connection of a local client is a numbered stream over one CURVE link: `open`, `data`, `ack`, `end`. A sender has at most
-`WINDOW_BYTES` of a stream unacknowledged, so neither side holds more than that for a peer that does not read.
+Each connection of a local client is a numbered stream over one CURVE link. What is said about one is a frame of four kinds, below. A
+sender has at most `WINDOW_BYTES` of a stream unacknowledged, so neither side holds more than that for a peer that does not read.
 """
 
 import asyncio
@@ -14,9 +14,10 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 import msgspec
 
 from bus.address import is_loopback
-from bus.envelope import Envelope, EnvelopeKind
+from bus.codec import Envelope
 from bus.keys import Keys
-from bus.transport import Delivery, Identity, Peer, Transport
+from bus.link import Identity, Peer
+from bus.transport import Delivery, Transport
 from bus.zmq import ZmqTransport
 from runtime.observe.log import logger
 
@@ -31,11 +32,42 @@ Key = tuple[Peer, int]
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+class GateFrame(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What one side says about the stream of that number."""
+
+    stream: int
+
+
+class StreamBegun(GateFrame, frozen=True):
+    """The first host connects to its server."""
+
+
+class StreamData(GateFrame, frozen=True):
+    """Bytes that a local socket said."""
+
+    data: bytes
+
+
+class StreamTaken(GateFrame, frozen=True):
+    """So many bytes went out to the local socket: as many more may be sent."""
+
+    size_bytes: int
+
+
+class StreamEnded(GateFrame, frozen=True):
+    """One of the two sockets is closed."""
+
+
+_TAG = GateFrame.__name__
+_decode = msgspec.msgpack.Decoder(StreamBegun | StreamData | StreamTaken | StreamEnded).decode
+
+
 class GateStream:
     """One end of one connection: what the local socket says goes to the peer, and the other way round."""
 
     def __init__(self, transport: Transport, key: Key) -> None:
-        self._transport, self._key = transport, key
+        self._transport = transport
+        self._peer, self._number = key
         self._inbox: asyncio.Queue[bytes] = asyncio.Queue(WINDOW_BYTES)
         self._held = 0
         self._window = WINDOW_BYTES
@@ -47,7 +79,7 @@ class GateStream:
         try:
             reader, writer = await ends
         except OSError:
-            self.post("end")
+            self.end_there()
             return
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -56,29 +88,35 @@ class GateStream:
                 for pump in pumps:
                     pump.cancel()
         finally:
-            self.post("end")
+            self.end_there()
             writer.close()
 
-    def arrived(self, envelope: Envelope) -> None:
-        """What the peer says about this stream. More than its window allows, or nonsense, ends it."""
-        if envelope.tag == "ack":
-            self._window += max(0, envelope.budget_us)
-            self._acked.set()
-            return
-        data = _data(envelope)
-        self._held += len(data)
-        if data and self._held <= WINDOW_BYTES:
-            self._inbox.put_nowait(data)
-        else:
-            self.end()
+    def arrived(self, frame: GateFrame) -> None:
+        """What the peer says about this stream. More than its window allows ends it."""
+        match frame:
+            case StreamTaken():
+                self._window += max(0, frame.size_bytes)
+                self._acked.set()
+            case StreamData() if frame.data and self._held + len(frame.data) <= WINDOW_BYTES:
+                self._held += len(frame.data)
+                self._inbox.put_nowait(frame.data)
+            case _:
+                self.end()
 
     def end(self) -> None:
         self._over.set()
 
-    def post(self, tag: str, data: bytes = b"", size: int = 0) -> None:
-        peer, number = self._key
-        body = msgspec.Raw(msgspec.msgpack.encode(data))
-        self._transport.post(peer, Envelope(EnvelopeKind.TELL, number, "gate", 0, tag, size, b"", "", 0, body))
+    def begin_there(self) -> None:
+        """Ask the first host to connect."""
+        self._post(StreamBegun(self._number))
+
+    def end_there(self) -> None:
+        """Tell the peer that nothing follows."""
+        self._post(StreamEnded(self._number))
+
+    def _post(self, frame: GateFrame) -> None:
+        body = msgspec.Raw(msgspec.msgpack.encode(frame))
+        self._transport.post(self._peer, Envelope.tell("gate", 0, _TAG, b"", body, ""))
 
     async def _send(self, reader: asyncio.StreamReader) -> None:
         with suppress(OSError):
@@ -87,7 +125,7 @@ class GateStream:
                     self._acked.clear()
                     await self._acked.wait()
                 self._window -= len(data)
-                self.post("data", data)
+                self._post(StreamData(self._number, data))
         self.end()
 
     async def _receive(self, writer: asyncio.StreamWriter) -> None:
@@ -97,7 +135,7 @@ class GateStream:
                 writer.write(data)
                 await writer.drain()
                 self._held -= len(data)
-                self.post("ack", size=len(data))
+                self._post(StreamTaken(self._number, len(data)))
         self.end()
 
 
@@ -140,11 +178,16 @@ class Gate:
     def _arrived(self, delivery: Delivery) -> None:
         for news in self._transport.refusals.news():
             self._log.warning("refused", reason=news.reason, total=news.total, newest=news.sentence)
-        key = (delivery.peer, delivery.envelope.id)
+        try:
+            frame = _decode(delivery.envelope.body)
+        except (msgspec.MsgspecError, ValueError):
+            self._down(delivery.peer, "it said what is no frame of a gate")
+            return
+        key = (delivery.peer, frame.stream)
         stream = self._streams.get(key)
         if stream is not None:
-            stream.arrived(delivery.envelope)
-        elif delivery.envelope.tag == "open":
+            stream.arrived(frame)
+        elif isinstance(frame, StreamBegun):
             self.asked(key)
 
     def _down(self, peer: Peer, reason: str) -> None:
@@ -167,7 +210,7 @@ class GateServer(Gate):
     def asked(self, key: Key) -> None:
         stream = GateStream(self._transport, key)
         if len(self._streams) >= MAX_STREAMS:
-            stream.post("end")
+            stream.end_there()
             return
         self._streams[key] = stream
         self._tasks.create_task(self.carry(key, stream, self._connect()), name=f"gate.{key[1]}")
@@ -196,22 +239,12 @@ class GateClient(Gate):
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         key = (self._gate, next(self._numbers))
         stream = self.begin(key)
-        stream.post("open")
+        stream.begin_there()
         await self.carry(key, stream, _ready(reader, writer))
 
 
 async def _ready(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Ends:
     return reader, writer
-
-
-def _data(envelope: Envelope) -> bytes:
-    """Empty for `end` and for what is malformed."""
-    if envelope.tag != "data":
-        return b""
-    try:
-        return msgspec.msgpack.decode(envelope.body, type=bytes)
-    except msgspec.MsgspecError:
-        return b""
 
 
 def way_to(state_url: str) -> Callable[[], Awaitable[Ends]] | None:

@@ -30,6 +30,8 @@ class JobHosts:
         self._given: dict[str, str] = {}
         """Actor → the host that joined and runs it; also while that one is out of reach, because it may come back with it."""
         self._leaving: set[str] = set()
+        self._left: set[str] = set()
+        """What was drained: whoever asks for it again, because the answer was lost, is told so."""
 
     def others(self) -> list[str]:
         """The hosts in reach besides this one."""
@@ -67,7 +69,8 @@ class JobHosts:
         """Drain these actors wherever they run, or refuse all; the name of a host that joined stands for its actors, and lets it go."""
         hosts = [name for name in names if name in self.others()]
         actors = [name for name in self.running() if name in names or self.where(name) in hosts]
-        if refused := self._unknown(names) or self._too_few(names, actors):
+        wanted = [name for name in names if name not in self._left or name in (*hosts, *actors)]
+        if refused := self._unknown(wanted) or self._too_few(wanted, actors):
             return refused
         work = [self._let_go(host) for host in hosts]
         by_host = {host: on for host, on in self._by_host(actors).items() if host not in hosts}
@@ -77,8 +80,10 @@ class JobHosts:
             done = await self._all(names, work)
         finally:
             self._leaving -= set(actors)
-        for name in actors if isinstance(done, Added) else ():
-            self._given.pop(name, None)
+        if isinstance(done, Added):
+            self._left |= {*hosts, *actors}
+            for name in actors:
+                self._given.pop(name, None)
         return done
 
     async def restart(self, names: Sequence[str]) -> Added | NotAdded:

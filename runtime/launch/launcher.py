@@ -163,12 +163,13 @@ class Launcher:
         if not card.host or self._keys is None or connect is None:
             card.gate = ""
             return
-        port = self._config.bus.port or card.gate.rpartition(":")[2] or "*"
-        gate = GateServer(card.id, f"tcp://{card.host}:{port}", self._keys.curve, connect, tasks)
+        port = self._config.bus.port or card.gate.rpartition(":")[2]
+        where = f"tcp://{card.host}:{port}" if port else self._config.bus.bind(card.host)
+        gate = GateServer(card.id, where, self._keys.curve, connect, tasks)
         try:
             await gate.start()
         except BadAddress as error:
-            raise LaunchError(f"the gate for other hosts: {error}. Change bus.host or bus.port.") from error
+            raise LaunchError(f"the gate for other hosts: {error}. Change bus.host, bus.port or bus.ports.") from error
         stack.push_async_callback(gate.close)
         card.gate = gate.address
         self._console.stage("gate", f"{card.gate} · token: rubato keys join-token --run {self._folder.path}")

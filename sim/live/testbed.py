@@ -20,8 +20,8 @@ from actors.fabric.emulated import EmulatedSwitch
 from actors.fabric.links import rates_mbps
 from actors.fabric.section import FabricSection
 from actors.messages.fabric import InspectFabric, Phase, PhaseIntent
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
-from bus.transport import Identity
 from planning.circuits import Cross
 from planning.demand import Pair
 from planning.relay import plan, ring_sources, sources

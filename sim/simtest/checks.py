@@ -11,7 +11,7 @@ from actors.messages.samples import Trajectory
 from actors.samples.sample import Note
 from bus.credit import Account
 from bus.transport import Delivery
-from runtime.mailbox import Mailbox
+from runtime.dispatch import Mailbox
 from runtime.store.workset import Claimed, Ended
 from sim.simtest.process import ActorProcess
 

@@ -128,8 +128,8 @@ class Injector:
         process.frozen = True
         await asyncio.sleep(min(seconds, HEARTBEAT_S))
         if seconds > HEARTBEAT_S and process.transport is not None:
-            for end in process.transport.ends():
-                end.snap(f"no heartbeat for {HEARTBEAT_S:g} s")
+            for connection in process.transport.connections():
+                connection.snap(f"no heartbeat for {HEARTBEAT_S:g} s")
             await asyncio.sleep(seconds - HEARTBEAT_S)
         self.thaw(process)
 

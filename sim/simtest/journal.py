@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from bus.outbox import Frame
+from bus.link import Frame
 
 
 class Record:

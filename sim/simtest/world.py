@@ -6,9 +6,8 @@ from typing import Any
 
 from bus.errors import AskFailed
 from bus.faults import FaultPlan
+from bus.link import Frame, Identity
 from bus.memory import MemoryNetwork, MemoryTransport
-from bus.outbox import Frame
-from bus.transport import Identity
 from runtime.actor import RunInfo
 from runtime.errors import ActorFailed
 from runtime.kernel import NODE

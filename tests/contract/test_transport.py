@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from bus.codec import MAX_FRAME_BYTES
-from bus.envelope import Envelope, EnvelopeKind
+from bus.codec import MAX_FRAME_BYTES, Envelope, EnvelopeKind
 from bus.errors import BadAddress, BadFrame
-from bus.link import PROTOCOL, Greeting
+from bus.link import PROTOCOL, Greeting, Identity, Peer
 from bus.memory import MemoryNetwork, MemoryTransport
-from bus.transport import Delivery, Identity, Peer, Transport
+from bus.transport import Delivery, Transport
 from bus.zmq import ZmqTransport
 
 DEADLINE_S = 10
@@ -52,7 +51,7 @@ class Endpoint:
 
 
 def envelope(kind: EnvelopeKind, number: int, body: bytes = b"\xc0") -> Envelope:
-    return Envelope(kind, number, "engine-1", 1, "Generate", 0, b"", "", 0, msgspec.Raw(body))
+    return Envelope(kind, number, "engine-1", 1, "Generate", 0, b"", msgspec.Raw(body))
 
 
 def ids(deliveries: list[Delivery]) -> list[int]:
@@ -99,14 +98,12 @@ async def test_envelopes_arrive_in_order_over_many_ticks_and_frames(endpoints):
 async def test_an_envelope_arrives_as_it_was_posted(endpoints):
     sender, receiver = await endpoints("proxy-1"), await endpoints("engine-1")
     body = msgspec.Raw(msgspec.msgpack.encode(["hi", b"x" * 1000]))
-    posted = Envelope(
-        EnvelopeKind.ASK, 2**40, "engine-1", 7, "Generate", 5_000_000, b"trace", "key", 3, body, "proxy-1"
-    )
+    posted = Envelope(EnvelopeKind.ASK, 2**40, "engine-1", 7, "Generate", 5_000_000, b"trace", body, "proxy-1")
 
     sender.transport.post(receiver.address, posted)
 
     (delivery,) = await receiver.next()
-    assert msgspec.structs.astuple(delivery.envelope)[:9] == msgspec.structs.astuple(posted)[:9]
+    assert msgspec.structs.astuple(delivery.envelope)[:7] == msgspec.structs.astuple(posted)[:7]
     assert bytes(delivery.envelope.body) == bytes(body)
     assert delivery.envelope.sender == "proxy-1"
     assert list(delivery.buffers) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from bus.keys import Keys
-from bus.transport import Identity
+from bus.link import Identity
 from bus.zmq import ZmqTransport
 from runtime.actor import RunInfo
 from runtime.blobs.blob import MemoryBlobStore

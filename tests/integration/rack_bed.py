@@ -16,8 +16,8 @@ import msgspec
 from actors.fabric.emulated import EmulatedSwitch
 from actors.fabric.section import FabricSection
 from bus.keys import new_keys
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
-from bus.transport import Identity
 from planning.circuits import Cross
 from runtime.actor import RunInfo
 from runtime.blobs.blob import MemoryBlobStore

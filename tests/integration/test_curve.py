@@ -7,10 +7,11 @@ import msgspec
 import pytest
 import zmq
 
-from bus.envelope import Envelope, EnvelopeKind
+from bus.codec import Envelope, EnvelopeKind
 from bus.errors import BadAddress, BadKeys
 from bus.keys import KeyPair, Keys, check_keys, new_keys
-from bus.transport import Delivery, Identity, Peer
+from bus.link import Identity, Peer
+from bus.transport import Delivery
 from bus.zmq import ZmqTransport
 
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -45,7 +46,7 @@ class Watched:
 
 
 def envelope(number: int) -> Envelope:
-    return Envelope(EnvelopeKind.TELL, number, "engine-1", 1, "Echo", 0, b"", "", 0, msgspec.Raw(b"\xc0"))
+    return Envelope(EnvelopeKind.TELL, number, "engine-1", 1, "Echo", 0, b"", msgspec.Raw(b"\xc0"))
 
 
 async def test_peers_with_the_jobs_keys_talk_over_tcp_and_over_ipc_to_one_endpoint(tmp_path):

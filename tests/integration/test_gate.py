@@ -8,10 +8,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bus.envelope import Envelope, EnvelopeKind
+from bus.codec import Envelope
 from bus.keys import Keys, new_keys
 from runtime.launch import gate as gates
-from runtime.launch.gate import GateClient, GateServer, GateStream, way_through, way_to
+from runtime.launch.gate import (
+    GateClient,
+    GateFrame,
+    GateServer,
+    GateStream,
+    StreamData,
+    StreamEnded,
+    StreamTaken,
+    way_through,
+    way_to,
+)
 
 
 @pytest.fixture
@@ -63,14 +73,14 @@ async def test_bytes_arrive_whole_and_in_order_in_both_directions(tmp_path, far_
 
 async def test_a_side_that_does_not_read_is_sent_no_more_than_its_window(tmp_path, far_end, monkeypatch):
     posted = 0
-    post = GateStream.post
+    post = GateStream._post
 
-    def counted(self: GateStream, tag: str, data: bytes = b"", size: int = 0) -> None:
+    def counted(self: GateStream, frame: GateFrame) -> None:
         nonlocal posted
-        posted += len(data)
-        post(self, tag, data, size)
+        posted += len(frame.data) if isinstance(frame, StreamData) else 0
+        post(self, frame)
 
-    monkeypatch.setattr(GateStream, "post", counted)
+    monkeypatch.setattr(GateStream, "_post", counted)
     async with gate(tmp_path, new_keys()) as (_, client):
         _, writer = await asyncio.open_unix_connection(tmp_path / "near")
         writer.write(bytes(8 * gates.WINDOW_BYTES))
@@ -121,17 +131,23 @@ async def test_a_host_with_other_keys_or_of_another_run_gets_nowhere_and_is_coun
         assert far_end.empty()
 
 
-@pytest.mark.parametrize("tag", ["data", "ack", "end", "nonsense"])
-async def test_a_peer_that_talks_nonsense_ends_its_own_stream_and_no_other(tmp_path, tag, far_end):
+@pytest.mark.parametrize(
+    "said",
+    [
+        *([StreamData(n, b""), StreamTaken(n, -5), StreamEnded(n)] for n in (1, 7)),
+        ["nonsense", ("StreamData", 1, 5), ("StreamData", "1", b"")],
+    ],
+    ids=["its own", "none", "malformed"],
+)
+async def test_a_peer_that_talks_nonsense_may_begin_anew(tmp_path, said, far_end):
     async with gate(tmp_path, new_keys()) as (server, client):
         reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
         writer.write(b"good")
         (await far_end.get()).set()
         assert await reader.readexactly(4) == b"good"
-        for number in (1, 7):
-            body = msgspec.Raw(b"\x05")
-            envelope = Envelope(EnvelopeKind.TELL, number, "gate", 0, tag, -5, b"", "", 0, body)
-            client._transport.post(server.address, envelope)
+        for frame in said:
+            body = msgspec.Raw(msgspec.msgpack.encode(frame))
+            client._transport.post(server.address, Envelope.tell("gate", 0, "GateFrame", b"", body, ""))
         other_reader, other = await asyncio.open_unix_connection(tmp_path / "near")
         other.write(b"still")
         (await far_end.get()).set()

@@ -11,11 +11,10 @@ import pytest
 import zmq
 
 import bus.limits
-from bus.codec import MAX_FRAME_BYTES
-from bus.envelope import Envelope, EnvelopeKind
+from bus.codec import MAX_FRAME_BYTES, Envelope, EnvelopeKind
 from bus.keys import new_keys
-from bus.link import PROTOCOL, Greeting
-from bus.transport import Delivery, Identity, Peer
+from bus.link import PROTOCOL, Greeting, Identity, Peer
+from bus.transport import Delivery
 from bus.zmq import ZmqTransport
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
@@ -58,12 +57,12 @@ async def engine(tmp_path) -> AsyncGenerator[Engine]:
 
 
 def envelope(number: int, body: bytes = b"\xc0") -> Envelope:
-    return Envelope(EnvelopeKind.ASK, number, "engine-1", 1, "Echo", 0, b"", "", 0, msgspec.Raw(body))
+    return Envelope(EnvelopeKind.ASK, number, "engine-1", 1, "Echo", 0, b"", msgspec.Raw(body))
 
 
 def hello(*, run: str = "run", schema: str = "", protocol: int = PROTOCOL) -> bytes:
     greeting = msgspec.msgpack.encode(Greeting(protocol, run, "stranger", 1, schema))
-    first = Envelope(EnvelopeKind.HELLO, 0, "", 0, "", 0, b"", "", 0, msgspec.Raw(greeting))
+    first = Envelope(EnvelopeKind.HELLO, 0, "", 0, "", 0, b"", msgspec.Raw(greeting))
     return msgspec.msgpack.encode([first])
 
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
+import redis
 
 from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model
 
@@ -56,18 +58,22 @@ def test_a_host_joins_by_token_works_and_leaves_when_the_job_ends(place):
     run, second = place / "first", place / "second"
     assert rubato("keys", "new", "--run", run, cwd=place).code == 0
     launch = ("launch", "small.yaml", f"model.path={place / 'model'}", "run.steps=100000", "bus.host=127.0.0.1")
-    with started(place / "first.log", *launch, "--run-dir", run, cwd=place) as launcher:
+    ports = "bus.ports=31400-31460"
+    with started(place / "first.log", *launch, ports, "--run-dir", run, cwd=place) as launcher:
         until(lambda: "env_manager-1" in actors_of(run), "the first manager")
         token = rubato("keys", "join-token", "--run", run, cwd=place).out
         join = ("add", "env_manager", "--join", token.strip(), "--run-dir", second)
         with started(place / "second.log", *join, cwd=place) as joiner:
             until(lambda: "env_manager-2" in actors_of(run), "the second manager")
+            bound = _bound_ports(run)
             drained = until(lambda: _drained(run), "the drain of the only manager on the first host")
             before = _steps(run)
             until(lambda: _steps(run) > before + 3, "steps from the joined manager's rollouts alone")
             stopped = rubato("stop", "--run", run, cwd=place)
             codes = launcher.wait(LIMIT_S), joiner.wait(LIMIT_S)
 
+    assert len(bound) >= len(("node-1", "node-2", "gate", "env_manager-2"))
+    assert bound <= set(range(31400, 31461))
     assert drained.code == stopped.code == 0
     assert codes == (130, 130)
     assert "env_manager-2 joins from node-2" in (place / "first.log").read_text()
@@ -75,6 +81,15 @@ def test_a_host_joins_by_token_works_and_leaves_when_the_job_ends(place):
     assert not left_behind(second)
     said = (place / "first.log").read_text() + (place / "second.log").read_text()
     assert "Traceback" not in said
+
+
+def _bound_ports(run: Path) -> set[int]:
+    """Every tcp port that this run's records name: the gate's, and those of actors on both hosts."""
+    card = json.loads((run / "run.json").read_bytes())
+    with redis.Redis.from_url(card["state_url"], protocol=2) as store:
+        values = f"rubato:{{{card['id']}}}:lease:values"
+        records = map(msgspec.msgpack.decode, store.hmget(values, store.hkeys(values)))
+        return {int(where.rpartition(":")[2]) for where in (card["gate"], *(r.get("public") for r in records)) if where}
 
 
 def hosts_of(run: Path) -> dict[str, list[str]]:

@@ -9,8 +9,8 @@ from actors.config import RewardSection
 from actors.messages.rewards import Score
 from actors.rewards.local import LocalScorer
 from actors.rewards.service import RewardService, RewardServiceConfig
+from bus.link import Identity
 from bus.memory import MemoryTransport
-from bus.transport import Identity
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,25 +12,25 @@ import pytest
 import uvloop
 import zmq
 
-from bus.envelope import Envelope, EnvelopeKind
-from bus.link import PROTOCOL, Greeting
-from bus.transport import Delivery, Identity, Peer
+from bus.codec import Envelope, EnvelopeKind
+from bus.errors import BadAddress
+from bus.link import PROTOCOL, Greeting, Identity, Peer
+from bus.transport import Delivery
 from bus.zmq import ZmqTransport
 
 ROOT = Path(__file__).parents[2]
 
 ECHO = """
 import asyncio, sys, uvloop
-from bus.envelope import Envelope, Kind
-from bus.transport import Identity
+from bus.codec import EnvelopeKind
+from bus.link import Identity
 from bus.zmq import ZmqTransport
 
 async def main():
     transport = ZmqTransport(Identity("run", "engine-1", 1), sys.argv[1])
     def answer(delivery):
         asked = delivery.envelope
-        reply = Envelope(Kind.OK, asked.id, "engine-1", 1, "Echo", 0, b"", "", 0, asked.body)
-        transport.post(delivery.peer, reply, delivery.buffers)
+        transport.post(delivery.peer, asked.reply(EnvelopeKind.OK, 1, "Echo", asked.body), delivery.buffers)
     await transport.start(answer, lambda peer, reason: None)
     print("ready", flush=True)
     await asyncio.Event().wait()
@@ -55,7 +56,7 @@ class Watched:
 
 
 def envelope(kind: EnvelopeKind, number: int, body: bytes = b"\xc0") -> Envelope:
-    return Envelope(kind, number, "engine-1", 1, "Echo", 0, b"", "", 0, msgspec.Raw(body))
+    return Envelope(kind, number, "engine-1", 1, "Echo", 0, b"", msgspec.Raw(body))
 
 
 def hello(run: str = "run") -> bytes:
@@ -67,6 +68,28 @@ def hello(run: str = "run") -> bytes:
 def run(request):
     """A function that runs a coroutine on the stock loop, and on the one used in production."""
     return asyncio.run if request.param == "asyncio" else uvloop.run
+
+
+def test_ports_come_from_the_range_and_when_it_is_used_up_a_sentence_says_so(run):
+    first = next(port for port in range(31000, 60000, 3) if not any(map(_is_taken, range(port, port + 2))))
+    where = f"tcp://127.0.0.1:{first}-{first + 1}"
+
+    async def scenario():
+        async with Watched("one", where) as one, Watched("two", where) as two:
+            with pytest.raises(BadAddress) as caught:
+                await Watched("three", where).__aenter__()
+            return one.transport.address, two.transport.address, str(caught.value)
+
+    assert run(scenario()) == (
+        f"tcp://127.0.0.1:{first}",
+        f"tcp://127.0.0.1:{first + 1}",
+        f"{where} cannot be bound: all of its ports are in use; widen the range",
+    )
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture
@@ -228,7 +251,7 @@ def test_every_end_of_a_link_is_heard_although_descriptors_are_used_again(run, t
             await lasting.__aexit__()
             context.term()
             await engine.downs.get()
-            return len({d.peer for d in arrived}), len({peer for peer, _ in downs}), set(engine.transport._lines)
+            return len({d.peer for d in arrived}), len({peer for peer, _ in downs}), set(engine.transport._links)
 
     visitors, ended, left = run(scenario())
 

@@ -5,9 +5,9 @@ import functools
 from collections import Counter
 from contextlib import asynccontextmanager
 
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
-from bus.tensor import Buffer
-from bus.transport import Identity
+from bus.message import Buffer
 from planning.relay import plan, ring_sources, sources
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import PIECE_BYTES, MemoryBlobStore

@@ -23,8 +23,8 @@ from actors.messages.generation import (
 )
 from actors.messages.weights import WeightsPublished
 from bus.errors import Failed
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
-from bus.transport import Identity
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.clock import run_virtual

@@ -14,9 +14,9 @@ from actors.envs.manager import EnvManager, EnvManagerConfig
 from actors.messages.generation import Aborted, Completion, Generate, Tokens, VersionSpan
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.messages.samples import Admit, GiveUp, Hold, Put, Standing, Stored, Ticket, Tickets
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
-from bus.transport import Identity
 from runtime.actor import Actor, RunInfo, handler
 from runtime.config import ActorConfig
 from runtime.kernel import NODE, Kernel

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from bus.errors import Refused
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
-from bus.transport import Identity
 from runtime.actor import RunInfo
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.clock import run_virtual

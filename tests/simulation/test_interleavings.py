@@ -4,9 +4,9 @@ import asyncio
 
 from actors.messages.rewards import Score, Scores
 from actors.rewards.service import BATCH, RewardService, RewardServiceConfig
+from bus.link import Identity
 from bus.memory import MemoryTransport
 from bus.message import Ack, Request
-from bus.transport import Identity
 from runtime.actor import Actor, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.kernel import Kernel

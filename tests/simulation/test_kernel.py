@@ -8,9 +8,9 @@ from typing import ClassVar
 import pytest
 
 from bus.errors import Failed, NotSent, Unknown
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack, Message, Request
-from bus.transport import Identity
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig

@@ -4,9 +4,9 @@ import asyncio
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
-from bus.transport import Identity
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.clock import run_virtual

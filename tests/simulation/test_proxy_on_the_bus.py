@@ -25,9 +25,9 @@ from actors.messages.generation import (
     VersionSpan,
 )
 from actors.proxy.proxy import LLMProxy
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
-from bus.transport import Identity
 from runtime.actor import Actor, RunInfo, handler
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel

@@ -10,8 +10,8 @@ from actors.engines.section import EngineSection, ScriptedSection
 from actors.messages.fabric import PhaseIntent
 from actors.messages.generation import Completion, Generate, Sampling
 from actors.messages.weights import WeightsPublished
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
-from bus.transport import Identity
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.blobs.messages import NotPulled, PullBlob, Pulled

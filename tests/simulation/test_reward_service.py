@@ -8,9 +8,9 @@ import msgspec
 
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.rewards.service import RewardService, RewardServiceConfig
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
-from bus.transport import Identity
 from runtime.actor import Actor, RunInfo, handler
 from runtime.config import ActorConfig
 from runtime.kernel import NODE, Kernel

@@ -24,8 +24,8 @@ from actors.messages.samples import (
 from actors.samples.buffer import SampleBuffer
 from actors.samples.section import SamplesSection
 from bus.errors import AskFailed
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
-from bus.transport import Identity
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig

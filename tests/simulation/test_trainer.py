@@ -25,9 +25,9 @@ from actors.messages.samples import (
 from actors.training import checkpoint as checkpoints
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from actors.training.trainer import Trainer
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
-from bus.transport import Identity
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.clock import run_virtual

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 from actors.engines.weights_hosts import WeightsHosts
 from actors.engines.weights_puller import WeightsPuller
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
-from bus.transport import Identity
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import PIECE_BYTES, MemoryBlobStore
 from runtime.blobs.hosts import HostBlobs

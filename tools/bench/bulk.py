@@ -28,8 +28,8 @@ import msgspec
 import numpy as np
 
 from bus.keys import Keys, new_keys
+from bus.link import Identity
 from bus.message import Ack, Request
-from bus.transport import Identity
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import BlobInfo, MemoryBlobStore

@@ -1,6 +1,6 @@
 """The bus beside its peers: `python tools/bench/bus.py [--runs N] [--json FILE]`.
 
-Rubato with everything on (typed bodies, credit, deadlines, incarnations, idempotency keys, trace ids, metrics), raw synchronous pyzmq,
+Rubato with everything on (typed bodies, credit, deadlines, incarnations, trace ids, metrics), raw synchronous pyzmq,
 and where they are installed (extra `bench`) xoscar, Ray and grpc.aio. The systems take turns, so that a machine that changes speed
 changes it for all; each figure is the median of the runs. Two processes talk: 256 B payloads, 256 requests in flight, 64 MB arrays.
 

@@ -24,7 +24,7 @@ from actors.engines.engine import Work  # noqa: E402
 from actors.engines.section import EngineSection  # noqa: E402
 from actors.messages.generation import Sampling  # noqa: E402
 from actors.messages.samples import Segment, Ticket, Trajectory  # noqa: E402
-from bus.tensor import pack_f32, pack_i32  # noqa: E402
+from bus.message import pack_f32, pack_i32  # noqa: E402
 
 SHAPES = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},

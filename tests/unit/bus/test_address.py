@@ -14,6 +14,7 @@ from bus.errors import BadAddress
         ("tcp://127.3.2.1:*", Address("tcp", "127.3.2.1", 0)),
         ("tcp://localhost:0", Address("tcp", "localhost", 0)),
         ("tcp://[::1]:65535", Address("tcp", "[::1]", 65535)),
+        ("tcp://127.0.0.1:31000-31100", Address("tcp", "127.0.0.1", 31000, 31100)),
         ("mem://engine-1.3", Address("mem", "engine-1.3")),
     ],
 )
@@ -45,6 +46,10 @@ def test_tcp_beyond_this_host_is_refused_with_the_command_that_makes_keys(host):
         "tcp://127.0.0.1:65536",
         "tcp://127.0.0.1:-1",
         "tcp://127.0.0.1:http",
+        "tcp://127.0.0.1:31100-31000",
+        "tcp://127.0.0.1:31000-",
+        "tcp://127.0.0.1:0-10",
+        "tcp://127.0.0.1:1-65536",
         "tcp://127.0.0.1:٣",
         "tcp://:7788",
     ],

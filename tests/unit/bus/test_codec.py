@@ -8,17 +8,16 @@ from bus.codec import (
     MAX_BUFFERS,
     MAX_ENVELOPES,
     OUT_OF_BAND_BYTES,
+    Envelope,
+    EnvelopeKind,
     decode_body,
     decode_frame,
     encode_body,
     encode_envelope,
-    join_frame,
 )
-from bus.envelope import Envelope, EnvelopeKind
 from bus.errors import BadFrame
-from bus.message import Message
-from bus.outbox import FULL_BYTES, Outbox
-from bus.tensor import Array, Buffer
+from bus.link import FULL_BYTES, Outbox
+from bus.message import Array, Buffer, Message
 
 
 class Weights(Message, frozen=True):
@@ -43,9 +42,7 @@ BIG = bytes(OUT_OF_BAND_BYTES)
 
 
 def envelope(number: int = 0, body: bytes = b"\xc0", **fields) -> Envelope:
-    return Envelope(
-        EnvelopeKind.TELL, number, fields.pop("target", "engine-1"), 1, "Note", 0, b"", "", 0, msgspec.Raw(body)
-    )
+    return Envelope(EnvelopeKind.TELL, number, fields.pop("target", "engine-1"), 1, "Note", 0, b"", msgspec.Raw(body))
 
 
 def ext(code: int, payload: object) -> msgspec.msgpack.Ext:
@@ -146,11 +143,15 @@ def test_a_body_or_a_field_that_cannot_travel_is_refused_where_it_is_made():
 
 
 def test_a_frame_holds_at_most_512_envelopes():
-    pieces = [encode_envelope(envelope(n)) for n in range(MAX_ENVELOPES + 1)]
+    outbox = Outbox()
+    for number in range(MAX_ENVELOPES + 1):
+        outbox.add(envelope(number))
 
-    assert len(decode_frame(join_frame(pieces[:-1]))) == MAX_ENVELOPES
+    full, rest = (bytes(frame.data) for frame in outbox.take())
+
+    assert (len(decode_frame(full)), len(decode_frame(rest))) == (MAX_ENVELOPES, 1)
     with pytest.raises(BadFrame, match="1 to 512"):
-        decode_frame(join_frame(pieces))
+        decode_frame(b"\xdc" + (MAX_ENVELOPES + 1).to_bytes(2, "big") + full[3:] + rest[3:])
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x90", b"\xdc\0\0", b"\xdd\0\0\0\1", b"\x80\0\0", b"\xc0\xc0\xc0"])

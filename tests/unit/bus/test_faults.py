@@ -4,14 +4,14 @@ import math
 import msgspec
 import pytest
 
-from bus.envelope import Envelope, EnvelopeKind
+from bus.codec import Envelope, EnvelopeKind
 from bus.faults import HEARTBEAT_S, FaultPlan, Partition
+from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
-from bus.transport import Identity
 
 
 def tell(number: int) -> Envelope:
-    return Envelope(EnvelopeKind.TELL, number, "engine-1", 1, "Note", 0, b"", "", 0, msgspec.Raw(b"\xc0"))
+    return Envelope(EnvelopeKind.TELL, number, "engine-1", 1, "Note", 0, b"", msgspec.Raw(b"\xc0"))
 
 
 class Pair:

@@ -2,7 +2,7 @@ import pytest
 
 from bus.codec import MAX_FRAME_BYTES
 from bus.errors import BadFrame
-from bus.zmtp import GATHERED_BYTES, GREETING, MAX_COMMAND_BYTES, PING, Reader, header, ready
+from bus.unix.zmtp import GATHERED_BYTES, GREETING, MAX_COMMAND_BYTES, PING, Reader, header, ready
 
 
 class Ear:

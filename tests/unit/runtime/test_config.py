@@ -146,6 +146,14 @@ def test_a_dump_holds_every_default_and_loads_as_the_same(write, tmp_path):
     assert load(tmp_path / "config.yaml").dump() == config.dump()
 
 
+def test_a_range_of_ports_that_is_too_narrow_for_the_job_is_refused(write):
+    narrow = ["bus.host=127.0.0.1", "bus.ports=31000-31003"]
+
+    assert refusal(write(), *narrow).endswith(
+        "bus.ports=31000-31003 is too narrow: this job needs 6 ports, one for each actor, the node agent, the gate and a command of rubato."
+    )
+
+
 def test_an_empty_section_means_its_defaults(write):
     config = load(write(CONFIG + "state:\n"))
 
@@ -190,6 +198,8 @@ def test_a_mistake_in_the_file_is_one_sentence(write, text, said):
         ("train.dtype=int8", "train.dtype is 'int8'; it must be one of float32, bfloat16."),
         ("train.betas=[1]", "train.betas.1 is missing."),
         ("staleness=3", "staleness is 3; it must be a section of key: value pairs."),
+        ("bus.ports=31100-31000", "bus.ports: must be two ports from 1 to 65535 in order, such as 31000-31100."),
+        ("bus.ports=many", "bus.ports: must be two ports from 1 to 65535 in order, such as 31000-31100."),
         ("run.name.x=1", "run.name.x=1 can't be set: run.name is the value 'small'."),
         ("train.lr=[", "the value of train.lr is not valid YAML: ["),
         ("actors.trainer={}", "actors.trainer.class is missing."),

@@ -1,4 +1,4 @@
-"""A request that is sent again under its key is executed once, as long as the actor that executed it lives."""
+"""Asks that come again, whose asker went away, or that wait for credit: an idempotent request may run twice, no reply goes astray."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,17 +6,16 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import ClassVar
 
-import msgspec
 import pytest
 
-from bus.codec import decode_body, encode_body
+from bus.codec import Envelope, EnvelopeKind, decode_body, encode_body
 from bus.credit import WINDOW_MESSAGES
-from bus.envelope import Envelope, EnvelopeKind
 from bus.errors import NotSent, Unknown
+from bus.link import Peer
 from bus.message import Message, Request
-from bus.transport import Delivery, Peer
+from bus.transport import Delivery
 from runtime.actor import Actor, handler
-from runtime.beside import NOBODY
+from runtime.concurrent import NOBODY
 from runtime.config import ActorConfig
 from runtime.courier import Courier
 from runtime.dispatch import Dispatcher
@@ -24,7 +23,6 @@ from runtime.observe.log import logger
 from runtime.observe.waits import Waits
 from runtime.ref import Ref
 from runtime.registry import ActorRecord
-from runtime.replies import REPLIES_KEPT, REPLY_BYTES, Replies
 
 
 class Counted(Message, frozen=True):
@@ -108,25 +106,12 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def asked(request: Request[Counted], peer: bytes, number: int, key: str = "client-1/1/1") -> Delivery:
+def asked(request: Request[Counted], peer: bytes, number: int) -> Delivery:
     tag, body, _ = encode_body(request)
-    return Delivery(peer, Envelope(EnvelopeKind.ASK, number, "counter-1", 0, tag, 0, b"", key, 0, body), ())
+    return Delivery(peer, Envelope.ask(number, "counter-1", 0, tag, 0, b"", body, "client-1"), ())
 
 
-async def test_a_request_that_comes_again_is_answered_again_and_not_run_again():
-    async with dispatching() as (dispatcher, posted, actor):
-        dispatcher.arrived(asked(Count(), b"\0one", 1))
-        await settle()
-        dispatcher.forget(b"\0one")
-        dispatcher.arrived(asked(Count(), b"\0two", 2))
-        dispatcher.arrived(asked(Count(), b"\0two", 3, key="client-1/1/2"))
-        await settle()
-
-    assert actor.num == 2
-    assert posted.replies() == [(b"\0one", 1, 1), (b"\0two", 2, 1), (b"\0two", 3, 2)]
-
-
-async def test_a_request_that_comes_again_while_it_runs_is_answered_by_that_run():
+async def test_an_idempotent_request_that_comes_again_runs_again_and_answers_whoever_asked_last():
     async with dispatching() as (dispatcher, posted, actor):
         dispatcher.arrived(asked(CountToTheEnd(), b"\0one", 1))
         await actor.began.wait()
@@ -136,36 +121,25 @@ async def test_a_request_that_comes_again_while_it_runs_is_answered_by_that_run(
         actor.go.set()
         await settle()
 
-    assert actor.num == 1
-    assert posted.replies() == [(b"\0two", 2, 1)]
+    assert (actor.num, dispatcher.handled) == (2, 2)
+    assert posted.replies() == [(NOBODY, 1, 1), (b"\0two", 2, 2)]
 
 
-async def test_a_retry_does_not_join_a_run_that_its_broken_link_has_cancelled():
+@pytest.mark.parametrize("leave", ["forget", "cancel"])
+async def test_a_run_whose_asker_went_away_is_cancelled_and_the_retry_has_its_own(leave):
     async with dispatching() as (dispatcher, posted, actor):
         dispatcher.arrived(asked(CountSlowly(), b"\0one", 1))
         await actor.began.wait()
-        dispatcher.forget(b"\0one")
+        if leave == "forget":
+            dispatcher.forget(b"\0one")
+        else:
+            dispatcher.arrived(Delivery(b"\0one", Envelope.cancel(1, "counter-1", 0, "client-1"), ()))
         dispatcher.arrived(asked(CountSlowly(), b"\0two", 2))
         await settle()
         actor.go.set()
         await settle()
 
     assert posted.replies() == [(b"\0two", 2, 2)]
-
-
-@pytest.mark.parametrize("num_ticks", range(6))
-async def test_a_retry_that_comes_as_the_run_ends_is_answered(num_ticks):
-    """Whatever tick it falls into: once, one between the reply and the end of its task never was."""
-    async with dispatching() as (dispatcher, posted, actor):
-        dispatcher.arrived(asked(CountSlowly(), b"\0one", 1))
-        await actor.began.wait()
-        actor.go.set()
-        for _ in range(num_ticks):
-            await asyncio.sleep(0)
-        dispatcher.arrived(asked(CountSlowly(), b"\0two", 2))
-        await settle()
-
-    assert posted.replies() == [(b"\0one", 1, 1), (b"\0two", 2, 1)]
 
 
 @pytest.mark.parametrize("late", [b"\0one", NOBODY])
@@ -182,36 +156,10 @@ async def test_an_old_attempt_that_comes_behind_the_new_one_does_not_take_its_re
     assert (b"\0two", 2, 1) in posted.replies()
 
 
-@pytest.mark.parametrize("leave", ["forget", "cancel"])
-async def test_a_run_goes_on_for_whoever_is_left_and_ends_with_the_last(leave):
-    def leaves(dispatcher: Dispatcher, peer: bytes, number: int) -> None:
-        cancel = asked(CountSlowly(), peer, number)
-        cancel.envelope.kind = EnvelopeKind.CANCEL
-        dispatcher.forget(peer) if leave == "forget" else dispatcher.arrived(cancel)
-
-    async with dispatching() as (dispatcher, posted, actor):
-        dispatcher.arrived(asked(CountSlowly(), b"\0one", 1))
-        await actor.began.wait()
-        dispatcher.arrived(asked(CountSlowly(), b"\0two", 2))
-        await settle()
-        leaves(dispatcher, b"\0one", 1)
-        dispatcher.arrived(asked(CountSlowly(), b"\0three", 3))
-        await settle()
-        assert actor.num == 1
-        leaves(dispatcher, b"\0two", 2)
-        leaves(dispatcher, b"\0three", 3)
-        dispatcher.arrived(asked(CountSlowly(), b"\0four", 4))
-        await settle()
-        actor.go.set()
-        await settle()
-
-    assert posted.replies() == [(b"\0four", 4, 2)]
-
-
 async def test_parked_requests_keep_their_credit_and_run_in_turn():
     async with dispatching() as (dispatcher, posted, actor):
         for number in range(1, 7):
-            dispatcher.arrived(asked(CountSlowly(), b"\0one", number, key=""))
+            dispatcher.arrived(asked(CountSlowly(), b"\0one", number))
         await settle()
         assert (actor.num, dispatcher.depth, dispatcher._grants[b"\0one"].messages) == (4, 2, 4)
         actor.go.set()
@@ -236,9 +184,9 @@ class Found:
         return
 
 
-async def test_all_attempts_at_an_idempotent_ask_carry_one_key_and_only_the_one_asked_may_answer():
+async def test_an_idempotent_ask_is_sent_again_after_each_loss_and_only_the_one_asked_may_answer():
     posted = Posted()
-    courier = Courier(posted, "client-1", 7, Waits())  # type: ignore[arg-type]
+    courier = Courier(posted, "client-1", Waits())  # type: ignore[arg-type]
     async with asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(Ref("counter-1", courier, Found()).ask(Count(), timeout=60))
         for _ in range(2):
@@ -246,42 +194,32 @@ async def test_all_attempts_at_an_idempotent_ask_carry_one_key_and_only_the_one_
             courier.lost(RECORD.address, "it died")
         await settle()
         tag, body, _ = encode_body(Counted(5))
-        reply = Envelope(EnvelopeKind.OK, posted.sent[-1][1].id, "counter-1", 1, tag, 0, b"", "", 0, body)
+        reply = posted.sent[-1][1].reply(EnvelopeKind.OK, 1, tag, body)
 
         courier.arrived(Delivery(b"\0stranger", reply, ()))
         courier.arrived(Delivery(RECORD.address, reply, ()))
 
         assert await asking == Counted(5)
-    keys = [envelope.key for _, envelope in posted.sent]
-    assert len(keys) == 3
-    assert set(keys) == {keys[0]} != {""}
+    assert len({envelope.id for _, envelope in posted.sent}) == 3
     assert (courier.unknown, courier.late) == (2, 1)
 
 
 @pytest.mark.parametrize(("question", "retry"), [(Count(), False), (Once(), True)])
-async def test_an_ask_that_is_not_retried_carries_no_key(question, retry):
+async def test_an_ask_that_may_not_run_twice_is_sent_once(question, retry):
     posted = Posted()
-    courier = Courier(posted, "client-1", 7, Waits())  # type: ignore[arg-type]
+    courier = Courier(posted, "client-1", Waits())  # type: ignore[arg-type]
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.call_soon, courier.lost, RECORD.address, "it died")
 
     with pytest.raises(Unknown):
         await Ref("counter-1", courier, Found()).ask(question, timeout=60, retry=retry)
 
-    assert [envelope.key for _, envelope in posted.sent] == [""]
-
-
-async def test_two_asks_never_share_a_key():
-    posted = Posted()
-    courier = Courier(posted, "client-1", 7, Waits())  # type: ignore[arg-type]
-
-    assert courier.new_key() != courier.new_key()
-    assert courier.new_key() != Courier(posted, "client-1", 8, Waits()).new_key()  # type: ignore[arg-type]
+    assert len(posted.sent) == 1
 
 
 async def test_credit_that_was_granted_to_a_cancelled_sender_passes_to_the_next():
     posted = Posted()
-    courier = Courier(posted, "client-1", 1, Waits())  # type: ignore[arg-type]
+    courier = Courier(posted, "client-1", Waits())  # type: ignore[arg-type]
     for _ in range(WINDOW_MESSAGES):
         assert courier.tell(RECORD, Counted(1)) is None
     first, second = courier.tell(RECORD, Counted(2)), courier.tell(RECORD, Counted(3))
@@ -291,13 +229,7 @@ async def test_credit_that_was_granted_to_a_cancelled_sender_passes_to_the_next(
         waiting = [tasks.create_task(first), tasks.create_task(second)]  # type: ignore[arg-type]
         await settle()
 
-        courier.arrived(
-            Delivery(
-                RECORD.address,
-                Envelope(EnvelopeKind.CREDIT, 64, "counter-1", 0, "", 0, b"", "", 1, msgspec.Raw(b"\xc0")),
-                (),
-            )
-        )
+        courier.arrived(Delivery(RECORD.address, Envelope.grant("counter-1", 1, 64), ()))
         waiting[0].cancel()
 
         await waiting[1]
@@ -305,7 +237,7 @@ async def test_credit_that_was_granted_to_a_cancelled_sender_passes_to_the_next(
 
 
 async def test_whoever_waits_for_credit_hears_that_the_link_broke():
-    courier = Courier(Posted(), "client-1", 1, Waits())  # type: ignore[arg-type]
+    courier = Courier(Posted(), "client-1", Waits())  # type: ignore[arg-type]
     while (waits := courier.tell(RECORD, Counted(1))) is None:
         pass
     loop = asyncio.get_running_loop()
@@ -313,16 +245,3 @@ async def test_whoever_waits_for_credit_hears_that_the_link_broke():
 
     with pytest.raises(NotSent, match="broke before sending"):
         await waits
-
-
-def test_replies_are_bounded_in_number_and_in_size():
-    replies = Replies()
-    for number in range(4 * REPLIES_KEPT):
-        replies.keep(str(number), "Counted", msgspec.Raw(b"\x01"))
-    replies.keep("large", "Counted", msgspec.Raw(bytes(REPLY_BYTES + 1)))
-
-    known = [number for number in range(4 * REPLIES_KEPT) if replies.get(str(number))]
-
-    assert REPLIES_KEPT <= len(known) <= 2 * REPLIES_KEPT
-    assert known[-1] == 4 * REPLIES_KEPT - 1
-    assert replies.get("large") is None

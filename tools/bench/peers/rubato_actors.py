@@ -1,6 +1,6 @@
 """Rubato: an actor that asks and an actor that answers, each under its kernel in its own process, over the bus between processes.
 
-Nothing is left out for the benchmark: typed bodies, credit, deadlines, incarnations, idempotency keys on every request, a trace id in
+Nothing is left out for the benchmark: typed bodies, credit, deadlines, incarnations, a trace id in
 every envelope, per-actor metrics, the heartbeats of both kernels.
 """
 
@@ -24,13 +24,13 @@ import uvloop
 from load import PAYLOAD, WARM_UP, Cpu, Figures, now_ns, rate, report, requests, round_trips
 
 from bus.keys import Keys, new_keys
+from bus.link import Identity
 from bus.message import Message, Request
-from bus.transport import Identity
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, Context, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig
-from runtime.deadline import current_trace
+from runtime.courier import current_trace
 from runtime.kernel import Kernel
 from runtime.messages import Drain
 from runtime.observe.log import logger
@@ -48,7 +48,7 @@ class Generated(Message, frozen=True):
 
 
 class Generate(Request[Generated], frozen=True):
-    """Idempotent, so each ask carries a key and each reply is remembered."""
+    """Idempotent, as what a proxy asks of an engine."""
 
     prompt: bytes
     num: int

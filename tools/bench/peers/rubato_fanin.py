@@ -16,10 +16,9 @@ import uvloop
 from load import IN_FLIGHT, PAYLOAD, Figures, now_ns, rate, report
 from rubato_actors import TIMEOUT_S, Generate, serve
 
-from bus.transport import Identity
+from bus.link import Identity
 from bus.zmq import ZmqTransport
-from runtime.courier import Courier
-from runtime.deadline import current_trace
+from runtime.courier import Courier, current_trace
 from runtime.messages import Drain
 from runtime.observe.waits import Waits
 from runtime.ref import Ref
@@ -57,7 +56,7 @@ async def measure(folder: Path, peers: int) -> Figures:
         for number in range(peers):
             name = f"sender-{number + 1}"
             transport = ZmqTransport(Identity("bench", name, 3), f"ipc://{folder}/{name}")
-            courier = Courier(transport, name, 3, Waits())
+            courier = Courier(transport, name, Waits())
             await transport.start(courier.arrived, courier.lost)  # type: ignore[arg-type]
             stack.push_async_callback(transport.close)
             sweeps.append(tasks.create_task(courier.sweep()))

@@ -23,7 +23,7 @@ SETTLED_S = 1.5
 async def serve(folder: Path) -> None:
     """The idle process itself."""
     import runtime.node  # noqa: F401 - its imports are what an actor process holds
-    from bus.transport import Identity
+    from bus.link import Identity
     from bus.zmq import ZmqTransport
     from runtime.actor import Actor, RunInfo
     from runtime.blobs.blob import MemoryBlobStore

@@ -21,7 +21,7 @@ from actors.config import StalenessSection, TrainSection
 from actors.messages.generation import VersionSpan
 from actors.messages.samples import Admit, Advance, Batch, Claim, Commit, DrawEpoch, Put, Segment, Ticket, Trajectory
 from actors.samples.buffer import SampleBuffer
-from bus.transport import Identity
+from bus.link import Identity
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, RunInfo
 from runtime.blobs.blob import MemoryBlobStore

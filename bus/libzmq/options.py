@@ -37,7 +37,7 @@ def new_router(context: Context) -> Socket:
 
 
 def bind_to(socket: Socket, where: str, keys: Keys | None = None) -> str:
-    """Bind and return the address with the port that the system chose. Raises BadAddress when it is taken or not allowed.
+    """Bind and return the address with the port: the first free one of a range, or what the system chose. Raises BadAddress when it is taken or not allowed.
 
     On tcp `keys` are used wherever there are any. libzmq copies a socket's options into each endpoint as it is bound, so one
     socket may be bound in the clear first and with keys afterwards, but not the other way round.
@@ -49,10 +49,15 @@ def bind_to(socket: Socket, where: str, keys: Keys | None = None) -> str:
         socket.set(zmq.CURVE_SECRETKEY, keys.server.secret.encode())
         # Without a domain libzmq would admit every key.
         socket.set(zmq.ZAP_DOMAIN, b"rubato")
-    try:
-        socket.bind(_spelt(address))
-    except zmq.ZMQError as error:
-        raise BadAddress(f"{where} cannot be bound: {error.strerror}") from None
+    for port in range(address.port, max(address.port, address.last_port) + 1):
+        try:
+            socket.bind(_spelt(address._replace(port=port)))
+            break
+        except zmq.ZMQError as error:
+            if not address.last_port or error.errno != zmq.EADDRINUSE:
+                raise BadAddress(f"{where} cannot be bound: {error.strerror}") from None
+    else:
+        raise BadAddress(f"{where} cannot be bound: all of its ports are in use; widen the range")
     bound = socket.get(zmq.LAST_ENDPOINT)
     return bound.rstrip(b"\0").decode() if isinstance(bound, bytes) else str(bound)
 

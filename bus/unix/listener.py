@@ -5,15 +5,13 @@ import contextlib
 import itertools
 import os
 import socket
-from collections.abc import Callable, Sequence
-from functools import partial
 
 from bus import limits
 from bus.address import check_free, parse
-from bus.end import Came, Left, Rest
+from bus.connection import Owner, Rest
 from bus.errors import BadAddress
-from bus.refusals import Refusals
-from bus.stream import Stream
+from bus.link import Peer
+from bus.unix.connection import UnixConnection
 
 ACCEPTED_AT_ONCE = 64
 
@@ -24,45 +22,25 @@ PAUSE_S = 1.0
 """Nobody is taken in for so long after the process ran out of descriptors."""
 
 
-class _Visitor:
-    """A connection that a peer opened. It has a link once its first message is here."""
+class UnixListener:
+    """The listening socket and the connections that came by it."""
 
-    __slots__ = ("has_link", "name", "stream", "timer")
-
-    def __init__(self, name: bytes, timer: asyncio.TimerHandle) -> None:
-        self.name = name
-        self.timer = timer
-        self.has_link = False
-        self.stream: Stream
-
-
-class StreamDoor:
-    """The listening socket and the streams that came by it."""
-
-    def __init__(
-        self,
-        address: str,
-        loop: asyncio.AbstractEventLoop,
-        came: Came,
-        left: Left,
-        refusals: Refusals,
-        drained: Callable[[], None],
-    ) -> None:
+    def __init__(self, address: str, owner: Owner) -> None:
         """Raises BadAddress when the address cannot be bound."""
         self._path = parse(address).place
-        self._loop = loop
-        self._came, self._left, self._drained = came, left, drained
-        self._refusals = refusals
-        self._visitors: dict[bytes, _Visitor] = {}
+        self._owner = owner
+        self._loop = owner.loop
+        self._connections: dict[Peer, UnixConnection] = {}
+        self._timers: dict[Peer, asyncio.TimerHandle] = {}
         self._names = itertools.count(1)
         self._most = limits.most_connections()
         self._listener = _bound(address)
-        loop.add_reader(self._listener.fileno(), self._accept)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def beat(self) -> None:
         """To be called at each heartbeat."""
-        for visitor in list(self._visitors.values()):
-            visitor.stream.beat()
+        for connection in list(self._connections.values()):
+            connection.beat()
 
     def close(self) -> list[Rest]:
         """Close everything; what is returned is still to be called, and lets the last words leave."""
@@ -73,10 +51,10 @@ class StreamDoor:
         with contextlib.suppress(OSError):
             os.unlink(self._path)
         self._listener.close()
-        for visitor in self._visitors.values():
-            visitor.timer.cancel()
-        rests = [visitor.stream.close(linger=True) for visitor in self._visitors.values()]
-        self._visitors.clear()
+        for timer in self._timers.values():
+            timer.cancel()
+        rests = [connection.close(linger=True) for connection in self._connections.values()]
+        self._connections.clear()
         return [rest for rest in rests if rest is not None]
 
     def _accept(self) -> None:
@@ -86,12 +64,12 @@ class StreamDoor:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._refusals.add("full", f"a connection could not be accepted: {error.strerror}")
+                self._owner.refusals.add("full", f"a connection could not be accepted: {error.strerror}")
                 self._loop.remove_reader(self._listener.fileno())
                 self._loop.call_later(PAUSE_S, self._resume)
                 return
-            if len(self._visitors) >= self._most:
-                self._refusals.add("full", f"a connection beyond the {self._most} that this process takes")
+            if len(self._connections) >= self._most:
+                self._owner.refusals.add("full", f"a connection beyond the {self._most} that this process takes")
                 connection.close()
             else:
                 self._take_in(connection)
@@ -103,35 +81,22 @@ class StreamDoor:
     def _take_in(self, connection: socket.socket) -> None:
         # A ROUTER of libzmq names its links with a leading zero byte; ours are of another kind.
         name = b"u%d" % next(self._names)
-        timer = self._loop.call_later(limits.HANDSHAKE_MS / 1000, self._too_slow_to_greet, name)
-        visitor = self._visitors[name] = _Visitor(name, timer)
-        visitor.stream = Stream(
-            connection,
-            self._loop,
-            b"ROUTER",
-            partial(self._heard, visitor),
-            self._drained,
-            partial(self._ended, visitor),
-            slow=partial(self._refusals.add, "slow", f"a peer left {limits.MAX_QUEUED} parts unread"),
-        )
-
-    def _heard(self, visitor: _Visitor, first: memoryview, beside: Sequence[memoryview]) -> None:
-        visitor.has_link = True
-        self._came(visitor.name, visitor.stream, first, beside)
+        self._connections[name] = UnixConnection(connection, name, self._owner, ended=self._ended)
+        self._timers[name] = self._loop.call_later(limits.HANDSHAKE_MS / 1000, self._too_slow_to_greet, name)
 
     def _too_slow_to_greet(self, name: bytes) -> None:
-        visitor = self._visitors.get(name)
-        if visitor is not None and not visitor.stream.is_ready:
-            visitor.stream.give_up("it was too slow during the handshake")
+        connection = self._connections.get(name)
+        if connection is not None and not connection.is_ready:
+            connection.give_up("it was too slow during the handshake")
 
-    def _ended(self, visitor: _Visitor, reason: str) -> None:
-        if self._visitors.pop(visitor.name, None) is None:
+    def _ended(self, connection: UnixConnection, reason: str) -> None:
+        if self._connections.pop(connection.peer, None) is None:
             return
-        visitor.timer.cancel()
-        if visitor.has_link:
-            self._left(visitor.name, reason)
+        self._timers.pop(connection.peer).cancel()
+        if connection.has_spoken:
+            self._owner.ended(connection, reason)
         else:
-            self._refusals.add("handshake", f"a connection ended before it said who it is: {reason}")
+            self._owner.refusals.add("handshake", f"a connection ended before it said who it is: {reason}")
 
 
 def _bound(address: str) -> socket.socket:

@@ -6,21 +6,19 @@ closed, and each message names the descriptor it came by. So once the monitor is
 know to be connected belongs to a link that has ended; and of two links with one descriptor, the one with the lower number has.
 """
 
-import asyncio
 import os
 import socket
-from collections.abc import Callable
 
 import zmq
+from zmq.utils import z85
 
 from bus import limits
 from bus.address import parse
-from bus.end import GONE, Came, Left
+from bus.connection import GONE, Owner
 from bus.keys import Keys
-from bus.refusals import Refusals
-from bus.zmq_ends import LINGER_MS, Caller
-from bus.zmq_sockets import Context, bind_to, new_router
-from bus.zmq_wire import LAST_WORDS, SocketMonitor, Wire
+from bus.libzmq.connection import LINGER_MS, TakenIn
+from bus.libzmq.options import Context, bind_to, new_router
+from bus.libzmq.socket import LAST_WORDS, LoopSocket, SocketMonitor
 
 _FAILURES = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it left or was too slow during the handshake",
@@ -28,23 +26,19 @@ _FAILURES = {
 }
 _EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH | sum(_FAILURES)
 
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ZAP_VERSION = b"1.0"
 
-class Door:
-    """The ROUTER and the connections to it. `left` is called once for each admitted link that ends."""
 
-    def __init__(
-        self,
-        context: Context,
-        loop: asyncio.AbstractEventLoop,
-        came: Came,
-        left: Left,
-        refusals: Refusals,
-        drained: Callable[[], None],
-    ) -> None:
-        self._loop = loop
-        self._refusals = refusals
-        self._came, self._left = came, left
-        self._callers: dict[bytes, Caller] = {}
+class ZmqListener:
+    """The ROUTER and the connections to it. Its owner is told once of each admitted link that ends."""
+
+    def __init__(self, context: Context, keys: Keys | None, owner: Owner) -> None:
+        self._keys = keys
+        self._owner = owner
+        self._loop = owner.loop
+        self._zap = None if keys is None else Zap(context, frozenset({keys.client.public}), owner)
+        self._taken_in: dict[bytes, TakenIn] = {}
         self._connected: set[int] = set()
         self._links: dict[int, bytes] = {}
         self._gone: list[bytes] = []
@@ -55,21 +49,22 @@ class Door:
         self._failure = ""
         self._router = new_router(context)
         # It listens before the first peer can come.
-        self._monitor = SocketMonitor(context, self._router, "door", _EVENTS, loop, self._changed)
-        self._wire = Wire(self._router, loop, self._arrived, routed=True, drained=drained)
+        self._monitor = SocketMonitor(context, self._router, "listener", _EVENTS, self._loop, self._changed)
+        self._socket = LoopSocket(self._router, self._loop, self._arrived, routed=True, drained=owner.drained)
 
-    def bind(self, where: str, keys: Keys | None) -> str:
+    def bind(self, where: str) -> str:
         """The address with its port. Raises BadAddress."""
-        address = bind_to(self._router, where, keys)
+        address = bind_to(self._router, where, self._keys)
         self._ports.add(parse(address, keyed=True).port)
         return address
 
     def _arrived(self, routing_id: bytes, first: zmq.Frame, beside: list[memoryview]) -> None:
-        caller = self._callers.get(routing_id)
-        if caller is None:
-            caller = self._callers[routing_id] = Caller(self._wire, routing_id, self._gone_soon, self._hang_up)
+        connection = self._taken_in.get(routing_id)
+        if connection is None:
+            connection = TakenIn(self._socket, routing_id, self._gone_soon, self._hang_up)
+            self._taken_in[routing_id] = connection
             self._admit(routing_id, first)
-        self._came(routing_id, caller, first.buffer, beside)
+        self._owner.heard(connection, first.buffer, beside)
 
     def _admit(self, routing_id: bytes, first: zmq.Frame) -> None:
         """Watch the link that `first`, its first message, came by."""
@@ -92,7 +87,7 @@ class Door:
 
     def _hang_up(self, routing_id: bytes) -> None:
         """The peer does not read what we answer: its connection ends, and frees what is queued for it. The end is reported like any other."""
-        self._refusals.add("slow", f"a peer left {limits.MAX_QUEUED} frames unread")
+        self._owner.refusals.add("slow", f"a peer left {limits.MAX_QUEUED} frames unread")
         for descriptor, known in self._links.items():
             if known == routing_id:
                 self._cut(descriptor)
@@ -107,14 +102,16 @@ class Door:
     def close(self) -> None:
         """Unbind; replies under way leave before the context is terminated."""
         self._monitor.close()
-        self._wire.close(LINGER_MS)
+        self._socket.close(LINGER_MS)
+        if self._zap is not None:
+            self._zap.close()
 
     def _changed(self, event: zmq.Event, descriptor: int) -> None:
         if event == zmq.Event.ACCEPTED:
             self._connected.add(descriptor)
             if len(self._connected) > self._most:
                 self._silent -= 1
-                self._refusals.add("full", f"a connection beyond the {self._most} that this process takes")
+                self._owner.refusals.add("full", f"a connection beyond the {self._most} that this process takes")
                 self._cut(descriptor)
         elif event == zmq.Event.DISCONNECTED:
             self._ended(descriptor)
@@ -144,23 +141,56 @@ class Door:
 
     def _count_silent(self) -> None:
         """A connection without a link was a stranger's, unless what it said is still to be read."""
-        self._wire.drain(LAST_WORDS)
+        self._socket.drain(LAST_WORDS)
         while self._silent > 0:
             self._silent -= 1
-            self._refusals.add(
+            self._owner.refusals.add(
                 "handshake", f"a connection ended before it said who it is: {self._failure or 'no ZMTP'}"
             )
         self._failure = ""
 
     def _bury(self) -> None:
-        self._wire.drain(LAST_WORDS)
+        self._socket.drain(LAST_WORDS)
         gone, self._gone = self._gone, []
         for routing_id in gone:
-            if self._callers.pop(routing_id, None) is not None:
-                self._left(routing_id, GONE)
+            if (connection := self._taken_in.pop(routing_id, None)) is not None:
+                self._owner.ended(connection, GONE)
 
 
 def _came_later(one: bytes, other: bytes) -> bool:
     """A ROUTER names its links with a zero byte and a number that it counts up, in the order in which they came, from anywhere."""
     difference = int.from_bytes(one[1:], "big") - int.from_bytes(other[1:], "big")
     return difference % 2**32 < 2**31
+
+
+class Zap:
+    """The context's one ZAP handler (RFC 27): libzmq asks it, inside the process, for each key that presents itself.
+
+    A request that makes no sense is a stranger's too.
+    """
+
+    def __init__(self, context: Context, allowed: frozenset[str], owner: Owner) -> None:
+        self._allowed = allowed
+        self._owner = owner
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind(ZAP_ENDPOINT)
+        self._ear = LoopSocket(self._socket, owner.loop, self._asked, routed=True)
+
+    def close(self) -> None:
+        self._ear.close()
+
+    def _asked(self, sender: bytes, _delimiter: zmq.Frame, asked: list[memoryview]) -> None:
+        """Frames: version, request id, domain, the peer's address, its routing id, mechanism, and for CURVE its public key."""
+        parts = [bytes(part) for part in asked]
+        known = len(parts) == 7 and parts[0] == ZAP_VERSION and parts[5] == b"CURVE"
+        key = z85.encode(parts[6]).decode() if known and len(parts[6]) == 32 else ""
+        admitted = key in self._allowed
+        if not admitted:
+            whence = parts[3].decode(errors="replace") if len(parts) > 3 else "an unknown address"
+            self._owner.refusals.add("key", f"{whence} presented the unknown key {key or '(none)'}")
+        status, text = (b"200", b"OK") if admitted else (b"400", b"this key is not admitted")
+        request = parts[1] if len(parts) > 1 else b""
+        answer = [sender, b"", ZAP_VERSION, request, status, text, key.encode(), b""]
+        self._socket.send_multipart(answer, zmq.NOBLOCK)
+        self._ear.flushed()

@@ -21,7 +21,7 @@ import zmq
 from zmq.backend import Socket as RawSocket
 
 from bus.chunks import MAX_PARTS, cut
-from bus.zmq_sockets import Context, Socket
+from bus.libzmq.options import Context, Socket
 
 BURST = 64
 """Messages read before the loop runs something else; each may hold 512 envelopes."""
@@ -44,7 +44,7 @@ _recv = RawSocket.recv
 _get = RawSocket.get
 
 
-class Wire:
+class LoopSocket:
     """Owns `socket`: reads it whenever there is something, and closes it."""
 
     def __init__(
@@ -176,18 +176,18 @@ class SocketMonitor:
         ear = context.socket(zmq.PAIR)
         ear.linger = 0
         ear.connect(endpoint)
-        self._wire = Wire(ear, loop, self._arrived)
+        self._ear = LoopSocket(ear, loop, self._arrived)
 
     def drain(self) -> None:
         """Report everything that has happened up to now."""
-        while not self._wire.drain(BURST):
+        while not self._ear.drain(BURST):
             pass
 
     def close(self) -> None:
         """Stop reporting. Call it before the watched socket is closed."""
         with contextlib.suppress(zmq.ZMQError):
             self._watched.monitor(None, 0)
-        self._wire.close()
+        self._ear.close()
 
     def _arrived(self, _sender: bytes, first: zmq.Frame, _beside: list[memoryview]) -> None:
         event, value = struct.unpack("=HI", first.buffer)

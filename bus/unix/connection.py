@@ -4,7 +4,6 @@ Within a host this takes the place of libzmq's sockets, and ZeroMQ peers do not 
 on either side: four hand-overs between threads for a round trip, each a wake-up, where a socket on the loop has two.
 """
 
-import asyncio
 import contextlib
 import errno
 import itertools
@@ -14,9 +13,10 @@ from collections.abc import Callable, Sequence
 
 from bus import limits
 from bus.chunks import cut
-from bus.end import GONE, LAST_SENDS_S, Rest
+from bus.connection import GONE, LAST_SENDS_S, Owner, Rest
 from bus.errors import BadFrame
-from bus.zmtp import GREETING, PING, Heard, Reader, header, ready
+from bus.link import Peer
+from bus.unix.zmtp import GREETING, PING, Reader, header, ready
 
 READ_BYTES = 64 * 1024
 """Read at a time, so that no peer holds the loop up; more within a large part, which is only put aside."""
@@ -33,36 +33,29 @@ SILENT_BEATS = 5
 """A peer that has said nothing for so many heartbeats, answers to ours included, is given up."""
 
 
-class Stream:
-    """Owns `connection`. `ended(reason)` is called once, later than whatever found out, unless we close it ourselves."""
+class UnixConnection:
+    """Owns `connection`; see Connection. One that was taken in is given up once its peer leaves `MAX_QUEUED` parts unread."""
 
     def __init__(
-        self,
-        connection: socket.socket,
-        loop: asyncio.AbstractEventLoop,
-        socket_type: bytes,
-        heard: Heard,
-        drained: Callable[[], None],
-        ended: Callable[[str], None],
-        slow: Callable[[], None] | None = None,
+        self, connection: socket.socket, peer: Peer, owner: Owner, *, ended: "Callable[[UnixConnection, str], None]"
     ) -> None:
-        """`drained` is called each time after something was read and its messages were handed to `heard`.
-
-        With `slow`, a peer that leaves `MAX_QUEUED` parts unread is given up, and what waits for it freed, after `slow` was called.
-        """
+        """`ended` is called once, later than whatever found out, unless we close it ourselves."""
         connection.setblocking(False)
+        self.peer = peer
+        self.has_spoken = False
+        """A message has arrived."""
         self._connection = connection
         self._fd = connection.fileno()
-        self._loop = loop
-        self._reader = Reader(heard, self._write)
-        self._drained = drained
+        self._owner = owner
+        self._loop = owner.loop
         self._ended = ended
-        self._slow = slow
+        self._is_taken_in = isinstance(peer, bytes)
+        self._reader = Reader(self._heard, self._write)
         self._unsent: deque[memoryview] = deque()
         self._is_closed = False
         self._silent_beats = 0
-        loop.add_reader(self._fd, self._readable)
-        self._write(GREETING + ready(socket_type))
+        self._loop.add_reader(self._fd, self._readable)
+        self._write(GREETING + ready(b"ROUTER" if self._is_taken_in else b"DEALER"))
 
     @property
     def is_ready(self) -> bool:
@@ -74,8 +67,8 @@ class Stream:
         if not buffers and not self._unsent and len(data) < COPIED_BYTES:
             self._write(header(len(data)) + data)
             return
-        if self._slow is not None and len(self._unsent) > limits.MAX_QUEUED:
-            self._slow()
+        if self._is_taken_in and len(self._unsent) > limits.MAX_QUEUED:
+            self._owner.refusals.add("slow", f"a peer left {limits.MAX_QUEUED} parts unread")
             self._unsent.clear()
             self.give_up("the peer reads nothing")
             return
@@ -101,7 +94,7 @@ class Stream:
         """Nothing is left to do: what was sent went to the kernel, or waits for it."""
 
     def close(self, *, linger: bool = False) -> Rest | None:
-        """See End."""
+        """See Connection."""
         if self._is_closed:
             return None
         self._detach()
@@ -115,7 +108,7 @@ class Stream:
         if not self._is_closed:
             self._detach()
             self._connection.close()
-            self._loop.call_soon(self._ended, reason)
+            self._loop.call_soon(self._ended, self, reason)
 
     def _send_rest(self) -> None:
         self._connection.settimeout(LAST_SENDS_S)
@@ -157,6 +150,10 @@ class Stream:
         if not self._is_closed:
             self._loop.remove_writer(self._fd)
 
+    def _heard(self, first: memoryview, beside: Sequence[memoryview]) -> None:
+        self.has_spoken = True
+        self._owner.heard(self, first, beside)
+
     def _readable(self) -> None:
         missing = self._reader.missing
         try:
@@ -175,7 +172,7 @@ class Stream:
         except BadFrame as error:
             self.give_up(str(error))
         else:
-            self._drained()
+            self._owner.drained()
 
     def _detach(self) -> None:
         self._is_closed = True
@@ -183,7 +180,7 @@ class Stream:
         self._loop.remove_writer(self._fd)
 
 
-def connected(path: str) -> socket.socket:
+def dial(path: str, peer: str, owner: Owner) -> UnixConnection:
     """A connection to whoever listens at `path`, made at once. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
@@ -191,4 +188,4 @@ def connected(path: str) -> socket.socket:
     except OSError:
         connection.close()
         raise
-    return connection
+    return UnixConnection(connection, peer, owner, ended=owner.ended)
