@@ -67,6 +67,7 @@ def test_a_host_joins_by_token_works_and_leaves_when_the_job_ends(place):
             until(lambda: "env_manager-2" in actors_of(run), "the second manager")
             bound = _bound_ports(run)
             drained = until(lambda: _drained(run), "the drain of the only manager on the first host")
+            again = rubato("drain", "env_manager-1", "--run", run, cwd=run)  # as when the answer to the first was lost
             before = _steps(run)
             until(lambda: _steps(run) > before + 3, "steps from the joined manager's rollouts alone")
             stopped = rubato("stop", "--run", run, cwd=place)
@@ -75,6 +76,7 @@ def test_a_host_joins_by_token_works_and_leaves_when_the_job_ends(place):
     assert len(bound) >= len(("node-1", "node-2", "gate", "env_manager-2"))
     assert bound <= set(range(31400, 31461))
     assert drained.code == stopped.code == 0
+    assert (again.code, again.out) == (0, drained.out)
     assert codes == (130, 130)
     assert "env_manager-2 joins from node-2" in (place / "first.log").read_text()
     assert not left_behind(run)
