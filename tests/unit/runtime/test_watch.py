@@ -3,7 +3,7 @@
 import asyncio
 
 from runtime.clock import run_virtual
-from runtime.launch.watch import Watch
+from runtime.launch.agent import Watch
 from runtime.observe.waits import Waits
 
 
