@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+
 from runtime.errors import ConfigError
 
 NEEDED = ("config.json", "*.safetensors", "tokenizer.json")
@@ -15,3 +17,13 @@ def check_model_folder(folder: Path) -> None:
     if missing:
         what = " and no ".join(missing)
         raise ConfigError(f"model folder {folder} has no {what}. Set model.path to a folder in HF format.")
+
+
+def vocab_size_of(folder: Path) -> int | None:
+    """Number of token ids of the model in `folder`; None where it does not say. Blocks."""
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes())
+    except (OSError, msgspec.MsgspecError):
+        return None
+    size = config.get("vocab_size") if isinstance(config, dict) else None
+    return size if isinstance(size, int) else None

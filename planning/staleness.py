@@ -45,7 +45,7 @@ class SupplyView:
     alpha: int
     batch_groups: int
     ready: tuple[int, ...]
-    """Versions of the complete groups, in any order."""
+    """Versions of the complete groups, those that were admitted first coming first."""
     in_flight: tuple[int, ...]
     """Versions of the groups that still run."""
 
@@ -57,6 +57,8 @@ class HandOver:
     take: bool
     min_version: int
     why: str
+    chosen: tuple[int, ...] = ()
+    """Places in `SupplyView.ready` of the groups to take, in the order in which they train."""
 
 
 def is_stale(version_first: int, version: int, alpha: int) -> bool:
@@ -94,14 +96,15 @@ def hand_over(view: SupplyView) -> HandOver:
     hand-over waits. Long rollouts are thus waited for and not dropped, so that the batch is no selection of short ones.
     """
     oldest = min_version(view.step, view.alpha)
-    usable = sorted(version for version in view.ready if version >= oldest)
+    usable = sorted((version, at) for at, version in enumerate(view.ready) if version >= oldest)
     if len(usable) < view.batch_groups:
         return HandOver(False, oldest, f"{len(usable)} of {view.batch_groups} groups")
     batch, rest = usable[: view.batch_groups], usable[view.batch_groups :]
     for k in range(max(0, view.alpha)):
         limit = oldest + k
         running = sum(version <= limit for version in view.in_flight)
-        left = running + sum(version <= limit for version in rest)
-        if running and left > k * view.batch_groups and batch[-1] > limit:
+        left = running + sum(version <= limit for version, _ in rest)
+        if running and left > k * view.batch_groups and batch[-1][0] > limit:
             return HandOver(False, oldest, f"{running} running groups would be too old after step {view.step + k}")
-    return HandOver(True, oldest, f"the {view.batch_groups} oldest of {len(usable)} groups")
+    why = f"the {view.batch_groups} oldest of {len(usable)} groups"
+    return HandOver(True, oldest, why, tuple(at for _, at in batch))

@@ -1,23 +1,20 @@
-"""The SampleBuffer in virtual time: the live book and the live rules of admission and hand-over, without a Store behind them."""
+"""The SampleBuffer in virtual time: the live buffer's own groups and rules, without a Store behind them."""
 
 from actors.messages.samples import Ticket
-from actors.samples.book import Book, Limits
-from actors.samples.groups import Group
-from actors.samples.sample import trajectory_id
-from planning.staleness import hand_over, is_stale, min_version
+from actors.samples.groups import GroupLimits, Groups
+from actors.samples.sample import Heard, trajectory_id
 from sim.timeline import Timeline
 
 NEVER_LAPSES_S = 1e9
-"""`Limits.ticket_ttl_s` of modelled jobs, where no holder of a ticket dies."""
+"""`GroupLimits.ticket_ttl_s` of modelled jobs, where no holder of a ticket dies."""
 
 
 class ModelledBuffer:
     """Issues tickets while there are slots, and hands out a batch when `planning.staleness.hand_over` says so."""
 
-    def __init__(self, timeline: Timeline, limits: Limits, alpha: int) -> None:
+    def __init__(self, timeline: Timeline, limits: GroupLimits, alpha: int) -> None:
         self._timeline = timeline
-        self.book = Book(limits, alpha, changed=lambda _: None, moved=lambda: None)
-        self._bound: list[Group] = []
+        self._groups = Groups(limits, alpha)
         self._ages: list[int] = []
         self.changed = timeline.event()
         """Something may be admitted or claimed."""
@@ -27,91 +24,62 @@ class ModelledBuffer:
     @property
     def version(self) -> int:
         """Steps trained so far."""
-        return self.book.version
+        return self._groups.training.version
 
     def issue(self) -> Ticket | None:
         """The next rollout, if one may start."""
-        tickets = self.book.issue(1, "env_manager-0", 1, self._timeline.now)
+        tickets = self._groups.issue(1, "env_manager-0", 1, self._timeline.now)
         return tickets[0] if tickets else None
 
     def put(self, ticket: Ticket, version_first: int, reward: float) -> None:
         """A scored trajectory; one that is too old, or whose group is over, counts as such."""
-        found = self.book.find(ticket.trajectory_id)
-        if found is None or found[1].attempt != ticket.attempt or found[0].fate:
+        if self._groups.settled_fate(ticket) is not None:
             self._count("superseded")
             return
-        group, member = found
-        self.book.leases.release(ticket.trajectory_id)
-        member.version_first, member.reward = version_first, reward
-        stale = is_stale(version_first, self.book.base, self.book.alpha)
-        member.state = "failed" if stale else "scored"
-        self._count("stale" if stale else "scored")
-        self._complete(group)
+        fate = self._groups.score(ticket.trajectory_id, Heard(version_first, reward))
+        self._count("stale" if fate == "stale" else "scored")
+        self._moved()
 
     def give_up(self, ticket: Ticket, reason: str, *, retry: bool) -> None:
         """A rollout that came to nothing: another attempt, or its end."""
         self._count(reason)
-        found = self.book.find(ticket.trajectory_id)
-        if found is None or found[1].attempt != ticket.attempt or found[0].fate:
+        if self._groups.settled_fate(ticket) is not None:
             return
-        if not (retry and self.book.take_back(ticket.trajectory_id, counted=True)):
-            self.book.leases.release(ticket.trajectory_id)
-            found[1].state = "failed"
-            self._complete(found[0])
-        self._wake()
+        if retry:
+            self._groups.take_back(ticket.trajectory_id, reason, counted=True)
+        else:
+            self._groups.fail(ticket.trajectory_id, "failed", reason)
+        self._moved()
 
     def claim(self, step: int) -> list[str] | None:
         """The trajectories that `step` trains, oldest groups first; None while it must wait."""
-        limits = self.book.limits
-        oldest = min_version(step, self.book.alpha)
-        for group in [*self.book.running(), *self.book.ready()]:
-            if group.version_known(self.book.base) < oldest:
-                self._count("stale", group.num_scored)
-                self.book.remove(group.id)
-        plan = hand_over(self.book.supply(step, limits.batch_groups))
+        groups = self._groups
+        plan = groups.plan(step, groups.limits.batch_groups)
+        dropped = [end for end in groups.take_changes().ends if end.fate == "stale" and end.reward is not None]
+        self._count("stale", len(dropped))
         if not plan.take:
             return None
-        ready = sorted(self.book.ready(), key=lambda group: (group.version(self.book.version), group.id))
-        batch = [group for group in ready if group.version(self.book.version) >= plan.min_version][
-            : limits.batch_groups
-        ]
-        names: list[str] = []
-        for group in batch:
-            group.step = step
-            for index, member in enumerate(group.members):
-                if member.state == "scored":
-                    names.append(trajectory_id(group.id, index))
-                    self._ages.append(step - 1 - member.version_first)
-        self.book.bound.add(step)
-        self._bound = batch
-        return names
+        chosen = groups.chosen(plan)
+        groups.bind(step, chosen)
+        self._ages += [step - 1 - group.members[index].version_first for group in chosen for index in group.scored]
+        return [trajectory_id(group.id, index) for group in chosen for index in group.scored]
 
     def trained(self, step: int) -> None:
         """Step `step` is published: the slots of its groups are free."""
-        for group in self._bound:
-            self.book.remove(group.id)
-        self.book.version = self.book.committed = step
-        self.book.bound.discard(step)
-        self._wake()
+        self._groups.advance(step)
+        self._groups.commit(step, self._groups.training.epoch)
+        self._moved()
 
     @property
     def ages(self) -> tuple[int, ...]:
         """Of every trained trajectory, in versions."""
         return tuple(self._ages)
 
-    def _complete(self, group: Group) -> None:
-        if not group.complete:
-            return
-        group.fate = group.verdict()
-        if group.trainable:
-            group.sealed = True
-        else:
-            self.book.remove(group.id)
-        self._wake()
-
     def _count(self, fate: str, num: int = 1) -> None:
-        self.fates[fate] = self.fates.get(fate, 0) + num
+        if num:
+            self.fates[fate] = self.fates.get(fate, 0) + num
 
-    def _wake(self) -> None:
+    def _moved(self) -> None:
+        self._groups.take_changes()
         happened, self.changed = self.changed, self._timeline.event()
         happened.set()

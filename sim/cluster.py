@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pydantic import Field
 
 from actors.messages.samples import Ticket
-from actors.samples.book import Limits
+from actors.samples.groups import GroupLimits
 from runtime.config import Section
 from sim.buffer_model import NEVER_LAPSES_S
 from sim.engine_model import ModelledEngine
@@ -83,7 +83,7 @@ class ClusterCosts:
     async def finish(self, step: int) -> None:
         pass
 
-    async def checkpoint(self, step: int, claimed_s: float) -> None:
+    async def checkpoint(self, step: int) -> None:
         pass
 
     def used(self) -> Mapping[str, tuple[float, float]]:
@@ -91,7 +91,7 @@ class ClusterCosts:
 
 
 def cluster_job(spec: ClusterJobSpec, seed: int) -> Job:
-    limits = Limits(
+    limits = GroupLimits(
         group_size=spec.group_size, batch_groups=spec.batch_groups, steps=spec.steps, run_seed=seed,
         max_attempts=spec.max_attempts, unbounded_batches=8, ticket_ttl_s=NEVER_LAPSES_S,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.messages.samples import Ticket
-from actors.samples.book import Limits
+from actors.samples.groups import GroupLimits
 from planning.staleness import is_stale
 from sim.buffer_model import ModelledBuffer
 from sim.manager_model import ModelledManager, RolloutFailed
@@ -48,8 +48,8 @@ class JobCosts(Protocol):
         """What a step takes once its weights are out."""
         ...
 
-    async def checkpoint(self, step: int, claimed_s: float) -> None:
-        """Between `step`, whose samples were claimed at `claimed_s`, and the next one."""
+    async def checkpoint(self, step: int) -> None:
+        """What is written between `step` and the next one."""
         ...
 
     def used(self) -> Mapping[str, tuple[float, float]]:
@@ -85,7 +85,7 @@ class JobStep:
 class Job:
     """`run` simulates; `rows` then says what happened."""
 
-    def __init__(self, limits: Limits, alpha: int, costs: JobCosts) -> None:
+    def __init__(self, limits: GroupLimits, alpha: int, costs: JobCosts) -> None:
         self.rows: list[JobStep] = []
         self.buffer = ModelledBuffer(costs.timeline, limits, alpha)
         self._steps = limits.steps
@@ -147,4 +147,4 @@ class Job:
             self.rows.append(
                 JobStep(step, began, asked, claimed, trained, published, timeline.now, tokens, costs.used())
             )
-            await costs.checkpoint(step, claimed)
+            await costs.checkpoint(step)

@@ -12,7 +12,7 @@ from actors.envs.outcomes import RolloutRecord
 from actors.envs.preflight import try_environment
 from actors.envs.rollout import Rollout, RolloutContext
 from actors.envs.section import EnvSection, RolloutSection
-from actors.messages.samples import Admit, GiveUp, Hold, Put, Standing, Ticket, Trajectory
+from actors.messages.samples import Admit, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
 from runtime.actor import Actor, Context, handler
 from runtime.config import ActorConfig
@@ -82,7 +82,7 @@ class EnvManager(Actor):
         self._subject = Subject(config.env.target, str(self.run.folder / "logs" / f"{self.name}.jsonl"))
         self._record = RolloutRecord(self._subject, config.env.reset_tries)
         self._host = EnvHost(config.env, on_output=self._user_output)
-        self._standing = Standing(version=0, alpha=-1)
+        self._policy = PolicyState(version=0, alpha=-1)
         self._running: dict[tuple[str, int], tuple[Ticket, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
@@ -117,9 +117,9 @@ class EnvManager(Actor):
         await self._host.close()
 
     @handler
-    async def standing_changed(self, message: Standing) -> None:
+    async def standing_changed(self, message: PolicyState) -> None:
         """A hint of the sample buffer: training moved on, or α did."""
-        self._standing = message
+        self._policy = message
 
     async def _prepare(self) -> str:
         """Read the tokenizer and try the environment; returns the sentence that ends the job, if any."""
@@ -139,7 +139,7 @@ class EnvManager(Actor):
             renderer=renderer,
             proxy=self.ref("llm_proxy"),
             reward=self.ref("reward_service") if self._scored else None,
-            standing=lambda: self._standing,
+            policy=lambda: self._policy,
             metrics=self.metrics,
             waits=self.waits,
         )
@@ -162,7 +162,7 @@ class EnvManager(Actor):
                 self.log.warning("not_admitted", error=str(error))
                 await asyncio.sleep(PAUSE_S)
                 continue
-            self._standing = reply.standing
+            self._policy = reply.policy
             for ticket in reply.tickets:
                 self._begin(ticket)
             if reply.closed:
@@ -241,7 +241,7 @@ class EnvManager(Actor):
                         return True
                     await asyncio.sleep(PAUSE_S * 4**failed)
                 else:
-                    self._standing = stored.standing
+                    self._policy = stored.policy
                     return True
 
     async def _hold(self) -> None:
@@ -251,8 +251,8 @@ class EnvManager(Actor):
             if not self._running:
                 continue
             try:
-                self._standing = await self._buffer.ask(
-                    Hold(tuple(self._running), self.name), timeout=self._limits.hold_s
+                self._policy = await self._buffer.ask(
+                    RenewLeases(tuple(self._running), self.name, self.incarnation), timeout=self._limits.hold_s
                 )
             except AskFailed as error:
                 self.log.warning("not_held", num=len(self._running), error=str(error))

@@ -16,7 +16,7 @@ from actors.envs.section import EnvSection, RolloutSection
 from actors.envs.transcript import TOKEN_BYTES, Transcript
 from actors.messages.generation import Aborted, Completion, Generate, Sampling, Tokens
 from actors.messages.rewards import NotScored, Score
-from actors.messages.samples import Standing, Ticket, Trajectory
+from actors.messages.samples import PolicyState, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
 from bus.message import Request
 
@@ -52,7 +52,7 @@ class RolloutContext:
     renderer: ChatRenderer
     proxy: Asks
     reward: Asks | None
-    standing: Callable[[], Standing]
+    policy: Callable[[], PolicyState]
     metrics: Gauges
     waits: Waiting
 
@@ -163,13 +163,13 @@ class Rollout:
 
     def _check_age(self, transcript: Transcript) -> None:
         """The bound is checked at every turn: a trajectory that can no longer train frees its slot at once."""
-        standing = self._stage.standing()
-        if self._ticket.purpose == "eval" or standing.alpha < 0 or transcript.version_first < 0:
+        policy = self._stage.policy()
+        if self._ticket.purpose == "eval" or policy.alpha < 0 or transcript.version_first < 0:
             return
-        age = standing.version - transcript.version_first
-        if age > standing.alpha:
+        age = policy.version - transcript.version_first
+        if age > policy.alpha:
             raise GaveUp(
-                "stale", f"age {age} after {len(self._texts)} turns; staleness.alpha is {standing.alpha}", retry=True
+                "stale", f"age {age} after {len(self._texts)} turns; staleness.alpha is {policy.alpha}", retry=True
             )
 
     async def _generate(self, transcript: Transcript) -> Tokens:

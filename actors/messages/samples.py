@@ -55,8 +55,8 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
     version_last: int
 
 
-class Standing(Message, frozen=True):
-    """The one record of where training stands; written by the SampleBuffer alone, pushed as a hint to whoever holds tickets."""
+class PolicyState(Message, frozen=True):
+    """The newest weight version and the staleness bound; decided by the SampleBuffer alone, pushed as a hint to whoever holds tickets."""
 
     version: int
     alpha: int
@@ -66,7 +66,7 @@ class Tickets(Message, frozen=True):
     """Reply to Admit: possibly empty when the wait ended; `closed` when the job will admit nothing more."""
 
     tickets: tuple[Ticket, ...]
-    standing: Standing
+    policy: PolicyState
     closed: bool = False
 
 
@@ -80,19 +80,21 @@ class Admit(Request[Tickets], frozen=True):
     wait_s: float = 10.0
 
 
-class Hold(Request[Standing], frozen=True):
-    """Renew the leases of all that the holder runs (`trajectory_id`, `attempt`). A ticket it leaves out went astray and is issued again."""
+class RenewLeases(Request[PolicyState], frozen=True):
+    """Renew the leases of all that the holder runs (`trajectory_id`, `attempt`). A ticket of this incarnation that it leaves out was
+    lost on its way, and is issued again."""
 
     idempotent: ClassVar[bool] = True
     held: tuple[tuple[str, int], ...]
     holder: str
+    incarnation: int
 
 
 class Stored(Message, frozen=True):
     """Reply to Put and GiveUp, sent once durable. `fate` is empty while the sample may still train, else its named end."""
 
     fate: str
-    standing: Standing
+    policy: PolicyState
 
 
 class Put(Request[Stored], frozen=True):
@@ -114,7 +116,7 @@ class GiveUp(Request[Stored], frozen=True):
 
 
 class Epoch(Message, frozen=True):
-    """The trainer's licence: only the newest epoch claims and commits. `bound` lists uncommitted steps to replay, oldest first."""
+    """The trainer's licence: only the newest epoch claims and commits. `bound` lists uncommitted steps to train again, oldest first."""
 
     epoch: int
     committed: int
@@ -134,14 +136,15 @@ class Batch(Message, frozen=True):
     step: int
     parts: tuple[Buffer, ...]
     """The groups as MessagePack, cut into pieces: together they may be larger than a frame."""
-    stale: int
-    """Samples dropped as stale by this hand-over."""
+    receipt: bytes
+    """For the checkpoint that covers the step: by it the SampleBuffer ends these samples should the Store forget them."""
 
     @classmethod
-    def of(cls, step: int, groups: Sequence[Sequence[bytes]], stale: int) -> "Batch":
+    def of(cls, step: int, groups: Sequence[Sequence[bytes]], receipt: bytes) -> "Batch":
         """A batch of these `groups`, each of MessagePack-encoded Trajectory."""
         whole = memoryview(msgspec.msgpack.encode(groups))
-        return cls(step, tuple(Buffer(whole[at : at + PART_BYTES]) for at in range(0, len(whole), PART_BYTES)), stale)
+        parts = tuple(Buffer(whole[at : at + PART_BYTES]) for at in range(0, len(whole), PART_BYTES))
+        return cls(step, parts, receipt)
 
     @property
     def groups(self) -> tuple[tuple[bytes, ...], ...]:
@@ -167,7 +170,7 @@ class Claim(Request[Batch | NotReady], frozen=True):
     wait_s: float = 10.0
 
 
-class Advance(Request[Standing], frozen=True):
+class Advance(Request[PolicyState], frozen=True):
     """Step `step` was trained and its weights published as version `step`: frees its slots and admits fresh work."""
 
     idempotent: ClassVar[bool] = True
@@ -175,12 +178,18 @@ class Advance(Request[Standing], frozen=True):
     epoch: int
 
 
-class Confirm(Request[Ack], frozen=True):
-    """Asked before a checkpoint covers `step`: fails where the Store has forgotten what one of the steps up to it was bound to."""
+class Raised(Message, frozen=True):
+    """Reply to StepRaised: how many groups end as `poisoned`, because training on them raised again."""
 
-    idempotent: ClassVar[bool] = True
+    poisoned: int
+
+
+class StepRaised(Request[Raised], frozen=True):
+    """Training on `step` raised `error`. A death of the trainer is not told here, and does not count."""
+
     step: int
     epoch: int
+    error: str
 
 
 class Commit(Request[Ack], frozen=True):

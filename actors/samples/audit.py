@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.samples.ledger_file import lost_path
+from actors.samples.ledger import lost_path
 from actors.samples.sample import group_id, split_id, trajectory_id
 
 SHOWN = 3

@@ -1,13 +1,17 @@
-"""SampleBuffer: the only source of work and the only judge of age; a slot is freed when its group was trained or dropped."""
+"""SampleBuffer: the only source of work and the only judge of age; a slot is freed when its group was trained or dropped.
+
+Every handler changes the groups in memory, waits for the journal's write, and only then answers.
+"""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
 
+import msgspec
 from pydantic import Field
 
-from actors.config import StalenessSection, TrainSection
+from actors.checkpoint import newest_receipts
+from actors.config import ModelSection, StalenessSection, TrainSection
 from actors.messages.samples import (
     Admit,
     Advance,
@@ -15,45 +19,62 @@ from actors.messages.samples import (
     Claim,
     Close,
     Commit,
-    Confirm,
     DrawEpoch,
     Epoch,
     EvalResult,
     Evaluate,
     GiveUp,
-    Hold,
     NotReady,
+    PolicyState,
     Put,
-    Standing,
+    Raised,
+    RenewLeases,
+    StepRaised,
     Stored,
     Ticket,
     Tickets,
+    Trajectory,
 )
-from actors.samples.book import Book, Limits
-from actors.samples.evaluation import open_round, result
-from actors.samples.handover import TrainerDesk
-from actors.samples.holders import Holders
-from actors.samples.intake import Intake, Wakes
+from actors.model_folder import vocab_size_of
+from actors.samples.group import Group, Member
+from actors.samples.groups import GroupLimits, Groups, OutOfOrder
+from actors.samples.holders import NOBODY, Holders
 from actors.samples.journal import Journal
 from actors.samples.ledger import SampleLedger
-from actors.samples.recovery import Records, rebuild
-from actors.samples.repair import Repair
-from actors.samples.sample import file_payload, read_payload
+from actors.samples.records import Receipt
+from actors.samples.sample import (
+    FUTURE_VERSION,
+    INLINE_BYTES,
+    Heard,
+    PayloadLost,
+    file_payload,
+    flaw,
+    heard_of,
+    read_payload,
+    remove_payload,
+    split_id,
+    sweep_payloads,
+    trajectory_id,
+)
 from actors.samples.section import SamplesSection
-from actors.samples.waiting import ENV_MANAGER, gauges, why_no_tickets, why_unfinished, why_waiting
+from actors.samples.waiting import ENV_MANAGER, gauges, why_no_batch, why_no_tickets, why_unfinished
+from actors.samples.wake import Wake
 from bus.errors import AskFailed
 from bus.message import Ack
 from planning.staleness import HandOver
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
-from runtime.observe.waits import STORE, Wait
-from runtime.store.errors import Fenced, StoreError
+from runtime.observe.waits import STORE
 from runtime.store.store import Fence
 
-ResultT = TypeVar("ResultT")
-
 HINT_S = 1.0
-"""A manager that grants no credit for this long misses the hint; every reply carries the standing too."""
+"""A manager that grants no credit for this long misses the hint; every reply carries the policy's state too."""
+
+EPOCH = "samples/epoch"
+"""Counter of trainers' epochs: it leaps where the Store forgot, so none is drawn twice."""
+
+ROUNDS_KEPT = 8
+"""Results of held-out evaluations that are kept for an asker that lost its reply."""
 
 
 class SampleBuffer(Actor):
@@ -63,6 +84,7 @@ class SampleBuffer(Actor):
     least = most = 1
 
     class Config(ActorConfig):
+        model: ModelSection = Field(default_factory=ModelSection)
         staleness: StalenessSection = Field(default_factory=StalenessSection)
         train: TrainSection = Field(default_factory=TrainSection)
         samples: SamplesSection = Field(default_factory=SamplesSection)
@@ -70,210 +92,383 @@ class SampleBuffer(Actor):
     config: Config
 
     async def on_start(self) -> None:
-        """Rebuild from the Store, then serve."""
-        self._closed = self._draining = False
-        self._wakes = Wakes()
-        fence = Fence(self.role, self.incarnation)
-        workset = self.store.workset("samples", fence=fence)
-        self._journal = Journal(self.store, fence, self.log, on_outage=self._outage)
-        self._records = Records(self.store, self._journal)
-        self._book = Book(self._limits(), self.config.staleness.bound, self._records.changed, self._records.moved)
-        self._records.of(self._book)
-        shared = (self._book, self._journal, workset, self._wakes)
-        self._intake = Intake(*shared, self._file_payload, self.metrics, self.log)
-        self._repair = Repair(*shared, self._records, self._intake)
-        self._trainer = TrainerDesk(*shared, self._intake, self._repair, self._read_payload, self.log)
-        self._holders = Holders(self._book, self._intake, self._journal, self.store, self.log)
-        self._ledger = SampleLedger(
-            self.run.folder, workset, self._journal, self.incarnation, self._store_forgot, self.offload, self.log
+        """Rebuild from the Store and the newest checkpoint, then serve."""
+        self._closed = False
+        self._draining = False
+        self._slots = Wake()
+        self._supply = Wake()
+        self._rounds = Wake()
+        self._claiming = asyncio.Lock()
+        self._groups = groups = Groups(self._limits(), self.config.staleness.bound)
+        self._journal = journal = Journal(
+            self.store,
+            Fence(self.role, self.incarnation),
+            groups,
+            window_s=self.run.window_s,
+            most_bytes=self.config.samples.unsettled_mb << 20,
+            metrics=self.metrics,
+            log=self.log,
+            on_outage=self._outage,
         )
-        await rebuild(self._book, self._records, self._journal, workset, self._intake, self._now())
+        self._holders = Holders(groups, self._incarnation_of, self._slots.set, self.log)
+        self._ledger = SampleLedger(
+            self.run.folder, journal, self.incarnation, lambda: groups.training.ended, self.offload, self.log
+        )
+        self._vocab_size = await self.offload(vocab_size_of, self.run.folder / self.config.model.path)
+        stored = await journal.take_over()
+        groups.restore(stored.training, stored.groups, self._now())
+        await self._cover()
+        self.spawn(journal.run(), name="journal")
+        await journal.sync()
         await self._ledger.open()
+        await self._sweep_files()
         await self._holders.check_all()
         self.spawn(self._holders.watch_leases(), name="leases")
-        self.spawn(self._ledger.follow(self._wakes.ended), name="ledger")
-        gauges(self._book, self.metrics)
-        self.log.info("rebuilt", version=self._book.version, groups=len(self._book.groups), lines=self._ledger.index)
+        self.spawn(self._ledger.follow(), name="ledger")
+        gauges(groups, self.metrics)
+        self.log.info("rebuilt", version=groups.training.version, groups=len(groups.live), lines=self._ledger.index)
 
     async def on_drain(self) -> None:
         """Admit nothing more. Everything acknowledged is durable already; the ledger is brought up to date."""
         self._draining = True
-        await self._journal.flush()
+        await self._journal.sync()
         with suppress(OSError):
-            await self._ledger.check()
-            await self._repair.run()
             await self._ledger.check()
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         """Rollouts of an actor that went away are issued again at once."""
         for name in left:
-            await self._holders.left(name, ready=name in self.peers(name.rpartition("-")[0]))
+            await self._holders.left(name, is_back=name in self.peers(name.rpartition("-")[0]))
 
     # -- environment managers -----------------------------------------------------------------------------------
 
     @handler(concurrency=1024)
     async def admit(self, request: Admit) -> Tickets:
-        if self._holders.replaced(request.holder, request.incarnation):
-            self.spawn(self._holders.take_back(request.holder, request.incarnation), name="take_back")
+        self._holders.asked(request.holder, request.incarnation)
         tickets: list[Ticket] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(request.wait_s):
                 while not (tickets := self._issue(request)) and not self._closed:
-                    with self._waits_for_slots():
-                        await self._wakes.slots.wait()
-        sent = await self._send(tickets) if tickets else ()
-        return Tickets(tickets=tuple(sent), standing=self._book.standing, closed=self._closed)
+                    limit = f"staleness.alpha={self._groups.alpha}"
+                    wait = self.waits.on("tickets", stage="slots", limit=limit, idle=True)
+                    with wait.told(lambda: why_no_tickets(self._groups)):
+                        await self._slots.wait()
+        sent = await self._make_durable(tickets) if tickets else ()
+        return Tickets(tickets=tuple(sent), policy=self._groups.policy, closed=self._closed)
 
     @handler(concurrency=64)
-    async def hold(self, request: Hold) -> Standing:
-        await self._whole(self._holders.hold(request.holder, request.held))
-        return self._book.standing
+    async def renew_leases(self, request: RenewLeases) -> PolicyState:
+        self._holders.renew(request.holder, request.incarnation, request.held)
+        await self._journal.sync()
+        return self._groups.policy
 
     @handler(concurrency=1024)
     async def put(self, request: Put) -> Stored:
         with self.waits.on(request.trajectory.ticket.trajectory_id, stage="intake", holder=STORE):
-            fate = await self._whole(self._intake.put(request.trajectory))
-        return Stored(fate=fate, standing=self._book.standing)
+            fate = await self._put(request.trajectory)
+            await self._journal.sync()
+        return Stored(fate=fate, policy=self._groups.policy)
 
     @handler(concurrency=1024)
     async def give_up(self, request: GiveUp) -> Stored:
         with self.waits.on(request.ticket.trajectory_id, stage="intake", holder=STORE):
-            fate = await self._whole(self._intake.give_up(request))
-        return Stored(fate=fate, standing=self._book.standing)
+            fate = self._give_up(request)
+            await self._journal.sync()
+        return Stored(fate=fate, policy=self._groups.policy)
 
     # -- the trainer --------------------------------------------------------------------------------------------
 
     @handler(concurrency=16)
     async def draw_epoch(self, request: DrawEpoch) -> Epoch:
-        return await self._whole(self._trainer.draw_epoch(request))
+        """A trainer takes over from its checkpoint of `request.step`, which is committed here if it was not."""
+        async with self._claiming:
+            draw = self._journal.steadily(lambda: self.store.increment(EPOCH, at_least=request.at_least))
+            epoch = max(await draw, self._groups.training.epoch + 1)
+            await self._cover(request.step)
+            self._groups.take_over(epoch, request.step)
+            self._moved()
+            await self._journal.sync()
+        bound = tuple(sorted(self._groups.steps))
+        committed = self._groups.training.committed
+        self.log.info("epoch_drawn", epoch=epoch, committed=committed, bound=bound)
+        return Epoch(epoch=epoch, committed=committed, bound=bound)
 
     @handler(concurrency=16)
     async def claim(self, request: Claim) -> Batch | NotReady:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + request.wait_s
+        deadline = self._now() + request.wait_s
         while True:
-            plan = await self._await_plan(request, deadline)
-            if not plan.take:
-                return self._trainer.not_ready(request, plan)
-            changed = self._wakes.supply.next()
-            reply = await self._whole(self._trainer.claim(request))
-            gauges(self._book, self.metrics)
-            if isinstance(reply, Batch):
-                return reply
-            with suppress(TimeoutError):
+            async with self._claiming:
+                found = await self._claim(request)
+            if isinstance(found, Batch):
+                return found
+            changed = self._supply.next()
+            limit = f"samples.ticket_ttl_s={self.config.samples.ticket_ttl_s:g}"
+            wait = self.waits.on(f"batch {request.step}", stage="batch", limit=limit, idle=True)
+            with wait.told(lambda plan=found: why_no_batch(self._groups, plan)), suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await changed.wait()
-            if loop.time() >= deadline:
-                return reply
+            if self._now() >= deadline:
+                ready = sum(1 for _ in self._groups.ready())
+                return NotReady(ready=ready, wanted=request.groups, why=found.why)
 
     @handler(concurrency=16)
-    async def advance(self, request: Advance) -> Standing:
-        before = self._book.version
-        await self._whole(self._trainer.advance(request))
-        if self._book.version > before:
+    async def advance(self, request: Advance) -> PolicyState:
+        groups = self._groups
+        groups.check_epoch(request.epoch)
+        before = groups.training.version
+        groups.advance(request.step)
+        groups.drop_old(groups.base - groups.alpha if groups.alpha >= 0 else 0)
+        self._moved()
+        await self._journal.sync()
+        if groups.training.version > before:
             self.spawn(self._hint(), name="hint")
-        gauges(self._book, self.metrics)
-        return self._book.standing
-
-    @handler(concurrency=16)
-    async def confirm(self, request: Confirm) -> Ack:
-        await self._whole(self._trainer.confirm(request))
-        return Ack()
+        return groups.policy
 
     @handler(concurrency=16)
     async def commit(self, request: Commit) -> Ack:
-        await self._whole(self._trainer.commit(request))
+        self._groups.check_epoch(request.epoch)
+        await self._cover(request.step)
+        self._groups.check_epoch(request.epoch)
+        self._groups.commit(request.step, request.epoch)
+        self._groups.advance(request.step)
+        self._moved()
+        await self._journal.sync()
         return Ack()
 
     @handler(concurrency=16)
+    async def step_raised(self, request: StepRaised) -> Raised:
+        self._groups.check_epoch(request.epoch)
+        poisoned = self._groups.raised(request.step)
+        self.log.error("step_raised", step=request.step, error=request.error, poisoned=len(poisoned))
+        self._moved()
+        await self._journal.sync()
+        return Raised(poisoned=len(poisoned))
+
+    @handler(concurrency=16)
     async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:
-        group = open_round(self._book, request.key, request.num, self._now())
-        self._wakes.slots.set()
+        group = self._open_round(request)
         wait = self.waits.on(f"evaluation {request.key}", stage="evaluation", idle=True)
         with wait.told(lambda: why_unfinished(group)), suppress(TimeoutError):
             async with asyncio.timeout(request.wait_s):
                 while not group.complete:
-                    await self._wakes.rounds.wait()
-        if group.complete:
-            return result(group)
-        why = f"{group.num_settled} of {request.num} held-out tasks have an outcome"
-        return NotReady(ready=group.num_settled, wanted=request.num, why=why)
+                    await self._rounds.wait()
+        if not group.complete:
+            why = f"{group.num_settled} of {request.num} held-out tasks have an outcome"
+            return NotReady(ready=group.num_settled, wanted=request.num, why=why)
+        rewards = [member.reward for member in group.members if member.reward is not None]
+        mean = sum(rewards) / len(rewards) if rewards else 0.0
+        return EvalResult(version=group.begun, reward=mean, num=len(rewards), failed=len(group.members) - len(rewards))
 
     @handler(concurrency=16)
     async def close(self, request: Close) -> Ack:
         self._closed = True
-        self._wakes.slots.set()
-        await self._whole(self._intake.end_unused())
-        self.log.info("closed", version=self._book.version)
+        self._groups.end_unused()
+        self._moved()
+        await self._journal.sync()
+        self.log.info("closed", version=self._groups.training.version)
         return Ack()
 
-    # -- around it ----------------------------------------------------------------------------------------------
+    # -- tickets and rollouts -----------------------------------------------------------------------------------
 
     def _issue(self, request: Admit) -> list[Ticket]:
-        if not self._journal.healthy or self._closed or self._draining:
+        if not self._journal.is_healthy or self._closed or self._draining:
             return []
-        tickets = self._book.issue(request.num, request.holder, request.incarnation, self._now())
+        tickets = self._groups.issue(request.num, request.holder, request.incarnation, self._now())
         if tickets:
             self._holders.granted()
         return tickets
 
-    async def _send(self, tickets: list[Ticket]) -> list[Ticket]:
-        """Make them durable. An asker that gave up meanwhile never saw them; what was taken back meanwhile goes to nobody."""
+    async def _make_durable(self, tickets: list[Ticket]) -> list[Ticket]:
+        """An asker that gave up meanwhile never saw them; what was taken back meanwhile goes to nobody."""
         try:
-            await self._whole(self._journal.flush())
+            await self._journal.sync()
         except asyncio.CancelledError:
-            self._book.unsend(tickets)
-            self._wakes.slots.set()
+            self._groups.unsend(tickets)
+            self._slots.set()
             raise
-        return self._book.on_their_way(tickets, self._now())
+        return self._groups.on_their_way(tickets, self._now())
 
-    async def _await_plan(self, request: Claim, deadline: float) -> HandOver:
-        changed = self._wakes.supply.next()
-        plan = await self._whole(self._trainer.plan(request))
-        limit = f"samples.ticket_ttl_s={self.config.samples.ticket_ttl_s:g}"
-        wait = self.waits.on(f"batch {request.step}", stage="batch", limit=limit, idle=True)
-        with wait.told(lambda: why_waiting(self._book, plan)), suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline):
-                while not plan.take:
-                    await changed.wait()
-                    wait.moved()
-                    changed = self._wakes.supply.next()
-                    plan = await self._whole(self._trainer.plan(request))
-        return plan
+    async def _put(self, trajectory: Trajectory) -> str:
+        """Take a scored trajectory in; returns its fate so far ("" while it may train)."""
+        ticket = trajectory.ticket
+        name = ticket.trajectory_id
+        if (fate := self._settled(ticket)) is not None:
+            return fate
+        if found := flaw(trajectory, newest=self._groups.base, vocab_size=self._vocab_size):
+            self.log.error("trajectory_refused", trajectory=name, attempt=ticket.attempt, flaw=found)
+            if found.startswith(FUTURE_VERSION):
+                return self._change(ticket, lambda: self._groups.take_back(name, found, counted=True) or "superseded")
+            return self._change(ticket, lambda: self._groups.fail(name, "failed", found))
+        heard = heard_of(trajectory)
+        if ticket.purpose == "eval":
+            return self._change(ticket, lambda: self._groups.score(name, heard))
+        payload = msgspec.msgpack.encode(trajectory)
+        if len(payload) <= INLINE_BYTES:
+            await self._journal.room(len(payload))
+            return self._change(ticket, lambda: self._groups.score(name, heard, payload))
+        return await self._put_file(ticket, heard, payload)
 
-    def _waits_for_slots(self) -> Wait:
-        wait = self.waits.on("tickets", stage="slots", limit=f"staleness.alpha={self._book.alpha}", idle=True)
-        return wait.told(lambda: why_no_tickets(self._book))
+    async def _put_file(self, ticket: Ticket, heard: Heard, payload: bytes) -> str:
+        name, folder = ticket.trajectory_id, self.run.folder / "samples"
+        digest = await self.offload(file_payload, folder, f"{name}.{ticket.attempt}", payload)
+        fate = self._change(ticket, lambda: self._groups.score(name, heard, digest=digest))
+        found = self._groups.find(name)
+        if found is None or found[1].digest != digest:
+            await self.offload(remove_payload, folder, f"{name}.{ticket.attempt}")  # it came too late
+        return fate
 
-    async def _whole(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run `work` to its end even if the asker goes away. What the Store refuses is the asker's error; being fenced is ours."""
-        done: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
-        task = self.spawn(_settle(work, done), name="whole")
-        task.add_done_callback(lambda _: work.close())
-        return await done
+    def _give_up(self, request: GiveUp) -> str:
+        """A rollout ended without a score: another attempt, or its end."""
+        name, reason = request.ticket.trajectory_id, request.reason
+        if request.retry:
+            counted = reason != "drained"
+            return self._change(request.ticket, lambda: self._groups.take_back(name, reason, counted=counted))
+        fate = "stale" if reason == "stale" else "failed"
+        return self._change(request.ticket, lambda: self._groups.fail(name, fate, reason))
+
+    def _change(self, ticket: Ticket, change: Callable[[], str]) -> str:
+        """Let `change` happen to a rollout of which nothing came yet; returns its fate."""
+        if (settled := self._settled(ticket)) is not None:
+            return settled
+        fate = change()
+        self._moved()
+        if fate == "" and self._groups.settled_fate(ticket) == "":
+            self.metrics.count("samples/put")
+        return fate
+
+    def _settled(self, ticket: Ticket) -> str | None:
+        fate = self._groups.settled_fate(ticket)
+        if fate == "superseded":
+            self.metrics.count("tickets/refused")
+        return fate
+
+    def _open_round(self, request: Evaluate) -> Group:
+        """The round `key`, begun now where it is new: tasks 0 … num - 1, under the present weight version or newer."""
+        name, rounds = f"eval-{request.key}", self._groups.rounds
+        if name not in rounds:
+            complete = [old for old, group in rounds.items() if group.complete]
+            for old in complete[: max(0, len(complete) + 1 - ROUNDS_KEPT)]:
+                self._groups.forget_round(old)
+            members = [Member() for _ in range(request.num)]
+            begun = self._groups.training.version
+            self._groups.add_round(Group(name, 0, members, purpose="eval", begun=begun))
+            self._slots.set()
+        return rounds[name]
+
+    # -- batches ------------------------------------------------------------------------------------------------
+
+    async def _claim(self, request: Claim) -> Batch | HandOver:
+        """Bind the batch, or get the one that is bound, or say why there is none. Whoever claims a step has trained those before."""
+        groups = self._groups
+        groups.check_epoch(request.epoch)
+        groups.advance(request.step - 1)
+        self._slots.set()
+        self._journal.poke()
+        samples: list[list[bytes]] | None = None
+        while request.step not in groups.steps:
+            plan = groups.plan(request.step, request.groups)
+            self._moved()
+            if not plan.take:
+                return plan
+            samples = await self._bind(request, groups.chosen(plan))
+        bound = groups.steps[request.step]
+        if samples is None:
+            samples = [[s for s in found if s is not None] for found in await self._payloads(bound)]
+            if not any(samples):
+                raise OutOfOrder(
+                    f"the samples of step {request.step} are gone: only the checkpoint that covers it knows them"
+                )
+        await self._journal.sync()
+        gauges(groups, self.metrics)
+        ends = tuple(end for group in bound for end in group.ends(request.epoch))
+        receipt = msgspec.msgpack.encode(Receipt(request.step, groups.training.cursor, ends))
+        return Batch.of(request.step, samples, receipt)
+
+    async def _bind(self, request: Claim, chosen: list[Group]) -> list[list[bytes]] | None:
+        """The payloads of the chosen groups, which are bound now; None where some are gone, or something came between."""
+        found = await self._payloads(chosen)
+        self._groups.check_epoch(request.epoch)
+        if any(group.state != "ready" for group in chosen):
+            return None
+        gone = [(group, samples) for group, samples in zip(chosen, found, strict=True) if None in samples]
+        for group, samples in gone:
+            self._groups.lose(group, [at for at, s in zip(group.scored, samples, strict=True) if s is None])
+        if gone:
+            return None
+        self._groups.bind(request.step, chosen)
+        self.metrics.count("groups/shrunk", sum(group.num_scored < len(group.members) for group in chosen))
+        return [[sample for sample in samples if sample is not None] for samples in found]
+
+    async def _payloads(self, groups: list[Group]) -> list[list[bytes | None]]:
+        """Of each group's scored members, in order; None for one that is gone or damaged."""
+        inline = [
+            trajectory_id(group.id, index)
+            for group in groups
+            for index in group.scored
+            if not group.members[index].digest
+        ]
+        there = dict(zip(inline, await self._journal.payloads(inline), strict=True))
+        found: list[list[bytes | None]] = []
+        for group in groups:
+            names = [trajectory_id(group.id, index) for index in group.scored]
+            found.append([there[n] if n in there else await self._file(group, n) for n in names])
+            if missing := [name for name, sample in zip(names, found[-1], strict=True) if sample is None]:
+                self.log.error(
+                    "samples_gone", group=group.id, samples=missing, cause="their payloads are lost or damaged"
+                )
+        return found
+
+    async def _file(self, group: Group, name: str) -> bytes | None:
+        member = group.members[split_id(name)[1]]
+        try:
+            return await self.offload(
+                read_payload, self.run.folder / "samples", f"{name}.{member.attempt}", member.digest
+            )
+        except PayloadLost as error:
+            self.log.error("sample_unreadable", trajectory=name, error=str(error))
+            return None
+
+    # -- around it ----------------------------------------------------------------------------------------------
+
+    async def _cover(self, step: int | None = None) -> None:
+        """Learn from the newest checkpoint of steps up to `step` (None: whatever it covers) that the Store forgot."""
+        if step is None or not self._groups.covers(step):
+            receipts = await self.offload(newest_receipts, self.run.folder / "checkpoints")
+            self._groups.cover(msgspec.msgpack.decode(receipt, type=Receipt) for receipt in receipts)
+
+    async def _sweep_files(self) -> None:
+        wanted = {
+            f"{trajectory_id(group.id, index)}.{member.attempt}"
+            for group in (*self._groups.live.values(), *self._groups.trained.values())
+            for index, member in enumerate(group.members)
+            if member.digest
+        }
+        await self.offload(sweep_payloads, self.run.folder / "samples", wanted)
+
+    def _moved(self) -> None:
+        """Something changed: whoever waits looks again, and it becomes durable."""
+        self._slots.set()
+        self._supply.set()
+        self._rounds.set()
+        self._journal.poke()
 
     async def _hint(self) -> None:
         for name in self.peers(ENV_MANAGER):
             with suppress(AskFailed, TimeoutError):
                 async with asyncio.timeout(HINT_S):
-                    await self.ref(name).tell(self._book.standing)
+                    await self.ref(name).tell(self._groups.policy)
 
     def _outage(self, away: bool) -> None:
         if not away:
-            self._store_forgot()
+            self._slots.set()
 
-    def _store_forgot(self) -> None:
-        self._repair.ask()
-        self.spawn(self._repair.run(), name="repair")
+    async def _incarnation_of(self, holder: str) -> int:
+        name = f"actor/{holder}"
+        lease = (await self._journal.steadily(lambda: self.store.leases(name))).get(name)
+        return lease.token if lease is not None else NOBODY
 
-    async def _file_payload(self, name: str, payload: bytes) -> bytes:
-        return await self.offload(file_payload, self.run.folder / "samples", name, payload)
-
-    async def _read_payload(self, stored: bytes) -> bytes:
-        return await self.offload(read_payload, self.run.folder / "samples", stored)
-
-    def _limits(self) -> Limits:
-        return Limits(
+    def _limits(self) -> GroupLimits:
+        return GroupLimits(
             group_size=self.config.train.group_size,
             batch_groups=self.config.train.batch_groups,
             steps=self.run.steps,
@@ -285,16 +480,3 @@ class SampleBuffer(Actor):
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-async def _settle(work: Coroutine[Any, Any, ResultT], done: "asyncio.Future[ResultT]") -> None:
-    try:
-        value = await work
-    except Fenced:
-        raise
-    except (StoreError, OSError, ValueError) as error:
-        if not done.done():
-            done.set_exception(error)
-    else:
-        if not done.done():
-            done.set_result(value)

@@ -1,123 +1,498 @@
-"""A group of rollouts of one task: what became of each member, and what becomes of the group once all have an outcome."""
+"""All groups of a run, in memory: whose turn it is, what a step trains, and what has changed since the last durable write.
 
-from typing import Literal
+Nothing here waits. The journal (journal.py) makes every change durable before anybody is told of it.
+"""
 
-import msgspec
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
-from actors.messages.samples import Purpose, Ticket
-from actors.samples.sample import Note, seed_of, trajectory_id
+from actors.messages.samples import PolicyState, Ticket
+from actors.samples.group import Group, Member, SampleEnd
+from actors.samples.records import Receipt, Training
+from actors.samples.sample import Heard, group_id, split_id, trajectory_id
+from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, admit, hand_over, is_stale, min_version
+from runtime.errors import RubatoError
 
-State = Literal["pending", "running", "putting", "scored", "failed"]
-"""`putting` is written before the sample itself: after a crash the WorkSet tells whether it arrived."""
+ENDED_KEPT = 4096
+"""Groups whose end is remembered for puts that come again; older ones get `superseded`, which also means: forget it."""
 
-MIN_SCORED = 2
-"""A single reward has no advantage over anything."""
+POISON_RAISES = 2
+"""A step whose training raised so often is not tried again: its groups end as `poisoned`."""
 
 
-class Member(msgspec.Struct, array_like=True):
-    """One rollout of a group, over all its attempts."""
+class StaleEpoch(RubatoError):
+    """A trainer that was replaced wants something. Nothing was changed."""
 
-    state: State = "pending"
-    attempt: int = 0
-    """Tickets issued so far; the newest alone counts."""
-    tries: int = 0
-    """Attempts that came to nothing."""
-    version: int = 0
-    """Weight version when the newest ticket was issued."""
-    holder: str = ""
-    incarnation: int = 0
-    version_first: int = 0
-    reward: float = 0.0
-    fate: str = ""
-    reason: str = ""
+
+class OutOfOrder(RubatoError):
+    """A step was claimed that is committed already, or one behind a step that has no groups. No group was bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """The numbers of the configuration that decide about groups."""
+
+    group_size: int
+    batch_groups: int
+    steps: int
+    run_seed: int
+    max_attempts: int
+    unbounded_batches: int
+    ticket_ttl_s: float
+
+
+@dataclass
+class Changes:
+    """What a durable write has to say: `groups` by id that changed, payloads to keep (bytes) or let go of (None), ends in their order."""
+
+    groups: dict[str, None] = field(default_factory=dict)
+    payloads: dict[str, bytes | None] = field(default_factory=dict)
+    ends: list[SampleEnd] = field(default_factory=list)
+    training: bool = False
+
+
+class Groups:
+    """Every change of a group or of `training` is made here, and noted in `changes`."""
+
+    def __init__(self, limits: GroupLimits, alpha: int) -> None:
+        self.limits = limits
+        self.alpha = alpha
+        self.training = Training()
+        self.live: dict[str, Group] = {}
+        """Groups that hold a slot, oldest first: open, ready or bound."""
+        self.trained: dict[str, Group] = {}
+        """Groups of trained steps that no checkpoint covers yet: they hold no slot."""
+        self.steps: dict[int, list[Group]] = {}
+        """Bound and trained steps, each with its groups in the order in which it trains them."""
+        self.rounds: dict[str, Group] = {}
+        """Held-out evaluations by group id. They are not durable: they can be run again."""
+        self.leases: dict[str, float] = {}
+        """Running trajectory → loop time at which its ticket lapses."""
+        self.changes = Changes()
+        self._ended: OrderedDict[str, Group] = OrderedDict()
+        self._pending: list[tuple[bool, str, int]] = []
+
+    def take_changes(self) -> Changes:
+        """What changed since the last call."""
+        changes, self.changes = self.changes, Changes()
+        return changes
+
+    # -- where things stand -------------------------------------------------------------------------------------
 
     @property
-    def settled(self) -> bool:
-        return self.state in ("scored", "failed")
-
-
-class Group(msgspec.Struct, array_like=True):
-    """Members of one task. `fate` is empty while members run; `sealed` means claimable; `step` is what it is bound to."""
-
-    id: str
-    task: int
-    members: list[Member]
-    purpose: Purpose = "train"
-    begun: int = 0
-    """Weight version when it was opened."""
-    fate: str = ""
-    sealed: bool = False
-    step: int = 0
+    def policy(self) -> PolicyState:
+        return PolicyState(self.training.version, self.alpha)
 
     @property
-    def complete(self) -> bool:
-        return all(member.settled for member in self.members)
+    def last_bound(self) -> int:
+        """The newest step that has its groups; what is committed counts."""
+        return max(self.training.committed, max(self.steps, default=0))
 
     @property
-    def trainable(self) -> bool:
-        """Its fate is one that the trainer decides."""
-        return self.fate in ("trained", "zero_spread")
+    def base(self) -> int:
+        """The version that the next step to be claimed starts from."""
+        return max(self.training.version, self.last_bound)
 
-    @property
-    def num_scored(self) -> int:
-        return sum(member.state == "scored" for member in self.members)
-
-    @property
-    def num_settled(self) -> int:
-        return sum(member.settled for member in self.members)
-
-    def verdict(self) -> str:
-        """The fate of a complete group."""
-        rewards = [member.reward for member in self.members if member.state == "scored"]
-        if len(rewards) < MIN_SCORED:
-            return "group_too_small"
-        return "zero_spread" if min(rewards) == max(rewards) else "trained"
-
-    def fate_of(self, member: Member) -> str:
-        """What the holder of a member is told: empty while its sample may train."""
-        return member.fate or ("" if self.trainable else self.fate)
-
-    def version(self, now: int) -> int:
-        """The oldest version that a first token of the group has or may still get, at weight version `now`."""
-        return min((_version(member, now) for member in self.members if member.state != "failed"), default=now)
-
-    def version_known(self, now: int) -> int:
-        """As `version`, but of the tokens that are there already."""
-        known = (m.version_first for m in self.members if m.state in ("putting", "scored"))
-        return min(known, default=now)
-
-    def note(self, member: Member) -> bytes:
-        """What the ledger says of a member that ends without a stored sample."""
-        came = member.state in ("putting", "scored")
-        note = Note(
-            attempt=member.attempt,
-            task=self.task,
-            version_first=member.version_first if came else -1,
-            reward=member.reward if came else None,
-            reason=member.reason,
+    def admission(self) -> Admission:
+        """How many new groups may start. A step whose groups the Store forgot will be trained anew, so it does not count as trained."""
+        view = AdmissionView(
+            alpha=self.alpha,
+            batch_groups=self.limits.batch_groups,
+            charged=len(self.live),
+            version=min(self.training.version, self.last_bound),
+            steps=self.limits.steps,
+            unbounded_batches=self.limits.unbounded_batches,
         )
-        return msgspec.msgpack.encode(note)
+        return admit(view)
 
-    def ticket(self, index: int, *, run_seed: int, alpha: int) -> Ticket:
-        """The newest ticket of member `index`. Held-out rollouts have no staleness bound."""
-        member = self.members[index]
-        return Ticket(
-            trajectory_id=trajectory_id(self.id, index),
-            group_id=self.id,
-            attempt=member.attempt,
-            task=self.task if self.purpose == "train" else index,
-            seed=seed_of(self.purpose, run_seed, self.task if self.purpose == "train" else index),
-            version=member.version,
-            alpha=alpha if self.purpose == "train" else -1,
-            purpose=self.purpose,
+    def supply(self, step: int, num_groups: int) -> SupplyView:
+        """What there is for the batch of `step`."""
+        now = self.training.version
+        return SupplyView(
+            step=step,
+            alpha=self.alpha,
+            batch_groups=num_groups,
+            ready=tuple(group.version(now) for group in self.ready()),
+            in_flight=tuple(group.version(now) for group in self.open()),
         )
 
+    def ready(self) -> Iterator[Group]:
+        """Groups that may be claimed, oldest first."""
+        return (group for group in self.live.values() if group.state == "ready")
 
-def _version(member: Member, now: int) -> int:
-    match member.state:
-        case "pending":
-            return now
-        case "running":
-            return member.version
-        case _:
-            return member.version_first
+    def open(self) -> Iterator[Group]:
+        """Groups of which some member has no outcome, oldest first."""
+        return (group for group in self.live.values() if group.state == "open")
+
+    def find(self, trajectory: str) -> tuple[Group, Member] | None:
+        """The group and the member of a trajectory id, while the group is not over."""
+        try:
+            name, index = split_id(trajectory)
+        except ValueError:
+            return None
+        group = self.live.get(name) or self.trained.get(name) or self.rounds.get(name)
+        return (group, group.members[index]) if group is not None and index < len(group.members) else None
+
+    def settled_fate(self, ticket: Ticket) -> str | None:
+        """What the holder of `ticket` is told where nothing more may come of it ("": its own sample, taken before); else None."""
+        try:
+            name, index = split_id(ticket.trajectory_id)
+        except ValueError:
+            return "superseded"
+        group = self.live.get(name) or self.trained.get(name) or self.rounds.get(name) or self._ended.get(name)
+        if group is None or index >= len(group.members) or group.members[index].attempt != ticket.attempt:
+            return "superseded"
+        member = group.members[index]
+        return group.fate_of(index) if member.settled or group.state != "open" else None
+
+    # -- tickets ------------------------------------------------------------------------------------------------
+
+    def issue(self, num: int, holder: str, incarnation: int, now: float) -> list[Ticket]:
+        """Up to `num` tickets: held-out tasks, then rollouts to be run again and rest of groups, oldest first, then new groups."""
+        tickets: list[Ticket] = []
+        while len(tickets) < num:
+            if not self._pending and not self._open_next():
+                break
+            _, name, index = heapq.heappop(self._pending)
+            group = self.live.get(name) or self.rounds.get(name)
+            if group is None or group.state != "open" or group.members[index].state != "pending":
+                continue
+            group.run(index, holder, incarnation, self.training.version)
+            ticket = group.ticket(index, run_seed=self.limits.run_seed, alpha=self.alpha)
+            self._lease(ticket.trajectory_id, now)
+            self._changed(group)
+            tickets.append(ticket)
+        return tickets
+
+    def unsend(self, tickets: Iterable[Ticket]) -> None:
+        """Take back tickets that never left: the same attempts are issued to the next asker."""
+        for ticket in tickets:
+            found = self.find(ticket.trajectory_id)
+            if found is not None and found[1].state == "running" and found[1].attempt == ticket.attempt:
+                found[1].attempt -= 1
+                self._issue_again(found[0], ticket.trajectory_id)
+
+    def on_their_way(self, tickets: Iterable[Ticket], now: float) -> list[Ticket]:
+        """Those that nobody took back while they were made durable: their leases begin now."""
+        kept: list[Ticket] = []
+        for ticket in tickets:
+            found = self.find(ticket.trajectory_id)
+            if found is not None and found[1].attempt == ticket.attempt:
+                self.renew(ticket.trajectory_id, ticket.attempt, now)
+                kept.append(ticket)
+        return kept
+
+    def renew(self, trajectory: str, attempt: int, now: float) -> None:
+        """Renew a lease; a ticket that lapsed but went to nobody else yet is revived."""
+        found = self.find(trajectory)
+        if found is None or found[1].attempt != attempt or found[0].state != "open":
+            return
+        if found[1].state == "pending":
+            found[1].state = "running"
+            self._changed(found[0])
+        if found[1].state == "running":
+            self._lease(trajectory, now)
+
+    def take_back(self, trajectory: str, reason: str, *, counted: bool) -> str:
+        """A running rollout came to nothing: it is issued again (""), or ends where its attempts are used up (`failed`)."""
+        found = self.find(trajectory)
+        if found is None or found[1].state != "running":
+            return ""
+        group, member = found
+        member.tries += counted
+        if member.tries >= self.limits.max_attempts:
+            return self.fail(trajectory, "failed", reason)
+        self._issue_again(group, trajectory)
+        return ""
+
+    def held_by(self, holder: str) -> list[tuple[str, int]]:
+        """Trajectories that run at `holder`, with the incarnation that took them."""
+        return [
+            (trajectory_id(group.id, index), member.incarnation)
+            for group in (*self.live.values(), *self.rounds.values())
+            for index, member in enumerate(group.members)
+            if member.state == "running" and member.holder == holder
+        ]
+
+    def holders(self) -> list[str]:
+        """Who holds tickets."""
+        groups = (*self.live.values(), *self.rounds.values())
+        return sorted({m.holder for group in groups for m in group.members if m.state == "running"})
+
+    # -- what becomes of rollouts -------------------------------------------------------------------------------
+
+    def score(self, trajectory: str, heard: Heard, payload: bytes | None = None, digest: str = "") -> str:
+        """A rollout was scored: its sample's payload, or the digest of its file. Returns its fate so far.
+
+        One that would be too old for the next step to be claimed ends `stale`.
+        """
+        group, index = self._place(trajectory)
+        group.hear(index, heard)
+        if group.purpose == "train" and is_stale(heard.version_first, self.base, self.alpha):
+            return self.fail(trajectory, "stale", "")
+        self.leases.pop(trajectory, None)
+        group.take(index, digest)
+        self._changed(group)
+        if group.purpose == "train":
+            if payload is not None:
+                self.changes.payloads[trajectory] = payload
+            self._settle(group)
+        return group.fate_of(index)
+
+    def fail(self, trajectory: str, fate: str, reason: str) -> str:
+        """A rollout ends without a sample; returns its fate."""
+        group, index = self._place(trajectory)
+        self.leases.pop(trajectory, None)
+        ends = group.fail(index, fate, reason)
+        if group.purpose == "train":
+            self._log(ends)
+            self._changed(group)
+            self._settle(group)
+        return fate
+
+    def drop_old(self, oldest: int) -> None:
+        """SampleEnd the groups, open or ready, that hold a first token older than `oldest`: they would never train."""
+        for group in [*self.open(), *self.ready()]:
+            if group.version_scored(self.base) < oldest:
+                self._end(group, group.discard("stale"))
+
+    def end_unused(self) -> None:
+        """The job is over: end whatever no step is bound to."""
+        for group in [*self.open(), *self.ready()]:
+            self._end(group, group.discard("unused"))
+
+    def lose(self, group: Group, members: Iterable[int]) -> None:
+        """The samples of these members of a ready group are gone: the rest trains without them, if enough are left."""
+        for index in members:
+            self._log(group.fail(index, "lost", "its payload is gone or damaged"))
+        self._changed(group)
+        self._settle(group)
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raises StaleEpoch to a trainer that was replaced. A newer epoch than any known is one that the Store forgot."""
+        if epoch < self.training.epoch:
+            raise StaleEpoch(f"epoch {epoch} acts, but {self.training.epoch} is the newest: another trainer took over")
+        if epoch > self.training.epoch:
+            self.training.epoch = epoch
+            self.changes.training = True
+
+    def plan(self, step: int, num_groups: int) -> HandOver:
+        """What the batch of `step`, which has no groups yet, would be. Groups that are too old for it end first: they hold slots.
+
+        Raises OutOfOrder for a step that is committed, and for one whose predecessor has no groups: the Store forgot them.
+        """
+        if step <= self.training.committed:
+            raise OutOfOrder(
+                f"step {step} was claimed, but {self.training.committed} is committed already: "
+                "the trainer begins again with its checkpoint"
+            )
+        if step > self.last_bound + 1:
+            raise OutOfOrder(
+                f"step {step} was claimed, but {self.last_bound} is the last that has groups: "
+                "the Store forgot those between, and the trainer begins again with its checkpoint"
+            )
+        self.drop_old(min_version(step, self.alpha))
+        return hand_over(self.supply(step, num_groups))
+
+    def chosen(self, plan: HandOver) -> list[Group]:
+        """The groups of a plan, in the order in which they train."""
+        ready = list(self.ready())
+        return [ready[at] for at in plan.chosen]
+
+    def bind(self, step: int, groups: list[Group]) -> None:
+        """`step` trains these groups, in this order."""
+        self.steps[step] = groups
+        for group in groups:
+            group.bind(step)
+            self._changed(group)
+
+    def advance(self, step: int) -> None:
+        """Steps up to `step` are trained, maybe anew: their slots are free."""
+        if step > self.training.version:
+            self.training.version = step
+            self.changes.training = True
+        for group in [g for each, groups in self.steps.items() if each <= step for g in groups if g.state == "bound"]:
+            group.train()
+            del self.live[group.id]
+            self.trained[group.id] = group
+            self._changed(group)
+
+    def take_over(self, epoch: int, step: int) -> None:
+        """A trainer of a new `epoch` begins after `step`, which its checkpoint covers: what was trained since is trained again."""
+        self.check_epoch(epoch)
+        self.commit(step, epoch)
+        self.advance(step)
+        for group in list(self.trained.values()):
+            group.fall_back()
+            del self.trained[group.id]
+            self._add(group)
+
+    def commit(self, step: int, epoch: int) -> None:
+        """A durable checkpoint covers every step up to `step`."""
+        for each in range(self.training.committed + 1, step + 1):
+            for group in self.steps.pop(each, ()):
+                self._end(group, group.commit(epoch))
+            self.training.committed = each
+            self.changes.training = True
+
+    def covers(self, step: int) -> bool:
+        """Whether the groups of every step up to `step` that is not committed are known."""
+        return all(each in self.steps for each in range(self.training.committed + 1, step + 1))
+
+    def raised(self, step: int) -> list[Group]:
+        """Training on `step` raised; returns the groups that end as `poisoned` by that."""
+        training = self.training
+        training.raises = training.raises + 1 if training.raised_step == step else 1
+        training.raised_step = step
+        self.changes.training = True
+        if training.raises < POISON_RAISES or any(group.state != "bound" for group in self.steps.get(step, ())):
+            return []
+        training.raises = 0
+        poisoned = self.steps.pop(step, [])
+        for group in poisoned:
+            self._end(group, group.poison())
+        return poisoned
+
+    # -- what a restart and a checkpoint bring ------------------------------------------------------------------
+
+    def restore(self, training: Training, groups: Iterable[Group], now: float) -> None:
+        """What the Store has. Running tickets keep their attempt and get a fresh lease, so that their holders may still put."""
+        self.training = training
+        for group in groups:
+            if group.state == "trained":
+                self.trained[group.id] = group
+            else:
+                self._add(group, now)
+            if group.step:
+                self.steps.setdefault(group.step, []).append(group)
+            training.cursor = max(training.cursor, group.task + 1)
+        for bound in self.steps.values():
+            bound.sort(key=lambda group: (group.version(0), group.id))
+
+    def cover(self, receipts: Iterable[Receipt]) -> None:
+        """Bring in line what a checkpoint says of the steps that it covers: a Store that forgot them shows in nothing else."""
+        for receipt in receipts:
+            if receipt.step <= self.training.committed:
+                continue
+            held = {group.id: group for group in self.steps.get(receipt.step, ())}
+            names = dict.fromkeys(end.group_id for end in receipt.ends)
+            for group in [group for name, group in held.items() if name not in names]:
+                group.unbind()
+                self.trained.pop(group.id, None)
+                self._add(group)
+            known = [name for name in names if name not in self._ended]
+            self.steps[receipt.step] = [held.get(name) or self._bring_back(name, receipt) for name in known]
+            self._open_up_to(receipt.cursor)
+
+    def _bring_back(self, name: str, receipt: Receipt) -> Group:
+        """A group as the checkpoint knows it, in place of what the Store remembers of it, which is older."""
+        ends = [end for end in receipt.ends if end.group_id == name]
+        group = Group.trained_in(name, receipt.step, ends)
+        older = self.live.pop(name, group)
+        for index, member in enumerate(group.members):
+            self.leases.pop(trajectory_id(name, index), None)
+            self.changes.payloads[trajectory_id(name, index)] = None
+            if member.state == "failed" and (older is group or older.members[index].state != "failed"):
+                self._log([ends[index]])
+        self.trained[name] = group
+        self._changed(group)
+        return group
+
+    def _open_up_to(self, cursor: int) -> None:
+        """Groups that were admitted before a step was handed out, and that the Store forgot altogether, run again."""
+        for number in range(self.training.cursor, cursor):
+            if group_id(number) not in self.trained and group_id(number) not in self.live:
+                self._open(number)
+        if cursor > self.training.cursor:
+            self.training.cursor = cursor
+            self.changes.training = True
+
+    # -- held-out rounds ----------------------------------------------------------------------------------------
+
+    def add_round(self, group: Group) -> None:
+        """Held-out tasks go before training and hold no slots."""
+        self.rounds[group.id] = group
+        self._queue(group, 0.0)
+
+    def forget_round(self, name: str) -> None:
+        group = self.rounds.pop(name)
+        for index in range(len(group.members)):
+            self.leases.pop(trajectory_id(name, index), None)
+
+    # -- within -------------------------------------------------------------------------------------------------
+
+    def _open_next(self) -> bool:
+        """Open a group if one may start."""
+        if not self.admission().num_groups:
+            return False
+        self._open(self.training.cursor)
+        self.training.cursor += 1
+        self.changes.training = True
+        return True
+
+    def _open(self, number: int) -> None:
+        members = [Member() for _ in range(self.limits.group_size)]
+        self._add(Group(group_id(number), number, members, begun=self.training.version))
+
+    def _add(self, group: Group, now: float = 0.0) -> None:
+        """Give it a slot, at its place: groups are kept oldest first."""
+        newest = next(reversed(self.live), "")
+        self.live[group.id] = group
+        if group.id < newest:
+            self.live = dict(sorted(self.live.items()))
+        self._queue(group, now)
+        self._changed(group)
+
+    def _queue(self, group: Group, now: float) -> None:
+        for index, member in enumerate(group.members):
+            if member.state == "pending":
+                heapq.heappush(self._pending, (group.purpose == "train", group.id, index))
+            elif member.state == "running":
+                self._lease(trajectory_id(group.id, index), now)
+
+    def _issue_again(self, group: Group, trajectory: str) -> None:
+        _, index = split_id(trajectory)
+        group.members[index].state = "pending"
+        self.leases.pop(trajectory, None)
+        heapq.heappush(self._pending, (group.purpose == "train", group.id, index))
+        self._changed(group)
+
+    def _place(self, trajectory: str) -> tuple[Group, int]:
+        found = self.find(trajectory)
+        if found is None:
+            raise ValueError(f"{trajectory} is in no group")
+        return found[0], split_id(trajectory)[1]
+
+    def _settle(self, group: Group) -> None:
+        if group.complete:
+            ends = group.settle()
+            if group.state == "ended":
+                self._end(group, ends)
+
+    def _end(self, group: Group, ends: list[SampleEnd]) -> None:
+        """It is over: its slot is free, and its samples are kept no longer."""
+        self.live.pop(group.id, None)
+        self.trained.pop(group.id, None)
+        for index, member in enumerate(group.members):
+            self.leases.pop(trajectory_id(group.id, index), None)
+            if member.state == "scored" and not member.digest:
+                self.changes.payloads[trajectory_id(group.id, index)] = None
+        self._ended[group.id] = group
+        if len(self._ended) > ENDED_KEPT:
+            self._ended.popitem(last=False)
+        self._log(ends)
+        self._changed(group)
+
+    def _lease(self, trajectory: str, now: float) -> None:
+        self.leases[trajectory] = now + self.limits.ticket_ttl_s
+
+    def _changed(self, group: Group) -> None:
+        if group.purpose == "train":
+            self.changes.groups[group.id] = None
+
+    def _log(self, ends: list[SampleEnd]) -> None:
+        self.changes.ends += ends

@@ -1,14 +1,28 @@
-"""Makes the buffer's records durable: changes of many handlers share one fenced write, and writes outlast an outage of the Store."""
+"""Makes the groups' changes durable, in one fenced and numbered write at a time; nobody is answered before the write that covers the answer.
+
+The buffer in memory is the master. A Store that comes back without its newest writes shows by the number of the next one, and then
+everything is written anew, samples included: their payloads are kept for as long as the Store may forget them.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from runtime.store.errors import StoreError, StoreUnavailable
-from runtime.store.store import Fence, Store
+import msgspec
+
+from actors.samples.group import SampleEnd
+from actors.samples.groups import Changes, Groups
+from actors.samples.records import ENDS, GROUP, PAYLOAD, TRAINING, Records, read_records
+from actors.samples.sample import trajectory_id
+from actors.samples.wake import Wake
+from runtime.store.errors import Fenced, Forgotten, StoreUnavailable
+from runtime.store.store import Append, Fence, Store, WriteNumber
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
+
+    from runtime.observe.metrics import Metrics
 
 ResultT = TypeVar("ResultT")
 
@@ -16,46 +30,149 @@ PAUSE_S = 0.1
 PAUSE_MAX_S = 2.0
 """A Store that restarts is back within seconds; asking it more often helps nobody."""
 
+FETCHED = 64
+"""Payloads read at a time: four megabytes at most."""
+
+
+ENDS_KEPT = 20_000
+"""Ends that stay in the Store behind the ledger, in case the machine loses the file's last pages."""
+
+
+class _Written(NamedTuple):
+    """What the Store may still forget until loop time `until`."""
+
+    until: float
+    ends: int
+    payloads: tuple[str, ...]
+
 
 class Journal:
-    """Records by key. What is written is the state at the time of the write, so later changes may ride along."""
+    """`window_s` is how far back a Store may forget what it acknowledged; `most_bytes` bounds the payloads that are kept for that.
+
+    `on_outage` is called when the Store goes away (True) and comes back (False).
+    """
 
     def __init__(
-        self, store: Store, fence: Fence, log: "FilteringBoundLogger", *, on_outage: Callable[[bool], None]
+        self,
+        store: Store,
+        fence: Fence,
+        groups: Groups,
+        *,
+        window_s: float,
+        most_bytes: int,
+        metrics: "Metrics",
+        log: "FilteringBoundLogger",
+        on_outage: Callable[[bool], None],
     ) -> None:
         self._store = store
         self._fence = fence
+        self._groups = groups
+        self._window_s = window_s
+        self._most_bytes = most_bytes
+        self._metrics = metrics
         self._log = log
         self._on_outage = on_outage
-        self._dirty: dict[str, Callable[[], bytes | None]] = {}
-        self._marked = 0
-        self._saved = 0
-        self._turn = asyncio.Lock()
-        self.healthy = True
+        self._number = 0
+        self._before = (0, 0)
+        """What the fence said when this buffer took it over."""
+        self._asked = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
+        self._kept: dict[str, bytes] = {}
+        self._kept_bytes = 0
+        self._ends: deque[bytes] = deque()
+        """The newest ends, up to `Training.ended`."""
+        self._written: deque[_Written] = deque()
+        self._done_with = 0
+        self.ended = Wake()
+        """Samples ended: the ledger has lines to write."""
+        self.is_healthy = True
         """Whether the Store answered last time. While not, some call is being retried, and says so when it succeeds."""
 
-    def mark(self, key: str, encode: Callable[[], bytes | None]) -> None:
-        """`key` changed; `encode` gives its value (None: delete) when the write is made."""
-        self._dirty[key] = encode
-        self._marked += 1
+    async def take_over(self) -> Records:
+        """Shut out every buffer before this one, and read what it left: the Store may still forget the newest of it. Raises Fenced."""
+        while not await self._takes_over():
+            self._log.info("take_over_again", cause="the one before wrote meanwhile")
+        records = await self.steadily(lambda: read_records(self._store))
+        if self._window_s:
+            samples = [
+                trajectory_id(group.id, index)
+                for group in records.groups
+                for index in group.scored
+                if not group.members[index].digest
+            ]
+            there = dict(zip(samples, await self.payloads(samples), strict=True))
+            await self._hold({name: payload for name, payload in there.items() if payload}, records.training.ended)
+        return records
 
-    async def flush(self) -> None:
-        """Return once every change marked before this call is durable. Callers at the same time share a write. Raises Fenced."""
-        until = self._marked
-        async with self._turn:
-            if self._saved >= until:
-                return
-            marked, dirty, self._dirty = self._marked, self._dirty, {}
-            try:
-                await self.steadily(lambda: self._write(dirty))
-                self._saved = marked
-            finally:
-                if self._saved != marked:
-                    self._dirty = dirty | self._dirty
+    async def _takes_over(self) -> bool:
+        self._before = await self.steadily(lambda: self._store.fenced(self._fence.name))
+        self._number = 1
+        try:
+            await self._send({}, None, WriteNumber(1, after=self._before))
+        except Forgotten:
+            return False
+        return True
 
-    async def prove(self) -> None:
-        """Raises Fenced where a newer buffer has written."""
-        await self.steadily(lambda: self._write({}))
+    async def _hold(self, payloads: dict[str, bytes], last: int) -> None:
+        """Keep what another buffer wrote as if it were written now."""
+        self._kept = payloads
+        self._kept_bytes = sum(map(len, payloads.values()))
+        after = max(0, last - ENDS_KEPT)
+        while entries := await self.steadily(lambda after=after: self._store.read(ENDS, after)):
+            self._ends += [value for _, value in entries]
+            after = entries[-1][0]
+        until = asyncio.get_running_loop().time() + self._window_s
+        self._written.append(_Written(until, len(self._ends), tuple(payloads)))
+
+    async def sync(self) -> None:
+        """Return once every change made so far is durable, and this buffer was not replaced. Callers at the same time share a write."""
+        done = asyncio.get_running_loop().create_future()
+        self._waiters.append(done)
+        self._asked.set()
+        await done
+
+    def poke(self) -> None:
+        """Something changed: it is written soon, though nobody waits for it."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Write, until cancelled. Raises Fenced where a newer buffer has written."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            waiters, self._waiters = self._waiters, []
+            await self._write(self._groups.take_changes())
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def room(self, size_bytes: int) -> None:
+        """Return once a payload of this size may be kept: until then the Store could forget more than is held here."""
+        loop = asyncio.get_running_loop()
+        while self._written and self._kept and self._kept_bytes + size_bytes > self._most_bytes:
+            await asyncio.sleep(max(0.0, self._written[0].until - loop.time()))
+            await self.sync()
+
+    async def payloads(self, samples: Sequence[str]) -> list[bytes | None]:
+        """What the Store has of these, or is about to have."""
+        held = self._groups.changes.payloads
+        found = {name: self._kept.get(name) or held.get(name) for name in samples}
+        missing = [name for name, payload in found.items() if payload is None]
+        for begin in range(0, len(missing), FETCHED):
+            names = missing[begin : begin + FETCHED]
+            keys = [PAYLOAD + name for name in names]
+            values = await self.steadily(lambda keys=keys: self._store.fetch(keys))
+            found.update(zip(names, values, strict=True))
+        return list(found.values())
+
+    async def ends(self, after: int) -> list[tuple[int, SampleEnd]]:
+        """Ends with an index above `after`, oldest first, as far as one read goes."""
+        entries = await self.steadily(lambda: self._store.read(ENDS, after))
+        return [(index, msgspec.msgpack.decode(value, type=SampleEnd)) for index, value in entries]
+
+    def forget_ends(self, through: int) -> None:
+        """The ledger has ends up to this index on disk."""
+        self._done_with = max(self._done_with, through - ENDS_KEPT)
 
     async def steadily(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """The result of `call`, retried for as long as the Store is away; any other error is raised."""
@@ -67,20 +184,119 @@ class Journal:
                 self._turned(False, str(error))
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
-            except StoreError:
+            except Exception:
                 self._turned(True)
                 raise
             else:
                 self._turned(True)
                 return result
 
-    async def _write(self, dirty: dict[str, Callable[[], bytes | None]]) -> None:
-        await self._store.write({key: encode() for key, encode in dirty.items()}, fence=self._fence)
+    # -- one write ----------------------------------------------------------------------------------------------
+
+    async def _write(self, changes: Changes) -> None:
+        self._keep(changes)
+        records, append = self._records(changes)
+        self._number += 1
+        began = asyncio.get_running_loop().time()
+        num_ends = len(changes.ends)
+        stored = tuple(name for name, payload in changes.payloads.items() if payload is not None)
+        try:
+            await self._send(records, append, WriteNumber(self._number))
+        except Forgotten:
+            while not await self._writes_all():
+                self._log.warning("store_forgot_again")
+            self._written.clear()
+            num_ends = len(self._ends)
+            stored = tuple(self._kept)
+        until = asyncio.get_running_loop().time() + self._window_s
+        self._written.append(_Written(until, num_ends, stored))
+        self._settle(began if self._window_s else until)
+        self._count(changes.ends)
+
+    async def _send(self, records: dict[str, bytes | None], append: Append | None, turn: WriteNumber) -> None:
+        await self.steadily(lambda: self._store.write(records, fence=self._fence, turn=turn, append=append))
+
+    def _keep(self, changes: Changes) -> None:
+        """From now on the Store is told of these, and may forget them."""
+        for name, payload in changes.payloads.items():
+            self._kept_bytes -= len(self._kept.pop(name, b""))
+            if payload is not None:
+                self._kept[name] = payload
+                self._kept_bytes += len(payload)
+        self._ends += [msgspec.msgpack.encode(end) for end in changes.ends]
+
+    def _settle(self, began: float) -> None:
+        """A write that began then found all before it in place: what was written a window earlier can't be forgotten any more."""
+        while self._written and self._written[0].until <= began:
+            written = self._written.popleft()
+            for _ in range(written.ends):
+                self._ends.popleft()
+            for name in written.payloads:
+                self._kept_bytes -= len(self._kept.pop(name, b""))
+
+    def _records(self, changes: Changes) -> tuple[dict[str, bytes | None], Append | None]:
+        records = {PAYLOAD + name: payload for name, payload in changes.payloads.items()}
+        for name in changes.groups:
+            group = self._groups.live.get(name) or self._groups.trained.get(name)
+            records[GROUP + name] = None if group is None else msgspec.msgpack.encode(group)
+        num, training = len(changes.ends), self._groups.training
+        if not num:
+            if changes.training:
+                records[TRAINING] = msgspec.msgpack.encode(training)
+            return records, None
+        first = training.ended + 1
+        training.ended += num
+        records[TRAINING] = msgspec.msgpack.encode(training)
+        return records, Append(ENDS, first, list(self._ends)[-num:], self._done_with)
+
+    async def _writes_all(self) -> bool:
+        """The Store lost its newest writes: say all that it may have forgotten, and take away what it should no longer have.
+
+        False where it changed meanwhile. Raises Fenced where a buffer that was replaced found itself in office again: what it answered stands.
+        """
+        training = self._groups.training
+        self._log.error("store_forgot", ends=training.ended, cause="it came back without its newest writes")
+        found = await self.steadily(lambda: self._store.fenced(self._fence.name))
+        if self._before < found < (self._fence.token, 0):
+            raise Fenced(
+                f"the store forgot that {self._fence.name!r} was taken over, and the one before has written since: "
+                "it is taken over again"
+            )
+        stored = await self.steadily(lambda: read_records(self._store))
+        more = self._groups.take_changes()  # what happened meanwhile is said too: the records show it already
+        self._keep(more)
+        training.ended += len(more.ends)
+        self._count(more.ends)
+        records: dict[str, bytes | None] = {GROUP + group.id: None for group in stored.groups}
+        for end in self._ends:
+            records[PAYLOAD + msgspec.msgpack.decode(end, type=SampleEnd).trajectory_id] = None
+        records |= {PAYLOAD + name: payload for name, payload in self._kept.items()}
+        groups = (*self._groups.live.values(), *self._groups.trained.values())
+        records |= {GROUP + group.id: msgspec.msgpack.encode(group) for group in groups}
+        records[TRAINING] = msgspec.msgpack.encode(training)
+        first = training.ended - len(self._ends) + 1
+        if stored.training.ended < first - 1:
+            self._log.error("store_forgot_more_than_it_may", ends=stored.training.ended, window_s=self._window_s)
+        append = Append(ENDS, first, list(self._ends), self._done_with)
+        self._number += 1
+        try:
+            await self._send(records, append, WriteNumber(self._number, after=found))
+        except Forgotten:
+            return False
+        return True
+
+    def _count(self, ends: Sequence[SampleEnd]) -> None:
+        for end in ends:
+            self._metrics.count(f"samples/{end.fate}")
+            if end.fate == "stale":
+                self._metrics.count("staleness/dropped")
+        if ends:
+            self.ended.set()
 
     def _turned(self, healthy: bool, error: str = "") -> None:
-        if healthy == self.healthy:
+        if healthy == self.is_healthy:
             return
-        self.healthy = healthy
+        self.is_healthy = healthy
         if healthy:
             self._log.info("store_back")
         else:

@@ -1,18 +1,23 @@
-"""Keeps samples.jsonl: line i is the i-th end of a sample in the WorkSet, whatever crashed in between, and whoever still writes."""
+"""Keeps samples.jsonl: line i is the i-th end of a sample in the Store, whatever crashed in between, and whoever still writes.
+
+Whoever takes the file over replaces it. A buffer that was replaced but does not know it yet has the old file open: what it still writes
+changes nothing. Should it wake in the middle of taking the file itself, the newer buffer finds its own file replaced and takes it again.
+"""
 
 import asyncio
+import os
+import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from actors.samples.journal import Journal
-from actors.samples.ledger_file import LedgerFile, lost_path, read_tail, take_file
-from actors.samples.sample import Note, remove_payloads
-from actors.samples.wake import Wake
-from runtime.store.workset import Ended, WorkSet
+from actors.samples.group import SampleEnd
+from actors.samples.journal import ENDS_KEPT, Journal
+from actors.samples.sample import remove_payloads
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -20,12 +25,8 @@ if TYPE_CHECKING:
 PAUSE_S = 5.0
 """Before the file is tried again when the disk refused it: space may be freed meanwhile."""
 
-ENTRIES = 1000
-"""Entries read and written at a time: a quarter of a megabyte."""
-
-KEPT = 20_000
-"""Ends that stay in the Store behind the file, in case the machine loses the file's last pages. Their ids stay known as long: a put
-or an end of an older one can only come from a buffer that was replaced as long ago, and that one is fenced before it writes."""
+COMPARED = ENDS_KEPT + 1000
+"""Lines of the file that are held against the Store: all that it may have, and what it was about to forget."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -59,11 +60,10 @@ class _Key(msgspec.Struct, frozen=True):
 
 
 class _Agreed(NamedTuple):
-    """How far file and Store are the same: `num` of the file's `lines` lines; `last` is the entry of that line, where it is known."""
+    """The first `num` of the file's `lines` lines tell what the Store has."""
 
     lines: int
     num: int
-    last: Ended | None
 
 
 class Offload(Protocol):
@@ -73,33 +73,29 @@ class Offload(Protocol):
 
 
 class SampleLedger:
-    """The projection, and the end of the payload files of samples it has written. `token` is the buffer's incarnation.
+    """The projection of the Store's log of ends, and the end of the payload files of samples it has written.
 
-    `on_loss` is called when the Store turns out to have forgotten an end.
+    `token` is the buffer's incarnation, `last` tells the index of the newest end.
     """
 
     def __init__(
         self,
         folder: Path,
-        workset: WorkSet,
         journal: Journal,
         token: int,
-        on_loss: Callable[[], None],
+        last: Callable[[], int],
         offload: Offload,
         log: "FilteringBoundLogger",
     ) -> None:
         self._path = folder / "samples.jsonl"
         self._files = folder / "samples"
-        self._workset = workset
         self._journal = journal
         self._token = token
-        self._on_loss = on_loss
+        self._last = last
         self._offload = offload
         self._log = log
         self._turn = asyncio.Lock()
         self._file: LedgerFile | None = None
-        self._last: Ended | None = None
-        """The end that the newest line tells of: should the Store say otherwise, it forgot."""
         self.index = 0
         """Lines written."""
 
@@ -108,12 +104,12 @@ class SampleLedger:
         lost its newest seconds has no record of."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         async with self._turn:
-            await self._take(await self._compare())
+            await self._take()
 
-    async def follow(self, ended: Wake) -> None:
+    async def follow(self) -> None:
         """Write whatever ends, until cancelled."""
         while True:
-            more = ended.next()
+            more = self._journal.ended.next()
             try:
                 await self.catch_up()
             except OSError as error:
@@ -123,100 +119,159 @@ class SampleLedger:
                 await more.wait()
 
     async def catch_up(self) -> None:
-        """Return once the file has every end so far. Raises OSError, then nothing was written, and Fenced."""
+        """Return once the file has every end so far. Raises OSError, then nothing was written."""
         async with self._turn:
-            while entries := await self._next():
-                text = b"".join(msgspec.json.encode(line_of(entry)) + b"\n" for entry in entries)
+            while entries := await self._journal.ends(self.index):
+                text = b"".join(msgspec.json.encode(line_of(end)) + b"\n" for _, end in entries)
                 if self._file is None or not await self._offload(self._file.write_lines, text):
-                    await self._take_again()
+                    await self._journal.sync()  # a buffer that was replaced ends here
+                    await self._take()
                     continue
-                before, self.index, self._last = self.index, entries[-1].index, entries[-1]
+                self.index = entries[-1][0]
+                self._journal.forget_ends(self.index)
                 if self._files.is_dir():
-                    await self._offload(remove_payloads, self._files, [entry.id for entry in entries])
-                if before // ENTRIES != self.index // ENTRIES and self.index > KEPT:
-                    await self._journal.steadily(self._trim)
+                    await self._offload(remove_payloads, self._files, [end.trajectory_id for _, end in entries])
 
     async def check(self) -> None:
-        """Write every end so far, and bring lines that the Store since forgot in line with it. Raises as `catch_up`."""
+        """Write every end so far, also where somebody took the file away. Raises as `catch_up`."""
         async with self._turn:
-            agreed = await self._compare()
-            whole = agreed.num == agreed.lines == self.index
-            if not whole or self._file is None or not await self._offload(self._file.is_ours):
-                await self._take_again()
+            if self._file is None or not await self._offload(self._file.is_ours):
+                await self._take()
         await self.catch_up()
 
-    async def _next(self) -> list[Ended]:
-        """What the file lacks. The newest line's own entry is asked for too: where it is gone or another, the Store forgot."""
-        while True:
-            known = [] if self._last is None else [self._last]
-            ask = partial(self._workset.ended, self.index - len(known), limit=ENTRIES)
-            entries = await self._journal.steadily(ask)
-            if entries[: len(known)] == known:
-                return entries[len(known) :]
-            self._on_loss()
-            await self._take_again()
-
-    async def _take_again(self) -> None:
-        """The file is another's, or the Store forgot. A buffer that was replaced meanwhile is fenced here."""
-        await self._journal.prove()
-        await self._take(await self._compare())
-
-    async def _take(self, agreed: _Agreed) -> None:
+    async def _take(self) -> None:
+        agreed = await self._compare()
         if lost := agreed.lines - agreed.num:
             kept = str(lost_path(self._path.parent))
             self._log.error("ends_lost_by_store", num=lost, from_line=agreed.num + 1, kept=kept)
         self._file = await self._offload(take_file, self._path, agreed.num, agreed.lines, self._token)
-        self.index, self._last = agreed.num, agreed.last
+        self.index = agreed.num
 
     async def _compare(self) -> _Agreed:
         """Lines older than what the Store keeps are taken on trust, unless it has forgotten more than it keeps."""
-        tail = await self._offload(read_tail, self._path, KEPT + ENTRIES)
-        counts = await self._journal.steadily(self._workset.counts)
-        before, most = tail.num - len(tail.lines), min(tail.num, counts.ended)
-        if counts.ended < before:
-            return _Agreed(tail.num, 0, None)
-        num, last = before, None
+        tail = await self._offload(read_tail, self._path, COMPARED)
+        before, most = tail.num - len(tail.lines), min(tail.num, self._last())
+        if self._last() < before:
+            return _Agreed(tail.num, 0)
+        num = before
         while num < most:
-            entries = await self._journal.steadily(partial(self._workset.ended, num, limit=ENTRIES))
-            num = min(entries[0].index - 1, most) if entries else most
-            for entry in entries[: most - num]:
-                if not _tells(tail.lines[num - before], entry):
-                    return _Agreed(tail.num, num, last)
-                num, last = entry.index, entry
-        return _Agreed(tail.num, num, last)
-
-    async def _trim(self) -> None:
-        await self._workset.trim(self.index - KEPT)
+            entries = await self._journal.ends(num)
+            num = min(entries[0][0] - 1, most) if entries else most
+            for index, end in entries[: most - num]:
+                if not _tells(tail.lines[num - before], end):
+                    return _Agreed(tail.num, num)
+                num = index
+        return _Agreed(tail.num, num)
 
 
-def line_of(ended: Ended) -> Line:
+def line_of(end: SampleEnd) -> Line:
     """Age counts from the first token's version to the one that the step started from."""
-    note = msgspec.msgpack.decode(ended.note, type=Note) if ended.note else Note(attempt=0, task=-1)
-    came, trained = note.version_first >= 0, ended.step > 0
+    came, trained = end.version_first >= 0, end.step > 0
     return Line(
-        trajectory_id=ended.id,
-        group_id=ended.group,
-        attempt=note.attempt,
-        task=note.task,
-        fate=ended.fate,
-        step=ended.step if trained else None,
-        epoch=ended.epoch if trained else None,
-        version_first=note.version_first if came else None,
-        version_from=ended.step - 1 if trained else None,
-        age=ended.step - 1 - note.version_first if trained and came else None,
-        reward=note.reward,
-        tokens=note.tokens,
-        turns=note.turns,
-        wall_s=note.wall_s,
-        reason=note.reason,
+        trajectory_id=end.trajectory_id,
+        group_id=end.group_id,
+        attempt=end.attempt,
+        task=end.task,
+        fate=end.fate,
+        step=end.step if trained else None,
+        epoch=end.epoch if trained else None,
+        version_first=end.version_first if came else None,
+        version_from=end.step - 1 if trained else None,
+        age=end.step - 1 - end.version_first if trained and came else None,
+        reward=end.reward,
+        tokens=end.tokens,
+        turns=end.turns,
+        wall_s=end.wall_s,
+        reason=end.reason,
     )
 
 
-def _tells(line: bytes, entry: Ended) -> bool:
+def _tells(line: bytes, end: SampleEnd) -> bool:
     """Whether the line is about this very end."""
     try:
         key = msgspec.json.decode(line, type=_Key)
     except msgspec.MsgspecError:
         return False
-    told = line_of(entry)
+    told = line_of(end)
     return key == _Key(told.trajectory_id, told.attempt, told.fate, told.step, told.epoch)
+
+
+class Tail(NamedTuple):
+    """`num` complete lines, of which `lines` are the newest, with their line ends."""
+
+    num: int
+    lines: deque[bytes]
+
+
+class LedgerFile:
+    """An open samples.jsonl. Its methods block and raise OSError."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path, self._fd = path, fd
+        weakref.finalize(self, os.close, fd)
+
+    def is_ours(self) -> bool:
+        """Whether the path still leads to the file that this object writes."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
+
+    def write_lines(self, text: bytes) -> bool:
+        """Append all of `text`, or nothing and OSError; False, and nothing, where somebody replaced the file."""
+        if not self.is_ours():
+            return False
+        start = os.lseek(self._fd, 0, os.SEEK_END)
+        try:
+            view = memoryview(text)
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError:
+            os.ftruncate(self._fd, start)
+            raise
+        return True
+
+
+def read_tail(path: Path, most: int) -> Tail:
+    """Count the complete lines of `path` and keep the newest `most`. A missing file has none."""
+    num, lines = 0, deque[bytes](maxlen=most)
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    num += 1
+                    lines.append(line)
+    except FileNotFoundError:
+        pass
+    return Tail(num, lines)
+
+
+def take_file(path: Path, keep: int, known: int, token: int) -> LedgerFile:
+    """Put a file with the first `keep` lines in the place of `path`, under a name drawn from `token` until it is whole.
+
+    The other lines up to line `known` go to the end of `samples.lost.jsonl`: they tell what the Store forgot.
+    """
+    for other in path.parent.glob(f"{path.name}.*"):
+        other.unlink(missing_ok=True)
+    path.touch()
+    draft = path.with_name(f"{path.name}.{token}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+    ours = LedgerFile(path, fd)
+    with path.open("rb") as old, open(fd, "wb", closefd=False) as new:
+        for _ in range(keep):
+            new.write(old.readline())
+        new.flush()
+        os.fsync(fd)
+        lost = list(islice(old, known - keep))
+    if lost:
+        with lost_path(path.parent).open("ab") as file:
+            file.writelines(lost)
+            file.flush()
+            os.fsync(file.fileno())
+    draft.replace(path)
+    return ours
+
+
+def lost_path(folder: Path) -> Path:
+    """Where the lines are kept that a Store no longer knew."""
+    return folder / "samples.lost.jsonl"

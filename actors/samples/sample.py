@@ -1,41 +1,36 @@
-"""What a sample is called, what is remembered of it, and how its payload is kept: in the Store, or in a file where it is large."""
+"""What a sample is called, whether it is whole, and how a large one is kept in a file."""
 
 import hashlib
+import math
 import os
+from array import array
+from collections.abc import Container, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-import msgspec
-
-from actors.messages.samples import Trajectory
+from actors.messages.rewards import flaw_of
+from actors.messages.samples import Segment, Trajectory
 
 INLINE_BYTES = 64 * 1024
-"""The Store takes payloads up to this size."""
+"""Payloads up to this size lie in the Store; larger ones in a file."""
 
 
-class Note(msgspec.Struct, frozen=True, array_like=True):
-    """What the ledger tells of a sample, kept beside its payload."""
+class Heard(NamedTuple):
+    """What a trajectory says for itself, as the ledger tells it."""
 
-    attempt: int
-    task: int
-    version_first: int = -1
-    """-1 where no trajectory came."""
-    reward: float | None = None
+    version_first: int
+    reward: float
     tokens: int = 0
     """Sampled tokens."""
     turns: int = 0
     wall_s: float = 0.0
-    reason: str = ""
 
 
-class Filed(msgspec.Struct, frozen=True):
-    """Stands in the Store for a payload that lies in `file` of the samples folder; `digest` is its hex BLAKE2b-256."""
-
-    file: str
-    digest: str
+FUTURE_VERSION = "future_version"
 
 
 class PayloadLost(Exception):
-    """A filed payload is missing or differs from its digest."""
+    """A payload's file is missing or differs from its digest."""
 
 
 def group_id(number: int) -> str:
@@ -61,22 +56,88 @@ def seed_of(purpose: str, run_seed: int, task: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) >> 1
 
 
-def note_of(trajectory: Trajectory) -> bytes:
-    ticket = trajectory.ticket
-    note = Note(
-        attempt=ticket.attempt,
-        task=ticket.task,
+# -- whole or not -------------------------------------------------------------------------------------------------
+
+
+def heard_of(trajectory: Trajectory) -> Heard:
+    """What the ledger tells of a trajectory."""
+    return Heard(
         version_first=trajectory.version_first,
         reward=trajectory.reward,
         tokens=sum(segment.mask.count(1) for segment in trajectory.segments),
         turns=trajectory.turns,
         wall_s=trajectory.wall_s,
     )
-    return msgspec.msgpack.encode(note)
 
 
-def file_payload(folder: Path, name: str, payload: bytes) -> bytes:
-    """Write `payload` to `folder`, on disk when this returns, and return what the Store keeps instead. Blocks; raises OSError."""
+def flaw(trajectory: Trajectory, *, newest: int, vocab_size: int | None) -> str:
+    """Why training could not compute with this trajectory, by name and detail; empty where it can.
+
+    `newest` is the newest weight version that can have sampled anything; without a `vocab_size` token ids are only checked for sign.
+    Of a version that is not there yet, `future_version` is said: a Store that lost its newest writes may have forgotten it.
+    """
+    if found := flaw_of(trajectory.reward):
+        return f"reward_{found}"
+    for segment in trajectory.segments:
+        if found := _flaw_of_segment(segment, vocab_size):
+            return found
+    versions = [span.version for segment in trajectory.segments for span in segment.spans]
+    if not any(segment.mask.count(1) for segment in trajectory.segments):
+        return "bad_trajectory: it has no sampled token"
+    if trajectory.version_first != versions[0] or trajectory.version_last != versions[-1]:
+        said = f"{trajectory.version_first} to {trajectory.version_last}"
+        return f"bad_trajectory: it says versions {said}, its spans {versions[0]} to {versions[-1]}"
+    if max(versions) > newest:
+        return f"{FUTURE_VERSION}: it was sampled under version {max(versions)}, and {newest} is the newest"
+    if versions[0] < trajectory.ticket.version:
+        return f"bad_trajectory: it begins with version {versions[0]}, its ticket says {trajectory.ticket.version}"
+    return ""
+
+
+def _flaw_of_segment(segment: Segment, vocab_size: int | None) -> str:
+    num = len(segment.mask)
+    if len(segment.tokens) != 4 * num or len(segment.logprobs) != 4 * num:
+        sizes = f"{len(segment.tokens)} bytes of tokens, {len(segment.logprobs)} of log-probs and {num} of mask"
+        return f"bad_trajectory: a segment has {sizes}, which do not belong together"
+    if found := _flaw_of_tokens(segment.tokens, vocab_size):
+        return found
+    if segment.mask.count(0) + segment.mask.count(1) != num:
+        return "bad_trajectory: a mask holds something else than 0 and 1"
+    if not _all_finite(segment.logprobs):
+        return "bad_trajectory: a log-probability is not finite"
+    end = sampled = 0
+    for span in segment.spans:
+        if not end <= span.start < span.end <= num:
+            return f"bad_trajectory: the span {span.start} to {span.end} does not lie in order within {num} tokens"
+        sampled += segment.mask.count(1, span.start, span.end)
+        end = span.end
+    if sampled != segment.mask.count(1):
+        return f"bad_trajectory: spans cover {sampled} of {segment.mask.count(1)} sampled tokens"
+    return ""
+
+
+def _flaw_of_tokens(tokens: bytes, vocab_size: int | None) -> str:
+    ids = array("i", tokens)
+    if tokens[3::4].count(0) < len(ids) and min(ids) < 0:
+        return f"bad_trajectory: token {min(ids)} is none of a vocabulary"
+    if vocab_size is not None and ids and max(ids) >= vocab_size:
+        return f"bad_trajectory: token {max(ids)} is outside the vocabulary of {vocab_size}"
+    return ""
+
+
+def _all_finite(floats: bytes) -> bool:
+    """Of float32. A number is infinite or none only where the highest seven bits of its exponent are set, which nearly never is."""
+    exponents = floats[3::4]
+    if not exponents.count(0x7F) and not exponents.count(0xFF):
+        return True
+    return math.isfinite(sum(array("f", floats)))
+
+
+# -- files --------------------------------------------------------------------------------------------------------
+
+
+def file_payload(folder: Path, name: str, payload: bytes) -> str:
+    """Write `payload` to `folder`, on disk when this returns, and return its hex BLAKE2b-256. Blocks; raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{name}.{os.urandom(4).hex()}.partial"  # a put that is asked again writes beside itself
     with partial.open("wb") as file:
@@ -89,32 +150,38 @@ def file_payload(folder: Path, name: str, payload: bytes) -> bytes:
         os.fsync(listing)
     finally:
         os.close(listing)
-    return msgspec.msgpack.encode(Filed(name, _digest(payload)))
+    return _digest(payload)
 
 
-def is_filed(stored: bytes) -> bool:
-    """A Filed travels as a MessagePack map, a Trajectory as an array."""
-    return stored[0] >> 4 == 0x8
-
-
-def read_payload(folder: Path, stored: bytes) -> bytes:
+def read_payload(folder: Path, name: str, digest: str) -> bytes:
     """The payload itself. Blocks; raises PayloadLost."""
-    filed = msgspec.msgpack.decode(stored, type=Filed)
-    path = folder / filed.file
+    path = folder / name
     try:
         payload = path.read_bytes()
     except OSError as error:
         raise PayloadLost(f"sample file {path} can't be read: {error}") from error
-    if _digest(payload) != filed.digest:
+    if _digest(payload) != digest:
         raise PayloadLost(f"sample file {path} does not match its digest")
     return payload
 
 
-def remove_payloads(folder: Path, trajectories: list[str]) -> None:
+def remove_payloads(folder: Path, trajectories: Iterable[str]) -> None:
     """Delete the files of all attempts of samples that ended. Blocks; a file that is gone already is no error."""
     ended = {tuple(trajectory.split(".")) for trajectory in trajectories}
     for path in folder.iterdir() if folder.is_dir() else ():
         if tuple(path.name.split(".")[:2]) in ended:
+            path.unlink(missing_ok=True)
+
+
+def remove_payload(folder: Path, name: str) -> None:
+    """Delete one file. Blocks; a file that is gone already is no error."""
+    (folder / name).unlink(missing_ok=True)
+
+
+def sweep_payloads(folder: Path, wanted: Container[str]) -> None:
+    """Delete the files that nobody waits for: a process was killed between writing one and telling of it. Blocks."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name not in wanted:
             path.unlink(missing_ok=True)
 
 

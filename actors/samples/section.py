@@ -14,3 +14,5 @@ class SamplesSection(Section):
     """Attempts per rollout before it is `failed`; a drained environment manager costs none."""
     unbounded_batches: int = Field(default=8, ge=1)
     """Batches' worth of groups that may be under way where `staleness.bounded` is false."""
+    unsettled_mb: int = Field(default=256, ge=1)
+    """MiB of samples that are kept in memory for as long as the Store may forget them; beyond that a put waits."""

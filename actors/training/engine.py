@@ -20,7 +20,7 @@ class TrainEngine(Protocol):
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
         """Load the base model, or resume a checkpoint; returns the step and epoch the weights stand at ((0, 0) for a base model).
 
-        Raises TrainError with one sentence when files are missing, truncated or do not fit.
+        Raises TrainError or CheckpointError with one sentence when files are missing, truncated or do not fit.
         """
         ...
 
@@ -36,8 +36,11 @@ class TrainEngine(Protocol):
         """The weights as the parts of one safetensors file image with HF names; valid until the next `train`."""
         ...
 
-    def save(self, folder: Path, *, epoch: int) -> None:
-        """Write model, optimiser, RNG and step into `folder`, every file flushed to disk. Raises TrainError naming the cause (disk full, …)."""
+    def save(self, folder: Path, *, epoch: int, receipts: Sequence[bytes] = ()) -> None:
+        """Write model, optimiser, RNG, step and `receipts` into `folder`, every file flushed to disk.
+
+        Raises CheckpointError naming the cause (disk full, …).
+        """
         ...
 
 

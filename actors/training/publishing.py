@@ -7,7 +7,7 @@ from contextlib import suppress
 import msgspec
 
 from actors.messages.fabric import Phase, PhaseIntent
-from actors.messages.samples import Advance, Standing
+from actors.messages.samples import Advance, PolicyState
 from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.training.agreement import compare, require, sample
 from actors.training.engine import TrainEngine
@@ -41,7 +41,7 @@ class Publisher:
         """Of the weights published last."""
         return self.published.size_bytes if self.published else 0
 
-    async def publish(self, step: int, epoch: int, export: Callable[[], list[memoryview | bytes]]) -> Standing:
+    async def publish(self, step: int, epoch: int, export: Callable[[], list[memoryview | bytes]]) -> PolicyState:
         """Make version `step` available, tell everybody, and free the slots of its samples."""
         actor = self._actor
         started = asyncio.get_running_loop().time()
@@ -58,10 +58,10 @@ class Publisher:
                 with suppress(AskFailed):
                     await actor.ref(name).tell(self.published)
             wait.update(holder=BUFFER)
-            standing = await actor.ref(BUFFER).ask(Advance(step, epoch), timeout=ASK_S)
+            policy = await actor.ref(BUFFER).ask(Advance(step, epoch), timeout=ASK_S)
         actor.metrics.gauge("staleness/publish_lag", asyncio.get_running_loop().time() - started)
         actor.metrics.gauge("weights/version", step)
-        return standing
+        return policy
 
     def taken(self, message: WeightsTaken) -> bool:
         """Note who has what was published last; True when all engines that are ready have it."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from actors import checkpoint as checkpoints
 from actors.config import ScriptedTrainSection
 from actors.messages.samples import Trajectory
-from actors.training import checkpoint as checkpoints
 from actors.training.engine import StepResult, TrainError
 
 STATE = "scripted.json"
@@ -54,6 +54,7 @@ class ScriptedTrainEngine:
         header = json.dumps({"scripted": entry}).encode()
         return [len(header).to_bytes(8, "little"), header, memoryview(self._content)]
 
-    def save(self, folder: Path, *, epoch: int) -> None:
+    def save(self, folder: Path, *, epoch: int, receipts: Sequence[bytes] = ()) -> None:
         self._state.epoch = epoch
-        checkpoints.write(folder, {STATE: msgspec.json.encode(self._state)}, step=self._state.step, epoch=epoch)
+        files = {STATE: msgspec.json.encode(self._state)}
+        checkpoints.write(folder, files, step=self._state.step, epoch=epoch, receipts=receipts)

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from actors import checkpoint as checkpoints
 from actors.config import ModelSection, TrainSection
 from actors.messages.samples import Trajectory
-from actors.training import checkpoint as checkpoints
 from actors.training.advantages import group_advantages
 from actors.training.engine import StepResult, TrainError
 from actors.training.losses import clipped_policy_loss, token_logprobs
@@ -116,13 +116,13 @@ class TorchTrainEngine:
     def export(self) -> list[memoryview | bytes]:
         return [save_tensors({k: v.contiguous() for k, v in self._state().items()})]
 
-    def save(self, folder: Path, *, epoch: int) -> None:
+    def save(self, folder: Path, *, epoch: int, receipts: Sequence[bytes] = ()) -> None:
         files = {
             "model.safetensors": save_tensors({k: v.contiguous() for k, v in self._state().items()}, {"format": "pt"}),
             "optimizer.safetensors": self._optimizer_image(),
             "rng.json": msgspec.json.encode([self._rng.getstate(), torch.get_rng_state().tolist()]),
         }
-        checkpoints.write(folder, files | self._described, step=self._step, epoch=epoch)
+        checkpoints.write(folder, files | self._described, step=self._step, epoch=epoch, receipts=receipts)
 
     def _update(self, sequences: list[TokenSequence], totals: dict[str, float], *, first: bool) -> float:
         """One optimiser step on the token-level mean loss of `sequences`; returns the gradient's norm before clipping.

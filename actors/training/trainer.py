@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from pydantic import Field
 
+from actors import checkpoint as checkpoints
+from actors.checkpoint import CheckpointError, Replaced
 from actors.config import ModelSection, StalenessSection, TrainSection
 from actors.device import check_device
 from actors.messages.samples import (
@@ -17,29 +19,33 @@ from actors.messages.samples import (
     Batch,
     Claim,
     Close,
+    Commit,
     DrawEpoch,
     Epoch,
-    Standing,
+    PolicyState,
+    StepRaised,
     Trajectory,
 )
 from actors.messages.weights import LatestWeights, NoWeights, WeightsPublished, WeightsTaken
 from actors.model_folder import check_model_folder
-from actors.training import checkpoint as checkpoints
 from actors.training.engine import StepResult, TrainEngine, TrainError
 from actors.training.held_out import HeldOut
 from actors.training.progress import Rows, cpu_used, own_metrics
 from actors.training.publishing import ASK_S, BUFFER, Publisher
-from actors.training.saving import Saver
 from actors.training.scripted_train import ScriptedTrainEngine
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from runtime.actor import Actor, Context, handler
 from runtime.clock import wall_s
 from runtime.config import ActorConfig
+from runtime.errors import ActorFailed
 from runtime.registry import list_actors
 
 if TYPE_CHECKING:
     from runtime.ref import Ref
 
+
+REFUSED = (TrainError, CheckpointError)
+"""What ends the run with its sentence; anything else that training raises may lie in the batch."""
 
 REMEMBERED = 5
 """Steps whose usual time says when the next weights are due: a median of five shrugs off two outliers."""
@@ -79,24 +85,24 @@ class Trainer(Actor):
         self._engine: TrainEngine
         self._buffer: Ref = self.ref(BUFFER)
         self._rows = Rows(self.run.folder / "metrics.jsonl")
+        self._checkpoints = self.run.folder / "checkpoints"
         self._out = Publisher(self)
-        self._standing = Standing(0, config.staleness.bound)
+        self._policy = PolicyState(0, config.staleness.bound)
         self._step = self._saved = self._epoch = 0
         self._checked = self._training = False
         self._took_s: deque[float] = deque(maxlen=REMEMBERED)
         self._began = self._last_row = 0.0
-        self._bound_at = 0.0
-        """Loop time at which the newest step was bound: the Store may still forget that."""
+        self._receipts: deque[tuple[int, float, bytes]] = deque()
+        """(step, loop time of its binding, receipt) of the steps that the next checkpoint has to name."""
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
-        self._saver = Saver(self, config.checkpoint.keep)
         self._held_out = HeldOut(self._buffer, config.eval, self.log, self.notice, lambda: self._epoch)
 
     async def on_start(self) -> None:
         """Load the newest complete checkpoint (or the base model), take a new epoch, and start to train."""
         self._engine = await self.offload(self._build)
         try:
-            newest, passed_over, drawn = await self._take_over(self.run.folder / "checkpoints")
-        except TrainError as error:
+            newest, passed_over, drawn = await self._take_over(self._checkpoints)
+        except REFUSED as error:
             self.finish(str(error), failed=True)
             return
         for sentence in passed_over:
@@ -104,11 +110,12 @@ class Trainer(Actor):
         self._saved, self._epoch = self._step, drawn.epoch
         if drawn.committed > self._step and not self._fall_back(drawn.committed, newest, passed_over):
             return
-        self._standing = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
-        damaged = self._rows.truncate(self._step)  # behind the answer, which one that was replaced does not get
+        self._policy = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
+        checkpoints.take_over(self._checkpoints, self._epoch)  # one that was replaced leaves its successor's rows alone
+        damaged = self._rows.truncate(self._step)
         if damaged:
             self.notice(f"{damaged} damaged lines of {self.run.folder}/metrics.jsonl were left out")
-        self.log.info("epoch", epoch=self._epoch, step=self._step, bound=drawn.bound, version=self._standing.version)
+        self.log.info("epoch", epoch=self._epoch, step=self._step, bound=drawn.bound, version=self._policy.version)
         self.spawn(self._train_to_the_end(), name="trainer.steps")
 
     async def _take_over(self, folder: Path) -> tuple[Path | None, list[str], Epoch]:
@@ -119,6 +126,7 @@ class Trainer(Actor):
             newest, passed_over = await self.offload(checkpoints.newest, folder)
             self._step, epoch = await self.offload(self._engine.load, model, newest)
             drawn = await self._buffer.ask(DrawEpoch(epoch + 1, self._step), timeout=ASK_S)
+            await self.offload(checkpoints.take_over, folder, drawn.epoch)
             await self.offload(checkpoints.drop_unnamed, folder, drawn.epoch)
             if checkpoints.by_step(folder) == there:
                 return newest, passed_over, drawn
@@ -148,7 +156,6 @@ class Trainer(Actor):
             await self._left.wait()
             if self._step > self._saved:
                 await self._save()
-            await self._saver.settle()
 
     @handler
     async def latest_weights(self, request: LatestWeights) -> WeightsPublished | NoWeights:
@@ -169,10 +176,9 @@ class Trainer(Actor):
             while self._step < self.run.steps and not self._leaving.is_set():
                 await self._one_step(self._step + 1)
             if self._step >= self.run.steps and not self._leaving.is_set():
-                await self._saver.settle()
                 await self._buffer.ask(Close(), timeout=ASK_S)
                 self.finish(f"trained {self._step} steps")
-        except TrainError as error:
+        except REFUSED as error:
             self.finish(str(error), failed=True)
         finally:
             self._left.set()
@@ -191,7 +197,7 @@ class Trainer(Actor):
             await self._out.intend("weight_sync", step, in_s=median(self._took_s))
         waiting, cpu_s = self.waits.on(f"step {step}", stage="train", whole=True), process_time()
         with waiting, self.metrics.busy(), self.trace.span("train_step", "train", step=step):
-            groups, result = await self.offload(self._train, step, batch)
+            groups, result = await self._trained(step, batch)
         trained, cpu_s = loop.time(), process_time() - cpu_s
         self._step = step
         self._took_s.append(trained - claimed)
@@ -243,29 +249,53 @@ class Trainer(Actor):
             while not self._leaving.is_set():
                 reply = await self._buffer.ask(request, timeout=ASK_S)
                 if isinstance(reply, Batch):
-                    self._bound_at = asyncio.get_running_loop().time()
+                    self._receipts.append((step, asyncio.get_running_loop().time(), reply.receipt))
                     return reply
                 wait.update(detail=reply.why)
         return None
 
     async def _publish(self) -> None:
         """Publish version `step`. Steps that are only replayed are older than what engines hold."""
-        if self._standing.version > self._step:
+        if self._policy.version > self._step:
             return
-        self._standing = await self._out.publish(self._step, self._epoch, self._engine.export)
+        self._policy = await self._out.publish(self._step, self._epoch, self._engine.export)
         if not self._checked and self.config.check.enabled:
             await self._out.check_agreement(self._step, self._engine, self.config.check)
         self._checked = True
 
     async def _save(self) -> None:
-        """When the disk refuses, the run ends and the earlier checkpoint is intact."""
+        """Write a checkpoint, give it its name, and commit its steps.
+
+        When the disk refuses, the run ends and the earlier checkpoint is intact. A trainer that was replaced names nothing any more, and its
+        successor removes what it wrote.
+        """
+        step, epoch = self._step, self._epoch
+        waiting = self._checkpoints / f"waiting_{step}.{epoch}"
         try:
-            await self._saver.save(self._step, self._epoch, self._bound_at, self._save_to)
-        except TrainError as error:
+            with (
+                self.waits.on(f"checkpoint {step}", stage="checkpoint", whole=True),
+                self.trace.span("checkpoint", "train", step=step),
+            ):
+                await self.offload(self._save_to, waiting)
+        except CheckpointError as error:
             self.finish(str(error), failed=True)
             self._leaving.set()
             return
-        self._saved = self._step
+        try:
+            await self.offload(checkpoints.name, waiting, self._checkpoints / f"step_{step}", epoch)
+        except Replaced as error:
+            raise ActorFailed(str(error)) from None
+        with self.waits.on(f"commit {step}", stage="checkpoint", holder=BUFFER, whole=True):
+            await self._buffer.ask(Commit(step, epoch), timeout=ASK_S)
+        self._saved = step
+        await self.offload(checkpoints.prune, self._checkpoints, self.config.checkpoint.keep, epoch)
+        self._forget_receipts()
+
+    def _forget_receipts(self) -> None:
+        """A saved step is named again for as long as the Store may forget that it was bound."""
+        sure_until = asyncio.get_running_loop().time() - self.run.window_s
+        while self._receipts and self._receipts[0][0] <= self._saved and self._receipts[0][1] <= sure_until:
+            self._receipts.popleft()
 
     def _build(self) -> TrainEngine:
         if self.config.train.kind == "scripted":
@@ -274,13 +304,32 @@ class Trainer(Actor):
 
         return TorchTrainEngine(self.config.model, self.config.train, steps=self.run.steps, seed=self.run.seed)
 
+    async def _trained(self, step: int, batch: Batch) -> tuple[list[list[Trajectory]], StepResult]:
+        """Train on a batch. What raises twice in the same step is held to lie in the batch, and its groups end as `poisoned`.
+
+        The weights may be half updated then: the trainer begins again with its checkpoint.
+        """
+        try:
+            return await self.offload(self._train, step, batch)
+        except REFUSED:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            reply = await self._buffer.ask(StepRaised(step, self._epoch, what), timeout=ASK_S)
+            if reply.poisoned:
+                self.notice(
+                    f"training on step {step} raised twice ({what}): its {reply.poisoned} groups end as poisoned, and the step gets others"
+                )
+            raise ActorFailed(f"training on step {step} raised {what}: it begins again with its checkpoint") from error
+
     def _train(self, step: int, batch: Batch) -> tuple[list[list[Trajectory]], StepResult]:
         """Runs off the loop, decoding included: a batch is some MB of MessagePack."""
         groups = [[msgspec.msgpack.decode(t, type=Trajectory) for t in group] for group in batch.groups]
         return groups, self._engine.train(step, groups)
 
     def _save_to(self, folder: Path) -> None:
-        self._engine.save(folder, epoch=self._epoch)
+        receipts = [receipt for step, _, receipt in self._receipts if step <= self._step]
+        self._engine.save(folder, epoch=self._epoch, receipts=receipts)
 
 
 def _virtual() -> bool:

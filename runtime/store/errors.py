@@ -11,12 +11,8 @@ class Fenced(StoreError):
     """The writer's fence is older than one already seen: it was replaced and must stop. Nothing was changed."""
 
 
-class StaleEpoch(StoreError):
-    """A claim or commit came under an older epoch than the newest: another claimer took over. Nothing was changed."""
-
-
-class OutOfOrder(StoreError):
-    """A commit skipped a step, or a claim asked for a step that is committed already or skipped one. Nothing was changed."""
+class Forgotten(StoreError):
+    """The store no longer has the write before this one: it came back without its newest writes. Nothing was changed."""
 
 
 class StoreUnavailable(StoreError):
@@ -32,23 +28,8 @@ def fenced(name: str, token: int, newest: int) -> Fenced:
     return Fenced(f"{name!r} writes with token {token}, but {newest} was seen: a newer one took over")
 
 
-def stale_epoch(epoch: int, newest: int) -> StaleEpoch:
-    return StaleEpoch(f"epoch {epoch} acts, but {newest} is the newest: another claimer took over")
-
-
-def skipped(step: int, committed: int) -> OutOfOrder:
-    return OutOfOrder(f"step {step} was committed, but {committed + 1} comes next")
-
-
-def claimed_late(step: int, committed: int) -> OutOfOrder:
-    return OutOfOrder(f"step {step} was claimed, but {committed} is committed already")
-
-
-def claimed_early(step: int, committed: int) -> OutOfOrder:
-    return OutOfOrder(
-        f"step {step} was claimed, but step {step - 1} is not bound and {committed} is the last that is committed: "
-        "the store forgot a claim, or the claimer one of its steps"
-    )
+def forgotten(name: str, token: int, number: int) -> Forgotten:
+    return Forgotten(f"{name!r} makes write {number} with token {token}, but the store lost the one before it")
 
 
 def not_a_number(key: str) -> ValueError:

@@ -1,33 +1,15 @@
 """Bounds that every store implementation refuses to cross, checked before anything is sent or kept."""
 
-from runtime.store.store import Fence
-from runtime.store.workset import Item
+from collections.abc import Mapping
 
-MAX_PAYLOAD_BYTES = 64 * 1024
-"""Larger payloads are blobs, with only their digest in the store."""
-MAX_NOTE_BYTES = 16 * 1024
-"""A note is kept for the ended log, which outlives the payload, so it is smaller."""
+from runtime.store.store import Append, Fence, WriteNumber
+
+MAX_VALUE_BYTES = 8 * 1024 * 1024
+"""Of one key or entry: the server makes one change at a time, and a larger one would hold up everybody. More is a blob."""
 MAX_INTEGER = 2**53
 """Lua numbers and Redis scores are doubles: above this, integers are no longer exact."""
 READ_LIMIT = 1000
 """Entries one `read` returns at most."""
-
-
-def check_item(item: Item) -> None:
-    """Raises ValueError for a payload or note that is too large, or a score that a double can't hold."""
-    if len(item.payload) > MAX_PAYLOAD_BYTES:
-        raise ValueError(
-            f"item {item.id!r} has {len(item.payload)} bytes of payload; "
-            f"at most {MAX_PAYLOAD_BYTES} fit, put larger ones into a blob"
-        )
-    check_note(item.id, item.note)
-    check_integer("score", item.score)
-
-
-def check_note(item_id: str, note: bytes) -> None:
-    """Raises ValueError for a note that is too large."""
-    if len(note) > MAX_NOTE_BYTES:
-        raise ValueError(f"item {item_id!r} has a note of {len(note)} bytes; at most {MAX_NOTE_BYTES} fit")
 
 
 def check_integer(name: str, value: int, *, least: int = -MAX_INTEGER) -> None:
@@ -36,10 +18,31 @@ def check_integer(name: str, value: int, *, least: int = -MAX_INTEGER) -> None:
         raise ValueError(f"{name} is {value}, which is not within {least} and {MAX_INTEGER}")
 
 
-def check_fence(fence: Fence | None) -> None:
-    """Raises ValueError for a token that is no incarnation."""
+def check_write(
+    changes: Mapping[str, bytes | None],
+    fence: Fence | None,
+    turn: WriteNumber | None = None,
+    append: Append | None = None,
+) -> None:
+    """Raises ValueError for a token or index that is no such number, a turn without a fence, and values that are too large."""
     if fence is not None:
         check_integer("fence token", fence.token, least=0)
+    if turn is not None:
+        check_integer("turn", turn.number, least=1)
+        if fence is None:
+            raise ValueError("a write has a turn only behind a fence")
+    for key, value in changes.items():
+        check_size(key, value or b"")
+    if append is not None:
+        check_integer("first index", append.first, least=1)
+        for entry in append.entries:
+            check_size(append.stream, entry)
+
+
+def check_size(name: str, value: bytes) -> None:
+    """Raises ValueError for more bytes than one value may have."""
+    if len(value) > MAX_VALUE_BYTES:
+        raise ValueError(f"{name!r} gets {len(value)} bytes; at most {MAX_VALUE_BYTES} fit, put more into a blob")
 
 
 def check_ttl(ttl_s: float) -> None:

@@ -1,20 +1,15 @@
 """MemoryStore: the store of one process, for simulation, tests and embedding; time is the loop's and nothing is random."""
 
 import asyncio
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from runtime.store.counting import Counters
-from runtime.store.errors import fenced, not_a_number
-from runtime.store.limits import READ_LIMIT, check_fence, check_integer, check_ttl
-from runtime.store.memory_workset import MemoryWorkSet
-from runtime.store.store import Fence, Lease
-from runtime.store.workset import WorkSet
-
-CHANGES = frozenset({"put", "end", "seal", "discard", "claim", "commit", "new_epoch"})
-"""Of a WorkSet: what a fence refuses to a zombie."""
+from runtime.store.errors import fenced, forgotten, not_a_number
+from runtime.store.limits import READ_LIMIT, check_integer, check_ttl, check_write
+from runtime.store.store import Append, Fence, Lease, WriteNumber
 
 
 class _Held(NamedTuple):
@@ -25,7 +20,7 @@ class _Held(NamedTuple):
 
 
 class _Stream:
-    """Entries with gapless indices, the newest at the right; `grew` is set and replaced at every append."""
+    """Entries by rising index, the newest at the right; `grew` is set and replaced at every append."""
 
     def __init__(self) -> None:
         self.entries: deque[tuple[int, bytes]] = deque()
@@ -41,25 +36,20 @@ class _Stream:
         self.grew = asyncio.Event()
         return self.last
 
+    def replace(self, change: Append) -> None:
+        """What the stream held from the first of the new entries on gives way."""
+        while self.entries and self.entries[-1][0] >= change.first:
+            self.entries.pop()
+        self.last = change.first - 1
+        for entry in change.entries:
+            self.append(bytes(entry), len(self.entries) + 1)
+        while self.entries and self.entries[0][0] <= change.forget:
+            self.entries.popleft()
+
     def after(self, index: int) -> list[tuple[int, bytes]]:
-        skip = max(0, len(self.entries) - (self.last - index))
-        return [self.entries[at] for at in range(skip, min(len(self.entries), skip + READ_LIMIT))]
-
-
-class _Fenced:
-    """A `MemoryWorkSet` whose changes first pass the fence."""
-
-    def __init__(self, workset: MemoryWorkSet, check: Callable[[], None]) -> None:
-        self._workset, self._check = workset, check
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        method: Callable[..., Awaitable[Any]] = getattr(self._workset, name)
-
-        async def change(*args: Any, **options: Any) -> Any:
-            self._check()
-            return await method(*args, **options)
-
-        return change if name in CHANGES else method
+        entries = list(self.entries)
+        begin = bisect_right(entries, index, key=lambda entry: entry[0])
+        return entries[begin : begin + READ_LIMIT]
 
 
 class MemoryStore:
@@ -68,10 +58,10 @@ class MemoryStore:
     def __init__(self) -> None:
         self.counters = Counters()
         self._keys: dict[str, bytes] = {}
-        self._fences: dict[str, int] = {}
+        self._fences: dict[str, tuple[int, int]] = {}
+        """Name → newest token and the number of its newest write."""
         self._streams: dict[str, _Stream] = {}
         self._leases: dict[str, _Held] = {}
-        self._worksets: dict[str, MemoryWorkSet] = {}
 
     async def get(self, key: str) -> bytes | None:
         return self._keys.get(key)
@@ -79,8 +69,25 @@ class MemoryStore:
     async def scan(self, prefix: str) -> dict[str, bytes]:
         return {key: self._keys[key] for key in sorted(self._keys) if key.startswith(prefix)}
 
-    async def write(self, changes: Mapping[str, bytes | None], *, fence: Fence | None = None) -> None:
-        self._pass(fence)
+    async def fenced(self, name: str) -> tuple[int, int]:
+        return self._fences.get(name, (0, 0))
+
+    async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self._keys.get(key) for key in keys]
+
+    async def write(
+        self,
+        changes: Mapping[str, bytes | None],
+        *,
+        fence: Fence | None = None,
+        turn: WriteNumber | None = None,
+        append: Append | None = None,
+    ) -> None:
+        check_write(changes, fence, turn, append)
+        if not self._passes(fence, turn):
+            return
+        if append is not None:
+            self._streams.setdefault(append.stream, _Stream()).replace(append)
         for key, value in changes.items():
             if value is None:
                 self._keys.pop(key, None)
@@ -90,7 +97,8 @@ class MemoryStore:
     async def compare_and_set(
         self, key: str, expected: bytes | None, value: bytes, *, fence: Fence | None = None
     ) -> bool:
-        self._pass(fence)
+        check_write({key: value}, fence)
+        self._passes(fence)
         if self._keys.get(key) != expected:
             return False
         self._keys[key] = bytes(value)
@@ -144,25 +152,28 @@ class MemoryStore:
             if name.startswith(prefix) and held.expires_at > now
         }
 
-    def workset(self, name: str, *, fence: Fence | None = None) -> WorkSet:
-        check_fence(fence)
-        workset = self._worksets.setdefault(name, MemoryWorkSet(partial(self.counters.above, f"{name} epoch")))
-        return workset if fence is None else cast("WorkSet", _Fenced(workset, partial(self._pass, fence)))
-
     async def full(self) -> str:
         return ""
 
     async def close(self) -> None:
         """Nothing to let go of: what was stored stays readable."""
 
-    def _pass(self, fence: Fence | None) -> None:
-        check_fence(fence)
+    def _passes(self, fence: Fence | None, turn: WriteNumber | None = None) -> bool:
+        """False where this very write was made before. Raises Fenced and Forgotten."""
         if fence is None:
-            return
-        newest = self._fences.get(fence.name, 0)
-        if fence.token < newest:
-            raise fenced(fence.name, fence.token, newest)
-        self._fences[fence.name] = fence.token
+            return True
+        stored = self._fences.get(fence.name, (0, 0))
+        if fence.token < stored[0]:
+            raise fenced(fence.name, fence.token, stored[0])
+        if turn is None:
+            self._fences[fence.name] = max(stored, (fence.token, 0))
+            return True
+        if stored == (fence.token, turn.number):
+            return False
+        if stored != (turn.after or (fence.token, turn.number - 1)):
+            raise forgotten(fence.name, fence.token, turn.number)
+        self._fences[fence.name] = (fence.token, turn.number)
+        return True
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -1,14 +1,13 @@
 """RedisStore: the store over a Redis or Valkey server; every method is one Lua script of `scripts/`, or one command."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
-from runtime.store.errors import fenced, not_a_number
-from runtime.store.limits import READ_LIMIT, check_fence, check_integer, check_ttl
+from runtime.store.errors import fenced, forgotten, not_a_number
+from runtime.store.limits import READ_LIMIT, check_integer, check_ttl, check_write
 from runtime.store.redis_link import PATIENCE_S, Argument, RedisLink, Rejected, Reply, Script, script
-from runtime.store.redis_workset import RedisWorkSet
 from runtime.store.servers import concerns
-from runtime.store.store import Fence, Lease
+from runtime.store.store import Append, Fence, Lease, WriteNumber
 
 
 class RedisStore:
@@ -41,15 +40,35 @@ class RedisStore:
         flat = cast("list[bytes]", await self._link.ask(script("scan"), (self._keys, self._index), prefix))
         return {key.decode(): value for key, value in zip(flat[::2], flat[1::2], strict=True)}
 
-    async def write(self, changes: Mapping[str, bytes | None], *, fence: Fence | None = None) -> None:
-        flat: list[Argument] = []
+    async def fenced(self, name: str) -> tuple[int, int]:
+        token, _, number = (await self._link.field(self._fences, name) or b"0 0").partition(b" ")
+        return int(token), int(number)
+
+    async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
+        return (await self._link.fields([(self._keys, keys)]))[0] if keys else []
+
+    async def write(
+        self,
+        changes: Mapping[str, bytes | None],
+        *,
+        fence: Fence | None = None,
+        turn: WriteNumber | None = None,
+        append: Append | None = None,
+    ) -> None:
+        check_write(changes, fence, turn, append)
+        flat: list[Argument] = [len(changes)]
         for key, value in changes.items():
             flat += (key, "0", b"") if value is None else (key, "1", value)
-        await self._fenced(script("once", "fence", "write"), fence, *flat)
+        more: tuple[str, ...] = ()
+        if append is not None:
+            more = (self._streams, self._link.key("stream", append.stream))
+            flat += (append.stream, append.first, append.forget, *append.entries)
+        await self._fenced(script("once", "fence", "write"), fence, *flat, turn=turn, more=more)
 
     async def compare_and_set(
         self, key: str, expected: bytes | None, value: bytes, *, fence: Fence | None = None
     ) -> bool:
+        check_write({key: value}, fence)
         wanted: tuple[Argument, Argument] = ("0", b"") if expected is None else ("1", expected)
         what = script("once", "fence", "compare_and_set")
         return bool(await self._fenced(what, fence, key, *wanted, value))
@@ -95,10 +114,6 @@ class RedisStore:
         }
         return dict(sorted(found.items()))
 
-    def workset(self, name: str, *, fence: Fence | None = None) -> RedisWorkSet:
-        check_fence(fence)
-        return RedisWorkSet(self._link, self._link.key("ws", name), self._fences, fence)
-
     async def close(self) -> None:
         await self._link.close()
 
@@ -106,13 +121,26 @@ class RedisStore:
         flat = cast("list[bytes]", await self._link.ask(script("read"), (key,), f"0-{after + 1}", READ_LIMIT))
         return [(index_of(entry), value) for entry, value in zip(flat[::2], flat[1::2], strict=True)]
 
-    async def _fenced(self, what: Script, fence: Fence | None, *args: Argument) -> Reply:
-        check_fence(fence)
+    async def _fenced(
+        self,
+        what: Script,
+        fence: Fence | None,
+        *args: Argument,
+        turn: WriteNumber | None = None,
+        more: tuple[str, ...] = (),
+    ) -> Reply:
         name, token = ("", "") if fence is None else fence
+        number, after = ("", "") if turn is None else (turn.number, "")
+        if turn is not None:
+            token_before, number_before = turn.after or (token, turn.number - 1)
+            after = f"{token_before} {number_before}"
+        keys = (self._keys, self._index, self._fences, *more)
         try:
-            return await self._link.once(what, (self._keys, self._index, self._fences), name, token, *args)
+            return await self._link.once(what, keys, name, token, number, after, *args)
         except Rejected as error:
             assert fence is not None
+            if error.code == "FORGOTTEN":
+                raise forgotten(fence.name, fence.token, error.number) from None
             raise fenced(fence.name, fence.token, error.number) from None
 
 

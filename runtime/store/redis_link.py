@@ -111,8 +111,6 @@ class RedisLink:
         """Run a script built upon once.lua: it takes effect exactly once, though the reply may be lost and it be sent again."""
         async with self._calls, self._slot() as slot:
             operation = self.key("op", self._client, str(slot))
-            if what is CLAIM:
-                keys = (*keys, f"{operation}:dropped")
             numbered = (next(self._numbers), *args)
             return await self._attempts(lambda: self._evaluate(what, (operation, *keys), numbered))
 
@@ -278,6 +276,4 @@ def _sha1(text: str) -> str:
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-CODES = frozenset({"FENCED", "NOTANUMBER", "STALE_EPOCH", "CLAIMED_EARLY", "CLAIMED_LATE", "SKIPPED"})
-CLAIM = script("once", "fence", "workset", "claim")
-"""The one script that keeps more than a number for a repeated call, in a second key beside its slot."""
+CODES = frozenset({"FENCED", "FORGOTTEN", "NOTANUMBER"})

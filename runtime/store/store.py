@@ -1,9 +1,7 @@
 """The Store: the little state that must outlive processes, behind one Protocol with a memory and a Redis implementation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
-
-from runtime.store.workset import WorkSet
 
 
 class Fence(NamedTuple):
@@ -11,6 +9,30 @@ class Fence(NamedTuple):
 
     name: str
     token: int
+
+
+class WriteNumber(NamedTuple):
+    """Numbers the writes under a fence's token from 1 on, so that a store which lost some of them can't hide it.
+
+    The store keeps (token, number) of a fence as one value, and a write is made where that is what the writer takes it for: `after`, or
+    where none is said, the write before this one. A write that comes again changes nothing; any other is refused with `Forgotten`.
+    """
+
+    number: int
+    after: tuple[int, int] | None = None
+    """What `Store.fenced` told, by whoever takes the fence over, or says anew what the store forgot."""
+
+
+class Append(NamedTuple):
+    """Entries of `stream` from index `first` on, in place of what it held from there.
+
+    Entries up to index `forget` are forgotten: their reader is done with them.
+    """
+
+    stream: str
+    first: int
+    entries: Sequence[bytes]
+    forget: int = 0
 
 
 class Lease(NamedTuple):
@@ -35,8 +57,26 @@ class Store(Protocol):
         """Every key that starts with `prefix`, sorted."""
         ...
 
-    async def write(self, changes: Mapping[str, bytes | None], *, fence: Fence | None = None) -> None:
-        """Set (bytes) or delete (None) all keys in one atomic step; acknowledged. Raises Fenced and changes nothing for a zombie."""
+    async def fenced(self, name: str) -> tuple[int, int]:
+        """The newest token that wrote under the fence `name`, and the number of its newest write; (0, 0) where none has."""
+        ...
+
+    async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values of `keys`, in their order, in one round trip."""
+        ...
+
+    async def write(
+        self,
+        changes: Mapping[str, bytes | None],
+        *,
+        fence: Fence | None = None,
+        turn: WriteNumber | None = None,
+        append: Append | None = None,
+    ) -> None:
+        """Set (bytes) or delete (None) all keys, and append to a stream, in one atomic step; acknowledged.
+
+        Raises Fenced for a zombie, and Forgotten where the store lost a write before `turn`; either changes nothing.
+        """
         ...
 
     async def compare_and_set(
@@ -67,10 +107,6 @@ class Store(Protocol):
 
     async def leases(self, prefix: str) -> dict[str, Lease]:
         """Live leases whose name starts with `prefix`."""
-        ...
-
-    def workset(self, name: str, *, fence: Fence | None = None) -> WorkSet:
-        """The durable set of work items called `name`. Behind a fence its changes (all but `trim`) raise Fenced for a zombie."""
         ...
 
     async def full(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from actors.samples.group import TRAINED
 from actors.training.section import CheckpointSection
 from runtime.config import RunSection
 from runtime.config.source import read
@@ -30,9 +31,6 @@ NEEDED = (
 
 ABOVE_ZERO = ("time/step", "rollout/turns_mean", "rollout/len_mean", "perf/samples_s")
 """Of these: what costs are divided by."""
-
-IN_A_BATCH = ("trained", "zero_spread")
-"""Fates of samples that were handed to the trainer."""
 
 Row = Mapping[str, float]
 
@@ -160,7 +158,7 @@ def read_run(folder: Path) -> Recording:
                 f"{folder}/metrics.jsonl has {nothing[0]} at {row[nothing[0]]:g} in step {row['step']:.0f}; it must be above 0. "
                 "Record the run anew."
             )
-    rollouts = tuple(line for line in _lines(folder, "samples.jsonl", RecordedRollout) if line.fate in IN_A_BATCH)
+    rollouts = tuple(line for line in _lines(folder, "samples.jsonl", RecordedRollout) if line.fate in TRAINED)
     if not rollouts:
         raise ConfigError(f"{folder}/samples.jsonl has no sample that was trained. Record the run anew.")
     return Recording(folder, config, rows, rollouts)

@@ -7,11 +7,11 @@ from actors.config import StalenessSection, TrainSection
 from actors.engines.section import EngineSection
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.samples import Ticket
-from actors.samples.book import Limits
+from actors.samples.groups import GroupLimits
 from actors.samples.section import SamplesSection
 from actors.training.section import CheckpointSection
 from planning.snapshot import RequestView
-from runtime.config import RunSection, StateSection
+from runtime.config import RunSection
 from sim.buffer_model import NEVER_LAPSES_S
 from sim.job import Environments, Job
 from sim.manager_model import ModelledManager
@@ -34,7 +34,6 @@ class HostJobSpec(NamedTuple):
     rollout: RolloutSection
     engine: EngineSection
     checkpoint: CheckpointSection
-    state: StateSection
     num_engines: int
     num_managers: int
 
@@ -55,7 +54,7 @@ class HostCosts:
         self._engines = [self._engine(f"engine-{number + 1}") for number in range(spec.num_engines)]
         self._proxy = ModelledProxy(self.timeline, self._engines)
         self.environments = [Environments(self._manager(part), spec.env.concurrency) for part in managers]
-        self._train_busy_s = self._counts_s = 0.0
+        self._train_busy_s = 0.0
 
     def _part(self, name: str) -> HostProcess:
         return self._parts.setdefault(name, HostProcess(self._cores, self.timeline, name))
@@ -106,14 +105,10 @@ class HostCosts:
         await self._trainer.work(self._cpu.trainer.rest_s)
         await self.timeline.sleep(self._cpu.trainer.rest_wait_s)
 
-    async def checkpoint(self, step: int, claimed_s: float) -> None:
-        """As actors/training/saving.py: written now, counted once the store can't forget the step; one at a time."""
-        if step % self._spec.checkpoint.every:
-            return
-        await self.timeline.sleep(max(0.0, self._counts_s - self.timeline.now))
-        await self._trainer.work(self._cpu.trainer.checkpoint_s)
-        await self.timeline.sleep(self._cpu.trainer.checkpoint_wait_s)
-        self._counts_s = max(self.timeline.now, claimed_s + self._spec.state.window_s)
+    async def checkpoint(self, step: int) -> None:
+        if step % self._spec.checkpoint.every == 0:
+            await self._trainer.work(self._cpu.trainer.checkpoint_s)
+            await self.timeline.sleep(self._cpu.trainer.checkpoint_wait_s)
 
     def used(self) -> Mapping[str, tuple[float, float]]:
         used = {name: (part.cpu_s, 0.0) for name, part in self._parts.items()}
@@ -124,7 +119,7 @@ class HostCosts:
 
 
 def host_job(spec: HostJobSpec, calibration: Calibration, seed: int) -> Job:
-    limits = Limits(
+    limits = GroupLimits(
         group_size=spec.train.group_size, batch_groups=spec.train.batch_groups, steps=spec.run.steps, run_seed=seed,
         max_attempts=spec.samples.max_attempts, unbounded_batches=spec.samples.unbounded_batches,
         ticket_ttl_s=NEVER_LAPSES_S,

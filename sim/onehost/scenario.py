@@ -9,7 +9,7 @@ from actors.engines.section import EngineSection
 from actors.envs.section import EnvSection, RolloutSection
 from actors.samples.section import SamplesSection
 from actors.training.section import CheckpointSection
-from runtime.config import RunSection, StateSection
+from runtime.config import RunSection
 from sim.job import JobStep
 from sim.onehost.calibrated import Calibration
 from sim.onehost.observed import ROLES, Observed, observe
@@ -90,7 +90,7 @@ def spec_of(job: dict[str, Any], live: Observed) -> HostJobSpec:
         staleness=section(StalenessSection, "staleness"), samples=section(SamplesSection, "samples"),
         env=section(EnvSection, "env"), rollout=section(RolloutSection, "rollout"),
         engine=section(EngineSection, "engine"), checkpoint=section(CheckpointSection, "checkpoint"),
-        state=section(StateSection, "state"), num_engines=live.engines, num_managers=live.env_managers,
+        num_engines=live.engines, num_managers=live.env_managers,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from actors.checkpoint import name
 from actors.messages.samples import Commit, Put, Stored
 from actors.rewards.service import RewardService
 from actors.samples.buffer import SampleBuffer
@@ -57,7 +58,7 @@ class SimBuffer(SampleBuffer):
 
     @handler(concurrency=16)
     async def commit(self, request: Commit) -> Ack:
-        newest = self._book.epoch
+        newest = self._groups.training.epoch
         ack = await super().commit(request)
         if self.process.alive:
             self.monitor.commit_answered(request.step, request.epoch, newest)
@@ -82,6 +83,14 @@ class SimTrainer(Trainer):
     async def on_start(self) -> None:
         await super().on_start()
         self.monitor.drew(self.process, self._epoch)
+
+    async def offload(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT:
+        result = await super().offload(fn, *args, cost_s=cost_s)
+        if fn is name:
+            self.saving(self.process, "named", self._step)
+        elif getattr(fn, "__name__", "") == "_save_to":
+            self.saving(self.process, "written", self._step)
+        return result
 
     def _build(self) -> TrainEngine:
         return ToyTrainEngine(self.monitor.trained, lambda point, step: self.saving(self.process, point, step))

@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 
 from actors.messages.samples import Trajectory
-from actors.samples.sample import Note
+from actors.samples.group import Group, SampleEnd
+from actors.samples.records import ENDS, GROUP, PAYLOAD, TRAINING, Training
+from actors.samples.sample import trajectory_id
 from bus.credit import Account
 from bus.transport import Delivery
 from runtime.dispatch import Mailbox
-from runtime.store.workset import Claimed, Ended
+from runtime.store.store import Append
 from sim.simtest.process import ActorProcess
 
 ASK_SLACK_S = 1.5
@@ -35,9 +37,12 @@ class StoreTimeline:
     """Step → ids, in the order of the first hand-over."""
     bounds: dict[int, int] = field(default_factory=dict)
     """Step → α at its first hand-over."""
+    handed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Step → ids in the order in which they were trained first."""
     trained_in: dict[str, int] = field(default_factory=dict)
-    committed: int = 0
-    epoch: int = 0
+    ends: dict[int, SampleEnd] = field(default_factory=dict)
+    """By index."""
+    training: Training = field(default_factory=Training)
     put: set[str] = field(default_factory=set)
     acknowledged: dict[str, int] = field(default_factory=dict)
     """Id → the attempt that was stored."""
@@ -73,46 +78,50 @@ class InvariantChecks:
             self.timeline, self._saved = self._saved, None
             self.num_losses += 1
 
-    def applied(self, method: str, args: tuple[Any, ...], value: Any) -> None:
-        """A call took effect in the store."""
-        match method:
-            case "samples.claim":
-                self._claimed(args[2], args[3], value)
-            case "samples.commit":
-                self._committed(args[0], args[1])
-            case "samples.put":
-                self.timeline.put.add(args[0].id)
-            case "samples.new_epoch":
-                self.timeline.epoch = max(self.timeline.epoch, value)
-            case _:
-                pass
+    def commits(self, method: str, args: tuple[Any, ...]) -> bool:
+        """Whether this call makes a COMMIT durable."""
+        record = args[0].get(TRAINING) if method == "write" else None
+        return record is not None and _training(record).committed > self.timeline.training.committed
 
-    def _claimed(self, step: int, epoch: int, claimed: Claimed) -> None:
-        self.timeline.epoch = max(self.timeline.epoch, epoch)
-        ids = tuple(item.id for _, items in claimed.groups for item in items)
-        if not ids:
+    def applied(self, method: str, args: tuple[Any, ...]) -> None:
+        """A call took effect in the store."""
+        if method != "write":
             return
+        changes, _, _, append = args
+        groups = [_group(value) for key, value in changes.items() if key.startswith(GROUP) and value is not None]
+        for step in sorted({group.step for group in groups if group.step}):
+            self._bound(step, [group for group in groups if group.step == step])
+        self.timeline.put |= {key.removeprefix(PAYLOAD) for key, v in changes.items() if key.startswith(PAYLOAD) and v}
+        if append is not None and append.stream == ENDS:
+            self._ended(append)
+        if changes.get(TRAINING) is not None:
+            self._moved(_training(changes[TRAINING]))
+
+    def _bound(self, step: int, groups: list[Group]) -> None:
+        ordered = sorted(groups, key=lambda group: (group.version(0), group.id))
+        ids = tuple(trajectory_id(group.id, index) for group in ordered for index in group.scored)
         before = self.timeline.claims.setdefault(step, ids)
         self.timeline.bounds.setdefault(step, self.alpha)
-        if before != ids:
-            self.fail("replay", f"step {step} was bound to {before} and is handed out as {ids}")
+        if not set(ids) <= set(before):
+            self.fail("replay", f"step {step} was bound to {before}, and then also to {ids}")
 
-    def _committed(self, step: int, epoch: int) -> None:
+    def _ended(self, append: Append) -> None:
         line = self.timeline
-        if epoch < line.epoch:
-            self.fail(
-                "one committer per epoch", f"step {step} committed under epoch {epoch}, {line.epoch} is the newest"
-            )
-        line.epoch = max(line.epoch, epoch)
-        if step <= line.committed:
-            return
-        if step != line.committed + 1:
-            self.fail("gapless steps", f"step {step} committed after {line.committed}")
-        line.committed = step
-        for name in line.claims.get(step, ()):
-            other = line.trained_in.setdefault(name, step)
-            if other != step:
-                self.fail("one step per sample", f"{name} is committed in steps {other} and {step}")
+        for index in [index for index in line.ends if index >= append.first]:
+            del line.ends[index]
+        for index, entry in enumerate(append.entries, append.first):
+            end = line.ends[index] = msgspec.msgpack.decode(entry, type=SampleEnd)
+            other = line.trained_in.setdefault(end.trajectory_id, end.step) if end.step else end.step
+            if other != end.step:
+                self.fail("one step per sample", f"{end.trajectory_id} is committed in steps {other} and {end.step}")
+
+    def _moved(self, training: Training) -> None:
+        before = self.timeline.training
+        if training.epoch < before.epoch and not self.num_losses:
+            self.fail("one committer per epoch", f"epoch {training.epoch} is written after {before.epoch}")
+        if training.committed < before.committed and not self.num_losses:
+            self.fail("gapless steps", f"step {training.committed} is the last committed, after {before.committed}")
+        self.timeline.training = training
 
     # -- actors -------------------------------------------------------------------------------------------------
 
@@ -149,6 +158,9 @@ class InvariantChecks:
         """The trainer updates its weights; `history` is what they were made of before."""
         if step != len(history) + 1:
             self.fail("gapless steps", f"step {step} is trained on weights of {len(history)} steps")
+        ids = tuple(t.ticket.trajectory_id for group in groups for t in group)
+        if (first := self.timeline.handed.setdefault(step, ids)) != ids:
+            self.fail("replay", f"step {step} was trained on {first}, and again on {ids}")
         before = {name: at for at, ids in enumerate(history, 1) for name in ids}
         seen: set[str] = set()
         alpha = self.timeline.bounds.get(step, self.alpha)
@@ -191,12 +203,13 @@ class InvariantChecks:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def ended(self, entries: Sequence[Ended], lines: Sequence[dict[str, Any]]) -> None:
+    def ended(self, log: Sequence[tuple[int, bytes]], lines: Sequence[dict[str, Any]]) -> None:
         """The whole log of ends, and what samples.jsonl says of it."""
-        if [entry.index for entry in entries] != list(range(1, len(entries) + 1)):
+        if [index for index, _ in log] != list(range(1, len(log) + 1)):
             self.fail("ledger", "the log of ends has gaps")
+        entries = [msgspec.msgpack.decode(value, type=SampleEnd) for _, value in log]
         told = [(line["trajectory_id"], line["fate"], line["step"] or 0) for line in lines]
-        happened = [(entry.id, entry.fate, entry.step) for entry in entries]
+        happened = [(entry.trajectory_id, entry.fate, entry.step) for entry in entries]
         if told != happened:
             first = next(
                 (i for i, (a, b) in enumerate(zip(told, happened, strict=False)) if a != b),
@@ -206,25 +219,31 @@ class InvariantChecks:
                 "ledger",
                 f"samples.jsonl has {len(told)} lines for {len(happened)} ends; the first to differ is line {first + 1}",
             )
-        fates: dict[str, Ended] = {}
+        fates: dict[str, SampleEnd] = {}
         for entry in entries:
-            if entry.id in fates:
-                self.fail("one fate per sample", f"{entry.id} ended as {fates[entry.id].fate} and {entry.fate}")
-            fates[entry.id] = entry
+            name = entry.trajectory_id
+            if name in fates:
+                self.fail("one fate per sample", f"{name} ended as {fates[name].fate} and {entry.fate}")
+            fates[name] = entry
         for name, attempt in self.timeline.acknowledged.items():
             self._check_kept(name, attempt, fates.get(name))
 
-    def _check_kept(self, name: str, attempt: int, entry: Ended | None) -> None:
-        if entry is None:
+    def _check_kept(self, name: str, attempt: int, end: SampleEnd | None) -> None:
+        if end is None:
             self.fail("no acknowledged sample is lost", f"{name} was acknowledged and has no fate")
-            return
-        noted = msgspec.msgpack.decode(entry.note, type=Note) if entry.note else None
-        if name not in self.lost_by_store and (entry.fate == "lost" or noted is None or noted.attempt != attempt):
-            was = f"attempt {noted.attempt}" if noted else "no note"
+        elif name not in self.lost_by_store and (end.fate == "lost" or end.attempt != attempt):
             self.fail(
                 "no acknowledged sample is lost",
-                f"{name}: attempt {attempt} was acknowledged; it ended {entry.fate} with {was}",
+                f"{name}: attempt {attempt} was acknowledged; it ended {end.fate} with attempt {end.attempt}",
             )
+
+
+def _group(record: bytes) -> Group:
+    return msgspec.msgpack.decode(record, type=Group)
+
+
+def _training(record: bytes) -> Training:
+    return msgspec.msgpack.decode(record, type=Training)
 
 
 class CheckedMailbox(Mailbox):

@@ -22,7 +22,7 @@ TAKE_OVER_S = 0.5
 """From the freezing of a process until somebody takes its name."""
 
 NAMING_TICKS = 12
-"""Of the loop, from the answer to Confirm until COMMIT has left, and a few more."""
+"""Of the loop, from the writing of a checkpoint until COMMIT has left, and a few more."""
 
 
 class Injector:
@@ -49,6 +49,8 @@ class Injector:
             "store_reply_lost": self._reply_lost,
             "store_restart": self._store_restart,
             "store_loss": self._store_restart,
+            "store_loss_kill": self._store_restart,
+            "zombie_fence_lost": self._fence_lost,
             "script_cache_lost": self._scripts,
             "publish_lost": self._publish_lost,
             "weights_corrupt": self._spoil,
@@ -159,15 +161,36 @@ class Injector:
         store = self._world.store
         if not store.is_up:
             return
-        if fault.kind == "store_loss" and not store.durable:
+        if fault.kind != "store_restart" and not store.durable:
             store.begin_window()
             self._monitor.window_begins()
             await asyncio.sleep(self._rng.uniform(0.0, LOSS_S))
         store.crash()
         self._monitor.store_lost()
         self._world.record.say("the store is down")
+        if fault.kind == "store_loss_kill":
+            self._world.processes["sample_buffer-1"].kill()
         await asyncio.sleep(fault.seconds)
         store.restart()
+
+    async def _fence_lost(self, fault: Fault) -> None:
+        """The buffer is frozen, another takes its name, and the Store forgets that it did; then the frozen one goes on."""
+        store, process = self._world.store, self._world.processes["sample_buffer-1"]
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._frozen(process, fault.seconds), name=f"frozen.{process.name}")
+            await asyncio.sleep(TAKE_OVER_S)
+            if not store.is_up or not process.alive or self._world.processes[process.name] is not process:
+                return
+            if not store.durable:
+                store.begin_window()
+                self._monitor.window_begins()
+            self._world.replace(process)
+            await asyncio.sleep(self._rng.uniform(0.0, LOSS_S))
+            store.crash()
+            self._monitor.store_lost()
+            self._world.record.say("the store is down")
+            await asyncio.sleep(0.1)
+            store.restart()
 
     # -- the trainer and its weights ----------------------------------------------------------------------------
 
@@ -179,13 +202,15 @@ class Injector:
                 world.at_save["before_save"] = self._crash
             case "crash_after_save":
                 world.at_save["after_save"] = self._crash
+            case "crash_named":
+                world.at_save["named"] = self._crash
             case "crash_before_commit":
                 world.at_commit["before"] = ActorProcess.kill
             case "crash_after_commit":
                 world.at_commit["after"] = ActorProcess.kill
             case "zombie_before_commit":
                 ticks = self._rng.randint(0, NAMING_TICKS)
-                world.at_save["confirm"] = lambda process: self._soon(process, ticks, fault.seconds)
+                world.at_save["written"] = lambda process: self._soon(process, ticks, fault.seconds)
             case _:
                 raise ValueError(f"{fault.kind} is no fault")
 

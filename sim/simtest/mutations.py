@@ -8,13 +8,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from actors.samples.handover import TrainerDesk
-from actors.samples.intake import Intake
+from actors.samples.buffer import SampleBuffer
+from actors.samples.groups import Groups
+from actors.samples.journal import Journal
 from actors.training.trainer import Trainer
 from bus.credit import Account
 from runtime.blobs.blob import BlobInfo
 from runtime.dispatch import Dispatcher
-from runtime.store.memory_workset import MemoryWorkSet
+from runtime.store.memory import MemoryStore
 
 
 class Edit(NamedTuple):
@@ -39,25 +40,59 @@ MUTATIONS: dict[str, Mutation] = {
         "the incarnation check",
         (Edit(Dispatcher, "arrived", "envelope.incarnation != self.incarnation", "False"),),
     ),
-    "commit_epoch": Mutation(
-        "the epoch check of COMMIT",
-        (
-            Edit(TrainerDesk, "commit", "self._check(request.epoch)", "pass"),
-            Edit(MemoryWorkSet, "commit", "self._refuse_old(epoch)", "pass"),
-        ),
+    "epoch": Mutation(
+        "the epoch check of a trainer's claims and commits",
+        (Edit(Groups, "check_epoch", "epoch < self.training.epoch", "False"),),
         ("zombie_before_commit", "kill", "zombie", "freeze"),
     ),
-    "commit_removal": Mutation(
-        "COMMIT's removal from ready",
+    "answer": Mutation(
+        "the write that every answer waits for",
+        (Edit(Journal, "sync", "await done", "await asyncio.sleep(0)"),),
+    ),
+    "fence": Mutation(
+        "the fence: a buffer that was replaced goes on writing",
+        (Edit(MemoryStore, "_passes", "fence.token < stored[0]", "False"),),
+        ("zombie", "freeze", "kill"),
+    ),
+    "turn": Mutation(
+        "the number of a write: a Store that forgot goes unnoticed",
+        (Edit(MemoryStore, "_passes", "stored != (turn.after or (fence.token, turn.number - 1))", "False"),),
+        ("store_loss",),
+    ),
+    "index": Mutation(
+        "the index of ends: those that the Store forgot are appended once more",
+        (Edit(Journal, "_writes_all", "training.ended - len(self._ends) + 1", "stored.training.ended + 1"),),
+        ("store_loss",),
+    ),
+    "gap": Mutation(
+        "the rule that a step is claimed only behind one that has its groups",
+        (
+            Edit(Groups, "plan", "step > self.last_bound + 1", "False"),
+            Edit(SampleBuffer, "_cover", "step is None or not self._groups.covers(step)", "False"),
+        ),
+        ("store_loss_kill", "store_loss"),
+    ),
+    "checkpoint": Mutation(
+        "what a starting buffer learns from the newest checkpoint",
+        (Edit(SampleBuffer, "_cover", "step is None or not self._groups.covers(step)", "False"),),
+        ("store_loss_kill", "store_loss"),
+    ),
+    "fall_back": Mutation(
+        "the way back of trained steps when a trainer begins with an older checkpoint",
         (
             Edit(
-                MemoryWorkSet,
-                "_end_group",
-                "items = self._groups.pop(name).items",
-                "items = (self._groups[name] if step else self._groups.pop(name)).items; "
-                "step and setattr(self._groups[name], 'step', 0)",
+                Groups,
+                "take_over",
+                "for group in list(self.trained.values()):",
+                "self.steps.clear()\n    for group in ():",
             ),
         ),
+        ("crash_after_save", "crash_before_save", "kill"),
+    ),
+    "order": Mutation(
+        "the order of a step's groups after a restart",
+        (Edit(Groups, "restore", "bound.sort(key=lambda group: (group.version(0), group.id))", "bound.reverse()"),),
+        ("kill", "crash_after_save"),
     ),
     "replay_order": Mutation(
         "the replay order: a restarted trainer begins with the newest bound step",
@@ -72,24 +107,23 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "replay_groups": Mutation(
         "the replay of the very groups that a step was bound to",
-        (Edit(MemoryWorkSet, "claim", "if self._bound_to(step):", "if False:"),),
+        (Edit(SampleBuffer, "_claim", "request.step not in groups.steps", "samples is None"),),
+        ("crash_after_save", "crash_before_save", "kill"),
     ),
     "attempt": Mutation(
         "the ticket's attempt check",
-        (
-            Edit(Intake, "put", "ticket.attempt != member.attempt", "False"),
-            Edit(Intake, "_store", "member.attempt != trajectory.ticket.attempt", "False"),
-        ),
+        (Edit(Groups, "settled_fate", "group.members[index].attempt != ticket.attempt", "False"),),
     ),
     "credit": Mutation(
         "the credit accounting",
         (Edit(Account, "take", "self.messages < 1 or self.size_bytes < cost", "False"),),
     ),
     "sweep": Mutation(
-        "the sweep at hand-over",
+        "the age check at hand-over",
         (
-            Edit(MemoryWorkSet, "claim", "self._groups[name].score < min_score", "False"),
-            Edit(Intake, "drop_old", "*self._book.ready()", ""),
+            Edit(Groups, "supply", "alpha=self.alpha", "alpha=self.alpha + 1"),
+            Edit(Groups, "drop_old", "group.version_scored(self.base) < oldest", "False"),
+            Edit(Groups, "score", "is_stale(heard.version_first, self.base, self.alpha)", "False"),
         ),
     ),
     "digest": Mutation(
@@ -98,7 +132,7 @@ MUTATIONS: dict[str, Mutation] = {
         ("weights_corrupt", "weights_half"),
     ),
 }
-"""Name → mutation. The first seven of the list in docs/reliability.md, and the replay once more."""
+"""Name → mutation; the list in docs/reliability.md says how each is noticed."""
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import actors.envs.manager
 import bus.credit
 import runtime.courier
 import runtime.observe.metrics
+from actors.samples.records import ENDS
 from runtime.clock import Deadlock, run_virtual
 from sim.simtest import faults as drawn
 from sim.simtest import setup as setups
@@ -191,7 +192,9 @@ class SeedJob:
         tasks = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         if tasks:
             fail("drain leaves nothing", f"tasks {', '.join(sorted(tasks))}")
-        entries = await state.workset("samples").ended(0, limit=1_000_000)
+        entries: list[tuple[int, bytes]] = []
+        while found := await state.read(ENDS, len(entries)):
+            entries += found
         self.monitor.ended(entries, _lines(self.folder / "samples.jsonl"))
         rows = [row["step"] for row in _lines(self.folder / "metrics.jsonl")]
         if rows != list(range(1, self.setup.steps + 1)):

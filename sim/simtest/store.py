@@ -4,13 +4,13 @@ import asyncio
 import copy
 import itertools
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from runtime.store.errors import StoreUnavailable
 from runtime.store.memory import MemoryStore
-from runtime.store.store import Fence, Lease
+from runtime.store.store import Append, Fence, Lease, WriteNumber
 from sim.simtest.process import ActorProcess
 
 ResultT = TypeVar("ResultT")
@@ -21,8 +21,8 @@ RETRY_S = (0.02, 0.5)
 LOSS_S = 1.0
 """A restart that loses anything loses no more than this of what was acknowledged."""
 
-Reached = Callable[[str], None]
-"""Hears of a method just before it takes effect."""
+Reached = Callable[[str, tuple[Any, ...]], None]
+"""Hears of a method and its arguments just before it takes effect."""
 Applied = Callable[[str, str, tuple[Any, ...], Any], None]
 """Hears of (process, method, arguments, result) of everything that took effect."""
 
@@ -113,8 +113,21 @@ class StoreClient:
     async def scan(self, prefix: str) -> dict[str, bytes]:
         return await self._call("scan", prefix)
 
-    async def write(self, changes: Mapping[str, bytes | None], *, fence: Fence | None = None) -> None:
-        await self._call("write", dict(changes), fence=fence)
+    async def fenced(self, name: str) -> tuple[int, int]:
+        return await self._call("fenced", name)
+
+    async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
+        return await self._call("fetch", tuple(keys))
+
+    async def write(
+        self,
+        changes: Mapping[str, bytes | None],
+        *,
+        fence: Fence | None = None,
+        turn: WriteNumber | None = None,
+        append: Append | None = None,
+    ) -> None:
+        await self._call("write", dict(changes), fence=fence, turn=turn, append=append)
 
     async def compare_and_set(
         self, key: str, expected: bytes | None, value: bytes, *, fence: Fence | None = None
@@ -146,18 +159,13 @@ class StoreClient:
     async def leases(self, prefix: str) -> dict[str, Lease]:
         return await self._call("leases", prefix)
 
-    def workset(self, name: str, *, fence: Fence | None = None) -> "WorkSetClient":
-        return WorkSetClient(name, fence, self._call)
-
     async def full(self) -> str:
         return ""
 
     async def close(self) -> None:
         """Nothing is held."""
 
-    async def _call(
-        self, method: str, *args: Any, workset: tuple[str, Fence | None] | None = None, **options: Any
-    ) -> Any:
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
         server, loop = self._server, asyncio.get_running_loop()
         began, pause_s = loop.time(), RETRY_S[0]
         number = server.next_number()
@@ -168,7 +176,7 @@ class StoreClient:
                     server.forget_scripts -= 1
                     await self._travel()
                 state = server.state
-                value = await self._apply(number, method, workset, args, options)
+                value = await self._apply(number, method, args, options)
                 await self._reply(state, number, value)
             except ConnectionError:
                 if loop.time() - began + pause_s > server.patience_s:
@@ -178,25 +186,16 @@ class StoreClient:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_S[1])
 
-    async def _apply(
-        self,
-        number: int,
-        method: str,
-        workset: tuple[str, Fence | None] | None,
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-    ) -> Any:
+    async def _apply(self, number: int, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Takes effect at one instant, and once however often it is sent."""
         server = self._server
         self._process.check_alive()
         if number in server.state.told:
             return server.state.told[number]
-        name = f"{workset[0]}.{method}" if workset else method
-        server.reached(name)
-        target: Any = server.state.workset(workset[0], fence=workset[1]) if workset else server.state
-        work: Awaitable[Any] = getattr(target, method)(*args, **options)
+        server.reached(method, args)
+        work: Awaitable[Any] = getattr(server.state, method)(*args, **options)
         value = await work
-        server.applied(self._process.name, name, args, value)
+        server.applied(self._process.name, method, (*args, *options.values()), value)
         return value
 
     async def _reply(self, state: State, number: int, value: Any) -> None:
@@ -220,16 +219,3 @@ class StoreClient:
             await asyncio.sleep(delay_s)
         if not self._server.is_up:
             raise ConnectionError
-
-
-class WorkSetClient:
-    """A `WorkSet` of the simulated server."""
-
-    def __init__(self, name: str, fence: Fence | None, call: Callable[..., Awaitable[Any]]) -> None:
-        self._workset, self._call = (name, fence), call
-
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        async def call(*args: Any, **options: Any) -> Any:
-            return await self._call(method, *args, workset=self._workset, **options)
-
-        return call

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from actors import checkpoint as checkpoints
 from actors.envs.chat import ChatRenderer
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.messages.samples import Trajectory
-from actors.training import checkpoint as checkpoints
 from actors.training.engine import StepResult
 
 WORDS = ("<unk>", "<eos>", "a", "b", "c", "d", "e", "f")
@@ -93,11 +93,11 @@ class ToyTrainEngine:
         header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
         return [len(header).to_bytes(8, "little"), header, self._state.step.to_bytes(4, "little")]
 
-    def save(self, folder: Path, *, epoch: int) -> None:
+    def save(self, folder: Path, *, epoch: int, receipts: Sequence[bytes] = ()) -> None:
         self._saving("before_save", self._state.step)
         self._state.epoch = epoch
         files = {"toy.json": msgspec.json.encode(self._state)}
-        checkpoints.write(folder, files, step=self._state.step, epoch=epoch)
+        checkpoints.write(folder, files, step=self._state.step, epoch=epoch, receipts=receipts)
         self._saving("after_save", self._state.step)
 
 

@@ -113,9 +113,9 @@ class World:
         """What everybody waits for, in one line."""
         now = asyncio.get_running_loop().time()
         buffer: Any = self.processes["sample_buffer-1"].actor
-        if isinstance(buffer, SimBuffer) and hasattr(buffer, "_book"):
-            for group in buffer._book.groups.values():
-                self.record.say(f"in the book: {group}")
+        if isinstance(buffer, SimBuffer) and hasattr(buffer, "_groups"):
+            for group in buffer._groups.live.values():
+                self.record.say(f"held: {group}")
         return "; ".join(
             f"{process.name} waits {view.age_s:.1f} s for {view.what} {view.detail}"
             for process in self.processes.values()
@@ -210,22 +210,19 @@ class World:
         self.record.frame(sender, receiver, what)
         if not isinstance(what, Frame):
             return
-        if "confirm" in self.at_save and sender == "trainer-1" and b"Confirm" in what.data:
-            self.at_save["confirmed"] = self.at_save.pop("confirm")
-        elif "confirmed" in self.at_save and receiver == "trainer-1" and b"Ack" in what.data:
-            self._saving(self.processes[receiver], "confirmed", self.step)
 
     def _saving(self, process: ActorProcess, point: str, step: int) -> None:
         act = self.at_save.pop(point, None)
         if act is not None and process.alive:
             act(process)
 
-    def _reached(self, method: str) -> None:
-        if method == "samples.commit" and (act := self.at_commit.pop("before", None)):
+    def _reached(self, method: str, args: tuple[Any, ...]) -> None:
+        if self.at_commit and self.monitor.commits(method, args) and (act := self.at_commit.pop("before", None)):
             act(self.processes["trainer-1"])
 
     def _applied(self, process: str, method: str, args: tuple[Any, ...], value: Any) -> None:
         self.record.call(process, method, args)
-        self.monitor.applied(method, args, value)
-        if method == "samples.commit" and (act := self.at_commit.pop("after", None)):
+        commits = bool(self.at_commit) and self.monitor.commits(method, args)
+        self.monitor.applied(method, args)
+        if commits and (act := self.at_commit.pop("after", None)):
             act(self.processes["trainer-1"])

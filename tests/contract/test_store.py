@@ -5,8 +5,9 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from runtime.store.errors import Fenced
-from runtime.store.store import Fence, Store
+from runtime.store.errors import Fenced, Forgotten
+from runtime.store.limits import MAX_VALUE_BYTES
+from runtime.store.store import Append, Fence, Store, WriteNumber
 from tests.stores import STORE_KINDS, state_url_of, store_at
 
 
@@ -43,10 +44,10 @@ async def test_scan_finds_exactly_the_keys_with_the_prefix_sorted_by_their_bytes
     assert await store.scan("p/[") == {}
 
 
-async def test_streams_leases_and_worksets_are_not_keys(store: Store):
+async def test_streams_fences_and_leases_are_not_keys(store: Store):
     await store.append("s", b"1")
     await store.lease("l", 1, b"", 10.0)
-    await store.workset("w").end("i", "g", "lost")
+    await store.write({}, fence=Fence("x", 1), turn=WriteNumber(1, after=(0, 0)), append=Append("t", 1, [b"1"]))
 
     found = await store.scan("")
 
@@ -117,6 +118,318 @@ async def test_a_key_that_is_no_number_is_not_incremented(store: Store):
         await store.increment("n")
 
     assert await store.get("n") == b"word"
+
+
+async def test_values_are_fetched_in_the_order_of_their_keys(store: Store):
+    await store.write({"a": b"1", "b": b"", "c": b"\x00\xff"})
+
+    found = await store.fetch(["c", "never", "a", "b", "a"])
+
+    assert found == [b"\x00\xff", None, b"1", b"", b"1"]
+    assert await store.fetch([]) == []
+
+
+NEVER = (0, 0)
+"""What is known of a fence under which nobody wrote."""
+
+
+async def take(store: Store, name: str, token: int, *, writes: int = 1) -> None:
+    """Take a fence over, and make so many writes in all."""
+    await store.write({}, fence=Fence(name, token), turn=WriteNumber(1, after=await store.fenced(name)))
+    for number in range(2, writes + 1):
+        await store.write({}, fence=Fence(name, token), turn=WriteNumber(number))
+
+
+async def test_a_fence_tells_its_newest_token_and_the_number_of_its_newest_write(store: Store):
+    told = [await store.fenced("x")]
+    await take(store, "x", 4, writes=3)
+    told.append(await store.fenced("x"))
+    await store.write({}, fence=Fence("x", 4))
+    told.append(await store.fenced("x"))
+    await store.write({}, fence=Fence("x", 6))
+    told.append(await store.fenced("x"))
+
+    assert told == [(0, 0), (4, 3), (4, 3), (6, 0)]
+    assert await store.fenced("y") == (0, 0)
+
+
+async def test_numbered_writes_pass_one_after_the_other(store: Store):
+    await take(store, "x", 4)
+    for number in (2, 3, 4):
+        await store.write({f"k{number}": b"%d" % number}, fence=Fence("x", 4), turn=WriteNumber(number))
+
+    assert await store.scan("") == {"k2": b"2", "k3": b"3", "k4": b"4"}
+
+
+@pytest.mark.parametrize("after", [None, NEVER, (4, 1), (4, 2), (9, 9)])
+async def test_a_write_whose_number_comes_again_changes_nothing(store: Store, after: tuple[int, int] | None):
+    await take(store, "x", 4)
+    await store.write({"k": b"1"}, fence=Fence("x", 4), turn=WriteNumber(2), append=Append("s", 1, [b"1"]))
+    await store.write({"k": b"2"})
+
+    await store.write({"k": b"3"}, fence=Fence("x", 4), turn=WriteNumber(2, after), append=Append("s", 1, [b"3"]))
+
+    assert await store.get("k") == b"2"
+    assert await store.read("s", 0) == [(1, b"1")]
+    await store.write({"k": b"4"}, fence=Fence("x", 4), turn=WriteNumber(3))
+    assert await store.get("k") == b"4"
+
+
+@pytest.mark.parametrize("number", [1, 4, 5, 2**40])
+async def test_a_write_after_a_gap_is_forgotten_and_changes_nothing(store: Store, number: int):
+    await take(store, "x", 4, writes=2)
+
+    with pytest.raises(Forgotten, match=rf"'x' makes write {number} with token 4, but the store lost the one"):
+        await store.write({"k": b""}, fence=Fence("x", 4), turn=WriteNumber(number), append=Append("s", 1, [b"1"]))
+
+    assert await store.scan("") == {}
+    assert await store.read("s", 0) == []
+    assert await store.fenced("x") == (4, 2)
+    await store.write({"k": b""}, fence=Fence("x", 4), turn=WriteNumber(3))
+
+
+async def test_a_write_that_knows_where_the_fence_stands_passes_after_a_gap_and_is_counted_from(store: Store):
+    await take(store, "x", 4)
+
+    await store.write({"k": b"9"}, fence=Fence("x", 4), turn=WriteNumber(9, after=(4, 1)))
+
+    assert await store.get("k") == b"9"
+    with pytest.raises(Forgotten):
+        await store.write({"k": b"2"}, fence=Fence("x", 4), turn=WriteNumber(2))
+    await store.write({"k": b"10"}, fence=Fence("x", 4), turn=WriteNumber(10))
+    assert await store.get("k") == b"10"
+
+
+@pytest.mark.parametrize("after", [NEVER, (4, 2), (4, 4), (3, 3), (5, 3)])
+async def test_a_write_that_takes_the_fence_for_another_value_is_forgotten(store: Store, after: tuple[int, int]):
+    await take(store, "x", 4, writes=3)
+
+    for token in (4, 5):
+        with pytest.raises(Forgotten):
+            await store.write(
+                {"k": b""}, fence=Fence("x", token), turn=WriteNumber(9, after), append=Append("s", 1, [b""])
+            )
+
+    assert await store.scan("") == {}
+    assert await store.read("s", 0) == []
+    assert await store.fenced("x") == (4, 3)
+
+
+@pytest.mark.parametrize("number", [1, 4, 99])
+@pytest.mark.parametrize("after", [None, NEVER, (4, 3), (5, 1)])
+async def test_a_zombie_is_told_that_it_is_fenced_whatever_its_number(
+    store: Store, number: int, after: tuple[int, int] | None
+):
+    await take(store, "x", 4, writes=3)
+    await take(store, "x", 5)
+    await store.write({"k": b"new"}, fence=Fence("x", 5), turn=WriteNumber(2))
+
+    with pytest.raises(Fenced, match=r"'x' writes with token 4, but 5 was seen"):
+        await store.write(
+            {"k": b"old"}, fence=Fence("x", 4), turn=WriteNumber(number, after), append=Append("s", 1, [b"1"])
+        )
+
+    assert await store.get("k") == b"new"
+    assert await store.read("s", 0) == []
+    await store.write({}, fence=Fence("x", 5), turn=WriteNumber(3))
+
+
+async def test_a_new_token_begins_only_where_it_knows_what_was_written_before_it(store: Store):
+    await take(store, "x", 4, writes=3)
+    known = await store.fenced("x")
+    await store.write({"k": b"4"}, fence=Fence("x", 4), turn=WriteNumber(4))
+
+    for turn in (WriteNumber(1), WriteNumber(4), WriteNumber(5), WriteNumber(1, known)):
+        with pytest.raises(Forgotten):
+            await store.write({"k": b"early"}, fence=Fence("x", 5), turn=turn)
+    await store.write({"k": b"still"}, fence=Fence("x", 4), turn=WriteNumber(5))
+    await store.write({"k": b"one"}, fence=Fence("x", 5), turn=WriteNumber(1, after=(4, 5)))
+    await store.write({"next": b""}, fence=Fence("x", 5), turn=WriteNumber(2))
+
+    assert await store.scan("") == {"k": b"one", "next": b""}
+
+
+async def test_each_fence_counts_for_itself_and_a_fenced_write_without_a_turn_is_not_counted(store: Store):
+    await take(store, "x", 4)
+    await take(store, "y", 4)
+
+    await store.write({}, fence=Fence("x", 4))
+    await store.compare_and_set("k", None, b"", fence=Fence("x", 4))
+    await store.write({}, fence=Fence("x", 4), turn=WriteNumber(2))
+    await store.write({}, fence=Fence("x", 5))
+
+    with pytest.raises(Forgotten):
+        await store.write({}, fence=Fence("x", 5), turn=WriteNumber(3))
+    await store.write({}, fence=Fence("x", 5), turn=WriteNumber(1))
+    await store.write({}, fence=Fence("y", 4), turn=WriteNumber(2))
+
+
+async def test_writes_of_one_number_at_the_same_time_are_made_once(store: Store):
+    async def write(n: int) -> None:
+        changes, append = {f"k{n}": b""}, Append("s", 1, [b"%d" % n])
+        await store.write(changes, fence=Fence("x", 1), turn=WriteNumber(1, after=NEVER), append=append)
+
+    await asyncio.gather(*(write(n) for n in range(20)))
+
+    (key,) = await store.scan("")
+    assert await store.read("s", 0) == [(1, key[1:].encode())]
+
+
+async def test_what_is_appended_is_read_back_under_its_index(store: Store):
+    await store.write({"k": b"1"}, append=Append("s", 1, [b"one", b"", b"\x00\xff"]))
+    await store.write({}, append=Append("s", 4, [b"four"]))
+    await store.write({}, append=Append("other", 1, []))
+
+    assert await store.read("s", 0) == [(1, b"one"), (2, b""), (3, b"\x00\xff"), (4, b"four")]
+    assert await store.read("s", 2) == [(3, b"\x00\xff"), (4, b"four")]
+    assert await store.read("s", 4) == []
+    assert await store.read("other", 0) == []
+    assert await store.get("k") == b"1"
+
+
+async def test_appended_entries_replace_the_tail_from_their_first_index_on(store: Store):
+    await store.write({}, append=Append("s", 1, [b"1", b"2", b"3", b"4", b"5"]))
+
+    await store.write({}, append=Append("s", 3, [b"three"]))
+    shorter = await store.read("s", 0)
+    await store.write({}, append=Append("s", 2, [b"two", b"drei", b"vier"]))
+
+    assert shorter == [(1, b"1"), (2, b"2"), (3, b"three")]
+    assert await store.read("s", 0) == [(1, b"1"), (2, b"two"), (3, b"drei"), (4, b"vier")]
+    assert await store.append("s", b"next") == 5
+
+
+async def test_an_append_without_entries_cuts_the_tail(store: Store):
+    await store.write({}, append=Append("s", 1, [b"1", b"2", b"3"]))
+
+    await store.write({}, append=Append("s", 2, []))
+    cut = await store.read("s", 0)
+    await store.write({}, append=Append("s", 1, []))
+
+    assert cut == [(1, b"1")]
+    assert await store.read("s", 0) == []
+    assert await store.append("s", b"again") == 1
+    assert await store.read("s", 0) == [(1, b"again")]
+
+
+async def test_the_whole_stream_is_replaced_from_its_first_index(store: Store):
+    await store.write({}, append=Append("s", 1, [b"1", b"2", b"3"]))
+
+    await store.write({}, append=Append("s", 1, [b"one"]))
+
+    assert await store.read("s", 0) == [(1, b"one")]
+
+
+async def test_entries_up_to_an_index_are_forgotten(store: Store):
+    await store.write({}, append=Append("s", 1, [b"%d" % n for n in range(1, 6)]))
+
+    await store.write({}, append=Append("s", 6, [b"6"], forget=3))
+    kept = await store.read("s", 0)
+    await store.write({}, append=Append("s", 7, [b"7"], forget=2))
+    same = await store.read("s", 0)
+    await store.write({}, append=Append("s", 8, [b"8"], forget=8))
+
+    assert kept == [(4, b"4"), (5, b"5"), (6, b"6")]
+    assert same == [*kept, (7, b"7")]
+    assert await store.read("s", 0) == []
+    await store.write({}, append=Append("s", 9, [b"9"], forget=8))
+    assert await store.read("s", 0) == [(9, b"9")]
+
+
+async def test_what_was_forgotten_may_be_said_anew_under_its_index(store: Store):
+    await store.write({}, append=Append("s", 1, [b"1", b"2", b"3", b"4"], forget=3))
+
+    await store.write({}, append=Append("s", 2, [b"two", b"three"]))
+
+    assert await store.read("s", 0) == [(2, b"two"), (3, b"three")]
+
+
+async def test_a_first_index_beyond_the_end_leaves_a_gap(store: Store):
+    await store.write({}, append=Append("s", 1, [b"1", b"2"]))
+
+    await store.write({}, append=Append("s", 5, [b"5", b"6"]))
+    await store.write({}, append=Append("new", 9, [b"9"]))
+
+    assert await store.read("s", 0) == [(1, b"1"), (2, b"2"), (5, b"5"), (6, b"6")]
+    assert await store.read("s", 3) == [(5, b"5"), (6, b"6")]
+    assert await store.read("new", 0) == [(9, b"9")]
+    assert (await store.append("s", b"7"), await store.append("new", b"10")) == (7, 10)
+
+
+async def test_a_refused_write_appends_nothing(store: Store):
+    await store.write({}, fence=Fence("x", 2), turn=WriteNumber(1, after=NEVER), append=Append("s", 1, [b"1"]))
+
+    with pytest.raises(Fenced):
+        await store.write({}, fence=Fence("x", 1), append=Append("s", 1, [b"old"], forget=1))
+    with pytest.raises(Forgotten):
+        await store.write({}, fence=Fence("x", 2), turn=WriteNumber(5), append=Append("s", 1, [], forget=1))
+
+    assert await store.read("s", 0) == [(1, b"1")]
+
+
+async def test_both_ways_to_append_count_on_from_each_other(store: Store):
+    first = await store.append("s", b"1")
+    await store.write({}, append=Append("s", 2, [b"2", b"3"]))
+    fourth = await store.append("s", b"4")
+    await store.write({}, append=Append("s", 4, [b"four"]))
+
+    assert (first, fourth) == (1, 4)
+    assert await store.append("s", b"5", limit=2) == 5
+    assert await store.read("s", 0) == [(4, b"four"), (5, b"5")]
+
+
+async def test_a_waiting_read_returns_at_an_append_within_a_write(store: Store):
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        reader = tasks.create_task(store.read("s", 0, wait_s=60.0))
+        await asyncio.sleep(0.05)
+        await store.write({}, append=Append("s", 1, [b"new"]))
+
+    assert reader.result() == [(1, b"new")]
+
+
+async def test_a_thousand_entries_and_changes_fit_into_one_write(store: Store):
+    changes = {f"k{n}": b"%d" % n for n in range(2500)}
+    entries = [b"%d" % n for n in range(2500)]
+
+    await store.write(changes, fence=Fence("x", 1), turn=WriteNumber(1, after=NEVER), append=Append("s", 1, entries))
+
+    assert len(await store.scan("k")) == 2500
+    assert await store.fetch(list(changes)) == list(changes.values())
+    assert await store.read("s", 2000) == [(n, b"%d" % (n - 1)) for n in range(2001, 2501)]
+
+
+async def test_a_turn_needs_a_fence(store: Store):
+    with pytest.raises(ValueError, match="a turn only behind a fence"):
+        await store.write({"k": b""}, turn=WriteNumber(1))
+
+    assert await store.scan("") == {}
+
+
+async def test_numbers_that_make_no_sense_are_refused(store: Store):
+    with pytest.raises(ValueError, match="turn is 0"):
+        await store.write({"k": b""}, fence=Fence("x", 1), turn=WriteNumber(0))
+    with pytest.raises(ValueError, match="turn"):
+        await store.write({"k": b""}, fence=Fence("x", 1), turn=WriteNumber(2**60))
+    with pytest.raises(ValueError, match="first index is 0"):
+        await store.write({"k": b""}, append=Append("s", 0, [b""]))
+
+    assert await store.scan("") == {}
+
+
+async def test_a_value_above_the_limit_is_refused_and_one_at_the_limit_is_kept(store: Store):
+    largest = b"x" * MAX_VALUE_BYTES
+
+    with pytest.raises(ValueError, match=f"'k' gets {MAX_VALUE_BYTES + 1} bytes"):
+        await store.write({"other": b"", "k": largest + b"x"})
+    with pytest.raises(ValueError, match=f"'s' gets {MAX_VALUE_BYTES + 1} bytes"):
+        await store.write({"other": b""}, append=Append("s", 1, [b"", largest + b"x"]))
+    with pytest.raises(ValueError, match="put more into a blob"):
+        await store.compare_and_set("k", None, largest + b"x")
+
+    assert await store.scan("") == {}
+    assert await store.read("s", 0) == []
+    await store.write({"k": largest})
+    assert await store.fetch(["k"]) == [largest]
 
 
 async def test_a_stream_numbers_its_entries_from_one_without_gaps(store: Store):

@@ -12,7 +12,7 @@ from runtime.errors import LaunchError
 from runtime.store.embedded import EmbeddedRedis
 from runtime.store.errors import StoreUnavailable
 from runtime.store.redis import RedisStore
-from runtime.store.workset import Item
+from runtime.store.store import Append, Fence, WriteNumber
 from tests.stores import packaged_program
 
 
@@ -83,17 +83,18 @@ async def test_what_was_acknowledged_survives_a_kill_and_calls_under_way_just_ta
     server: EmbeddedRedis, store: RedisStore
 ):
     reached = [asyncio.Event() for _ in range(4)]
-    samples, acknowledged = store.workset("samples"), list[str]()
+    acknowledged = list[str]()
     indices, numbers = list[int](), list[int]()
 
     async def write(writer: int) -> None:
         for i in range(150):
-            item = Item(f"{writer}.{i}", f"g{writer}.{i // 10}", i, b"p" * 2000)
-            if await samples.put(item) == "stored":
-                acknowledged.append(item.id)
+            name = f"{writer}.{i}"
+            fence, entry = Fence(f"writer-{writer}", 1), Append(f"log-{writer}", i + 1, [name.encode()])
+            await store.write({f"item/{name}": b"p" * 2000}, fence=fence, turn=WriteNumber(i + 1), append=entry)
+            acknowledged.append(name)
             if len(acknowledged) % 350 == 0:
                 reached[len(acknowledged) // 350].set()
-            indices.append(await store.append("events", item.id.encode()))
+            indices.append(await store.append("events", name.encode()))
             numbers.append(await store.increment("n"))
 
     async with asyncio.TaskGroup() as tasks:
@@ -106,7 +107,9 @@ async def test_what_was_acknowledged_survives_a_kill_and_calls_under_way_just_ta
             await server.start()
 
     assert len(acknowledged) == len(set(acknowledged)) == 1200
-    assert (await samples.counts()).held == 1200
+    assert len(await store.scan("item/")) == 1200
+    for writer in range(8):
+        assert await store.read(f"log-{writer}", 0) == [(i + 1, f"{writer}.{i}".encode()) for i in range(150)]
     assert sorted(indices) == list(range(1, 1201))
     events = await store.read("events", 0)
     events += await store.read("events", events[-1][0])
@@ -114,7 +117,6 @@ async def test_what_was_acknowledged_survives_a_kill_and_calls_under_way_just_ta
     assert len(events) == 1200
     assert len(set(numbers)) == 1200
     assert await store.get("n") == b"%d" % max(numbers)
-    assert await samples.put(Item("0.0", "g0.0", 0, b"")) == "duplicate"
 
 
 async def test_a_waiting_read_outlives_its_server(server: EmbeddedRedis, store: RedisStore):
@@ -148,9 +150,6 @@ async def test_a_change_whose_reply_is_lost_is_made_once_and_answered_truly(serv
     async with asyncio.TaskGroup() as tasks:
         link = LossyLink(server, tmp_path)
         store = RedisStore(await link.start(tasks), "test")
-        samples = store.workset("samples")
-        await samples.put(Item("old", "stale", 0, b""))
-        await samples.seal("stale", "trained")
 
         async def losing(call: Callable[[], Awaitable[object]]) -> object:
             link.to_lose = 1
@@ -158,30 +157,29 @@ async def test_a_change_whose_reply_is_lost_is_made_once_and_answered_truly(serv
             assert link.to_lose == 0
             return answer
 
+        fence = Fence("buffer", 1)
         answers = [
             await losing(lambda: store.append("s", b"1")),
             await losing(lambda: store.increment("n")),
             await losing(lambda: store.compare_and_set("k", None, b"1")),
             await losing(lambda: store.lease("l", 1, b"", 60.0)),
             await losing(lambda: store.release("l", 1)),
-            await losing(lambda: samples.put(Item("a", "g", 5, b"p", b"n"))),
-            await losing(lambda: samples.end("b", "g", "failed")),
-            await losing(lambda: samples.seal("g", "trained")),
-            await losing(lambda: samples.new_epoch()),
-            await losing(lambda: samples.claim(1, 3, 1, 1)),
-            await losing(lambda: samples.commit(1, 1)),
-            await losing(lambda: samples.discard("none", "dropped")),
+            await losing(
+                lambda: store.write({"a": b"1"}, fence=fence, turn=WriteNumber(1), append=Append("e", 1, [b"x"]))
+            ),
+            await losing(
+                lambda: store.write({"a": b"2"}, fence=fence, turn=WriteNumber(2), append=Append("e", 2, [b"y"]))
+            ),
         ]
-        after = (await store.append("s", b"2"), await store.increment("n"), await samples.new_epoch())
-        ended = [(entry.id, entry.fate) for entry in await samples.ended(0)]
+        after = (await store.append("s", b"2"), await store.increment("n"))
+        ended = await store.read("e", 0)
         await store.close()
         link.serving.cancel()
 
-        expected = ((("g", (Item("a", "g", 5, b"p", b"n"),)),), ("stale",), 0)
-        assert answers == [1, 1, True, True, True, "stored", True, True, 1, expected, 1, 0]
-        assert after == (2, 2, 2)
-        assert ended == [("b", "failed"), ("old", "stale"), ("a", "trained")]
-        assert link.lost == 12
+        assert answers == [1, 1, True, True, True, None, None]
+        assert after == (2, 2)
+        assert ended == [(1, b"x"), (2, b"y")]
+        assert link.lost == 7
 
 
 async def test_a_wrong_password_is_told_in_one_sentence(server: EmbeddedRedis):

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from runtime.store.embedded import EmbeddedRedis
-from runtime.store.errors import Fenced, StaleEpoch
+from runtime.store.errors import Fenced, Forgotten
 from runtime.store.redis import RedisStore
 from runtime.store.servers import installed_server
-from runtime.store.store import Fence
-from runtime.store.workset import Counts, Item
+from runtime.store.store import Append, Fence, WriteNumber
 from tests.stores import need_server, packaged_program
 
 WINDOW_S = 2.0
@@ -53,7 +52,7 @@ async def restarted(server: EmbeddedRedis) -> None:
 
 
 async def fill(store: RedisStore) -> None:
-    """Every kind of write that a Store and its WorkSets know, in each of their outcomes that leave something behind."""
+    """Every kind of write that a Store knows, in each of their outcomes that leave something behind."""
     await store.write({"a/1": b"one", "a/2": b"two", "b": b"\x00\xff", "gone": b"x"}, fence=Fence("buffer", 7))
     await store.write({"gone": None, "a/2": b"second"}, fence=Fence("buffer", 7))
     await store.compare_and_set("cas", None, b"first")
@@ -65,48 +64,29 @@ async def fill(store: RedisStore) -> None:
     await store.lease("actor/a-1", 5, b"lives", 600.0)
     await store.lease("actor/b-1", 6, b"left", 600.0)
     await store.release("actor/b-1", 6)
-    samples = store.workset("samples")
-    await samples.new_epoch(4)
-    for group in ("done", "bound", "ready", "held", "dropped", "old"):
-        for member in range(2):
-            await samples.put(
-                Item(f"{group}.{member}", group, 0 if group == "old" else 5, b"p" * 3000, f"note {group}".encode())
-            )
-    await samples.end("failed.0", "failed", "failed", b"note")
-    for group in ("done", "bound", "ready", "old"):
-        await samples.seal(group, "trained")
-    await samples.put(Item("ready.9", "ready", 5, b"", b"late"))
-    await samples.discard("dropped", "unused")
-    await samples.discard("ready", "unused")
-    await samples.put(Item("again.0", "again", 6, b"p"))
-    await samples.seal("again", "zero_spread")
-    await samples.claim(1, 3, 1, 4)
-    await samples.claim(1, 3, 2, 4)
-    await samples.commit(1, 4)
-    await samples.trim(2)
+    for number in range(1, 6):
+        ends = Append("ends", number, [b"end %d" % number], forget=1)
+        await store.write(
+            {f"g/{number}": b"p" * 3000}, fence=Fence("samples", 4), turn=WriteNumber(number), append=ends
+        )
+    await store.write({}, fence=Fence("samples", 4), turn=WriteNumber(6), append=Append("ends", 4, [b"another end 4"]))
 
 
 async def seen(store: RedisStore) -> dict[str, object]:
-    """Everything that can be read without changing it; a step that is bound is handed out again."""
-    samples = store.workset("samples")
-    groups = ("done", "bound", "ready", "held", "dropped", "old", "again", "failed")
+    """Everything that can be read."""
     return {
         "keys": await store.scan(""),
         "single": [await store.get(key) for key in ("a/1", "a/2", "b", "gone", "cas", "n")],
         "events": await store.read("events", 0),
         "leases": {name: lease[:2] for name, lease in (await store.leases("")).items()},
-        "counts": await samples.counts(),
-        "ended": await samples.ended(0),
-        "members": {group: await samples.members(group) for group in groups},
-        "bound": await samples.claim(1, 3, 2, 4),
+        "ends": await store.read("ends", 0),
     }
 
 
 async def test_everything_that_was_written_is_read_back(server: EmbeddedRedis, store: RedisStore):
     await fill(store)
     before = await seen(store)
-    ended = before["counts"].ended
-    assert before["counts"] == Counts(held=2, ready=1, bound=2, ended=ended, committed=1, epoch=4, bound_steps=(2,))
+    assert before["ends"] == [(2, b"end 2"), (3, b"end 3"), (4, b"another end 4")]
 
     await restarted(server)
 
@@ -116,37 +96,31 @@ async def test_everything_that_was_written_is_read_back(server: EmbeddedRedis, s
 
 
 async def test_what_guards_the_state_is_read_back_too(server: EmbeddedRedis, store: RedisStore):
-    """Fences, epochs, leases' tokens, ids that were seen, and the answers kept for callers that ask again."""
+    """Fences, turns, leases' tokens, and the answers kept for callers that ask again."""
     await fill(store)
 
     await restarted(server)
 
-    samples = store.workset("samples")
     with pytest.raises(Fenced):
         await store.write({"a/1": b"zombie"}, fence=Fence("buffer", 6))
     with pytest.raises(Fenced):
         await store.compare_and_set("cas", b"then", b"zombie", fence=Fence("other", 2))
-    with pytest.raises(StaleEpoch):
-        await samples.commit(2, 3)
+    with pytest.raises(Forgotten):
+        await store.write({}, fence=Fence("samples", 4), turn=WriteNumber(8))
     assert not await store.lease("actor/b-1", 5, b"", 1.0)
     assert not await store.lease("actor/a-1", 4, b"", 1.0)
-    assert await samples.put(Item("done.0", "done", 5, b"")) == "duplicate"
-    assert not await samples.end("dropped.0", "dropped", "failed")
+    await store.write({"g/6": b"again"}, fence=Fence("samples", 4), turn=WriteNumber(6))
+    assert await store.get("g/6") is None, "that write was made already"
     assert await store.append("events", b"next") == 6
     assert await store.increment("n") > 41
-    epoch = await samples.new_epoch()
-    assert epoch > 4
-    assert await samples.commit(2, epoch) == 2
 
 
 @pytest.mark.parametrize("remembers", [True, False], ids=["remembers older ones", "remembers none"])
 async def test_no_number_is_given_twice_by_a_server_that_forgot_its_newest(
     server: EmbeddedRedis, store: RedisStore, tmp_path: Path, remembers: bool
 ):
-    samples = store.workset("samples")
-
     async def drawn() -> list[int]:
-        return [await store.increment("n") for _ in range(5)] + [await samples.new_epoch() for _ in range(5)]
+        return [await store.increment(name) for name in ("n", "epoch") for _ in range(5)]
 
     first = await drawn() if remembers else [await store.increment("other")]
     state, kept = server._state, tmp_path / "kept"

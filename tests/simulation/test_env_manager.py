@@ -13,7 +13,7 @@ from actors.envs.dead_letters import DeadLetter
 from actors.envs.manager import EnvManager, EnvManagerConfig
 from actors.messages.generation import Aborted, Completion, Generate, Tokens, VersionSpan
 from actors.messages.rewards import NotScored, Score, Scores
-from actors.messages.samples import Admit, GiveUp, Hold, Put, Standing, Stored, Ticket, Tickets
+from actors.messages.samples import Admit, GiveUp, PolicyState, Put, RenewLeases, Stored, Ticket, Tickets
 from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
@@ -25,7 +25,7 @@ from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.content }}<e>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
-STANDING = Standing(0, 1)
+POLICY = PolicyState(0, 1)
 
 
 class Buffer(Actor):
@@ -50,7 +50,7 @@ class Buffer(Actor):
         first, self.issued = self.issued, self.issued + num
         Buffer.most = max(Buffer.most, self.issued - len(Buffer.put) - len(Buffer.given_up))
         return Tickets(
-            tuple(Ticket(f"t{i}", f"g{i // 8}", 1, i // 8, i // 8, 0, 1) for i in range(first, first + num)), STANDING
+            tuple(Ticket(f"t{i}", f"g{i // 8}", 1, i // 8, i // 8, 0, 1) for i in range(first, first + num)), POLICY
         )
 
     @handler
@@ -59,19 +59,19 @@ class Buffer(Actor):
             raise ValueError("indigestible")
         Buffer.put.append(request.trajectory)
         self.changed.set()
-        return Stored("", STANDING)
+        return Stored("", POLICY)
 
     @handler
     async def take_back(self, request: GiveUp) -> Stored:
         Buffer.given_up.append(request)
         self.changed.set()
-        return Stored("failed", STANDING)
+        return Stored("failed", POLICY)
 
     @handler
-    async def hold(self, request: Hold) -> Standing:
+    async def hold(self, request: RenewLeases) -> PolicyState:
         Buffer.held.append(request.held)
         self.changed.set()
-        return STANDING
+        return POLICY
 
     async def until(self, condition):
         async with asyncio.timeout(20):

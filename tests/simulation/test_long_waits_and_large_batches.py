@@ -45,7 +45,7 @@ async def test_a_batch_of_a_few_million_tokens_reaches_the_trainer(tmp_path):
 
         @handler
         async def claim(self, request: Claim) -> Batch | NotReady:
-            return Batch.of(1, tuple(tuple(bytes(9 * 8192) for _ in range(8)) for _ in range(64)), 0)
+            return Batch.of(1, tuple(tuple(bytes(9 * 8192) for _ in range(8)) for _ in range(64)), b"")
 
     async with cluster(tmp_path) as made:
         await made.start(Hands, "sample_buffer-1")

@@ -16,12 +16,13 @@ from actors.messages.samples import (
     Close,
     Commit,
     DrawEpoch,
+    PolicyState,
     Put,
     Segment,
-    Standing,
     Trajectory,
 )
 from actors.samples.buffer import SampleBuffer
+from actors.samples.records import read_records
 from actors.samples.section import SamplesSection
 from bus.errors import AskFailed
 from bus.link import Identity
@@ -44,7 +45,7 @@ class Manager(Actor):
         self.heard = []
 
     @handler
-    async def standing(self, message: Standing) -> None:
+    async def policy_changed(self, message: PolicyState) -> None:
         self.heard.append(message.version)
 
 
@@ -138,8 +139,8 @@ async def test_a_job_runs_through_the_bus_and_survives_the_buffers_death(tmp_pat
         await buffer.ask(Close(), timeout=5.0)
         await rolling
 
-        counts = await store.workset("samples").counts()
+        training = (await read_records(store)).training
         assert len(set(trained)) == len(trained) == STEPS * BATCH_GROUPS * GROUP_SIZE
-        assert (counts.ended, counts.committed) == (len(trained), STEPS)
+        assert (training.ended, training.committed) == (len(trained), STEPS)
         assert manager.heard == sorted(manager.heard)
         assert manager.heard[-1] == STEPS

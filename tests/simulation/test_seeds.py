@@ -50,7 +50,7 @@ def test_other_faults_leave_another_trace(bench):
     assert run(bench, 2, faults[:-1]).hash != run(bench, 2, faults).hash
 
 
-@pytest.mark.parametrize("name", ["commit_removal", "credit", "digest"])
+@pytest.mark.parametrize("name", ["answer", "credit", "digest"])
 def test_a_removed_safeguard_is_noticed(bench, name):
     """Those that nearly every seed misses; tools/simtest.py --mutations shows it of all."""
     outcome, _ = first_catch(bench, name, start=0, most=10, kinds=DEFAULT)

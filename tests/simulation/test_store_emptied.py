@@ -57,8 +57,12 @@ def test_a_run_whose_store_keeps_its_state_has_no_problems(tmp_path):
     assert audited(tmp_path, seed=3, empty_at=1000) == []
 
 
-@pytest.mark.parametrize("restart", [None, "sample_buffer-1", "trainer-1"])
-def test_a_store_that_lost_everything_is_noticed(tmp_path, restart):
-    problems = audited(tmp_path, seed=3, empty_at=10, restart=restart)
+@pytest.mark.parametrize("restart", [None, "trainer-1"])
+def test_a_store_that_lost_everything_is_filled_again_by_the_living_buffer(tmp_path, restart):
+    assert audited(tmp_path, seed=3, empty_at=10, restart=restart) == []
+
+
+def test_a_store_that_lost_everything_with_its_buffer_is_noticed(tmp_path):
+    problems = audited(tmp_path, seed=3, empty_at=10, restart="sample_buffer-1")
 
     assert any("trained samples were forgotten by the Store" in problem for problem in problems), problems

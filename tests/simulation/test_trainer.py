@@ -5,24 +5,25 @@ import json
 
 import msgspec
 
+from actors import checkpoint as checkpoints
 from actors.messages.generation import VersionSpan
 from actors.messages.samples import (
     Advance,
     Batch,
     Claim,
     Commit,
-    Confirm,
     DrawEpoch,
     Epoch,
     EvalResult,
     Evaluate,
     NotReady,
+    PolicyState,
+    Raised,
     Segment,
-    Standing,
+    StepRaised,
     Ticket,
     Trajectory,
 )
-from actors.training import checkpoint as checkpoints
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from actors.training.trainer import Trainer
 from bus.link import Identity
@@ -32,6 +33,7 @@ from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.clock import run_virtual
 from runtime.config import ActorConfig
+from runtime.errors import first_cause
 from runtime.kernel import Kernel
 from runtime.messages import Drain
 from runtime.observe.log import logger
@@ -57,21 +59,17 @@ class Buffer(Actor):
         return Epoch(request.at_least, request.step, ())
 
     @handler
-    async def advance(self, request: Advance) -> Standing:
-        return Standing(request.step, 1)
+    async def advance(self, request: Advance) -> PolicyState:
+        return PolicyState(request.step, 1)
 
     @handler
     async def claim(self, request: Claim) -> Batch | NotReady:
-        return Batch.of(request.step, ((msgspec.msgpack.encode(TRAJECTORY),),), 0)
+        return Batch.of(request.step, ((msgspec.msgpack.encode(TRAJECTORY),),), b"receipt of step %d" % request.step)
 
     @handler(concurrency=4)
     async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:
         self.evaluating.set()
         return await asyncio.get_running_loop().create_future()
-
-    @handler
-    async def confirm(self, request: Confirm) -> Ack:
-        return Ack()
 
     @handler
     async def commit(self, request: Commit) -> Ack:
@@ -126,4 +124,81 @@ def test_a_drain_in_the_last_evaluation_saves_the_last_step_with_its_row_and_doe
     assert committed == [2]
     assert took_s < 20.0  # virtual seconds: what a kernel allows for a drain
     assert checkpoints.check(tmp_path / "checkpoints" / "step_2").step == 2
+    assert checkpoints.newest_receipts(tmp_path / "checkpoints") == [b"receipt of step 1", b"receipt of step 2"]
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_a_checkpoint_names_the_steps_since_the_one_before_and_those_that_the_store_may_forget(tmp_path):
+    def receipts(window_s):
+        (tmp_path / str(window_s)).mkdir()
+
+        async def main():
+            network, store = MemoryNetwork(), MemoryStore()
+            run = RunInfo("test", tmp_path / str(window_s), 7, 3, window_s=window_s)
+            config = ToyTrainer.Config(
+                check=CheckSection(enabled=False), eval=EvalSection(every=0), checkpoint=CheckpointSection(every=1)
+            )
+            async with asyncio.TaskGroup() as tasks:
+                buffer, trainer = (
+                    kernel_of(*what, network, store, run) for what in ((Buffer, ActorConfig()), (ToyTrainer, config))
+                )
+                evaluating = buffer.build().evaluating
+                serving = [tasks.create_task(kernel.serve()) for kernel in (buffer, trainer)]
+                await evaluating.wait()
+                await buffer.ref("trainer-1").ask(Drain(), timeout=30)
+                await asyncio.wait(serving[1:])
+                serving[0].cancel()
+
+        run_virtual(main)
+        return checkpoints.newest_receipts(tmp_path / str(window_s) / "checkpoints")
+
+    assert len(receipts(0.0)) == 1
+    assert len(receipts(1000.0)) > 1
+
+
+class Failing(ToyTrainEngine):
+    """Raises as often as `raises` says."""
+
+    raises = 1
+
+    def train(self, step, groups):
+        if Failing.raises:
+            Failing.raises -= 1
+            raise IndexError("token 151999 is out of range")
+        return super().train(step, groups)
+
+
+class FailingTrainer(ToyTrainer):
+    def _build(self):
+        return Failing(lambda *_: None, lambda *_: None)
+
+
+def test_a_trainer_whose_training_raised_tells_the_buffer_and_begins_again(tmp_path):
+    class Told(Buffer):
+        def __init__(self, config, context):
+            super().__init__(config, context)
+            self.raised = []
+
+        @handler
+        async def step_raised(self, request: StepRaised) -> Raised:
+            self.raised.append((request.step, request.error))
+            return Raised(poisoned=0)
+
+    async def main():
+        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 2)
+        config = FailingTrainer.Config(check=CheckSection(enabled=False), eval=EvalSection(every=0))
+        async with asyncio.TaskGroup() as tasks:
+            buffer_kernel = kernel_of(Told, ActorConfig(), network, store, run)
+            buffer = buffer_kernel.build()
+            serving = tasks.create_task(buffer_kernel.serve())
+            await buffer_kernel.ready.wait()
+            (ended,) = await asyncio.gather(
+                kernel_of(FailingTrainer, config, network, store, run).serve(), return_exceptions=True
+            )
+            serving.cancel()
+            return buffer.raised, repr(first_cause(ended))
+
+    raised, ended = run_virtual(main)
+
+    assert raised == [(1, "IndexError: token 151999 is out of range")]
+    assert "training on step 1 raised IndexError" in ended

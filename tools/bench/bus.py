@@ -183,7 +183,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Figures]:
     if arguments.idle:
         return in_turns((ours._replace(name="idle", script="rubato_idle.py"),), arguments.runs)
     if arguments.redis:
-        scripts = (("scripts", "rubato_scripts.py"), ("workset", "rubato_workset.py"), ("actor", "rubato_samples.py"))
+        scripts = (("store", "rubato_store.py"), ("actor", "rubato_samples.py"))
         return in_turns(tuple(ours._replace(name=name, script=script) for name, script in scripts), arguments.runs)
     return in_turns(chosen(arguments.only), arguments.runs)
 

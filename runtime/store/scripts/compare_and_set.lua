@@ -4,7 +4,7 @@
 -- KEYS[2]  HASH   rubato:{run}:keys    key -> value
 -- KEYS[3]  ZSET   rubato:{run}:index   every key of that hash with score 0
 -- KEYS[4]  HASH   rubato:{run}:fences  see fence.lua
--- ARGV     number, fence name, fence token, key, "1" when a value is expected and "0" for absent, expected, value
+-- ARGV     number, fence name, fence token, "", "", key, "1" when a value is expected and "0" for absent, expected, value
 
 local done = replay()
 if done then
@@ -14,10 +14,10 @@ local refused = fenced(KEYS[4])
 if refused then
   return refused
 end
-local stored = redis.call('HGET', KEYS[2], ARGV[4])
-if (ARGV[5] == '0' and stored) or (ARGV[5] == '1' and stored ~= ARGV[6]) then
+local stored = redis.call('HGET', KEYS[2], ARGV[6])
+if (ARGV[7] == '0' and stored) or (ARGV[7] == '1' and stored ~= ARGV[8]) then
   return answer(0)
 end
-redis.call('HSET', KEYS[2], ARGV[4], ARGV[7])
-redis.call('ZADD', KEYS[3], 0, ARGV[4])
+redis.call('HSET', KEYS[2], ARGV[6], ARGV[9])
+redis.call('ZADD', KEYS[3], 0, ARGV[6])
 return answer(1)

@@ -63,7 +63,7 @@ def _kernel(
         config,
         name=name,
         incarnation=incarnation,
-        run=RunInfo("bench", folder, 0, STEPS),
+        run=RunInfo("bench", folder, 0, STEPS, window_s=2.0),
         transport=ZmqTransport(Identity("bench", name, incarnation), f"ipc://{folder}/{name}"),
         store=store,
         blobs=MemoryBlobStore(),

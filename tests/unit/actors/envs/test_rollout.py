@@ -13,7 +13,7 @@ from actors.envs.rollout import Rollout, RolloutContext
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
 from actors.messages.rewards import NotScored, Scores
-from actors.messages.samples import Standing, Ticket
+from actors.messages.samples import PolicyState, Ticket
 from bus.errors import Failed, Unknown
 
 END = 257
@@ -119,7 +119,7 @@ def renderer(model_folder):
 
 
 async def play(
-    renderer, words, *, env="Corridor", reward=None, ticket=None, standing=(5, 1), kwargs=None, proxy=None, **limits
+    renderer, words, *, env="Corridor", reward=None, ticket=None, policy=(5, 1), kwargs=None, proxy=None, **limits
 ):
     section = EnvSection.model_validate({"class": f"{HERE}:{env}", "isolation": "inline", "kwargs": kwargs or {}})
     host = EnvHost(section)
@@ -127,7 +127,9 @@ async def play(
     proxy = proxy or FakeProxy(renderer, words)
     rollout = RolloutSection(**{"max_new_tokens": 8, "max_len": 4096, **limits})
     silent = Silent()
-    stage = RolloutContext(section, rollout, host, renderer, proxy, reward, lambda: Standing(*standing), silent, silent)
+    stage = RolloutContext(
+        section, rollout, host, renderer, proxy, reward, lambda: PolicyState(*policy), silent, silent
+    )
     ticket = ticket or Ticket("t1", "g1", 1, 17, 4211, 5, 1)
     return await Rollout(stage, ticket).play(), proxy
 
@@ -166,14 +168,14 @@ async def test_a_trajectory_is_cut_at_max_turns_max_len_and_by_the_environment(r
 
 async def test_a_trajectory_older_than_alpha_is_given_up_before_its_next_turn(renderer):
     with pytest.raises(GaveUp) as caught:
-        await play(renderer, ["go", "go", "go"], standing=(7, 1))
+        await play(renderer, ["go", "go", "go"], policy=(7, 1))
 
     assert (caught.value.reason, caught.value.retry) == ("stale", True)
 
 
 async def test_age_counts_from_the_first_sampled_token_and_alpha_below_zero_is_no_bound(renderer):
-    fresh, _ = await play(renderer, ["go", "go", "go"], standing=(6, 1))
-    unbounded, _ = await play(renderer, ["go", "go", "go"], standing=(60, -1))
+    fresh, _ = await play(renderer, ["go", "go", "go"], policy=(6, 1))
+    unbounded, _ = await play(renderer, ["go", "go", "go"], policy=(60, -1))
 
     assert fresh.version_first == unbounded.version_first == 5
 
@@ -181,7 +183,7 @@ async def test_age_counts_from_the_first_sampled_token_and_alpha_below_zero_is_n
 async def test_no_turn_is_sampled_under_older_weights_than_the_first(renderer):
     proxy = FakeProxy(renderer, ["go", "go", "go"], versions=[6, 7, 7])
 
-    trajectory, _ = await play(renderer, [], proxy=proxy, standing=(6, 1))
+    trajectory, _ = await play(renderer, [], proxy=proxy, policy=(6, 1))
 
     assert [request.min_version for request in proxy.requests] == [5, 6, 6]
     assert (trajectory.version_first, trajectory.version_last) == (6, 7)
@@ -231,7 +233,7 @@ async def test_a_reset_gets_three_tries(renderer, bad, works):
 async def test_held_out_tasks_are_played_greedily(renderer):
     ticket = Ticket("e1", "g1", 1, 0, 1, 5, 1, "eval")
 
-    _, proxy = await play(renderer, ["go", "go", "go"], ticket=ticket, standing=(99, 1))
+    _, proxy = await play(renderer, ["go", "go", "go"], ticket=ticket, policy=(99, 1))
 
     assert proxy.requests[0].sampling.temperature == 0.0
 

@@ -1,16 +1,22 @@
 """A SampleBuffer on a store that outlives it: it can be killed before or after any write, and started again."""
 
 import asyncio
+import copy
 import inspect
 import random
 from array import array
+from collections import deque
+from contextlib import suppress
 
+import msgspec
 import pytest
 
 from actors.config import StalenessSection, TrainSection
 from actors.messages.generation import VersionSpan
 from actors.messages.samples import Admit, Put, Segment, Trajectory
 from actors.samples.buffer import SampleBuffer
+from actors.samples.group import SampleEnd
+from actors.samples.records import ENDS
 from actors.samples.section import SamplesSection
 from bus.errors import NotSent
 from runtime.actor import RunInfo
@@ -18,10 +24,10 @@ from runtime.observe.log import logger
 from runtime.observe.metrics import Metrics
 from runtime.observe.trace import Trace
 from runtime.observe.waits import Waits
-from runtime.store.errors import StoreUnavailable
+from runtime.store.errors import Fenced, StoreUnavailable
 from runtime.store.memory import MemoryStore
 
-NAMES = ("write", "put", "end", "seal", "discard", "claim", "commit", "new_epoch")
+NAMES = ("write", "increment")
 """Store calls that change something."""
 
 
@@ -56,8 +62,6 @@ class Wire:
 
     def __getattr__(self, name):
         member = getattr(self._inner, name)
-        if name == "workset":
-            return lambda which, **fence: Wire(member(which, **fence), self._process)
         if not inspect.iscoroutinefunction(member):
             return member
 
@@ -107,7 +111,7 @@ class Process:
     async def _own(self, work):
         try:
             return await work
-        except Killed:
+        except (Killed, Fenced):
             self.kill()
 
     def kill(self):
@@ -141,7 +145,7 @@ class Stage:
 
     def __init__(self, folder, **config):
         self.folder = folder
-        self.run_info = RunInfo("test", folder, 7, config.pop("steps", 100))
+        self.run_info = RunInfo("test", folder, 7, config.pop("steps", 100), config.pop("window_s", 0.0))
         self.config = SampleBuffer.Config(
             staleness=StalenessSection(alpha=config.pop("alpha", 1)),
             train=TrainSection(batch_groups=config.pop("batch_groups", 2), group_size=config.pop("group_size", 2)),
@@ -182,10 +186,14 @@ class Stage:
             self.incarnation += 1
             self.process = Process(self, self.incarnation, **fault)
             buffer, fault = SampleBuffer(self.config, self.process), {}
-            try:
-                await buffer.on_start()
-            except Killed:
+            starting = self.tasks.create_task(self._begin(buffer))
+            dying = self.tasks.create_task(self.process.dead.wait())
+            await asyncio.wait((starting, dying), return_when=asyncio.FIRST_COMPLETED)
+            dying.cancel()
+            starting.cancel()
+            if self.process.dead.is_set():
                 continue
+            starting.result()
             self.buffer = buffer
             self.ready.set()
             return buffer
@@ -205,6 +213,10 @@ class Stage:
             if self.process is process:
                 await self.start()
 
+    async def _begin(self, buffer):
+        with suppress(Killed):
+            await buffer.on_start()
+
     async def _call(self, handler, request):
         try:
             return await getattr(self.buffer, handler)(request)
@@ -219,11 +231,62 @@ class Stage:
         return (await self.buffer.put(Put(trajectory_of(ticket, reward, version_first)))).fate
 
     async def fates(self):
-        """Fate by trajectory id, from the WorkSet itself; an id that ended twice fails."""
-        ended = await self.store.workset("samples").ended(0, limit=100_000)
-        found = {entry.id: entry.fate for entry in ended}
+        """Fate by trajectory id, from the Store itself; an id that ended twice fails."""
+        ended = await ends_of(self.store)
+        found = {end.trajectory_id: end.fate for end in ended}
         assert len(found) == len(ended)
         return found
+
+    async def trained(self):
+        """Fate, step and epoch by trajectory id; an id that ended twice fails."""
+        await self.fates()
+        return {end.trajectory_id: (end.fate, end.step, end.epoch) for end in await ends_of(self.store)}
+
+
+async def ends_of(store):
+    """The whole log of ends."""
+    found = []
+    while entries := await store.read(ENDS, len(found)):
+        found += [msgspec.msgpack.decode(value, type=SampleEnd) for _, value in entries]
+    return found
+
+
+def remember(store):
+    """What the Store forgets when the returned function is called, as a server does that was killed: all but leases."""
+
+    def state():
+        plain = {name: store.__dict__[name] for name in ("_keys", "_fences")}
+        streams = {name: (stream.entries, stream.last) for name, stream in store._streams.items()}
+        return copy.deepcopy((plain, streams))
+
+    before = state()
+
+    def forget():
+        plain, streams = copy.deepcopy(before)
+        store.__dict__.update(plain)
+        for name, stream in store._streams.items():
+            stream.entries, stream.last = streams.get(name, (deque(), 0))
+        store.counters.life += 1
+
+    return forget
+
+
+def slow(monkeypatch, name, *, before=0.0, after=0.0, when=lambda n, args: True):
+    """The n-th call of a MemoryStore's method for which `when(n, args)` takes effect, or is answered, late."""
+    inner, calls = getattr(MemoryStore, name), []
+
+    async def late(self, *args, **options):
+        calls.append(args)
+        chosen = when(len(calls), args)
+        if chosen and before:
+            await asyncio.sleep(before)
+        result = await inner(self, *args, **options)
+        if chosen and after:
+            await asyncio.sleep(after)
+        return result
+
+    monkeypatch.setattr(MemoryStore, name, late)
+    return calls
 
 
 def trajectory_of(ticket, reward=1.0, version_first=None, num_tokens=4):
@@ -261,3 +324,15 @@ def stage(make_stage):
 def trajectory():
     """`trajectory(ticket, reward=1.0, version_first=None, num_tokens=4)`."""
     return trajectory_of
+
+
+@pytest.fixture(name="slow")
+def slow_fixture(monkeypatch):
+    """`slow("write", before=…, after=…, when=lambda n, args: …)`."""
+    return lambda name, **options: slow(monkeypatch, name, **options)
+
+
+@pytest.fixture(name="remember")
+def remember_fixture():
+    """`forget = remember(stage.store)`."""
+    return remember

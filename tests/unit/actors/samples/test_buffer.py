@@ -19,14 +19,13 @@ from actors.messages.samples import (
     EvalResult,
     Evaluate,
     GiveUp,
-    Hold,
     NotReady,
+    PolicyState,
     Put,
-    Standing,
+    RenewLeases,
     Trajectory,
 )
-from runtime.store.errors import Fenced, OutOfOrder, StaleEpoch
-from runtime.store.memory_workset import MemoryWorkSet
+from actors.samples.groups import OutOfOrder, StaleEpoch
 
 
 @dataclass
@@ -104,7 +103,7 @@ def test_an_admit_is_held_back_until_a_step_frees_slots(stage):
 
         standing = await trainer.advance(1)
 
-        assert standing == Standing(1, 1)
+        assert standing == PolicyState(1, 1)
         assert [(t.group_id, t.version) for t in await waiting] == [("g00000004", 1)]
 
     stage.run(scene)
@@ -241,7 +240,7 @@ def test_two_puts_of_one_sample_at_once_store_it_once(stage, trajectory):
             puts = [tasks.create_task(stage.buffer.put(Put(trajectory(tickets[0])))) for _ in range(3)]
 
         assert {put.result().fate for put in puts} == {""}
-        assert await stage.store.workset("samples").members("g00000000") == ("g00000000.0",)
+        assert list(await stage.store.scan("samples/payload/")) == ["samples/payload/g00000000.0"]
 
     stage.run(scene)
 
@@ -276,10 +275,10 @@ def test_a_held_ticket_does_not_lapse(make_stage):
 
         for _ in range(5):
             await asyncio.sleep(6.0)
-            standing = await stage.buffer.hold(Hold(held, "env_manager-1"))
+            standing = await stage.buffer.renew_leases(RenewLeases(held, "env_manager-1", 1))
         fate = await stage.put(tickets[0])
 
-        assert standing == Standing(0, 1)
+        assert standing == PolicyState(0, 1)
         assert fate == ""
 
     stage.run(scene)
@@ -291,10 +290,10 @@ def test_a_ticket_that_its_holder_does_not_know_of_is_issued_again(stage):
         known, astray = await stage.admit(num=2)
         held = ((known.trajectory_id, known.attempt),)
 
-        await stage.buffer.hold(Hold(held, "env_manager-1"))
+        await stage.buffer.renew_leases(RenewLeases(held, "env_manager-1", 1))
         (other,) = await stage.admit(num=1)
         await asyncio.sleep(4.0)
-        await stage.buffer.hold(Hold((*held, (other.trajectory_id, 1)), "env_manager-1"))
+        await stage.buffer.renew_leases(RenewLeases((*held, (other.trajectory_id, 1)), "env_manager-1", 1))
         (again,) = await stage.admit(num=1)
 
         assert other.trajectory_id != astray.trajectory_id
@@ -337,14 +336,14 @@ def test_a_restarted_manager_keeps_what_its_new_incarnation_took(stage):
         await stage.start()
         old = await stage.admit(num=2, holder="env_manager-2", incarnation=5)
         new = await stage.admit(num=2, holder="env_manager-2", incarnation=6)
-        await asyncio.sleep(0.1)
         stage.present.add("env_manager-2")
         await stage.store.lease("actor/env_manager-2", 6, b"", 10.0)
 
         await stage.buffer.on_peers(("env_manager-2",), ("env_manager-2",))
-        again = await stage.admit(num=2)
+        others = await stage.admit(num=2)
 
-        assert [t.trajectory_id for t in again] == [t.trajectory_id for t in old]
+        assert [(t.trajectory_id, t.attempt) for t in new] == [(t.trajectory_id, 2) for t in old]
+        assert not {t.trajectory_id for t in others} & {t.trajectory_id for t in new}
         assert [await stage.put(t) for t in new] == ["", ""]
 
     stage.run(scene)
@@ -427,11 +426,12 @@ def test_a_trajectory_that_began_too_long_ago_is_stale(stage):
         await stage.start()
         trainer = Trainer(stage)
         await trainer.start()
+        old = (await stage.admit(num=1))[0]
         await trainer.advance(2)
-        old, young = await stage.admit(num=2)
+        young = (await stage.admit(num=1))[0]
 
-        first = await stage.put(old, version_first=0)
-        second = await stage.put(young, version_first=1)
+        first = await stage.put(old)
+        second = await stage.put(young)
 
         assert (first, second) == ("stale", "group_too_small")
         assert await stage.fates() == {old.trajectory_id: "stale", young.trajectory_id: "group_too_small"}
@@ -474,10 +474,8 @@ def test_a_group_that_completes_as_its_last_step_ends_frees_its_slot(make_stage,
         for _ in range(turns):
             await asyncio.sleep(0)
         await trainer.advance(1)
-        reply = await trainer.claim(2, groups=1, wait_s=1.0)
         await putting
 
-        assert isinstance(reply, NotReady)
         assert await stage.fates() == {first.trajectory_id: "stale", last.trajectory_id: "stale"}
         assert [ticket.group_id for ticket in await stage.admit()] == ["g00000001"] * 2
 
@@ -485,14 +483,8 @@ def test_a_group_that_completes_as_its_last_step_ends_frees_its_slot(make_stage,
 
 
 @pytest.mark.parametrize("turns", range(20))
-def test_a_group_that_completes_as_the_job_closes_is_unused_and_not_lost(make_stage, turns, monkeypatch):
-    stage, seal = make_stage(batch_groups=1, group_size=2), MemoryWorkSet.seal
-
-    async def late(*args):
-        await asyncio.sleep(0.01)
-        return await seal(*args)
-
-    monkeypatch.setattr(MemoryWorkSet, "seal", late)
+def test_a_group_that_completes_as_the_job_closes_is_unused_and_not_lost(make_stage, turns):
+    stage = make_stage(batch_groups=1, group_size=2)
 
     async def scene():
         await stage.start()
@@ -506,7 +498,6 @@ def test_a_group_that_completes_as_the_job_closes_is_unused_and_not_lost(make_st
         await putting
 
         assert await stage.fates() == {first.trajectory_id: "unused", last.trajectory_id: "unused"}
-        assert "samples/lost_by_store" not in stage.buffer.metrics.snapshot()
         assert await stage.put(last) == "unused"
 
     stage.run(scene)
@@ -706,7 +697,7 @@ def test_managers_are_told_of_a_new_version(stage):
         await trainer.advance(1)
         await asyncio.sleep(0.1)
 
-        assert stage.process.told == [("env_manager-1", Standing(1, 1))]
+        assert stage.process.told == [("env_manager-1", PolicyState(1, 1))]
 
     stage.run(scene)
 
@@ -751,7 +742,7 @@ def test_tickets_of_an_asker_that_gave_up_before_they_were_durable_are_not_lost(
     stage.run(scene)
 
 
-def test_a_buffer_that_was_replaced_dies_and_changes_nothing(stage):
+def test_a_buffer_that_was_replaced_answers_nothing_and_dies(stage, trajectory):
     async def scene():
         old = await stage.start()
         tickets = await stage.admit()
@@ -759,27 +750,40 @@ def test_a_buffer_that_was_replaced_dies_and_changes_nothing(stage):
         stage.process = None
         await stage.start()
 
-        with pytest.raises(Fenced):
-            await old._journal.flush() if not old._records.moved() else None
+        late = stage.tasks.create_task(old.put(Put(trajectory(tickets[0]))))
+        await process.dead.wait()
+        late.cancel()
 
+        assert not await stage.store.scan("samples/payload/")
         assert await stage.put(tickets[0]) == ""
-        process.kill()
 
     stage.run(scene)
 
 
-def test_samples_that_the_store_lost_are_run_again(stage):
+@pytest.mark.parametrize("again", ["put", "claim", "draw_epoch"])
+def test_an_answer_from_memory_is_not_given_by_a_buffer_that_was_replaced(stage, again, trajectory):
     async def scene():
+        old = await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        tickets = await stage.admit(num=4)
+        await fill(stage, tickets)
+        await trainer.claim(1)
+        process = stage.process
+        stage.process = None
         await stage.start()
-        tickets = await stage.admit(num=2)
-        await stage.put(tickets[0], 0.0)
-        workset = stage.store.workset("samples")
-        workset._groups.clear()
-        workset._seen.clear()
+        asked = {
+            "put": old.put(Put(trajectory(tickets[0]))),
+            "claim": old.claim(Claim(1, trainer.epoch, 2, 0.0)),
+            "draw_epoch": old.draw_epoch(DrawEpoch(at_least=0, step=0)),
+        }
 
-        await stage.put(tickets[1], 1.0)
-        (again,) = await stage.admit(num=1)
+        late = stage.tasks.create_task(asked.pop(again))
+        await process.dead.wait()
 
-        assert (again.trajectory_id, again.attempt) == (tickets[0].trajectory_id, 2)
+        assert not late.done()
+        late.cancel()
+        for work in asked.values():
+            work.close()
 
     stage.run(scene)

@@ -12,30 +12,18 @@ from actors.messages.samples import (
     Commit,
     DrawEpoch,
     GiveUp,
-    Hold,
     Put,
+    RenewLeases,
 )
 from actors.samples import sample
-from runtime.store.errors import StoreError
-from runtime.store.memory_workset import MemoryWorkSet
+from actors.samples.groups import StaleEpoch
+from bus.message import Ack
 
 
-def slow(monkeypatch, name, *, before=0.0, after=0.0, when=lambda n, args: True):
-    """The n-th call of a WorkSet's method for which `when(n, args)` takes effect, or is answered, late."""
-    inner, calls = getattr(MemoryWorkSet, name), []
-
-    async def late(self, *args, **options):
-        calls.append(args)
-        chosen = when(len(calls), args)
-        if chosen and before:
-            await asyncio.sleep(before)
-        result = await inner(self, *args, **options)
-        if chosen and after:
-            await asyncio.sleep(after)
-        return result
-
-    monkeypatch.setattr(MemoryWorkSet, name, late)
-    return calls
+async def fill(stage, tickets):
+    """Put every ticket with a reward of its own."""
+    for reward, ticket in enumerate(tickets):
+        await stage.put(ticket, float(reward))
 
 
 def test_a_revived_ticket_lapses_too(make_stage):
@@ -45,7 +33,8 @@ def test_a_revived_ticket_lapses_too(make_stage):
         await stage.start()
         tickets = await stage.admit()  # every slot
         await asyncio.sleep(11.0)  # all lapsed: the holder was frozen
-        await stage.buffer.hold(Hold(tuple((t.trajectory_id, t.attempt) for t in tickets), "env_manager-1"))
+        held = tuple((t.trajectory_id, t.attempt) for t in tickets)
+        await stage.buffer.renew_leases(RenewLeases(held, "env_manager-1", 1))
 
         again = await stage.admit(wait_s=60.0)  # and now it hangs for good
 
@@ -54,40 +43,46 @@ def test_a_revived_ticket_lapses_too(make_stage):
     stage.run(scene)
 
 
-def test_a_sample_put_while_its_group_is_dropped_has_a_fate_after_a_crash(make_stage, monkeypatch, trajectory):
-    """workset.discard; workset.put takes effect, its reply is late; end() finds it seen; the record goes; crash."""
+@pytest.mark.parametrize("late", ["before", "after"])
+def test_a_sample_put_while_its_group_is_dropped_has_a_fate_after_a_crash(make_stage, slow, trajectory, late):
+    """The put's write takes effect, or is answered, late; meanwhile its group is too old; crash."""
     stage = make_stage(alpha=0, batch_groups=1, group_size=2)
-    slow(monkeypatch, "put", before=0.05, after=5.0, when=lambda n, args: n == 2)
-    slow(monkeypatch, "discard", after=0.1)
+    chosen = []
+    calls = slow("write", **{late: 5.0}, when=lambda n, args: n in chosen)
 
     async def scene():
         await stage.start()
         epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
         first, last = await stage.admit()
         await stage.put(first)
-        stage.tasks.create_task(stage.ask("put", Put(trajectory(last)))).add_done_callback(lambda t: t.exception())
+        chosen.append(len(calls) + 1)
+        putting = stage.tasks.create_task(stage.ask("put", Put(trajectory(last))))
         await asyncio.sleep(0.01)
-        await stage.buffer.advance(Advance(1, epoch))  # drop_old: the group is stale
-        await stage.admit(num=1)  # anything that flushes
-        await stage.start()  # killed before the put was answered
+        advancing = stage.tasks.create_task(stage.ask("advance", Advance(1, epoch)))
+        await asyncio.sleep(1.0)
+        await stage.start()  # killed before either was answered
+        await putting
+        await advancing
         await asyncio.sleep(10.0)
-        held = await stage.store.workset("samples").counts()
 
-        assert set(await stage.fates()) >= {first.trajectory_id, last.trajectory_id}, held
+        assert await stage.fates() == {first.trajectory_id: "stale", last.trajectory_id: "stale"}
 
     stage.run(scene)
 
 
-def test_a_failed_member_has_a_fate_after_a_crash(make_stage, monkeypatch):
-    """end() is on its way to the Store when the group is completed by another put, sealed and claimed; crash."""
+@pytest.mark.parametrize("late", ["before", "after"])
+def test_a_failed_member_has_a_fate_after_a_crash(make_stage, slow, late):
+    """Its end is on its way to the Store when the group is completed by another put and claimed; crash."""
     stage = make_stage(batch_groups=1, group_size=3)
-    slow(monkeypatch, "end", before=5.0)
+    chosen = []
+    calls = slow("write", **{late: 5.0}, when=lambda n, args: n in chosen)
 
     async def scene():
         await stage.start()
         epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
         bad, one, two = await stage.admit(num=3)
         await stage.put(one, 0.0)
+        chosen.append(len(calls) + 1)
         asking = stage.tasks.create_task(stage.buffer.give_up(GiveUp(bad, "env_step_failed")))
         await asyncio.sleep(0.01)
         await stage.put(two, 1.0)
@@ -97,30 +92,35 @@ def test_a_failed_member_has_a_fate_after_a_crash(make_stage, monkeypatch):
         await stage.buffer.advance(Advance(1, epoch))
         await stage.buffer.commit(Commit(1, epoch))
         told = (await stage.buffer.give_up(GiveUp(bad, "env_step_failed"))).fate
-        await asyncio.sleep(20.0)
 
-        assert bad.trajectory_id in await stage.fates(), told
+        assert told == "failed"
+        assert await stage.fates() == {
+            bad.trajectory_id: "failed",
+            one.trajectory_id: "trained",
+            two.trajectory_id: "trained",
+        }
 
     stage.run(scene)
 
 
-def test_a_slow_draw_of_an_epoch_does_not_unbind_what_a_newer_trainer_claimed(make_stage, monkeypatch):
-    """Both asks were in the mailbox of a buffer that was stopped; the counts of the older one are answered late."""
+@pytest.mark.parametrize("name", ["increment", "write"])
+@pytest.mark.parametrize("late", ["before", "after"])
+def test_a_slow_draw_of_an_epoch_does_not_unbind_what_a_newer_trainer_claimed(make_stage, slow, name, late):
+    """Both asks were in the mailbox of a buffer that was stopped; the older one is slow at the Store."""
     stage = make_stage(alpha=0, batch_groups=1)
     chosen = []
-    calls = slow(monkeypatch, "counts", after=1.0, when=lambda n, args: n in chosen)
+    calls = slow(name, **{late: 1.0}, when=lambda n, args: n in chosen)
 
     async def scene():
         await stage.start()
-        for reward, ticket in enumerate(tickets := await stage.admit()):
-            await stage.put(ticket, float(reward))
-        chosen.append(len(calls) + 2)
+        await fill(stage, tickets := await stage.admit())
+        chosen.append(len(calls) + 1)
         older = stage.tasks.create_task(stage.buffer.draw_epoch(DrawEpoch(0, 0)))
         await asyncio.sleep(0.1)
         assert len(calls) == chosen[0]
         epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
         assert isinstance(await stage.buffer.claim(Claim(1, epoch, 1, 0.0)), Batch)
-        await asyncio.wait([older])
+        assert (await older).epoch < epoch
         await stage.buffer.advance(Advance(1, epoch))
         await stage.buffer.commit(Commit(1, epoch))
 
@@ -130,8 +130,8 @@ def test_a_slow_draw_of_an_epoch_does_not_unbind_what_a_newer_trainer_claimed(ma
     stage.run(scene)
 
 
-def test_the_book_keeps_the_newest_epoch(stage, monkeypatch):
-    slow(monkeypatch, "new_epoch", after=1.0, when=lambda n, args: n == 2)
+def test_the_newest_epoch_counts_although_an_older_one_is_answered_later(stage, slow):
+    slow("increment", after=1.0, when=lambda n, args: n == 2)
 
     async def scene():
         await stage.start()
@@ -139,80 +139,55 @@ def test_the_book_keeps_the_newest_epoch(stage, monkeypatch):
         older = stage.tasks.create_task(stage.buffer.draw_epoch(DrawEpoch(0, 0)))
         await asyncio.sleep(0.1)
         newer = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
-        await asyncio.wait([older])
+        passed = (await older).epoch
 
-        assert stage.buffer._book.epoch == newer
+        assert passed < newer
+        assert stage.buffer._groups.training.epoch == newer
+        with pytest.raises(StaleEpoch):
+            await stage.buffer.claim(Claim(1, passed, 2, 0.0))
 
     stage.run(scene)
 
 
-def test_a_group_dropped_for_its_age_is_not_reported_lost(make_stage, monkeypatch):
-    """The Store is back: find_lost asks what it holds of a ready group while that group is discarded as stale."""
-    stage = make_stage(alpha=0, batch_groups=1)
-    late = []
-    slow(monkeypatch, "members", before=0.5, when=lambda n, args: bool(late))
-
+def test_two_trainers_that_begin_at_once_have_different_epochs(stage):
     async def scene():
         await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
-        tickets = await stage.admit()
-        for reward, ticket in enumerate(tickets):
-            await stage.put(ticket, float(reward))
-        late.append(1)
-        stage.buffer._store_forgot()  # as after any outage
-        await asyncio.sleep(0.1)
-        lost = []
-        monkeypatch.setattr(stage.buffer._intake, "lost", logged(lost, stage.buffer._intake.lost))
-        await stage.buffer.advance(Advance(1, epoch))
-        await asyncio.sleep(2.0)
 
-        assert set((await stage.fates()).values()) == {"stale"}
-        assert not lost
+        drawn = await asyncio.gather(*(stage.buffer.draw_epoch(DrawEpoch(0, 0)) for _ in range(5)))
+
+        assert sorted(each.epoch for each in drawn) == [1, 2, 3, 4, 5]
+        assert stage.buffer._groups.training.epoch == 5
 
     stage.run(scene)
-
-
-def logged(kept, inner):
-    async def call(group):
-        kept.append(group.id)
-        return await inner(group)
-
-    return call
 
 
 @pytest.mark.parametrize("ends", ["close", "advance"])
 @pytest.mark.parametrize("turns", range(12))
-def test_a_group_ended_while_it_is_sealed_again_keeps_its_fate(make_stage, monkeypatch, ends, turns):
-    """find_lost -> seal_again -> (seal: False) -> _missing asks for members; meanwhile the group is ended."""
+def test_a_group_that_ends_while_a_claim_reads_its_samples_keeps_its_fate(make_stage, slow, ends, turns):
     stage = make_stage(alpha=0, batch_groups=1)
-    slow(monkeypatch, "discard", before=0.01)
-    late = []
-    slow(monkeypatch, "members", before=0.02, when=lambda n, args: bool(late))
+    slow("fetch", before=0.03, after=0.03)
 
     async def scene():
         await stage.start()
         epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
-        tickets = await stage.admit()
-        for reward, ticket in enumerate(tickets):
-            await stage.put(ticket, float(reward))
-        late.append(1)
-        stage.buffer._store_forgot()
-        await asyncio.sleep(0.005 * turns)
+        await fill(stage, tickets := await stage.admit())
+        claiming = stage.tasks.create_task(stage.buffer.claim(Claim(1, epoch, 1, 0.0)))
+        await asyncio.sleep(0.005 * turns + 0.001)
+        assert not claiming.done()
         await (stage.buffer.close(Close()) if ends == "close" else stage.buffer.advance(Advance(1, epoch)))
-        await asyncio.sleep(1.0)
+        found = await claiming
         fate = "unused" if ends == "close" else "stale"
 
-        if ends == "advance":  # a group that was being sealed is dropped by the next claim
-            await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
+        assert not isinstance(found, Batch)
         assert set((await stage.fates()).values()) == {fate}
-        assert "samples/lost_by_store" not in stage.buffer.metrics.snapshot()
+        assert "samples/lost" not in stage.buffer.metrics.snapshot()
         assert await stage.put(tickets[0]) == fate
 
     stage.run(scene)
 
 
 @pytest.mark.parametrize("turns", range(12))
-def test_a_group_ends_under_one_name(make_stage, monkeypatch, turns):
+def test_a_group_ends_under_one_name(make_stage, turns):
     """A group turns out too small as the job closes: what is answered is what the ledger says."""
     stage = make_stage(batch_groups=1)
 
@@ -224,10 +199,67 @@ def test_a_group_ends_under_one_name(make_stage, monkeypatch, turns):
         for _ in range(turns):
             await asyncio.sleep(0)
         await stage.buffer.close(Close())
-        await asking
+        told = (await asking).fate
         await asyncio.sleep(1.0)
+        fates = await stage.fates()
 
-        assert await stage.put(one) == (await stage.fates())[one.trajectory_id]
+        assert await stage.put(one) == fates[one.trajectory_id]
+        assert told == fates[bad.trajectory_id]
+
+    stage.run(scene)
+
+
+@pytest.mark.parametrize("turns", range(8))
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_group_is_claimed_whole_at_the_very_moment_of_its_last_put(make_stage, turns, waits):
+    """The Store answers at once: a claim that asks it before the put was written finds nothing there."""
+    stage = make_stage(batch_groups=1)
+
+    async def scene():
+        await stage.start()
+        stage.buffer._journal._store = stage.store
+        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        first, last = await stage.admit(num=2)
+        await stage.put(first, 0.0)
+
+        if waits:
+            claiming = stage.tasks.create_task(stage.buffer.claim(Claim(1, epoch, 1, 60.0)))
+            await asyncio.sleep(1.0)
+        putting = stage.tasks.create_task(stage.put(last, 1.0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not waits:
+            claiming = stage.tasks.create_task(stage.buffer.claim(Claim(1, epoch, 1, 60.0)))
+        batch = await claiming
+
+        assert await putting == ""
+        assert [len(group) for group in batch.groups] == [2]
+        assert await stage.fates() == {}
+
+    stage.run(scene)
+
+
+def test_samples_are_there_for_a_claim_that_reads_while_the_store_can_forget_them_no_longer(make_stage, slow):
+    """Some are still kept in memory when the claim begins, and let go of while it reads the others."""
+    stage = make_stage(batch_groups=2, window_s=10.0)
+    slow("fetch", before=5.0)
+
+    async def scene():
+        await stage.start()
+        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        tickets = await stage.admit(num=4)
+        await fill(stage, tickets[:2])
+        await asyncio.sleep(8.0)
+        await fill(stage, tickets[2:])
+        await asyncio.sleep(4.0)
+        more = await stage.admit(num=1)
+        claiming = stage.tasks.create_task(stage.buffer.claim(Claim(1, epoch, 2, 0.0)))
+        for _ in range(4):
+            await asyncio.sleep(2.0)
+            await stage.buffer.renew_leases(RenewLeases(((more[0].trajectory_id, 1),), "env_manager-1", 1))
+
+        assert [len(group) for group in (await claiming).groups] == [2, 2]
+        assert await stage.fates() == {}
 
     stage.run(scene)
 
@@ -285,8 +317,54 @@ def test_the_put_of_an_attempt_that_was_replaced_during_its_file_write_is_supers
     stage.run(scene)
 
 
+@pytest.mark.parametrize("ends", ["close", "give_up", "replaced"])
+def test_a_payload_file_that_comes_too_late_does_not_stay(make_stage, trajectory, ends):
+    stage = make_stage(batch_groups=1)
+
+    async def scene():
+        await stage.start()
+        slow_files(stage, 10.0)
+        one, _ = await stage.admit(num=2, holder="env_manager-2")
+        late = stage.tasks.create_task(stage.buffer.put(Put(trajectory(one, 0.25, num_tokens=20_000))))
+        await asyncio.sleep(0.1)
+        if ends == "close":
+            await stage.buffer.close(Close())
+        elif ends == "give_up":
+            await stage.buffer.give_up(GiveUp(one, "env_step_failed"))
+        else:
+            await stage.buffer.on_peers((), ("env_manager-2",))
+            await stage.admit(num=2)
+        await asyncio.sleep(1.0)  # the ledger is done with what ended
+
+        fate = (await late).fate
+
+        assert fate == {"close": "unused", "give_up": "failed", "replaced": "superseded"}[ends]
+        assert list((stage.folder / "samples").iterdir()) == []
+
+    stage.run(scene)
+
+
+def test_one_file_put_twice_at_once_stays(make_stage, trajectory):
+    stage = make_stage(batch_groups=1)
+
+    async def scene():
+        await stage.start()
+        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        slow_files(stage, 1.0)
+        first, last = await stage.admit(num=2)
+        puts = [Put(trajectory(first, 0.0, num_tokens=20_000))] * 2 + [Put(trajectory(last, 1.0, num_tokens=20_000))]
+
+        replies = await asyncio.gather(*(stage.buffer.put(put) for put in puts))
+        batch = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+
+        assert [reply.fate for reply in replies] == [""] * 3
+        assert [len(group) for group in batch.groups] == [2]
+
+    stage.run(scene)
+
+
 def test_tickets_that_waited_for_the_store_are_not_given_to_two(stage):
-    """Admit waits for the Store for four seconds; a Hold meanwhile takes its tickets for lost on the way."""
+    """Admit waits for the Store for four seconds; a renewal meanwhile takes its tickets for lost on the way."""
 
     async def scene():
         await stage.start()
@@ -295,7 +373,7 @@ def test_tickets_that_waited_for_the_store_are_not_given_to_two(stage):
         admitting = stage.tasks.create_task(stage.admit(num=3))
         await asyncio.sleep(4.0)
         held = ((running.trajectory_id, running.attempt),)
-        holding = stage.tasks.create_task(stage.buffer.hold(Hold(held, "env_manager-1")))
+        holding = stage.tasks.create_task(stage.buffer.renew_leases(RenewLeases(held, "env_manager-1", 1)))
         await asyncio.sleep(0.1)
         stage.away = False
         sent = await admitting
@@ -307,21 +385,22 @@ def test_tickets_that_waited_for_the_store_are_not_given_to_two(stage):
     stage.run(scene)
 
 
-def test_a_group_whose_claim_is_not_answered_yet_is_not_dropped(make_stage, monkeypatch):
-    """A killed trainer's claim of step 3 took effect; its reply is late. The next trainer, back at step 2, advances."""
+@pytest.mark.parametrize("late", ["before", "after"])
+def test_a_group_whose_claim_is_not_answered_yet_is_not_dropped(make_stage, slow, late):
+    """A killed trainer's claim of step 2 is slow at the Store. The next trainer, back at step 1, advances."""
     stage = make_stage(batch_groups=1, alpha=0)
-    slow(monkeypatch, "claim", after=5.0, when=lambda n, args: args[2:] == (2, 1))
+    chosen = []
+    calls = slow("write", **{late: 5.0}, when=lambda n, args: n in chosen)
 
     async def scene():
         await stage.start()
         epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
-        for reward, ticket in enumerate(await stage.admit()):
-            await stage.put(ticket, float(reward))
+        await fill(stage, await stage.admit())
         await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
         await stage.buffer.advance(Advance(1, epoch))
-        for reward, ticket in enumerate(tickets := await stage.admit()):
-            await stage.put(ticket, float(reward))
-        late = stage.tasks.create_task(stage.buffer.claim(Claim(2, epoch, 1, 0.0)))
+        await fill(stage, tickets := await stage.admit())
+        chosen.append(len(calls) + 1)
+        claiming = stage.tasks.create_task(stage.buffer.claim(Claim(2, epoch, 1, 0.0)))
         await asyncio.sleep(0.1)
         drawn = await stage.buffer.draw_epoch(DrawEpoch(0, 0))
         assert drawn.bound == (1, 2)
@@ -329,9 +408,8 @@ def test_a_group_whose_claim_is_not_answered_yet_is_not_dropped(make_stage, monk
         await stage.buffer.advance(Advance(1, drawn.epoch))
         assert isinstance(await stage.buffer.claim(Claim(2, drawn.epoch, 1, 0.0)), Batch)
         await stage.buffer.advance(Advance(2, drawn.epoch))
-        await stage.buffer.commit(Commit(1, drawn.epoch))
-        await stage.buffer.commit(Commit(2, drawn.epoch))
-        await late
+        assert await stage.buffer.commit(Commit(2, drawn.epoch)) == Ack()
+        await asyncio.wait([claiming])
 
         assert await stage.put(tickets[0]) == ""
         assert (await stage.fates())[tickets[0].trajectory_id] == "trained"
@@ -339,25 +417,26 @@ def test_a_group_whose_claim_is_not_answered_yet_is_not_dropped(make_stage, monk
     stage.run(scene)
 
 
-def test_the_store_is_back_also_where_it_refuses(stage):
-    """The only call that is retried during an outage is one that the Store then refuses."""
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("late", ["before", "after"])
+def test_whichever_write_is_slow_every_sample_of_a_step_ends_once(make_stage, slow, n, late):
+    stage = make_stage(batch_groups=1, group_size=3, alpha=1)
+    slow("write", **{late: 3.0}, when=lambda number, args: number == n + 2)
 
     async def scene():
         await stage.start()
-        await stage.buffer.draw_epoch(DrawEpoch(0, 0))
-        for reward, ticket in enumerate(await stage.admit(num=7)):
-            await stage.put(ticket, float(reward))
-        with pytest.raises(StoreError, match="is not bound"):
-            await stage.buffer.claim(Claim(2, 1, 2, 0.0))  # so that nothing is left to be flushed
-        await stage.buffer._journal.flush()
-        stage.away = True
-        asking = asyncio.gather(stage.buffer.claim(Claim(2, 1, 2, 0.0)), return_exceptions=True)
-        await asyncio.sleep(3.0)
-        stage.away = False
-        (refused,) = await asking
+        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        bad, *good = await stage.admit(num=3)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(stage.buffer.give_up(GiveUp(bad, "env_step_failed")))
+            for reward, ticket in enumerate(good):
+                tasks.create_task(stage.put(ticket, float(reward)))
+            claiming = tasks.create_task(stage.buffer.claim(Claim(1, epoch, 1, 30.0)))
+        await stage.buffer.advance(Advance(1, epoch))
+        await stage.buffer.commit(Commit(1, epoch))
 
-        assert "is not bound" in str(refused)
-        assert len(await stage.admit(wait_s=10.0)) >= 1  # nobody else asks the Store for anything
+        assert [len(group) for group in claiming.result().groups] == [2]
+        assert await stage.fates() == {bad.trajectory_id: "failed"} | {t.trajectory_id: "trained" for t in good}
 
     stage.run(scene)
 
@@ -372,13 +451,13 @@ def test_two_puts_of_one_attempt_do_not_share_a_half_written_file(tmp_path, monk
             begun.append(fd)
             monkeypatch.setattr(sample.os, "fsync", killed)
             with pytest.raises(OSError, match="killed"):
-                sample.file_payload(tmp_path, "g.0", b"y" * 100_000)
+                sample.file_payload(tmp_path, "g.0.1", b"y" * 100_000)
             monkeypatch.setattr(sample.os, "fsync", fsync)
 
     def killed(fd):
         raise OSError("killed")
 
     monkeypatch.setattr(sample.os, "fsync", second_begins)
-    stored = sample.file_payload(tmp_path, "g.0", b"x" * 100_000)
+    digest = sample.file_payload(tmp_path, "g.0.1", b"x" * 100_000)
 
-    assert sample.read_payload(tmp_path, stored) == b"x" * 100_000
+    assert sample.read_payload(tmp_path, "g.0.1", digest) == b"x" * 100_000

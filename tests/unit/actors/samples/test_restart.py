@@ -1,9 +1,10 @@
 """A restarted buffer goes on where it stood."""
 
 import asyncio
-import copy
 
-from actors.messages.samples import Advance, Batch, Claim, Commit, DrawEpoch, GiveUp, Put
+import pytest
+
+from actors.messages.samples import Advance, Batch, Claim, DrawEpoch, GiveUp, Put
 
 
 async def begin(stage):
@@ -30,17 +31,18 @@ def test_running_tickets_keep_their_attempt_so_that_their_holders_may_still_put(
     stage.run(scene)
 
 
-def test_a_sample_whose_record_was_written_but_which_never_arrived_may_be_put_again(stage, trajectory):
+@pytest.mark.parametrize("before", [True, False])
+def test_a_put_whose_answer_died_with_the_buffer_may_be_asked_again(stage, trajectory, before):
     async def scene():
         tickets = await begin(stage)
-        await stage.start(spare=1, before=True)
+        await stage.start(spare=2, before=before)  # taking over and proving it are two writes
         putting = stage.tasks.create_task(stage.ask("put", Put(trajectory(tickets[6]))))
 
         stored = await putting
 
         assert stage.incarnation == 3
         assert stored.fate == ""
-        assert await stage.store.workset("samples").members("g00000003") == ("g00000003.0",)
+        assert list(await stage.store.scan("samples/payload/g00000003")) == ["samples/payload/g00000003.0"]
 
     stage.run(scene)
 
@@ -78,6 +80,30 @@ def test_ready_and_bound_groups_still_hold_their_slots(stage):
         assert none == []
         assert [t.group_id for t in fresh] == ["g00000004"] * 2 + ["g00000005"] * 2
         assert await stage.put(tickets[0]) == ""
+
+    stage.run(scene)
+
+
+def test_the_groups_of_a_bound_step_keep_their_order_where_the_younger_one_began_earlier(make_stage):
+    stage = make_stage(alpha=2, batch_groups=2)
+
+    async def scene():
+        await stage.start()
+        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        tickets = await stage.admit(num=4)
+        await stage.buffer.advance(Advance(1, epoch))
+        versions = (1, 1, 0, 0)
+        for ticket, version in zip(tickets, versions, strict=True):
+            await stage.put(ticket, float(ticket.trajectory_id[-1]), version_first=version)
+        batch = await stage.buffer.claim(Claim(1, epoch, 2, 0.0))
+        order = [group.id for group in stage.buffer._groups.steps[1]]
+
+        await stage.start()
+        again = await stage.buffer.claim(Claim(1, epoch, 2, 0.0))
+
+        assert order == ["g00000001", "g00000000"]
+        assert [group.id for group in stage.buffer._groups.steps[1]] == order
+        assert again == batch
 
     stage.run(scene)
 
@@ -166,11 +192,13 @@ def test_groups_that_a_lower_bound_leaves_too_old_free_their_slots(make_stage):
         await lower.buffer.draw_epoch(DrawEpoch(0, 0))
         await lower.buffer.advance(Advance(1, 2))
 
-        counts = await stage.store.workset("samples").counts()
+        fates = await stage.fates()
+        fresh = await lower.admit()
         stage.process.kill()
         stage.process = lower.process
 
-        assert counts.ready == 0
+        assert set(fates.values()) == {"stale"}
+        assert {t.group_id for t in fresh} == {"g00000004"}  # of two slots, one is held by a group that still runs
 
     stage, lower = make_stage(alpha=1), make_stage(alpha=0)
     stage.run(lambda: scene(stage, lower))
@@ -196,22 +224,20 @@ def test_a_late_put_of_an_older_attempt_is_superseded_although_its_group_trained
     stage.run(scene)
 
 
-def test_commits_that_the_store_forgot_are_made_again(make_stage):
-    stage = make_stage(batch_groups=1)
-
+def test_files_that_nobody_waits_for_are_gone_after_a_restart_and_those_of_samples_that_may_train_are_not(
+    stage, trajectory
+):
     async def scene():
-        await begin(stage)
-        await stage.buffer.claim(Claim(1, 1, 1, 0.0))
-        await stage.buffer.advance(Advance(1, 1))
-        before = copy.deepcopy(stage.store._worksets["samples"])
-        await stage.buffer.commit(Commit(1, 1))
-        stage.store._worksets["samples"].__dict__.update(before.__dict__)
-        await stage.buffer.claim(Claim(2, 1, 1, 0.0))
-        await stage.buffer.advance(Advance(2, 1))
-        await stage.buffer.commit(Commit(2, 1))
+        tickets = await begin(stage)
+        folder = stage.folder / "samples"
+        await stage.buffer.put(Put(trajectory(tickets[5], num_tokens=20_000)))
+        kept = f"{tickets[5].trajectory_id}.1"
+        (folder / f"{tickets[6].trajectory_id}.1").write_bytes(b"killed before it was told of")
+        (folder / f"{kept}.0a0b0c0d.partial").write_bytes(b"half")
+        (folder / "g00000009.0.1").write_bytes(b"of a group that the Store forgot")
 
-        counts = await stage.store.workset("samples").counts()
+        await stage.start()
 
-        assert (counts.committed, counts.bound) == (2, 0)
+        assert [path.name for path in folder.iterdir()] == [kept]
 
     stage.run(scene)

@@ -2,8 +2,8 @@ import errno
 
 import pytest
 
-from actors.training import checkpoint
-from actors.training.engine import TrainError
+from actors import checkpoint
+from actors.checkpoint import CheckpointError
 
 FILES = {"model.safetensors": b"weights", "optimizer.safetensors": b"moments"}
 
@@ -13,7 +13,7 @@ def test_a_checkpoint_reads_back_with_its_step_and_epoch(tmp_path):
 
     manifest = checkpoint.check(tmp_path / "step_5")
 
-    assert (manifest.step, manifest.epoch, set(manifest.files)) == (5, 2, set(FILES))
+    assert (manifest.step, manifest.epoch, set(manifest.files)) == (5, 2, {*FILES, checkpoint.RECEIPTS})
 
 
 def test_the_newest_complete_checkpoint_is_found_and_a_truncated_one_passed_over(tmp_path):
@@ -33,7 +33,7 @@ def test_a_missing_file_is_one_sentence(tmp_path, missing):
     checkpoint.write(tmp_path / "step_1", FILES, step=1, epoch=1)
     (tmp_path / "step_1" / missing).unlink()
 
-    with pytest.raises(TrainError, match=missing):
+    with pytest.raises(CheckpointError, match=missing):
         checkpoint.check(tmp_path / "step_1")
 
 
@@ -44,7 +44,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint.os, "fsync", full)
-    with pytest.raises(TrainError, match="No space left"):
+    with pytest.raises(CheckpointError, match="No space left"):
         checkpoint.write(tmp_path / "step_2", FILES, step=2, epoch=1)
 
     found, passed_over = checkpoint.newest(tmp_path)
@@ -107,3 +107,43 @@ def test_a_folder_of_another_name_is_neither_loaded_nor_removed(tmp_path, name):
 
     assert checkpoint.newest(tmp_path) == (tmp_path / "step_10", [])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["step_10", name])
+
+
+def test_a_trainer_of_an_older_epoch_names_no_checkpoint_and_takes_over_nothing(tmp_path):
+    checkpoint.write(tmp_path / "waiting_5.1", FILES, step=5, epoch=1)
+    checkpoint.take_over(tmp_path, 2)
+
+    with pytest.raises(checkpoint.Replaced, match="epoch 2 has taken over from epoch 1"):
+        checkpoint.name(tmp_path / "waiting_5.1", tmp_path / "step_5", 1)
+    with pytest.raises(checkpoint.Replaced):
+        checkpoint.take_over(tmp_path, 1)
+
+    assert checkpoint.by_step(tmp_path) == []
+
+
+def test_a_checkpoint_that_a_successor_removed_is_not_named(tmp_path):
+    checkpoint.write(tmp_path / "waiting_5.1", FILES, step=5, epoch=1)
+    checkpoint.drop_unnamed(tmp_path, 2)
+
+    with pytest.raises(checkpoint.Replaced, match="is gone"):
+        checkpoint.name(tmp_path / "waiting_5.1", tmp_path / "step_5", 1)
+
+
+def test_what_a_newer_trainer_is_writing_is_not_pruned_by_one_that_wakes_late(tmp_path):
+    checkpoint.write(tmp_path / "waiting_5.7", FILES, step=5, epoch=7)
+
+    checkpoint.prune(tmp_path, 2, 3)
+
+    checkpoint.name(tmp_path / "waiting_5.7", tmp_path / "step_5", 7)
+    assert checkpoint.check(tmp_path / "step_5").step == 5
+
+
+def test_receipts_are_those_of_the_newest_checkpoint_whose_receipts_are_intact(tmp_path):
+    for step in (5, 10):
+        checkpoint.write(tmp_path / f"step_{step}", FILES, step=step, epoch=1, receipts=[b"%d" % step])
+    assert checkpoint.newest_receipts(tmp_path) == [b"10"]
+
+    (tmp_path / "step_10" / checkpoint.RECEIPTS).write_bytes(b"damaged")
+
+    assert checkpoint.newest_receipts(tmp_path) == [b"5"]
+    assert checkpoint.newest_receipts(tmp_path / "nothing") == []

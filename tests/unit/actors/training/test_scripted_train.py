@@ -2,9 +2,9 @@
 
 import pytest
 
+from actors import checkpoint as checkpoints
 from actors.config import ScriptedTrainSection
 from actors.engines.weights import read_header
-from actors.training import checkpoint as checkpoints
 from actors.training.engine import TrainError
 from actors.training.scripted_train import STATE, ScriptedTrainEngine
 

@@ -4,21 +4,29 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from actors.training.engine import TrainError
-
 MANIFEST = "manifest.json"
+RECEIPTS = "receipts.msgpack"
+"""What the SampleBuffer said of the samples of the steps that a checkpoint covers, a list of byte strings: it alone reads them."""
 
 NAMED = re.compile(r"step_([0-9]+)")
 """Folders of any other name are somebody else's."""
 
 UNNAMED = re.compile(r"\.?waiting_[0-9]+\.([0-9]+)")
-"""A checkpoint that does not count yet, with the epoch of its trainer (actors/training/saving.py)."""
+"""A checkpoint that does not count yet, with the epoch of its trainer."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint can't be written or read: which, why, and what to do."""
+
+
+class Replaced(Exception):
+    """A trainer that was replaced finds its successor's mark."""
 
 
 class Manifest(msgspec.Struct):
@@ -30,24 +38,49 @@ class Manifest(msgspec.Struct):
     """File name → hex BLAKE2b-256."""
 
 
-def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int) -> None:
-    """Write `files` into a new `folder`, all flushed to disk, then make it appear under its name.
+def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int, receipts: Sequence[bytes] = ()) -> None:
+    """Write `files` and the `receipts` into a new `folder`, all flushed to disk, then make it appear under its name.
 
-    Raises TrainError, and leaves every earlier checkpoint as it was, when the disk refuses.
+    Raises CheckpointError, and leaves every earlier checkpoint as it was, when the disk refuses.
     """
     building = folder.with_name(f".{folder.name}.building")
     try:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
-        digests = {name: _write(building / name, content) for name, content in files.items()}
+        contents = {**files, RECEIPTS: msgspec.msgpack.encode(receipts)}
+        digests = {name: _write(building / name, content) for name, content in contents.items()}
         _write(building / MANIFEST, msgspec.json.encode(Manifest(step, epoch, digests)))
         _sync_folder(building)
         rename(building, folder)
     except OSError as error:
         shutil.rmtree(building, ignore_errors=True)
-        raise TrainError(
+        raise CheckpointError(
             f"checkpoint {folder} could not be written: {error.strerror or error}. The one before it is intact; free some space and --resume."
         ) from error
+
+
+def take_over(folder: Path, epoch: int) -> None:
+    """From here on trainers of older epochs than `epoch` name no checkpoint under `folder`. Blocks; raises Replaced to one of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / "epoch"
+    newest = int(marker.read_text()) if marker.exists() else 0
+    if newest > epoch:
+        raise Replaced(f"a trainer of epoch {newest} has taken over from epoch {epoch} in {folder}")
+    draft = folder / f".epoch.{epoch}"
+    draft.write_text(f"{epoch}")
+    draft.replace(marker)
+
+
+def name(folder: Path, to: Path, epoch: int) -> None:
+    """Make the complete `folder` appear as `to`: it counts from here on.
+
+    Blocks; raises Replaced to a trainer that was replaced, by which `folder` may be gone.
+    """
+    take_over(to.parent, epoch)
+    try:
+        rename(folder, to)
+    except FileNotFoundError:
+        raise Replaced(f"checkpoint {folder} is gone: a trainer of a later epoch removed it") from None
 
 
 def rename(folder: Path, to: Path) -> None:
@@ -67,17 +100,28 @@ def rename(folder: Path, to: Path) -> None:
 
 
 def check(folder: Path) -> Manifest:
-    """The manifest of a complete checkpoint. Raises TrainError for a missing, truncated or altered one."""
+    """The manifest of a complete checkpoint. Raises CheckpointError for a missing, truncated or altered one."""
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
         for name, digest in manifest.files.items():
             if _digest((folder / name).read_bytes()) != digest:
-                raise TrainError(
+                raise CheckpointError(
                     f"checkpoint {folder}: {name} is truncated or altered (its digest differs from {MANIFEST}'s)"
                 )
     except (OSError, msgspec.MsgspecError) as error:
-        raise TrainError(f"checkpoint {folder} can't be read: {error}") from error
+        raise CheckpointError(f"checkpoint {folder} can't be read: {error}") from error
     return manifest
+
+
+def newest_receipts(folder: Path) -> list[bytes]:
+    """The receipts of the newest checkpoint under `folder` whose receipts are intact; none where there is none. Blocks."""
+    for path in reversed(by_step(folder)):
+        with suppress(OSError, msgspec.MsgspecError):
+            content = (path / RECEIPTS).read_bytes()
+            manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+            if manifest.files.get(RECEIPTS) == _digest(content):
+                return msgspec.msgpack.decode(content, type=list[bytes])
+    return []
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
@@ -86,7 +130,7 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     for path in reversed(by_step(folder)):
         try:
             check(path)
-        except TrainError as error:
+        except CheckpointError as error:
             passed_over.append(str(error))
         else:
             return path, passed_over

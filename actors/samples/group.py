@@ -1,0 +1,279 @@
+"""The life of a sample group, and so the one place where a sample's fate is decided. Pure: no clock, no store, no chance.
+
+    OPEN ──settle──▶ READY ──bind(step)──▶ BOUND ──train──▶ TRAINED ──commit──▶ ENDED  trained, zero_spread
+      │                │  ◀─────unbind───────┘  ◀──fall_back──┘
+      └────discard─────┴──────────────────────▶ ENDED  stale, group_too_small, unused, lost
+                                             BOUND ──poison──▶ ENDED  poisoned
+
+A member's fate is told once, in the SampleEnd that a move returns: where it failed, as it fails; otherwise as its group ends. No fate is ever
+taken back.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from actors.messages.samples import Purpose, Ticket
+from actors.samples.sample import Heard, seed_of, trajectory_id
+
+GroupState = Literal["open", "ready", "bound", "trained", "ended"]
+MemberState = Literal["pending", "running", "scored", "failed"]
+
+TRAINED = ("trained", "zero_spread")
+"""Fates of samples that were in a step: without spread they count in its statistics and teach nothing."""
+
+MIN_SCORED = 2
+"""A single reward has no advantage over anything."""
+
+
+class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
+    """One sample's end: an entry of the log that samples.jsonl tells. `step` and `epoch` are 0 where it was not trained."""
+
+    trajectory_id: str
+    group_id: str
+    fate: str
+    step: int
+    epoch: int
+    attempt: int
+    task: int
+    version_first: int
+    """-1 where no trajectory came."""
+    reward: float | None
+    tokens: int
+    """Sampled tokens."""
+    turns: int
+    wall_s: float
+    reason: str
+
+
+class Member(msgspec.Struct, array_like=True):
+    """One rollout of a group, over all its attempts."""
+
+    state: MemberState = "pending"
+    attempt: int = 0
+    """Tickets issued so far; the newest alone counts."""
+    tries: int = 0
+    """Attempts that came to nothing."""
+    version: int = 0
+    """Weight version when the newest ticket was issued."""
+    holder: str = ""
+    incarnation: int = 0
+    fate: str = ""
+    """Of a failed one."""
+    reason: str = ""
+    version_first: int = -1
+    reward: float | None = None
+    tokens: int = 0
+    turns: int = 0
+    wall_s: float = 0.0
+    digest: str = ""
+    """Of the payload's file; empty where the payload is in the Store."""
+
+    @property
+    def settled(self) -> bool:
+        return self.state in ("scored", "failed")
+
+    def oldest_version(self, now: int) -> int:
+        """The version that its first token has, or may still get, at weight version `now`."""
+        if self.state == "pending":
+            return now
+        return self.version if self.state == "running" else self.version_first
+
+
+class Group(msgspec.Struct, array_like=True):
+    """Members of one task. `step` is what it is bound to."""
+
+    id: str
+    task: int
+    members: list[Member]
+    purpose: Purpose = "train"
+    begun: int = 0
+    """Weight version when it was opened."""
+    state: GroupState = "open"
+    step: int = 0
+    fate: str = ""
+    """Of an ended one."""
+
+    @classmethod
+    def trained_in(cls, name: str, step: int, ends: list[SampleEnd]) -> "Group":
+        """A group as a checkpoint knows it: `ends` has all of its members, in order."""
+        group = cls(name, ends[0].task, [Member() for _ in ends], state="trained", step=step)
+        for member, end in zip(group.members, ends, strict=True):
+            is_scored = end.fate in TRAINED
+            member.state = "scored" if is_scored else "failed"
+            member.fate = "" if is_scored else end.fate
+            member.attempt = end.attempt
+            member.version_first = end.version_first
+            member.reward = end.reward
+            member.tokens = end.tokens
+            member.turns = end.turns
+            member.wall_s = end.wall_s
+            member.reason = end.reason
+        return group
+
+    # -- moves --------------------------------------------------------------------------------------------------
+
+    def run(self, index: int, holder: str, incarnation: int, version: int) -> None:
+        """A ticket of member `index` goes to `holder`, at weight `version`."""
+        self._expect("open")
+        member = self.members[index]
+        member.state = "running"
+        member.attempt += 1
+        member.version = version
+        member.holder = holder
+        member.incarnation = incarnation
+
+    def take(self, index: int, digest: str) -> None:
+        """Member `index` was scored, as `hear` was told."""
+        self._expect("open")
+        member = self.members[index]
+        member.state = "scored"
+        member.digest = digest
+
+    def hear(self, index: int, heard: Heard) -> None:
+        """What came of member `index`, whatever becomes of it."""
+        member = self.members[index]
+        member.version_first = heard.version_first
+        member.reward = heard.reward
+        member.tokens = heard.tokens
+        member.turns = heard.turns
+        member.wall_s = heard.wall_s
+
+    def fail(self, index: int, fate: str, reason: str) -> list[SampleEnd]:
+        """Member `index` ends without training; the others go on without it."""
+        self._expect("open", "ready")
+        member = self.members[index]
+        member.state = "failed"
+        member.fate = fate
+        member.reason = reason
+        return [self._end_of(index, fate)]
+
+    def settle(self) -> list[SampleEnd]:
+        """Every member of an open group has its outcome: it may be claimed, unless too few were scored."""
+        self._expect("open", "ready")
+        if self.num_scored < MIN_SCORED:
+            return self.discard("group_too_small")
+        self.state = "ready"
+        return []
+
+    def bind(self, step: int) -> None:
+        """`step` trains it."""
+        self._expect("ready")
+        self.state = "bound"
+        self.step = step
+
+    def unbind(self) -> None:
+        """A checkpoint shows that its step trained other groups: the Store had forgotten them."""
+        self._expect("bound", "trained")
+        self.state = "ready"
+        self.step = 0
+
+    def train(self) -> None:
+        """Its step was trained; a checkpoint that covers it is still to come."""
+        self._expect("bound")
+        self.state = "trained"
+
+    def fall_back(self) -> None:
+        """The trainer lost the step: the same groups are trained again, in the same order."""
+        self._expect("trained")
+        self.state = "bound"
+
+    def commit(self, epoch: int) -> list[SampleEnd]:
+        """A durable checkpoint covers its step."""
+        self._expect("bound", "trained")
+        return self._end(self.verdict, epoch)
+
+    def poison(self) -> list[SampleEnd]:
+        """Training on it raised again."""
+        self._expect("bound")
+        return self._end("poisoned")
+
+    def discard(self, fate: str) -> list[SampleEnd]:
+        """It will not train."""
+        self._expect("open", "ready")
+        return self._end(fate)
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        return all(member.settled for member in self.members)
+
+    @property
+    def num_scored(self) -> int:
+        return sum(member.state == "scored" for member in self.members)
+
+    @property
+    def num_settled(self) -> int:
+        return sum(member.settled for member in self.members)
+
+    @property
+    def scored(self) -> list[int]:
+        """Members whose samples train, in order."""
+        return [index for index, member in enumerate(self.members) if member.state == "scored"]
+
+    @property
+    def verdict(self) -> str:
+        """The fate of its scored members once they are trained."""
+        rewards = {member.reward for member in self.members if member.state == "scored"}
+        return "zero_spread" if len(rewards) == 1 else "trained"
+
+    def fate_of(self, index: int) -> str:
+        """What the holder of a member is told: empty while its sample may train, or has trained."""
+        fate = self.members[index].fate or self.fate
+        return "" if fate in TRAINED else fate
+
+    def version(self, now: int) -> int:
+        """The oldest version that a first token of the group has or may still get, at weight version `now`."""
+        return min((m.oldest_version(now) for m in self.members if m.state != "failed"), default=now)
+
+    def version_scored(self, now: int) -> int:
+        """As `version`, but of the samples that are there already."""
+        return min((m.version_first for m in self.members if m.state == "scored"), default=now)
+
+    def ticket(self, index: int, *, run_seed: int, alpha: int) -> Ticket:
+        """The newest ticket of member `index`. Held-out rollouts have no staleness bound."""
+        member, is_train = self.members[index], self.purpose == "train"
+        task = self.task if is_train else index
+        return Ticket(
+            trajectory_id=trajectory_id(self.id, index),
+            group_id=self.id,
+            attempt=member.attempt,
+            task=task,
+            seed=seed_of(self.purpose, run_seed, task),
+            version=member.version,
+            alpha=alpha if is_train else -1,
+            purpose=self.purpose,
+        )
+
+    def _expect(self, *states: GroupState) -> None:
+        if self.state not in states:
+            raise ValueError(f"group {self.id} is {self.state}, where only {' or '.join(states)} may be")
+
+    def ends(self, epoch: int) -> list[SampleEnd]:
+        """How all members end once its step is committed, in order."""
+        return [self._end_of(i, m.fate or self.verdict, epoch) for i, m in enumerate(self.members)]
+
+    def _end(self, fate: str, epoch: int = 0) -> list[SampleEnd]:
+        ends = [self._end_of(i, fate, epoch) for i, m in enumerate(self.members) if m.state != "failed"]
+        self.state = "ended"
+        self.fate = fate
+        return ends
+
+    def _end_of(self, index: int, fate: str, epoch: int = 0) -> SampleEnd:
+        member, is_trained = self.members[index], fate in TRAINED
+        return SampleEnd(
+            trajectory_id=trajectory_id(self.id, index),
+            group_id=self.id,
+            fate=fate,
+            step=self.step if is_trained else 0,
+            epoch=epoch if is_trained else 0,
+            attempt=member.attempt,
+            task=self.task,
+            version_first=member.version_first,
+            reward=member.reward,
+            tokens=member.tokens,
+            turns=member.turns,
+            wall_s=member.wall_s,
+            reason=member.reason,
+        )

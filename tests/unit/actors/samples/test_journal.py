@@ -1,0 +1,340 @@
+"""The journal alone: one write at a time for all who wait, and what it keeps for a Store that may forget."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from actors.samples.group import SampleEnd
+from actors.samples.groups import GroupLimits, Groups
+from actors.samples.journal import Journal
+from actors.samples.records import ENDS, GROUP, PAYLOAD, read_records
+from actors.samples.sample import Heard
+from runtime.observe.log import logger
+from runtime.observe.metrics import Metrics
+from runtime.store.errors import Fenced, StoreUnavailable
+from runtime.store.memory import MemoryStore
+from runtime.store.store import Fence
+
+LIMITS = GroupLimits(
+    group_size=2, batch_groups=2, steps=100, run_seed=1, max_attempts=3, unbounded_batches=8, ticket_ttl_s=30.0
+)
+
+
+class Writes:
+    """A Store that notes each write, and raises what `refusals` holds before one takes effect."""
+
+    def __init__(self, store):
+        self.store, self.made, self.refusals = store, [], []
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    async def write(self, changes, **options):
+        self.made.append((dict(changes), options))
+        await asyncio.sleep(0)
+        if self.refusals:
+            raise self.refusals.pop(0)
+        await self.store.write(changes, **options)
+
+
+class Book:
+    """Groups and their journal on a store."""
+
+    def __init__(self, store, *, token=1, window_s=0.0, most_bytes=1 << 20):
+        self.groups, self.outages = Groups(LIMITS, 1), []
+        self.journal = Journal(
+            store,
+            Fence("x", token),
+            self.groups,
+            window_s=window_s,
+            most_bytes=most_bytes,
+            metrics=Metrics(),
+            log=logger("test"),
+            on_outage=self.outages.append,
+        )
+
+    async def put(self, payload, ticket=None):
+        """Score one rollout, as a put does."""
+        (ticket,) = [ticket] if ticket else self.groups.issue(1, "env_manager-1", 1, 0.0)
+        await self.journal.room(len(payload))
+        self.groups.score(ticket.trajectory_id, Heard(0, 1.0), payload)
+        await self.journal.sync()
+        return ticket.trajectory_id
+
+    async def fail(self):
+        (ticket,) = self.groups.issue(1, "env_manager-1", 1, 0.0)
+        self.groups.fail(ticket.trajectory_id, "failed", "env_timeout")
+        await self.journal.sync()
+        return ticket.trajectory_id
+
+
+@pytest.fixture
+def store():
+    return MemoryStore()
+
+
+async def play(book, scene):
+    """`scene` beside the journal's own task."""
+    async with asyncio.TaskGroup() as book.tasks:
+        running = book.tasks.create_task(book.journal.run())
+        try:
+            await scene()
+        finally:
+            running.cancel()
+
+
+async def test_those_who_sync_at_the_same_time_share_a_write(store):
+    writes = Writes(store)
+    book = Book(writes)
+    await book.journal.take_over()
+
+    async def scene():
+        names = await asyncio.gather(*(book.put(b"%d" % n) for n in range(8)))
+        assert len(writes.made) == 1 + 1
+        assert await store.fetch([PAYLOAD + name for name in names]) == [b"%d" % n for n in range(8)]
+        await book.journal.sync()
+        assert [options["turn"].number for _, options in writes.made] == [1, 2, 3]
+        assert writes.made[-1][0] == {}  # nothing changed, but it is known that nobody took over
+
+    await play(book, scene)
+
+
+async def test_a_change_is_not_answered_before_its_write(store):
+    writes = Writes(store)
+    book = Book(writes)
+    await book.journal.take_over()
+
+    async def scene():
+        (ticket,) = book.groups.issue(1, "env_manager-1", 1, 0.0)
+        syncing = book.tasks.create_task(book.journal.sync())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        book.groups.score(ticket.trajectory_id, Heard(0, 1.0), b"late")  # the write of the ticket is on its way
+        second = book.tasks.create_task(book.journal.sync())
+        await syncing
+        assert not second.done()
+        assert await store.scan(PAYLOAD) == {}
+        await second
+        assert list((await store.scan(PAYLOAD)).values()) == [b"late"]
+
+    await play(book, scene)
+
+
+async def test_a_poke_writes_although_nobody_waits(store):
+    writes = Writes(store)
+    book = Book(writes)
+    await book.journal.take_over()
+
+    async def scene():
+        book.groups.issue(1, "env_manager-1", 1, 0.0)
+        book.journal.poke()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(await store.scan(GROUP)) == 1
+
+    await play(book, scene)
+
+
+async def test_an_asker_that_gave_up_harms_nobody_who_waits_with_it(store):
+    book = Book(Writes(store))
+    await book.journal.take_over()
+
+    async def scene():
+        syncs = [book.tasks.create_task(book.put(b"%d" % n)) for n in range(3)]
+        await asyncio.sleep(0)
+        syncs[1].cancel()
+        await asyncio.gather(syncs[0], syncs[2])
+        assert len(await store.scan(PAYLOAD)) == 3
+
+    await play(book, scene)
+
+
+async def test_a_write_outlasts_an_outage_and_a_fenced_one_does_not(store):
+    writes = Writes(store)
+    book = Book(writes)
+    await book.journal.take_over()
+
+    async def scene():
+        writes.refusals.append(StoreUnavailable("away"))
+        await book.put(b"1")
+        await store.write({}, fence=Fence("x", 2))
+        await book.put(b"2")
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await play(book, scene)
+
+    assert raised.group_contains(Fenced)
+    assert book.outages == [True, False]
+    assert list((await store.scan(PAYLOAD)).values()) == [b"1"]
+
+
+async def test_the_store_is_back_also_where_it_refuses(store):
+    """The only call that is retried during an outage is one that the Store then refuses."""
+    book = Book(store)
+    answers = [StoreUnavailable("away"), ValueError("no")]
+
+    async def call():
+        raise answers.pop(0)
+
+    with pytest.raises(ValueError, match="no"):
+        await book.journal.steadily(call)
+
+    assert book.outages == [True, False]
+    assert book.journal.is_healthy
+
+
+async def test_whoever_takes_over_shuts_the_one_before_out_and_reads_what_it_left(store):
+    old = Book(store, token=1)
+    await old.journal.take_over()
+    left = []
+
+    async def scene():
+        left.append(await old.put(b"1"))
+        left.append(await old.fail())
+
+    await play(old, scene)
+    new = Book(store, token=2)
+
+    records = await new.journal.take_over()
+
+    assert [group.id for group in records.groups] == []  # a single score: it is over
+    assert (records.training.cursor, records.training.ended) == (1, 2)
+    assert [end.trajectory_id for _, end in await new.journal.ends(0)] == left[::-1]
+    with pytest.raises(Fenced):
+        await old.journal.take_over()
+
+
+async def test_ends_are_numbered_in_the_order_in_which_they_were_told(store):
+    book = Book(store)
+    await book.journal.take_over()
+
+    async def scene():
+        names = [await book.fail() for _ in range(5)]
+        found = await book.journal.ends(0)
+        assert [index for index, _ in found] == [1, 2, 3, 4, 5]
+        assert [end.trajectory_id for _, end in found] == names
+        assert (await read_records(store)).training.ended == 5
+        assert await book.journal.ends(5) == []
+
+    await play(book, scene)
+
+
+async def test_the_metrics_count_ends_once_they_are_durable(store):
+    writes = Writes(store)
+    book = Book(writes)
+    await book.journal.take_over()
+
+    async def scene():
+        counted = book.journal._metrics
+        ended = book.journal.ended.next()
+        await book.fail()
+        assert counted.snapshot()["samples/failed"] == 1
+        assert ended.is_set()
+
+    await play(book, scene)
+
+
+# -- what is kept for a Store that may forget ----------------------------------------------------------------------
+
+
+def test_a_put_waits_while_as_much_is_kept_as_may_be(stage):
+    """The loop's time jumps: a minute passes at once."""
+
+    async def scene():
+        loop = asyncio.get_running_loop()
+        book = Book(stage.store, window_s=60.0, most_bytes=100)
+        await book.journal.take_over()
+        running = stage.tasks.create_task(book.journal.run())
+        began = loop.time()
+        took = []
+        for size in (60, 40, 50, 50, 10):
+            await book.put(b"x" * size)
+            took.append(loop.time() - began)
+            await asyncio.sleep(1.0)
+        running.cancel()
+
+        assert took == [0.0, 1.0, 60.0, 61.0, 120.0]
+
+    stage.run(scene)
+
+
+def test_without_a_window_nothing_is_kept_and_nobody_waits(stage):
+    async def scene():
+        loop = asyncio.get_running_loop()
+        book = Book(stage.store, window_s=0.0, most_bytes=100)
+        await book.journal.take_over()
+        running = stage.tasks.create_task(book.journal.run())
+        for _ in range(4):
+            await book.put(b"x" * 90)
+        running.cancel()
+
+        assert loop.time() == 0.0
+        assert book.journal._kept == {}
+
+    stage.run(scene)
+
+
+def test_what_ended_makes_room(stage):
+    async def scene():
+        loop = asyncio.get_running_loop()
+        book = Book(stage.store, window_s=60.0, most_bytes=100)
+        await book.journal.take_over()
+        running = stage.tasks.create_task(book.journal.run())
+        await book.put(b"x" * 90)
+        await book.fail()  # its group is too small now
+        await book.put(b"x" * 90)
+        running.cancel()
+
+        assert loop.time() == 0.0
+
+    stage.run(scene)
+
+
+def test_memory_is_bounded_by_the_window(stage):
+    """Payloads and ends that the Store can't forget any more are let go of."""
+
+    async def scene():
+        book = Book(stage.store, window_s=10.0)
+        await book.journal.take_over()
+        running = stage.tasks.create_task(book.journal.run())
+        kept = []
+        for _ in range(6):
+            await book.put(b"x" * 10)
+            await book.put(b"x" * 10)
+            for group in [*book.groups.ready()]:
+                book.groups._end(group, group.discard("stale"))
+            await book.put(b"x" * 10)
+            await book.fail()
+            await asyncio.sleep(6.0)
+            kept.append((book.journal._kept_bytes, len(book.journal._ends)))
+        running.cancel()
+
+        assert max(kept) == kept[-1]
+        assert kept[-1][1] <= 2 * 4
+        assert kept[-1][0] == 0
+
+    stage.run(scene)
+
+
+@pytest.mark.parametrize("passed", [0.0, 30.0, 59.0, 1000.0])
+def test_everything_kept_is_said_anew_after_a_loss_whenever_it_shows(stage, remember, passed):
+    async def scene():
+        book = Book(stage.store, window_s=60.0)
+        await book.journal.take_over()
+        running = stage.tasks.create_task(book.journal.run())
+        forget = remember(stage.store)
+        names = [await book.put(b"%d" % n) for n in range(3)]
+        failed = [await book.fail()]
+        forget()
+        await asyncio.sleep(passed)
+        names.append(await book.put(b"3"))
+        running.cancel()
+
+        gone = [PAYLOAD + names[2]]  # its group was too small
+        assert await stage.store.fetch([PAYLOAD + name for name in names]) == [b"0", b"1", None, b"3"]
+        assert await stage.store.fetch(gone) == [None]
+        ends = [msgspec.msgpack.decode(value, type=SampleEnd) for _, value in await stage.store.read(ENDS, 0)]
+        assert [end.trajectory_id for end in ends] == [*failed, names[2]]
+
+    stage.run(scene)
