@@ -25,16 +25,15 @@ from actors.messages.samples import (
 from actors.messages.weights import LatestWeights, NoWeights, WeightsPublished, WeightsTaken
 from actors.model_folder import check_model_folder
 from actors.training import checkpoint as checkpoints
-from actors.training.engine import StepResult, TrainEngine, TrainError
-from actors.training.held_out import HeldOut
+from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from actors.training.progress import Rows, cpu_used, own_metrics
-from actors.training.publishing import ASK_S, BUFFER, Publisher
+from actors.training.publishing import ASK_S, BUFFER, HeldOut, Publisher
 from actors.training.saving import Saver
-from actors.training.scripted_train import ScriptedTrainEngine
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from runtime.actor import Actor, Context, handler
 from runtime.clock import wall_s
 from runtime.config import ActorConfig
+from runtime.importer import load_object
 from runtime.registry import list_actors
 
 if TYPE_CHECKING:
@@ -268,11 +267,9 @@ class Trainer(Actor):
         self._saved = self._step
 
     def _build(self) -> TrainEngine:
-        if self.config.train.kind == "scripted":
-            return ScriptedTrainEngine(self.config.train.scripted)
-        from actors.training.torch_train import TorchTrainEngine
-
-        return TorchTrainEngine(self.config.model, self.config.train, steps=self.run.steps, seed=self.run.seed)
+        config = self.config
+        build = load_object(TRAIN_ENGINES[config.train.kind])
+        return build(config.model, config.train, steps=self.run.steps, seed=self.run.seed)
 
     def _train(self, step: int, batch: Batch) -> tuple[list[list[Trajectory]], StepResult]:
         """Runs off the loop, decoding included: a batch is some MB of MessagePack."""
