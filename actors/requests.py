@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from actors.messages.generation import Aborted, Completion, Generate
-from runtime.deadline import current_trace
+from runtime.courier import current_trace
 
 RESULTS_MB = 64
 """Enough for some thousand long completions."""

@@ -15,7 +15,7 @@ from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.training.engine import TrainEngine, TrainError
 from actors.training.section import CheckSection, EvalSection
 from bus.errors import AskFailed
-from bus.tensor import pack_i32, unpack_f32, unpack_i32
+from bus.message import pack_i32, unpack_f32, unpack_i32
 from runtime.actor import Actor
 from runtime.ref import Ref
 
