@@ -3,9 +3,8 @@
 import asyncio
 import sys
 
-from actors.envs.chat import ChatRenderer
+from actors.envs.chat import ChatRenderer, Transcript
 from actors.envs.frozen_lake import FrozenLakeText
-from actors.envs.transcript import Transcript
 from actors.messages.generation import Generate, Sampling
 from actors.messages.samples import Admit, Put, Ticket, Trajectory
 from runtime.guest import Guest, join

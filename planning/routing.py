@@ -31,6 +31,11 @@ def capacity(engine: EngineView) -> int:
     return engine.num_slots + max(1, int(engine.num_slots * QUEUE_FACTOR))
 
 
+def goes_first(request: RequestView) -> bool:
+    """Whether it waits for room at the head of the queue: one that has tokens already holds up a group whose others are further."""
+    return request.num_resumed > 0
+
+
 def choose(request: RequestView, engines: Collection[EngineView], sticky: str | None = None) -> Route:
     """Route one request over `engines`; `sticky` names the engine that served the session last.
 

@@ -23,3 +23,5 @@ class RequestView(NamedTuple):
     session: str
     """The trajectory; its earlier turns left a KV cache on one engine."""
     min_version: int = 0
+    num_resumed: int = 0
+    """Tokens that it has already, from an engine that died or handed it back."""

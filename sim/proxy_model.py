@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
-from planning.routing import choose
+from planning.routing import choose, goes_first
 from planning.snapshot import EngineView, RequestView
 from sim.timeline import SimEvent, Timeline
 
@@ -56,7 +56,10 @@ class ModelledProxy:
         if name is not None:
             return name
         entry = (request, allowed, self._timeline.event())
-        self._waiting.append(entry)
+        if goes_first(request):
+            self._waiting.appendleft(entry)
+        else:
+            self._waiting.append(entry)
         return await entry[2]
 
     def _seat(self, request: RequestView, allowed: Collection[str]) -> str | None:

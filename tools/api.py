@@ -11,7 +11,6 @@ PUBLIC = (
     "actors.envs.chat",
     "actors.envs.environment",
     "actors.envs.frozen_lake",
-    "actors.envs.transcript",
     "actors.messages.fabric",
     "actors.messages.generation",
     "actors.messages.rewards",

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 PRODUCT = ("bus", "runtime", "planning", "actors")
 
 FIRST = ("actors/samples/buffer.py", "admit")
-LAST = ("actors/engines/step_loop.py", "swap")
+LAST = ("actors/engines/torch_engine.py", "swap")
 """Of a `version` from 1 on: 0 is the base model."""
 
 OPTIMIZED = 0x1

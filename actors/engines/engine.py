@@ -12,8 +12,6 @@ class EngineCapabilities(NamedTuple):
     name: str
     keeps_kv_on_update: bool = False
     """Running requests go on across an update without recomputing their KV cache."""
-    prefix_cache: bool = False
-    resumes_partial: bool = True
     draws_by_position: bool = True
     """A seeded request that goes on elsewhere samples the very tokens it would have sampled here."""
 
@@ -42,7 +40,6 @@ class Load(NamedTuple):
     num_slots: int
     waiting: int
     running: int
-    tokens_s: float
     version: int
     suspended: bool
 
@@ -101,6 +98,6 @@ VLLM_MISSING = (
 ENGINES: Mapping[str, str] = {
     "torch": "actors.engines.torch_engine:TorchEngine",
     "vllm": "actors.engines.vllm_engine:VllmEngine",
-    "scripted": "actors.engines.scripted:ScriptedEngine",
+    "scripted": "actors.scripted.engine:ScriptedEngine",
 }
 """`engine.kind` → class, built as `Class(model_folder, ModelSection, EngineSection)`; imported only when it is chosen."""

@@ -1,10 +1,11 @@
-"""Continuous batching: which tokens of which requests go into the next step, and what its results mean for them."""
+"""Continuous batching: which requests have a slot of the KV cache, which of their tokens go into the next step, and what its results mean."""
 
-from collections import abc, deque
+import heapq
+from collections import OrderedDict, abc, deque
+from itertools import takewhile
 from typing import NamedTuple
 
 from actors.engines.sequence import Sequence
-from actors.engines.slots import SlotTable
 
 
 class Row(NamedTuple):
@@ -101,3 +102,52 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self._slots.give_back(sequence.slot, sequence.session, sequence.tokens[: sequence.num_cached])
         sequence.slot = -1
+
+
+class SlotTable:
+    """`num_slots` slots: free, busy, or idle with a session's tokens. Idle ones are reused, oldest first, when none is free."""
+
+    def __init__(self, num_slots: int, *, prefix_cache: bool) -> None:
+        self._free = list(range(num_slots))
+        self._idle: OrderedDict[str, tuple[int, list[int]]] = OrderedDict()
+        self._prefix_cache = prefix_cache
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def take(self, session: str, tokens: abc.Sequence[int]) -> tuple[int, int] | None:
+        """(slot, how many of `tokens` its cache already holds), or None when every slot is busy.
+
+        At least the last token is left to compute: sampling needs its logits.
+        """
+        if session in self._idle:
+            slot, cached = self._idle.pop(session)
+            return slot, min(_common(cached, tokens), len(tokens) - 1)
+        if self._free:
+            # Lowest first: busy slots stay close together, and attention reads them as one range.
+            return heapq.heappop(self._free), 0
+        if self._idle:
+            return self._idle.popitem(last=False)[1][0], 0
+        return None
+
+    def give_back(self, slot: int, session: str, cached: list[int]) -> None:
+        """The request ended; `cached` is what the slot holds, and is kept for the session's next turn if it can be."""
+        if not (self._prefix_cache and session and cached):
+            heapq.heappush(self._free, slot)
+            return
+        if session in self._idle:
+            heapq.heappush(self._free, self._idle.pop(session)[0])
+        self._idle[session] = (slot, cached)
+
+    def drop_idle(self) -> None:
+        """Forget every kept history, as when the weights that made it are replaced."""
+        while self._idle:
+            heapq.heappush(self._free, self._idle.popitem()[1][0])
+
+
+def _common(cached: list[int], tokens: abc.Sequence[int]) -> int:
+    """Length of the longest common prefix; the usual case, that `tokens` extend `cached`, is one comparison."""
+    if list(tokens[: len(cached)]) == cached:
+        return len(cached)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(cached, tokens, strict=False)))

@@ -1,9 +1,15 @@
-"""One request inside an engine: its tokens, how far they are cached, and what was sampled but not handed out yet."""
+"""One request inside an engine: its tokens, the number that draws each of them, and the packed form in which they travel."""
 
-from actors.engines.chance import key_of
+import struct
+from collections import abc
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, TypeVar
+
 from actors.engines.engine import Chunk, EngineError, Work
-from actors.engines.tokens import pack, unpack_ids
-from actors.messages.generation import VersionSpan
+from actors.messages.generation import Tokens, VersionSpan
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Sequence:
@@ -42,7 +48,7 @@ class Sequence:
         """(version, index of the first unsent token it sampled)"""
         self.finish_reason = ""
         if len(self.tokens) > len(work.prompt):
-            self._judge(self.tokens[-1])
+            self._finish_after(self.tokens[-1])
         elif len(self.tokens) >= self.max_tokens:
             self.finish_reason = "length"
 
@@ -53,7 +59,7 @@ class Sequence:
         self.unsent_logprobs.append(logprob)
         if not self.unsent_versions or self.unsent_versions[-1][0] != version:
             self.unsent_versions.append((version, len(self.unsent_ids) - 1))
-        self._judge(token)
+        self._finish_after(token)
 
     def chunk(self) -> Chunk:
         """What was sampled since the last chunk."""
@@ -62,10 +68,12 @@ class Sequence:
             VersionSpan(version, start, end) for (version, start), end in zip(self.unsent_versions, ends, strict=False)
         ]
         chunk = Chunk(pack(self.unsent_ids, self.unsent_logprobs, spans), self.finish_reason)
-        self.unsent_ids, self.unsent_logprobs, self.unsent_versions = [], [], []
+        self.unsent_ids = []
+        self.unsent_logprobs = []
+        self.unsent_versions = []
         return chunk
 
-    def _judge(self, token: int) -> None:
+    def _finish_after(self, token: int) -> None:
         if token in self.stop_ids:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_tokens:
@@ -86,3 +94,77 @@ def check(work: Work, max_len: int, vocab_size: int) -> None:
     if not (sampling.temperature >= 0.0 and 0.0 < sampling.top_p <= 1.0):
         text = f"temperature {sampling.temperature} and top_p {sampling.top_p}"
         raise EngineError(f"request {work.request_id} asks for {text}: they must be at least 0, and in (0, 1]")
+
+
+# -- the draw: a function of a request's seed and a token's position, and of nothing else ---------------------------------
+
+Whole = TypeVar("Whole", "int", "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]")
+"""One number, or a uint64 array of them: the same operations serve both."""
+
+_MASK = (1 << 64) - 1
+
+
+def key_of(seed: int, session: str) -> int:
+    """64 bits that start a request's random sequence: members of a group share a prompt and seed, but not a session."""
+    return int.from_bytes(blake2b(f"{seed}/{session}".encode(), digest_size=8).digest(), "little")
+
+
+def bits(key: Whole, position: Whole) -> Whole:
+    """64 bits for the token at absolute `position` (SplitMix64).
+
+    They depend on nothing else, so a request that goes on elsewhere draws on as it would have here.
+    """
+    z: Any = (key + (position + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
+
+
+def uniform(key: Whole, position: Whole) -> "float | np.ndarray":
+    """A number in [0, 1), a multiple of 2^-24 and so exact in float32."""
+    return (bits(key, position) >> 40) * 2.0**-24
+
+
+# -- tokens between lists and the packed form that messages carry -----------------------------------------------------
+
+
+def pack(ids: abc.Sequence[int], logprobs: abc.Sequence[float], spans: abc.Sequence[VersionSpan]) -> Tokens:
+    """Lists of equal length as one Tokens: little-endian int32 and float32."""
+    num = len(ids)
+    return Tokens(struct.pack(f"<{num}i", *ids), struct.pack(f"<{num}f", *logprobs), tuple(spans))
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """Token ids from little-endian int32 bytes. Raises ValueError when they are not whole."""
+    if len(packed) % 4:
+        raise ValueError(f"{len(packed)} bytes of token ids are not whole int32 values")
+    return struct.unpack(f"<{len(packed) // 4}i", packed)
+
+
+def unpack_logprobs(packed: bytes) -> tuple[float, ...]:
+    """Log-probabilities from little-endian float32 bytes. Raises ValueError when they are not whole."""
+    if len(packed) % 4:
+        raise ValueError(f"{len(packed)} bytes of log-probs are not whole float32 values")
+    return struct.unpack(f"<{len(packed) // 4}f", packed)
+
+
+def shifted(tokens: Tokens, by: int) -> Tokens:
+    """The same tokens, `by` positions later in the completion."""
+    if not by:
+        return tokens
+    return Tokens(
+        tokens.ids, tokens.logprobs, tuple(VersionSpan(s.version, s.start + by, s.end + by) for s in tokens.spans)
+    )
+
+
+def joined(tokens: Tokens, more: Tokens) -> Tokens:
+    """`tokens` followed by `more`, whose spans start at 0; neighbouring spans of one version become one."""
+    if not tokens.ids:
+        return more
+    spans = list(tokens.spans)
+    for span in shifted(more, len(tokens.ids) // 4).spans:
+        if spans and spans[-1].version == span.version and spans[-1].end == span.start:
+            spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
+        else:
+            spans.append(span)
+    return Tokens(tokens.ids + more.ids, tokens.logprobs + more.logprobs, tuple(spans))

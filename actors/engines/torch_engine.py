@@ -2,23 +2,33 @@
 
 import asyncio
 import contextlib
+import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import process_time, thread_time
 from typing import Any
 
+import torch
+
 from actors.config import ModelSection
 from actors.engines.engine import Chunk, EngineCapabilities, EngineDead, EngineError, Load, Work
-from actors.engines.model_weights import Weights
-from actors.engines.rate import Rate
+from actors.engines.model import Weights
 from actors.engines.runner import ModelRunner
+from actors.engines.scheduler import Row, Scheduler
 from actors.engines.section import EngineSection
 from actors.engines.sequence import Sequence, check
-from actors.engines.step_loop import StepLoop, StepTimes
 from runtime.observe.log import logger
 
 STOP_S = 30.0
 """Longer than any step: `stop` waits so long for the step in progress."""
+
+SAMPLE, SAMPLES = 8, 4096
+"""One step in eight is timed by itself, and the newest 4,096 of these are kept: minutes of steps in some 100 kB."""
+
+Say = Callable[[Any], None]
+"""Called on the event loop with a chunk, or with the error that ended the engine."""
 
 
 class TorchEngine:
@@ -28,14 +38,16 @@ class TorchEngine:
         self.capabilities = EngineCapabilities(
             "torch",
             keeps_kv_on_update=section.kv_on_update == "keep",
-            prefix_cache=section.prefix_cache,
         )
-        self._folder, self._model, self._section = folder, model, section
+        self._folder = folder
+        self._model = model
+        self._section = section
         self._steps: StepLoop | None = None
         self._runner: ModelRunner | None = None
         self._inboxes: dict[str, asyncio.Queue[Chunk | EngineDead]] = {}
-        self._rate = Rate()
-        self._updates, self._update_cpu_s, self._cpu_s = 0, 0.0, 0.0
+        self._updates = 0
+        self._update_cpu_s = 0.0
+        self._cpu_s = 0.0
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -62,7 +74,6 @@ class TorchEngine:
                     over = True
                     raise heard
                 over = bool(heard.finish_reason)
-                self._rate.add(asyncio.get_running_loop().time(), len(heard.tokens.ids) // 4)
                 yield heard
         finally:
             del self._inboxes[work.request_id]
@@ -98,8 +109,7 @@ class TorchEngine:
     def load(self) -> Load:
         steps, _ = self._started()
         waiting, running = steps.scheduler.num_waiting, steps.scheduler.num_running
-        speed = self._rate.per_second(asyncio.get_running_loop().time())
-        return Load(self._section.num_slots, waiting, running, speed, steps.version, steps.suspended)
+        return Load(self._section.num_slots, waiting, running, steps.version, steps.suspended)
 
     async def stop(self) -> None:
         steps, self._steps, self._runner = self._steps, None, None
@@ -109,7 +119,7 @@ class TorchEngine:
             await asyncio.to_thread(steps.join, STOP_S)
             self._tell_times(steps.times)
 
-    def _tell_times(self, times: StepTimes) -> None:
+    def _tell_times(self, times: "StepTimes") -> None:
         """For calibration: what steps and weight updates cost, and what this process spent since the engine started."""
         logger("engines").info(
             "step_times", steps=times.num, rows=times.rows, tokens=times.tokens, cpu_s=times.cpu_s,
@@ -123,7 +133,213 @@ class TorchEngine:
         steps.post(command, *args, reply=reply)
         return await reply
 
-    def _started(self) -> tuple[StepLoop, ModelRunner]:
+    def _started(self) -> "tuple[StepLoop, ModelRunner]":
         if self._steps is None or self._runner is None:
             raise EngineDead("the engine is not running: start it first")
         return self._steps, self._runner
+
+
+@dataclass
+class StepTimes:
+    """What the steps so far cost this thread, in CPU seconds; GPUs' time and further torch threads are not in it."""
+
+    num: int = 0
+    rows: int = 0
+    tokens: int = 0
+    cpu_s: float = 0.0
+    sampled: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    """(rows, tokens, CPU seconds) of single steps."""
+
+    def add(self, rows: list[Row], cpu_s: float) -> None:
+        """One step computed `rows`."""
+        tokens = sum(row.end - row.start for row in rows)
+        self.num += 1
+        self.rows += len(rows)
+        self.tokens += tokens
+        self.cpu_s += cpu_s
+        if self.num % SAMPLE == 0:
+            self.sampled.append((len(rows), tokens, cpu_s))
+
+
+class StepLoop(threading.Thread):
+    """Everything but `post` runs on this thread; an idle loop waits on a condition and costs nothing."""
+
+    def __init__(
+        self, runner: ModelRunner, section: EngineSection, threads: int, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(name="rubato.engine", daemon=True)
+        self.scheduler = Scheduler(section.num_slots, section.max_batch_tokens, prefix_cache=section.prefix_cache)
+        self.version = 0
+        self.suspended = False
+        self.dead: EngineDead | None = None
+        """Why the loop ended, when it did not end by `stop`."""
+        self.times = StepTimes()
+        self._runner = runner
+        self._recompute = section.kv_on_update == "recompute"
+        self._stream_every = section.stream_every
+        self._gather_s = section.gather_s
+        self._num_threads = threads
+        self._loop = loop
+        self._sequences: dict[str, tuple[Sequence, Say]] = {}
+        self._changed = threading.Condition()
+        self._listening = False
+        """The thread waits for the next command, whatever it is."""
+        self._commands: list[tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any] | None]] = []
+        self._outbox: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self._ended = False
+
+    # -- from the event loop ------------------------------------------------------------------------------------
+
+    def post(self, command: Callable[..., Any], *args: Any, reply: asyncio.Future[Any] | None = None) -> None:
+        """Run `command` between two steps; `reply` gets what it returns or raises. Raises EngineDead after the end."""
+        with self._changed:
+            if self._ended:
+                raise self.dead or EngineDead("the engine was stopped")
+            self._commands.append((command, args, reply))
+            if self._listening:
+                self._changed.notify()
+
+    # -- commands -----------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence, say: Say) -> None:
+        self._sequences[sequence.work.request_id] = (sequence, say)
+        if sequence.finish_reason:
+            self._hand_out(sequence)
+        else:
+            self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Hand out what was sampled, as the last chunk."""
+        if request_id in self._sequences:
+            sequence, _ = self._sequences[request_id]
+            self.scheduler.remove(sequence)
+            sequence.finish_reason = "aborted"
+            self._hand_out(sequence)
+
+    def discard(self, request_id: str) -> None:
+        """Nobody listens any more."""
+        found = self._sequences.pop(request_id, None)
+        if found is not None:
+            self.scheduler.remove(found[0])
+
+    def suspend(self) -> None:
+        self.suspended = True
+
+    def resume(self) -> None:
+        self.suspended = False
+
+    def swap(self, version: int, weights: Weights) -> float:
+        """Returns the pause in seconds."""
+        began = self._loop.time()
+        self._runner.weights = weights
+        self.version = version
+        if self._recompute:
+            self.scheduler.forget_caches()
+        return self._loop.time() - began
+
+    def stop(self) -> None:
+        for request_id in list(self._sequences):
+            self.abort(request_id)
+        self._close(None)
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        try:
+            with torch.inference_mode():
+                while not self._ended:
+                    self._run_commands()
+                    self._flush()
+                    if not self.suspended and not self._ended:
+                        self._step()
+                        self._flush()
+        except Exception as error:  # noqa: BLE001 - whatever fails a step ends the engine, and everybody hears it
+            self._close(EngineDead(f"the engine's step failed: {type(error).__name__}: {error}"))
+        self._flush()
+
+    def _run_commands(self) -> None:
+        with self._changed:
+            idle = not self._has_work()
+            self._listening = True
+            while not self._commands and (self.suspended or idle):
+                self._changed.wait()
+            self._listening = False
+            if idle and self._gather_s:
+                # Nobody is notified of a command now: the first request waits for company, and commands with it.
+                self._changed.wait(self._gather_s)
+            commands = self._commands
+            self._commands = []
+        for command, args, reply in commands:
+            try:
+                result = command(*args)
+            except EngineError as error:
+                self._reply(reply, error)
+            else:
+                self._reply(reply, result)
+
+    def _has_work(self) -> bool:
+        return bool(self.scheduler.num_running or self.scheduler.num_waiting)
+
+    def _step(self) -> None:
+        began = thread_time()
+        rows = self.scheduler.schedule()
+        if not rows:
+            return
+        rows, ids, logprobs = self._runner.step(rows)
+        ended: list[Sequence] = []
+        for sequence, token, logprob in zip(self.scheduler.computed(rows), ids, logprobs, strict=True):
+            sequence.sampled(token, logprob, self.version)
+            if sequence.finish_reason:
+                ended.append(sequence)
+            elif len(sequence.unsent_ids) >= self._stream_every:
+                self._outbox.append((self._sequences[sequence.work.request_id][1], (sequence.chunk(),)))
+        self.scheduler.retire(ended)
+        for sequence in ended:
+            self._hand_out(sequence)
+        self.times.add(rows, thread_time() - began)
+
+    def _hand_out(self, sequence: Sequence) -> None:
+        _, say = self._sequences.pop(sequence.work.request_id)
+        self._outbox.append((say, (sequence.chunk(),)))
+
+    def _reply(self, reply: asyncio.Future[Any] | None, result: Any) -> None:
+        if reply is not None:
+            self._outbox.append((_resolve, (reply, result)))
+
+    def _close(self, dead: EngineDead | None) -> None:
+        with self._changed:
+            self._ended = True
+            self.dead = dead
+            commands = self._commands
+            self._commands = []
+        error = dead or EngineDead("the engine was stopped")
+        for _, _, reply in commands:
+            self._reply(reply, error)
+        self._outbox += [(say, (error,)) for _, say in self._sequences.values()]
+        self._sequences.clear()
+
+    def _flush(self) -> None:
+        if not self._outbox:
+            return
+        outbox = self._outbox
+        self._outbox = []
+        try:
+            self._loop.call_soon_threadsafe(_deliver, outbox)
+        except RuntimeError:
+            # The event loop is closed: nobody is left to generate for.
+            self._ended = True
+
+
+def _deliver(outbox: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+    for say, args in outbox:
+        say(*args)
+
+
+def _resolve(reply: asyncio.Future[Any], result: Any) -> None:
+    if reply.done():
+        return
+    if isinstance(result, Exception):
+        reply.set_exception(result)
+    else:
+        reply.set_result(result)

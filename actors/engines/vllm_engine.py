@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import ModelSection
-from actors.engines.chance import bits
 from actors.engines.engine import Chunk, EngineCapabilities, EngineDead, EngineError, Load, Work
-from actors.engines.handover import handed_over
-from actors.engines.rate import Rate
 from actors.engines.section import EngineSection
-from actors.engines.sequence import Sequence, check
+from actors.engines.sequence import Sequence, bits, check
 from actors.engines.vllm_setup import first_line, launch, prepare_environment
-from actors.engines.weights_check import ExpectedTensors
+from actors.engines.vllm_weights import ExpectedTensors, handed_over
 
 STOP_S = 2.0
 """What vLLM's processes may take to end by themselves, then they are killed: they hold nothing that could be lost."""
@@ -60,10 +57,11 @@ class VllmEngine:
         self.capabilities = EngineCapabilities(
             "vllm",
             keeps_kv_on_update=section.kv_on_update == "keep",
-            prefix_cache=section.prefix_cache,
             draws_by_position=False,
         )
-        self._folder, self._model, self._section = folder, model, section
+        self._folder = folder
+        self._model = model
+        self._section = section
         self._llm: Any = None
         self._expected: ExpectedTensors | None = None
         self._vocab_size = 0
@@ -72,7 +70,6 @@ class VllmEngine:
         self._suspended = False
         self._boundary = asyncio.Lock()
         """Held while a request is added or the weights change, so that each token's version is certain."""
-        self._rate = Rate()
 
     async def start(self) -> None:
         section = self._section
@@ -99,7 +96,6 @@ class VllmEngine:
                     sequence.finish_reason, over = "aborted", True
                 else:
                     output = await self._next(request)
-                    self._rate.add(asyncio.get_running_loop().time(), len(output.outputs[0].token_ids))
                     request.take(output)
                     over = output.finished
                 yield sequence.chunk()
@@ -146,9 +142,8 @@ class VllmEngine:
     def load(self) -> Load:
         self._started()
         running = min(len(self._requests), self._section.num_slots)
-        speed = self._rate.per_second(asyncio.get_running_loop().time())
         waiting = len(self._requests) - running
-        return Load(self._section.num_slots, waiting, running, speed, self._version, self._suspended)
+        return Load(self._section.num_slots, waiting, running, self._version, self._suspended)
 
     async def stop(self) -> None:
         llm, self._llm = self._llm, None

@@ -7,7 +7,7 @@ import signal
 import threading
 from typing import Any, Self
 
-from actors.engines.model_weights import tensors_of
+from actors.engines.model import tensors_of
 
 OWNER = "RUBATO_VLLM_OWNER"
 """Environment variable with the process id of the engine worker that started vLLM."""

@@ -1,70 +1,225 @@
-"""Reads safetensors images, from a model folder or a weights blob, and checks them before anything is allocated."""
+"""Keeps an engine on the newest published weights, which come over the network once per host."""
 
-import math
-import mmap
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import NamedTuple
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import msgspec
+from actors.engines.engine import Engine
+from actors.messages.weights import WeightsPublished
+from bus.errors import AskFailed
+from planning.relay import plan, ring_sources, sources
+from runtime.blobs.blob import BlobCorrupt, BlobInfo, BlobMissing, BlobStore
+from runtime.blobs.messages import FindNewest, Newest, NotPulled, PullBlob
+from runtime.kernel import NODE
+from runtime.observe.waits import ITSELF, Wait
 
-from actors.engines.engine import EngineError
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
-MAX_HEADER_BYTES = 100_000_000
-"""The limit the safetensors format itself sets."""
+    from runtime.observe.metrics import Metrics
+    from runtime.observe.waits import Waits
+    from runtime.ref import Ref
+    from runtime.registry import ActorRecord
 
-ITEM_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Element sizes of the types weights come in."""
+BLOB = "weights"
+"""Where weights are published when no hint said otherwise."""
 
+TRAINER, BLOBS = "trainer", "node"
+"""Roles that requests wait for: who publishes weights, and who owns the host's blobs."""
 
-class TensorPlace(NamedTuple):
-    """Where one tensor lies: `begin` and `end` are byte offsets in the whole image."""
+RETRY_S, RETRY_MAX_S = 0.25, 2.0
+"""Pause after a pull that failed while requests wait for it, and what it grows to: a link that was cut is often back at once."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-class _Tensor(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-def read_header(image: memoryview, source: str) -> dict[str, TensorPlace]:
-    """Tensor name → Entry. Raises EngineError, naming `source`, when the image is malformed or truncated."""
-    if len(image) < 8:
-        raise EngineError(f"{source} is not a safetensors image: it has only {len(image)} bytes")
-    size = int.from_bytes(image[:8], "little")
-    if not 2 <= size <= min(MAX_HEADER_BYTES, len(image) - 8):
-        raise EngineError(f"{source} is not a safetensors image: its header would have {size} bytes of {len(image)}")
-    try:
-        raw = msgspec.json.decode(image[8 : 8 + size], type=dict[str, msgspec.Raw])
-        raw.pop("__metadata__", None)
-        found = {name: msgspec.json.decode(value, type=_Tensor) for name, value in raw.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise EngineError(f"{source} is not a safetensors image: its header can't be read ({error})") from None
-    return {name: _entry(name, tensor, 8 + size, len(image), source) for name, tensor in found.items()}
+FIND_S = 10.0
+PULL_S = 1800.0
+"""Longer than the largest weights take on a slow link; dead sources are left after seconds."""
 
 
-def _entry(name: str, tensor: _Tensor, base: int, total: int, source: str) -> TensorPlace:
-    begin, end = tensor.data_offsets
-    item = ITEM_BYTES.get(tensor.dtype)
-    if item is None:
-        raise EngineError(f"{source}: {name} has type {tensor.dtype}; weights are one of {', '.join(ITEM_BYTES)}")
-    if not 0 <= begin <= end <= total - base or end - begin != item * math.prod(tensor.shape):
-        raise EngineError(f"{source}: {name} {list(tensor.shape)} does not lie within the image; it may be truncated")
-    return TensorPlace(tensor.dtype, tensor.shape, base + begin, base + end)
+class WeightsPuller:
+    """One per engine: hints wake it, a slow check covers lost hints, and only the newest version is pulled.
+
+    A higher epoch always wins: it is a restarted trainer, whose predecessor's versions no longer count.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        blobs: "HostWeights",
+        metrics: "Metrics",
+        waits: "Waits",
+        log: "FilteringBoundLogger",
+        swapped: Callable[[BlobInfo], None] = lambda info: None,
+    ) -> None:
+        self._engine = engine
+        self._blobs = blobs
+        self._tell = swapped
+        self._metrics = metrics
+        self._waits = waits
+        self._log = log
+        self._blob = BLOB
+        self._held = (0, 0)
+        """(epoch, version) that the engine has."""
+        self._source = TRAINER
+        self._waiting: dict[Wait, int] = {}
+        """Requests that are held up, and the version that each needs."""
+        self._wake = asyncio.Event()
+        self._swapped = asyncio.Event()
+
+    @property
+    def version(self) -> int:
+        """The version the engine samples under."""
+        return self._held[1]
+
+    def hint(self, message: WeightsPublished) -> None:
+        """Something newer may be there."""
+        self._blob = message.blob or self._blob
+        if (message.epoch, message.version) > self._held:
+            self._wake.set()
+
+    def retry(self) -> None:
+        """What made a pull fail may be over: if requests wait for it, pull now."""
+        if self._wanted:
+            self._wake.set()
+
+    def wake_waiters(self) -> None:
+        """Let whoever is in `wait_for` look at what it waits for."""
+        self._swapped.set()
+
+    async def wait_for(self, version: int, who: str = "weights") -> None:
+        """Pull now; returns once `version` or a newer one is in place, or after `wake_waiters`. `who` is held up by it."""
+        self._wake.set()
+        self._swapped.clear()
+        if self.version < version:
+            detail = f"version {version}, has {self.version}"
+            with self._waits.on(who, stage="weights", detail=detail, holder=self._source) as wait:
+                self._waiting[wait] = version
+                try:
+                    await self._swapped.wait()
+                finally:
+                    del self._waiting[wait]
+
+    async def keep_up(self, check_s: float) -> None:
+        """Pull whenever there is something newer, until cancelled. Raises EngineError when weights do not fit the model."""
+        retry_s = RETRY_S
+        while True:
+            if not self._wanted:
+                retry_s = RETRY_S
+            try:
+                async with asyncio.timeout(min(check_s, retry_s) if self._wanted else check_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                retry_s = min(2 * retry_s, RETRY_MAX_S)
+            self._wake.clear()
+            await self.pull()
+
+    @property
+    def _wanted(self) -> bool:
+        """Some request waits for a version that is not in place."""
+        return any(version > self.version for version in self._waiting.values())
+
+    async def pull(self) -> None:
+        """Bring the engine to the newest version, if it isn't there. A damaged or vanished blob is left for the next time."""
+        newest = await self._blobs.newest(self._blob)
+        if newest is None or (newest.epoch, newest.version) <= self._held:
+            return
+        with self._waits.on(f"weights {newest.version}", stage="pull", holder=BLOBS) as wait:
+            self._blame(ITSELF)
+            try:
+                info, image = await self._fetch(newest)
+                if image is not None:
+                    wait.update(detail="swapping them in", holder="")
+                    self._took(info, await self._engine.update(info.version, image))
+            finally:
+                self._metrics.gauge("weights/pulled", 1.0)
+                self._blame(TRAINER)
+
+    async def _fetch(self, newest: BlobInfo) -> tuple[BlobInfo, memoryview | None]:
+        began = asyncio.get_running_loop().time()
+        self._metrics.gauge("weights/pulled", 0.0)
+        try:
+            info, image = await self._blobs.get(self._blob, newest.version)
+        except (BlobMissing, BlobCorrupt) as error:
+            self._log.warning("weights_not_pulled", version=newest.version, error=str(error))
+            return newest, None
+        self._metrics.observe("weights/transfer_s", asyncio.get_running_loop().time() - began)
+        return info, image
+
+    def _blame(self, source: str) -> None:
+        """Whom requests wait for that need newer weights: the trainer until it published them, then this pull."""
+        self._source = source
+        for wait in self._waiting:
+            wait.update(holder=source)
+
+    def _took(self, info: BlobInfo, pause_s: float) -> None:
+        self._held = (info.epoch, info.version)
+        self._metrics.gauge("weights/version", info.version)
+        self._metrics.gauge("weights/bytes", info.size_bytes)
+        self._metrics.observe("weights/pause_s", pause_s)
+        self._log.info("weights_swapped", version=info.version, epoch=info.epoch, pause_s=round(pause_s, 6))
+        self._tell(info)
+        self._swapped.set()
 
 
-def folder_images(folder: Path) -> Iterator[tuple[str, memoryview]]:
-    """Each *.safetensors file of a model folder, mapped read-only. Raises EngineError when there is none."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise EngineError(f"{folder} holds no *.safetensors file: check model.path, or prepare the base model first")
-    for file in files:
-        if not file.stat().st_size:
-            raise EngineError(f"{file} is empty: write the model again")
-        with file.open("rb") as opened:
-            yield str(file), memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+class HostWeights:
+    """The blobs of an engine's host. Where the trainer lives on another one, weights are brought here first, by a relay tree.
+
+    `node` is the agent of this host; where the others are is read from the registry: nobody hands out the tree.
+    """
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        node: str,
+        find: "Callable[[str], ActorRecord | None]",
+        peers: Callable[[str], tuple[str, ...]],
+        ref: "Callable[[str], Ref]",
+        *,
+        by_rings: bool = False,
+    ) -> None:
+        self._blobs = blobs
+        self._node = node
+        self._find = find
+        self._peers = peers
+        self._ref = ref
+        self._by_rings = by_rings
+
+    async def newest(self, name: str) -> BlobInfo | None:
+        """What the trainer's host has; where that is ours, or does not answer, what we have."""
+        home = self._home()
+        if home != self._node and self._find(home) is not None:
+            try:
+                reply = await self._ref(home).ask(FindNewest(name), timeout=FIND_S)
+            except AskFailed:
+                reply = None
+            if isinstance(reply, Newest):
+                return BlobInfo(name, reply.version, reply.epoch, reply.digest, reply.size_bytes)
+        return await self._blobs.newest(name)
+
+    async def get(self, name: str, version: int) -> tuple[BlobInfo, memoryview]:
+        """Brings it here first, where the trainer's host has it and ours has not. Raises BlobMissing when no host gave it."""
+        home = self._home()
+        if home != self._node:
+            newest = await self.newest(name)
+            if newest is not None and newest.version == version:
+                await self._bring(newest, home)
+        return await self._blobs.get(name, version)
+
+    async def _bring(self, info: BlobInfo, home: str) -> None:
+        readers = {record.node for name in self._peers("engine") if (record := self._find(name)) is not None}
+        hosts = {self._node} | (readers & set(self._peers("node")))
+        where = ring_sources(home, hosts, self._node) if self._by_rings else sources(plan(home, hosts), self._node)
+        ways = 2 if self._by_rings and len(where) > 1 else 1
+        try:
+            reply = await self._ref(self._node).ask(PullBlob(*info, where, ways), timeout=PULL_S)
+        except AskFailed as error:
+            raise BlobMissing(str(error)) from error
+        if isinstance(reply, NotPulled):
+            raise BlobMissing(reply.why)
+
+    def _home(self) -> str:
+        """The agent of the trainer's host; while the trainer is away, the launcher's."""
+        for name in self._peers("trainer"):
+            record = self._find(name)
+            if record is not None:
+                return record.node
+        return NODE

@@ -1,18 +1,18 @@
-"""EngineWorker: hosts one engine; requests are joined by id, weights pulled when published, progress told to the proxy."""
+"""EngineWorker: hosts one engine; weights are pulled when published, progress is told to the proxy."""
 
 import asyncio
 import contextlib
 import importlib.util
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from actors.config import ModelSection, WeightsSection
 from actors.device import check_device
-from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, EngineError, Work
-from actors.engines.flights import EngineRequest, Flights
+from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, Work
 from actors.engines.section import EngineSection
-from actors.engines.weights_hosts import WeightsHosts
-from actors.engines.weights_puller import WeightsPuller
+from actors.engines.sequence import joined, shifted, unpack_ids
+from actors.engines.weights import HostWeights, WeightsPuller
 from actors.messages.generation import (
     HANDED_BACK,
     Abort,
@@ -23,10 +23,12 @@ from actors.messages.generation import (
     Inspect,
     Resume,
     Suspend,
+    Tokens,
     TokensSampled,
 )
 from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.model_folder import check_model_folder
+from actors.requests import SharedRequest, SharedRequests
 from bus.errors import AskFailed, NotSent
 from bus.message import Ack
 from runtime.actor import Actor, Context, handler
@@ -37,6 +39,40 @@ from runtime.importer import check_module, load_object
 
 GAUGES_S = 0.5
 """Period of the load gauges: twice per status snapshot."""
+
+RATE_PERIODS = 10
+"""Tokens per second are over so many of these: several steps of a slow engine, and yet a stall shows soon."""
+
+
+class EngineRequest(SharedRequest):
+    """One request in this engine."""
+
+    def __init__(self, request: Generate) -> None:
+        super().__init__(request)
+        self.unreported = Tokens()
+        self.generating = False
+        """The engine has it; before, it waits for weights."""
+
+    def keeps(self, result: Completion | Aborted) -> bool:
+        """An aborted one may come back, from an engine that it went on to, and then goes on here."""
+        return isinstance(result, Completion)
+
+    def work(self) -> Work:
+        """The request as the engine sees it. Raises ValueError when its prompt is malformed."""
+        request = self.request
+        prompt = unpack_ids(request.prompt)
+        return Work(request.request_id, request.session, prompt, request.sampling, request.resumed)
+
+    def sampled(self, chunk: Chunk) -> None:
+        """Add what the engine sampled."""
+        self.tokens = joined(self.tokens, chunk.tokens)
+        self.unreported = joined(self.unreported, chunk.tokens)
+
+    def report(self) -> Tokens:
+        """The tokens since the last report, at their positions in the whole completion."""
+        tokens = self.unreported
+        self.unreported = Tokens()
+        return shifted(tokens, (len(self.tokens.ids) - len(tokens.ids)) // 4)
 
 
 class EngineWorker(Actor):
@@ -71,13 +107,17 @@ class EngineWorker(Actor):
 
     def __init__(self, config: Config, context: Context) -> None:
         super().__init__(config, context)
-        self._flights = Flights(config.engine.results_kept)
+        self._requests = SharedRequests(
+            EngineRequest, self._run, self.spawn, max_results=config.engine.results_kept, fatal=(EngineDead,)
+        )
         self._reports: set[str] = set()
         self._report_due = asyncio.Event()
         self._draining = False
         self._engine: Engine | None = None
         self._weights: WeightsPuller | None = None
         self._gauging: asyncio.Task[None] | None = None
+        self._num_tokens = 0
+        self._tokens_s = 0.0
 
     # -- life cycle -------------------------------------------------------------------------------------------------
 
@@ -86,9 +126,7 @@ class EngineWorker(Actor):
         section = self.config.engine
         build: Any = await self.offload(load_object, ENGINES.get(section.kind, section.kind))
         by_rings = self.config.weights.broadcast == "rings"
-        blobs = WeightsHosts(
-            self.blobs, self._context.node, self._context.find, self.peers, self.ref, by_rings=by_rings
-        )
+        blobs = HostWeights(self.blobs, self._context.node, self._context.find, self.peers, self.ref, by_rings=by_rings)
         self._engine = engine = build(self._model_folder(), self.config.model, section)
         await engine.start()
         self._weights = weights = WeightsPuller(engine, blobs, self.metrics, self.waits, self.log, self._swapped)
@@ -99,12 +137,17 @@ class EngineWorker(Actor):
         self._gauging = self.spawn(self._gauge(), name=f"{self.name}.load")
         self.log.info("engine_started", engine=engine.capabilities.name, version=weights.version)
 
+    async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
+        """Somebody who has the weights may be back."""
+        if joined and self._weights is not None:
+            self._weights.retry()
+
     async def on_drain(self) -> None:
         """Hand every request back, with its tokens, and wait until the askers have them."""
         self._draining = True
-        for request_id in list(self._flights.running):
+        for request_id in list(self._requests.running):
             await self._abort(request_id, HANDED_BACK)
-        await self._flights.idle.wait()
+        await self._requests.idle.wait()
 
     async def on_stop(self) -> None:
         if self._gauging is not None:
@@ -117,87 +160,61 @@ class EngineWorker(Actor):
     @handler(concurrency=1024, outlives_asker=True)
     async def generate(self, request: Generate) -> Completion | Aborted:
         """Bounded by `concurrency`; of these `num_slots` decode and the rest wait in the engine."""
-        result = self._flights.result(request.request_id)
-        if result is not None:
-            return result
-        while (flight := self._flights.running.get(request.request_id)) is not None and flight.ending:
-            await asyncio.wait([flight.task])
-        if flight is None:
-            if self._draining:
-                return Aborted(request.request_id, request.resumed, HANDED_BACK)
-            flight = self._take_off(request)
-        self._flights.join(flight)
-        try:
-            return await asyncio.shield(flight.result)
-        finally:
-            self._flights.leave(flight)
-            if not flight.askers and not flight.result.done():
-                # Nobody wants the tokens any more.
-                flight.abandoned = True
-                flight.task.cancel()
+        return await self._requests.ask(request)
 
-    def _take_off(self, request: Generate) -> EngineRequest:
-        flight = self._flights.open(request)
-        flight.task = self.spawn(self._fly(flight), name=f"{self.name}.{request.request_id}")
-        flight.task.add_done_callback(lambda _: self._flights.forget(flight))
-        return flight
-
-    async def _fly(self, flight: EngineRequest) -> None:
-        """Run one request to its end; what goes wrong with it is its askers' to hear."""
-        result: Completion | Aborted | Exception | None = None
-        try:
-            result = await self._run(flight)
-        except EngineDead as error:
-            result = error
-            raise
-        except (EngineError, ValueError) as error:
-            result = error
-        finally:
-            self._reports.discard(flight.request.request_id)
-            self._flights.close(flight, result, keep=isinstance(result, Completion))
-
-    async def _run(self, flight: EngineRequest) -> Completion | Aborted:
+    async def _run(self, shared: EngineRequest) -> Completion | Aborted:
+        """Run one request to its end, under weights that are new enough."""
         _, weights = self._started()
-        request, finish_reason = flight.request, "aborted"
-        work = flight.work()
-        while weights.version < request.min_version and not flight.abort_reason:
-            await weights.wait_for(request.min_version, request.request_id)
-        if not flight.abort_reason:
-            with self.metrics.busy():
-                finish_reason = await self._generate(flight, work)
+        request = shared.request
+        work = shared.work()
+        finish_reason = "aborted"
+        if self._draining:
+            shared.abort_reason = HANDED_BACK
+        try:
+            while weights.version < request.min_version and not shared.abort_reason:
+                await weights.wait_for(request.min_version, request.request_id)
+            if not shared.abort_reason:
+                with self.metrics.busy():
+                    finish_reason = await self._generate(shared, work)
+        finally:
+            self._reports.discard(request.request_id)
         if finish_reason in ("stop", "length"):
-            return Completion(request.request_id, flight.tokens, finish_reason, self.name)
-        return Aborted(request.request_id, flight.tokens, flight.abort_reason or "the engine was stopped")
+            return Completion(request.request_id, shared.tokens, finish_reason, self.name)
+        return Aborted(request.request_id, shared.tokens, shared.abort_reason or "the engine was stopped")
 
-    async def _generate(self, flight: EngineRequest, work: Work) -> str:
+    async def _generate(self, shared: EngineRequest, work: Work) -> str:
         engine, _ = self._started()
         finish_reason = "aborted"
-        flight.generating = True
+        shared.generating = True
         with self.waits.on(work.request_id, stage="decode") as wait:
             async with contextlib.aclosing(engine.generate(work)) as chunks:
                 async for chunk in chunks:
                     wait.moved()
-                    self._heard(flight, chunk)
+                    self._sampled(shared, chunk)
                     finish_reason = chunk.finish_reason
         return finish_reason
 
-    def _heard(self, flight: EngineRequest, chunk: Chunk) -> None:
-        flight.heard(chunk)
-        self.metrics.count("engine/tokens", len(chunk.tokens.ids) // 4)
-        if not chunk.finish_reason and len(flight.unreported.ids) >= 4 * self.config.engine.stream_every:
-            self._reports.add(flight.request.request_id)
+    def _sampled(self, shared: EngineRequest, chunk: Chunk) -> None:
+        shared.sampled(chunk)
+        num_tokens = len(chunk.tokens.ids) // 4
+        self._num_tokens += num_tokens
+        self.metrics.count("engine/tokens", num_tokens)
+        if not chunk.finish_reason and len(shared.unreported.ids) >= 4 * self.config.engine.stream_every:
+            self._reports.add(shared.request.request_id)
             self._report_due.set()
 
     async def _abort(self, request_id: str, reason: str) -> None:
         engine, weights = self._started()
-        flight = self._flights.running.get(request_id)
-        if flight is None or flight.abort_reason:
+        shared = self._requests.running.get(request_id)
+        if shared is None or shared.abort_reason:
             return
-        flight.abort_reason = reason
-        if flight.generating:
+        shared.abort_reason = reason
+        # One that is handed back has its tokens for whoever asks.
+        shared.ending = shared.ending or reason != HANDED_BACK
+        if shared.generating:
             await engine.abort(request_id)
         else:
-            weights.look_again()
+            weights.wake_waiters()
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
@@ -222,9 +239,9 @@ class EngineWorker(Actor):
     async def inspect(self, request: Inspect) -> EngineStatus:
         engine, weights = self._started()
         load = engine.load()
-        running, finished = tuple(self._flights.running), self._flights.finished()
+        running, finished = tuple(self._requests.running), self._requests.finished()
         return EngineStatus(
-            self.name, weights.version, load.num_slots, running, finished, load.tokens_s, load.suspended
+            self.name, weights.version, load.num_slots, running, finished, self._tokens_s, load.suspended
         )
 
     @handler
@@ -246,10 +263,11 @@ class EngineWorker(Actor):
         while True:
             await self._report_due.wait()
             self._report_due.clear()
-            due, self._reports = self._reports, set()
-            flights = [flight for i in sorted(due) if (flight := self._flights.running.get(i)) is not None]
-            message = TokensSampled(self.name, tuple((f.request.request_id, f.report()) for f in flights))
-            for proxy in self.peers("llm_proxy") if flights else ():
+            due = sorted(self._reports)
+            self._reports.clear()
+            progress = [(i, shared.report()) for i in due if (shared := self._requests.running.get(i)) is not None]
+            message = TokensSampled(self.name, tuple(progress))
+            for proxy in self.peers("llm_proxy") if progress else ():
                 try:
                     await self.ref(proxy).tell(message)
                 except NotSent:
@@ -257,11 +275,17 @@ class EngineWorker(Actor):
 
     async def _gauge(self) -> None:
         engine, _ = self._started()
+        loop = asyncio.get_running_loop()
+        marks = deque([(loop.time(), self._num_tokens)], maxlen=RATE_PERIODS)
         while True:
+            now = loop.time()
+            since, before = marks[0]
+            self._tokens_s = (self._num_tokens - before) / max(now - since, GAUGES_S)
+            marks.append((now, self._num_tokens))
             load = engine.load()
             self.metrics.gauge("engine/running", load.running)
             self.metrics.gauge("engine/waiting", load.waiting)
-            self.metrics.gauge("engine/tokens_s", load.tokens_s)
+            self.metrics.gauge("engine/tokens_s", self._tokens_s)
             await asyncio.sleep(GAUGES_S)
 
     def _started(self) -> tuple[Engine, WeightsPuller]:

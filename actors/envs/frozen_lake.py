@@ -40,7 +40,9 @@ class FrozenLakeText:
     def __init__(self, *, size: int = 4, p: float = 0.8, split: Literal["train", "eval"] = "train") -> None:
         if size < 2 or not 0.0 < p <= 1.0 or split not in ("train", "eval"):
             raise ValueError("FrozenLakeText needs size >= 2, 0 < p <= 1 and split train or eval")
-        self._size, self._p, self._split = size, p, split
+        self._size = size
+        self._p = p
+        self._split = split
         self._env: Any = None
         self._views: tuple[str, ...] = ()
 

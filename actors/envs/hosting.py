@@ -1,12 +1,13 @@
 """Decides where an environment's code runs, and turns whatever it does into a checked result or a named failure."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
+from numbers import Real
 from typing import Any, Protocol, cast
 
 from actors.envs.environment import Observation, Step
-from actors.envs.failures import EnvFailure, EnvOutcome
-from actors.envs.results import check_reset, check_step
+from actors.envs.failures import EnvFailure, EnvOutcome, Subject, sentence
 from actors.envs.section import EnvSection
 from actors.messages.samples import Purpose
 from runtime.importer import LoadError, load_object
@@ -20,8 +21,9 @@ from runtime.pool.errors import (
     WorkerKilled,
     WorkerTimeout,
 )
-from runtime.pool.pool import WorkerPool, decode, encode_call
+from runtime.pool.pool import Unsendable, WorkerPool, decode, encode_call
 from runtime.pool.sandbox import WorkerLimits
+from runtime.pool.worker import place_of, text_of
 
 BUILT_IN = "actors.envs."
 """Classes from here are trusted to import quickly, so no worker is started to look at them."""
@@ -30,9 +32,6 @@ RESET, STEP = "reset", "step"
 
 CLOSE_S = 5.0
 """An environment that can't close by then is left to its fate: nobody waits for it."""
-
-TEXT_LIMIT = 2_000
-"""Characters kept of an exception's text."""
 
 
 class HostedEnv(Protocol):
@@ -125,31 +124,29 @@ class InlineEnv:
 
     def __init__(self, env: Any, section: EnvSection) -> None:
         self._env = env
-        self._reset_s, self._step_s = section.reset_timeout_s, section.step_timeout_s
+        self._reset_s = section.reset_timeout_s
+        self._step_s = section.step_timeout_s
 
     async def reset(self, seed: int) -> tuple[Observation, Mapping[str, Any]]:
         """Start an episode."""
-        try:
-            result = self._env.reset(seed=seed)
-            if hasattr(result, "__await__"):
-                result = await _within(result, self._reset_s, RESET)
-        except EnvFailure:
-            raise
-        except Exception as error:
-            raise _raised(error, RESET, "env_reset_failed") from error
-        return check_reset(result)
+        return check_reset(await self._call(self._env.reset, RESET, "env_reset_failed", self._reset_s, seed=seed))
 
     async def step(self, action: str) -> Step:
         """Apply the model's text."""
+        return check_step(await self._call(self._env.step, STEP, "env_step_failed", self._step_s, action))
+
+    async def _call(
+        self, run: Callable[..., Any], method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any
+    ) -> Any:
         try:
-            result = self._env.step(action)
+            result = run(*args, **kwargs)
             if hasattr(result, "__await__"):
-                result = await _within(result, self._step_s, STEP)
+                result = await _within(result, limit_s, method)
         except EnvFailure:
             raise
         except Exception as error:
-            raise _raised(error, STEP, "env_step_failed") from error
-        return check_step(result)
+            raise _raised(error, method, outcome) from error
+        return result
 
     async def close(self) -> None:
         """Close it; what it raises then no longer matters to anybody."""
@@ -167,7 +164,8 @@ class PooledEnv:
     def __init__(self, pool: WorkerPool, name: str, section: EnvSection) -> None:
         self._pool = pool
         self._name = name
-        self._reset_s, self._step_s = section.reset_timeout_s, section.step_timeout_s
+        self._reset_s = section.reset_timeout_s
+        self._step_s = section.step_timeout_s
 
     @property
     def usable(self) -> bool:
@@ -176,20 +174,17 @@ class PooledEnv:
 
     async def reset(self, seed: int) -> tuple[Observation, Mapping[str, Any]]:
         """Start an episode."""
-        payload = encode_call(seed=seed)
-        try:
-            reply = await self._pool.call(self._name, RESET, payload, deadline_s=self._reset_s)
-        except PoolError as error:
-            raise _failed(error, RESET, "env_reset_failed") from error
-        return check_reset(_tuple(decode(reply)))
+        return check_reset(await self._call(RESET, "env_reset_failed", self._reset_s, encode_call(seed=seed)))
 
     async def step(self, action: str) -> Step:
         """Apply the model's text."""
+        return check_step(await self._call(STEP, "env_step_failed", self._step_s, encode_call(action)))
+
+    async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, payload: bytes) -> Any:
         try:
-            reply = await self._pool.call(self._name, STEP, encode_call(action), deadline_s=self._step_s)
+            return _tuple(decode(await self._pool.call(self._name, method, payload, deadline_s=limit_s)))
         except PoolError as error:
-            raise _failed(error, STEP, "env_step_failed") from error
-        return check_step(_tuple(decode(reply)))
+            raise _failed(error, method, outcome) from error
 
     async def close(self) -> None:
         """Close and forget it."""
@@ -199,6 +194,93 @@ class PooledEnv:
             pass  # it is thrown away whatever it did
         finally:
             self._pool.drop(self._name)
+
+
+async def try_environment(host: EnvHost, section: EnvSection, seed: int, *, log: str) -> str:
+    """Build and reset one environment, with held-out arguments too where they differ; the host keeps it for the first rollout.
+
+    Returns "" when that works, else the sentence for the user. A reset gets `env.reset_tries` tries.
+    """
+    purposes: tuple[Purpose, ...] = ("train", "eval") if section.eval_kwargs else ("train",)
+    for purpose in purposes:
+        for num_failed in range(1, section.reset_tries + 1):
+            failure = await _try_once(host, purpose, seed)
+            if failure is None:
+                break
+            if num_failed == section.reset_tries:
+                return sentence(Subject(section.target, log), failure, seed=seed, tries=num_failed)
+    return ""
+
+
+async def _try_once(host: EnvHost, purpose: Purpose, seed: int) -> EnvFailure | None:
+    env = None
+    try:
+        env = await host.borrow(purpose)
+        await env.reset(seed)
+    except EnvFailure as failure:
+        if env is not None:
+            await env.close()
+        return failure
+    host.give_back(env, purpose)
+    return None
+
+
+def check_reset(result: Any) -> tuple[Observation, Mapping[str, Any]]:
+    """What `reset` returned, if it is (observation, info); else EnvFailure."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise _bad("reset", f"{_shape(result)} instead of (observation, info)")
+    observation, info = result
+    _check_observation(observation, "reset")
+    if not isinstance(info, Mapping):
+        raise _bad("reset", f"info of type {_kind(info)} instead of a dict")
+    return observation, cast("Mapping[str, Any]", info)
+
+
+def check_step(result: Any) -> Step:
+    """What `step` returned, if it is (observation, reward, terminated, truncated, info) with a finite reward; else EnvFailure."""
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise _bad("step", f"{_shape(result)} instead of (observation, reward, terminated, truncated, info)")
+    observation, reward, terminated, truncated, info = result
+    _check_observation(observation, "step")
+    if not isinstance(reward, Real):
+        raise _bad("step", f"a reward of type {_kind(reward)} instead of a number")
+    reward = float(reward)
+    if not math.isfinite(reward):
+        raise _bad("step", f"a reward of {reward}, which is not finite")
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        if _kind(flag) not in ("bool", "bool_"):
+            raise _bad("step", f"{name} of type {_kind(flag)} instead of a bool")
+    if not isinstance(info, Mapping):
+        raise _bad("step", f"info of type {_kind(info)} instead of a dict")
+    return observation, reward, bool(terminated), bool(truncated), cast("Mapping[str, Any]", info)
+
+
+def _check_observation(observation: Any, method: str) -> None:
+    if isinstance(observation, str):
+        return
+    if not isinstance(observation, list):
+        raise _bad(
+            method, f"an observation of type {_kind(observation)} instead of a string or a list of chat messages"
+        )
+    for message in cast("list[Any]", observation):
+        if not (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+        ):
+            raise _bad(method, f"a chat message {str(message)[:80]!r} that is not {{'role': str, 'content': str}}")
+
+
+def _bad(method: str, what: str) -> EnvFailure:
+    return EnvFailure("env_bad_result", method, f"returned a wrong result from {method}: {what}")
+
+
+def _shape(value: Any) -> str:
+    return f"{len(cast('tuple[Any, ...]', value))} values" if isinstance(value, tuple) else f"a {_kind(value)}"
+
+
+def _kind(value: Any) -> str:
+    return value.type_name if isinstance(value, Unsendable) else type(value).__name__
 
 
 async def _within(result: Awaitable[Any], limit_s: float, method: str) -> Any:
@@ -225,12 +307,7 @@ def _load(target: str) -> Callable[..., Any]:
 
 
 def _raised(error: Exception, method: str, outcome: EnvOutcome) -> EnvFailure:
-    trace, where = error.__traceback__, ""
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        where = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
-        trace = trace.tb_next
-    return EnvFailure(outcome, method, f"raised in {method}: {_text(error)}", where)
+    return EnvFailure(outcome, method, f"raised in {method}: {text_of(error)}", place_of(error))
 
 
 def _failed(error: PoolError, method: str, outcome: EnvOutcome) -> EnvFailure:
@@ -247,13 +324,6 @@ def _failed(error: PoolError, method: str, outcome: EnvOutcome) -> EnvFailure:
             return EnvFailure(outcome, method, f"can't be loaded: {error}")
         case _:
             return EnvFailure(outcome, method, f"crashed in {method}: {error}")
-
-
-def _text(error: Exception) -> str:
-    try:
-        return repr(error)[:TEXT_LIMIT]
-    except Exception:  # noqa: BLE001 - a user's exception may have a broken repr
-        return type(error).__name__
 
 
 def _tuple(value: Any) -> Any:

@@ -3,14 +3,13 @@
 import asyncio
 from typing import ClassVar
 
+import msgspec
+
 from actors.config import ModelSection, RewardSection
-from actors.envs import dead_letters
 from actors.envs.chat import ChatRenderer
 from actors.envs.failures import EnvFailure, GaveUp, Subject, sentence
-from actors.envs.hosting import EnvHost
-from actors.envs.outcomes import RolloutRecord
-from actors.envs.preflight import try_environment
-from actors.envs.rollout import Rollout, RolloutContext
+from actors.envs.hosting import EnvHost, try_environment
+from actors.envs.rollout import Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.samples import Admit, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
@@ -18,6 +17,7 @@ from runtime.actor import Actor, Context, handler
 from runtime.config import ActorConfig
 from runtime.config import Config as Job
 from runtime.importer import check_module
+from runtime.store.errors import StoreUnavailable
 
 ADMIT_WAIT_S = 10.0
 """How long the sample buffer may hold an Admit back; the ask itself gets a few seconds more."""
@@ -33,6 +33,24 @@ DRAIN_S = 12.0
 
 GIVE_BACK_S = 4.0
 """For giving unfinished tickets back at the end of a drain; what is not acknowledged by then lapses by itself."""
+
+DELIVERIES = 3
+"""Deliveries of a trajectory or its end that the sample buffer fails, after which it is a dead letter: kept, counted and shown, not retried
+for ever. A buffer that is merely away fails none."""
+
+DEAD_LETTERS, DEAD_LETTERS_KEPT = "dead_letters", 1000
+"""The Store's stream of them, and how many of the newest stay."""
+
+
+class DeadLetter(msgspec.Struct, frozen=True):
+    """One entry of that stream."""
+
+    trajectory_id: str
+    attempt: int
+    holder: str
+    request: str
+    """Put or GiveUp."""
+    error: str
 
 
 class EnvManagerConfig(ActorConfig):
@@ -77,8 +95,10 @@ class EnvManager(Actor):
 
     def __init__(self, config: EnvManagerConfig, context: Context) -> None:
         super().__init__(config, context)
-        self._env, self._limits = config.env, config.rollout
-        self._model, self._scored = config.model, bool(config.reward.functions)
+        self._env = config.env
+        self._limits = config.rollout
+        self._model = config.model
+        self._scored = bool(config.reward.functions)
         self._subject = Subject(config.env.target, str(self.run.folder / "logs" / f"{self.name}.jsonl"))
         self._record = RolloutRecord(self._subject, config.env.reset_tries)
         self._host = EnvHost(config.env, on_output=self._user_output)
@@ -86,7 +106,7 @@ class EnvManager(Actor):
         self._running: dict[tuple[str, int], tuple[Ticket, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
-        self._stage: RolloutContext | None = None
+        self._rollouts: RolloutContext | None = None
         self._ended = False
 
     async def on_start(self) -> None:
@@ -132,7 +152,7 @@ class EnvManager(Actor):
         except EnvFailure as failure:
             return sentence(self._subject, failure, seed=self.run.seed)
         problem = await try_environment(self._host, self._env, self.run.seed, log=self._subject.log)
-        self._stage = RolloutContext(
+        self._rollouts = RolloutContext(
             env=self._env,
             rollout=limits,
             host=self._host,
@@ -176,10 +196,10 @@ class EnvManager(Actor):
             self.metrics.gauge("rollout/in_flight", len(self._running))
 
     async def _run(self, ticket: Ticket) -> None:
-        assert self._stage is not None
+        assert self._rollouts is not None
         try:
             with self.trace.span("rollout", "env", trajectory=ticket.trajectory_id):
-                trajectory = await Rollout(self._stage, ticket).play()
+                trajectory = await Rollout(self._rollouts, ticket).play()
         except GaveUp as end:
             await self._failed(ticket, end)
         except Exception as error:
@@ -198,7 +218,7 @@ class EnvManager(Actor):
         self.metrics.observe("rollout/turns", trajectory.turns)
         self.metrics.observe("rollout/wall_s", trajectory.wall_s)
         if not await self._deliver(Put(trajectory)):
-            await self._deliver(GiveUp(trajectory.ticket, dead_letters.REASON, retry=True))
+            await self._deliver(GiveUp(trajectory.ticket, "dead_letter", retry=True))
 
     async def _failed(self, ticket: Ticket, end: GaveUp) -> None:
         self.metrics.count("rollout/error")
@@ -233,8 +253,8 @@ class EnvManager(Actor):
                     stored = await self._buffer.ask(request, timeout=ASK_S)
                 except AskFailed as error:
                     failed += isinstance(error, Failed)
-                    if failed >= dead_letters.DELIVERIES:
-                        await dead_letters.bury(self, request, str(error))
+                    if failed >= DELIVERIES:
+                        await self._keep_dead_letter(ticket, type(request).__name__, str(error))
                         return False
                     if loop.time() >= deadline:
                         self.log.error("not_delivered", trajectory=ticket.trajectory_id, error=str(error))
@@ -243,6 +263,18 @@ class EnvManager(Actor):
                 else:
                     self._policy = stored.policy
                     return True
+
+    async def _keep_dead_letter(self, ticket: Ticket, request: str, error: str) -> None:
+        letter = DeadLetter(ticket.trajectory_id, ticket.attempt, self.name, request, error[:2000])
+        self.metrics.count("dead_letters")
+        self.log.error("dead_letter", **msgspec.structs.asdict(letter))
+        self.notice(
+            f"{letter.trajectory_id}: {DELIVERIES} deliveries failed; the attempt counts as failed ({error[:200]})"
+        )
+        try:
+            await self.store.append(DEAD_LETTERS, msgspec.msgpack.encode(letter), limit=DEAD_LETTERS_KEPT)
+        except StoreUnavailable as away:
+            self.log.warning("dead_letter_not_kept", error=str(away))
 
     async def _hold(self) -> None:
         """Renew the tickets of everything that runs, also while nothing else is heard of it."""

@@ -1,45 +1,40 @@
-"""Plays one trajectory: reset, then turn by turn generate and step, then the score. Ends with a Trajectory or GaveUp."""
+"""Plays one trajectory: reset, then turn by turn generate and step, then the score. Ends with a Trajectory or GaveUp, which a record judges."""
 
 import asyncio
+import re
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 
-from actors.envs.chat import ChatRenderer
+from actors.envs.chat import TOKEN_BYTES, ChatRenderer, Transcript
 from actors.envs.environment import Observation
-from actors.envs.failures import EnvFailure, GaveUp
+from actors.envs.failures import EnvFailure, GaveUp, Subject, sentence
 from actors.envs.hosting import EnvHost, HostedEnv
 from actors.envs.section import EnvSection, RolloutSection
-from actors.envs.transcript import TOKEN_BYTES, Transcript
 from actors.messages.generation import Aborted, Completion, Generate, Sampling, Tokens
 from actors.messages.rewards import NotScored, Score
 from actors.messages.samples import PolicyState, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
-from bus.message import Request
+from planning.hopeless import RECENT, is_hopeless
+from planning.staleness import is_stale
+from runtime.observe.metrics import Metrics
+from runtime.observe.waits import Waits
+from runtime.ref import Ref
 
-ReplyT = TypeVar("ReplyT")
+MAX_DETAIL = 300
+"""Characters of a failure's own words that are shown."""
 
+DIGITS = re.compile(r"\d+")
 
-class Asks(Protocol):
-    """The part of a Ref that a rollout uses."""
+MAX_NOTICES = 5
+"""Kinds of failure the user is told about; the log has all of them."""
 
-    async def ask(self, request: Request[ReplyT], *, timeout: float) -> ReplyT: ...
-
-
-class Gauges(Protocol):
-    """The part of Metrics that a rollout uses."""
-
-    def observe(self, name: str, value: float) -> None: ...
-    def busy(self) -> AbstractContextManager[None]: ...
-
-
-class Waiting(Protocol):
-    """The part of Waits that a rollout uses."""
-
-    def on(self, what: str, *, stage: str = "", holder: str = "", limit: str = "") -> AbstractContextManager[Any]: ...
+ELSEWHERE = "reward_failed"
+"""The reward service judges its own functions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +45,26 @@ class RolloutContext:
     rollout: RolloutSection
     host: EnvHost
     renderer: ChatRenderer
-    proxy: Asks
-    reward: Asks | None
+    proxy: Ref
+    reward: Ref | None
     policy: Callable[[], PolicyState]
-    metrics: Gauges
-    waits: Waiting
+    metrics: Metrics
+    waits: Waits
 
 
 class Rollout:
     """One attempt at one trajectory. `play` is called once."""
 
-    def __init__(self, stage: RolloutContext, ticket: Ticket) -> None:
-        self._stage = stage
+    def __init__(self, context: RolloutContext, ticket: Ticket) -> None:
+        self._context = context
         self._ticket = ticket
         self._key = f"{ticket.trajectory_id}.{ticket.attempt}"
         greedy = ticket.purpose == "eval"
         self._sampling = Sampling(
-            max_new_tokens=stage.rollout.max_new_tokens,
-            temperature=0.0 if greedy else stage.rollout.temperature,
-            top_p=1.0 if greedy else stage.rollout.top_p,
-            stop_token_ids=stage.renderer.stop_token_ids,
+            max_new_tokens=context.rollout.max_new_tokens,
+            temperature=0.0 if greedy else context.rollout.temperature,
+            top_p=1.0 if greedy else context.rollout.top_p,
+            stop_token_ids=context.renderer.stop_token_ids,
         )
         self._texts: list[str] = []
         self._reward = 0.0
@@ -85,7 +80,7 @@ class Rollout:
         try:
             transcript = await self._play_turns(env, observation)
         except GaveUp:
-            self._stage.host.give_back(env, self._ticket.purpose)
+            self._context.host.give_back(env, self._ticket.purpose)
             raise
         except EnvFailure as failure:
             await env.close()
@@ -93,7 +88,7 @@ class Rollout:
         except Exception:
             await env.close()
             raise
-        self._stage.host.give_back(env, self._ticket.purpose)
+        self._context.host.give_back(env, self._ticket.purpose)
         reward = self._reward + await self._score()
         return Trajectory(
             ticket=self._ticket,
@@ -108,14 +103,14 @@ class Rollout:
 
     async def _reset(self) -> tuple[HostedEnv, Observation]:
         """An environment that was reset, after up to `env.reset_tries` tries, each on another instance."""
-        stage, ticket = self._stage, self._ticket
-        tries = stage.env.reset_tries
+        context, ticket = self._context, self._ticket
+        tries = context.env.reset_tries
         failure: EnvFailure | None = None
         for _ in range(tries):
             env: HostedEnv | None = None
             try:
-                with self._waiting("env.reset", f"env.reset_timeout_s={stage.env.reset_timeout_s:g}"):
-                    env = await stage.host.borrow(ticket.purpose)
+                with self._waiting("env.reset", f"env.reset_timeout_s={context.env.reset_timeout_s:g}"):
+                    env = await context.host.borrow(ticket.purpose)
                     observation, info = await env.reset(ticket.seed)
             except EnvFailure as error:
                 failure = error
@@ -128,24 +123,24 @@ class Rollout:
         raise _given_up(failure)
 
     async def _play_turns(self, env: HostedEnv, observation: Observation) -> Transcript:
-        stage, limits = self._stage, self._stage.rollout
-        transcript = Transcript(stage.renderer.opening(observation))
+        context, limits = self._context, self._context.rollout
+        transcript = Transcript(context.renderer.opening(observation))
         if len(transcript) + limits.max_new_tokens > limits.max_len:
             raise GaveUp(
                 "generation_failed",
                 f"the first prompt has {len(transcript)} tokens; rollout.max_len is {limits.max_len}",
             )
         loop = asyncio.get_running_loop()
-        limit = f"env.step_timeout_s={stage.env.step_timeout_s:g}"
+        limit = f"env.step_timeout_s={context.env.step_timeout_s:g}"
         while True:
             self._check_age(transcript)
             tokens = await self._generate(transcript)
-            text = stage.renderer.decode(tokens.ids)
+            text = context.renderer.decode(tokens.ids)
             self._texts.append(text)
             began = loop.time()
-            with self._waiting("env.step", limit), stage.metrics.busy():
+            with self._waiting("env.step", limit), context.metrics.busy():
                 observation, reward, terminated, truncated, info = await env.step(text)
-            stage.metrics.observe("env/step_s", loop.time() - began)
+            context.metrics.observe("env/step_s", loop.time() - began)
             self._reward += reward
             if info:
                 self._info.update(info)
@@ -155,7 +150,7 @@ class Rollout:
             if truncated or len(self._texts) >= limits.max_turns:
                 self._truncated = True
                 return transcript
-            shown = stage.renderer.follow_up(observation, transcript.last_token)
+            shown = context.renderer.follow_up(observation, transcript.last_token)
             if len(transcript) + len(shown) // TOKEN_BYTES + limits.max_new_tokens > limits.max_len:
                 self._truncated = True
                 return transcript
@@ -163,18 +158,19 @@ class Rollout:
 
     def _check_age(self, transcript: Transcript) -> None:
         """The bound is checked at every turn: a trajectory that can no longer train frees its slot at once."""
-        policy = self._stage.policy()
-        if self._ticket.purpose == "eval" or policy.alpha < 0 or transcript.version_first < 0:
+        first = transcript.version_first
+        if self._ticket.purpose == "eval" or first < 0:
             return
-        age = policy.version - transcript.version_first
-        if age > policy.alpha:
+        policy = self._context.policy()
+        if is_stale(first, policy.version, policy.alpha):
+            age = policy.version - first
             raise GaveUp(
                 "stale", f"age {age} after {len(self._texts)} turns; staleness.alpha is {policy.alpha}", retry=True
             )
 
     async def _generate(self, transcript: Transcript) -> Tokens:
         """The next turn, appended to `transcript`; an aborted request goes on from the tokens it has, under a new id."""
-        limits, turn = self._stage.rollout, len(self._texts)
+        limits, turn = self._context.rollout, len(self._texts)
         # A Store that lost its last seconds gives the same attempt out again: what it gets is no older than its own ticket.
         request_id = f"{self._key}v{self._ticket.version}.{turn}"
         prompt = transcript.prompt
@@ -201,23 +197,23 @@ class Rollout:
         raise GaveUp("generation_failed", f"aborted {limits.generate_tries} times, lastly: {reason}", retry=True)
 
     async def _ask_proxy(self, request: Generate) -> Completion | Aborted:
-        timeout_s = self._stage.rollout.generate_timeout_s
+        timeout_s = self._context.rollout.generate_timeout_s
         try:
             with self._waiting("generate", f"rollout.generate_timeout_s={timeout_s:g}", "llm_proxy"):
-                return await self._stage.proxy.ask(request, timeout=timeout_s)
+                return await self._context.proxy.ask(request, timeout=timeout_s)
         except AskFailed as error:
             raise GaveUp("generation_failed", str(error), retry=not isinstance(error, Failed)) from error
 
     async def _score(self) -> float:
         """What the reward functions add. The environment is no longer held here."""
-        stage = self._stage
-        if stage.reward is None:
+        context = self._context
+        if context.reward is None:
             return 0.0
         request = Score(self._key, tuple(self._texts), encode_columns(self._columns(), self._info))
-        timeout_s = stage.rollout.reward_timeout_s
+        timeout_s = context.rollout.reward_timeout_s
         try:
             with self._waiting("score", f"rollout.reward_timeout_s={timeout_s:g}", "reward_service"):
-                reply = await stage.reward.ask(request, timeout=timeout_s)
+                reply = await context.reward.ask(request, timeout=timeout_s)
         except AskFailed as error:
             raise GaveUp("reward_failed", str(error), retry=not isinstance(error, Failed)) from error
         if isinstance(reply, NotScored):
@@ -235,7 +231,48 @@ class Rollout:
         }
 
     def _waiting(self, stage: str, limit: str, holder: str = "") -> AbstractContextManager[Any]:
-        return self._stage.waits.on(self._ticket.trajectory_id, stage=stage, holder=holder, limit=limit)
+        return self._context.waits.on(self._ticket.trajectory_id, stage=stage, holder=holder, limit=limit)
+
+
+class RolloutRecord:
+    """How rollouts fared lately. Only failures that another attempt would meet again count: a lost worker or engine says nothing."""
+
+    def __init__(self, subject: Subject, reset_tries: int) -> None:
+        self._subject = subject
+        self._reset_tries = reset_tries
+        self._recent: deque[bool] = deque(maxlen=RECENT)
+        self._ever_good = False
+        self._told: set[tuple[str, str]] = set()
+
+    def good(self) -> None:
+        """A rollout got through."""
+        self._ever_good = True
+        self._recent.append(False)
+
+    def bad(self, ticket: Ticket, end: GaveUp) -> tuple[str, str]:
+        """(notice, verdict): sentences for the user, each empty where there is nothing to say; a verdict ends the job."""
+        if end.reason == ELSEWHERE or (end.retry and end.reason != "crashed"):
+            return "", ""
+        self._recent.append(True)
+        text, kind = self._described(ticket, end)
+        known = kind in self._told or len(self._told) >= MAX_NOTICES
+        self._told.add(kind)
+        return "" if known else text, self._verdict(text, " in their environment" if end.failure else "")
+
+    def _described(self, ticket: Ticket, end: GaveUp) -> tuple[str, tuple[str, str]]:
+        """The sentence, and what makes two failures the same to a reader."""
+        if (failure := end.failure) is not None:
+            tries = 0 if failure.method == "step" else self._reset_tries
+            text = sentence(self._subject, failure, task=ticket.task, seed=ticket.seed, tries=tries)
+            return text, (failure.outcome, failure.what.partition("(")[0])
+        detail = " ".join(end.detail.split())[:MAX_DETAIL]
+        text = f"a rollout ended as {end.reason} (task {ticket.task}, seed {ticket.seed}): {detail}"
+        return f"{text}. Log: {self._subject.log}", (end.reason, DIGITS.sub("", detail))
+
+    def _verdict(self, text: str, where: str) -> str:
+        if not is_hopeless(self._recent, ever_good=self._ever_good):
+            return ""
+        return f"{text}. {sum(self._recent)} of the last {len(self._recent)} rollouts failed{where}"
 
 
 def encode_columns(columns: Mapping[str, Any], info: Mapping[str, Any]) -> bytes:

@@ -1,18 +1,77 @@
-"""The engines as the proxy knows them, and the bounded first-in-first-out queue of requests that wait for room on one."""
+"""The engines as the proxy knows them: which are there, which request sits on which, and the bounded queue of those that wait for room."""
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from actors.messages.generation import EngineStatus
-from actors.proxy.inflight import ProxyRequest
-from actors.proxy.sessions import Sessions
-from bus.errors import NotSent
-from planning.routing import choose
+import msgspec
+
+from actors.messages.generation import Abort, Aborted, Completion, EngineStatus, Generate, Inspect, Resume, Suspend
+from actors.requests import SharedRequest, SharedRequests
+from bus.errors import AskFailed, Failed
+from planning.routing import choose, goes_first
 from planning.snapshot import EngineView, RequestView
+from runtime.actor import Actor
 
 if TYPE_CHECKING:
     from runtime.ref import Ref
+
+LEAVE_GRACE_S = 0.25
+"""An engine that left is given this long to hand its requests back with all their tokens (it drains) before they move with
+those it had streamed (it died)."""
+
+REST_S = 0.2
+"""An engine that refused or could not be reached gets no new request for this long: a failing ask is not repeated in a loop."""
+
+COMMAND_S = 30.0
+"""Limit of one command to one engine: longer than any decode step."""
+
+INSPECT_S = 5.0
+"""Limit of asking one engine for its status, and of waiting for all of them at the start."""
+
+
+class ProxyRequest(SharedRequest):
+    """One request that is not answered yet. Its `tokens` are what a move to another engine carries."""
+
+    def __init__(self, request: Generate) -> None:
+        super().__init__(request)
+        self.engine = ""
+        """The one engine it lives on; empty until it got a seat."""
+        self.asking: asyncio.Timeout | None = None
+        """Open while an engine is asked; ended early to take the request away from it."""
+        self.deaths = 0
+        """Engines that died while they ran it."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens.ids) // 4
+
+    def view(self) -> RequestView:
+        return RequestView(self.request.session, self.request.min_version, self.num_tokens)
+
+    def to_send(self) -> Generate:
+        """The request as the next engine gets it: with the tokens sampled so far."""
+        if self.tokens is self.request.resumed:
+            return self.request
+        return msgspec.structs.replace(self.request, resumed=self.tokens)
+
+    def outcome(self) -> Completion | Aborted | None:
+        """The answer that follows from what is known without an engine, if one does."""
+        request = self.request
+        if self.abort_reason:
+            return Aborted(request.request_id, self.tokens, self.abort_reason)
+        if self.tokens.ids:
+            if int.from_bytes(self.tokens.ids[-4:], "little", signed=True) in request.sampling.stop_token_ids:
+                return Completion(request.request_id, self.tokens, "stop", self.engine)
+            if self.num_tokens >= request.sampling.max_new_tokens:
+                return Completion(request.request_id, self.tokens, "length", self.engine)
+        return None
+
+    def take_away(self) -> None:
+        """End the ask that runs now: the request goes on elsewhere, or ends with `abort_reason`."""
+        if self.asking is not None and not self.asking.expired():
+            self.asking.reschedule(0.0)
 
 
 class EngineSeat:
@@ -21,7 +80,6 @@ class EngineSeat:
     __slots__ = (
         "bytes_in",
         "bytes_out",
-        "flights",
         "gone",
         "handed_back",
         "lost",
@@ -29,31 +87,58 @@ class EngineSeat:
         "name",
         "num_slots",
         "ref",
+        "requests",
         "resting",
         "suspended",
         "version",
     )
 
     def __init__(self, status: EngineStatus, ref: "Ref") -> None:
-        self.name, self.ref = status.engine, ref
+        self.name = status.engine
+        self.ref = ref
         self.num_slots = max(1, status.num_slots)
         self.version = status.version
         self.suspended = status.suspended
         self.resting = False
         """It refused or could not be reached a moment ago."""
-        self.flights: dict[str, ProxyRequest] = {}
-        self.lost = self.lost_tokens = 0
+        self.requests: dict[str, ProxyRequest] = {}
+        self.lost = 0
+        self.lost_tokens = 0
         """Requests taken away from it, with their tokens: for the sentence when it is gone."""
-        self.handed_back = self.gone = False
-        self.bytes_in = self.bytes_out = 0
-        """Prompts and tokens since the last phase intent."""
+        self.handed_back = False
+        self.gone = False
+        self.bytes_in = 0
+        self.bytes_out = 0
+        """Prompts and tokens since the last rollout phase began."""
 
     def view(self) -> EngineView:
-        return EngineView(self.name, self.version, self.num_slots, len(self.flights), self.suspended or self.resting)
+        return EngineView(self.name, self.version, self.num_slots, len(self.requests), self.suspended or self.resting)
+
+
+class Sessions:
+    """Session → name of the engine that served its last turn. Forgetting one costs a recomputed cache, nothing else."""
+
+    def __init__(self, limit: int) -> None:
+        self._engines: OrderedDict[str, str] = OrderedDict()
+        self._limit = limit
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def engine_of(self, session: str) -> str | None:
+        """The engine that served `session` last, if it is remembered; it may have left since."""
+        return self._engines.get(session)
+
+    def served(self, session: str, engine: str) -> None:
+        """`engine` takes the session's newest turn."""
+        self._engines[session] = engine
+        self._engines.move_to_end(session)
+        if len(self._engines) > self._limit:
+            self._engines.popitem(last=False)
 
 
 class Placement:
-    """Gives each flight one seat. A seat is taken before the engine is asked, so that a burst never overshoots."""
+    """Gives each request one seat. A seat is taken before the engine is asked, so that a burst never overshoots."""
 
     def __init__(self, sessions: Sessions, max_waiting: int) -> None:
         self.seats: dict[str, EngineSeat] = {}
@@ -89,44 +174,37 @@ class Placement:
         self._see(seat)
         self._advance()
 
-    def try_take(self, flight: ProxyRequest) -> EngineSeat | None:
+    def try_take(self, shared: ProxyRequest) -> EngineSeat | None:
         """A seat at once, unless others wait already or no engine has room."""
         if self.located:
-            known = self.seats.get(self.located.pop(flight.request.request_id, ""))
+            known = self.seats.get(self.located.pop(shared.request.request_id, ""))
             if known is not None:
-                return self._seat(flight, known)
-        return None if self._waiting else self._route(flight)
+                return self._seat(shared, known)
+        return None if self._waiting else self._route(shared)
 
-    async def take(self, flight: ProxyRequest, deadline: float) -> EngineSeat | None:
-        """A seat once the flight is first in the queue and an engine has room; None when it was aborted meanwhile.
-
-        A flight that has tokens already goes to the head: others of its group are further than those who have none. Raises NotSent at `deadline` (loop time).
-        """
+    async def take(self, shared: ProxyRequest) -> EngineSeat | None:
+        """A seat once it is the request's turn and an engine has room; None when it was aborted meanwhile."""
         future: asyncio.Future[EngineSeat | None] = asyncio.get_running_loop().create_future()
-        entry = (flight, future)
-        if flight.tokens.ids:
+        entry = (shared, future)
+        if goes_first(shared.view()):
             self._waiting.appendleft(entry)
         else:
             self._waiting.append(entry)
         try:
-            async with asyncio.timeout_at(deadline):
-                return await future
-        except TimeoutError:
-            self._withdraw(entry)
-            raise NotSent(f"{flight.request.request_id}: no engine had room before the deadline") from None
+            return await future
         except asyncio.CancelledError:
             self._withdraw(entry)
             raise
 
-    def release(self, seat: EngineSeat, flight: ProxyRequest) -> None:
-        """The flight left the engine, answered or not."""
-        seat.flights.pop(flight.request.request_id, None)
+    def release(self, seat: EngineSeat, shared: ProxyRequest) -> None:
+        """The request left the engine, answered or not."""
+        seat.requests.pop(shared.request.request_id, None)
         self.changed(seat)
 
-    def abort(self, flight: ProxyRequest) -> None:
-        """Wake the flight if it waits; its `abort_reason` is set."""
+    def abort(self, shared: ProxyRequest) -> None:
+        """Wake the request if it waits; its `abort_reason` is set."""
         for entry in self._waiting:
-            if entry[0] is flight:
+            if entry[0] is shared:
                 self._waiting.remove(entry)
                 if not entry[1].done():
                     entry[1].set_result(None)
@@ -136,35 +214,176 @@ class Placement:
         if self.seats.get(seat.name) is seat:
             self._views[seat.name] = seat.view()
 
-    def _route(self, flight: ProxyRequest) -> EngineSeat | None:
-        request = flight.request
-        view = RequestView(request.session, request.min_version)
-        route = choose(view, self._views.values(), self._sessions.engine_of(request.session))
-        return None if route.engine is None else self._seat(flight, self.seats[route.engine])
+    def _route(self, shared: ProxyRequest) -> EngineSeat | None:
+        sticky = self._sessions.engine_of(shared.request.session)
+        route = choose(shared.view(), self._views.values(), sticky)
+        return None if route.engine is None else self._seat(shared, self.seats[route.engine])
 
-    def _seat(self, flight: ProxyRequest, seat: EngineSeat) -> EngineSeat:
-        flight.engine = seat.name
-        seat.flights[flight.request.request_id] = flight
-        self._sessions.served(flight.request.session, seat.name)
+    def _seat(self, shared: ProxyRequest, seat: EngineSeat) -> EngineSeat:
+        shared.engine = seat.name
+        seat.requests[shared.request.request_id] = shared
+        self._sessions.served(shared.request.session, seat.name)
         self._see(seat)
         return seat
 
     def _advance(self) -> None:
         """Seat those who wait, in order, until no engine has room."""
         while self._waiting:
-            flight, future = self._waiting[0]
+            shared, future = self._waiting[0]
             if not future.done():
-                seat = self._route(flight)
+                seat = self._route(shared)
                 if seat is None:
                     return
                 future.set_result(seat)
             self._waiting.popleft()
 
     def _withdraw(self, entry: "tuple[ProxyRequest, asyncio.Future[EngineSeat | None]]") -> None:
-        flight, future = entry
+        shared, future = entry
         if entry in self._waiting:
             self._waiting.remove(entry)
         if future.done() and not future.cancelled():
             seat = future.result()
             if seat is not None:
-                self.release(seat, flight)
+                self.release(seat, shared)
+
+
+class Roster:
+    """The engines of one proxy, from the moment they are ready until their last request was taken away."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        placement: Placement,
+        requests: SharedRequests[ProxyRequest],
+        on_joined: Callable[[EngineSeat], None],
+    ) -> None:
+        self._actor = actor
+        self._placement = placement
+        self._requests = requests
+        self._on_joined = on_joined
+        self._inspections: dict[str, asyncio.Task[None]] = {}
+        self._suspended = False
+
+    async def first_look(self) -> None:
+        """Inspect every engine that is ready now."""
+        for name in self._actor.peers("engine"):
+            self._welcome(name)
+        if self._inspections:
+            await asyncio.wait(list(self._inspections.values()), timeout=INSPECT_S)
+
+    def changed(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
+        """Membership changed; one that is in both restarted, so the old one can hand nothing back."""
+        for name in left:
+            if task := self._inspections.pop(name, None):
+                task.cancel()
+            seat = self._placement.remove(name)
+            if seat is not None and name in joined:
+                self._gone(seat)
+            elif seat is not None:
+                self._actor.spawn(self._farewell(seat), name=f"{self._actor.name}.farewell.{name}")
+        for name in joined:
+            if name.rpartition("-")[0] == "engine":
+                self._welcome(name)
+
+    def rest(self, seat: EngineSeat, why: str) -> None:
+        """Give the engine no new request for a moment."""
+        if not seat.resting:
+            self._actor.log.info("engine_rests", engine=seat.name, for_s=REST_S, why=why)
+            seat.resting = True
+            self._placement.changed(seat)
+            self._actor.spawn(self._wake(seat), name=f"{self._actor.name}.rest.{seat.name}")
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    async def command(self, seat: EngineSeat, command: Abort | Suspend | Resume) -> bool:
+        """False when the engine did not carry it out; one that is leaving loses what it runs anyway."""
+        try:
+            await seat.ref.ask(command, timeout=COMMAND_S)
+        except AskFailed as error:
+            what = type(command).__name__
+            self._actor.log.warning("engine_not_commanded", engine=seat.name, command=what, error=str(error))
+            return False
+        return True
+
+    async def command_all(self, command: Suspend | Resume) -> None:
+        """Suspend or resume every engine, and those that join later. Raises Failed naming those still here that did not obey."""
+        self._suspended = isinstance(command, Suspend)
+        seats = list(self._placement.seats.values())
+        for seat in seats:
+            seat.suspended = True
+            self._placement.changed(seat)
+        async with asyncio.TaskGroup() as tasks:
+            done = [tasks.create_task(self.command(seat, command)) for seat in seats]
+        stubborn: list[str] = []
+        for seat, task in zip(seats, done, strict=True):
+            if task.result():
+                seat.suspended = isinstance(command, Suspend)
+                self._placement.changed(seat)
+            elif self._placement.seats.get(seat.name) is seat:
+                stubborn.append(seat.name)
+        if stubborn:
+            raise Failed(f"{type(command).__name__} did not reach {', '.join(stubborn)}: ask again")
+
+    def abort_at(self, seat: EngineSeat, request_id: str, reason: str) -> None:
+        """Have the engine drop a request that nobody waits for there; not waited for."""
+        self._actor.spawn(self.command(seat, Abort(request_id, reason)), name=f"{self._actor.name}.abort")
+
+    # -- joining and leaving ----------------------------------------------------------------------------------------
+
+    def _welcome(self, name: str) -> None:
+        if name not in self._inspections and name not in self._placement.seats:
+            task = self._actor.spawn(self._inspect(name), name=f"{self._actor.name}.inspect.{name}")
+            self._inspections[name] = task
+
+    async def _inspect(self, name: str) -> None:
+        """Ask a new engine for its status until it answers or leaves; then it gets requests."""
+        ref, pause_s = self._actor.ref(name), REST_S
+        while True:
+            try:
+                if self._suspended:
+                    await ref.ask(Suspend(), timeout=COMMAND_S)
+                status = await ref.ask(Inspect(), timeout=INSPECT_S)
+                if status.suspended == self._suspended:
+                    break
+                if status.suspended:
+                    await ref.ask(Resume(), timeout=COMMAND_S)
+            except AskFailed as error:
+                self._actor.log.warning("engine_not_inspected", engine=name, error=str(error))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, INSPECT_S)
+        self._inspections.pop(name, None)
+        self._take_in(status, EngineSeat(status, ref))
+
+    def _take_in(self, status: EngineStatus, seat: EngineSeat) -> None:
+        for request_id in (*status.running, *status.finished):
+            if request_id not in self._requests.running:
+                self._placement.located[request_id] = seat.name
+            elif request_id in status.running:
+                self.abort_at(seat, request_id, "it lives on another engine now")
+        self._placement.join(seat)
+        self._actor.log.info("engine_joined", engine=seat.name, version=seat.version, num_slots=seat.num_slots)
+        self._on_joined(seat)
+
+    async def _farewell(self, seat: EngineSeat) -> None:
+        await asyncio.sleep(LEAVE_GRACE_S)
+        self._gone(seat)
+
+    def _gone(self, seat: EngineSeat) -> None:
+        """Take every request away from an engine that left; they move with the tokens they have."""
+        seat.gone = True
+        requests = list(seat.requests.values())
+        for shared in requests:
+            shared.take_away()
+        num = seat.lost + len(requests)
+        tokens = seat.lost_tokens + sum(shared.num_tokens for shared in requests)
+        if num:
+            to = ", ".join(sorted(self._placement.seats)) or "the next engine that is ready"
+            verb = "was drained" if seat.handed_back else "died"
+            what = "1 request moves" if num == 1 else f"{num} requests move"
+            self._actor.notice(f"{seat.name} {verb}: {what} to {to} with the {tokens} tokens sampled so far")
+        self._actor.log.info("engine_left", engine=seat.name, moved=num, tokens=tokens)
+
+    async def _wake(self, seat: EngineSeat) -> None:
+        await asyncio.sleep(REST_S)
+        seat.resting = False
+        self._placement.changed(seat)

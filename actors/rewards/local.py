@@ -127,7 +127,8 @@ class LocalScorer:
 class _Refused(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 def describe(error: PoolError) -> str:

@@ -7,6 +7,7 @@ from typing import ClassVar
 from actors.config import RewardSection
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.rewards.local import LocalScorer
+from planning.hopeless import RECENT, is_hopeless
 from runtime.actor import Actor, Context, handler
 from runtime.config import ActorConfig
 from runtime.importer import check_module
@@ -17,9 +18,6 @@ BATCH = 64
 
 MAX_NOTICES = 3
 """Kinds of failure the user is told about; the log has all of them."""
-
-FIRST, RECENT, MAX_SHARE = 32, 64, 0.95
-"""No reward in the first 32 trajectories, or in more than 95 % of the last 64: nothing is left to learn from."""
 
 _Waiting = tuple[Score, "asyncio.Future[Scores | NotScored]"]
 
@@ -117,13 +115,10 @@ class RewardService(Actor):
     def _judge(self, why: NotScored) -> None:
         """End a job that has nothing to learn from, with the newest failure as its reason."""
         self._recent.append(True)
-        num, failed = len(self._recent), sum(self._recent)
-        if num >= FIRST and (not self._ever_good or (num == RECENT and failed > MAX_SHARE * num)):
+        if is_hopeless(self._recent, ever_good=self._ever_good):
             log = self.run.folder / "logs" / f"{self.name}.jsonl"
-            sentence = (
-                f"reward function {why.detail}. {failed} of the last {num} trajectories got no reward. Log: {log}"
-            )
-            self.finish(sentence, failed=True)
+            share = f"{sum(self._recent)} of the last {len(self._recent)} trajectories got no reward"
+            self.finish(f"reward function {why.detail}. {share}. Log: {log}", failed=True)
 
     def _user_output(self, line: str) -> None:
         self.log.info("user_output", text=line)

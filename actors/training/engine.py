@@ -46,3 +46,10 @@ class TrainEngine(Protocol):
 
 class TrainError(Exception):
     """The training boundary: what failed, on which file or step, and what to do."""
+
+
+TRAIN_ENGINES: Mapping[str, str] = {
+    "torch": "actors.training.torch_train:TorchTrainEngine",
+    "scripted": "actors.scripted.train_engine:ScriptedTrainEngine",
+}
+"""`train.kind` → class, built as `Class(ModelSection, TrainSection, steps=…, seed=…)`; imported only when it is chosen."""

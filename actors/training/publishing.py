@@ -1,19 +1,26 @@
-"""What the trainer tells others: new weights as a blob and a hint, and to the fabric which phase begins."""
+"""What the trainer does with weights beside training them: publishes them, checks once that engines see the same policy, and has them evaluated."""
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from actors.messages.fabric import Phase, PhaseIntent
-from actors.messages.samples import Advance, PolicyState
+from actors.messages.generation import Aborted, Completion, Generate, Sampling
+from actors.messages.samples import Advance, EvalResult, Evaluate, PolicyState
 from actors.messages.weights import WeightsPublished, WeightsTaken
-from actors.training.agreement import compare, require, sample
-from actors.training.engine import TrainEngine
-from actors.training.section import CheckSection
+from actors.training.engine import TrainEngine, TrainError
+from actors.training.section import CheckSection, EvalSection
 from bus.errors import AskFailed
+from bus.message import pack_i32, unpack_f32, unpack_i32
 from runtime.actor import Actor
+from runtime.ref import Ref
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 ASK_S = 300.0
 """Longest the sample buffer may be away (its own restart and the Store's included) before training gives up."""
@@ -26,6 +33,15 @@ BUFFER, NODE, FABRIC = "sample_buffer", "node", "fabric_controller"
 
 WEIGHTS = "weights"
 """Name of the weights' blob."""
+
+PROMPT_TOKENS = 8
+WORST_SHOWN = 5
+
+FAILED_SHARE = 0.01
+"""Above this share of tasks without a score the user is told: the reward says nothing about them."""
+
+REPLY_S = 30.0
+"""Beyond the time that the sample buffer may hold the ask back."""
 
 
 class Publisher:
@@ -87,8 +103,156 @@ class Publisher:
         vocab_size = int(msgspec.json.decode(await actor.offload(path.read_bytes))["vocab_size"])
         proxy, key, seed = actor.ref("llm_proxy"), f"{actor.incarnation}", actor.run.seed
         with actor.waits.on("agreement", stage="check", holder="llm_proxy", whole=True) as wait:
-            sampled = await sample(proxy, section, vocab_size=vocab_size, version=step, key=key, seed=seed)
+            sampled = await sample_random_prompts(
+                proxy, section, vocab_size=vocab_size, version=step, key=key, seed=seed
+            )
             wait.update(holder="")
-            found = await actor.offload(compare, sampled, engine.logprobs)
+            found = await actor.offload(compare_logprobs, sampled, engine.logprobs)
         actor.log.info("agreement", mean_abs=found.mean_abs, tokens=found.num_tokens)
-        actor.notice(require(found, section, actor.config.model.dtype), good=True)
+        actor.notice(require_agreement(found, section, actor.config.model.dtype), good=True)
+
+
+# -- the start-up check: do trainer and engine give the same tokens the same log-probabilities? ------------------------
+
+
+class Difference(NamedTuple):
+    """One sampled token as both sides see it (log-probabilities, nats)."""
+
+    prompt: int
+    position: int
+    token: int
+    engine: float
+    trainer: float
+
+
+class Agreement(NamedTuple):
+    """Mean |Δ log-prob| over `num_tokens` sampled tokens, and the tokens that differ most."""
+
+    mean_abs: float
+    num_tokens: int
+    worst: list[Difference]
+
+
+async def sample_random_prompts(
+    proxy: Ref, section: CheckSection, *, vocab_size: int, version: int, key: str, seed: int
+) -> list[tuple[list[int], Completion]]:
+    """Completions of random prompts under weights no older than `version`: off any task, so every weight matters."""
+    chance = random.Random(seed)
+    found: list[tuple[list[int], Completion]] = []
+    for index in range(section.num_prompts):
+        prompt = [chance.randrange(vocab_size) for _ in range(PROMPT_TOKENS)]
+        name = f"check.{key}.{index}"
+        sampling = Sampling(section.num_tokens, seed=chance.randrange(2**31))
+        request = Generate(name, name, pack_i32(prompt), sampling, min_version=version)
+        reply = await proxy.ask(request, timeout=section.timeout_s)
+        if isinstance(reply, Aborted):
+            raise TrainError(f"the engine aborted the start-up check ({reply.reason})")
+        found.append((prompt, reply))
+    return found
+
+
+def compare_logprobs(
+    sampled: Sequence[tuple[list[int], Completion]], logprobs: Callable[[list[list[int]]], list[list[float]]]
+) -> Agreement:
+    """Recompute what the engine reported. Blocks: offload it."""
+    completions = [unpack_i32(reply.tokens.ids) for _, reply in sampled]
+    recomputed = logprobs([prompt + ids for (prompt, _), ids in zip(sampled, completions, strict=True)])
+    differences: list[Difference] = []
+    for index, ((prompt, reply), ids) in enumerate(zip(sampled, completions, strict=True)):
+        reported = unpack_f32(reply.tokens.logprobs)
+        for position, (token, engine) in enumerate(zip(ids, reported, strict=True)):
+            differences.append(Difference(index, position, token, engine, recomputed[index][len(prompt) + position]))
+    gaps = [abs(d.engine - d.trainer) for d in differences]
+    worst = sorted(differences, key=lambda d: -abs(d.engine - d.trainer))[:WORST_SHOWN]
+    return Agreement(sum(gaps) / max(1, len(gaps)), len(gaps), worst)
+
+
+def require_agreement(found: Agreement, section: CheckSection, dtype: str) -> str:
+    """A sentence for the user. Raises TrainError, with the tokens that differ most, where the two do not see the same policy."""
+    limit = section.limit_float32 if dtype == "float32" else section.limit_bfloat16
+    measured = f"mean |Δlogp| {found.mean_abs:.1e} over {found.num_tokens} tokens"
+    if not found.mean_abs <= limit:
+        raise TrainError(
+            f"trainer and engine disagree: {measured}, limit {limit:.0e} ({dtype}). "
+            f"Check that both load the same model folder and dtype.\n{_worst_tokens(found)}"
+        )
+    return f"trainer and engine agree: {measured}"
+
+
+def _worst_tokens(agreement: Agreement) -> str:
+    """The worst tokens, one per line."""
+    lines = ["prompt  position  token   engine      trainer     |Δ|"]
+    lines += [
+        f"{d.prompt:6d}  {d.position:8d}  {d.token:5d}  {d.engine:10.5f}  {d.trainer:10.5f}  {abs(d.engine - d.trainer):.2e}"
+        for d in agreement.worst
+    ]
+    return "\n".join(lines)
+
+
+# -- held-out evaluations ----------------------------------------------------------------------------------------------
+
+
+class HeldOut:
+    """Asks the sample buffer for evaluations and keeps the newest result until a row takes it."""
+
+    def __init__(
+        self,
+        buffer: Ref,
+        section: EvalSection,
+        log: "FilteringBoundLogger",
+        notice: Callable[[str], None],
+        epoch: Callable[[], int],
+    ) -> None:
+        self._buffer = buffer
+        self._section = section
+        self._log = log
+        self._epoch = epoch
+        self._notice = notice
+        self._result: dict[str, float] = {}
+
+    def due(self, step: int, last: int) -> int:
+        """Tasks to evaluate after `step`; 0 where none is due."""
+        if step == last:
+            return self._section.final_num_tasks
+        return self._section.num_tasks if self._section.every and step % self._section.every == 0 else 0
+
+    def take(self) -> dict[str, float]:
+        """What was found since the last call, for the row that is written next."""
+        result, self._result = self._result, {}
+        return result
+
+    async def evaluate_last(self, step: int, num: int, leaving: asyncio.Event) -> bool:
+        """Like `evaluate`, but False at once when the actor is `leaving`: environments are drained by then, and the step is to be saved."""
+        async with asyncio.TaskGroup() as tasks:
+            waiting = (tasks.create_task(self.evaluate(step, num)), tasks.create_task(leaving.wait()))
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in waiting:
+                task.cancel()
+        return not leaving.is_set()
+
+    async def evaluate(self, step: int, num: int) -> None:
+        """Returns when there is a result, or none to be had in time; never raises for the latter."""
+        deadline = asyncio.get_running_loop().time() + self._section.timeout_s
+        request = Evaluate(f"{self._epoch()}.{step}", num)
+        while asyncio.get_running_loop().time() < deadline:
+            try:
+                reply = await self._buffer.ask(request, timeout=request.wait_s + REPLY_S)
+            except AskFailed as error:
+                self._log.warning("evaluation_failed", step=step, error=str(error))
+                return
+            if isinstance(reply, EvalResult):
+                self._keep(step, reply)
+                self._log.info("evaluated", step=step, reward=reply.reward, num=reply.num, failed=reply.failed)
+                return
+        self._log.warning("evaluation_timed_out", step=step)
+
+    def _keep(self, step: int, found: EvalResult) -> None:
+        """For the next row. A failed task has no reward: it is counted beside, since 0 would mix broken with unsolved."""
+        self._result = {"eval/num": found.num, "eval/failed": found.failed, "eval/version": found.version}
+        if found.num:
+            self._result["eval/reward"] = found.reward
+        tasks = found.num + found.failed
+        if found.failed > FAILED_SHARE * tasks:
+            self._notice(
+                f"evaluation after step {step}: {found.failed} of {tasks} tasks failed, and eval/reward leaves them out"
+            )

@@ -15,9 +15,8 @@ from safetensors.torch import save as save_tensors
 from actors import checkpoint as checkpoints
 from actors.config import ModelSection, TrainSection
 from actors.messages.samples import Trajectory
-from actors.training.advantages import group_advantages
 from actors.training.engine import StepResult, TrainError
-from actors.training.losses import clipped_policy_loss, token_logprobs
+from actors.training.losses import clipped_policy_loss, group_advantages, token_logprobs
 from actors.training.packing import TokenSequence, micro_batch, pack, sequences_of
 
 HF_FILES = (
@@ -34,7 +33,8 @@ class TorchTrainEngine:
     """World size 1. Not thread-safe: the Trainer calls it from one offloaded call at a time."""
 
     def __init__(self, model: ModelSection, train: TrainSection, *, steps: int, seed: int) -> None:
-        self._section, self._train_section = model, train
+        self._section = model
+        self._train_section = train
         self._steps = steps
         self._rng = random.Random(seed)
         self._model: Any = None
@@ -90,17 +90,19 @@ class TorchTrainEngine:
         # Minibatches keep their size: late in training few groups have spread, and updates on two of them are noise.
         count = max(1, math.ceil(self._train_section.minibatches * len(useful) / len(groups)))
         totals: dict[str, float] = {}
-        num_tokens = norm = skipped = 0.0
+        num_tokens = 0
+        num_skipped = 0
+        norm = 0.0
         for index in range(count):
             sequences = [s for group in useful[index::count] for s in group]
             if not sequences:
                 continue
             norm = self._update(sequences, totals, first=index == 0)
-            skipped += not math.isfinite(norm)
+            num_skipped += not math.isfinite(norm)
             num_tokens += sum(len(s.tokens) for s in sequences)
         self._step = step
         return StepResult(
-            _metrics(totals, norm, lr) | _reward_metrics(groups) | {"optim/skipped": skipped}, int(num_tokens)
+            _metrics(totals, norm, lr) | _reward_metrics(groups) | {"optim/skipped": num_skipped}, num_tokens
         )
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -127,7 +129,7 @@ class TorchTrainEngine:
     def _update(self, sequences: list[TokenSequence], totals: dict[str, float], *, first: bool) -> float:
         """One optimiser step on the token-level mean loss of `sequences`; returns the gradient's norm before clipping.
 
-        None where the norm is not finite: one such step would end every weight.
+        A norm that is not finite changes no weight: one such step would end every one of them.
         """
         section = self._train_section
         num_trained = sum(sum(s.trained) for s in sequences)

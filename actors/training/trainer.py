@@ -28,16 +28,15 @@ from actors.messages.samples import (
 )
 from actors.messages.weights import LatestWeights, NoWeights, WeightsPublished, WeightsTaken
 from actors.model_folder import check_model_folder
-from actors.training.engine import StepResult, TrainEngine, TrainError
-from actors.training.held_out import HeldOut
+from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from actors.training.progress import Rows, cpu_used, own_metrics
-from actors.training.publishing import ASK_S, BUFFER, Publisher
-from actors.training.scripted_train import ScriptedTrainEngine
+from actors.training.publishing import ASK_S, BUFFER, HeldOut, Publisher
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from runtime.actor import Actor, Context, handler
 from runtime.clock import wall_s
 from runtime.config import ActorConfig
 from runtime.errors import ActorFailed
+from runtime.importer import load_object
 from runtime.registry import list_actors
 
 if TYPE_CHECKING:
@@ -298,11 +297,9 @@ class Trainer(Actor):
             self._receipts.popleft()
 
     def _build(self) -> TrainEngine:
-        if self.config.train.kind == "scripted":
-            return ScriptedTrainEngine(self.config.train.scripted)
-        from actors.training.torch_train import TorchTrainEngine
-
-        return TorchTrainEngine(self.config.model, self.config.train, steps=self.run.steps, seed=self.run.seed)
+        config = self.config
+        build = load_object(TRAIN_ENGINES[config.train.kind])
+        return build(config.model, config.train, steps=self.run.steps, seed=self.run.seed)
 
     async def _trained(self, step: int, batch: Batch) -> tuple[list[list[Trajectory]], StepResult]:
         """Train on a batch. What raises twice in the same step is held to lie in the batch, and its groups end as `poisoned`.

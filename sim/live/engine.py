@@ -8,7 +8,6 @@ from pydantic import Field
 
 from actors.config import ModelSection
 from actors.engines.engine import Chunk, EngineCapabilities, EngineError, Load, Work
-from actors.engines.rate import Rate
 from actors.engines.section import EngineSection
 from actors.engines.sequence import Sequence, check
 from sim.engine_model import ModelledEngine
@@ -48,10 +47,9 @@ class RooflineEngine:
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
         if not isinstance(section, RooflineSection):
             raise EngineError("the modelled engine needs a RooflineSection")
-        self.capabilities = EngineCapabilities("roofline", prefix_cache=True)
+        self.capabilities = EngineCapabilities("roofline")
         self._section = section
         self._requests: dict[str, tuple[Sequence, asyncio.Event]] = {}
-        self._rate = Rate()
 
     async def start(self) -> None:
         self._timeline = LoopTimeline()
@@ -96,9 +94,8 @@ class RooflineEngine:
 
     def load(self) -> Load:
         running, slots = self._engine.in_flight, self._section.num_slots
-        speed = self._rate.per_second(self._timeline.now)
         version, suspended = self._engine.version, self._engine.suspended
-        return Load(slots, max(0, running - slots), min(running, slots), speed, version, suspended)
+        return Load(slots, max(0, running - slots), min(running, slots), version, suspended)
 
     async def stop(self) -> None:
         for request_id in list(self._requests):
@@ -114,4 +111,3 @@ class RooflineEngine:
         version = computed.ended.value if computed.ended.happened else self._engine.version
         for _ in range(left):
             sequence.sampled(TOKEN, -1.0, version)
-        self._rate.add(self._timeline.now, left)

@@ -1,6 +1,6 @@
 """The built-in engine as a process on shared cores: the live scheduler decides what goes into a step, and whose cache stays.
 
-When it steps follows actors/engines/step_loop.py.
+When it steps follows actors/engines/torch_engine.py.
 """
 
 from collections.abc import Callable

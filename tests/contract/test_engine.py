@@ -11,7 +11,7 @@ import pytest_asyncio
 from actors.config import ModelSection
 from actors.engines.engine import ENGINES, EngineDead, EngineError, Work
 from actors.engines.section import EngineSection, ScriptedSection
-from actors.engines.tokens import joined, pack, unpack_ids, unpack_logprobs
+from actors.engines.sequence import joined, pack, unpack_ids, unpack_logprobs
 from actors.messages.generation import Sampling, Tokens, VersionSpan
 from runtime.importer import load_object
 from tests.models import VOCAB, greedy, logprobs, weights_image, write_model

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.envs.failures import EnvFailure
-from actors.envs.hosting import EnvHost
-from actors.envs.preflight import check_environment
+from actors.envs.failures import EnvFailure, Subject, sentence
+from actors.envs.hosting import EnvHost, try_environment
 from actors.envs.section import EnvSection
 
 USER = Path(__file__).with_name("user_env.py")
@@ -149,6 +148,18 @@ START_MISTAKES = [
     ),
     (f"{USER}:HangsInReset", r"hung in reset \(seed 4211\): no answer within 0.3 s. 3 of 3 tries failed"),
 ]
+
+
+async def check_environment(settings, seed, *, log=""):
+    """What an environment manager does as it starts: "" or the sentence that ends the job."""
+    host = EnvHost(settings)
+    try:
+        await host.start()
+        return await try_environment(host, settings, seed, log=log)
+    except EnvFailure as failure:
+        return sentence(Subject(settings.target, log), failure, seed=seed)
+    finally:
+        await host.close()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from actors.config import ModelSection
 from actors.engines.engine import EngineDead, EngineError, Work
 from actors.engines.section import EngineSection
-from actors.engines.tokens import joined, unpack_ids, unpack_logprobs
+from actors.engines.sequence import joined, unpack_ids, unpack_logprobs
 from actors.engines.torch_engine import TorchEngine
 from actors.messages.generation import Sampling, Tokens, VersionSpan
 from tests.models import logprobs, weights_image, write_model

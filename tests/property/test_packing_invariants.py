@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.training.advantages import group_advantages
+from actors.training.losses import group_advantages
 from actors.training.packing import TokenSequence, micro_batch, pack
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)

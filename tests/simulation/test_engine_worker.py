@@ -6,7 +6,7 @@ import json
 import struct
 
 from actors.engines.section import EngineSection, ScriptedSection
-from actors.engines.tokens import unpack_ids
+from actors.engines.sequence import unpack_ids
 from actors.engines.worker import EngineWorker
 from actors.messages.generation import (
     HANDED_BACK,
@@ -26,7 +26,7 @@ from bus.errors import Failed
 from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import MemoryBlobStore
+from runtime.blobs.blob import BlobMissing, MemoryBlobStore
 from runtime.clock import run_virtual
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
@@ -48,12 +48,23 @@ class Proxy(Actor):
         self.reports.append(message)
 
 
+class CutBlobs(MemoryBlobStore):
+    """As where another host has the weights: they are known of, and can't be fetched while the link to it is `cut`."""
+
+    cut = False
+
+    async def get(self, name, version, *, check=True):
+        if self.cut:
+            raise BlobMissing(f"{name} {version}: no host gave it")
+        return await super().get(name, version, check=check)
+
+
 class Bench:
     """One engine worker, and a proxy to ask it from."""
 
     def __init__(self, tasks, folder):
         self.tasks, self.folder = tasks, folder
-        self.network, self.store, self.blobs = MemoryNetwork(), MemoryStore(), MemoryBlobStore()
+        self.network, self.store, self.blobs = MemoryNetwork(), MemoryStore(), CutBlobs()
         self.kernels, self.serving = {}, {}
 
     async def start(self, actor_class, name, config):
@@ -220,6 +231,34 @@ async def test_a_lost_announcement_is_made_up_for(bench, worker):
     await asyncio.sleep(2.5)
 
     assert (await bench.ask(Inspect())).version == 4
+
+
+@simulated(check_s=30.0)
+async def test_a_pull_that_failed_is_made_again_soon_while_a_request_waits_for_it(bench, worker):
+    bench.blobs.cut = True
+    await bench.publish(1)
+    asking = bench.tasks.create_task(bench.ask(request(min_version=1)))
+    await asyncio.sleep(4.0)
+
+    bench.blobs.cut = False
+    await asyncio.sleep(4.0)
+
+    assert asking.done()
+    assert (await asking).tokens.spans == (VersionSpan(1, 0, 10),)
+
+
+@simulated(check_s=30.0)
+async def test_a_pull_that_failed_is_made_again_when_somebody_joins(bench, worker):
+    bench.blobs.cut = True
+    await bench.publish(1)
+    asking = bench.tasks.create_task(bench.ask(request(min_version=1)))
+    await asyncio.sleep(20.0)
+
+    bench.blobs.cut = False
+    await worker.on_peers(("node-2",), ())
+    await asyncio.sleep(0.2)
+
+    assert asking.done()
 
 
 @simulated()

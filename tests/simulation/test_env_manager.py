@@ -9,8 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from actors.envs import manager as manager_module
-from actors.envs.dead_letters import DeadLetter
-from actors.envs.manager import EnvManager, EnvManagerConfig
+from actors.envs.manager import DeadLetter, EnvManager, EnvManagerConfig
 from actors.messages.generation import Aborted, Completion, Generate, Tokens, VersionSpan
 from actors.messages.rewards import NotScored, Score, Scores
 from actors.messages.samples import Admit, GiveUp, PolicyState, Put, RenewLeases, Stored, Ticket, Tickets
@@ -335,14 +334,14 @@ async def test_prompts_that_never_fit_end_the_job_with_one_sentence(tmp_path):
 
 async def test_a_crash_of_one_rollout_is_an_outcome_and_the_manager_lives_on(tmp_path):
     async with cluster(tmp_path, tickets=0) as made:
-        whole, failures = made.manager._stage.renderer.decode, iter([True])
+        whole, failures = made.manager._rollouts.renderer.decode, iter([True])
 
         def decode(ids):
             if next(failures, False):
                 raise ZeroDivisionError
             return whole(ids)
 
-        made.manager._stage.renderer.decode = decode
+        made.manager._rollouts.renderer.decode = decode
         Buffer.left = 5
         await made.buffer.until(lambda: len(Buffer.put) + len(Buffer.given_up) == 5)
 

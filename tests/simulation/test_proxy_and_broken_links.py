@@ -6,7 +6,7 @@ from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.messages.generation import Completion, EngineStatus, Generate, Inspect, Resume, Sampling, Suspend
 from actors.proxy.proxy import LLMProxy
-from actors.training.agreement import sample
+from actors.training.publishing import sample_random_prompts
 from actors.training.section import CheckSection
 from runtime.actor import handler
 from tests.simulation.test_proxy_on_the_bus import Asker, cluster
@@ -80,7 +80,7 @@ async def test_the_start_up_check_survives_a_link_that_breaks_for_a_moment(tmp_p
         await made.start(EngineWorker, "engine-1", engine=section())
         proxy = (await made.start(Asker, "env_manager-1")).ref("llm_proxy")
         checking = made.tasks.create_task(
-            sample(proxy, CheckSection(num_tokens=100), vocab_size=100, version=0, key="1", seed=1)
+            sample_random_prompts(proxy, CheckSection(num_tokens=100), vocab_size=100, version=0, key="1", seed=1)
         )
         await asyncio.sleep(3.0)
         made.network.snap("llm_proxy-1", "engine-1", "cable pulled")
@@ -101,10 +101,10 @@ async def test_an_engine_does_not_answer_with_the_abort_of_a_former_stay(tmp_pat
         await asyncio.sleep(1.0)
         made.network.snap("llm_proxy-1", "engine-1", "cable pulled")
         await asyncio.sleep(10.0)  # engine-1 is back, the request lives on engine-2
-        flight = made.actors["llm_proxy-1"]._flights.find("t")
-        assert flight.engine == "engine-2"
+        shared = made.actors["llm_proxy-1"]._requests.running["t"]
+        assert shared.engine == "engine-2"
         assert "engine-1" in made.actors["llm_proxy-1"]._placement.seats
-        have = flight.num_tokens
+        have = shared.num_tokens
         await made.kill("engine-2")
         reply = await asking
         assert isinstance(reply, Completion), (

@@ -5,11 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from actors.engines.remote_prefill import PrefillSection, RemotePrefillWorker
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.messages.fabric import PhaseIntent
 from actors.messages.generation import Completion, Generate, Sampling
 from actors.messages.weights import WeightsPublished
+from actors.scripted.remote_prefill import PrefillSection, RemotePrefillWorker
 from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler

@@ -4,8 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
-from actors.engines.weights_hosts import WeightsHosts
-from actors.engines.weights_puller import WeightsPuller
+from actors.engines.weights import HostWeights, WeightsPuller
 from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
@@ -54,7 +53,7 @@ class Engine(Actor):
     def __init__(self, config, context):
         super().__init__(config, context)
         self.engine = FakeEngine()
-        blobs = WeightsHosts(self.blobs, NODES[self.name], self.find, self.peers, self.ref)
+        blobs = HostWeights(self.blobs, NODES[self.name], self.find, self.peers, self.ref)
         self.weights = WeightsPuller(self.engine, blobs, self.metrics, self.waits, self.log)
 
     def find(self, name):

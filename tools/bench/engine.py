@@ -24,9 +24,9 @@ sys.path.insert(0, str(ROOT))
 
 from actors.config import ModelSection  # noqa: E402
 from actors.engines.engine import Work  # noqa: E402
-from actors.engines.model_config import read_config  # noqa: E402
+from actors.engines.hf_files import read_config  # noqa: E402
 from actors.engines.section import EngineSection  # noqa: E402
-from actors.engines.tokens import unpack_ids  # noqa: E402
+from actors.engines.sequence import unpack_ids  # noqa: E402
 from actors.messages.generation import Sampling  # noqa: E402
 
 PROMPT = 16

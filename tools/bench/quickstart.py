@@ -26,11 +26,10 @@ from actors.engines.runner import ModelRunner  # noqa: E402
 from actors.engines.scheduler import Scheduler  # noqa: E402
 from actors.engines.section import EngineSection  # noqa: E402
 from actors.engines.sequence import Sequence as Running  # noqa: E402
-from actors.engines.tokens import unpack_ids  # noqa: E402
-from actors.envs.chat import ChatRenderer  # noqa: E402
+from actors.engines.sequence import unpack_ids  # noqa: E402
+from actors.envs.chat import ChatRenderer, Transcript  # noqa: E402
 from actors.envs.frozen_lake import FrozenLakeText  # noqa: E402
 from actors.envs.section import RolloutSection  # noqa: E402
-from actors.envs.transcript import Transcript  # noqa: E402
 from actors.messages.generation import Sampling  # noqa: E402
 from actors.messages.samples import Ticket, Trajectory  # noqa: E402
 from actors.rewards.functions import malformed_penalty  # noqa: E402

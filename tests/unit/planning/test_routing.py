@@ -1,6 +1,6 @@
 """Which engine takes a request, by example."""
 
-from planning.routing import capacity, choose
+from planning.routing import capacity, choose, goes_first
 from planning.snapshot import EngineView, RequestView
 
 
@@ -65,3 +65,8 @@ def test_idle_engines_are_shared_out_by_session():
 
     for view in engines:
         assert 900 < chosen.count(view.name) < 1100
+
+
+def test_a_request_that_has_tokens_waits_at_the_head():
+    assert goes_first(RequestView("s", num_resumed=1))
+    assert not goes_first(RequestView("s", min_version=3))

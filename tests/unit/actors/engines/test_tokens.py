@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.engines.tokens import joined, pack, shifted, unpack_ids, unpack_logprobs
+from actors.engines.sequence import joined, pack, shifted, unpack_ids, unpack_logprobs
 from actors.messages.generation import Tokens, VersionSpan
 
 

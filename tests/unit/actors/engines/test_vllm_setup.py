@@ -9,9 +9,8 @@ import pytest
 
 from actors.config import ModelSection
 from actors.engines.engine import ENGINES, EngineError
-from actors.engines.handover import handed_over
 from actors.engines.section import EngineSection
-from actors.engines.weights_check import ExpectedTensors
+from actors.engines.vllm_weights import ExpectedTensors, handed_over
 from runtime.importer import load_object
 
 

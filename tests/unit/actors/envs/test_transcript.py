@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from actors.envs.transcript import Transcript
+from actors.envs.chat import Transcript
 from actors.messages.generation import Tokens, VersionSpan
 
 

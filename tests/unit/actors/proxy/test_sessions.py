@@ -1,6 +1,6 @@
 """The memory of sessions is bounded."""
 
-from actors.proxy.sessions import Sessions
+from actors.proxy.placement import Sessions
 
 
 def test_the_least_recently_used_session_is_forgotten_first():

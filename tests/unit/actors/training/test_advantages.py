@@ -1,6 +1,6 @@
 import pytest
 
-from actors.training.advantages import group_advantages
+from actors.training.losses import group_advantages
 
 
 def test_advantages_are_rewards_normalised_within_the_group():

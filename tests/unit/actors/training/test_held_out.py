@@ -6,7 +6,7 @@ import pytest
 
 from actors.messages.samples import EvalResult
 from actors.report import Run, summary
-from actors.training.held_out import HeldOut
+from actors.training.publishing import HeldOut
 from actors.training.section import EvalSection
 from runtime.observe.log import logger
 

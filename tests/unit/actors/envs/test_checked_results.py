@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from actors.envs.failures import EnvFailure
-from actors.envs.results import check_reset, check_step
+from actors.envs.hosting import check_reset, check_step
 from runtime.pool.pool import Unsendable
 
 WRONG_STEPS = [

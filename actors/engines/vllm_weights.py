@@ -1,11 +1,18 @@
-"""Decides whether a weights image fits a model folder, before an engine that can't undo it touches its weights."""
+"""Weights on their way into vLLM, which can't undo a swap: checked first, then handed to its processes by path, never in a pickle or on a wire."""
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
 from actors.engines.engine import EngineError
-from actors.engines.model_weights import tensors_of
-from actors.engines.weights import folder_images, read_header
+from actors.engines.hf_files import folder_images, read_header
+from actors.engines.model import tensors_of
+
+_MOST = 1 << 30
+"""Bytes per write: Linux takes at most 2 GiB at once."""
 
 
 class ExpectedTensors:
@@ -38,3 +45,30 @@ class ExpectedTensors:
                 )
             if not torch.isfinite(tensor.sum(dtype=torch.float32)):
                 raise EngineError(f"{source}: {name} is not finite: training diverged, or the image is damaged")
+
+
+@contextmanager
+def handed_over(image: memoryview) -> Iterator[str]:
+    """A path that holds a copy of `image` while the block runs. Processes of the same user can open it; what they mapped stays.
+
+    Raises OSError when there is no room for the copy.
+    """
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("rubato-weights", os.MFD_CLOEXEC)
+        path, temporary = f"/proc/{os.getpid()}/fd/{fd}", False
+    else:
+        fd, path = tempfile.mkstemp(prefix="rubato-weights-", suffix=".safetensors")
+        temporary = True
+    try:
+        _write(fd, image)
+        yield path
+    finally:
+        os.close(fd)
+        if temporary:
+            os.unlink(path)
+
+
+def _write(fd: int, image: memoryview) -> None:
+    rest = image.cast("B") if image.nbytes else memoryview(b"")
+    while rest:
+        rest = rest[os.write(fd, rest[:_MOST]) :]

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from actors import checkpoint as checkpoints
-from actors.config import ScriptedTrainSection
+from actors.config import ModelSection, TrainSection
 from actors.messages.samples import Trajectory
 from actors.training.engine import StepResult, TrainError
 
@@ -25,10 +25,10 @@ class _State(msgspec.Struct):
 class ScriptedTrainEngine:
     """A `TrainEngine`. Its checkpoint is the step and the epoch."""
 
-    def __init__(self, section: ScriptedTrainSection) -> None:
-        self._section = section
+    def __init__(self, model: ModelSection, train: TrainSection, *, steps: int, seed: int) -> None:
+        self._section = train.scripted
         self._state = _State(0, 0)
-        self._content = bytearray(os.urandom(4 * math.ceil(section.weights_mib * 2**18)))
+        self._content = bytearray(os.urandom(4 * math.ceil(self._section.weights_mib * 2**18)))
 
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
         if checkpoint is not None:

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from actors.engines.engine import EngineError
-from actors.engines.weights import TensorPlace, read_header
+from actors.engines.hf_files import TensorPlace, read_header
 
 
 def image(header: object, data: bytes = b"") -> memoryview:

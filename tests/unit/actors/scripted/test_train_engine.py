@@ -3,16 +3,20 @@
 import pytest
 
 from actors import checkpoint as checkpoints
-from actors.config import ScriptedTrainSection
-from actors.engines.weights import read_header
+from actors.config import ModelSection, ScriptedTrainSection, TrainSection
+from actors.engines.hf_files import read_header
+from actors.scripted.train_engine import STATE, ScriptedTrainEngine
 from actors.training.engine import TrainError
-from actors.training.scripted_train import STATE, ScriptedTrainEngine
 
-SECTION = ScriptedTrainSection(step_s=0.0, weights_mib=0.25)
+SECTION = TrainSection(kind="scripted", scripted=ScriptedTrainSection(step_s=0.0, weights_mib=0.25))
+
+
+def made() -> ScriptedTrainEngine:
+    return ScriptedTrainEngine(ModelSection(), SECTION, steps=10, seed=1)
 
 
 def test_its_weights_have_the_size_that_was_asked_for_and_differ_by_step(tmp_path):
-    engine = ScriptedTrainEngine(SECTION)
+    engine = made()
     images = []
     for step in (1, 2):
         engine.train(step, [])
@@ -24,12 +28,12 @@ def test_its_weights_have_the_size_that_was_asked_for_and_differ_by_step(tmp_pat
 
 
 def test_a_checkpoint_is_taken_up_where_it_ended_and_a_damaged_one_is_named(tmp_path):
-    engine = ScriptedTrainEngine(SECTION)
+    engine = made()
     engine.train(3, [])
     engine.save(tmp_path / "step_3", epoch=2)
     newest, _ = checkpoints.newest(tmp_path)
 
-    assert ScriptedTrainEngine(SECTION).load(tmp_path, newest) == (3, 2)
+    assert made().load(tmp_path, newest) == (3, 2)
     (newest / STATE).write_text("{")
     with pytest.raises(TrainError, match=STATE):
-        ScriptedTrainEngine(SECTION).load(tmp_path, newest)
+        made().load(tmp_path, newest)

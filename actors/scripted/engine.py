@@ -7,13 +7,10 @@ from pathlib import Path
 from zlib import crc32
 
 from actors.config import ModelSection
-from actors.engines.chance import bits, key_of
 from actors.engines.engine import Chunk, EngineCapabilities, EngineDead, EngineError, Load, Work
-from actors.engines.model_config import read_config
-from actors.engines.rate import Rate
+from actors.engines.hf_files import read_config, read_header
 from actors.engines.section import EngineSection
-from actors.engines.sequence import Sequence, check
-from actors.engines.weights import read_header
+from actors.engines.sequence import Sequence, bits, check, key_of
 
 
 class _Slot:
@@ -34,15 +31,17 @@ class ScriptedEngine:
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
         self.capabilities = EngineCapabilities("scripted", keeps_kv_on_update=True)
-        self._folder, self._section, self._script = folder, section, section.scripted
+        self._folder = folder
+        self._section = section
+        self._script = section.scripted
         self._vocab_size = section.scripted.vocab_size
         self._requests: dict[str, _Slot] = {}
         self._waiting: deque[_Slot] = deque()
         self._free = section.num_slots
         self._version = 0
-        self._suspended = self._alive = False
+        self._suspended = False
+        self._alive = False
         self._updating = asyncio.Lock()
-        self._rate = Rate()
 
     async def start(self) -> None:
         if (self._folder / "config.json").exists():
@@ -64,7 +63,6 @@ class ScriptedEngine:
                 await self._pass(slot, self._script.token_s)
                 if not sequence.finish_reason:
                     sequence.sampled(*self._token(slot), self._version)
-                    self._rate.add(asyncio.get_running_loop().time(), 1)
                     if not sequence.finish_reason:
                         yield sequence.chunk()
             yield sequence.chunk()
@@ -94,9 +92,8 @@ class ScriptedEngine:
 
     def load(self) -> Load:
         running = sum(slot.runs for slot in self._requests.values())
-        speed = self._rate.per_second(asyncio.get_running_loop().time())
         waiting = len(self._requests) - running
-        return Load(self._section.num_slots, waiting, running, speed, self._version, self._suspended)
+        return Load(self._section.num_slots, waiting, running, self._version, self._suspended)
 
     async def stop(self) -> None:
         self._alive = False

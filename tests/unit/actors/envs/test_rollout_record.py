@@ -1,7 +1,7 @@
 """When failures become a sentence, and when they end the job."""
 
 from actors.envs.failures import EnvFailure, GaveUp, Subject
-from actors.envs.outcomes import RolloutRecord
+from actors.envs.rollout import RolloutRecord
 from actors.messages.samples import Ticket
 
 TICKET = Ticket("t1", "g1", 1, 17, 4211, 0, 1)

@@ -5,15 +5,15 @@ over the bus from the engine of another host. The fabric is told how many they w
 """
 
 from contextlib import suppress
+from typing import ClassVar
 
 from pydantic import Field
 
-from actors.engines.worker import EngineWorker
+from actors.engines.worker import EngineRequest, EngineWorker
 from actors.messages.fabric import PhaseIntent
-from actors.messages.generation import Aborted, Completion, Generate
-from actors.messages.kv import FetchKv, KvCache
+from actors.messages.generation import Aborted, Completion
 from bus.errors import AskFailed
-from bus.message import Buffer
+from bus.message import Buffer, Message, Request
 from runtime.actor import handler
 from runtime.blobs.blob import BlobInfo
 from runtime.config import Section
@@ -21,6 +21,20 @@ from runtime.kernel import NODE
 
 FETCH_S = 60.0
 """A cache that does not come within this is computed here, which a scripted engine does for nothing."""
+
+
+class KvCache(Message, frozen=True):
+    """The bytes of one request's cache."""
+
+    data: Buffer
+
+
+class FetchKv(Request[KvCache], frozen=True):
+    """Give me the cache that a prompt of `num_tokens` tokens leaves under this weight version, or a newer one."""
+
+    idempotent: ClassVar[bool] = True
+    num_tokens: int
+    version: int
 
 
 class PrefillSection(Section):
@@ -39,11 +53,11 @@ class RemotePrefillWorker(EngineWorker):
 
     _fetched_bytes = 0
 
-    @handler(concurrency=1024, outlives_asker=True)
-    async def generate(self, request: Generate) -> Completion | Aborted:
+    async def _run(self, shared: EngineRequest) -> Completion | Aborted:
+        request = shared.request
         await self._started()[1].wait_for(request.min_version, request.request_id)
         await self._fetch(FetchKv(len(request.prompt) // 4, request.min_version))
-        return await super().generate(request)
+        return await super()._run(shared)
 
     @handler(concurrency=64)
     async def fetch_kv(self, request: FetchKv) -> KvCache:
