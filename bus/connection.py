@@ -23,10 +23,8 @@ Rest = Callable[[], None]
 class Connection(Protocol):
     """Sends frames to one peer. That the peer has gone is never raised; its owner is told, later."""
 
-    @property
-    def peer(self) -> Peer:
-        """The address it was opened to, or the name under which the listener took it in."""
-        ...
+    peer: Peer
+    """The address it was opened to, or the name under which the listener took it in."""
 
     def send(self, data: bytes | bytearray, buffers: Sequence[memoryview | bytes]) -> None:
         """Queue one frame and the buffers beside it."""
@@ -44,11 +42,8 @@ class Connection(Protocol):
 class Owner(Protocol):
     """Whom connections and listeners report to: the transport that they belong to. All on its event loop."""
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop: ...
-
-    @property
-    def refusals(self) -> Refusals: ...
+    loop: asyncio.AbstractEventLoop
+    refusals: Refusals
 
     def heard(self, connection: Connection, first: memoryview, beside: Sequence[memoryview]) -> None:
         """A message: its frame, and the parts beside it."""

@@ -147,12 +147,6 @@ class MemoryTransport:
         connection.link.outbox.add(envelope, buffers)
         self._mark(connection)
 
-    def disconnect(self, address: str) -> None:
-        """See Transport."""
-        connection = self._connections.pop(address, None)
-        if connection is not None:
-            connection.hang_up("the peer disconnected", keep=False)
-
     async def close(self) -> None:
         """See Transport."""
         if self._is_running:

@@ -56,10 +56,6 @@ class Transport(Protocol):
         """
         ...
 
-    def disconnect(self, address: str) -> None:
-        """Forget the link to `address` and what is queued for it; later envelopes open a new one."""
-        ...
-
     async def close(self) -> None:
         """Flush briefly, then release every socket. Afterwards nothing is delivered."""
         ...

@@ -112,12 +112,6 @@ class ZmqTransport:
         elif waiting >= PUSH_ENVELOPES:
             self._send(link)
 
-    def disconnect(self, address: str) -> None:
-        """See Transport."""
-        link = self._links.pop(address, None)
-        if link is not None:
-            self._release(link)
-
     async def close(self) -> None:
         """See Transport. Takes at most half a second per peer that does not read."""
         if not self._is_running:

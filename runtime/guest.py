@@ -12,7 +12,7 @@ from bus.message import Request
 from runtime.actor import Actor
 from runtime.config import ActorConfig, Config
 from runtime.errors import LaunchError, first_cause
-from runtime.launch.connection import Connection, connect
+from runtime.launch.connection import RunAccess, connect
 from runtime.messages import NotAdded
 from runtime.monitor.source import silent_store
 from runtime.registry import NODE, list_actors
@@ -83,7 +83,7 @@ async def ask_node(folder: Path, request: Request[ReplyT], *, node: str = NODE, 
     return reply
 
 
-async def _check_up(connection: Connection, name: str) -> None:
+async def _check_up(connection: RunAccess, name: str) -> None:
     """A name may be taken over only by the supervisor of its holder: a guest that did so would end an actor of the job."""
     folder = connection.run.folder
     try:

@@ -29,7 +29,7 @@ from runtime.store.store import Store
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from runtime.tap import FrameTap
+    from runtime.observe.tap import FrameTap
 
 ResultT = TypeVar("ResultT")
 
@@ -175,7 +175,7 @@ class Kernel:
 
     def _tap_asked(self, delivery: Delivery) -> None:
         if self._tap is None:
-            from runtime.tap import FrameTap  # only an actor that somebody taps needs it
+            from runtime.observe.tap import FrameTap  # only an actor that somebody taps needs it
 
             self._tap = FrameTap(self._transport, self._dispatch)
         self._tap.asked(delivery)

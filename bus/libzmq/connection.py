@@ -9,6 +9,7 @@ from bus.errors import BadAddress
 from bus.keys import Keys
 from bus.libzmq.options import Context, connect_to, new_dealer
 from bus.libzmq.socket import LAST_WORDS, LoopSocket, SocketMonitor
+from bus.link import Peer
 
 LINGER_MS = 500
 
@@ -26,7 +27,7 @@ class Dialled:
 
     def __init__(self, context: Context, name: str, address: str, keys: Keys | None, owner: Owner) -> None:
         """Raises BadAddress, and zmq.ZMQError when there are no more sockets. `name` is for this context alone."""
-        self.peer = address
+        self.peer: Peer = address
         self._owner = owner
         dealer = new_dealer(context)
         try:
@@ -75,12 +76,13 @@ class Dialled:
 class TakenIn:
     """A peer that came to our ROUTER, which `router` reads. `gone` and `slow` are called when it can't be sent to."""
 
-    __slots__ = ("_gone", "_router", "_slow", "peer")
+    __slots__ = ("_gone", "_router", "_routing_id", "_slow", "peer")
 
     def __init__(
         self, router: LoopSocket, routing_id: bytes, gone: Callable[[bytes], None], slow: Callable[[bytes], None]
     ) -> None:
-        self.peer = routing_id
+        self.peer: Peer = routing_id
+        self._routing_id = routing_id
         self._router = router
         self._gone = gone
         self._slow = slow
@@ -88,10 +90,10 @@ class TakenIn:
     def send(self, data: bytes | bytearray, buffers: Sequence[memoryview | bytes]) -> None:
         """See Connection."""
         try:
-            self._router.send(self.peer, data, buffers)
+            self._router.send(self._routing_id, data, buffers)
         except zmq.ZMQError as error:
             # One that is gone may have said something before that still waits to be read.
-            (self._slow if error.errno == zmq.EAGAIN else self._gone)(self.peer)
+            (self._slow if error.errno == zmq.EAGAIN else self._gone)(self._routing_id)
 
     def flushed(self) -> None:
         """See Connection."""

@@ -41,7 +41,7 @@ class UnixConnection:
     ) -> None:
         """`ended` is called once, later than whatever found out, unless we close it ourselves."""
         connection.setblocking(False)
-        self.peer = peer
+        self.peer: Peer = peer
         self.has_spoken = False
         """A message has arrived."""
         self._connection = connection

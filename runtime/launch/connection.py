@@ -25,7 +25,7 @@ from runtime.store.open import open_store
 from runtime.store.store import Store
 
 
-class Connection(NamedTuple):
+class RunAccess(NamedTuple):
     """Everything a kernel of this run is built from."""
 
     config: Config
@@ -61,7 +61,7 @@ class Connection(NamedTuple):
 
 
 @asynccontextmanager
-async def connect(folder: Path, *, types: bool = True) -> AsyncGenerator[Connection]:
+async def connect(folder: Path, *, types: bool = True) -> AsyncGenerator[RunAccess]:
     """Reach the run in `folder`. Raises LaunchError when there is none or nobody answers for it.
 
     Without `types` its config has no roles and no code of the user's is imported: enough to ask the node agent.
@@ -77,13 +77,13 @@ async def connect(folder: Path, *, types: bool = True) -> AsyncGenerator[Connect
 
 
 @asynccontextmanager
-async def reach(config: Config, card: RunCard, folder: Path, keys: Keys | None) -> AsyncGenerator[Connection]:
+async def reach(config: Config, card: RunCard, folder: Path, keys: Keys | None) -> AsyncGenerator[RunAccess]:
     """The run of `card`, for a process of its host that knows its config."""
     run = RunInfo(card.id, folder, config.run.seed, config.run.steps, config.state.window_s)
     store = open_store(card.state_url, card.id)
     blobs = BlobClient(Path(card.sockets) / "blobs.sock")
     try:
-        yield Connection(config, card, run, store, blobs, keys)
+        yield RunAccess(config, card, run, store, blobs, keys)
     finally:
         await blobs.close()
         await store.close()

@@ -17,7 +17,7 @@ from runtime.kept_code import keep, pack, unpack, use
 from runtime.keys import write_keys
 from runtime.launch.agent import ASK_S, JobOutcome, NodeAgent
 from runtime.launch.children import allow_many_files, on_signals
-from runtime.launch.connection import Connection, reach
+from runtime.launch.connection import RunAccess, reach
 from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder
 from runtime.launch.gate import GateClient, way_through
@@ -81,7 +81,7 @@ class Joiner:
         actor_class.preflight(actor_config, self._folder.path)
         return await self._host_actors(connection, tasks)
 
-    async def _host_actors(self, connection: Connection, tasks: asyncio.TaskGroup) -> JobOutcome:
+    async def _host_actors(self, connection: RunAccess, tasks: asyncio.TaskGroup) -> JobOutcome:
         """Get names from the first host, start the actors, and stay until there is an outcome.
 
         Only a host that is let in keeps the job's keys and the way to its Store, for the actors that it starts.

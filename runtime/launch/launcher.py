@@ -21,7 +21,7 @@ from runtime.kept_code import keep, pack
 from runtime.keys import RunKeys, command_for, find_keys
 from runtime.launch.agent import JobOutcome, NodeAgent
 from runtime.launch.children import allow_many_files, die_with_parent, on_signals
-from runtime.launch.connection import Connection, reach
+from runtime.launch.connection import RunAccess, reach
 from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder
 from runtime.launch.gate import GateServer, way_to
@@ -98,7 +98,7 @@ class Launcher:
         self._folder.commit()
         return await self._host(connection, tasks)
 
-    async def _host(self, connection: Connection, tasks: asyncio.TaskGroup) -> JobOutcome:
+    async def _host(self, connection: RunAccess, tasks: asyncio.TaskGroup) -> JobOutcome:
         """Run the node agent and the actors until there is an outcome, then stop them."""
         began = self._clock()
         async with process_host(connection, self._console, tasks) as agent:

@@ -14,7 +14,7 @@ from runtime.kept_code import FOLDER as CODE
 from runtime.kept_code import VARIABLE as CODE_VARIABLE
 from runtime.launch.agent import Hosting, NodeAgent, Screen
 from runtime.launch.children import die_with_parent
-from runtime.launch.connection import Connection
+from runtime.launch.connection import RunAccess
 from runtime.observe.log import logger
 
 STDERR_TAIL = 4000
@@ -87,7 +87,7 @@ class ProcessBackend:
 
 
 @asynccontextmanager
-async def process_host(connection: Connection, screen: Screen, tasks: asyncio.TaskGroup) -> AsyncGenerator[NodeAgent]:
+async def process_host(connection: RunAccess, screen: Screen, tasks: asyncio.TaskGroup) -> AsyncGenerator[NodeAgent]:
     """This host's node agent over processes, from when it is ready; it leaves with the block, in which its actors are to be stopped."""
     job = connection.config
     backend = ProcessBackend(connection.run.folder, lambda role: job.actors[role].threads)

@@ -302,31 +302,6 @@ async def test_a_refused_peer_may_come_back_with_a_new_link(endpoints, monkeypat
     assert ids(await engine.next()) == [2]
 
 
-async def test_after_disconnect_a_post_opens_a_new_link_and_nothing_is_reported_here(endpoints):
-    sender, receiver = await endpoints("proxy-1"), await endpoints("engine-1")
-    sender.post(receiver.address, 1)
-    (first,) = await receiver.next()
-
-    sender.post(receiver.address, 2)
-    sender.transport.disconnect(receiver.address)
-    sender.post(receiver.address, 3)
-
-    (second,) = await receiver.next()
-    assert second.envelope.id == 3
-    assert second.peer != first.peer
-    assert (await receiver.next_down())[0] == first.peer
-    assert sender.downs.empty()
-
-
-async def test_disconnecting_an_unknown_address_is_nothing(endpoints):
-    sender, receiver = await endpoints("proxy-1"), await endpoints("engine-1")
-
-    sender.transport.disconnect(receiver.address)
-    sender.post(receiver.address, 1)
-
-    assert ids(await receiver.next()) == [1]
-
-
 async def test_after_close_nothing_is_delivered_and_posting_is_harmless(endpoints):
     sender, receiver = await endpoints("proxy-1"), await endpoints("engine-1")
     sender.post(receiver.address, 1)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from bus.codec import decode_frame
 from bus.message import Message, Request
-from runtime import tap
 from runtime.actor import Actor, handler
 from runtime.messages import NotTapped, Tap, Tapped
+from runtime.observe import tap
 from tests.simulation.test_kernel import Client, Cluster
 from tests.virtual import virtual
 

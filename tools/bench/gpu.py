@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from actors.engines.engine import Work  # noqa: E402
 from actors.engines.section import EngineSection  # noqa: E402
 from actors.messages.generation import Sampling  # noqa: E402
 from actors.messages.samples import Segment, Ticket, Trajectory  # noqa: E402
-from bus.message import pack_f32, pack_i32  # noqa: E402
+from bus.message import pack_i32  # noqa: E402
 
 SHAPES = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -112,7 +113,7 @@ def trainer_rate(folder: Path) -> float:
 def _trajectory(group: int, index: int) -> Trajectory:
     tokens = [(group * 31 + index * 17 + i * 104_729) % VOCAB for i in range(TRAIN_LEN)]
     mask = bytes([0] * PROMPT + [1] * (TRAIN_LEN - PROMPT))
-    segment = Segment(pack_i32(tokens), mask, pack_f32([-10.0] * TRAIN_LEN), ())
+    segment = Segment(pack_i32(tokens), mask, array("f", [-10.0] * TRAIN_LEN).tobytes(), ())
     ticket = Ticket(f"g{group}.{index}", f"g{group}", 1, group, group, 0, 1)
     return Trajectory(ticket, (segment,), float(index % 2), 1, False, 0.0, 0, 0)
 
