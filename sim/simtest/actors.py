@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from actors.checkpoint import name
-from actors.messages.samples import Commit, Put, Stored
+from actors.messages.samples import Batch, Claim, Commit, NotReady, Put, Stored
 from actors.rewards.service import RewardService
 from actors.samples.buffer import SampleBuffer
 from actors.training.engine import TrainEngine
@@ -57,11 +57,18 @@ class SimBuffer(SampleBuffer):
         return stored
 
     @handler(concurrency=16)
+    async def claim(self, request: Claim) -> Batch | NotReady:
+        reply = await super().claim(request)
+        if self.process.alive and isinstance(reply, Batch):
+            self.monitor.trainer_answered("CLAIM", request.step, request.epoch, self._groups.training.epoch)
+        return reply
+
+    @handler(concurrency=16)
     async def commit(self, request: Commit) -> Ack:
         newest = self._groups.training.epoch
         ack = await super().commit(request)
         if self.process.alive:
-            self.monitor.commit_answered(request.step, request.epoch, newest)
+            self.monitor.trainer_answered("COMMIT", request.step, request.epoch, newest)
         return ack
 
 

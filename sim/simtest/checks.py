@@ -146,12 +146,12 @@ class InvariantChecks:
             if fate == "":
                 self.timeline.acknowledged[ticket.trajectory_id] = ticket.attempt
 
-    def commit_answered(self, step: int, epoch: int, newest: int) -> None:
-        """The buffer told a trainer of `epoch` that its checkpoint counts; `newest` is the epoch it knew of as it was asked."""
+    def trainer_answered(self, what: str, step: int, epoch: int, newest: int) -> None:
+        """The buffer gave a trainer of `epoch` its batch, or told it that its checkpoint counts; `newest` is the epoch it knows of."""
         if epoch < newest:
             self.fail(
                 "one committer per epoch",
-                f"COMMIT of step {step} under epoch {epoch} was answered, {newest} is the newest",
+                f"{what} of step {step} under epoch {epoch} was answered, {newest} is the newest",
             )
 
     def trained(self, step: int, groups: list[list[Trajectory]], history: list[list[str]]) -> None:

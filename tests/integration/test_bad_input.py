@@ -114,7 +114,7 @@ CONFIGS = [
     pytest.param((*LAUNCH, "rollout.max_new_tokens=600"), "rollout.max_new_tokens is 600; it must be below rollout.max_len, which is 512.", id="turns longer than trajectories"),
     pytest.param((*LAUNCH, "rollout.max_len=4096"), "rollout.max_len is 4096; it must be at most engine.max_len, which is 1024.", id="trajectories longer than the engine takes"),
     pytest.param((*LAUNCH, "rollout.hold_s=20"), "rollout.hold_s is 20; it must be at most a third of samples.ticket_ttl_s, which is 30.", id="tickets that lapse"),
-    pytest.param((*LAUNCH, "actors.env_manager.count=0"), "Set actors.env_manager.count=1.", id="zero env managers"),
+    pytest.param((*LAUNCH, "actors.env_manager.count=0"), "Set actors.env_manager.count=1,", id="zero env managers"),
     pytest.param((*LAUNCH, "actors.trainer.count=2"), "Set actors.trainer.count=1.", id="two trainers"),
     pytest.param((*LAUNCH, "actors.trainer.class=actors.training.trainer:Trainr"), "Did you mean Trainer?", id="mistyped actor class"),
     pytest.param((*LAUNCH, "engine.kind=foo"), "engine.kind: foo is not torch, vllm or scripted, nor a class of yours as package.module:Class.", id="unknown engine"),

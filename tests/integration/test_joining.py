@@ -89,8 +89,9 @@ def _bound_ports(run: Path) -> set[int]:
     """Every tcp port that this run's records name: the gate's, and those of actors on both hosts."""
     card = json.loads((run / "run.json").read_bytes())
     with redis.Redis.from_url(card["state_url"], protocol=2) as store:
-        values = f"rubato:{{{card['id']}}}:lease:values"
-        records = map(msgspec.msgpack.decode, store.hmget(values, store.hkeys(values)))
+        leases = f"rubato:{{{card['id']}}}:lease"
+        names = store.zrangebyscore(f"{leases}:until", 0, "+inf")
+        records = map(msgspec.msgpack.decode, store.hmget(f"{leases}:values", names))
         return {int(where.rpartition(":")[2]) for where in (card["gate"], *(r.get("public") for r in records)) if where}
 
 
