@@ -49,11 +49,6 @@ MUTATIONS: dict[str, Mutation] = {
         "the write that every answer waits for",
         (Edit(Journal, "sync", "await done", "await asyncio.sleep(0)"),),
     ),
-    "fence": Mutation(
-        "the fence: a buffer that was replaced goes on writing",
-        (Edit(MemoryStore, "_passes", "fence.token < stored[0]", "False"),),
-        ("zombie", "freeze", "kill"),
-    ),
     "turn": Mutation(
         "the number of a write: a Store that forgot goes unnoticed",
         (Edit(MemoryStore, "_passes", "stored != (turn.after or (fence.token, turn.number - 1))", "False"),),

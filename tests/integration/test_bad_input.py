@@ -324,7 +324,7 @@ RUNNING = [
     pytest.param(("drain", "sample_buffer-1", "--run", "{run}"), "sample_buffer-1 can't be drained: a run needs at least 1 sample_buffer. Save and end", id="drain the buffer"),
     pytest.param(("drain", "llm_proxy-1", "--run", "{run}"), "llm_proxy-1 can't be drained: a run needs at least 1 llm_proxy. Save and end", id="drain the last proxy"),
     pytest.param(("add", "engine", "--run", "{run}", "-n", "0"), "can't add 0 actors", id="add none"),
-    pytest.param(("drain", "engine-9", "--run", "{run}"), "engine-9 does not run here. Running:", id="drain unknown name"),
+    pytest.param(("drain", "engine-9", "--run", "{run}"), "engine-9 is not in this run, so nothing was done. Running:", id="drain unknown name"),
     pytest.param(("launch", "acting.yaml", "--run-dir", "{run}"), "is running already", id="launch into a running run"),
     pytest.param(("launch", "acting.yaml", "--run-dir", "{run}", "--resume"), "is running already", id="resume a running run"),
     pytest.param(("launch", "acting.yaml", "--run-dir", "{run}", "--force"), "is running already", id="overwrite a running run"),
@@ -400,7 +400,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before_as_it_was(sto
     assert f"checkpoint {stopped}/checkpoints/waiting_3." in ended.err
     assert "The one before it is intact; free some space and --resume." in ended.err
     assert checkpoints.check(stopped / "checkpoints" / "step_2").step == 2
-    assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["step_1", "step_2"]
+    assert sorted(path.name for path in (stopped / "checkpoints").glob("step_*")) == ["step_1", "step_2"]
 
 
 def _check_one_sentence(ended: Ended, sentence: str, place: Path) -> None:

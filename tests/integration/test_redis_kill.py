@@ -87,9 +87,11 @@ async def test_what_was_acknowledged_survives_a_kill_and_calls_under_way_just_ta
     indices, numbers = list[int](), list[int]()
 
     async def write(writer: int) -> None:
+        fence = Fence(f"writer-{writer}", 1)
+        await store.write({}, fence=fence)
         for i in range(150):
             name = f"{writer}.{i}"
-            fence, entry = Fence(f"writer-{writer}", 1), Append(f"log-{writer}", i + 1, [name.encode()])
+            entry = Append(f"log-{writer}", i + 1, [name.encode()])
             await store.write({f"item/{name}": b"p" * 2000}, fence=fence, turn=WriteNumber(i + 1), append=entry)
             acknowledged.append(name)
             if len(acknowledged) % 350 == 0:
@@ -158,6 +160,7 @@ async def test_a_change_whose_reply_is_lost_is_made_once_and_answered_truly(serv
             return answer
 
         fence = Fence("buffer", 1)
+        await store.write({}, fence=fence)
         answers = [
             await losing(lambda: store.append("s", b"1")),
             await losing(lambda: store.increment("n")),

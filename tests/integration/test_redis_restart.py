@@ -64,6 +64,7 @@ async def fill(store: RedisStore) -> None:
     await store.lease("actor/a-1", 5, b"lives", 600.0)
     await store.lease("actor/b-1", 6, b"left", 600.0)
     await store.release("actor/b-1", 6)
+    await store.write({}, fence=Fence("samples", 4))
     for number in range(1, 6):
         ends = Append("ends", number, [b"end %d" % number], forget=1)
         await store.write(

@@ -17,7 +17,7 @@ def imports(monkeypatch):
     """What a test imports is forgotten behind it."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, KeptCode)])
     yield
     for name in set(sys.modules) - before:
         del sys.modules[name]
