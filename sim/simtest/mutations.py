@@ -40,11 +40,6 @@ MUTATIONS: dict[str, Mutation] = {
         "the incarnation check",
         (Edit(Dispatcher, "arrived", "envelope.incarnation != self.incarnation", "False"),),
     ),
-    "epoch": Mutation(
-        "the epoch check of a trainer's claims and commits",
-        (Edit(Groups, "check_epoch", "epoch < self.training.epoch", "False"),),
-        ("zombie_before_commit", "kill", "zombie", "freeze"),
-    ),
     "answer": Mutation(
         "the write that every answer waits for",
         (Edit(Journal, "sync", "await done", "await asyncio.sleep(0)"),),
