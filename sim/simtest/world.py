@@ -208,8 +208,6 @@ class World:
 
     def _sent(self, sender: str, receiver: str, what: Frame | str) -> None:
         self.record.frame(sender, receiver, what)
-        if not isinstance(what, Frame):
-            return
 
     def _saving(self, process: ActorProcess, point: str, step: int) -> None:
         act = self.at_save.pop(point, None)
