@@ -169,10 +169,11 @@ def _check_shape(dtype: str, shape: Sequence[int], size_bytes: int) -> None:
 
 def pack_i32(values: Iterable[int]) -> bytes:
     """Token ids as they travel: four little-endian bytes each. Raises OverflowError for what does not fit."""
-    items = array("i", values)
-    if sys.byteorder == "big":
-        items.byteswap()
-    return items.tobytes()
+    return _pack("i", values)
+
+
+def pack_f32(values: Iterable[float]) -> bytes:
+    return _pack("f", values)
 
 
 def unpack_u8(data: Bytes) -> list[int]:
@@ -186,6 +187,13 @@ def unpack_i32(data: Bytes) -> list[int]:
 
 def unpack_f32(data: Bytes) -> list[float]:
     return _unpack("f", data)
+
+
+def _pack(code: str, values: Iterable[float]) -> bytes:
+    items: array[Any] = array(code, values)
+    if sys.byteorder == "big":
+        items.byteswap()
+    return items.tobytes()
 
 
 def _unpack(code: str, data: Bytes) -> list[Any]:

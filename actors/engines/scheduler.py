@@ -36,11 +36,6 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    @property
-    def num_idle_slots(self) -> int:
-        """Slots kept for the next turn of a session."""
-        return self._slots.num_idle
-
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that is not finished."""
         self._waiting.append(sequence)

@@ -1,12 +1,11 @@
 """One request inside an engine: its tokens, the number that draws each of them, and the packed form in which they travel."""
 
-import struct
-from collections import abc
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from actors.engines.engine import Chunk, EngineError, Work
 from actors.messages.generation import Tokens, VersionSpan
+from bus.message import pack_f32, pack_i32, unpack_i32
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +33,7 @@ class Sequence:
     def __init__(self, work: Work, max_len: int) -> None:
         self.work = work
         self.session = work.session
-        self.tokens = [*work.prompt, *unpack_ids(work.resumed.ids)]
+        self.tokens = [*work.prompt, *unpack_i32(work.resumed.ids)]
         self.max_tokens = min(max_len, len(work.prompt) + work.sampling.max_new_tokens)
         self.stop_ids = frozenset(work.sampling.stop_token_ids)
         self.temperature_top_p = (work.sampling.temperature, work.sampling.top_p)
@@ -67,11 +66,11 @@ class Sequence:
         spans = [
             VersionSpan(version, start, end) for (version, start), end in zip(self.unsent_versions, ends, strict=False)
         ]
-        chunk = Chunk(pack(self.unsent_ids, self.unsent_logprobs, spans), self.finish_reason)
+        tokens = Tokens(pack_i32(self.unsent_ids), pack_f32(self.unsent_logprobs), tuple(spans))
         self.unsent_ids = []
         self.unsent_logprobs = []
         self.unsent_versions = []
-        return chunk
+        return Chunk(tokens, self.finish_reason)
 
     def _finish_after(self, token: int) -> None:
         if token in self.stop_ids:
@@ -125,27 +124,7 @@ def uniform(key: Whole, position: Whole) -> "float | np.ndarray":
     return (bits(key, position) >> 40) * 2.0**-24
 
 
-# -- tokens between lists and the packed form that messages carry -----------------------------------------------------
-
-
-def pack(ids: abc.Sequence[int], logprobs: abc.Sequence[float], spans: abc.Sequence[VersionSpan]) -> Tokens:
-    """Lists of equal length as one Tokens: little-endian int32 and float32."""
-    num = len(ids)
-    return Tokens(struct.pack(f"<{num}i", *ids), struct.pack(f"<{num}f", *logprobs), tuple(spans))
-
-
-def unpack_ids(packed: bytes) -> tuple[int, ...]:
-    """Token ids from little-endian int32 bytes. Raises ValueError when they are not whole."""
-    if len(packed) % 4:
-        raise ValueError(f"{len(packed)} bytes of token ids are not whole int32 values")
-    return struct.unpack(f"<{len(packed) // 4}i", packed)
-
-
-def unpack_logprobs(packed: bytes) -> tuple[float, ...]:
-    """Log-probabilities from little-endian float32 bytes. Raises ValueError when they are not whole."""
-    if len(packed) % 4:
-        raise ValueError(f"{len(packed)} bytes of log-probs are not whole float32 values")
-    return struct.unpack(f"<{len(packed) // 4}f", packed)
+# -- completions that are put together from parts -----------------------------------------------------
 
 
 def shifted(tokens: Tokens, by: int) -> Tokens:

@@ -1,6 +1,7 @@
 """Decides how vLLM is started: its arguments from our sections, its environment, and the sentence when it can't."""
 
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import os
@@ -80,9 +81,8 @@ def arguments(folder: Path, model: ModelSection, section: EngineSection) -> Any:
         if name in FIXED:
             raise EngineError(f"engine.vllm.{name} can't be set: this runtime needs it to be {FIXED[name]!r}")
         if name not in known:
-            raise EngineError(
-                f"engine.vllm.{name} is not an argument of this vLLM's AsyncEngineArgs{_nearest(name, known)}"
-            )
+            near = "".join(f"; did you mean {found}?" for found in difflib.get_close_matches(name, known, 1))
+            raise EngineError(f"engine.vllm.{name} is not an argument of this vLLM's AsyncEngineArgs{near}")
     ours = {
         "model": str(folder),
         "dtype": model.dtype,
@@ -135,11 +135,3 @@ def _uncompiled(*, on: bool) -> Iterator[None]:
     finally:
         if on and before is None:
             del os.environ["TORCHDYNAMO_DISABLE"]
-
-
-def _nearest(name: str, known: set[str]) -> str:
-    import difflib
-
-    with contextlib.suppress(IndexError):
-        return f"; did you mean {difflib.get_close_matches(name, known, 1)[0]}?"
-    return ""

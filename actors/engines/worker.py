@@ -11,7 +11,7 @@ from actors.config import ModelSection, WeightsSection
 from actors.device import check_device
 from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, Work
 from actors.engines.section import EngineSection
-from actors.engines.sequence import joined, shifted, unpack_ids
+from actors.engines.sequence import joined, shifted
 from actors.engines.weights import HostWeights, WeightsPuller
 from actors.messages.generation import (
     HANDED_BACK,
@@ -30,7 +30,7 @@ from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.model_folder import check_model_folder
 from actors.requests import SharedRequest, SharedRequests
 from bus.errors import AskFailed, NotSent
-from bus.message import Ack
+from bus.message import Ack, unpack_i32
 from runtime.actor import Actor, Context, handler
 from runtime.blobs.blob import BlobInfo
 from runtime.config import ActorConfig
@@ -58,9 +58,9 @@ class EngineRequest(SharedRequest):
         return isinstance(result, Completion)
 
     def work(self) -> Work:
-        """The request as the engine sees it. Raises ValueError when its prompt is malformed."""
+        """The request as the engine sees it. Raises BadFrame when its prompt is malformed."""
         request = self.request
-        prompt = unpack_ids(request.prompt)
+        prompt = tuple(unpack_i32(request.prompt))
         return Work(request.request_id, request.session, prompt, request.sampling, request.resumed)
 
     def sampled(self, chunk: Chunk) -> None:
@@ -117,7 +117,6 @@ class EngineWorker(Actor):
         self._weights: WeightsPuller | None = None
         self._gauging: asyncio.Task[None] | None = None
         self._num_tokens = 0
-        self._tokens_s = 0.0
 
     # -- life cycle -------------------------------------------------------------------------------------------------
 
@@ -127,7 +126,7 @@ class EngineWorker(Actor):
         build: Any = await self.offload(load_object, ENGINES.get(section.kind, section.kind))
         by_rings = self.config.weights.broadcast == "rings"
         blobs = HostWeights(self.blobs, self._context.node, self._context.find, self.peers, self.ref, by_rings=by_rings)
-        self._engine = engine = build(self._model_folder(), self.config.model, section)
+        self._engine = engine = build(self.run.folder / self.config.model.path, self.config.model, section)
         await engine.start()
         self._weights = weights = WeightsPuller(engine, blobs, self.metrics, self.waits, self.log, self._swapped)
         await weights.pull()
@@ -240,9 +239,7 @@ class EngineWorker(Actor):
         engine, weights = self._started()
         load = engine.load()
         running, finished = tuple(self._requests.running), self._requests.finished()
-        return EngineStatus(
-            self.name, weights.version, load.num_slots, running, finished, self._tokens_s, load.suspended
-        )
+        return EngineStatus(self.name, weights.version, load.num_slots, running, finished, load.suspended)
 
     @handler
     async def weights_published(self, message: WeightsPublished) -> None:
@@ -280,18 +277,14 @@ class EngineWorker(Actor):
         while True:
             now = loop.time()
             since, before = marks[0]
-            self._tokens_s = (self._num_tokens - before) / max(now - since, GAUGES_S)
+            self.metrics.gauge("engine/tokens_s", (self._num_tokens - before) / max(now - since, GAUGES_S))
             marks.append((now, self._num_tokens))
             load = engine.load()
             self.metrics.gauge("engine/running", load.running)
             self.metrics.gauge("engine/waiting", load.waiting)
-            self.metrics.gauge("engine/tokens_s", self._tokens_s)
             await asyncio.sleep(GAUGES_S)
 
     def _started(self) -> tuple[Engine, WeightsPuller]:
         if self._engine is None or self._weights is None:
             raise EngineDead(f"{self.name} has not started its engine yet")
         return self._engine, self._weights
-
-    def _model_folder(self) -> Path:
-        return self.run.folder / self.config.model.path

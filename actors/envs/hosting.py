@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from numbers import Real
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from actors.envs.environment import Observation, Step
 from actors.envs.failures import EnvFailure, EnvOutcome, Subject, sentence
@@ -34,16 +34,6 @@ CLOSE_S = 5.0
 """An environment that can't close by then is left to its fate: nobody waits for it."""
 
 
-class HostedEnv(Protocol):
-    """One environment instance, whose failures are EnvFailure and whose results are checked."""
-
-    @property
-    def usable(self) -> bool: ...
-    async def reset(self, seed: int) -> tuple[Observation, Mapping[str, Any]]: ...
-    async def step(self, action: str) -> Step: ...
-    async def close(self) -> None: ...
-
-
 class EnvHost:
     """Makes environments and keeps those that finished well for the next rollout of the same purpose."""
 
@@ -68,7 +58,7 @@ class EnvHost:
         if isolation == "inline" or not built_in or getattr(found, "inline", False):
             self._class = found
 
-    async def borrow(self, purpose: Purpose) -> HostedEnv:
+    async def borrow(self, purpose: Purpose) -> "HostedEnv":
         """An idle instance, or a new one. Raises EnvFailure when the constructor fails."""
         idle = self._idle[purpose]
         while idle:
@@ -83,7 +73,7 @@ class EnvHost:
         except Exception as error:
             raise _raised(error, "__init__", "env_reset_failed") from error
 
-    def give_back(self, env: HostedEnv, purpose: Purpose) -> None:
+    def give_back(self, env: "HostedEnv", purpose: Purpose) -> None:
         """Keep an instance that works for the next rollout."""
         self._idle[purpose].append(env)
 
@@ -106,7 +96,7 @@ class EnvHost:
             return traits.inline or traits.asynchronous
         raise AssertionError
 
-    async def _build_in_pool(self, kwargs: Mapping[str, Any]) -> HostedEnv:
+    async def _build_in_pool(self, kwargs: Mapping[str, Any]) -> "HostedEnv":
         self._num_built += 1
         name = f"env-{self._num_built}"
         deadline_s = self._section.build_timeout_s
@@ -194,6 +184,10 @@ class PooledEnv:
             pass  # it is thrown away whatever it did
         finally:
             self._pool.drop(self._name)
+
+
+HostedEnv = InlineEnv | PooledEnv
+"""One environment instance, whose failures are EnvFailure and whose results are checked."""
 
 
 async def try_environment(host: EnvHost, section: EnvSection, seed: int, *, log: str) -> str:

@@ -100,7 +100,6 @@ class EngineStatus(Message, frozen=True):
     """Request ids waiting or running."""
     finished: tuple[str, ...]
     """Request ids whose result is still kept for an asker that lost its reply."""
-    tokens_s: float = 0.0
     suspended: bool = False
 
 

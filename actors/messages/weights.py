@@ -1,8 +1,6 @@
 """Weights: announced as a hint, pulled by whoever needs them."""
 
-from typing import ClassVar
-
-from bus.message import Message, Request
+from bus.message import Message
 
 
 class WeightsPublished(Message, frozen=True):
@@ -21,13 +19,3 @@ class WeightsTaken(Message, frozen=True):
     engine: str
     version: int
     epoch: int
-
-
-class NoWeights(Message, frozen=True):
-    """Nothing was published yet."""
-
-
-class LatestWeights(Request[WeightsPublished | NoWeights], frozen=True):
-    """Ask the trainer which weights are newest."""
-
-    idempotent: ClassVar[bool] = True

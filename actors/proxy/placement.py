@@ -77,22 +77,6 @@ class ProxyRequest(SharedRequest):
 class EngineSeat:
     """One incarnation of an engine, from its first status until it leaves."""
 
-    __slots__ = (
-        "bytes_in",
-        "bytes_out",
-        "gone",
-        "handed_back",
-        "lost",
-        "lost_tokens",
-        "name",
-        "num_slots",
-        "ref",
-        "requests",
-        "resting",
-        "suspended",
-        "version",
-    )
-
     def __init__(self, status: EngineStatus, ref: "Ref") -> None:
         self.name = status.engine
         self.ref = ref

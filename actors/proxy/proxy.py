@@ -15,7 +15,6 @@ from actors.messages.generation import (
     TokensSampled,
     VersionSpan,
 )
-from actors.messages.weights import WeightsPublished
 from actors.proxy.placement import EngineSeat, Placement, ProxyRequest, Roster, Sessions
 from actors.proxy.section import ProxySection
 from actors.requests import SharedRequests
@@ -174,11 +173,6 @@ class LLMProxy(Actor):
         seat = self._placement.seats.get(message.engine)
         if seat is not None:
             self._sampled_under(seat, newest)
-
-    @handler
-    async def weights_published(self, message: WeightsPublished) -> None:
-        """A hint only: an engine holds a version once it sampled under it, which its tokens say."""
-        self.metrics.gauge("proxy/published_version", message.version)
 
     def _sampled_under(self, seat: EngineSeat, version: int) -> None:
         if version > seat.version:

@@ -47,11 +47,6 @@ class LocalScorer:
             on_output=on_output,
         )
 
-    @property
-    def num_workers(self) -> int:
-        """Workers that take calls now; one that ended is replaced at the next call."""
-        return self._pool.num_alive
-
     async def start(self) -> str:
         """Load every function in every worker; returns "" or the sentence that says which one can't be used."""
         for name in self._section.functions:

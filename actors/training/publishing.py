@@ -69,7 +69,7 @@ class Publisher:
             self.published = WeightsPublished(step, epoch, WEIGHTS, info.digest, info.size_bytes)
             self._taken = set()
             actor.log.info("weights_published", version=step, epoch=epoch, size_bytes=info.size_bytes)
-            for name in (*actor.peers("engine"), *actor.peers("llm_proxy")):
+            for name in actor.peers("engine"):
                 wait.update(holder=name)
                 with suppress(AskFailed):
                     await actor.ref(name).tell(self.published)

@@ -26,7 +26,7 @@ from actors.messages.samples import (
     StepRaised,
     Trajectory,
 )
-from actors.messages.weights import LatestWeights, NoWeights, WeightsPublished, WeightsTaken
+from actors.messages.weights import WeightsTaken
 from actors.model_folder import check_model_folder
 from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from actors.training.progress import Rows, cpu_used, own_metrics
@@ -155,10 +155,6 @@ class Trainer(Actor):
             await self._left.wait()
             if self._step > self._saved:
                 await self._save()
-
-    @handler
-    async def latest_weights(self, request: LatestWeights) -> WeightsPublished | NoWeights:
-        return self._out.published or NoWeights()
 
     @handler
     async def weights_taken(self, message: WeightsTaken) -> None:

@@ -11,8 +11,9 @@ import pytest_asyncio
 from actors.config import ModelSection
 from actors.engines.engine import ENGINES, EngineDead, EngineError, Work
 from actors.engines.section import EngineSection, ScriptedSection
-from actors.engines.sequence import joined, pack, unpack_ids, unpack_logprobs
+from actors.engines.sequence import joined
 from actors.messages.generation import Sampling, Tokens, VersionSpan
+from bus.message import pack_i32, unpack_f32, unpack_i32
 from runtime.importer import load_object
 from tests.models import VOCAB, greedy, logprobs, weights_image, write_model
 
@@ -127,21 +128,21 @@ async def test_a_request_ends_by_length_with_one_span_and_one_logprob_per_token(
     tokens, reason = await collect(engine, work)
 
     assert reason == "length"
-    assert len(unpack_ids(tokens.ids)) == len(unpack_logprobs(tokens.logprobs)) == 10
+    assert len(unpack_i32(tokens.ids)) == len(unpack_f32(tokens.logprobs)) == 10
     assert tokens.spans == (VersionSpan(0, 0, 10),)
-    assert all(value <= 0 for value in unpack_logprobs(tokens.logprobs))
+    assert all(value <= 0 for value in unpack_f32(tokens.logprobs))
 
 
 @every_engine
 async def test_a_stop_token_ends_the_request_and_is_kept(engine):
     sampled, _ = await collect(engine, Work("a", "s", prompt_of(1), Sampling(10, seed=5)))
-    ids = unpack_ids(sampled.ids)
+    ids = unpack_i32(sampled.ids)
     stop = next(token for token in ids if ids.index(token) >= 3)
 
     tokens, reason = await collect(engine, Work("b", "s", prompt_of(1), Sampling(10, seed=5, stop_token_ids=(stop,))))
 
     assert reason == "stop"
-    assert unpack_ids(tokens.ids)[-1] == stop
+    assert unpack_i32(tokens.ids)[-1] == stop
     assert len(tokens.ids) // 4 <= 10
 
 
@@ -278,7 +279,7 @@ async def test_a_seeded_request_that_goes_on_elsewhere_samples_what_it_would_hav
 
 @every_engine
 async def test_a_request_whose_resumed_tokens_are_all_it_asked_for_ends_at_once(engine):
-    resumed = pack([5, 6], [-1.0, -1.0], (VersionSpan(0, 0, 2),))
+    resumed = Tokens(pack_i32([5, 6]), bytes(8), (VersionSpan(0, 0, 2),))
 
     by_length = await collect(engine, Work("a", "s", prompt_of(4), Sampling(2), resumed))
     by_stop = await collect(engine, Work("b", "s", prompt_of(4), Sampling(9, stop_token_ids=(6,)), resumed))
@@ -331,7 +332,7 @@ async def test_greedy_is_what_transformers_samples(engine, model_folder):
     results = await asyncio.gather(*(collect(engine, work) for work in works))
 
     for work, (tokens, _) in zip(works, results, strict=True):
-        assert list(unpack_ids(tokens.ids)) == greedy(model_folder, list(work.prompt), 16)
+        assert list(unpack_i32(tokens.ids)) == greedy(model_folder, list(work.prompt), 16)
 
 
 @modelled_engine
@@ -343,7 +344,7 @@ async def test_a_sessions_later_turns_have_the_logprobs_of_a_whole_prefill(engin
         work = Work(f"t{turn}", "session", tuple(history), Sampling(3))
         tokens, _ = await collect(engine, work)
         found.append((work, tokens))
-        history += [*unpack_ids(tokens.ids), *prompt_of(100 + turn, 9)]
+        history += [*unpack_i32(tokens.ids), *prompt_of(100 + turn, 9)]
 
     assert worst(model_folder, found) < 1e-4
 
@@ -375,12 +376,12 @@ async def test_after_an_update_the_new_weights_answer_also_for_a_cached_session(
 async def goes_on(engine, sampling: Sampling) -> None:
     """The last four of ten tokens are the same when the first six come with the request."""
     whole, _ = await collect(engine, Work("a", "s", prompt_of(4), sampling))
-    ids = unpack_ids(whole.ids)
-    resumed = pack(ids[:6], unpack_logprobs(whole.logprobs)[:6], (VersionSpan(0, 0, 6),))
+    ids = unpack_i32(whole.ids)
+    resumed = Tokens(pack_i32(ids[:6]), whole.logprobs[: 4 * 6], (VersionSpan(0, 0, 6),))
 
     rest, reason = await collect(engine, Work("b", "s", prompt_of(4), sampling, resumed))
 
-    assert unpack_ids(rest.ids) == ids[6:]
+    assert unpack_i32(rest.ids) == ids[6:]
     assert rest.spans == (VersionSpan(0, 0, 4),)
     assert reason == "length"
 
@@ -389,7 +390,7 @@ def worst(folder: Path, found: list[tuple[Work, Tokens]]) -> float:
     """Largest mean absolute difference from transformers' log-probs over the given completions."""
     means = []
     for work, tokens in found:
-        ids, ours = unpack_ids(tokens.ids), unpack_logprobs(tokens.logprobs)
+        ids, ours = unpack_i32(tokens.ids), unpack_f32(tokens.logprobs)
         theirs = logprobs(folder, [*work.prompt, *ids])[-len(ids) :]
         means.append(sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ids))
     return max(means)

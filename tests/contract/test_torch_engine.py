@@ -9,9 +9,10 @@ import pytest
 from actors.config import ModelSection
 from actors.engines.engine import EngineDead, EngineError, Work
 from actors.engines.section import EngineSection
-from actors.engines.sequence import joined, unpack_ids, unpack_logprobs
+from actors.engines.sequence import joined
 from actors.engines.torch_engine import TorchEngine
 from actors.messages.generation import Sampling, Tokens, VersionSpan
+from bus.message import unpack_f32, unpack_i32
 from tests.models import logprobs, weights_image, write_model
 
 pytestmark = pytest.mark.slow
@@ -32,7 +33,7 @@ async def collect(engine, work):
 
 
 def difference(folder, work, tokens) -> float:
-    ids, ours = unpack_ids(tokens.ids), unpack_logprobs(tokens.logprobs)
+    ids, ours = unpack_i32(tokens.ids), unpack_f32(tokens.logprobs)
     theirs = logprobs(folder, [*work.prompt, *ids])[-len(ids) :]
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
@@ -57,7 +58,7 @@ async def test_short_turns_that_attend_together_agree_with_transformers(tmp_path
     engine = await started(folder, num_slots=16)
     firsts = [Work(f"a{i}", f"s{i}", tuple(range(2, 12 + 3 * i)), Sampling(1)) for i in range(12)]
     histories = [
-        [*work.prompt, *unpack_ids(tokens.ids)]
+        [*work.prompt, *unpack_i32(tokens.ids)]
         for work, (tokens, _) in zip(
             firsts, await asyncio.gather(*(collect(engine, work) for work in firsts)), strict=True
         )
@@ -87,10 +88,10 @@ async def test_recomputed_caches_make_a_running_request_agree_with_the_new_weigh
         tokens = joined(tokens, chunk.tokens)
     await engine.stop()
     swapped = tokens.spans[1].start
-    theirs = logprobs(new, [*work.prompt, *unpack_ids(tokens.ids)])[len(work.prompt) - 1 :]
+    theirs = logprobs(new, [*work.prompt, *unpack_i32(tokens.ids)])[len(work.prompt) - 1 :]
 
     assert tokens.spans == (VersionSpan(0, 0, swapped), VersionSpan(1, swapped, 40))
-    assert unpack_logprobs(tokens.logprobs)[swapped:] == pytest.approx(theirs[swapped:], abs=1e-4)
+    assert unpack_f32(tokens.logprobs)[swapped:] == pytest.approx(theirs[swapped:], abs=1e-4)
 
 
 async def test_kept_caches_stay_from_the_old_weights(tmp_path):

@@ -29,7 +29,7 @@ async def test_no_worker_is_started_behind_the_end_of_the_pool():
         await asyncio.sleep(0.5)
         await scorer.close()
         await asyncio.wait([scoring], timeout=5.0)
-        left = scorer.num_workers
+        left = scorer._pool.num_alive
         scoring.cancel()
     await scorer.close()
     assert left == 0
@@ -60,7 +60,7 @@ async def test_a_reward_service_that_stopped_leaves_no_worker(tmp_path):
         await asyncio.sleep(0.5)
         kernel.stop()
         await serving
-        left = service._scorer.num_workers
+        left = service._scorer._pool.num_alive
         await service._scorer.close()
         await ask
         assert left == 0

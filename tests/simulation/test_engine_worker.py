@@ -6,7 +6,6 @@ import json
 import struct
 
 from actors.engines.section import EngineSection, ScriptedSection
-from actors.engines.sequence import unpack_ids
 from actors.engines.worker import EngineWorker
 from actors.messages.generation import (
     HANDED_BACK,
@@ -25,6 +24,7 @@ from actors.messages.weights import WeightsPublished
 from bus.errors import Failed
 from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
+from bus.message import unpack_i32
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import BlobMissing, MemoryBlobStore
 from runtime.clock import run_virtual
@@ -143,7 +143,7 @@ async def test_a_generate_is_answered_with_all_tokens_and_their_version(bench, w
     assert isinstance(reply, Completion)
     assert (reply.request_id, reply.finish_reason, reply.engine) == ("r", "length", "engine-1")
     assert reply.tokens.spans == (VersionSpan(0, 0, 10),)
-    assert len(unpack_ids(reply.tokens.ids)) == 10
+    assert len(unpack_i32(reply.tokens.ids)) == 10
 
 
 @simulated()
@@ -183,8 +183,8 @@ async def test_cancelling_the_only_ask_ends_the_request_but_not_one_that_others_
     again = await bench.ask(request("lonely", 3))
 
     assert running == ("shared",)
-    assert len(unpack_ids((await shared[1]).tokens.ids)) == 20
-    assert len(unpack_ids(again.tokens.ids)) == 3
+    assert len(unpack_i32((await shared[1]).tokens.ids)) == 20
+    assert len(unpack_i32(again.tokens.ids)) == 3
 
 
 @simulated()
@@ -197,7 +197,7 @@ async def test_an_abort_is_answered_with_the_tokens_so_far(bench, worker):
 
     assert isinstance(reply, Aborted)
     assert reply.reason == "too old"
-    assert 5 <= len(unpack_ids(reply.tokens.ids)) <= 12
+    assert 5 <= len(unpack_i32(reply.tokens.ids)) <= 12
 
 
 @simulated()

@@ -26,8 +26,8 @@ from actors.config import ModelSection  # noqa: E402
 from actors.engines.engine import Work  # noqa: E402
 from actors.engines.hf_files import read_config  # noqa: E402
 from actors.engines.section import EngineSection  # noqa: E402
-from actors.engines.sequence import unpack_ids  # noqa: E402
 from actors.messages.generation import Sampling  # noqa: E402
+from bus.message import unpack_i32  # noqa: E402
 
 PROMPT = 16
 TURN_NEW, TURN_SAMPLED, TURNS = 22, 2, 12
@@ -124,7 +124,7 @@ async def measure(
     async def generate(request_id: str, session: str, prompt: list[int], num: int) -> list[int]:
         ids: list[int] = []
         async for chunk in engine.generate(Work(request_id, session, tuple(prompt), Sampling(num))):
-            ids += unpack_ids(chunk.tokens.ids)
+            ids += unpack_i32(chunk.tokens.ids)
         return ids
 
     async def session(name: str) -> None:

@@ -26,7 +26,6 @@ from actors.engines.runner import ModelRunner  # noqa: E402
 from actors.engines.scheduler import Scheduler  # noqa: E402
 from actors.engines.section import EngineSection  # noqa: E402
 from actors.engines.sequence import Sequence as Running  # noqa: E402
-from actors.engines.sequence import unpack_ids  # noqa: E402
 from actors.envs.chat import ChatRenderer, Transcript  # noqa: E402
 from actors.envs.frozen_lake import FrozenLakeText  # noqa: E402
 from actors.envs.section import RolloutSection  # noqa: E402
@@ -35,6 +34,7 @@ from actors.messages.samples import Ticket, Trajectory  # noqa: E402
 from actors.rewards.functions import malformed_penalty  # noqa: E402
 from actors.training.base_model import make  # noqa: E402
 from actors.training.torch_train import TorchTrainEngine  # noqa: E402
+from bus.message import unpack_i32  # noqa: E402
 from runtime.config import RunSection  # noqa: E402
 
 GOAL = 0.8
@@ -118,7 +118,7 @@ class _Episode:
 
     def ask(self, sampling: Sampling, max_len: int) -> Running:
         """The next completion to sample."""
-        work = Work(f"{self._name}.{self._turns}", self._name, unpack_ids(self._transcript.prompt), sampling)
+        work = Work(f"{self._name}.{self._turns}", self._name, tuple(unpack_i32(self._transcript.prompt)), sampling)
         self._running = Running(work, max_len)
         return self._running
 
@@ -132,7 +132,7 @@ class _Episode:
         self._invalid += bool(info.get("invalid"))
         if terminated or self._turns >= max_turns:
             return False
-        self._transcript.show(self._renderer.follow_up(str(observation), unpack_ids(tokens.ids)[-1]))
+        self._transcript.show(self._renderer.follow_up(str(observation), unpack_i32(tokens.ids)[-1]))
         return True
 
     def trajectory(self, version: int) -> Trajectory:
