@@ -1,8 +1,7 @@
 """The node agent: one per host; hears what the job and its user want, and decides when the job, or this host's part of it, is over."""
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from bus.message import Ack
 from runtime.actor import Context, handler
@@ -28,10 +27,6 @@ from runtime.monitor.why import blocked_line
 from runtime.observe.waits import Wait, Waits
 from runtime.registry import NODE, list_seen
 from runtime.store.errors import StoreUnavailable
-from runtime.store.store import Store
-
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
 
 ASK_S = 20.0
 LOOK_S = 1.0
@@ -86,8 +81,7 @@ class NodeAgent(HostBlobs):
 
     async def on_start(self) -> None:
         if self._hosting.watches:
-            follow = self._watch.follow(self.store, self.job.run.watch_s, self._look, self.screen.notice, self.log)
-            self.spawn(follow, name="node.watch")
+            self.spawn(self._watch_job(), name="node.watch")
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         """Actors came up or went away."""
@@ -117,7 +111,7 @@ class NodeAgent(HostBlobs):
         known = role in self.job.actors
         spec = self.job.actors[role] if known else ActorSpec.model_validate({"class": name})
         budget = RestartBudget(spec.restarts, spec.restart_window_s, self._hosting.restart_s)
-        self._watch.starting(name)
+        self._watch.sees(name, "starting")
         self.host.start(name, budget, self.job.actor_class(role).drain_order if known else 0)
 
     def end(self, outcome: JobOutcome) -> None:
@@ -152,16 +146,11 @@ class NodeAgent(HostBlobs):
     @handler(concurrency=8)
     async def add_actors(self, request: AddActors) -> Added | NotAdded:
         if request.node:
-            reply = self.hosts.name_actors(request)
-            if isinstance(reply, Added):
-                self.screen.notice(f"{', '.join(reply.names)} joins from {request.node}", good=True)
-            return reply
+            return self._told(self.hosts.name_actors(request), f"joins from {request.node}")
         reply = await self._named(request)
-        if isinstance(reply, Added):
-            for name in reply.names:
-                self.start(name)
-            self.screen.notice(f"{', '.join(reply.names)} added", good=True)
-        return reply
+        for name in reply.names if isinstance(reply, Added) else ():
+            self.start(name)
+        return self._told(reply, "added")
 
     @handler(concurrency=8)
     async def drain_actors(self, request: DrainActors) -> Added | NotAdded:
@@ -201,9 +190,12 @@ class NodeAgent(HostBlobs):
     async def _died(self, death: Death) -> None:
         await self._bury(death.name)
         if death.expected:
-            (self._watch.well if death.restart_in_s is None else self._watch.starting)(death.name)
+            if death.restart_in_s is None:
+                self._watch.well(death.name)
+            else:
+                self._watch.sees(death.name, "starting")
             return
-        ending, after_s = death.ending, f"{death.after_s:.1f} s"
+        ending = death.ending
         self._died_at[death.name] = asyncio.get_running_loop().time()
         self._ready.discard(death.name)
         self.metrics.count(f"deaths/{role_of(death.name)}")
@@ -215,13 +207,35 @@ class NodeAgent(HostBlobs):
             self.end(JobOutcome("failed", f"{death.name} died {often} ({ending.how}){because}{log}", death.name))
             return
         again = f"restarting in {death.restart_in_s:.1f} s ({death.attempt} of {death.limit})"
-        self.screen.notice(f"{death.name} died ({ending.how}) after {after_s}{because}; {again}")
+        self.screen.notice(f"{death.name} died ({ending.how}) after {death.after_s:.1f} s{because}; {again}")
         detail = f"{ending.how}{because}; restart {death.attempt} of {death.limit}"
-        self._watch.died(death.name, detail, f"actors.{role_of(death.name)}.restarts={death.limit}")
+        self._watch.sees(death.name, "dead", detail, f"actors.{role_of(death.name)}.restarts={death.limit}")
 
-    def _look(self) -> None:
-        for name in self.host.names():
-            self._watch.stopped(name, now=self.host.is_stopped(name))
+    async def _watch_job(self) -> None:
+        """Look at the processes, and tell of each stage that is blocked for `run.watch_s`, once until it moves, and of a Store without room.
+
+        A slow stage is only logged: a job's slowest stage is no news.
+        """
+        full = ""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for name in self.host.names():
+                self._watch.stopped(name, now=self.host.is_stopped(name))
+            try:
+                seen, said = await list_seen(self.store), await self.store.full()
+            except StoreUnavailable:
+                continue
+            if said != full:
+                full = said
+                self.log.warning("store_room", full=full)
+                self.screen.notice(full or "the Store has room again: the run goes on")
+            silent = {one.record.name: one.silent_s for one in seen}
+            rows = snapshot("", [one.record for one in seen], [], {}, silent=silent)["blocked"]
+            for row in self._watch.overdue(rows, asyncio.get_running_loop().time(), self.job.run.watch_s):
+                line = blocked_line(row) + (f"; limit {row['limit']}" if row["limit"] else "")
+                self.log.warning("blocked", kind=row["kind"], stage=row["stage"], holder=row["holder"], line=line)
+                if row["kind"] != "slow":
+                    self.screen.notice(line)
 
     def _back(self, name: str) -> None:
         died_at = self._died_at.pop(name, None)
@@ -239,7 +253,9 @@ class NodeAgent(HostBlobs):
 
 
 class Watch:
-    """Processes that are not as they should be are waits of the node agent (stages `starting`, `stopped`, `dead`)."""
+    """The memory of a node agent: processes that are not as they should be, each a wait of its own (stages `starting`, `stopped`, `dead`),
+    and what it told of blocked stages.
+    """
 
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
@@ -247,70 +263,23 @@ class Watch:
         self._since: dict[Key, float] = {}
         self._told: set[Key] = set()
 
-    # -- what the node agent sees -------------------------------------------------------------------------------
-
-    def starting(self, name: str) -> None:
-        """Its process was started for the first time."""
-        self._is(name, "starting")
-
-    def died(self, name: str, detail: str, limit: str) -> None:
-        """Its process ended, and will be started again; until it is ready again."""
-        self._is(name, "dead", detail, limit)
+    def sees(self, name: str, stage: str, detail: str = "", limit: str = "") -> None:
+        """The process of `name` is in `stage` until it is well, or seen in another."""
+        self.well(name)
+        self._open[name] = self._waits.on(name, stage=stage, detail=detail, limit=limit).open()
 
     def stopped(self, name: str, *, now: bool) -> None:
         """Whether something stopped its process (SIGSTOP)."""
         found = self._open.get(name)
         if now and found is None:
-            self._is(name, "stopped", "SIGSTOP; kill -CONT lets it go on")
+            self.sees(name, "stopped", "SIGSTOP; kill -CONT lets it go on")
         elif not now and found is not None and found.stage == "stopped":
             self.well(name)
 
     def well(self, name: str) -> None:
         """It is ready, or gone for good."""
-        found = self._open.pop(name, None)
-        if found is not None:
+        if found := self._open.pop(name, None):
             found.close()
-
-    def _is(self, name: str, stage: str, detail: str = "", limit: str = "") -> None:
-        self.well(name)
-        self._open[name] = self._waits.on(name, stage=stage, detail=detail, limit=limit).open()
-
-    # -- what it tells ------------------------------------------------------------------------------------------
-
-    async def follow(
-        self,
-        store: Store,
-        limit_s: float,
-        look: Callable[[], None],
-        tell: Callable[[str], None],
-        log: "FilteringBoundLogger",
-    ) -> None:
-        """Until cancelled: `look` at the processes, then `tell` of each stage that is blocked for `limit_s`, once until it moves, and of a
-        Store that has no room.
-
-        A slow stage is only logged: a job's slowest stage is no news.
-        """
-        loop = asyncio.get_running_loop()
-        full = ""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            look()
-            try:
-                seen = await list_seen(store)
-                said = await store.full()
-            except StoreUnavailable:
-                continue
-            if said != full:
-                full = said
-                log.warning("store_room", full=full)
-                tell(full or "the Store has room again: the run goes on")
-            silent = {one.record.name: one.silent_s for one in seen}
-            rows = snapshot("", [one.record for one in seen], [], {}, silent=silent)["blocked"]
-            for row in self.overdue(rows, loop.time(), limit_s):
-                line = blocked_line(row) + (f"; limit {row['limit']}" if row["limit"] else "")
-                log.warning("blocked", kind=row["kind"], stage=row["stage"], holder=row["holder"], line=line)
-                if row["kind"] != "slow":
-                    tell(line)
 
     def overdue(self, rows: list[BlockedRow], now: float, limit_s: float) -> list[BlockedRow]:
         """Rows that were there for `limit_s` and not told yet; what is gone from `rows` may be told again."""

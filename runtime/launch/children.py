@@ -1,17 +1,29 @@
-"""What every process we start does first: tie its life to its parent's."""
+"""The processes that we start: each ends with its parent, however that ends; and a job's preparation, which is one of them."""
 
 import asyncio
 import ctypes
 import os
 import resource
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import AsyncGenerator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from runtime.errors import LaunchError
 
 MANY_FILES = 16 * 1024
 
 PR_SET_PDEATHSIG = 1
 """Linux: deliver a signal to this process when the thread that started it ends."""
 
+LONGEST_LINE = 1 << 20
+"""Bytes; what is longer tells no progress."""
+
+STDERR_TAIL = 4000
+"""Bytes of a process's stderr in which its last sentence is looked for."""
 
 _PARENT = os.getpid()
 """Of the processes started from here."""
@@ -31,6 +43,36 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+async def start_module(
+    module: str, *arguments: str, more: Mapping[str, str] | None = None, **options: Any
+) -> asyncio.subprocess.Process:
+    """`python -m module arguments…`, which reads no input and takes no module from the folder that it starts in. `more` is added to its
+    environment; `options` are those of `create_subprocess_exec`.
+    """
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", **(more or {})}
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *arguments,
+        stdin=asyncio.subprocess.DEVNULL, env=environment, preexec_fn=die_with_parent, **options,
+    )  # fmt: skip
+
+
+def last_line(stderr: Path) -> str:
+    """What a process that ended last said there; empty where it said nothing."""
+    try:
+        lines = stderr.read_bytes()[-STDERR_TAIL:].decode(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].strip() if lines else ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether something holds that process of this host still (SIGSTOP, or a debugger)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
 def on_signals(act: Callable[[], object]) -> None:
     """Call `act` in the running loop at each SIGINT, SIGTERM or SIGHUP; one ignored by whoever started us (nohup) stays so."""
     loop = asyncio.get_running_loop()
@@ -45,3 +87,52 @@ def allow_many_files() -> None:
     wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(MANY_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+# -- preparation ---------------------------------------------------------------------------------------------
+
+
+class _Told(msgspec.Struct):
+    """`{"what": …, "progress": …}`, the share done from 0 to 1; other lines are passed over."""
+
+    what: str = ""
+    progress: float = 0.0
+
+
+async def prepare(module: str, folder: Path, tell: Callable[[str, float], None]) -> str:
+    """Run `python -m module folder` to its end; returns what it last called its work, if anything.
+
+    Its stderr goes to a file among the run's logs. Raises LaunchError where it fails.
+    """
+    errors, what = folder / "logs" / f"{module}.stderr", ""
+    with errors.open("wb") as stderr:
+        process = await start_module(
+            module, str(folder), stdout=asyncio.subprocess.PIPE, stderr=stderr, limit=LONGEST_LINE
+        )
+    assert process.stdout is not None
+    try:
+        async for told in _lines(process.stdout):
+            what = told.what or what
+            tell(what or module, told.progress)
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if code:
+        raise LaunchError(f"preparing {module} failed: {last_line(errors) or 'it gave no reason'}")
+    return what
+
+
+async def _lines(stdout: asyncio.StreamReader) -> AsyncGenerator[_Told]:
+    while True:
+        try:
+            line = await stdout.readline()
+        except ValueError:  # longer than LONGEST_LINE
+            continue
+        if not line:
+            return
+        try:
+            yield msgspec.json.decode(line, type=_Told)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue

@@ -2,32 +2,32 @@
 
 import argparse
 import asyncio
-import itertools
 import os
 import sys
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bus.message import Request
 from runtime.clock import wall_s
+from runtime.config import Config, load
+from runtime.config.source import differing, parse, read
 from runtime.errors import ExitCode, LaunchError, RubatoError, first_cause
-
-if TYPE_CHECKING:
-    from bus.message import Request
-    from runtime.config import Config
+from runtime.guest import ask_node
+from runtime.kept_code import FOLDER as CODE
+from runtime.kept_code import KeptCode, absolute, use
+from runtime.launch.connection import connect
+from runtime.launch.folder import read_card
+from runtime.launch.token import read_token
+from runtime.messages import AddActors, Added, DrainActors, StopJob
+from runtime.registry import NODE, list_actors
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; RubatoError is one sentence on stderr."""
-    try:
-        verb = argv[0] if argv else ""
-        if verb in VERBS:
-            return VERBS[verb](list(argv[1:]))
-        return launch(list(argv))
-    except RubatoError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return ExitCode.REFUSED
+    """Run one command; RubatoError is the caller's to print."""
+    command = VERBS.get(argv[0]) if argv else None
+    return command(list(argv[1:])) if command else launch(list(argv))
 
 
 def launch(argv: list[str]) -> int:
@@ -38,18 +38,13 @@ def launch(argv: list[str]) -> int:
         "overrides", nargs="*", default=[], metavar="key.sub=value", help="change single keys of the config"
     )
     parser.add_argument("--run-dir", type=_run_dir, help="folder of the run (default: runs/NAME-DATE)")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the run in --run-dir, under its own config.yaml and the overrides given here",
-    )
-    parser.add_argument(
-        "--update-code",
-        action="store_true",
-        help="with --resume: take your own files as they are now, not as the run keeps them",
-    )
-    parser.add_argument("--force", action="store_true", help="replace the run in the folder; other files there stay")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+    for flag, text in {
+        "--resume": "go on with the run in --run-dir, under its own config.yaml and the overrides given here",
+        "--update-code": "with --resume: take your own files as they are now, not as the run keeps them",
+        "--force": "replace the run in the folder; other files there stay",
+        "--dry-run": "print the resolved config and stop",
+    }.items():
+        parser.add_argument(flag, action="store_true", help=text)
     given = parser.parse_intermixed_args(argv)
     config, folder = _chosen(given)
     if given.dry_run:
@@ -64,13 +59,8 @@ def launch(argv: list[str]) -> int:
     return _run_in(folder, run(), made=given.run_dir is None and not config.run.dir)
 
 
-def _chosen(given: argparse.Namespace) -> "tuple[Config, Path]":
+def _chosen(given: argparse.Namespace) -> tuple[Config, Path]:
     """The config to run and the run's folder; says so where a resumed run's own config differs from the one named."""
-    from runtime.config import load
-    from runtime.config.source import differing, parse, read
-    from runtime.kept_code import FOLDER as CODE
-    from runtime.kept_code import absolute
-
     config, folder = None, given.run_dir
     if given.update_code and not given.resume:
         raise LaunchError("--update-code goes with --resume: a new run takes your files as they are.")
@@ -92,17 +82,11 @@ def _chosen(given: argparse.Namespace) -> "tuple[Config, Path]":
 
 def _use_kept(code: Path) -> None:
     """Go on under the user's files as the run keeps them; says so where they have changed since."""
-    from runtime.kept_code import KeptCode, use
-
     changed = KeptCode(code).changed()
     if changed:
         told = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
-        verb = "have" if len(changed) > 1 else "has"
-        print(  # noqa: T201
-            f"{told} {verb} changed since the run began: it goes on under the code kept in {code}. "
-            "Add --update-code to take the changed files.",
-            file=sys.stderr,
-        )
+        told += f" {'have' if len(changed) > 1 else 'has'} changed since the run began: it goes on under the code kept"
+        print(f"{told} in {code}. Add --update-code to take the changed files.", file=sys.stderr)  # noqa: T201
     use(code)
 
 
@@ -121,9 +105,8 @@ def add(argv: list[str]) -> int:
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--run", type=Path, help="folder of a run, or of this host's part of it: its host starts them")
-    where.add_argument(
-        "--join", metavar="TOKEN", help="of rubato keys join-token on the run's first host; - reads it from stdin"
-    )
+    help_join = "of rubato keys join-token on the run's first host; - reads it from stdin"
+    where.add_argument("--join", metavar="TOKEN", help=help_join)
     parser.add_argument("-n", type=int, default=1)
     help_host = "with --run: the host that starts them, as rubato hosts names it; with --join: this host's address as the others reach it"
     parser.add_argument("--host", default="", help=help_host)
@@ -133,15 +116,12 @@ def add(argv: list[str]) -> int:
         return _join(given)
     if alone := [*given.overrides, *(["--run-dir"] if given.run_dir else [])]:
         raise LaunchError(f"{alone[0]} goes with --join alone: on the run's own host its config holds for all actors.")
-    from runtime.messages import AddActors
-
     return _ask(given.run, AddActors(given.role, given.n), "added", node=given.host)
 
 
 def _join(given: argparse.Namespace) -> int:
     """Stay in the foreground as this host's node agent until the job ends or Ctrl-C."""
-    from runtime.launch.join import Joiner
-    from runtime.launch.token import read_token
+    from runtime.launch.launcher import Joiner
 
     token = read_token(sys.stdin.readline() if given.join == "-" else given.join)
     folder = given.run_dir or _fresh_folder(token.run_id)
@@ -166,58 +146,39 @@ def _run_in(folder: Path, work: Awaitable[int], *, made: bool) -> int:
 
 def drain(argv: list[str]) -> int:
     """Drain actors of a running job, or hosts that joined it; nothing they hold is lost."""
-    parser = argparse.ArgumentParser(
-        "rubato drain", description="Drain actors of a running job: all that are named, or none."
-    )
+    parser = _parser("drain", "Drain actors of a running job: all that are named, or none.")
     parser.add_argument("names", nargs="+", help="actors such as engine-2, or hosts that joined such as node-3")
-    parser.add_argument("--run", type=Path, required=True)
     given = parser.parse_args(argv)
-    from runtime.kernel import NODE
-    from runtime.messages import DrainActors
-
     return _ask(given.run, DrainActors(tuple(given.names)), "drained", node=NODE)
 
 
 def stop(argv: list[str]) -> int:
     """Drain and save a running job."""
-    parser = argparse.ArgumentParser("rubato stop", description="Drain and save a running job; --now stops it at once.")
-    parser.add_argument("--run", type=Path, required=True)
+    parser = _parser("stop", "Drain and save a running job; --now stops it at once.")
     parser.add_argument("--now", action="store_true")
     given = parser.parse_args(argv)
-    from runtime.kernel import NODE
-    from runtime.messages import StopJob
-
-    if (node := _node_of(given.run)) != NODE:
-        told = (
-            f"{given.run} is the part of {node} in a run: stop would end the whole run, and belongs to its first host"
+    if (node := read_card(given.run).node) != NODE:
+        raise LaunchError(
+            f"{given.run} is the part of {node} in a run: stop would end the whole run, and belongs to its first host. "
+            f"Take this host alone out with: rubato leave --run {given.run}"
         )
-        raise LaunchError(f"{told}. Take this host alone out with: rubato leave --run {given.run}")
     return _ask(given.run, StopJob(given.now), "stopping")
 
 
 def leave(argv: list[str]) -> int:
     """Take a host that joined out of the job; the job goes on."""
-    parser = argparse.ArgumentParser(
-        "rubato leave", description="Drain this host's actors and take it out of the job it joined."
-    )
-    parser.add_argument("--run", type=Path, required=True, help="folder of this host's part of the run")
-    given = parser.parse_args(argv)
-    from runtime.kernel import NODE
-    from runtime.messages import StopJob
-
-    if (node := _node_of(given.run)) == NODE:
-        told = f"{given.run} is the folder of the run's first host, which can't leave it"
-        raise LaunchError(f"{told}. Save and end the run with: rubato stop --run {given.run}")
+    given = _parser("leave", "Drain this host's actors and take it out of the job it joined.").parse_args(argv)
+    if (node := read_card(given.run).node) == NODE:
+        raise LaunchError(
+            f"{given.run} is the folder of the run's first host, which can't leave it. "
+            f"Save and end the run with: rubato stop --run {given.run}"
+        )
     return _ask(given.run, StopJob(reason=f"{node} left the run"), f"{node} drains its actors and leaves")
 
 
 def hosts(argv: list[str]) -> int:
     """List the hosts of a running job, and what each runs."""
-    parser = argparse.ArgumentParser("rubato hosts", description="List the hosts of a running job, and what each runs.")
-    parser.add_argument("--run", type=Path, required=True)
-    given = parser.parse_args(argv)
-    from runtime.launch.connection import connect
-    from runtime.registry import list_actors
+    given = _parser("hosts", "List the hosts of a running job, and what each runs.").parse_args(argv)
 
     async def show() -> int:
         async with connect(given.run, types=False) as connection:
@@ -233,18 +194,15 @@ def hosts(argv: list[str]) -> int:
 VERBS = {"add": add, "drain": drain, "stop": stop, "leave": leave, "hosts": hosts}
 
 
-def _node_of(folder: Path) -> str:
-    from runtime.launch.folder import read_card
+def _parser(verb: str, text: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(f"rubato {verb}", description=text)
+    parser.add_argument("--run", type=Path, required=True, help="folder of the run, or of this host's part of it")
+    return parser
 
-    return read_card(folder).node
 
-
-def _ask(folder: Path, request: "Request[Any]", done: str, node: str = "") -> int:
-    from runtime.guest import ask_node
-    from runtime.messages import Added
-
+def _ask(folder: Path, request: Request[Any], done: str, node: str = "") -> int:
     async def ask() -> int:
-        reply = await ask_node(folder, request, node=node or _node_of(folder))
+        reply = await ask_node(folder, request, node=node or read_card(folder).node)
         print(f"{done}: {', '.join(reply.names)}" if isinstance(reply, Added) else done)  # noqa: T201
         return ExitCode.DONE
 
@@ -269,13 +227,14 @@ def _fresh_folder(name: str) -> Path:
     from datetime import datetime
 
     stamp = datetime.fromtimestamp(wall_s()).strftime("%m%d-%H%M%S")  # noqa: DTZ006 - a folder name in the user's own time
-    for number in itertools.count(1):
-        folder = Path("runs") / (f"{name}-{stamp}" if number == 1 else f"{name}-{stamp}-{number}")
+    folder, number = Path("runs") / f"{name}-{stamp}", 1
+    while True:
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            continue
+            number += 1
+            folder = folder.with_name(f"{name}-{stamp}-{number}")
         except OSError as error:
             raise LaunchError(f"{folder} can't be made: {error.strerror}. Name a folder with --run-dir.") from error
-        return folder
-    raise AssertionError("unreachable")
+        else:
+            return folder

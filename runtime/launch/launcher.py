@@ -1,32 +1,35 @@
-"""One run from start to end: state, preparation, actors, outcome, report."""
+"""One host's part in a run: of the first host, which launches it (state, preparation, actors, outcome, report), and of one that joins."""
 
 import asyncio
+import ipaddress
 import os
 import shlex
+import socket
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from bus.address import is_loopback
-from bus.errors import BadAddress
-from runtime.blobs.server import BlobServer
-from runtime.config import Config
+from bus.errors import AskFailed, BadAddress
+from runtime.config import Config, load
 from runtime.errors import ExitCode, LaunchError
 from runtime.host import RestartBudget
 from runtime.kept_code import FOLDER as CODE
-from runtime.kept_code import keep, pack
-from runtime.keys import RunKeys, command_for, find_keys
-from runtime.launch.agent import JobOutcome, NodeAgent
-from runtime.launch.children import allow_many_files, die_with_parent, on_signals
+from runtime.kept_code import keep, pack, unpack, use
+from runtime.keys import RunKeys, command_for, find_keys, write_keys
+from runtime.launch.agent import ASK_S, JobOutcome, NodeAgent
+from runtime.launch.children import allow_many_files, on_signals, prepare, start_module
 from runtime.launch.connection import RunAccess, reach
 from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder
-from runtime.launch.gate import GateServer, way_to
-from runtime.launch.prepare import prepare
+from runtime.launch.gate import GateClient, GateServer, way_through, way_to
 from runtime.launch.processes import process_host
+from runtime.launch.token import JoinToken
+from runtime.messages import MOST_ADDED, AddActors, NotAdded
 from runtime.observe.log import configure, logger
 from runtime.observe.trace import merge_traces
 from runtime.registry import NODE, list_actors
@@ -39,6 +42,9 @@ REDIS_RESTART_S = (0.2, 2.0)
 """Pause before a dead embedded server is started again on its own append-only file: the first, and what it doubles up to."""
 REDIS_RESTARTS, REDIS_WINDOW_S = 10, 300.0
 """More deaths than this within the window end the job: its file or its disk is broken."""
+
+REACH_S = 15.0
+"""For the first contact with the run: a wrong address is told then."""
 
 EXIT_CODES = {"done": ExitCode.DONE, "failed": ExitCode.FAILED, "interrupted": ExitCode.INTERRUPTED}
 
@@ -84,9 +90,6 @@ class Launcher:
     async def _serve(self, card: RunCard, stack: AsyncExitStack) -> JobOutcome:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         await self._open_state(card, stack, tasks)
-        server = BlobServer(Path(card.sockets) / "blobs.sock")
-        await server.start()
-        stack.push_async_callback(server.close)
         self._folder.write(card)
         await self._prepare()
         self._config.preflight(self._folder.path)
@@ -221,9 +224,174 @@ class Launcher:
             self._console.say(outcome.sentence)
         await asyncio.get_running_loop().run_in_executor(None, merge_traces, self._folder.path)
         if self._config.report.finish and outcome.kind != "failed":
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", self._config.report.finish, str(self._folder.path),
-                stdin=asyncio.subprocess.DEVNULL, env=dict(os.environ, PYTHONSAFEPATH="1"), preexec_fn=die_with_parent,
-            )  # fmt: skip
+            process = await start_module(self._config.report.finish, str(self._folder.path))
             await process.wait()
         return EXIT_CODES[outcome.kind]
+
+
+class Joiner:
+    """Brings `num` actors of `role` into the run that `token` opens; `run` returns the exit code."""
+
+    def __init__(
+        self, token: JoinToken, role: str, num: int, folder: Path, host: str = "", overrides: tuple[str, ...] = ()
+    ) -> None:
+        self._token = token
+        self._role, self._num = role, num
+        self._folder = RunFolder(folder.resolve())
+        self._host = host
+        self._overrides = overrides
+
+    async def run(self) -> int:
+        """Raises LaunchError, before anything is written, for what this host alone can tell is wrong."""
+        if not 1 <= self._num <= MOST_ADDED:
+            raise LaunchError(f"can't add {self._num} actors: between 1 and {MOST_ADDED} at a time.")
+        host = _checked(self._host) if self._host else _own_address(self._token.gate or self._token.state_url)
+        allow_many_files()
+        main = asyncio.current_task()
+        assert main is not None
+        on_signals(main.cancel)
+        card = self._folder.open(resume=False, force=False)
+        card.id = self._token.run_id
+        card.host = host
+        try:
+            async with AsyncExitStack() as stack:
+                outcome = await self._serve(card, stack)
+        finally:
+            self._folder.close()
+        print(outcome.sentence, file=sys.stderr)  # noqa: T201 - the sentence for the user
+        return EXIT_CODES[outcome.kind]
+
+    async def _serve(self, card: RunCard, stack: AsyncExitStack) -> JobOutcome:
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        await self._open_gate(card, stack)
+        config = await self._fetch_config(card)
+        connection = await stack.enter_async_context(reach(config, card, self._folder.path, self._token.keys.curve))
+        card.node = f"node-{await connection.store.increment('nodes', at_least=2)}"
+        configure(self._folder.path / "logs" / f"{card.node}.jsonl", actor=card.node)
+        actor_class, actor_config = config.actor_class(self._role), config.actor_config(self._role)
+        actor_class.check_host(actor_config)
+        actor_class.preflight(actor_config, self._folder.path)
+        return await self._host_actors(connection, tasks)
+
+    async def _host_actors(self, connection: RunAccess, tasks: asyncio.TaskGroup) -> JobOutcome:
+        """Get names from the first host, start the actors, and stay until there is an outcome.
+
+        Only a host that is let in keeps the job's keys and the way to its Store, for the actors that it starts.
+        """
+        console = Console(step_table(connection.config.report.console))
+        async with process_host(connection, console, tasks) as agent:
+            agent.spawn(_follow(agent, connection.config.run.lease_s), name="follow_run")
+            try:
+                names = await self._names_for(agent)
+                write_keys(self._folder.path, self._token.keys)
+                self._folder.write(connection.card)
+                self._folder.commit()
+                on_signals(lambda: _interrupt(agent))
+                for name in names:
+                    agent.start(name)
+                console.say(f"{agent.name} joined {self._token.run_id} with {', '.join(names)} · {self._folder.path}")
+                return await agent.over
+            finally:
+                await agent.stop("interrupted")
+
+    async def _names_for(self, agent: NodeAgent) -> tuple[str, ...]:
+        try:
+            reply = await agent.ref(NODE).ask(AddActors(self._role, self._num, agent.name), timeout=ASK_S)
+        except AskFailed as error:
+            raise LaunchError(f"the run {self._token.run_id} did not let this host in: {error}") from error
+        if isinstance(reply, NotAdded):
+            raise LaunchError(reply.why)
+        return reply.names
+
+    async def _open_gate(self, card: RunCard, stack: AsyncExitStack) -> None:
+        """From here on the run's Store seems to be on this host."""
+        card.state_url = self._token.state_url
+        if not self._token.gate:
+            return
+        path = Path(card.sockets) / "state.sock"
+        gate = GateClient(card.id, self._token.gate, self._token.keys.curve, path, f"gate@{card.host}")
+        try:
+            await gate.start()
+        except BadAddress as error:
+            raise LaunchError(f"the way to the run's state: {error}") from error
+        stack.push_async_callback(gate.close)
+        card.state_url = way_through(self._token.state_url, path)
+
+    async def _fetch_config(self, card: RunCard) -> Config:
+        """The job's config as the first host resolved it, with this host's own overrides."""
+        store = open_store(card.state_url, card.id)
+        try:
+            async with asyncio.timeout(REACH_S):
+                text, code = await store.get("config"), await store.get("code")
+        except (TimeoutError, StoreUnavailable) as error:
+            raise LaunchError(
+                f"the run {card.id} could not be reached at {self._token.gate or 'its state.url'} within {REACH_S:.0f} s. "
+                "Is it running, is that address reachable from here, and is the token its newest one?"
+            ) from error
+        finally:
+            await store.close()
+        if text is None:
+            raise LaunchError(
+                f"the run {card.id} has no config yet: it is still starting, or the token is another run's."
+            )
+        self._folder.config.touch(mode=0o600)
+        self._folder.config.write_bytes(text)
+        kept = self._folder.path / CODE
+        unpack(code or pack(kept), kept)
+        use(kept)
+        config = load(self._folder.config, [f"bus.host='{card.host}'", *self._overrides])
+        keep(kept, config.tree())
+        self._folder.config.write_text(config.dump())
+        if self._role not in config.actors:
+            raise LaunchError(f"{self._role} is not a role of this run. Its roles are {', '.join(config.actors)}.")
+        return config
+
+
+async def _follow(agent: NodeAgent, lease_s: float) -> None:
+    await agent.hosts.first_is_lost(lease_s)
+    agent.end(JobOutcome("failed", f"the run was out of reach for {lease_s:g} s (run.lease_s): this host leaves it"))
+
+
+def _interrupt(agent: NodeAgent) -> None:
+    if agent.over.done():
+        agent.host.kill_all()
+    agent.end(JobOutcome("interrupted", f"{agent.name} left the run"))
+
+
+def _own_address(there: str) -> str:
+    """The address of this host that leads to `there`: no packet is sent."""
+    parts = urlsplit(there)
+    family = socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((parts.hostname, parts.port or 1))
+            return _spelt(probe.getsockname()[0])
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LaunchError(
+            f"this host has no way to {parts.hostname} ({reason}). Name its own address with --host."
+        ) from error
+
+
+def _checked(host: str) -> str:
+    """`--host`, if it is an address of this host that another one could use. Raises LaunchError."""
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
+    except ValueError:
+        raise LaunchError(f"--host {host} is no IP address. Name one of this host's own.") from None
+    if address.is_unspecified:
+        raise LaunchError(f"--host {host} is no address that another host could use. Name one of this host's own.")
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((str(address), 0))
+    except OSError as error:
+        raise LaunchError(
+            f"--host {host} is not an address of this host ({error.strerror}). Name one of its own."
+        ) from error
+    return _spelt(str(address))
+
+
+def _spelt(address: str) -> str:
+    """As an address of the bus holds it."""
+    return f"[{address}]" if ":" in address else address

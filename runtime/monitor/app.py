@@ -5,9 +5,8 @@ import os
 import signal
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar, cast
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -18,12 +17,10 @@ from textual.pilot import Pilot
 from textual.screen import ModalScreen
 from textual.widgets import ContentSwitcher, DataTable, Static
 
-from bus.message import Request
 from runtime.errors import LaunchError, RubatoError
 from runtime.launch.folder import read_card
-from runtime.messages import AddActors, Added, DrainActors, NotAdded, RestartActors
-from runtime.monitor.snapshot import DEFAULT, Names
-from runtime.monitor.source import LiveSource, View
+from runtime.messages import AddActors, Added, DrainActors, RestartActors
+from runtime.monitor.source import RunSource, View
 from runtime.monitor.text import (
     COLUMNS,
     HELP,
@@ -48,13 +45,13 @@ NODE_ROLE = "node"
 """The launcher's own actor: it is stopped with `rubato stop`, never killed from here."""
 
 
-class Actions(Protocol):
-    """What the live view may do to a run."""
-
-    async def drain(self, name: str) -> str: ...
-    async def restart(self, name: str) -> str: ...
-    async def add(self, role: str) -> str: ...
-    async def kill(self, actor: ActorView) -> str: ...
+QUESTIONS = {
+    "drain": "Drain {name}? It is not restarted.",
+    "restart": "Restart {name}? It drains first.",
+    "kill": "Kill {name} (process {pid} on {host})?",
+    "add": "Add one more {role}?",
+}
+"""By what the live view may do to a run, with the actor that is selected."""
 
 
 class RunActions:
@@ -63,22 +60,25 @@ class RunActions:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    async def drain(self, name: str) -> str:
-        """Returns once it has exited; it is not restarted."""
-        await self._ask(DrainActors((name,)))
-        return f"{name} drained"
+    async def act(self, what: str, actor: ActorView) -> str:
+        """One of QUESTIONS; returns what was done, once the process to be ended has ended.
 
-    async def restart(self, name: str) -> str:
-        """Returns once its old process has ended; a new one is on its way."""
-        await self._ask(RestartActors((name,)))
-        return f"{name} restarted"
+        What drains is not restarted, and what is added comes to the host of this folder.
+        """
+        from runtime.guest import ask_node
 
-    async def add(self, role: str) -> str:
-        """Start one more actor of `role` on the host of this folder."""
-        names = await self._ask(AddActors(role, 1), read_card(self._folder).node)
-        return f"{', '.join(names)} added"
+        if what == "kill":
+            return self._kill(actor)
+        request, told, node = DrainActors((actor["name"],)), "drained", NODE
+        if what == "restart":
+            request, told = RestartActors((actor["name"],)), "restarted"
+        elif what == "add":
+            request, told, node = AddActors(actor["role"], 1), "added", read_card(self._folder).node
+        reply = await ask_node(self._folder, request, node=node, name=f"monitor-{os.getpid()}")
+        assert isinstance(reply, Added), "what was not added was raised"
+        return f"{', '.join(reply.names)} {told}"
 
-    async def kill(self, actor: ActorView) -> str:
+    def _kill(self, actor: ActorView) -> str:
         """SIGKILL, as a crash would be; the job's supervisor restarts it. Only processes of this host, never the launcher."""
         if actor["role"] == NODE_ROLE or actor["pid"] == os.getpid():
             raise LaunchError(
@@ -93,13 +93,6 @@ class RunActions:
         except OSError as error:
             raise LaunchError(f"{actor['name']} (process {actor['pid']}) can't be killed: {error.strerror}.") from error
         return f"{actor['name']} killed (signal 9, process {actor['pid']})"
-
-    async def _ask(self, request: Request[Added | NotAdded], node: str = NODE) -> tuple[str, ...]:
-        from runtime.guest import ask_node
-
-        reply = await ask_node(self._folder, request, node=node, name=f"monitor-{os.getpid()}")
-        assert isinstance(reply, Added), "what was not added was raised"
-        return reply.names
 
 
 REFRESH_S = 1.0
@@ -155,15 +148,15 @@ class MonitorApp(App[None]):
         Binding("i", "page('in flight')", "in flight"),
         Binding("l", "page('log')", "log"),
         Binding("question_mark", "page('help')", "help"),
-        Binding("d", "drain", "drain"),
-        Binding("r", "restart", "restart"),
-        Binding("k", "kill", "kill"),
-        Binding("plus", "add", "add"),
+        Binding("d", "act('drain')", "drain"),
+        Binding("r", "act('restart')", "restart"),
+        Binding("k", "act('kill')", "kill"),
+        Binding("plus", "act('add')", "add"),
     ]
 
-    def __init__(self, source: LiveSource, actions: Actions | None = None, names: Names = DEFAULT) -> None:
+    def __init__(self, source: RunSource, actions: RunActions | None = None) -> None:
         super().__init__()
-        self._source, self._actions, self._names = source, actions, names
+        self._source, self._actions = source, actions
         self._view: View | None = None
         self._failed: deque[tuple[float, dict[str, float]]] = deque(maxlen=RATE_LOOKS)
         self._page = ""
@@ -209,12 +202,10 @@ class MonitorApp(App[None]):
             self._reading = False
         last = self._view
         if view.shown["state"] != "running" and not view.shown["actors"] and last is not None:
-            kept = [ActorView({**actor, "state": "stopped"}) for actor in last.shown["actors"]]
-            if view.shown["state"] == "unreachable":
-                kept = last.shown["actors"]
-            view.shown["actors"] = kept
+            stopped = {"state": "stopped"} if view.shown["state"] == "ended" else {}
+            view.shown["actors"] = [cast("ActorView", {**actor, **stopped}) for actor in last.shown["actors"]]
         self._view = view
-        self._failed.append((asyncio.get_running_loop().time(), failures(view.shown, self._names)))
+        self._failed.append((asyncio.get_running_loop().time(), failures(view.shown)))
         self._show(view)
         self.has_read.set()
 
@@ -222,12 +213,12 @@ class MonitorApp(App[None]):
 
     def _show(self, view: View) -> None:
         try:
-            self._write("#head", head(view.shown, view.rows, names=self._names))
+            self._write("#head", head(view.shown, view.rows))
         except NoMatches:  # a dialog is up, or the view is closing: the next look shows it
             return
-        self._write("#trend", trend(view.shown, view.rows, self.size.width - 2, names=self._names))
+        self._write("#trend", trend(view.shown, view.rows, self.size.width - 2))
         self._show_actors(view.shown["actors"])
-        self._write("#flow", flow_panel(view.shown, self._failures(view), self._names))
+        self._write("#flow", flow_panel(view.shown, self._failures(view)))
         self._write("#waits", waits_panel(view.shown))
         self._write("#log", "\n".join(self._source.log(self._log_of, LOG_LINES)) or "nothing logged yet")
         self.query_one("#log").border_title = f"log of {self._log_of}"
@@ -248,21 +239,20 @@ class MonitorApp(App[None]):
         for index, actor in enumerate(actors):
             for column, text in enumerate(self._cells(actor)):
                 table.update_cell_at((index, column), text)  # type: ignore[arg-type]
-        return
 
     def _cells(self, actor: ActorView) -> list[Text]:
-        texts = [Text(text) for text in cells(actor_row(actor, self._names))]
+        texts = [Text(text) for text in cells(actor_row(actor))]
         texts[1].stylize(STYLES.get(actor["state"], ""))
         return texts
 
     def _failures(self, view: View) -> list[str]:
         then, before = self._failed[0]
-        return failure_lines(view.shown, before, asyncio.get_running_loop().time() - then, self._names)
+        return failure_lines(view.shown, before, asyncio.get_running_loop().time() - then)
 
     def _page_text(self, view: View) -> str:
         match self._page:
             case "flow":
-                return flow_page(view.shown, self._failures(view), self._names)
+                return flow_page(view.shown, self._failures(view))
             case "in flight":
                 return in_flight_page(view.shown, self._selected_name())
             case "waits":
@@ -297,51 +287,32 @@ class MonitorApp(App[None]):
 
     # -- what it does to the run --------------------------------------------------------------------------------
 
-    def action_drain(self) -> None:
-        if (chosen := self._chosen()) and (actions := self._allowed()):
-            self._after_yes(f"Drain {chosen['name']}? It is not restarted.", lambda: actions.drain(chosen["name"]))
-
-    def action_restart(self) -> None:
-        if (chosen := self._chosen()) and (actions := self._allowed()):
-            question = f"Restart {chosen['name']}? It drains first."
-            self._after_yes(question, lambda: actions.restart(chosen["name"]))
-
-    def action_kill(self) -> None:
-        if (chosen := self._chosen()) and (actions := self._allowed()):
-            question = f"Kill {chosen['name']} (process {chosen['pid']} on {chosen['host']})?"
-            self._after_yes(question, lambda: actions.kill(chosen))
-
-    def action_add(self) -> None:
-        if (chosen := self._chosen()) and (actions := self._allowed()):
-            self._after_yes(f"Add one more {chosen['role']}?", lambda: actions.add(chosen["role"]))
-
-    def _allowed(self) -> Actions | None:
-        if self._view is None or self._view.shown["state"] == "ended":
+    def action_act(self, what: str) -> None:
+        """One of QUESTIONS with the selected actor, after a yes."""
+        shown = self._view.shown if self._view is not None else None
+        name = self._selected_name()
+        chosen = next((actor for actor in shown["actors"] if actor["name"] == name), None) if shown else None
+        if shown is None or chosen is None:
+            return
+        if shown["state"] == "ended":
             self.notify("the run has ended", severity="warning")
-            return None
-        if self._actions is None:
+        elif (actions := self._actions) is None:
             self.notify("This view only watches. Start it with --allow-actions to act.", severity="warning")
-        return self._actions
+        else:
 
-    def _after_yes(self, question: str, act: Callable[[], Awaitable[str]]) -> None:
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self.run_worker(self._carry_out(act), name="act")
+            def answered(yes: bool | None) -> None:
+                if yes:
+                    self.run_worker(self._carry_out(actions, what, chosen), name="act")
 
-        self.push_screen(ConfirmScreen(question), answered)
+            self.push_screen(ConfirmScreen(QUESTIONS[what].format(**chosen)), answered)
 
-    async def _carry_out(self, act: Callable[[], Awaitable[str]]) -> None:
+    async def _carry_out(self, actions: RunActions, what: str, actor: ActorView) -> None:
         try:
-            self.notify(await act(), markup=False)
+            self.notify(await actions.act(what, actor), markup=False)
         except RubatoError as error:
             self.notify(str(error), severity="error", markup=False)
 
     # -- parts --------------------------------------------------------------------------------------------------
-
-    def _chosen(self) -> ActorView | None:
-        name = self._selected_name()
-        actors = self._view.shown["actors"] if self._view is not None else []
-        return next((actor for actor in actors if actor["name"] == name), None)
 
     def _selected_name(self) -> str:
         table = self._table()

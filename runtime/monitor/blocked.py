@@ -5,7 +5,7 @@ there. What stands still at the end is stalled; where everything moves, the stag
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast, get_args
 
 from runtime.monitor.views import ActorView, BlockedRow, Kind, StageRow, WaitRow
 from runtime.observe.waits import STORE
@@ -38,7 +38,7 @@ class Processes:
     def __init__(self, actors: Sequence[ActorView], waits: Sequence[WaitRow]) -> None:
         self._actors = {actor["name"]: actor for actor in actors}
         nodes = {actor["name"] for actor in actors if actor["role"] == NODE_ROLE}
-        self._seen = {wait["what"]: wait for wait in waits if wait["actor"] in nodes and wait["stage"] in PROCESS}
+        self._seen = {wait.what: wait for wait in waits if wait.actor in nodes and wait.stage in PROCESS}
 
     def names(self) -> list[str]:
         """Everybody who is registered, or whose process somebody watches."""
@@ -53,24 +53,24 @@ class Processes:
     def unfit(self, name: str) -> Health | None:
         """What is wrong with the process of `name`; None where it runs as it should."""
         seen, actor = self._seen.get(name), self._actors.get(name)
-        if seen is not None and seen["stage"] != "starting":
-            return Health(*PROCESS[seen["stage"]].of(seen))
+        if seen is not None and (actor is None or seen.stage != "starting"):
+            return _as_seen(seen)
         if actor is None:
-            return Health(*PROCESS["starting"].of(seen)) if seen else Health("dead", "no such actor is up")
+            return Health("dead", "no such actor is up")
         if actor["silent_s"] > SILENT_S:
-            why = f"no heartbeat for {actor['silent_s']:.1f} s: its event loop is stuck"
-            return Health(
-                "stalled", why if self._watched(actor) else f"{why}, or its host is cut off", actor["silent_s"]
-            )
-        if seen is not None or actor["state"] == "starting":
-            return Health(*PROCESS["starting"].of(seen)) if seen else Health("starting", "it is not ready yet")
+            cut_off = "" if self._watched(actor) else ", or its host is cut off"
+            why = f"no heartbeat for {actor['silent_s']:.1f} s: its event loop is stuck{cut_off}"
+            return Health("stalled", why, actor["silent_s"])
+        if seen is not None:
+            return _as_seen(seen)
+        if actor["state"] == "starting":
+            return Health("starting", "it is not ready yet")
         if actor["state"] == "draining":
             return Health("refused", "it is draining")
         late = actor["metrics"].get(LATE, 0.0)
         if late > LATE_MS:
-            return Health(
-                "starved", f"its event loop runs {late:.0f} ms late: too little processor time, or work that blocks it"
-            )
+            why = f"its event loop runs {late:.0f} ms late: too little processor time, or work that blocks it"
+            return Health("starved", why)
         return None
 
     def _watched(self, actor: ActorView) -> bool:
@@ -81,21 +81,18 @@ class Processes:
         )
 
 
-class _Told(NamedTuple):
-    kind: Kind
-    text: str
-
-    def of(self, seen: WaitRow) -> tuple[Kind, str, float, str]:
-        reason = self.text + (f" ({seen['detail']})" if seen["detail"] else "")
-        return self.kind, reason, seen["age_s"], seen["limit"]
-
-
-PROCESS = {
-    "dead": _Told("dead", "its process ended"),
-    "stopped": _Told("stalled", "its process is stopped"),
-    "starting": _Told("starting", "its process starts"),
+PROCESS: dict[str, tuple[Kind, str]] = {
+    "dead": ("dead", "its process ended"),
+    "stopped": ("stalled", "its process is stopped"),
+    "starting": ("starting", "its process starts"),
 }
 """Stages in which a node agent waits for an actor whose process is not as it should be."""
+
+
+def _as_seen(wait: WaitRow) -> Health:
+    """By the node agent that waits."""
+    kind, text = PROCESS[wait.stage]
+    return Health(kind, f"{text} ({wait.detail})" if wait.detail else text, wait.age_s, wait.limit)
 
 
 MIN_AGE_S = 1.0
@@ -113,7 +110,7 @@ BUSY = 0.8
 EXPLAINED = 0.5
 """A holder whose own stages make up less than this share of what others wait there is itself what takes the time."""
 
-SEVERITY: tuple[Kind, ...] = ("dead", "stalled", "refused", "starved", "starting", "slow")
+SEVERITY: tuple[Kind, ...] = get_args(Kind)
 
 RELATED = 8
 """Waits about the same thing that are followed: the members of a group."""
@@ -134,30 +131,29 @@ class Verdict(NamedTuple):
     """It took never so long before: no need to ask where the time goes otherwise."""
 
 
-def diagnose(actors: Sequence[ActorView], waits: Sequence[WaitRow]) -> list[BlockedRow]:
-    """One row per blocked stage and culprit: processes first, then whoever waits longest."""
-    return _Diagnosis(actors, waits).rows()
+Steps = tuple[tuple[str, str, str], ...]
+"""On the way from a wait to who holds it up: (actor, stage, what) of each."""
 
 
-class _Diagnosis:
+class Diagnosis:
+    """Of one snapshot."""
+
     def __init__(self, actors: Sequence[ActorView], waits: Sequence[WaitRow]) -> None:
         self._processes = Processes(actors, waits)
         self._stages = {actor["name"]: actor["stages"] for actor in actors}
         self._waits: dict[str, list[WaitRow]] = {}
         for wait in waits:
-            self._waits.setdefault(wait["actor"], []).append(wait)
+            self._waits.setdefault(wait.actor, []).append(wait)
 
     def rows(self) -> list[BlockedRow]:
-        found = [
-            _process_row(name, bad)
-            for name in self._processes.names()
-            if (bad := self._processes.unfit(name)) is not None
-        ]
+        """One per blocked stage and culprit: processes first, then whoever waits longest."""
+        processes = ((name, self._processes.unfit(name)) for name in self._processes.names())
+        found = [_process_row(name, bad) for name, bad in processes if bad is not None]
         told: set[tuple[str, ...]] = set()
         fit = [wait for actor in self._waits if not self._processes.unfit(actor) for wait in self._waits[actor]]
         judged = [(wait, verdict) for wait in fit if (verdict := self._judge(wait)) is not None]
         # Who is furthest from the cause comes first: it tells what the matter is with the job.
-        for wait, verdict in sorted(judged, key=lambda found: (-len(found[1].via), -found[0]["age_s"])):
+        for wait, verdict in sorted(judged, key=lambda found: (-len(found[1].via), -found[0].age_s)):
             row = _row(wait, verdict)
             keys = {(row["actor"], row["stage"], row["holder"]), (row["what"], row["holder"], row["kind"])}
             if not keys & told:
@@ -167,7 +163,7 @@ class _Diagnosis:
 
     def _judge(self, wait: WaitRow) -> Verdict | None:
         """Who holds `wait` up; None where it is no blocked stage."""
-        if wait["stage"] in PROCESS or (wait["age_s"] < MIN_AGE_S and wait["stage"] != "refused"):
+        if wait.stage in PROCESS or (wait.age_s < MIN_AGE_S and wait.stage != "refused"):
             return None
         verdict = self._follow(wait, ())
         if verdict.kind != "slow":
@@ -180,84 +176,84 @@ class _Diagnosis:
 
     # -- along the waits ----------------------------------------------------------------------------------------
 
-    def _follow(self, wait: WaitRow, path: tuple[tuple[str, str, str], ...]) -> Verdict:
+    def _follow(self, wait: WaitRow, path: Steps) -> Verdict:
         """Who holds `wait` up, in the end."""
-        asker, holder = wait["actor"], wait["holder"]
+        asker, holder = wait.actor, wait.holder
         if holder in ("", STORE):
             return self._working(wait, holder or asker, path)
-        path = (*path, (asker, wait["stage"], wait["what"]))
+        path = (*path, (asker, wait.stage, wait.what))
         names = self._processes.instances(holder)
         if not names:
             return Verdict(holder, "dead", f"no {holder} is up; bring one with: rubato add {holder}", via=_via(path))
         return _worst(self._at(name, wait, path) for name in names)
 
-    def _at(self, name: str, wait: WaitRow, path: tuple[tuple[str, str, str], ...]) -> Verdict:
-        asker = wait["actor"]
+    def _at(self, name: str, wait: WaitRow, path: Steps) -> Verdict:
+        asker = wait.actor
         if name != asker:
             if bad := self._processes.unfit(name):
                 return Verdict(name, bad.kind, bad.reason, bad.limit, _via(path))
-            refused = wait if wait["stage"] == "refused" else self._refusal(asker, name)
+            refused = wait if wait.stage == "refused" else self._refusal(asker, name)
             if refused is not None:
-                return Verdict(name, "refused", f"{refused['what']}: {refused['detail']}", via=_via(path))
+                return Verdict(name, "refused", f"{refused.what}: {refused.detail}", via=_via(path))
         following = self._following(name, wait, path)
         if not following:
             return self._working(wait, name, path)
         return _worst(self._follow(next_wait, path) for next_wait in following)
 
-    def _following(self, name: str, wait: WaitRow, path: tuple[tuple[str, str, str], ...] = ()) -> list[WaitRow]:
+    def _following(self, name: str, wait: WaitRow, path: Steps = ()) -> list[WaitRow]:
         """The waits of `name` that `wait` waits for: about the same thing, else the one that holds up everything there."""
         waits = [
             w
             for w in self._waits.get(name, [])
-            if w["stage"] not in ("refused", "ask")
-            and (name, w["stage"], w["what"]) not in path
+            if w.stage not in ("refused", "ask")
+            and (name, w.stage, w.what) not in path
             and not self._asks_back(w, wait)
         ]
-        if name == wait["actor"]:
-            others = [w for w in waits if w["stage"] != wait["stage"] and not self._idle(w)]
+        if name == wait.actor:
+            others = [w for w in waits if w.stage != wait.stage and not self._idle(w)]
             related = [w for w in others if distance(w, wait) < 2]
             return (related or others)[:RELATED]
         close = min((distance(w, wait) for w in waits), default=2)
         if close < 2:
             return [w for w in waits if distance(w, wait) == close][:RELATED]
-        whole = [w for w in waits if w["whole"]][:1]
-        if whole and whole[0]["stage"] == "handler":
-            return [w for w in self._waits[name] if w["stage"] == "ask"][:1] or whole
+        whole = [w for w in waits if w.whole][:1]
+        if whole and whole[0].stage == "handler":
+            return [w for w in self._waits[name] if w.stage == "ask"][:1] or whole
         return whole
 
     def _asks_back(self, wait: WaitRow, asked: WaitRow) -> bool:
         """Whether `wait` asks the actor of `asked` for more work: no part of what that actor waits for, unless it hands `asked` on."""
-        if not self._idle(wait) or asked["actor"] not in self._processes.instances(wait["holder"]):
+        if not self._idle(wait) or asked.actor not in self._processes.instances(wait.holder):
             return False
-        return asked["stage"] not in (wait["what"], wait["stage"])
+        return asked.stage not in (wait.what, wait.stage)
 
     def _askers(self, wait: WaitRow) -> set[str]:
         """For whom the actor of `wait` waits: itself, or whoever asked it for the same thing."""
-        name = wait["actor"]
-        waits = (w for waits in self._waits.values() for w in waits if w["what"] == wait["what"])
-        return {name} | {w["actor"] for w in waits if self._idle(w) and name in self._processes.instances(w["holder"])}
+        name = wait.actor
+        waits = (w for waits in self._waits.values() for w in waits if w.what == wait.what)
+        return {name} | {w.actor for w in waits if self._idle(w) and name in self._processes.instances(w.holder)}
 
     def _refusal(self, asker: str, holder: str) -> WaitRow | None:
-        return next((w for w in self._waits.get(asker, []) if w["stage"] == "refused" and w["holder"] == holder), None)
+        return next((w for w in self._waits.get(asker, []) if w.stage == "refused" and w.holder == holder), None)
 
-    def _working(self, wait: WaitRow, holder: str, path: tuple[tuple[str, str, str], ...]) -> Verdict:
+    def _working(self, wait: WaitRow, holder: str, path: Steps) -> Verdict:
         """Nothing leads on from here: `holder` stands still, or is slow."""
         longest_s = self._longest(wait)
-        unusual = longest_s >= 0.0 and wait["quiet_s"] > max(UNUSUAL_S, STALL_FACTOR * longest_s)
+        unusual = longest_s >= 0.0 and wait.quiet_s > max(UNUSUAL_S, STALL_FACTOR * longest_s)
         # The holder's own figures may be a beat older, or newer: it may have moved since.
-        stalled = unusual and wait["quiet_s"] > STALL_S + (BEAT_S if holder not in (wait["actor"], STORE) else 0.0)
-        where = wait["stage"] if wait["stage"] in wait["what"] else f"{wait['stage']} of {wait['what']}"
+        stalled = unusual and wait.quiet_s > STALL_S + (BEAT_S if holder not in (wait.actor, STORE) else 0.0)
+        where = wait.stage if wait.stage in wait.what else f"{wait.stage} of {wait.what}"
         usual = f"longest before {seconds(longest_s)}" if longest_s >= 0.0 else "the first of its kind"
         moved = "no progress" if stalled else "under way"
-        reason = f"{moved} in {where} for {seconds(wait['quiet_s'])}; {usual}"
-        return Verdict(holder, "stalled" if stalled else "slow", reason, wait["limit"], _via(path), unusual)
+        reason = f"{moved} in {where} for {seconds(wait.quiet_s)}; {usual}"
+        return Verdict(holder, "stalled" if stalled else "slow", reason, wait.limit, _via(path), unusual)
 
     # -- along the loads ----------------------------------------------------------------------------------------
 
     def _busiest(self, wait: WaitRow, via: tuple[str, ...]) -> Verdict | None:
         """Where most of the time goes of what `wait` waits for; None where there is no such place."""
-        asker, stage = wait["actor"], wait["stage"]
-        names = self._processes.instances(wait["holder"])
+        asker, stage = wait.actor, wait.stage
+        names = self._processes.instances(wait.holder)
         if not names or len(via) > len(self._stages):
             return None
         via = (*via, asker)
@@ -267,70 +263,49 @@ class _Diagnosis:
             same = [w for w in self._following(name, wait) if self._idle(w) and distance(w, wait) == 0]
             if same and name != asker:
                 return self._busiest(same[0], via)
-        incoming = sum(s["load"] for s in self._of(asker, stage, wait["holder"]) if not s["idle"])
+        incoming = sum(s.load for s in self._of(asker, stage, wait.holder) if not s.idle)
         work = {name: self._work(name, stage if name == asker else "") for name in names}
-        name = max(names, key=lambda name: sum(row["load"] for row in work[name]))
-        explained = sum(row["load"] for rows in work.values() for row in rows)
+        name = max(names, key=lambda name: sum(row.load for row in work[name]))
+        explained = sum(row.load for rows in work.values() for row in rows)
         if explained < EXPLAINED * incoming:
             told = f"{incoming:.1f} wait for it on average in {stage}, {_longest_so_far(self._longest(wait))}"
             return Verdict(name, "slow", told, via=via) if incoming >= BUSY else None
-        top = max(work[name], key=lambda row: row["load"], default=None)
-        if top is None or top["load"] < BUSY:
+        top = max(work[name], key=lambda row: row.load, default=None)
+        if top is None or top.load < BUSY:
             return None
-        if top["holder"] in ("", STORE):
-            told = f"{top['load']:.1f} are in {top['stage']} on average, {_longest_so_far(top['longest_s'])}"
-            return Verdict(top["holder"] or name, "slow", told, via=(*via, name))
-        leading = WaitRow(
-            {**wait, "actor": name, "stage": top["stage"], "holder": top["holder"], "what": "", "detail": ""}
-        )
+        if top.holder in ("", STORE):
+            told = f"{top.load:.1f} are in {top.stage} on average, {_longest_so_far(top.longest_s)}"
+            return Verdict(top.holder or name, "slow", told, via=(*via, name))
+        leading = WaitRow(actor=name, what="", holder=top.holder, stage=top.stage)
         return self._busiest(leading, via)
 
     def _work(self, name: str, besides: str) -> list[StageRow]:
         """The stages in which `name` has work in hand."""
-        return [
-            row
-            for row in self._stages.get(name, [])
-            if not row["idle"] and row["stage"] not in PLUMBING and row["stage"] != besides
-        ]
+        stages = self._stages.get(name, [])
+        return [row for row in stages if not row.idle and row.stage not in PLUMBING and row.stage != besides]
 
     # -- parts --------------------------------------------------------------------------------------------------
 
     def _of(self, actor: str, stage: str, holder: str) -> list[StageRow]:
-        return [s for s in self._stages.get(actor, []) if s["stage"] == stage and s["holder"] == holder]
+        return [s for s in self._stages.get(actor, []) if s.stage == stage and s.holder == holder]
 
     def _longest(self, wait: WaitRow) -> float:
-        return next((s["longest_s"] for s in self._of(wait["actor"], wait["stage"], wait["holder"])), -1.0)
+        return next((s.longest_s for s in self._of(wait.actor, wait.stage, wait.holder)), -1.0)
 
     def _idle(self, wait: WaitRow) -> bool:
-        return any(s["idle"] for s in self._of(wait["actor"], wait["stage"], wait["holder"]))
+        return any(s.idle for s in self._of(wait.actor, wait.stage, wait.holder))
 
 
 def _row(wait: WaitRow, verdict: Verdict) -> BlockedRow:
     return BlockedRow(
-        stage=wait["stage"],
-        actor=wait["actor"],
-        what=wait["what"],
-        detail=wait["detail"],
-        age_s=wait["age_s"],
-        holder=verdict.holder,
-        kind=verdict.kind,
-        reason=verdict.reason,
-        limit=verdict.limit or wait["limit"],
-    )
+        stage=wait.stage, actor=wait.actor, what=wait.what, detail=wait.detail, age_s=wait.age_s,
+        holder=verdict.holder, kind=verdict.kind, reason=verdict.reason, limit=verdict.limit or wait.limit,
+    )  # fmt: skip
 
 
 def _process_row(name: str, bad: Health) -> BlockedRow:
-    return BlockedRow(
-        stage="process",
-        actor=name,
-        what=name,
-        detail="",
-        age_s=bad.age_s,
-        holder=name,
-        kind=bad.kind,
-        reason=bad.reason,
-        limit=bad.limit,
-    )
+    where = {"stage": "process", "actor": name, "what": name, "detail": "", "holder": name}
+    return cast("BlockedRow", {**where, **bad._asdict()})
 
 
 def seconds(value: float) -> str:
@@ -347,9 +322,9 @@ def _longest_so_far(longest_s: float) -> str:
 
 def distance(wait: WaitRow, parent: WaitRow | None) -> int:
     """0: about the same thing as `parent`; 1: about something that it names; 2: about something else."""
-    if parent is None or wait["what"] == parent["what"]:
+    if parent is None or wait.what == parent.what:
         return 0
-    return 1 if any(_belongs(wait["what"], word) for word in _identifiers(parent)) else 2
+    return 1 if any(_belongs(wait.what, word) for word in _identifiers(parent)) else 2
 
 
 def _belongs(what: str, word: str) -> bool:
@@ -359,7 +334,7 @@ def _belongs(what: str, word: str) -> bool:
 
 def _identifiers(wait: WaitRow) -> Iterable[str]:
     """Words that name one thing: with a letter and a digit."""
-    for word in f"{wait['what']} {wait['detail']}".replace(";", " ").replace(",", " ").split():
+    for word in f"{wait.what} {wait.detail}".replace(";", " ").replace(",", " ").split():
         if any(c.isdigit() for c in word) and any(c.isalpha() for c in word):
             yield word
 
@@ -368,5 +343,5 @@ def _worst(verdicts: Iterable[Verdict]) -> Verdict:
     return min(verdicts, key=lambda verdict: SEVERITY.index(verdict.kind))
 
 
-def _via(path: tuple[tuple[str, str, str], ...]) -> tuple[str, ...]:
+def _via(path: Steps) -> tuple[str, ...]:
     return tuple(dict.fromkeys(actor for actor, _, _ in path))

@@ -8,24 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.errors import ExitCode, RubatoError
-from runtime.monitor.source import Opener, RunSource, View
+from runtime.monitor.source import RunSource, View
 
 PLAIN_WIDTH = 80
 """Width where the output is no terminal."""
 
 
-def main(argv: Sequence[str], *, opener: Opener | None = None) -> int:
-    """One look, or the live view; a RubatoError is one sentence on stderr. `opener` stands in for `open_store`, e.g. in a program that holds its own Store."""
+def main(argv: Sequence[str]) -> int:
+    """One look, or the live view; RubatoError is the caller's to print."""
     given = _parser().parse_args(list(argv))
-    try:
-        if given.once or given.json or given.why:
-            view = asyncio.run(_look(given.run, opener))
-            print(_told(view, given))  # noqa: T201 - what was asked for
-            return ExitCode.DONE
-        return _live(given, opener)
-    except RubatoError as error:
-        print(error, file=sys.stderr)  # noqa: T201 - the sentence for the user
-        return ExitCode.REFUSED
+    source = RunSource(given.run)
+    if given.once or given.json or given.why:
+        print(_told(asyncio.run(_look(source)), given))  # noqa: T201 - what was asked for
+        return ExitCode.DONE
+    return _live(given, source)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,16 +51,14 @@ def _told(view: View, given: argparse.Namespace) -> str:
     return once(view.shown, view.rows, width=width)
 
 
-async def _look(folder: Path, opener: Opener | None) -> View:
-    source = RunSource(folder, opener)
+async def _look(source: RunSource) -> View:
     try:
         return await source.read()
     finally:
         await source.close()
 
 
-def _live(given: argparse.Namespace, opener: Opener | None) -> int:
-    source = RunSource(given.run, opener)
+def _live(given: argparse.Namespace, source: RunSource) -> int:
     if given.screenshot is None and not sys.stdout.isatty():
         raise RubatoError("the live view needs a terminal. Use --once, --json or --why to print.")
     from runtime.monitor.app import MonitorApp, RunActions, picture

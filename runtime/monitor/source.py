@@ -6,25 +6,28 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
+
+import yaml
 
 from runtime.clock import wall_s
 from runtime.errors import LaunchError
+from runtime.launch.children import is_stopped
 from runtime.launch.folder import RunCard, is_held, is_up, read_card
 from runtime.monitor.blocked import seconds
 from runtime.monitor.snapshot import Row, snapshot
 from runtime.monitor.views import RunState, Snapshot
 from runtime.registry import Seen, list_seen
 from runtime.store.errors import StoreUnavailable
+from runtime.store.open import open_store
 from runtime.store.store import Store
 
 READ_S = 3.0
 """A Store that has not answered by then is shown as unreachable; the next look tries again."""
-
-Opener = Callable[[str, str], Store]
 
 
 class View(NamedTuple):
@@ -34,21 +37,12 @@ class View(NamedTuple):
     rows: Sequence[Row]
 
 
-class LiveSource(Protocol):
-    """Where the live view gets what it shows."""
-
-    async def read(self) -> View: ...
-    def log(self, actor: str, lines: int) -> list[str]: ...
-
-
 class RunSource:
     """The run in `folder`. Raises LaunchError where there is none."""
 
-    def __init__(self, folder: Path, opener: Opener | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
-        self._opener = opener or _open
         self._rows = RowTail(self.folder / "metrics.jsonl")
-        self._config = ConfigFile(self.folder / "config.yaml")
         self._store: Store | None = None
         self._url = ""
         self._answered_s = 0.0
@@ -67,7 +61,7 @@ class RunSource:
             self.folder.name,
             [one.record for one in seen],
             rows,
-            self._config.read(),
+            read_config(self.folder / "config.yaml"),
             state=state,
             trouble=trouble,
             elapsed_s=elapsed_s,
@@ -77,9 +71,13 @@ class RunSource:
 
     async def _live(self, card: RunCard | None) -> tuple[RunState, str, list[Seen]]:
         """How it stands, the sentence about a run that is up and can't be reached or can't go on, and its actors."""
-        if card is None:
-            return ("unreachable", missing_card(self.folder), []) if is_held(self.folder) else ("ended", "", [])
-        if not is_up(card):
+        if card is None and is_held(self.folder):
+            said = (
+                f"{self.folder / 'run.json'} is missing, so nothing of the run can be reached, but its launcher runs. "
+                "End the launcher, then start the run again with --resume."
+            )
+            return "unreachable", said, []
+        if card is None or not is_up(card):
             return "ended", "", []
         if not card.state_url:  # it is just starting
             return "running", "", []
@@ -104,24 +102,17 @@ class RunSource:
             self._store = None
 
     def _card(self) -> RunCard | None:
+        """None where it is away: from a folder that is being cleared, or was copied without it."""
         try:
             return read_card(self.folder)
-        except (
-            LaunchError
-        ):  # it was there, or metrics.jsonl is: a folder that is being cleared, or was copied without it
+        except LaunchError:
             return None
 
     async def _connected(self, card: RunCard) -> Store:
         if self._store is None or self._url != card.state_url:
             await self.close()
-            self._store, self._url = self._opener(card.state_url, card.id), card.state_url
+            self._store, self._url = open_store(card.state_url, card.id, patience_s=READ_S), card.state_url
         return self._store
-
-
-def _open(url: str, run_id: str) -> Store:
-    from runtime.store.open import open_store
-
-    return open_store(url, run_id, patience_s=READ_S)
 
 
 MAX_ROWS = 10_000
@@ -167,27 +158,18 @@ class RowTail:
         self._rows.append(row)
 
 
-class ConfigFile:
-    """The resolved config as plain data, parsed again only when it changed."""
+def read_config(path: Path) -> dict[str, Any]:
+    """The resolved config as plain data, parsed again only when it changed; empty where there is none or it can't be read."""
+    try:
+        return _parsed(path, path.stat().st_mtime_ns)
+    except (OSError, yaml.YAMLError):
+        return {}
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._changed_ns = -1
-        self._config: dict[str, Any] = {}
 
-    def read(self) -> dict[str, Any]:
-        """Empty where there is none or it can't be read."""
-        import yaml
-
-        try:
-            changed_ns = self._path.stat().st_mtime_ns
-            if changed_ns != self._changed_ns:
-                found: object = yaml.safe_load(self._path.read_text())
-                self._config = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
-                self._changed_ns = changed_ns
-        except (OSError, yaml.YAMLError):
-            return {}
-        return self._config
+@lru_cache(maxsize=1)
+def _parsed(path: Path, _changed_ns: int) -> dict[str, Any]:
+    found: object = yaml.safe_load(path.read_text())
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
 def log_tail(path: Path, lines: int) -> list[str]:
@@ -200,8 +182,7 @@ def log_tail(path: Path, lines: int) -> list[str]:
     except OSError:
         return []
     whole = found[1:] if size > LOG_BYTES else found
-    told = [_told(entry) for line in whole if (entry := _object(line))]
-    return told[-lines:]
+    return [_told(entry) for line in whole if (entry := _object(line))][-lines:]
 
 
 def _told(entry: dict[str, Any]) -> str:
@@ -239,19 +220,11 @@ def silent_store(url: str, folder: Path, launcher_pid: int, answered_s: float = 
     address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without the password
     said = f"the Store at {address} does not answer{since}: whoever needs it waits"
     pid = _listener(parts.path) if parts.scheme == "unix" else 0
-    if pid and _is_stopped(pid):
+    if pid and is_stopped(pid):
         return f"{said}. Its process {pid} is stopped; continue it with: kill -CONT {pid}"
     log = f"See {state / 'redis.log'}" if written else "See whether a server runs there and this host reaches it"
     stop = f"kill -INT {launcher_pid}, and once more if it shall not save first"
     return f"{said}. {log}. rubato stop needs the Store too; without it end the run by its launcher: {stop}"
-
-
-def missing_card(folder: Path) -> str:
-    """The sentence about a folder that a launcher holds although `run.json`, which leads to the run, is not in it."""
-    return (
-        f"{folder / 'run.json'} is missing, so nothing of the run can be reached, but its launcher runs. "
-        "End the launcher, then start the run again with --resume."
-    )
 
 
 def _listener(path: str) -> int:
@@ -265,10 +238,3 @@ def _listener(path: str) -> int:
             return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
         except OSError:
             return 0
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False

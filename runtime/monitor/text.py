@@ -3,10 +3,60 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from runtime.monitor.blocked import seconds
-from runtime.monitor.snapshot import DEFAULT, Names, Row, Shown, total
+from runtime.monitor.snapshot import VERSION, Row, total
 from runtime.monitor.views import ActorView, Snapshot
+
+
+class Shown(NamedTuple):
+    """One figure: what it is called on the screen, the metric it is read from, and how it is written (a format spec)."""
+
+    label: str
+    metric: str
+    spec: str = ".2f"
+
+
+TREND = Shown("reward", "reward/mean")
+"""Drawn as a sparkline."""
+
+HEADLINE = (
+    Shown("eval", "eval/reward"),
+    Shown("entropy", "policy/entropy"),
+    Shown("kl", "policy/kl", ".3f"),
+    Shown("clip", "policy/clip_frac", ".1%"),
+    Shown("grad", "optim/grad_norm"),
+    Shown("tok/s", "perf/gen_tokens_s", ",.0f"),
+)
+"""Newest value each, in order of interest: the last ones fall off a narrow screen."""
+
+FLOW = (
+    Shown("in flight", "rollout/in_flight", ",.0f"),
+    Shown("generating", "proxy/in_flight", ",.0f"),
+    Shown("held", "queue/held/depth", ",.0f"),
+    Shown("ready", "queue/ready/depth", ",.0f"),
+    Shown("bound", "queue/bound/depth", ",.0f"),
+    Shown("trained", "samples/trained", ",.0f"),
+)
+"""Summed over live actors, in the order in which work passes through."""
+
+NETWORK = (
+    Shown("circuits", "fabric/circuits", ",.0f"),
+    Shown("epoch", "fabric/epoch", ",.0f"),
+    Shown("hidden s", "fabric/hidden_s", ".3f"),
+    Shown("exposed s", "fabric/exposed_s", ".3f"),
+)
+"""A line of its own, where any of them is known."""
+
+PHASE = "fabric/phase/"
+"""Gauges whose names begin so, one of them 1: the phase of the network, at the name's end."""
+
+PULLED = "weights/pulled"
+"""Share of the newest version that an actor has pulled, 0 to 1."""
+
+FAILURES = ("reward/failed/", "rollout/error/", "bus/refused/")
+"""Counters whose names begin so tell what goes wrong, the reason at the end; shown as totals and rates."""
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -18,48 +68,48 @@ MAX_WAITS = 8
 BAR_WIDTH = 9
 
 
-def once(shown: Snapshot, rows: Sequence[Row], *, names: Names = DEFAULT, width: int = 80) -> str:
+def once(shown: Snapshot, rows: Sequence[Row], *, width: int = 80) -> str:
     """The whole picture as lines of at most `width` columns."""
-    parts = [head(shown, rows, names=names), trend(shown, rows, width, names=names), ""]
+    parts = [head(shown, rows), trend(shown, rows, width), ""]
     if shown["actors"]:
-        parts += [" ".join(cells(COLUMNS)), *(" ".join(cells(actor_row(a, names))) for a in shown["actors"]), ""]
-    parts += [*_hung("flow", flow(shown, names=names), width), *_hung("weights", versions(shown, names=names), width)]
-    parts += _hung("fabric", network(shown, names=names), width)
-    for index, line in enumerate(failure_lines(shown, names=names)):
+        parts += [" ".join(cells(COLUMNS)), *(" ".join(cells(actor_row(a))) for a in shown["actors"]), ""]
+    parts += [*_hung("flow", flow(shown), width), *_hung("weights", versions(shown), width)]
+    parts += _hung("fabric", network(shown), width)
+    for index, line in enumerate(failure_lines(shown)):
         parts += _hung("" if index else "failed", line, width)
     for index, line in enumerate(wait_lines(shown)):
         parts += _hung("" if index else "waits", line, width)
     return "\n".join(clip(line, width) for line in parts)
 
 
-def head(shown: Snapshot, rows: Sequence[Row], *, names: Names = DEFAULT) -> str:
+def head(shown: Snapshot, rows: Sequence[Row]) -> str:
     """Run, step, time, age against its bound, how much was dropped, and whether it still runs."""
     steps = f"/{shown['steps']}" if shown["steps"] is not None else ""
     parts = [shown["run"], f"step {shown['step']}{steps}", clock(shown["elapsed_s"])]
     if shown["alpha"] is not None:
-        age = shown["metrics"].get(names.age, 0.0)
+        age = shown["metrics"].get("staleness/max", 0.0)
         parts.append(f"age {age:.0f} ≤ α {shown['alpha']:g}" if shown["alpha"] >= 0 else f"age {age:.0f}, unbounded")
-    parts.append(f"{sum(row.get(names.dropped, 0.0) for row in rows):,.0f} dropped")
+    parts.append(f"{sum(row.get('staleness/dropped', 0.0) for row in rows):,.0f} dropped")
     told = {"running": "", "ended": "run ended", "unreachable": "can't be reached"}[shown["state"]]
     return " ── ".join([*parts, told] if told else parts)
 
 
-def trend(shown: Snapshot, rows: Sequence[Row], width: int, *, names: Names = DEFAULT) -> str:
+def trend(shown: Snapshot, rows: Sequence[Row], width: int) -> str:
     """The sparkline and as many newest figures as fit."""
-    values = [row[names.trend.metric] for row in rows if names.trend.metric in row]
-    line = f"{names.trend.label} {sparkline(values, 16)} {values[-1]:{names.trend.spec}}" if values else "no step yet"
-    for figure in names.headline:
+    values = [row[TREND.metric] for row in rows if TREND.metric in row]
+    line = f"{TREND.label} {sparkline(values, 16)} {values[-1]:{TREND.spec}}" if values else "no step yet"
+    for figure in HEADLINE:
         if figure.metric in shown["metrics"]:
-            told = f"   {figure.label} {shown['metrics'][figure.metric]:{figure.spec}}"
+            told = f"   {_told(figure, shown['metrics'][figure.metric])}"
             line += told if len(line) + len(told) <= width else ""
     return line
 
 
-def actor_row(actor: ActorView, names: Names = DEFAULT) -> tuple[str, ...]:
+def actor_row(actor: ActorView) -> tuple[str, ...]:
     """The figures of one actor under COLUMNS; a ready one that has a weight version shows that as its state."""
-    version = actor["metrics"].get(names.version)
+    version = actor["metrics"].get(VERSION)
     state = f"v{version:.0f}" if version is not None and actor["state"] == "ready" else actor["state"]
-    if actor["state"] == "ready" and actor["metrics"].get(names.pulled, 1.0) < 1.0:
+    if actor["state"] == "ready" and actor["metrics"].get(PULLED, 1.0) < 1.0:
         state = "pulling"
     idle = f"{actor['idle']:.0%}"
     return actor["name"], state, str(actor["incarnation"]), str(actor["mailbox"]), short(actor["rate_s"]), idle
@@ -67,69 +117,66 @@ def actor_row(actor: ActorView, names: Names = DEFAULT) -> tuple[str, ...]:
 
 def cells(texts: Sequence[str]) -> list[str]:
     """Words to the left, figures to the right, each cut to its column."""
-    aligned: list[str] = []
-    for index, (text, width) in enumerate(zip(texts, WIDTHS, strict=True)):
-        cut = clip(text, width)
-        aligned.append(cut.ljust(width) if index < 2 else cut.rjust(width))
-    return aligned
+    cut = [clip(text, width) for text, width in zip(texts, WIDTHS, strict=True)]
+    return [f"{text:{'<' if index < 2 else '>'}{WIDTHS[index]}}" for index, text in enumerate(cut)]
 
 
-def flow(shown: Snapshot, *, names: Names = DEFAULT) -> str:
+def flow(shown: Snapshot) -> str:
     """How much work is at each place, in the order it passes through."""
-    known = [(figure, total(shown, figure.metric)) for figure in names.flow]
-    told = [_told(figure, value) for figure, value in known if value is not None]
-    return " ▸ ".join(told) or "nothing yet"
+    return " ▸ ".join(_totals(shown, FLOW)) or "nothing yet"
 
 
-def network(shown: Snapshot, *, names: Names = DEFAULT) -> str:
+def network(shown: Snapshot) -> str:
     """The phase of the network and its figures; empty for a run without one."""
-    known = [(figure, total(shown, figure.metric)) for figure in names.network]
-    told = ", ".join(_told(figure, value) for figure, value in known if value is not None)
+    told = ", ".join(_totals(shown, NETWORK))
     everywhere = {name for actor in shown["actors"] for name in actor["metrics"]} | set(shown["metrics"])
-    phases = sorted(name for name in everywhere if name.startswith(names.network_phase) and total(shown, name))
-    phase = f"{phases[0].removeprefix(names.network_phase)}: " if phases else ""
-    down = " (electrical path only)" if total(shown, names.network_down) else ""
+    phases = sorted(name for name in everywhere if name.startswith(PHASE) and total(shown, name))
+    phase = f"{phases[0].removeprefix(PHASE)}: " if phases else ""
+    down = " (electrical path only)" if total(shown, "fabric/electrical") else ""
     return f"{phase}{told}{down}" if told else ""
 
 
-def versions(shown: Snapshot, *, names: Names = DEFAULT) -> str:
+def _totals(shown: Snapshot, figures: Sequence[Shown]) -> list[str]:
+    known = [(figure, total(shown, figure.metric)) for figure in figures]
+    return [_told(figure, value) for figure, value in known if value is not None]
+
+
+def versions(shown: Snapshot) -> str:
     """The newest version and which actor has which."""
     if shown["version"] is None:
         return "none yet"
-    held = [_version(actor, names) for actor in shown["actors"] if names.version in actor["metrics"]]
+    held: list[str] = []
+    for actor in shown["actors"]:
+        if VERSION in actor["metrics"]:
+            pulled = actor["metrics"].get(PULLED, 1.0)
+            under_way = f" {bar(pulled)} {pulled:.0%}" if pulled < 1.0 else ""
+            held.append(f"{actor['name']} v{actor['metrics'][VERSION]:.0f}{under_way}")
     return f"v{shown['version']}{': ' if held else ''}{', '.join(held)}"
 
 
-def _version(actor: ActorView, names: Names) -> str:
-    told, pulled = f"{actor['name']} v{actor['metrics'][names.version]:.0f}", actor["metrics"].get(names.pulled, 1.0)
-    return told if pulled >= 1.0 else f"{told} {bar(pulled)} {pulled:.0%}"
-
-
-def failures(shown: Snapshot, names: Names = DEFAULT) -> dict[str, float]:
+def failures(shown: Snapshot) -> dict[str, float]:
     """Totals over the live actors of every counter that tells of something going wrong, by name."""
     found: dict[str, float] = {}
     for actor in shown["actors"]:
         for name, value in actor["metrics"].items():
-            if name.startswith(names.failures):
+            if name.startswith(FAILURES):
                 found[name] = found.get(name, 0.0) + value
     return dict(sorted(found.items()))
 
 
-def failure_lines(
-    shown: Snapshot, before: Mapping[str, float] | None = None, over_s: float = 0.0, names: Names = DEFAULT
-) -> list[str]:
+def failure_lines(shown: Snapshot, before: Mapping[str, float] | None = None, over_s: float = 0.0) -> list[str]:
     """`reward/failed/timeout 12 (0.4/s)`: rates where totals from `over_s` seconds ago are given."""
     lines: list[str] = []
-    for name, now in failures(shown, names).items():
+    for name, now in failures(shown).items():
         rate = f" ({(now - before.get(name, 0.0)) / over_s:.1f}/s)" if before is not None and over_s > 0 else ""
         lines.append(f"{name} {now:,.0f}{rate}")
     return lines
 
 
-def bar(share: float, width: int = BAR_WIDTH) -> str:
+def bar(share: float) -> str:
     """`▒▒▒▒░░░░░`."""
-    full = int(max(0.0, min(1.0, share)) * width)
-    return "▒" * full + "░" * (width - full)
+    full = int(max(0.0, min(1.0, share)) * BAR_WIDTH)
+    return "▒" * full + "░" * (BAR_WIDTH - full)
 
 
 def wait_lines(shown: Snapshot) -> list[str]:
@@ -138,8 +185,8 @@ def wait_lines(shown: Snapshot) -> list[str]:
         return [shown["trouble"]]
     oldest: dict[str, str] = {}
     for wait in shown["waits"]:
-        detail = f": {wait['detail']}" if wait["detail"] else ""
-        oldest.setdefault(wait["actor"], f"{wait['actor']} {seconds(wait['age_s'])} for {wait['what']}{detail}")
+        detail = f": {wait.detail}" if wait.detail else ""
+        oldest.setdefault(wait.actor, f"{wait.actor} {seconds(wait.age_s)} for {wait.what}{detail}")
     return list(oldest.values())[:MAX_WAITS] or ["nothing waits"]
 
 
@@ -201,40 +248,34 @@ Columns: inc = incarnation (counts restarts of all actors), mail = messages wait
 rate/s = messages handled per second, idle = share of the last 10 s."""
 
 
-def flow_panel(shown: Snapshot, failed: Sequence[str] = (), names: Names = DEFAULT) -> str:
+def flow_panel(shown: Snapshot, failed: Sequence[str] = ()) -> str:
     """One place per line, then the weight versions and what fails: narrow enough for half a screen."""
-    places = flow(shown, names=names).split(" ▸ ")
-    lines = [f"{'  ' if index else ''}{'▸ ' if index else ''}{place}" for index, place in enumerate(places)]
-    return "\n".join([*lines, f"weights {versions(shown, names=names)}", *_network(shown, names), *failed])
+    fabric = network(shown)
+    lines = [flow(shown).replace(" ▸ ", "\n  ▸ "), f"weights {versions(shown)}"]
+    return "\n".join([*lines, *([f"fabric {fabric}"] if fabric else []), *failed])
 
 
-def flow_page(shown: Snapshot, failed: Sequence[str] = (), names: Names = DEFAULT) -> str:
-    """The whole page: flow, queues, weight versions, what fails and how often."""
+def flow_page(shown: Snapshot, failed: Sequence[str] = ()) -> str:
+    """The whole page: flow, weight versions, queues, what fails and how often."""
     queues = [f"  {name:<16}{depth:>10,.0f}" for name, depth in shown["queues"].items()] or ["  none yet"]
-    lines = [flow(shown, names=names), "", "queues", *queues, "", f"weights {versions(shown, names=names)}"]
-    lines += _network(shown, names)
-    return "\n".join([*lines, "", "failures", *(f"  {line}" for line in failed or ["none"])])
-
-
-def _network(shown: Snapshot, names: Names) -> list[str]:
-    line = network(shown, names=names)
-    return [f"fabric {line}"] if line else []
+    lines = [flow_panel(shown), "", "queues", *queues, "", "failures"]
+    return "\n".join([*lines, *(f"  {line}" for line in failed or ["none"])])
 
 
 def in_flight_page(shown: Snapshot, selected: str) -> str:
     """What the actor has in hand: how much is in each stage, then each request."""
-    stages = [row for actor in shown["actors"] if actor["name"] == selected for row in actor["stages"] if row["num"]]
-    waits = [wait for wait in shown["waits"] if wait["actor"] == selected]
+    stages = [row for actor in shown["actors"] if actor["name"] == selected for row in actor["stages"] if row.num]
+    waits = [wait for wait in shown["waits"] if wait.actor == selected]
     lines = [f"{selected}: {'stage':<14}{'holder':<18}{'now':>5}{'mean':>7}{'longest':>10}"]
     lines += [
-        f"  {row['stage']:<24}{row['holder'] or '-':<18}{row['num']:>5}{row['load']:>7.1f}{max(0.0, row['longest_s']):>8.2f} s"
-        for row in sorted(stages, key=lambda row: -row["num"])
+        f"  {row.stage:<24}{row.holder or '-':<18}{row.num:>5}{row.load:>7.1f}{max(0.0, row.longest_s):>8.2f} s"
+        for row in sorted(stages, key=lambda row: -row.num)
     ]
     lines += ["", "oldest first"]
     lines += [
-        f"  {seconds(wait['age_s']):>10}  {wait['stage']} {wait['what']}"
-        + (f" at {wait['holder']}" if wait["holder"] else "")
-        + (f": {wait['detail']}" if wait["detail"] else "")
+        f"  {seconds(wait.age_s):>10}  {wait.stage} {wait.what}"
+        + (f" at {wait.holder}" if wait.holder else "")
+        + (f": {wait.detail}" if wait.detail else "")
         for wait in waits
     ]
     return "\n".join(lines) if waits else f"{selected} has nothing in hand"

@@ -2,6 +2,8 @@
 
 from typing import Literal, TypedDict
 
+from runtime.observe.waits import StageView, WaitView
+
 RunState = Literal["running", "unreachable", "ended"]
 """`unreachable`: the launcher lives but its Store does not answer, or is not known; `ended`: nobody runs it, what is shown is its last state."""
 
@@ -10,15 +12,14 @@ Kind = Literal["dead", "stalled", "refused", "starved", "starting", "slow"]
 starved: its event loop runs late. starting: not ready yet. slow: makes progress."""
 
 
-class StageRow(TypedDict):
-    """One stage of an actor; see runtime/observe/waits.py."""
+class StageRow(StageView, frozen=True, omit_defaults=False):
+    """One stage of an actor. Its `holder` is never ITSELF: it is named."""
 
-    stage: str
-    holder: str
-    num: int
-    load: float
-    longest_s: float
-    idle: bool
+
+class WaitRow(WaitView, frozen=True, kw_only=True):
+    """One wait in progress of `actor`. Its `holder` is never ITSELF, and its `stage` never empty."""
+
+    actor: str
 
 
 class ActorView(TypedDict):
@@ -36,20 +37,6 @@ class ActorView(TypedDict):
     silent_s: float
     metrics: dict[str, float]
     stages: list[StageRow]
-
-
-class WaitRow(TypedDict):
-    """One wait in progress of `actor`; see runtime/observe/waits.py."""
-
-    actor: str
-    what: str
-    detail: str
-    holder: str
-    age_s: float
-    limit: str
-    stage: str
-    quiet_s: float
-    whole: bool
 
 
 class BlockedRow(TypedDict):

@@ -43,7 +43,7 @@ def render(shown: Snapshot, width: int = 80) -> str:
     lines += [""] if shown["blocked"] else []
     for cause in explain(shown):
         lines += _wrapped(cause, width)
-    waiting = {wait["actor"] for wait in shown["waits"]}
+    waiting = {wait.actor for wait in shown["waits"]}
     calm = [actor["name"] for actor in shown["actors"] if actor["name"] not in waiting]
     if calm:
         lines += textwrap.wrap(f"{', '.join(calm)}: nothing waits", width, break_long_words=False)
@@ -70,14 +70,12 @@ class _Tree:
         self._actors = {actor["name"]: actor for actor in shown["actors"]}
         self._waits: dict[str, list[WaitRow]] = {}
         for wait in shown["waits"]:
-            self._waits.setdefault(wait["actor"], []).append(wait)
+            self._waits.setdefault(wait.actor, []).append(wait)
 
     def roots(self) -> list[str]:
         """Waiting actors, oldest wait first; those that hold nobody else up come before those that do."""
-        held_up_by = {
-            name for waits in self._waits.values() for wait in waits for name in self._instances(wait["holder"])
-        }
-        oldest = {name: max(wait["age_s"] for wait in waits) for name, waits in self._waits.items()}
+        held_up_by = {name for waits in self._waits.values() for wait in waits for name in self._instances(wait.holder)}
+        oldest = {name: max(wait.age_s for wait in waits) for name, waits in self._waits.items()}
         return sorted(self._waits, key=lambda name: (name in held_up_by, -oldest[name], name))
 
     def follow(self, name: str, parent: WaitRow | None, path: tuple[str, ...]) -> None:
@@ -94,14 +92,14 @@ class _Tree:
         more = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
         again = name in self.seen
         self.seen.add(name)
-        self.lines.append(Cause(depth, f"{name} {self._told(wait)}{more}", wait["limit"]))
-        if again or not wait["holder"]:
+        self.lines.append(Cause(depth, f"{name} {self._told(wait)}{more}", wait.limit))
+        if again or not wait.holder:
             return
-        holders = self._instances(wait["holder"])
+        holders = self._instances(wait.holder)
         for holder in holders[:MAX_HOLDERS]:
             self.follow(holder, wait, (*path, name))
         if not holders:
-            self.lines.append(Cause(depth + 1, f"{wait['holder']}: no such actor is up"))
+            self.lines.append(Cause(depth + 1, f"{wait.holder}: no such actor is up"))
         if len(holders) > MAX_HOLDERS:
             self.lines.append(Cause(depth + 1, f"and {len(holders) - MAX_HOLDERS} more"))
 
@@ -110,21 +108,19 @@ class _Tree:
         if holder in self._actors:
             return [holder]
         found = [name for name, actor in self._actors.items() if actor["role"] == holder]
-        return sorted(
-            found, key=lambda name: (-max((w["age_s"] for w in self._waits.get(name, [])), default=-1.0), name)
-        )
+        return sorted(found, key=lambda name: (-max((w.age_s for w in self._waits.get(name, [])), default=-1.0), name))
 
     def _rank(self, wait: WaitRow, parent: WaitRow | None, path: Sequence[str]) -> tuple[int, bool, float]:
         """Lowest first: the same thing that is waited for above, then what the line above names, then what leads on, then age."""
-        back = any(name in path for name in self._instances(wait["holder"]))
-        return distance(wait, parent), back, -wait["age_s"]
+        back = any(name in path for name in self._instances(wait.holder))
+        return distance(wait, parent), back, -wait.age_s
 
     def _told(self, wait: WaitRow) -> str:
-        stage, detail = wait["stage"], wait["detail"]
-        usual = self._actors[wait["actor"]]["metrics"].get(f"{stage.replace('.', '/')}_s_p99")
+        stage, detail = wait.stage, wait.detail
+        usual = self._actors[wait.actor]["metrics"].get(f"{stage.replace('.', '/')}_s_p99")
         usual_text = f" (p99 {seconds(usual)})" if usual is not None else ""
-        told = ", ".join(text for text in ("" if stage in wait["what"] else stage, detail) if text)
-        return f"waits {seconds(wait['age_s'])} for {wait['what']}{': ' if told else ''}{told}{usual_text}"
+        told = ", ".join(text for text in ("" if stage in wait.what else stage, detail) if text)
+        return f"waits {seconds(wait.age_s)} for {wait.what}{': ' if told else ''}{told}{usual_text}"
 
 
 def _at_work(actor: ActorView) -> str:

@@ -1,9 +1,9 @@
 """Who waits for what: each wait in progress says what for, on whom and up to which limit; each stage, how long that usually takes."""
 
 import asyncio
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from types import TracebackType
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -83,29 +83,21 @@ class _Stage:
         return spent / max(now - since, 1e-9)
 
 
+@dataclass(slots=True, eq=False)
 class Wait:
     """One wait, from entering to leaving its `with` block, or from `open` to `close`."""
 
-    __slots__ = ("_moved", "_owner", "_since", "_tell", "detail", "holder", "idle", "limit", "stage", "what", "whole")
-
-    def __init__(
-        self,
-        owner: "Waits",
-        what: str,
-        *,
-        stage: str,
-        detail: str,
-        holder: str,
-        limit: str,
-        since: float | None,
-        whole: bool,
-        idle: bool,
-    ) -> None:
-        self._owner = owner
-        self._since = self._moved = since
-        self._tell: Callable[[], tuple[str, str]] | None = None
-        self.what, self.stage, self.detail, self.holder = what, stage, detail, holder
-        self.limit, self.whole, self.idle = limit, whole, idle
+    _owner: "Waits"
+    what: str
+    stage: str
+    detail: str
+    holder: str
+    limit: str
+    whole: bool
+    idle: bool
+    _since: float | None
+    _moved: float | None
+    _tell: Callable[[], tuple[str, str]] | None = None
 
     def told(self, tell: Callable[[], tuple[str, str]]) -> "Wait":
         """Ask `tell` for (detail, holder) whenever somebody looks, where these change more often than that."""
@@ -148,9 +140,7 @@ class Wait:
     def __enter__(self) -> "Wait":
         return self.open()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -183,17 +173,7 @@ class Waits:
         `stage` names the kind of waiting, `what` the one thing (it is the stage where none is given). `age_from` is the loop time
         at which the waiting really began, where that was earlier than entering the block.
         """
-        return Wait(
-            self,
-            what,
-            stage=stage or what,
-            detail=detail,
-            holder=holder,
-            limit=limit,
-            since=age_from,
-            whole=whole,
-            idle=idle,
-        )
+        return Wait(self, what, stage or what, detail, holder, limit, whole, idle, age_from, age_from)
 
     def now(self) -> float:
         """Loop time; the loop is the one of the first wait, so that a wait may end after its loop did."""
@@ -212,7 +192,7 @@ class Waits:
         """`holder` takes what it is given (again)."""
         self.refusals.pop(holder, None)
 
-    def snapshot(self, now: float, more: "list[WaitView] | None" = None) -> list[WaitView]:
+    def snapshot(self, now: float, more: Sequence[WaitView] = ()) -> list[WaitView]:
         """At most `MAX_VIEWS` waits at loop time `now`, those of `more` included, oldest first."""
         views = [wait.view(now) for wait in self.open.values()]
         views += [
@@ -220,31 +200,22 @@ class Waits:
             for holder, (what, why, first, last, until) in self.refusals.items()
             if now <= until
         ]
-        views += more or []
+        views += more
         views.sort(key=lambda view: -view.age_s)
         return _thinned(views) if len(views) > MAX_VIEWS else views
 
     def stages(self, now: float) -> list[StageView]:
         """Every stage that was used lately, at loop time `now`."""
         since = max(now - WINDOW_S, min(self._born, now - 1e-9))
-        load: dict[tuple[str, str], float] = {}
-        num: dict[tuple[str, str], int] = {}
+        shares: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         for wait in self.open.values():
-            key = (wait.stage, wait.holder)
-            self.stage(*key, idle=wait.idle)
-            num[key] = num.get(key, 0) + 1
-            load[key] = load.get(key, 0.0) + (now - max(since, wait.began(now))) / (now - since)
-        return [
-            StageView(
-                stage,
-                holder,
-                num.get((stage, holder), 0),
-                round(load.get((stage, holder), 0.0) + held.load(since, now), 4),
-                max(held.gaps, default=-1.0),
-                held.idle,
-            )
-            for (stage, holder), held in self._stages.items()
-        ]
+            self.stage(wait.stage, wait.holder, idle=wait.idle)
+            shares[wait.stage, wait.holder].append((now - max(since, wait.began(now))) / (now - since))
+        views: list[StageView] = []
+        for key, held in self._stages.items():
+            load = round(sum(shares[key]) + held.load(since, now), 4)
+            views.append(StageView(*key, len(shares[key]), load, max(held.gaps, default=-1.0), held.idle))
+        return views
 
     def stage(self, stage: str, holder: str, *, idle: bool) -> _Stage:
         key = (stage, holder)

@@ -30,14 +30,14 @@ def test_a_process_that_is_not_as_it_should_be_is_a_wait_of_the_node_agent():
         def look():
             seen.append([(view.stage, view.what) for view in waits.snapshot(asyncio.get_running_loop().time())])
 
-        watch.starting("engine-1")
+        watch.sees("engine-1", "starting")
         look()
         watch.well("engine-1")
         watch.stopped("engine-1", now=True)
         look()
         watch.stopped("engine-1", now=False)
         look()
-        watch.died("engine-1", "signal 9", "actors.engine.restarts=5")
+        watch.sees("engine-1", "dead", "signal 9", "actors.engine.restarts=5")
         watch.stopped("engine-1", now=False)
         look()
         watch.well("engine-1")

@@ -60,7 +60,7 @@ def test_a_number_of_actors_that_the_run_would_refuse_is_refused_here(num, tmp_p
 
 
 def test_a_host_that_is_not_let_in_keeps_neither_keys_nor_the_way_to_the_state(tmp_path, keys, capsys, monkeypatch):
-    monkeypatch.setattr("runtime.launch.join.REACH_S", 0.05)
+    monkeypatch.setattr("runtime.launch.launcher.REACH_S", 0.05)
     token = write_token(JoinToken("run-1a2b", "tcp://127.0.0.1:1", STATE, keys))
     folder = tmp_path / "second"
 

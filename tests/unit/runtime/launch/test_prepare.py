@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import LaunchError
-from runtime.launch.prepare import prepare
+from runtime.launch.children import prepare
 
 MODULES = {
     "tells": """

@@ -1,6 +1,7 @@
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from runtime.monitor.snapshot import snapshot
 from runtime.monitor.views import Snapshot
@@ -32,7 +33,7 @@ def record(
         rate_s=5900.0,
         idle=0.09,
         metrics=named,
-        waits=list(waits),
+        waits=[replace(wait, stage=wait.stage or wait.what) for wait in waits],
         stages=list(stages),
     )
 

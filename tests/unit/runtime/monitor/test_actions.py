@@ -20,7 +20,7 @@ def actor(name="engine-1", *, pid=1, host=None, role="engine"):
 async def test_a_kill_ends_the_process_as_a_crash_would(tmp_path):
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
 
-    told = await RunActions(tmp_path).kill(actor(pid=process.pid))
+    told = await RunActions(tmp_path).act("kill", actor(pid=process.pid))
 
     assert await process.wait() == -signal.SIGKILL
     assert told == f"engine-1 killed (signal 9, process {process.pid})"
@@ -37,9 +37,9 @@ async def test_a_kill_ends_the_process_as_a_crash_would(tmp_path):
 )
 async def test_a_kill_is_refused_for_the_launcher_this_process_other_hosts_and_what_is_gone(tmp_path, chosen, why):
     with pytest.raises(LaunchError, match=why):
-        await RunActions(tmp_path).kill(chosen)
+        await RunActions(tmp_path).act("kill", chosen)
 
 
 async def test_asking_a_run_that_is_not_there_is_one_sentence(tmp_path):
     with pytest.raises(LaunchError, match="holds no run"):
-        await RunActions(tmp_path).drain("engine-1")
+        await RunActions(tmp_path).act("drain", actor())

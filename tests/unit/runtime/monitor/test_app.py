@@ -29,23 +29,11 @@ class FakeActions:
         self.done = []
         self._error = error
 
-    async def drain(self, name):
-        return self._do("drain", name)
-
-    async def restart(self, name):
-        return self._do("restart", name)
-
-    async def add(self, role):
-        return self._do("add", role)
-
-    async def kill(self, actor):
-        return self._do("kill", actor["name"])
-
-    def _do(self, what, whom):
+    async def act(self, what, actor):
         if self._error:
             raise self._error
-        self.done.append((what, whom))
-        return f"{whom}: {what} done"
+        self.done.append((what, actor["name"]))
+        return f"{actor['name']}: {what} done"
 
 
 @pytest.fixture
@@ -142,7 +130,7 @@ async def test_a_view_that_only_watches_asks_nothing_and_does_nothing(source):
     [
         ("d", ("drain", "engine-2")),
         ("k", ("kill", "engine-2")),
-        ("plus", ("add", "engine")),
+        ("plus", ("add", "engine-2")),
         ("r", ("restart", "engine-2")),
     ],
 )

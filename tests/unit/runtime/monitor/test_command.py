@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
+from runtime import cli
 from runtime.clock import wall_s
 from runtime.launch.folder import RunCard
-from runtime.monitor.command import main
 from runtime.monitor.source import RunSource
 from runtime.store.errors import StoreUnavailable
 from runtime.store.memory import MemoryStore
@@ -34,6 +34,20 @@ class DeadStore(MemoryStore):
         raise StoreUnavailable("redis is away")
 
 
+def main(argv):
+    return cli.main(["monitor", *argv])
+
+
+@pytest.fixture
+def opens(monkeypatch):
+    """Has the monitor see the store that the test makes."""
+
+    def use(make):
+        monkeypatch.setattr("runtime.monitor.source.open_store", lambda url, run_id, patience_s: make())
+
+    return use
+
+
 @pytest.fixture
 def run_folder(tmp_path):
     folder = tmp_path / "a-run"
@@ -48,8 +62,9 @@ def write_card(folder, *, sockets, pid):
     (folder / "run.json").write_bytes(msgspec.json.encode(RunCard("a-run-1", str(sockets), "mem://", pid, 0.0)))
 
 
-def test_json_is_one_object_about_the_live_run(run_folder, make_record, capsys):
-    code = main([str(run_folder), "--json"], opener=lambda url, run_id: LoopStore(make_record("engine-1")))
+def test_json_is_one_object_about_the_live_run(run_folder, make_record, opens, capsys):
+    opens(lambda: LoopStore(make_record("engine-1")))
+    code = main([str(run_folder), "--json"])
 
     told = json.loads(capsys.readouterr().out)
     assert code == 0
@@ -76,14 +91,15 @@ def test_json_of_a_run_that_ended_says_so(run_folder, capsys):
     assert (told["state"], told["step"], told["actors"], told["elapsed_s"]) == ("ended", 2, [], 7.0)
 
 
-def test_a_store_that_does_not_answer_is_a_state_and_no_error(run_folder, capsys):
-    code = main([str(run_folder), "--json"], opener=lambda url, run_id: DeadStore())
+def test_a_store_that_does_not_answer_is_a_state_and_no_error(run_folder, opens, capsys):
+    opens(DeadStore)
+    code = main([str(run_folder), "--json"])
 
     assert code == 0
     assert json.loads(capsys.readouterr().out)["state"] == "unreachable"
 
 
-def test_why_names_the_store_that_does_not_answer_since_when_and_what_to_do(run_folder, tmp_path, capsys):
+def test_why_names_the_store_that_does_not_answer_since_when_and_what_to_do(run_folder, tmp_path, opens, capsys):
     with stopped_listener(tmp_path / "redis.sock") as pid:
         url = f"unix://{tmp_path}/redis.sock?username=rubato&password=secret"
         card = RunCard("a-run-1", str(tmp_path), url, os.getpid(), 0.0)
@@ -94,7 +110,8 @@ def test_why_names_the_store_that_does_not_answer_since_when_and_what_to_do(run_
         os.utime(log, (wall_s() - 7200, wall_s() - 7200))
 
         for form in ("--why", "--once"):
-            code = main([str(run_folder), form], opener=lambda url, run_id: DeadStore())
+            opens(DeadStore)
+            code = main([str(run_folder), form])
             told = " ".join(capsys.readouterr().out.split())
 
             assert code == 0
@@ -118,11 +135,12 @@ def stopped_listener(path):
         process.wait()
 
 
-def test_why_names_a_store_that_is_elsewhere_by_its_address_alone(run_folder, tmp_path, capsys):
+def test_why_names_a_store_that_is_elsewhere_by_its_address_alone(run_folder, tmp_path, opens, capsys):
     card = RunCard("a-run-1", str(tmp_path), "rediss://rubato:secret@10.1.2.3:6380", os.getpid(), 0.0)
     (run_folder / "run.json").write_bytes(msgspec.json.encode(card))
 
-    main([str(run_folder), "--why"], opener=lambda url, run_id: DeadStore())
+    opens(DeadStore)
+    main([str(run_folder), "--why"])
 
     told = " ".join(capsys.readouterr().out.split())
     assert told.startswith("a-run: the Store at rediss://10.1.2.3:6380 does not answer: whoever needs it waits.")
@@ -163,14 +181,15 @@ def test_the_live_view_without_a_terminal_is_one_sentence_and_exit_2(run_folder,
     assert "needs a terminal" in capsys.readouterr().err
 
 
-async def test_the_store_is_opened_once_for_many_looks(run_folder, make_record):
+async def test_the_store_is_opened_once_for_many_looks(run_folder, make_record, monkeypatch):
     opened = []
 
-    def opener(url, run_id):
+    def open_store(url, run_id, patience_s):
         opened.append((url, run_id))
         return LoopStore(make_record("engine-1"))
 
-    source = RunSource(run_folder, opener)
+    monkeypatch.setattr("runtime.monitor.source.open_store", open_store)
+    source = RunSource(run_folder)
     await source.read()
     await source.read()
     await source.close()
@@ -178,24 +197,26 @@ async def test_the_store_is_opened_once_for_many_looks(run_folder, make_record):
     assert opened == [("mem://", "a-run-1")]
 
 
-async def test_a_store_that_hangs_is_left_after_a_while(run_folder, monkeypatch):
+async def test_a_store_that_hangs_is_left_after_a_while(run_folder, opens, monkeypatch):
     class HangingStore(MemoryStore):
         async def leases(self, prefix):
             await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr("runtime.monitor.source.READ_S", 0.01)
-    view = await RunSource(run_folder, lambda url, run_id: HangingStore()).read()
+    opens(HangingStore)
+    view = await RunSource(run_folder).read()
 
     assert view.shown["state"] == "unreachable"
 
 
 @pytest.mark.parametrize("form", ["--why", "--once"])
-def test_a_store_without_room_is_named_beside_everything_else(form, run_folder, make_record, capsys):
+def test_a_store_without_room_is_named_beside_everything_else(form, run_folder, make_record, opens, capsys):
     class FullStore(LoopStore):
         async def full(self):
             return "the Store has no room"
 
-    main([str(run_folder), form], opener=lambda url, run_id: FullStore(make_record("engine-1")))
+    opens(lambda: FullStore(make_record("engine-1")))
+    main([str(run_folder), form])
 
     told = capsys.readouterr().out
     assert "the Store has no room" in told

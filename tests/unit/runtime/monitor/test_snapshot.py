@@ -1,4 +1,4 @@
-from runtime.monitor.snapshot import Names, lookup, snapshot, total
+from runtime.monitor.snapshot import lookup, snapshot, total
 from runtime.monitor.text import head
 
 
@@ -28,7 +28,7 @@ def test_queues_are_live_where_an_actor_publishes_them_and_else_from_the_rows(wa
 
 
 def test_waits_name_their_actor_oldest_first(waiting_run):
-    told = [(wait["actor"], wait["what"]) for wait in waiting_run["waits"]]
+    told = [(wait.actor, wait.what) for wait in waiting_run["waits"]]
 
     assert told[:2] == [("env_manager-1", "tickets"), ("env_manager-1", "g1306.1")]
     assert len(told) == 5
@@ -38,20 +38,6 @@ def test_a_run_without_rows_or_actors_has_no_version_and_step_0(config):
     shown = snapshot("new", [], [], config)
 
     assert (shown["step"], shown["version"], shown["queues"]) == (0, None, {})
-
-
-def test_other_names_show_another_kind_of_job(make_record):
-    names = Names(steps="job.total", bound="limits.lag", version="model/generation")
-
-    shown = snapshot(
-        "other",
-        [make_record("worker-1", model__generation=5.0)],
-        [],
-        {"job": {"total": 9}, "limits": {"lag": 2.5}},
-        names=names,
-    )
-
-    assert (shown["steps"], shown["alpha"], shown["version"]) == (9, 2.5, 5)
 
 
 def test_lookup_ignores_what_is_not_a_number():

@@ -1,6 +1,6 @@
 import json
 
-from runtime.monitor.source import ConfigFile, RowTail, log_tail
+from runtime.monitor.source import RowTail, log_tail, read_config
 
 
 def write(path, *rows, end="\n"):
@@ -63,12 +63,11 @@ def test_a_log_is_told_as_time_event_and_fields(tmp_path):
 
 def test_a_config_that_is_missing_or_damaged_is_empty(tmp_path):
     path = tmp_path / "config.yaml"
-    config = ConfigFile(path)
-    assert config.read() == {}
+    assert read_config(path) == {}
 
     path.write_text("a: {b: 1}\n")
-    assert config.read() == {"a": {"b": 1}}
+    assert read_config(path) == {"a": {"b": 1}}
 
     damaged = tmp_path / "damaged.yaml"
     damaged.write_text("a: [")
-    assert ConfigFile(damaged).read() == {}
+    assert read_config(damaged) == {}
