@@ -5,7 +5,7 @@ import random
 from itertools import pairwise
 
 from runtime.monitor.blocked import STALL_S
-from runtime.monitor.why import blocked_line
+from runtime.monitor.text import blocked_line
 from tests.faulty_job import FreezingLoop, running
 
 SEED = int(os.environ.get("RUBATO_SEED", "1"))

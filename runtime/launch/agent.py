@@ -22,8 +22,8 @@ from runtime.messages import (
     StopJob,
 )  # fmt: skip
 from runtime.monitor.snapshot import snapshot
+from runtime.monitor.text import blocked_line
 from runtime.monitor.views import BlockedRow
-from runtime.monitor.why import blocked_line
 from runtime.observe.waits import Wait, Waits
 from runtime.registry import NODE, list_seen
 from runtime.store.errors import StoreUnavailable

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from bus.keys import Keys
 from bus.link import Identity
-from bus.transport import Transport
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, RunInfo
 from runtime.blobs.blob import BlobStore
@@ -35,29 +34,20 @@ class RunAccess(NamedTuple):
     blobs: BlobStore
     keys: Keys | None = None
 
-    def transport(self, name: str, incarnation: int) -> Transport:
-        """Endpoints are fresh per incarnation, so that nothing meant for a dead one reaches its successor."""
+    async def kernel(self, actor_class: type[Actor], config: Any, name: str) -> Kernel:
+        """A kernel for `name` under a new incarnation; its endpoints are fresh, so that nothing meant for a dead one reaches its successor."""
+        incarnation = await self.store.increment("incarnation")
         schema = schema_of(self.config) if self.config.actors else ""  # who knows no types of the job's is not compared
         identity = Identity(self.card.id, name, incarnation, schema)
         public = self.config.bus.bind(self.card.host) if self.card.host else ""
-        return ZmqTransport(identity, f"ipc://{self.card.sockets}/{name}.{incarnation}", public=public, keys=self.keys)
-
-    async def kernel(self, actor_class: type[Actor], config: Any, name: str) -> Kernel:
-        """A kernel for `name` under a new incarnation."""
-        incarnation = await self.store.increment("incarnation")
+        address = f"ipc://{self.card.sockets}/{name}.{incarnation}"
         return Kernel(
-            actor_class,
-            config,
-            name=name,
-            incarnation=incarnation,
-            run=self.run,
-            transport=self.transport(name, incarnation),
-            store=self.store,
-            blobs=self.blobs,
+            actor_class, config, name=name, incarnation=incarnation, run=self.run, store=self.store, blobs=self.blobs,
+            transport=ZmqTransport(identity, address, public=public, keys=self.keys),
             trace=Trace(trace_path(self.run.folder, name)),
             log=logger("actor").bind(actor=name, incarnation=incarnation),
             node=self.card.node,
-        )
+        )  # fmt: skip
 
 
 @asynccontextmanager

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from rich import progress as bars
 from rich.console import Console as Rich
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from runtime.errors import ConfigError
 from runtime.importer import load_configured
-from runtime.messages import Progress as StepDone
+from runtime.messages import Progress
 
 
 class ConsoleTable(Protocol):
@@ -36,10 +36,10 @@ class Console:
     def __init__(self, table: ConsoleTable) -> None:
         self._rich = Rich(highlight=False, soft_wrap=True)
         self._table = table
-        self._bar: Progress | None = None
-        self._task = None
+        self._bar: bars.Progress | None = None
+        self._task = bars.TaskID(0)
         self._headed = False
-        self._phase: str | None = None
+        self._phase = ""
 
     def say(self, text: str) -> None:
         self._rich.print(text, markup=False)
@@ -57,16 +57,16 @@ class Console:
 
     def actors(self, ready: int, wanted: int) -> None:
         if self._rich.is_terminal and wanted:
-            self._draw("  actors", ready, wanted, MofNCompleteColumn())
+            self._draw("  actors", ready, wanted, bars.MofNCompleteColumn())
 
-    def progress(self, message: StepDone) -> None:
+    def progress(self, message: Progress) -> None:
         if not self._headed:
             self.close()
             self._headed = True
             self._rich.print("\n" + self._table.header(), markup=False)
         self._rich.print(self._table.line(message.step, message.steps, message.row), markup=False)
         if self._rich.is_terminal:
-            self._draw("  steps", message.step, message.steps, MofNCompleteColumn(), TimeRemainingColumn())
+            self._draw("  steps", message.step, message.steps, bars.MofNCompleteColumn(), bars.TimeRemainingColumn())
 
     def notice(self, text: str, *, good: bool = False) -> None:
         self._rich.print(f" [{'green' if good else 'yellow'}]{'✓' if good else '!'}[/] ", end="")
@@ -77,16 +77,13 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-            self._phase = None
 
-    def _draw(self, what: str, done: float, total: float, *columns: ProgressColumn) -> None:
+    def _draw(self, what: str, done: float, total: float, *columns: bars.ProgressColumn) -> None:
         if self._bar is None or self._phase != what:
             self.close()
-            self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(48), *columns, console=self._rich, transient=True
-            )
+            shown = (bars.TextColumn("{task.description}"), bars.BarColumn(48), *columns)
+            self._bar = bars.Progress(*shown, console=self._rich, transient=True)
             self._phase = what
             self._task = self._bar.add_task(what, total=total)
             self._bar.start()
-        if self._task is not None:
-            self._bar.update(self._task, completed=done, total=total)
+        self._bar.update(self._task, completed=done, total=total)

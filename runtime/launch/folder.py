@@ -97,13 +97,16 @@ class RunFolder:
             raise
         except OSError as error:
             self.close()
+            path = str(self.path)
+            shown = path if len(path) < 200 else f"{path[:80]}…"
             raise LaunchError(
-                f"{_shortened(self.path)} can't be used as a run folder: {error.strerror}. Choose {self._words.other}."
+                f"{shown} can't be used as a run folder: {error.strerror}. Choose {self._words.other}."
             ) from error
 
     def _open(self, *, resume: bool, force: bool, model: str, update_code: bool) -> RunCard:
-        if not self._embedded:
-            _check_temporary(tempfile.gettempdir())
+        temporary = tempfile.gettempdir()
+        if not self._embedded and len(os.fsencode(temporary)) > MAX_TEMPORARY_BYTES:
+            raise LaunchError(f"{temporary} is too long for the paths of sockets. Set TMPDIR=/tmp.")
         ours = self._is_ours()
         if resume and not (ours and self.config.exists()):
             raise LaunchError(f"{self.path} holds no run to resume. Leave {self._words.resume} out to start one there.")
@@ -124,11 +127,12 @@ class RunFolder:
         elif update_code:
             self._set_aside((CODE,), "")
         (self.path / "logs").mkdir(exist_ok=True)
-        sockets = "" if self._embedded else self._new_sockets()
+        if not self._embedded:
+            self._sockets = Path(tempfile.mkdtemp(prefix=PREFIX))
         run_id = previous.id if previous else f"{self.path.name}-{secrets.token_hex(4)}"
         launches = previous.launches + 1 if previous else 1
         gate = previous.gate if previous else ""
-        return RunCard(run_id, sockets, "", os.getpid(), wall_s(), launches=launches, gate=gate)
+        return RunCard(run_id, str(self._sockets or ""), "", os.getpid(), wall_s(), launches=launches, gate=gate)
 
     def commit(self) -> None:
         """The launch is sure to start: what it replaces goes."""
@@ -154,10 +158,6 @@ class RunFolder:
             self._bring_back()
             self._lock.close()
             self._lock = None
-
-    def _new_sockets(self) -> str:
-        self._sockets = Path(tempfile.mkdtemp(prefix=PREFIX))
-        return str(self._sockets)
 
     def _previous(self, *, needed: bool) -> RunCard | None:
         """The card of the launch before, whose sockets are cleared away: we hold the lock, so that launch is over."""
@@ -272,10 +272,8 @@ def is_up(card: RunCard) -> bool:
         return False
     try:
         os.kill(card.launcher_pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True
 
 
@@ -296,12 +294,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _shortened(path: Path) -> str:
-    return str(path) if len(str(path)) < 200 else f"{str(path)[:80]}…"
-
-
-def _check_temporary(folder: str) -> None:
-    if len(os.fsencode(folder)) > MAX_TEMPORARY_BYTES:
-        raise LaunchError(f"{folder} is too long for the paths of sockets. Set TMPDIR=/tmp.")

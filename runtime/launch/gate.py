@@ -7,7 +7,7 @@ sender has at most `WINDOW_BYTES` of a stream unacknowledged, so neither side ho
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
@@ -22,7 +22,6 @@ from bus.zmq import ZmqTransport
 from runtime.observe.log import logger
 
 REDIS_PORT = 6379
-NAMED = ("username", "password")
 PIECE_BYTES = 64 * 1024
 WINDOW_BYTES = 1024 * 1024
 MAX_STREAMS = 4096
@@ -77,19 +76,16 @@ class GateStream:
     async def run(self, ends: Awaitable[Ends]) -> None:
         """Carry bytes until either side ends the connection, or there is none."""
         try:
-            reader, writer = await ends
-        except OSError:
-            self.end_there()
-            return
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                pumps = [tasks.create_task(self._send(reader)), tasks.create_task(self._receive(writer))]
-                await self._over.wait()
-                for pump in pumps:
-                    pump.cancel()
+            with suppress(OSError):
+                reader, writer = await ends
+                with closing(writer):
+                    async with asyncio.TaskGroup() as tasks:
+                        pumps = [tasks.create_task(self._send(reader)), tasks.create_task(self._receive(writer))]
+                        await self._over.wait()
+                        for pump in pumps:
+                            pump.cancel()
         finally:
-            self.end_there()
-            writer.close()
+            self.post(StreamEnded(self._number))
 
     def arrived(self, frame: GateFrame) -> None:
         """What the peer says about this stream. More than its window allows ends it."""
@@ -106,15 +102,8 @@ class GateStream:
     def end(self) -> None:
         self._over.set()
 
-    def begin_there(self) -> None:
-        """Ask the first host to connect."""
-        self._post(StreamBegun(self._number))
-
-    def end_there(self) -> None:
-        """Tell the peer that nothing follows."""
-        self._post(StreamEnded(self._number))
-
-    def _post(self, frame: GateFrame) -> None:
+    def post(self, frame: GateFrame) -> None:
+        """Tell the peer."""
         body = msgspec.Raw(msgspec.msgpack.encode(frame))
         self._transport.post(self._peer, Envelope.tell("gate", 0, _TAG, b"", body, ""))
 
@@ -125,7 +114,7 @@ class GateStream:
                     self._acked.clear()
                     await self._acked.wait()
                 self._window -= len(data)
-                self._post(StreamData(self._number, data))
+                self.post(StreamData(self._number, data))
         self.end()
 
     async def _receive(self, writer: asyncio.StreamWriter) -> None:
@@ -135,7 +124,7 @@ class GateStream:
                 writer.write(data)
                 await writer.drain()
                 self._held -= len(data)
-                self._post(StreamTaken(self._number, len(data)))
+                self.post(StreamTaken(self._number, len(data)))
         self.end()
 
 
@@ -208,11 +197,10 @@ class GateServer(Gate):
         self._tasks = tasks
 
     def asked(self, key: Key) -> None:
-        stream = GateStream(self._transport, key)
         if len(self._streams) >= MAX_STREAMS:
-            stream.end_there()
+            GateStream(self._transport, key).post(StreamEnded(key[1]))
             return
-        self._streams[key] = stream
+        stream = self.begin(key)
         self._tasks.create_task(self.carry(key, stream, self._connect()), name=f"gate.{key[1]}")
 
 
@@ -239,7 +227,7 @@ class GateClient(Gate):
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         key = (self._gate, next(self._numbers))
         stream = self.begin(key)
-        stream.begin_there()
+        stream.post(StreamBegun(key[1]))
         await self.carry(key, stream, _ready(reader, writer))
 
 
@@ -261,6 +249,6 @@ def way_through(state_url: str, path: Path) -> str:
     """The URL of the same server behind the gate's socket `path`: the same user and password."""
     parts = urlsplit(state_url)
     given = dict(parse_qsl(parts.query))
-    user = unquote(parts.username or "") or given.get("username", "")
-    password = unquote(parts.password or "") or given.get("password", "")
-    return f"unix://{path}?{urlencode({name: value for name, value in zip(NAMED, (user, password), strict=True) if value})}"
+    named = {"username": parts.username, "password": parts.password}
+    said = {name: unquote(value or "") or given.get(name, "") for name, value in named.items()}
+    return f"unix://{path}?{urlencode({name: value for name, value in said.items() if value})}"

@@ -11,15 +11,12 @@ from runtime.config import Config
 from runtime.host import JobHost, role_of
 from runtime.messages import MOST_ADDED, AddActors, Added, DrainActors, NotAdded, RestartActors, StopJob
 from runtime.registry import NODE
-from runtime.store.errors import StoreUnavailable
 
 NODE_ROLE = role_of(NODE)
 
 DRAIN_LIMIT_S = 25.0
 """A little longer than a kernel's own drain limit: an actor is killed only when its kernel hangs too."""
 TELL_S = 5.0
-LOOK_S = 1.0
-"""How often a host that joined looks for the first one."""
 
 
 class JobHosts:
@@ -98,18 +95,6 @@ class JobHosts:
         others = self.others()
         await self._all((), [self._ask(host, StopJob(now, "the run is over")) for host in others])
         await self._gone(others, limit_s)
-
-    async def first_is_lost(self, lease_s: float) -> None:
-        """Return once the first host's agent was not to be found for `lease_s`."""
-        loop = asyncio.get_running_loop()
-        seen = loop.time()
-        while loop.time() - seen <= lease_s:
-            await asyncio.sleep(LOOK_S)
-            try:
-                found = await self._context.store.leases(f"actor/{NODE}")
-            except StoreUnavailable:
-                continue
-            seen = loop.time() if found else seen
 
     # -- parts --------------------------------------------------------------------------------------------------
 

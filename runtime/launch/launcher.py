@@ -2,16 +2,13 @@
 
 import asyncio
 import ipaddress
-import os
 import shlex
 import socket
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-
-import msgspec
 
 from bus.address import is_loopback
 from bus.errors import AskFailed, BadAddress
@@ -42,6 +39,9 @@ REDIS_RESTART_S = (0.2, 2.0)
 """Pause before a dead embedded server is started again on its own append-only file: the first, and what it doubles up to."""
 REDIS_RESTARTS, REDIS_WINDOW_S = 10, 300.0
 """More deaths than this within the window end the job: its file or its disk is broken."""
+
+LOOK_S = 1.0
+"""How often a host that joined looks for the first one."""
 
 REACH_S = 15.0
 """For the first contact with the run: a wrong address is told then."""
@@ -106,8 +106,7 @@ class Launcher:
         began = self._clock()
         async with process_host(connection, self._console, tasks) as agent:
             shared, code = self._config.dump(shared=True).encode(), pack(self._folder.path / CODE)
-            pid = msgspec.msgpack.encode(os.getpid())
-            await connection.store.write({"launcher": pid, "config": shared, "code": code})
+            await connection.store.write({"config": shared, "code": code})
             self._agent = agent
             agent.start_actors()
             agent.spawn(self._announce_ready(agent, began), name="launch.ready")
@@ -117,8 +116,7 @@ class Launcher:
 
     async def _announce_ready(self, agent: NodeAgent, began: float) -> None:
         await agent.all_ready.wait()
-        names = agent.host.names()
-        self._console.stage("actors", " ".join(names), self._clock() - began)
+        self._console.stage("actors", " ".join(agent.host.names()), self._clock() - began)
 
     async def _open_state(self, card: RunCard, stack: AsyncExitStack, tasks: asyncio.TaskGroup) -> None:
         """Reach the Store, or start one and keep it alive."""
@@ -137,7 +135,7 @@ class Launcher:
             what = server.describe()
         store = open_store(card.state_url, card.id, patience_s=3.0)
         try:
-            await store.get("launcher")
+            await store.get("config")
             for sentence in await store.concerns() if self._config.state.url and isinstance(store, RedisStore) else ():
                 self._console.notice(sentence)
         except StoreUnavailable as error:
@@ -348,7 +346,13 @@ class Joiner:
 
 
 async def _follow(agent: NodeAgent, lease_s: float) -> None:
-    await agent.hosts.first_is_lost(lease_s)
+    """Leave once the first host's agent was not to be found for `lease_s`."""
+    clock = asyncio.get_running_loop().time
+    seen = clock()
+    while clock() - seen <= lease_s:
+        await asyncio.sleep(LOOK_S)
+        with suppress(StoreUnavailable):
+            seen = clock() if await agent.store.leases(f"actor/{NODE}") else seen
     agent.end(JobOutcome("failed", f"the run was out of reach for {lease_s:g} s (run.lease_s): this host leaves it"))
 
 

@@ -53,7 +53,9 @@ def read_token(text: str) -> JoinToken:
             raise ValueError("its checksum does not fit: it was mistyped or is not whole")
         token = msgspec.msgpack.decode(data, type=JoinToken)
         check_keys(token.keys.curve)
-        _check_leads_somewhere(token.gate or token.state_url)
+        there = urlsplit(token.gate or token.state_url)
+        if not there.hostname or there.port == 0:
+            raise ValueError("it names no address that another host could come to")
     except (ValueError, msgspec.MsgspecError, BadKeys) as error:
         raise LaunchError(
             f"this is no join token ({error}). Print one on the first host with: rubato keys join-token --run DIR"
@@ -63,13 +65,6 @@ def read_token(text: str) -> JoinToken:
 
 def _sum(data: bytes) -> bytes:
     return zlib.crc32(data).to_bytes(SUM_BYTES, "big")
-
-
-def _check_leads_somewhere(address: str) -> None:
-    """Raises ValueError where another host can't come to `address`, or it has a port that can't be."""
-    parts = urlsplit(address)
-    if not parts.hostname or parts.port == 0:
-        raise ValueError("it names no address that another host could come to")
 
 
 # -- the command -----------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.css.query import NoMatches
-from textual.pilot import Pilot
 from textual.screen import ModalScreen
 from textual.widgets import ContentSwitcher, DataTable, Static
 
@@ -34,11 +33,11 @@ from runtime.monitor.text import (
     head,
     in_flight_page,
     metrics_page,
+    render,
     trend,
     waits_panel,
 )
 from runtime.monitor.views import ActorView
-from runtime.monitor.why import render
 from runtime.registry import NODE
 
 NODE_ROLE = "node"
@@ -106,8 +105,6 @@ PAGE_LOG_LINES = 200
 
 JOB_LOG = "node-1"
 """The node agent's log tells of deaths, restarts and the end: what is shown until another is asked for."""
-
-PICTURE_SIZE = (112, 30)
 
 STYLES = {"ready": "green", "draining": "yellow", "starting": "yellow", "stopped": "red"}
 
@@ -324,17 +321,3 @@ class MonitorApp(App[None]):
 
     def _write(self, selector: str, text: str) -> None:
         self.query_one(selector, Static).update(Text(text))
-
-
-def picture(app: MonitorApp) -> str:
-    """The view after its first reading, as an SVG, drawn without a terminal."""
-    drawn: list[str] = []
-
-    async def draw(pilot: Pilot[object]) -> None:
-        await app.has_read.wait()
-        await pilot.pause()
-        drawn.append(app.export_screenshot(title="rubato monitor"))
-        app.exit()
-
-    app.run(headless=True, size=PICTURE_SIZE, auto_pilot=draw)
-    return drawn[0] if drawn else ""

@@ -7,8 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from runtime.errors import ExitCode, RubatoError
 from runtime.monitor.source import RunSource, View
+from runtime.monitor.text import once, render
 
 PLAIN_WIDTH = 80
 """Width where the output is no terminal."""
@@ -31,24 +34,15 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--once", action="store_true", help="print one table")
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--why", action="store_true", help="print what waits for what")
-    form.add_argument("--screenshot", type=Path, metavar="FILE.svg", help=argparse.SUPPRESS)
     parser.add_argument("--allow-actions", action="store_true", help="let the live view drain, kill and add actors")
     return parser
 
 
 def _told(view: View, given: argparse.Namespace) -> str:
     if given.json:
-        import msgspec
-
         return msgspec.json.encode(view.shown).decode()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
-    if given.why:
-        from runtime.monitor.why import render
-
-        return render(view.shown, width)
-    from runtime.monitor.text import once
-
-    return once(view.shown, view.rows, width=width)
+    return render(view.shown, width) if given.why else once(view.shown, view.rows, width=width)
 
 
 async def _look(source: RunSource) -> View:
@@ -59,13 +53,10 @@ async def _look(source: RunSource) -> View:
 
 
 def _live(given: argparse.Namespace, source: RunSource) -> int:
-    if given.screenshot is None and not sys.stdout.isatty():
+    if not sys.stdout.isatty():
         raise RubatoError("the live view needs a terminal. Use --once, --json or --why to print.")
-    from runtime.monitor.app import MonitorApp, RunActions, picture
+    from runtime.monitor.app import MonitorApp, RunActions
 
     app = MonitorApp(source, RunActions(given.run) if given.allow_actions else None)
-    if given.screenshot is not None:
-        given.screenshot.write_text(picture(app))
-    else:
-        app.run()
+    app.run()
     return app.return_code or 0

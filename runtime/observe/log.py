@@ -71,9 +71,7 @@ def json_formatter(actor: str) -> logging.Formatter:
 
 def hide_secrets(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
     """Blank the values of keys that name a secret, and the user:password part of any URL."""
-    for key, value in event.items():
-        event[key] = _hidden(key, value)
-    return event
+    return {key: _hidden(key, value) for key, value in event.items()}
 
 
 def _hidden(key: str, value: object) -> object:

@@ -55,9 +55,8 @@ class Trace:
         if self._path is None:
             yield
             return
-        task = id(asyncio.current_task())
-        lane = self._enter_lane(task)
-        began_us = self._now_us()
+        task, began_us = id(asyncio.current_task()), self._now_us()
+        event = {"ph": "X", "name": name, "cat": category, "ts": began_us, "tid": self._enter_lane(task), "args": args}
         try:
             yield
         except (Exception, asyncio.CancelledError) as error:
@@ -65,25 +64,14 @@ class Trace:
             raise
         finally:
             self._leave_lane(task)
-            took_us = self._now_us() - began_us
-            event = {
-                "ph": "X",
-                "name": name,
-                "cat": category,
-                "ts": began_us,
-                "dur": took_us,
-                "tid": lane,
-                "args": args,
-            }
-            self._add(self._path, event)
+            self._add(self._path, event | {"dur": self._now_us() - began_us})
 
     def close(self) -> None:
         """Write out what is held, and how much is missing; a later span opens the file again."""
         if self._missing:
             name = f"{self._missing} spans are not shown"
-            self._lines.append(
-                msgspec.json.encode({"ph": "i", "s": "p", "name": name, "ts": self._now_us(), "tid": 0}) + b"\n"
-            )
+            note = {"ph": "i", "s": "p", "name": name, "ts": self._now_us(), "tid": 0}
+            self._lines.append(msgspec.json.encode(note) + b"\n")
             self._missing = 0
         if self._file is not None:
             self._flush(self._file)

@@ -73,14 +73,14 @@ async def test_bytes_arrive_whole_and_in_order_in_both_directions(tmp_path, far_
 
 async def test_a_side_that_does_not_read_is_sent_no_more_than_its_window(tmp_path, far_end, monkeypatch):
     posted = 0
-    post = GateStream._post
+    post = GateStream.post
 
     def counted(self: GateStream, frame: GateFrame) -> None:
         nonlocal posted
         posted += len(frame.data) if isinstance(frame, StreamData) else 0
         post(self, frame)
 
-    monkeypatch.setattr(GateStream, "_post", counted)
+    monkeypatch.setattr(GateStream, "post", counted)
     async with gate(tmp_path, new_keys()) as (_, client):
         _, writer = await asyncio.open_unix_connection(tmp_path / "near")
         writer.write(bytes(8 * gates.WINDOW_BYTES))

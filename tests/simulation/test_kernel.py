@@ -17,7 +17,7 @@ from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.messages import Drain
 from runtime.monitor.snapshot import snapshot
-from runtime.monitor.why import blocked_line
+from runtime.monitor.text import blocked_line
 from runtime.observe.log import logger
 from runtime.registry import list_seen
 from runtime.store.errors import StoreUnavailable

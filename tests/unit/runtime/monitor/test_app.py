@@ -2,7 +2,7 @@ import pytest
 from textual.widgets import ContentSwitcher, DataTable, Static
 
 from runtime.errors import LaunchError
-from runtime.monitor.app import ConfirmScreen, MonitorApp, picture
+from runtime.monitor.app import ConfirmScreen, MonitorApp
 from runtime.monitor.snapshot import snapshot
 from runtime.monitor.source import View
 
@@ -212,10 +212,3 @@ async def test_the_view_reads_again_every_second(source):
         await app.has_read.wait()
 
     assert source.num_reads >= 2
-
-
-def test_a_picture_is_drawn_without_a_terminal(source):
-    svg = picture(MonitorApp(source))
-
-    assert svg.startswith("<svg")
-    assert "engine-1" in svg

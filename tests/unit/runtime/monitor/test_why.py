@@ -1,5 +1,5 @@
 from runtime.monitor.snapshot import snapshot
-from runtime.monitor.why import explain, render
+from runtime.monitor.text import explain, render
 from runtime.observe.waits import WaitView
 
 
