@@ -48,9 +48,9 @@ def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int, re
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         contents = {**files, RECEIPTS: msgspec.msgpack.encode(receipts)}
-        digests = {name: _write(building / name, content) for name, content in contents.items()}
-        _write(building / MANIFEST, msgspec.json.encode(Manifest(step, epoch, digests)))
-        _sync_folder(building)
+        digests = {name: write_through(building / name, content) for name, content in contents.items()}
+        write_through(building / MANIFEST, msgspec.json.encode(Manifest(step, epoch, digests)))
+        sync_folder(building)
         rename(building, folder)
     except OSError as error:
         shutil.rmtree(building, ignore_errors=True)
@@ -95,7 +95,7 @@ def rename(folder: Path, to: Path) -> None:
         with suppress(OSError):
             aside.rename(to)
         raise
-    _sync_folder(to.parent)
+    sync_folder(to.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -104,7 +104,7 @@ def check(folder: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
         for name, digest in manifest.files.items():
-            if _digest((folder / name).read_bytes()) != digest:
+            if digest_of((folder / name).read_bytes()) != digest:
                 raise CheckpointError(
                     f"checkpoint {folder}: {name} is truncated or altered (its digest differs from {MANIFEST}'s)"
                 )
@@ -119,7 +119,7 @@ def newest_receipts(folder: Path) -> list[bytes]:
         with suppress(OSError, msgspec.MsgspecError):
             content = (path / RECEIPTS).read_bytes()
             manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-            if manifest.files.get(RECEIPTS) == _digest(content):
+            if manifest.files.get(RECEIPTS) == digest_of(content):
                 return msgspec.msgpack.decode(content, type=list[bytes])
     return []
 
@@ -170,19 +170,21 @@ def by_step(folder: Path) -> list[Path]:
     return [path for _, path in sorted((int(found[1]), path) for found, path in named)]
 
 
-def _write(path: Path, content: bytes) -> str:
+def write_through(path: Path, content: bytes) -> str:
+    """Write a file, on disk when this returns, and return its hex BLAKE2b-256. Blocks; raises OSError."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return _digest(content)
+    return digest_of(content)
 
 
-def _digest(content: bytes) -> str:
+def digest_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=32).hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """What was named in `folder` stays named. Blocks; raises OSError."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Config sections that more than one actor reads; a section that one actor reads lives in its own file."""
+"""Config sections that more than one actor reads, and short ones; the others lie with their actors."""
 
 import os
 from typing import Annotated, Literal
@@ -100,3 +100,33 @@ class RewardSection(Section):
     """Private writable memory of each of those processes in MiB; 0 leaves it unbounded. Shared mappings are not counted, nor bounded."""
     max_processes: int = Field(default=256, ge=1)
     """Processes and threads that each of them may have, itself included."""
+
+
+class SamplesSection(Section):
+    """Tickets: how long they last and how often they are handed out."""
+
+    ticket_ttl_s: float = Field(default=30.0, gt=0)
+    """A ticket that is neither renewed nor put within this time goes to another attempt."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Attempts per rollout before it is `failed`; a drained environment manager costs none."""
+    unbounded_batches: int = Field(default=8, ge=1)
+    """Batches' worth of groups that may be under way where `staleness.bounded` is false."""
+    unsettled_mb: int = Field(default=256, ge=1)
+    """MiB of samples that are kept in memory for as long as the Store may forget them; beyond that a put waits."""
+
+
+class ProxySection(Section):
+    """The LLMProxy: how much it holds, and for how long."""
+
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest life of one request, where its asker sets no shorter deadline."""
+    max_waiting: int = Field(default=4096, ge=1)
+    """Requests that may wait for an engine; more are answered Aborted."""
+    max_deaths: int = Field(default=3, ge=1)
+    """A request under which this many engines died is taken for the cause and answered Aborted."""
+    results_kept: int = Field(default=4096, ge=0)
+    """Results kept for askers that lost their reply; the oldest is forgotten first."""
+    results_mb: int = Field(default=64, ge=0)
+    """Size limit of those results, in MiB."""
+    sessions_kept: int = Field(default=65536, ge=1)
+    """Sessions whose engine is remembered; the least recently used is forgotten first."""

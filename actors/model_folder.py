@@ -1,5 +1,8 @@
-"""Whether a folder holds a model in HF format, as far as its file names tell."""
+"""Whether this host has what `model` in the config asks for: a folder in HF format, as far as its file names tell, and a device."""
 
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -27,3 +30,18 @@ def vocab_size_of(folder: Path) -> int | None:
         return None
     size = config.get("vocab_size") if isinstance(config, dict) else None
     return size if isinstance(size, int) else None
+
+
+def check_device(device: str) -> None:
+    """Raises ConfigError where `model.device` is cuda and torch sees none."""
+    if device == "cuda" and not sees_cuda():
+        raise ConfigError(
+            "model.device is cuda, but torch sees no CUDA device: set model.device=cpu, or install a CUDA build."
+        )
+
+
+@cache
+def sees_cuda() -> bool:
+    """Asks torch in a process of its own: it is too heavy for a launcher."""
+    look = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
+    return subprocess.run([sys.executable, "-c", look], capture_output=True, check=False).returncode == 0

@@ -55,13 +55,15 @@ class ModelledBuffer:
         """The trajectories that `step` trains, oldest groups first; None while it must wait."""
         groups = self._groups
         plan = groups.plan(step, groups.limits.batch_groups)
-        dropped = [end for end in groups.take_changes().ends if end.fate == "stale" and end.reward is not None]
+        dropped = [end for end in groups.take_changes().ends if end.fate == "stale" and end.heard.reward is not None]
         self._count("stale", len(dropped))
         if not plan.take:
             return None
         chosen = groups.chosen(plan)
         groups.bind(step, chosen)
-        self._ages += [step - 1 - group.members[index].version_first for group in chosen for index in group.scored]
+        self._ages += [
+            step - 1 - group.members[index].heard.version_first for group in chosen for index in group.scored
+        ]
         return [trajectory_id(group.id, index) for group in chosen for index in group.scored]
 
     def trained(self, step: int) -> None:

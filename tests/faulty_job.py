@@ -13,8 +13,7 @@ from actors.engines.worker import EngineWorker
 from actors.envs.hosting import EnvHost
 from actors.envs.manager import EnvManager
 from actors.messages.generation import Aborted, Completion, Generate
-from actors.messages.rewards import Scores
-from actors.messages.samples import Put, Stored
+from actors.messages.samples import Put, Scores, Stored
 from actors.proxy.proxy import LLMProxy
 from actors.rewards.service import RewardService
 from actors.samples.buffer import SampleBuffer

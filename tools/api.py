@@ -13,7 +13,6 @@ PUBLIC = (
     "actors.envs.frozen_lake",
     "actors.messages.fabric",
     "actors.messages.generation",
-    "actors.messages.rewards",
     "actors.messages.samples",
     "actors.messages.weights",
     "bus.errors",

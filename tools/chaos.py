@@ -25,9 +25,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from actors.samples.audit import AuditLimits, audit  # noqa: E402
 from runtime.config import Config, load  # noqa: E402
 from runtime.errors import RubatoError  # noqa: E402
+from sim.audit import AuditLimits, audit  # noqa: E402
 from tools.chaos_arguments import KINDS, chosen, parsed  # noqa: E402
 from tools.chaos_job import Job, Victim, output_of  # noqa: E402
 

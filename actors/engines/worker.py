@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import ModelSection, WeightsSection
-from actors.device import check_device
 from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, Work
 from actors.engines.section import EngineSection
 from actors.engines.sequence import joined, shifted
@@ -27,7 +26,7 @@ from actors.messages.generation import (
     TokensSampled,
 )
 from actors.messages.weights import WeightsPublished, WeightsTaken
-from actors.model_folder import check_model_folder
+from actors.model_folder import check_device, check_model_folder
 from actors.requests import SharedRequest, SharedRequests
 from bus.errors import AskFailed, NotSent
 from bus.message import Ack, unpack_i32

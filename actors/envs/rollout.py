@@ -16,8 +16,7 @@ from actors.envs.failures import EnvFailure, GaveUp, Subject, sentence
 from actors.envs.hosting import EnvHost, HostedEnv
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.generation import Aborted, Completion, Generate, Sampling, Tokens
-from actors.messages.rewards import NotScored, Score
-from actors.messages.samples import PolicyState, Ticket, Trajectory
+from actors.messages.samples import NotScored, PolicyState, Score, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
 from planning.hopeless import RECENT, is_hopeless
 from planning.staleness import is_stale

@@ -1,5 +1,6 @@
-"""Samples: the SampleBuffer's protocol with environment managers and the trainer."""
+"""Samples: how a trajectory is scored, and the SampleBuffer's protocol with environment managers and the trainer."""
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -13,9 +14,41 @@ Purpose = Literal["train", "eval"]
 PART_BYTES = 32 * 1024 * 1024
 """Half of what a frame may have."""
 
+MOST_REWARD = 1e30
+"""Training computes in float32, and statistics with squares: beyond this the weights would end as infinities."""
+
+
+def flaw_of_reward(reward: float) -> Literal["", "not_finite", "out_of_range"]:
+    """Why this can't be a reward."""
+    if not math.isfinite(reward):
+        return "not_finite"
+    return "out_of_range" if abs(reward) > MOST_REWARD else ""
+
+
+class Scores(Message, frozen=True):
+    """One number without a flaw per reward function, in the order of `reward.functions`."""
+
+    scores: tuple[float, ...]
+
+
+class NotScored(Message, frozen=True):
+    """A failure by its name, never a reward of 0. `reason` is `not_finite`, `out_of_range`, `wrong_type`, `wrong_length`, or a PoolError's."""
+
+    reason: str
+    detail: str
+
+
+class Score(Request[Scores | NotScored], frozen=True):
+    """Score one trajectory. `completions` are its assistant texts, turn by turn; `columns` is a MessagePack map of keyword columns."""
+
+    idempotent: ClassVar[bool] = True
+    trajectory_id: str
+    completions: tuple[str, ...]
+    columns: bytes
+
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """The right to run one trajectory, leased: renew it with Hold or lose it to another attempt."""
+    """The right to run one trajectory, leased: renew it with RenewLeases or lose it to another attempt."""
 
     trajectory_id: str
     group_id: str
@@ -25,8 +58,6 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """Seed of the environment: the same for every member of a group."""
     version: int
     """Weight version at admission: no token of the trajectory may be older."""
-    alpha: int
-    """Staleness bound in versions; -1 is unbounded."""
     purpose: Purpose = "train"
 
 

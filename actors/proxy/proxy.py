@@ -2,6 +2,7 @@
 
 import asyncio
 
+from actors.config import ProxySection
 from actors.messages.fabric import PhaseIntent
 from actors.messages.generation import (
     HANDED_BACK,
@@ -16,7 +17,6 @@ from actors.messages.generation import (
     VersionSpan,
 )
 from actors.proxy.placement import EngineSeat, Placement, ProxyRequest, Roster, Sessions
-from actors.proxy.section import ProxySection
 from actors.requests import SharedRequests
 from bus.errors import NotSent, Refused, Unknown
 from bus.message import Ack, Message

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from actors.config import RewardSection
-from actors.messages.rewards import MOST_REWARD, NotScored, Score, Scores, flaw_of
+from actors.messages.samples import MOST_REWARD, NotScored, Score, Scores, flaw_of_reward
 from runtime.pool.errors import (
     BadResult,
     PoolError,
@@ -161,7 +161,7 @@ def _checked(name: str, result: Any, num: int) -> list[float]:
         if not isinstance(number, Real):
             kind = number.type_name if isinstance(number, Unsendable) else type(number).__name__
             raise _Refused("wrong_type", f"{name} returned a {kind} instead of a number")
-        if flaw := flaw_of(float(number)):
+        if flaw := flaw_of_reward(float(number)):
             most = f", more than ±{MOST_REWARD:g}" if flaw == "out_of_range" else ""
             raise _Refused(flaw, f"{name} returned {number}{most}")
     return [float(number) for number in numbers]

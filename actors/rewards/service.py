@@ -5,7 +5,7 @@ from collections import deque
 from typing import ClassVar
 
 from actors.config import RewardSection
-from actors.messages.rewards import NotScored, Score, Scores
+from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.local import LocalScorer
 from planning.hopeless import RECENT, is_hopeless
 from runtime.actor import Actor, Context, handler

@@ -11,7 +11,7 @@ import msgspec
 from pydantic import Field
 
 from actors.checkpoint import newest_receipts
-from actors.config import ModelSection, StalenessSection, TrainSection
+from actors.config import ModelSection, SamplesSection, StalenessSection, TrainSection
 from actors.messages.samples import (
     Admit,
     Advance,
@@ -36,12 +36,11 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.model_folder import vocab_size_of
-from actors.samples.group import Group, Member
+from actors.samples.group import Group, Receipt
 from actors.samples.groups import GroupLimits, Groups, OutOfOrder
-from actors.samples.holders import NOBODY, Holders
-from actors.samples.journal import Journal
+from actors.samples.holders import ENV_MANAGER, NOBODY, Holders, gauges, why_no_batch, why_no_tickets, why_unfinished
+from actors.samples.journal import Journal, Wake
 from actors.samples.ledger import SampleLedger
-from actors.samples.records import Receipt
 from actors.samples.sample import (
     FUTURE_VERSION,
     INLINE_BYTES,
@@ -51,14 +50,10 @@ from actors.samples.sample import (
     flaw,
     heard_of,
     read_payload,
-    remove_payload,
     split_id,
     sweep_payloads,
     trajectory_id,
 )
-from actors.samples.section import SamplesSection
-from actors.samples.waiting import ENV_MANAGER, gauges, why_no_batch, why_no_tickets, why_unfinished
-from actors.samples.wake import Wake
 from bus.errors import AskFailed
 from bus.message import Ack
 from planning.staleness import HandOver
@@ -72,9 +67,6 @@ HINT_S = 1.0
 
 EPOCH = "samples/epoch"
 """Counter of trainers' epochs: it leaps where the Store forgot, so none is drawn twice."""
-
-ROUNDS_KEPT = 8
-"""Results of held-out evaluations that are kept for an asker that lost its reply."""
 
 
 class SampleBuffer(Actor):
@@ -96,8 +88,7 @@ class SampleBuffer(Actor):
         self._closed = False
         self._draining = False
         self._slots = Wake()
-        self._supply = Wake()
-        self._rounds = Wake()
+        self._outcomes = Wake()
         self._claiming = asyncio.Lock()
         self._groups = groups = Groups(self._limits(), self.config.staleness.bound)
         self._journal = journal = Journal(
@@ -108,15 +99,13 @@ class SampleBuffer(Actor):
             most_bytes=self.config.samples.unsettled_mb << 20,
             metrics=self.metrics,
             log=self.log,
-            on_outage=self._outage,
+            store_back=self._slots.set,
         )
         self._holders = Holders(groups, self._incarnation_of, self._slots.set, self.log)
-        self._ledger = SampleLedger(
-            self.run.folder, journal, self.incarnation, lambda: groups.training.ended, self.offload, self.log
-        )
+        self._ledger = SampleLedger(self.run.folder, journal, self.incarnation, self.offload, self.log)
         self._vocab_size = await self.offload(vocab_size_of, self.run.folder / self.config.model.path)
-        stored = await journal.take_over()
-        groups.restore(stored.training, stored.groups, self._now())
+        training, stored = await journal.take_over()
+        groups.restore(training, stored, self._now())
         await self._cover()
         self.spawn(journal.run(), name="journal")
         await journal.sync()
@@ -201,7 +190,7 @@ class SampleBuffer(Actor):
                 found = await self._claim(request)
             if isinstance(found, Batch):
                 return found
-            changed = self._supply.next()
+            changed = self._outcomes.next()
             limit = f"samples.ticket_ttl_s={self.config.samples.ticket_ttl_s:g}"
             wait = self.waits.on(f"batch {request.step}", stage="batch", limit=limit, idle=True)
             with wait.told(lambda plan=found: why_no_batch(self._groups, plan)), suppress(TimeoutError):
@@ -246,16 +235,17 @@ class SampleBuffer(Actor):
 
     @handler(concurrency=16)
     async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:
-        group = self._open_round(request)
+        group = self._groups.round(f"eval-{request.key}", request.num)
+        self._slots.set()
         wait = self.waits.on(f"evaluation {request.key}", stage="evaluation", idle=True)
         with wait.told(lambda: why_unfinished(group)), suppress(TimeoutError):
             async with asyncio.timeout(request.wait_s):
                 while not group.complete:
-                    await self._rounds.wait()
+                    await self._outcomes.wait()
         if not group.complete:
             why = f"{group.num_settled} of {request.num} held-out tasks have an outcome"
             return NotReady(ready=group.num_settled, wanted=request.num, why=why)
-        rewards = [member.reward for member in group.members if member.reward is not None]
+        rewards = [m.heard.reward for m in group.members if m.heard.reward is not None]
         mean = sum(rewards) / len(rewards) if rewards else 0.0
         return EvalResult(version=group.begun, reward=mean, num=len(rewards), failed=len(group.members) - len(rewards))
 
@@ -314,7 +304,7 @@ class SampleBuffer(Actor):
         fate = self._change(ticket, lambda: self._groups.score(name, heard, digest=digest))
         found = self._groups.find(name)
         if found is None or found[1].digest != digest:
-            await self.offload(remove_payload, folder, f"{name}.{ticket.attempt}")  # it came too late
+            await self.offload((folder / f"{name}.{ticket.attempt}").unlink, True)  # it came too late
         return fate
 
     def _give_up(self, request: GiveUp) -> str:
@@ -342,19 +332,6 @@ class SampleBuffer(Actor):
             self.metrics.count("tickets/refused")
         return fate
 
-    def _open_round(self, request: Evaluate) -> Group:
-        """The round `key`, begun now where it is new: tasks 0 … num - 1, under the present weight version or newer."""
-        name, rounds = f"eval-{request.key}", self._groups.rounds
-        if name not in rounds:
-            complete = [old for old, group in rounds.items() if group.complete]
-            for old in complete[: max(0, len(complete) + 1 - ROUNDS_KEPT)]:
-                self._groups.forget_round(old)
-            members = [Member() for _ in range(request.num)]
-            begun = self._groups.training.version
-            self._groups.add_round(Group(name, 0, members, purpose="eval", begun=begun))
-            self._slots.set()
-        return rounds[name]
-
     # -- batches ------------------------------------------------------------------------------------------------
 
     async def _claim(self, request: Claim) -> Batch | HandOver:
@@ -362,12 +339,11 @@ class SampleBuffer(Actor):
         groups = self._groups
         groups.check_epoch(request.epoch)
         groups.advance(request.step - 1)
-        self._slots.set()
-        self._journal.poke()
+        self._freed()
         samples: list[list[bytes]] | None = None
         while request.step not in groups.steps:
             plan = groups.plan(request.step, request.groups)
-            self._moved()
+            self._freed()
             if not plan.take:
                 return plan
             samples = await self._bind(request, groups.chosen(plan))
@@ -401,12 +377,7 @@ class SampleBuffer(Actor):
 
     async def _payloads(self, groups: list[Group]) -> list[list[bytes | None]]:
         """Of each group's scored members, in order; None for one that is gone or damaged."""
-        inline = [
-            trajectory_id(group.id, index)
-            for group in groups
-            for index in group.scored
-            if not group.members[index].digest
-        ]
+        inline = [name for group in groups for name in group.inline]
         there = dict(zip(inline, await self._journal.payloads(inline), strict=True))
         found: list[list[bytes | None]] = []
         for group in groups:
@@ -447,9 +418,12 @@ class SampleBuffer(Actor):
 
     def _moved(self) -> None:
         """Something changed: whoever waits looks again, and it becomes durable."""
+        self._freed()
+        self._outcomes.set()
+
+    def _freed(self) -> None:
+        """As `_moved`, where nothing came that a batch or a round waits for: two claims must not wake each other for ever."""
         self._slots.set()
-        self._supply.set()
-        self._rounds.set()
         self._journal.poke()
 
     async def _hint(self) -> None:
@@ -457,10 +431,6 @@ class SampleBuffer(Actor):
             with suppress(AskFailed, TimeoutError):
                 async with asyncio.timeout(HINT_S):
                     await self.ref(name).tell(self._groups.policy)
-
-    def _outage(self, away: bool) -> None:
-        if not away:
-            self._slots.set()
 
     async def _incarnation_of(self, holder: str) -> int:
         name = f"actor/{holder}"

@@ -16,6 +16,9 @@ import msgspec
 from actors.messages.samples import Purpose, Ticket
 from actors.samples.sample import Heard, seed_of, trajectory_id
 
+NOTHING = Heard(-1, None)
+"""No trajectory came."""
+
 GroupState = Literal["open", "ready", "bound", "trained", "ended"]
 MemberState = Literal["pending", "running", "scored", "failed"]
 
@@ -31,19 +34,41 @@ class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
 
     trajectory_id: str
     group_id: str
+    attempt: int
+    task: int
     fate: str
     step: int
     epoch: int
-    attempt: int
-    task: int
-    version_first: int
-    """-1 where no trajectory came."""
-    reward: float | None
-    tokens: int
-    """Sampled tokens."""
-    turns: int
-    wall_s: float
+    heard: Heard
     reason: str
+
+
+class Training(msgspec.Struct):
+    """Where training stands."""
+
+    version: int = 0
+    """The newest published weights: steps trained so far."""
+    committed: int = 0
+    """Steps that a durable checkpoint covers."""
+    epoch: int = 0
+    cursor: int = 0
+    """Groups admitted so far: the next one's number and task."""
+    ended: int = 0
+    """Index of the newest end."""
+    raised_step: int = 0
+    """The step in which training raised last."""
+    raises: int = 0
+    """How often it did in that step."""
+
+
+class Receipt(msgspec.Struct, frozen=True, array_like=True):
+    """What a step trains, for the checkpoint that will cover it: enough to end its samples should the Store forget them."""
+
+    step: int
+    cursor: int
+    """Groups admitted when the step was handed out."""
+    ends: tuple[SampleEnd, ...]
+    """Of every member, groups in the order of the batch."""
 
 
 class Member(msgspec.Struct, array_like=True):
@@ -61,11 +86,7 @@ class Member(msgspec.Struct, array_like=True):
     fate: str = ""
     """Of a failed one."""
     reason: str = ""
-    version_first: int = -1
-    reward: float | None = None
-    tokens: int = 0
-    turns: int = 0
-    wall_s: float = 0.0
+    heard: Heard = NOTHING
     digest: str = ""
     """Of the payload's file; empty where the payload is in the Store."""
 
@@ -77,7 +98,7 @@ class Member(msgspec.Struct, array_like=True):
         """The version that its first token has, or may still get, at weight version `now`."""
         if self.state == "pending":
             return now
-        return self.version if self.state == "running" else self.version_first
+        return self.version if self.state == "running" else self.heard.version_first
 
 
 class Group(msgspec.Struct, array_like=True):
@@ -97,19 +118,13 @@ class Group(msgspec.Struct, array_like=True):
     @classmethod
     def trained_in(cls, name: str, step: int, ends: list[SampleEnd]) -> "Group":
         """A group as a checkpoint knows it: `ends` has all of its members, in order."""
-        group = cls(name, ends[0].task, [Member() for _ in ends], state="trained", step=step)
-        for member, end in zip(group.members, ends, strict=True):
-            is_scored = end.fate in TRAINED
-            member.state = "scored" if is_scored else "failed"
-            member.fate = "" if is_scored else end.fate
-            member.attempt = end.attempt
-            member.version_first = end.version_first
-            member.reward = end.reward
-            member.tokens = end.tokens
-            member.turns = end.turns
-            member.wall_s = end.wall_s
-            member.reason = end.reason
-        return group
+        members = [
+            Member("scored", end.attempt, heard=end.heard, reason=end.reason)
+            if end.fate in TRAINED
+            else Member("failed", end.attempt, heard=end.heard, reason=end.reason, fate=end.fate)
+            for end in ends
+        ]
+        return cls(name, ends[0].task, members, state="trained", step=step)
 
     # -- moves --------------------------------------------------------------------------------------------------
 
@@ -124,20 +139,11 @@ class Group(msgspec.Struct, array_like=True):
         member.incarnation = incarnation
 
     def take(self, index: int, digest: str) -> None:
-        """Member `index` was scored, as `hear` was told."""
+        """Member `index` was scored, as its `heard` says."""
         self._expect("open")
         member = self.members[index]
         member.state = "scored"
         member.digest = digest
-
-    def hear(self, index: int, heard: Heard) -> None:
-        """What came of member `index`, whatever becomes of it."""
-        member = self.members[index]
-        member.version_first = heard.version_first
-        member.reward = heard.reward
-        member.tokens = heard.tokens
-        member.turns = heard.turns
-        member.wall_s = heard.wall_s
 
     def fail(self, index: int, fate: str, reason: str) -> list[SampleEnd]:
         """Member `index` ends without training; the others go on without it."""
@@ -213,9 +219,14 @@ class Group(msgspec.Struct, array_like=True):
         return [index for index, member in enumerate(self.members) if member.state == "scored"]
 
     @property
+    def inline(self) -> list[str]:
+        """Samples that train and whose payloads lie in the Store."""
+        return [trajectory_id(self.id, index) for index in self.scored if not self.members[index].digest]
+
+    @property
     def verdict(self) -> str:
         """The fate of its scored members once they are trained."""
-        rewards = {member.reward for member in self.members if member.state == "scored"}
+        rewards = {member.heard.reward for member in self.members if member.state == "scored"}
         return "zero_spread" if len(rewards) == 1 else "trained"
 
     def fate_of(self, index: int) -> str:
@@ -229,22 +240,14 @@ class Group(msgspec.Struct, array_like=True):
 
     def version_scored(self, now: int) -> int:
         """As `version`, but of the samples that are there already."""
-        return min((m.version_first for m in self.members if m.state == "scored"), default=now)
+        return min((m.heard.version_first for m in self.members if m.state == "scored"), default=now)
 
-    def ticket(self, index: int, *, run_seed: int, alpha: int) -> Ticket:
-        """The newest ticket of member `index`. Held-out rollouts have no staleness bound."""
-        member, is_train = self.members[index], self.purpose == "train"
-        task = self.task if is_train else index
-        return Ticket(
-            trajectory_id=trajectory_id(self.id, index),
-            group_id=self.id,
-            attempt=member.attempt,
-            task=task,
-            seed=seed_of(self.purpose, run_seed, task),
-            version=member.version,
-            alpha=alpha if is_train else -1,
-            purpose=self.purpose,
-        )
+    def ticket(self, index: int, run_seed: int) -> Ticket:
+        """The newest ticket of member `index`."""
+        member, task = self.members[index], self.task if self.purpose == "train" else index
+        seed = seed_of(self.purpose, run_seed, task)
+        name = trajectory_id(self.id, index)
+        return Ticket(name, self.id, member.attempt, task, seed, member.version, self.purpose)
 
     def _expect(self, *states: GroupState) -> None:
         if self.state not in states:
@@ -265,15 +268,11 @@ class Group(msgspec.Struct, array_like=True):
         return SampleEnd(
             trajectory_id=trajectory_id(self.id, index),
             group_id=self.id,
+            attempt=member.attempt,
+            task=self.task,
             fate=fate,
             step=self.step if is_trained else 0,
             epoch=epoch if is_trained else 0,
-            attempt=member.attempt,
-            task=self.task,
-            version_first=member.version_first,
-            reward=member.reward,
-            tokens=member.tokens,
-            turns=member.turns,
-            wall_s=member.wall_s,
+            heard=member.heard,
             reason=member.reason,
         )

@@ -9,14 +9,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from actors.messages.samples import PolicyState, Ticket
-from actors.samples.group import Group, Member, SampleEnd
-from actors.samples.records import Receipt, Training
+from actors.samples.group import Group, Member, Receipt, SampleEnd, Training
 from actors.samples.sample import Heard, group_id, split_id, trajectory_id
 from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, admit, hand_over, is_stale, min_version
 from runtime.errors import RubatoError
 
 ENDED_KEPT = 4096
 """Groups whose end is remembered for puts that come again; older ones get `superseded`, which also means: forget it."""
+
+ROUNDS_KEPT = 8
+"""Results of held-out evaluations that are kept for an asker that lost its reply."""
 
 POISON_RAISES = 2
 """A step whose training raised so often is not tried again: its groups end as `poisoned`."""
@@ -128,24 +130,25 @@ class Groups:
 
     def find(self, trajectory: str) -> tuple[Group, Member] | None:
         """The group and the member of a trajectory id, while the group is not over."""
+        found = self._look_up(trajectory)
+        return None if found is None or found[0].id in self._ended else (found[0], found[0].members[found[1]])
+
+    def _look_up(self, trajectory: str) -> tuple[Group, int] | None:
         try:
             name, index = split_id(trajectory)
         except ValueError:
             return None
-        group = self.live.get(name) or self.trained.get(name) or self.rounds.get(name)
-        return (group, group.members[index]) if group is not None and index < len(group.members) else None
+        group = self.live.get(name) or self.trained.get(name) or self.rounds.get(name) or self._ended.get(name)
+        return (group, index) if group is not None and index < len(group.members) else None
 
     def settled_fate(self, ticket: Ticket) -> str | None:
         """What the holder of `ticket` is told where nothing more may come of it ("": its own sample, taken before); else None."""
-        try:
-            name, index = split_id(ticket.trajectory_id)
-        except ValueError:
+        if (found := self._look_up(ticket.trajectory_id)) is None:
             return "superseded"
-        group = self.live.get(name) or self.trained.get(name) or self.rounds.get(name) or self._ended.get(name)
-        if group is None or index >= len(group.members) or group.members[index].attempt != ticket.attempt:
+        group, index = found
+        if group.members[index].attempt != ticket.attempt:
             return "superseded"
-        member = group.members[index]
-        return group.fate_of(index) if member.settled or group.state != "open" else None
+        return group.fate_of(index) if group.members[index].settled or group.state != "open" else None
 
     # -- tickets ------------------------------------------------------------------------------------------------
 
@@ -153,14 +156,18 @@ class Groups:
         """Up to `num` tickets: held-out tasks, then rollouts to be run again and rest of groups, oldest first, then new groups."""
         tickets: list[Ticket] = []
         while len(tickets) < num:
-            if not self._pending and not self._open_next():
-                break
+            if not self._pending:
+                if not self.admission().num_groups:
+                    break
+                self._open(self.training.cursor)
+                self.training.cursor += 1
+                self.changes.training = True
             _, name, index = heapq.heappop(self._pending)
             group = self.live.get(name) or self.rounds.get(name)
             if group is None or group.state != "open" or group.members[index].state != "pending":
                 continue
             group.run(index, holder, incarnation, self.training.version)
-            ticket = group.ticket(index, run_seed=self.limits.run_seed, alpha=self.alpha)
+            ticket = group.ticket(index, self.limits.run_seed)
             self._lease(ticket.trajectory_id, now)
             self._changed(group)
             tickets.append(ticket)
@@ -229,7 +236,7 @@ class Groups:
         One that would be too old for the next step to be claimed ends `stale`.
         """
         group, index = self._place(trajectory)
-        group.hear(index, heard)
+        group.members[index].heard = heard
         if group.purpose == "train" and is_stale(heard.version_first, self.base, self.alpha):
             return self.fail(trajectory, "stale", "")
         self.leases.pop(trajectory, None)
@@ -247,7 +254,7 @@ class Groups:
         self.leases.pop(trajectory, None)
         ends = group.fail(index, fate, reason)
         if group.purpose == "train":
-            self._log(ends)
+            self.changes.ends += ends
             self._changed(group)
             self._settle(group)
         return fate
@@ -266,7 +273,7 @@ class Groups:
     def lose(self, group: Group, members: Iterable[int]) -> None:
         """The samples of these members of a ready group are gone: the rest trains without them, if enough are left."""
         for index in members:
-            self._log(group.fail(index, "lost", "its payload is gone or damaged"))
+            self.changes.ends += group.fail(index, "lost", "its payload is gone or damaged")
         self._changed(group)
         self._settle(group)
 
@@ -397,7 +404,7 @@ class Groups:
             self.leases.pop(trajectory_id(name, index), None)
             self.changes.payloads[trajectory_id(name, index)] = None
             if member.state == "failed" and (older is group or older.members[index].state != "failed"):
-                self._log([ends[index]])
+                self.changes.ends.append(ends[index])
         self.trained[name] = group
         self._changed(group)
         return group
@@ -413,26 +420,21 @@ class Groups:
 
     # -- held-out rounds ----------------------------------------------------------------------------------------
 
-    def add_round(self, group: Group) -> None:
-        """Held-out tasks go before training and hold no slots."""
-        self.rounds[group.id] = group
-        self._queue(group, 0.0)
+    def round(self, name: str, num: int) -> Group:
+        """The round of this name, begun now where it is new: tasks 0 … num - 1, under the present weight version or newer.
 
-    def forget_round(self, name: str) -> None:
-        group = self.rounds.pop(name)
-        for index in range(len(group.members)):
-            self.leases.pop(trajectory_id(name, index), None)
+        They go before training and hold no slots.
+        """
+        if name not in self.rounds:
+            complete = [old for old, group in self.rounds.items() if group.complete]
+            for old in complete[: max(0, len(complete) + 1 - ROUNDS_KEPT)]:
+                del self.rounds[old]
+            members = [Member() for _ in range(num)]
+            group = self.rounds[name] = Group(name, 0, members, purpose="eval", begun=self.training.version)
+            self._queue(group, 0.0)
+        return self.rounds[name]
 
     # -- within -------------------------------------------------------------------------------------------------
-
-    def _open_next(self) -> bool:
-        """Open a group if one may start."""
-        if not self.admission().num_groups:
-            return False
-        self._open(self.training.cursor)
-        self.training.cursor += 1
-        self.changes.training = True
-        return True
 
     def _open(self, number: int) -> None:
         members = [Member() for _ in range(self.limits.group_size)]
@@ -477,14 +479,13 @@ class Groups:
         """It is over: its slot is free, and its samples are kept no longer."""
         self.live.pop(group.id, None)
         self.trained.pop(group.id, None)
-        for index, member in enumerate(group.members):
+        for index in range(len(group.members)):
             self.leases.pop(trajectory_id(group.id, index), None)
-            if member.state == "scored" and not member.digest:
-                self.changes.payloads[trajectory_id(group.id, index)] = None
+        self.changes.payloads |= dict.fromkeys(group.inline)
         self._ended[group.id] = group
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
-        self._log(ends)
+        self.changes.ends += ends
         self._changed(group)
 
     def _lease(self, trajectory: str, now: float) -> None:
@@ -493,6 +494,3 @@ class Groups:
     def _changed(self, group: Group) -> None:
         if group.purpose == "train":
             self.changes.groups[group.id] = None
-
-    def _log(self, ends: list[SampleEnd]) -> None:
-        self.changes.ends += ends

@@ -1,13 +1,18 @@
-"""Takes tickets back from holders that left or fell silent, so that their rollouts are issued again."""
+"""Who holds tickets: takes them back from holders that left or fell silent, and says for the monitor who keeps a caller waiting."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from actors.samples.group import Group
 from actors.samples.groups import Groups
+from planning.staleness import HandOver
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
+
+    from runtime.observe.metrics import Metrics
 
 ON_THE_WAY_S = 3.0
 """A ticket may be on its way to its holder for this long."""
@@ -18,22 +23,21 @@ NEVER_S = 1e9
 NOBODY = 2**63
 """Above every incarnation."""
 
+ENV_MANAGER, TRAINER = "env_manager", "trainer"
 
+
+@dataclass(eq=False)
 class Holders:
-    """Who holds tickets, by name and incarnation. `alive` tells the incarnation that a name has now (NOBODY: none);
-    `taken_back` is called after rollouts were taken back."""
+    """Who holds tickets, by name and incarnation."""
 
-    def __init__(
-        self,
-        groups: Groups,
-        alive: Callable[[str], Awaitable[int]],
-        taken_back: Callable[[], None],
-        log: "FilteringBoundLogger",
-    ) -> None:
-        self._groups = groups
-        self._alive = alive
-        self._taken_back = taken_back
-        self._log = log
+    groups: Groups
+    alive: Callable[[str], Awaitable[int]]
+    """Tells the incarnation that a name has now; NOBODY where none."""
+    taken_back: Callable[[], None]
+    """Called after rollouts were taken back."""
+    log: "FilteringBoundLogger"
+
+    def __post_init__(self) -> None:
         self._newest: dict[str, int] = {}
         self._granted = asyncio.Event()
 
@@ -51,47 +55,91 @@ class Holders:
         """Renew what `holder` runs. What this incarnation was given and does not know of was lost on the way."""
         now = asyncio.get_running_loop().time()
         for trajectory, attempt in held:
-            self._groups.renew(trajectory, attempt, now)
+            self.groups.renew(trajectory, attempt, now)
         self.granted()
         known = {trajectory for trajectory, _ in held}
-        mine = [name for name, taken_by in self._groups.held_by(holder) if taken_by == incarnation]
-        granted_before = now + self._groups.limits.ticket_ttl_s - ON_THE_WAY_S
-        leases = self._groups.leases
+        mine = [name for name, taken_by in self.groups.held_by(holder) if taken_by == incarnation]
+        granted_before = now + self.groups.limits.ticket_ttl_s - ON_THE_WAY_S
+        leases = self.groups.leases
         lost = [name for name in mine if name not in known and leases.get(name, now + NEVER_S) <= granted_before]
         self._take_back(lost, "lost_on_the_way", counted=False)
 
     async def left(self, holder: str, *, is_back: bool) -> None:
         """`holder` went away; where it is back, only what its former incarnations held is taken back."""
-        if self._groups.held_by(holder):
-            self._left(holder, await self._alive(holder) if is_back else NOBODY)
+        if self.groups.held_by(holder):
+            self._left(holder, await self.alive(holder) if is_back else NOBODY)
 
     async def check_all(self) -> None:
         """After a restart: take back what is held by incarnations that are in the run no more."""
-        for holder in self._groups.holders():
+        for holder in self.groups.holders():
             await self.left(holder, is_back=True)
 
     async def watch_leases(self) -> None:
         """Wake when the earliest lease may lapse, until cancelled. A renewed one merely makes that early."""
         loop = asyncio.get_running_loop()
         while True:
-            earliest = min(self._groups.leases.values(), default=None)
+            earliest = min(self.groups.leases.values(), default=None)
             if earliest is None:
                 self._granted.clear()
                 await self._granted.wait()
                 continue
             await asyncio.sleep(max(0.0, earliest - loop.time()))
             now = loop.time()
-            self._take_back(sorted(n for n, lapses in self._groups.leases.items() if lapses <= now), "lease_lapsed")
+            self._take_back(sorted(n for n, lapses in self.groups.leases.items() if lapses <= now), "lease_lapsed")
 
     def _left(self, holder: str, below: int) -> None:
-        gone = [name for name, taken_by in self._groups.held_by(holder) if taken_by < below]
+        gone = [name for name, taken_by in self.groups.held_by(holder) if taken_by < below]
         self._take_back(gone, "holder_left")
 
     def _take_back(self, rollouts: Sequence[str], reason: str, *, counted: bool = True) -> None:
         if not rollouts:
             return
-        self._log.warning("tickets_taken_back", reason=reason, num=len(rollouts), first=rollouts[0])
+        self.log.warning("tickets_taken_back", reason=reason, num=len(rollouts), first=rollouts[0])
         for name in rollouts:
-            self._groups.take_back(name, reason, counted=counted)
-            self._groups.leases.pop(name, None)
-        self._taken_back()
+            self.groups.take_back(name, reason, counted=counted)
+            self.groups.leases.pop(name, None)
+        self.taken_back()
+
+
+# -- what callers wait for: (detail, holder) each ------------------------------------------------------------------
+
+
+def why_no_batch(groups: Groups, plan: HandOver) -> tuple[str, str]:
+    """How many groups there are, which is the oldest that runs, and who holds it."""
+    oldest = next(groups.open(), None)
+    if oldest is None:
+        admission = groups.admission()
+        return f"{plan.why}; none runs: {admission.why}", ENV_MANAGER if admission.num_groups else ""
+    holders = _holders(oldest)
+    held = f"at {', '.join(holders)}" if holders else "whose tickets nobody took yet"
+    size = len(oldest.members)
+    detail = f"{plan.why}; oldest group {oldest.id} has {oldest.num_settled} of {size} members, the rest {held}"
+    return detail, holders[0] if holders else ENV_MANAGER
+
+
+def why_no_tickets(groups: Groups) -> tuple[str, str]:
+    """What fills the slots, and who frees the next one: the trainer where a batch is ready, else who runs the oldest group."""
+    admission, oldest = groups.admission(), next(groups.open(), None)
+    if oldest is None or sum(1 for _ in groups.ready()) >= groups.limits.batch_groups:
+        return admission.why, TRAINER
+    return f"{admission.why}; oldest group {oldest.id}", next(iter(_holders(oldest)), ENV_MANAGER)
+
+
+def why_unfinished(group: Group) -> tuple[str, str]:
+    """How far a held-out evaluation is."""
+    detail = f"{group.num_settled} of {len(group.members)} held-out tasks of {group.id}"
+    return detail, next(iter(_holders(group)), ENV_MANAGER)
+
+
+def gauges(groups: Groups, metrics: "Metrics") -> None:
+    """Depths in samples: held in groups that still run, ready to be claimed, bound to a step not trained yet."""
+    bound = [group for group in groups.live.values() if group.state == "bound"]
+    metrics.gauge("queue/held/depth", sum(group.num_scored for group in groups.open()))
+    metrics.gauge("queue/ready/depth", sum(group.num_scored for group in groups.ready()))
+    metrics.gauge("queue/bound/depth", sum(group.num_scored for group in bound))
+    metrics.gauge("groups/ready", sum(1 for _ in groups.ready()))
+    metrics.gauge("groups/in_flight", sum(1 for _ in groups.open()))
+
+
+def _holders(group: Group) -> list[str]:
+    return sorted({member.holder for member in group.members if member.state == "running"})

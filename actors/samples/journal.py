@@ -2,20 +2,23 @@
 
 The buffer in memory is the master. A Store that comes back without its newest writes shows by the number of the next one, and then
 everything is written anew, samples included: their payloads are kept for as long as the Store may forget them.
+
+    samples/training           Training
+    samples/group/<group>      Group, from its first ticket until it ends (held-out rounds are not kept)
+    samples/payload/<sample>   MessagePack Trajectory of a scored member, while its group lives; larger ones lie in files
+    stream samples/ends        SampleEnd of each sample, in the order in which they ended
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
-from actors.samples.group import SampleEnd
+from actors.samples.group import Group, SampleEnd, Training
 from actors.samples.groups import Changes, Groups
-from actors.samples.records import ENDS, GROUP, PAYLOAD, TRAINING, Records, read_records
-from actors.samples.sample import trajectory_id
-from actors.samples.wake import Wake
 from runtime.store.errors import Fenced, Forgotten, StoreUnavailable
 from runtime.store.store import Append, Fence, Store, WriteNumber
 
@@ -26,6 +29,11 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT")
 
+TRAINING = "samples/training"
+GROUP = "samples/group/"
+PAYLOAD = "samples/payload/"
+ENDS = "samples/ends"
+
 PAUSE_S = 0.1
 PAUSE_MAX_S = 2.0
 """A Store that restarts is back within seconds; asking it more often helps nobody."""
@@ -33,9 +41,38 @@ PAUSE_MAX_S = 2.0
 FETCHED = 64
 """Payloads read at a time: four megabytes at most."""
 
-
 ENDS_KEPT = 20_000
 """Ends that stay in the Store behind the ledger, in case the machine loses the file's last pages."""
+
+
+async def read_records(store: Store) -> tuple[Training, list[Group]]:
+    """What the Store has of a run. Groups come oldest first."""
+    training = await store.get(TRAINING)
+    groups = await store.scan(GROUP)
+    return (
+        msgspec.msgpack.decode(training, type=Training) if training else Training(),
+        [msgspec.msgpack.decode(value, type=Group) for _, value in sorted(groups.items())],
+    )
+
+
+class Wake:
+    """Take `next()`, then look, then wait for it: a change in between is never missed."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def set(self) -> None:
+        """Wake all present waiters."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    def next(self) -> asyncio.Event:
+        """The event that the next `set` sets."""
+        return self._event
+
+    async def wait(self) -> None:
+        """Return at the next `set` after this is awaited."""
+        await self._event.wait()
 
 
 class _Written(NamedTuple):
@@ -46,32 +83,23 @@ class _Written(NamedTuple):
     payloads: tuple[str, ...]
 
 
+@dataclass(eq=False)
 class Journal:
-    """`window_s` is how far back a Store may forget what it acknowledged; `most_bytes` bounds the payloads that are kept for that.
+    """The only writer of what the groups are."""
 
-    `on_outage` is called when the Store goes away (True) and comes back (False).
-    """
+    store: Store
+    fence: Fence
+    groups: Groups
+    window_s: float
+    """How far back the Store may forget what it acknowledged."""
+    most_bytes: int
+    """Bounds the payloads that are kept for that."""
+    metrics: "Metrics"
+    log: "FilteringBoundLogger"
+    store_back: Callable[[], None]
+    """Called when the Store answers again."""
 
-    def __init__(
-        self,
-        store: Store,
-        fence: Fence,
-        groups: Groups,
-        *,
-        window_s: float,
-        most_bytes: int,
-        metrics: "Metrics",
-        log: "FilteringBoundLogger",
-        on_outage: Callable[[bool], None],
-    ) -> None:
-        self._store = store
-        self._fence = fence
-        self._groups = groups
-        self._window_s = window_s
-        self._most_bytes = most_bytes
-        self._metrics = metrics
-        self._log = log
-        self._on_outage = on_outage
+    def __post_init__(self) -> None:
         self._number = 0
         self._before = (0, 0)
         """What the fence said when this buffer took it over."""
@@ -88,24 +116,19 @@ class Journal:
         self.is_healthy = True
         """Whether the Store answered last time. While not, some call is being retried, and says so when it succeeds."""
 
-    async def take_over(self) -> Records:
+    async def take_over(self) -> tuple[Training, list[Group]]:
         """Shut out every buffer before this one, and read what it left: the Store may still forget the newest of it. Raises Fenced."""
         while not await self._takes_over():
-            self._log.info("take_over_again", cause="the one before wrote meanwhile")
-        records = await self.steadily(lambda: read_records(self._store))
-        if self._window_s:
-            samples = [
-                trajectory_id(group.id, index)
-                for group in records.groups
-                for index in group.scored
-                if not group.members[index].digest
-            ]
+            self.log.info("take_over_again", cause="the one before wrote meanwhile")
+        training, groups = await self.steadily(lambda: read_records(self.store))
+        if self.window_s:
+            samples = [name for group in groups for name in group.inline]
             there = dict(zip(samples, await self.payloads(samples), strict=True))
-            await self._hold({name: payload for name, payload in there.items() if payload}, records.training.ended)
-        return records
+            await self._hold({name: payload for name, payload in there.items() if payload}, training.ended)
+        return training, groups
 
     async def _takes_over(self) -> bool:
-        self._before = await self.steadily(lambda: self._store.fenced(self._fence.name))
+        self._before = await self.steadily(lambda: self.store.fenced(self.fence.name))
         self._number = 1
         try:
             await self._send({}, None, WriteNumber(1, after=self._before))
@@ -118,10 +141,10 @@ class Journal:
         self._kept = payloads
         self._kept_bytes = sum(map(len, payloads.values()))
         after = max(0, last - ENDS_KEPT)
-        while entries := await self.steadily(lambda after=after: self._store.read(ENDS, after)):
+        while entries := await self.steadily(lambda after=after: self.store.read(ENDS, after)):
             self._ends += [value for _, value in entries]
             after = entries[-1][0]
-        until = asyncio.get_running_loop().time() + self._window_s
+        until = asyncio.get_running_loop().time() + self.window_s
         self._written.append(_Written(until, len(self._ends), tuple(payloads)))
 
     async def sync(self) -> None:
@@ -141,7 +164,7 @@ class Journal:
             await self._asked.wait()
             self._asked.clear()
             waiters, self._waiters = self._waiters, []
-            await self._write(self._groups.take_changes())
+            await self._write(self.groups.take_changes())
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
@@ -149,25 +172,25 @@ class Journal:
     async def room(self, size_bytes: int) -> None:
         """Return once a payload of this size may be kept: until then the Store could forget more than is held here."""
         loop = asyncio.get_running_loop()
-        while self._written and self._kept and self._kept_bytes + size_bytes > self._most_bytes:
+        while self._written and self._kept and self._kept_bytes + size_bytes > self.most_bytes:
             await asyncio.sleep(max(0.0, self._written[0].until - loop.time()))
             await self.sync()
 
     async def payloads(self, samples: Sequence[str]) -> list[bytes | None]:
         """What the Store has of these, or is about to have."""
-        held = self._groups.changes.payloads
+        held = self.groups.changes.payloads
         found = {name: self._kept.get(name) or held.get(name) for name in samples}
         missing = [name for name, payload in found.items() if payload is None]
         for begin in range(0, len(missing), FETCHED):
             names = missing[begin : begin + FETCHED]
             keys = [PAYLOAD + name for name in names]
-            values = await self.steadily(lambda keys=keys: self._store.fetch(keys))
+            values = await self.steadily(lambda keys=keys: self.store.fetch(keys))
             found.update(zip(names, values, strict=True))
         return list(found.values())
 
     async def ends(self, after: int) -> list[tuple[int, SampleEnd]]:
         """Ends with an index above `after`, oldest first, as far as one read goes."""
-        entries = await self.steadily(lambda: self._store.read(ENDS, after))
+        entries = await self.steadily(lambda: self.store.read(ENDS, after))
         return [(index, msgspec.msgpack.decode(value, type=SampleEnd)) for index, value in entries]
 
     def forget_ends(self, through: int) -> None:
@@ -204,17 +227,17 @@ class Journal:
             await self._send(records, append, WriteNumber(self._number))
         except Forgotten:
             while not await self._writes_all():
-                self._log.warning("store_forgot_again")
+                self.log.warning("store_forgot_again")
             self._written.clear()
             num_ends = len(self._ends)
             stored = tuple(self._kept)
-        until = asyncio.get_running_loop().time() + self._window_s
+        until = asyncio.get_running_loop().time() + self.window_s
         self._written.append(_Written(until, num_ends, stored))
-        self._settle(began if self._window_s else until)
+        self._settle(began if self.window_s else until)
         self._count(changes.ends)
 
     async def _send(self, records: dict[str, bytes | None], append: Append | None, turn: WriteNumber) -> None:
-        await self.steadily(lambda: self._store.write(records, fence=self._fence, turn=turn, append=append))
+        await self.steadily(lambda: self.store.write(records, fence=self.fence, turn=turn, append=append))
 
     def _keep(self, changes: Changes) -> None:
         """From now on the Store is told of these, and may forget them."""
@@ -237,9 +260,9 @@ class Journal:
     def _records(self, changes: Changes) -> tuple[dict[str, bytes | None], Append | None]:
         records = {PAYLOAD + name: payload for name, payload in changes.payloads.items()}
         for name in changes.groups:
-            group = self._groups.live.get(name) or self._groups.trained.get(name)
+            group = self.groups.live.get(name) or self.groups.trained.get(name)
             records[GROUP + name] = None if group is None else msgspec.msgpack.encode(group)
-        num, training = len(changes.ends), self._groups.training
+        num, training = len(changes.ends), self.groups.training
         if not num:
             if changes.training:
                 records[TRAINING] = msgspec.msgpack.encode(training)
@@ -254,29 +277,29 @@ class Journal:
 
         False where it changed meanwhile. Raises Fenced where a buffer that was replaced found itself in office again: what it answered stands.
         """
-        training = self._groups.training
-        self._log.error("store_forgot", ends=training.ended, cause="it came back without its newest writes")
-        found = await self.steadily(lambda: self._store.fenced(self._fence.name))
-        if self._before < found < (self._fence.token, 0):
+        training = self.groups.training
+        self.log.error("store_forgot", ends=training.ended, cause="it came back without its newest writes")
+        found = await self.steadily(lambda: self.store.fenced(self.fence.name))
+        if self._before < found < (self.fence.token, 0):
             raise Fenced(
-                f"the store forgot that {self._fence.name!r} was taken over, and the one before has written since: "
+                f"the store forgot that {self.fence.name!r} was taken over, and the one before has written since: "
                 "it is taken over again"
             )
-        stored = await self.steadily(lambda: read_records(self._store))
-        more = self._groups.take_changes()  # what happened meanwhile is said too: the records show it already
+        stored, forgotten = await self.steadily(lambda: read_records(self.store))
+        more = self.groups.take_changes()  # what happened meanwhile is said too: the records show it already
         self._keep(more)
         training.ended += len(more.ends)
         self._count(more.ends)
-        records: dict[str, bytes | None] = {GROUP + group.id: None for group in stored.groups}
+        records: dict[str, bytes | None] = {GROUP + group.id: None for group in forgotten}
         for end in self._ends:
             records[PAYLOAD + msgspec.msgpack.decode(end, type=SampleEnd).trajectory_id] = None
         records |= {PAYLOAD + name: payload for name, payload in self._kept.items()}
-        groups = (*self._groups.live.values(), *self._groups.trained.values())
+        groups = (*self.groups.live.values(), *self.groups.trained.values())
         records |= {GROUP + group.id: msgspec.msgpack.encode(group) for group in groups}
         records[TRAINING] = msgspec.msgpack.encode(training)
         first = training.ended - len(self._ends) + 1
-        if stored.training.ended < first - 1:
-            self._log.error("store_forgot_more_than_it_may", ends=stored.training.ended, window_s=self._window_s)
+        if stored.ended < first - 1:
+            self.log.error("store_forgot_more_than_it_may", ends=stored.ended, window_s=self.window_s)
         append = Append(ENDS, first, list(self._ends), self._done_with)
         self._number += 1
         try:
@@ -287,9 +310,9 @@ class Journal:
 
     def _count(self, ends: Sequence[SampleEnd]) -> None:
         for end in ends:
-            self._metrics.count(f"samples/{end.fate}")
+            self.metrics.count(f"samples/{end.fate}")
             if end.fate == "stale":
-                self._metrics.count("staleness/dropped")
+                self.metrics.count("staleness/dropped")
         if ends:
             self.ended.set()
 
@@ -298,7 +321,7 @@ class Journal:
             return
         self.is_healthy = healthy
         if healthy:
-            self._log.info("store_back")
+            self.log.info("store_back")
+            self.store_back()
         else:
-            self._log.warning("store_unavailable", error=error, effect="nothing new is admitted until it is back")
-        self._on_outage(not healthy)
+            self.log.warning("store_unavailable", error=error, effect="nothing new is admitted until it is back")

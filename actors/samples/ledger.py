@@ -8,10 +8,12 @@ import asyncio
 import os
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,72 +30,25 @@ PAUSE_S = 5.0
 COMPARED = ENDS_KEPT + 1000
 """Lines of the file that are held against the Store: all that it may have, and what it was about to forget."""
 
-
-class Line(msgspec.Struct, frozen=True):
-    """One object of samples.jsonl. `step`, `epoch`, `version_from` and `age` are null where the sample was never trained."""
-
-    trajectory_id: str
-    group_id: str
-    attempt: int
-    task: int
-    fate: str
-    step: int | None
-    epoch: int | None
-    version_first: int | None
-    version_from: int | None
-    age: int | None
-    reward: float | None
-    tokens: int
-    turns: int
-    wall_s: float
-    reason: str
+KEY = ("trajectory_id", "attempt", "fate", "step", "epoch")
+"""What tells a line from another sample's end, whatever else older or newer programs write into it."""
 
 
-class _Key(msgspec.Struct, frozen=True):
-    """What tells a line from another sample's end, whatever else older or newer programs write into it."""
-
-    trajectory_id: str
-    attempt: int
-    fate: str
-    step: int | None
-    epoch: int | None
-
-
-class _Agreed(NamedTuple):
-    """The first `num` of the file's `lines` lines tell what the Store has."""
-
-    lines: int
-    num: int
-
-
-class Offload(Protocol):
-    """Runs a blocking function away from the event loop."""
-
-    def __call__(self, fn: Callable[..., Any], *args: Any) -> Awaitable[Any]: ...
-
-
+@dataclass(eq=False)
 class SampleLedger:
-    """The projection of the Store's log of ends, and the end of the payload files of samples it has written.
+    """The projection of the Store's log of ends, and the end of the payload files of samples it has written."""
 
-    `token` is the buffer's incarnation, `last` tells the index of the newest end.
-    """
+    folder: Path
+    journal: Journal
+    token: int
+    """The buffer's incarnation."""
+    offload: Callable[..., Awaitable[Any]]
+    """Runs a blocking function away from the event loop."""
+    log: "FilteringBoundLogger"
 
-    def __init__(
-        self,
-        folder: Path,
-        journal: Journal,
-        token: int,
-        last: Callable[[], int],
-        offload: Offload,
-        log: "FilteringBoundLogger",
-    ) -> None:
-        self._path = folder / "samples.jsonl"
-        self._files = folder / "samples"
-        self._journal = journal
-        self._token = token
-        self._last = last
-        self._offload = offload
-        self._log = log
+    def __post_init__(self) -> None:
+        self._path = self.folder / "samples.jsonl"
+        self._files = self.folder / "samples"
         self._turn = asyncio.Lock()
         self._file: LedgerFile | None = None
         self.index = 0
@@ -109,11 +64,11 @@ class SampleLedger:
     async def follow(self) -> None:
         """Write whatever ends, until cancelled."""
         while True:
-            more = self._journal.ended.next()
+            more = self.journal.ended.next()
             try:
                 await self.catch_up()
             except OSError as error:
-                self._log.error("ledger_unwritable", path=str(self._path), error=str(error), retry_s=PAUSE_S)
+                self.log.error("ledger_unwritable", path=str(self._path), error=str(error), retry_s=PAUSE_S)
                 await asyncio.sleep(PAUSE_S)
             else:
                 await more.wait()
@@ -121,86 +76,76 @@ class SampleLedger:
     async def catch_up(self) -> None:
         """Return once the file has every end so far. Raises OSError, then nothing was written."""
         async with self._turn:
-            while entries := await self._journal.ends(self.index):
+            while entries := await self.journal.ends(self.index):
                 text = b"".join(msgspec.json.encode(line_of(end)) + b"\n" for _, end in entries)
-                if self._file is None or not await self._offload(self._file.write_lines, text):
-                    await self._journal.sync()  # a buffer that was replaced ends here
+                if self._file is None or not await self.offload(self._file.write_lines, text):
+                    await self.journal.sync()  # a buffer that was replaced ends here
                     await self._take()
                     continue
                 self.index = entries[-1][0]
-                self._journal.forget_ends(self.index)
+                self.journal.forget_ends(self.index)
                 if self._files.is_dir():
-                    await self._offload(remove_payloads, self._files, [end.trajectory_id for _, end in entries])
+                    await self.offload(remove_payloads, self._files, {end.trajectory_id for _, end in entries})
 
     async def check(self) -> None:
         """Write every end so far, also where somebody took the file away. Raises as `catch_up`."""
         async with self._turn:
-            if self._file is None or not await self._offload(self._file.is_ours):
+            if self._file is None or not await self.offload(self._file.is_ours):
                 await self._take()
         await self.catch_up()
 
     async def _take(self) -> None:
-        agreed = await self._compare()
-        if lost := agreed.lines - agreed.num:
-            kept = str(lost_path(self._path.parent))
-            self._log.error("ends_lost_by_store", num=lost, from_line=agreed.num + 1, kept=kept)
-        self._file = await self._offload(take_file, self._path, agreed.num, agreed.lines, self._token)
-        self.index = agreed.num
+        num, newest = await self.offload(read_tail, self._path, COMPARED)
+        agreed = await self._agreeing(num, newest)
+        if agreed < num:
+            kept = str(lost_path(self.folder))
+            self.log.error("ends_lost_by_store", num=num - agreed, from_line=agreed + 1, kept=kept)
+        self._file = await self.offload(take_file, self._path, agreed, num, self.token)
+        self.index = agreed
 
-    async def _compare(self) -> _Agreed:
-        """Lines older than what the Store keeps are taken on trust, unless it has forgotten more than it keeps."""
-        tail = await self._offload(read_tail, self._path, COMPARED)
-        before, most = tail.num - len(tail.lines), min(tail.num, self._last())
-        if self._last() < before:
-            return _Agreed(tail.num, 0)
+    async def _agreeing(self, num_lines: int, newest: Sequence[bytes]) -> int:
+        """How many of the file's lines tell what the Store has. Lines older than what the Store keeps are taken on trust, unless it
+        has forgotten more than it keeps."""
+        known = self.journal.groups.training.ended
+        before, most = num_lines - len(newest), min(num_lines, known)
+        if known < before:
+            return 0
         num = before
         while num < most:
-            entries = await self._journal.ends(num)
+            entries = await self.journal.ends(num)
             num = min(entries[0][0] - 1, most) if entries else most
             for index, end in entries[: most - num]:
-                if not _tells(tail.lines[num - before], end):
-                    return _Agreed(tail.num, num)
+                if not _tells(newest[num - before], end):
+                    return num
                 num = index
-        return _Agreed(tail.num, num)
+        return num
 
 
-def line_of(end: SampleEnd) -> Line:
-    """Age counts from the first token's version to the one that the step started from."""
-    came, trained = end.version_first >= 0, end.step > 0
-    return Line(
-        trajectory_id=end.trajectory_id,
-        group_id=end.group_id,
-        attempt=end.attempt,
-        task=end.task,
-        fate=end.fate,
-        step=end.step if trained else None,
-        epoch=end.epoch if trained else None,
-        version_first=end.version_first if came else None,
-        version_from=end.step - 1 if trained else None,
-        age=end.step - 1 - end.version_first if trained and came else None,
-        reward=end.reward,
-        tokens=end.tokens,
-        turns=end.turns,
-        wall_s=end.wall_s,
-        reason=end.reason,
-    )
+def line_of(end: SampleEnd) -> dict[str, Any]:
+    """One object of samples.jsonl: null is what a sample that was never trained, or of which no trajectory came, does not have.
+
+    Age counts from the first token's version to the one that the step started from.
+    """
+    row = msgspec.structs.asdict(end) | msgspec.structs.asdict(end.heard)
+    del row["heard"]
+    came, trained = end.heard.version_first >= 0, end.step > 0
+    if not came:
+        row["version_first"] = None
+    if not trained:
+        row |= {"step": None, "epoch": None}
+    row["version_from"] = end.step - 1 if trained else None
+    row["age"] = end.step - 1 - end.heard.version_first if trained and came else None
+    return row
 
 
 def _tells(line: bytes, end: SampleEnd) -> bool:
     """Whether the line is about this very end."""
     try:
-        key = msgspec.json.decode(line, type=_Key)
+        row = msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.MsgspecError:
         return False
     told = line_of(end)
-    return key == _Key(told.trajectory_id, told.attempt, told.fate, told.step, told.epoch)
-
-
-class Tail(NamedTuple):
-    """`num` complete lines, of which `lines` are the newest, with their line ends."""
-
-    num: int
-    lines: deque[bytes]
+    return all(row.get(key) == told[key] for key in KEY)
 
 
 class LedgerFile:
@@ -232,18 +177,15 @@ class LedgerFile:
         return True
 
 
-def read_tail(path: Path, most: int) -> Tail:
-    """Count the complete lines of `path` and keep the newest `most`. A missing file has none."""
+def read_tail(path: Path, most: int) -> tuple[int, deque[bytes]]:
+    """How many complete lines `path` has, and the newest `most` of them, with their line ends. A missing file has none."""
     num, lines = 0, deque[bytes](maxlen=most)
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    num += 1
-                    lines.append(line)
-    except FileNotFoundError:
-        pass
-    return Tail(num, lines)
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                num += 1
+                lines.append(line)
+    return num, lines
 
 
 def take_file(path: Path, keep: int, known: int, token: int) -> LedgerFile:

@@ -4,22 +4,23 @@ import hashlib
 import math
 import os
 from array import array
-from collections.abc import Container, Iterable
+from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
 
-from actors.messages.rewards import flaw_of
-from actors.messages.samples import Segment, Trajectory
+import msgspec
+
+from actors.checkpoint import digest_of, sync_folder, write_through
+from actors.messages.samples import Segment, Trajectory, flaw_of_reward
 
 INLINE_BYTES = 64 * 1024
 """Payloads up to this size lie in the Store; larger ones in a file."""
 
 
-class Heard(NamedTuple):
-    """What a trajectory says for itself, as the ledger tells it."""
+class Heard(msgspec.Struct, frozen=True, array_like=True):
+    """What a trajectory says for itself, as the ledger tells it. Where none came `version_first` is -1."""
 
     version_first: int
-    reward: float
+    reward: float | None
     tokens: int = 0
     """Sampled tokens."""
     turns: int = 0
@@ -76,7 +77,7 @@ def flaw(trajectory: Trajectory, *, newest: int, vocab_size: int | None) -> str:
     `newest` is the newest weight version that can have sampled anything; without a `vocab_size` token ids are only checked for sign.
     Of a version that is not there yet, `future_version` is said: a Store that lost its newest writes may have forgotten it.
     """
-    if found := flaw_of(trajectory.reward):
+    if found := flaw_of_reward(trajectory.reward):
         return f"reward_{found}"
     for segment in trajectory.segments:
         if found := _flaw_of_segment(segment, vocab_size):
@@ -137,20 +138,13 @@ def _all_finite(floats: bytes) -> bool:
 
 
 def file_payload(folder: Path, name: str, payload: bytes) -> str:
-    """Write `payload` to `folder`, on disk when this returns, and return its hex BLAKE2b-256. Blocks; raises OSError."""
+    """Write `payload` to `folder`, on disk when this returns, and return its digest. Blocks; raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{name}.{os.urandom(4).hex()}.partial"  # a put that is asked again writes beside itself
-    with partial.open("wb") as file:
-        file.write(payload)
-        file.flush()
-        os.fsync(file.fileno())
+    digest = write_through(partial, payload)
     partial.replace(folder / name)
-    listing = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(listing)
-    finally:
-        os.close(listing)
-    return _digest(payload)
+    sync_folder(folder)
+    return digest
 
 
 def read_payload(folder: Path, name: str, digest: str) -> bytes:
@@ -160,30 +154,20 @@ def read_payload(folder: Path, name: str, digest: str) -> bytes:
         payload = path.read_bytes()
     except OSError as error:
         raise PayloadLost(f"sample file {path} can't be read: {error}") from error
-    if _digest(payload) != digest:
+    if digest_of(payload) != digest:
         raise PayloadLost(f"sample file {path} does not match its digest")
     return payload
 
 
-def remove_payloads(folder: Path, trajectories: Iterable[str]) -> None:
+def remove_payloads(folder: Path, trajectories: Collection[str]) -> None:
     """Delete the files of all attempts of samples that ended. Blocks; a file that is gone already is no error."""
-    ended = {tuple(trajectory.split(".")) for trajectory in trajectories}
     for path in folder.iterdir() if folder.is_dir() else ():
-        if tuple(path.name.split(".")[:2]) in ended:
+        if ".".join(path.name.split(".")[:2]) in trajectories:
             path.unlink(missing_ok=True)
 
 
-def remove_payload(folder: Path, name: str) -> None:
-    """Delete one file. Blocks; a file that is gone already is no error."""
-    (folder / name).unlink(missing_ok=True)
-
-
-def sweep_payloads(folder: Path, wanted: Container[str]) -> None:
+def sweep_payloads(folder: Path, wanted: Collection[str]) -> None:
     """Delete the files that nobody waits for: a process was killed between writing one and telling of it. Blocks."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name not in wanted:
             path.unlink(missing_ok=True)
-
-
-def _digest(payload: bytes) -> str:
-    return hashlib.blake2b(payload, digest_size=32).hexdigest()

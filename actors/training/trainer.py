@@ -13,7 +13,6 @@ from pydantic import Field
 from actors import checkpoint as checkpoints
 from actors.checkpoint import CheckpointError, Replaced
 from actors.config import ModelSection, StalenessSection, TrainSection
-from actors.device import check_device
 from actors.messages.samples import (
     Advance,
     Batch,
@@ -27,7 +26,7 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.messages.weights import WeightsTaken
-from actors.model_folder import check_model_folder
+from actors.model_folder import check_device, check_model_folder
 from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from actors.training.progress import Rows, cpu_used, own_metrics
 from actors.training.publishing import ASK_S, BUFFER, HeldOut, Publisher

@@ -7,7 +7,7 @@ from messages import Grade, Graded
 from pydantic import Field
 
 from actors.config import RewardSection
-from actors.messages.rewards import NotScored, Score, Scores
+from actors.messages.samples import NotScored, Score, Scores
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig, Section
 

@@ -3,12 +3,11 @@
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from actors.config import StalenessSection, TrainSection
+from actors.config import SamplesSection, StalenessSection, TrainSection
 from actors.engines.section import EngineSection
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.samples import Ticket
 from actors.samples.groups import GroupLimits
-from actors.samples.section import SamplesSection
 from actors.training.section import CheckpointSection
 from planning.snapshot import RequestView
 from runtime.config import RunSection

@@ -4,10 +4,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors.config import StalenessSection, TrainSection
+from actors.config import SamplesSection, StalenessSection, TrainSection
 from actors.engines.section import EngineSection
 from actors.envs.section import EnvSection, RolloutSection
-from actors.samples.section import SamplesSection
 from actors.training.section import CheckpointSection
 from runtime.config import RunSection
 from sim.job import JobStep

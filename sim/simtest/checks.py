@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from actors.messages.samples import Trajectory
-from actors.samples.group import Group, SampleEnd
-from actors.samples.records import ENDS, GROUP, PAYLOAD, TRAINING, Training
+from actors.samples.group import Group, SampleEnd, Training
+from actors.samples.journal import ENDS, GROUP, PAYLOAD, TRAINING
 from actors.samples.sample import trajectory_id
 from bus.credit import Account
 from bus.transport import Delivery

@@ -51,7 +51,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "index": Mutation(
         "the index of ends: those that the Store forgot are appended once more",
-        (Edit(Journal, "_writes_all", "training.ended - len(self._ends) + 1", "stored.training.ended + 1"),),
+        (Edit(Journal, "_writes_all", "training.ended - len(self._ends) + 1", "stored.ended + 1"),),
         ("store_loss",),
     ),
     "gap": Mutation(

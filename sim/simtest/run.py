@@ -14,7 +14,7 @@ import actors.envs.manager
 import bus.credit
 import runtime.courier
 import runtime.observe.metrics
-from actors.samples.records import ENDS
+from actors.samples.journal import ENDS
 from runtime.clock import Deadlock, run_virtual
 from sim.simtest import faults as drawn
 from sim.simtest import setup as setups

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.config import ModelSection, RewardSection, StalenessSection, TrainSection
+from actors.config import ModelSection, RewardSection, SamplesSection, StalenessSection, TrainSection
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.envs.manager import EnvManager, EnvManagerConfig
 from actors.envs.section import EnvSection, RolloutSection
 from actors.proxy.proxy import LLMProxy
 from actors.rewards.service import RewardServiceConfig
-from actors.samples.section import SamplesSection
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from runtime.actor import Actor
 from runtime.config import ActorSpec, Config

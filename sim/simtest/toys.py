@@ -12,8 +12,7 @@ import msgspec
 
 from actors import checkpoint as checkpoints
 from actors.envs.chat import ChatRenderer
-from actors.messages.rewards import NotScored, Score, Scores
-from actors.messages.samples import Trajectory
+from actors.messages.samples import NotScored, Score, Scores, Trajectory
 from actors.training.engine import StepResult
 
 WORDS = ("<unk>", "<eos>", "a", "b", "c", "d", "e", "f")

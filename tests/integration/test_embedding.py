@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.samples.audit import AuditLimits, audit
 from runtime.config import from_mapping
 from runtime.embed import embed
 from runtime.store.memory import MemoryStore
+from sim.audit import AuditLimits, audit
 from tests.jobs import SMALL, clean_environment, left_behind, python, rubato, write_model
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"

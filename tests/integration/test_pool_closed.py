@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from actors.config import RewardSection
-from actors.messages.rewards import Score
+from actors.messages.samples import Score
 from actors.rewards.local import LocalScorer
 from actors.rewards.service import RewardService, RewardServiceConfig
 from bus.link import Identity

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from actors.config import RewardSection
-from actors.messages.rewards import NotScored, Score, Scores
+from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.local import LocalScorer
 from runtime.pool import process as pool_process
 from runtime.pool import sandbox

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from actors.config import RewardSection
-from actors.messages.rewards import NotScored, Score, Scores
+from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.local import LocalScorer
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"

@@ -6,9 +6,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.samples.group import TRAINED, Group
+from actors.samples.group import TRAINED, Group, Receipt, Training
 from actors.samples.groups import GroupLimits, Groups
-from actors.samples.records import Receipt, Training
 from actors.samples.sample import Heard
 
 BATCH_GROUPS, STEPS = 2, 30
@@ -103,7 +102,7 @@ class Life:
         for group in chosen:
             assert group.num_scored >= 2
             for index in group.scored:
-                age = step - 1 - group.members[index].version_first
+                age = step - 1 - group.members[index].heard.version_first
                 assert self.alpha < 0 or age <= self.alpha
         self.told(step)
 
@@ -191,7 +190,7 @@ class Life:
         for end in ends:
             if end.fate in TRAINED:
                 assert 0 < end.step <= self.groups.training.committed
-                assert self.alpha < 0 or end.step - 1 - end.version_first <= self.alpha
+                assert self.alpha < 0 or end.step - 1 - end.heard.version_first <= self.alpha
             else:
                 assert (end.step, end.epoch) == (0, 0)
 

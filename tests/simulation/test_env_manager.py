@@ -11,8 +11,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from actors.envs import manager as manager_module
 from actors.envs.manager import DeadLetter, EnvManager, EnvManagerConfig
 from actors.messages.generation import Aborted, Completion, Generate, Tokens, VersionSpan
-from actors.messages.rewards import NotScored, Score, Scores
-from actors.messages.samples import Admit, GiveUp, PolicyState, Put, RenewLeases, Stored, Ticket, Tickets
+from actors.messages.samples import (
+    Admit,
+    GiveUp,
+    NotScored,
+    PolicyState,
+    Put,
+    RenewLeases,
+    Score,
+    Scores,
+    Stored,
+    Ticket,
+    Tickets,
+)
 from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
@@ -49,7 +60,7 @@ class Buffer(Actor):
         first, self.issued = self.issued, self.issued + num
         Buffer.most = max(Buffer.most, self.issued - len(Buffer.put) - len(Buffer.given_up))
         return Tickets(
-            tuple(Ticket(f"t{i}", f"g{i // 8}", 1, i // 8, i // 8, 0, 1) for i in range(first, first + num)), POLICY
+            tuple(Ticket(f"t{i}", f"g{i // 8}", 1, i // 8, i // 8, 0) for i in range(first, first + num)), POLICY
         )
 
     @handler

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from actors.messages.rewards import Score, Scores
+from actors.messages.samples import Score, Scores
 from actors.rewards.service import BATCH, RewardService, RewardServiceConfig
 from bus.link import Identity
 from bus.memory import MemoryTransport

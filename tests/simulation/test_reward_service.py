@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.messages.rewards import NotScored, Score, Scores
+from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.service import RewardService, RewardServiceConfig
 from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport

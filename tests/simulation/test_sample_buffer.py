@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from actors.config import TrainSection
+from actors.config import SamplesSection, TrainSection
 from actors.messages.generation import VersionSpan
 from actors.messages.samples import (
     Admit,
@@ -22,8 +22,7 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.samples.buffer import SampleBuffer
-from actors.samples.records import read_records
-from actors.samples.section import SamplesSection
+from actors.samples.journal import read_records
 from bus.errors import AskFailed
 from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
@@ -139,7 +138,7 @@ async def test_a_job_runs_through_the_bus_and_survives_the_buffers_death(tmp_pat
         await buffer.ask(Close(), timeout=5.0)
         await rolling
 
-        training = (await read_records(store)).training
+        training = (await read_records(store))[0]
         assert len(set(trained)) == len(trained) == STEPS * BATCH_GROUPS * GROUP_SIZE
         assert (training.ended, training.committed) == (len(trained), STEPS)
         assert manager.heard == sorted(manager.heard)

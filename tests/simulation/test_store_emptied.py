@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from actors.samples.audit import AuditLimits, audit
 from runtime.clock import run_virtual
+from sim.audit import AuditLimits, audit
 from sim.simtest import setup as setups
 from sim.simtest.checks import InvariantChecks
 from sim.simtest.journal import Record

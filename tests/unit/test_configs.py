@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from actors import device
+from actors import model_folder
 from actors.engines import worker
 from runtime.config import load
 from runtime.errors import ConfigError
@@ -35,7 +35,7 @@ def test_vllm_that_is_not_installed_is_told_before_anything_starts(monkeypatch):
 
 @pytest.mark.parametrize("role", ["engine", "trainer"])
 def test_cuda_that_is_not_there_is_told_before_anything_starts(role, monkeypatch):
-    monkeypatch.setattr(device, "sees_cuda", lambda: False)
+    monkeypatch.setattr(model_folder, "sees_cuda", lambda: False)
     config = load(CONFIGS / "quickstart.yaml", ["model.device=cuda"])
 
     with pytest.raises(ConfigError, match=r"^model.device is cuda, but torch sees no CUDA device"):

@@ -12,8 +12,7 @@ from actors.envs.hosting import EnvHost
 from actors.envs.rollout import Rollout, RolloutContext
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
-from actors.messages.rewards import NotScored, Scores
-from actors.messages.samples import PolicyState, Ticket
+from actors.messages.samples import NotScored, PolicyState, Scores, Ticket
 from bus.errors import Failed, Unknown
 
 END = 257
@@ -130,7 +129,7 @@ async def play(
     stage = RolloutContext(
         section, rollout, host, renderer, proxy, reward, lambda: PolicyState(*policy), silent, silent
     )
-    ticket = ticket or Ticket("t1", "g1", 1, 17, 4211, 5, 1)
+    ticket = ticket or Ticket("t1", "g1", 1, 17, 4211, 5)
     return await Rollout(stage, ticket).play(), proxy
 
 
@@ -231,7 +230,7 @@ async def test_a_reset_gets_three_tries(renderer, bad, works):
 
 
 async def test_held_out_tasks_are_played_greedily(renderer):
-    ticket = Ticket("e1", "g1", 1, 0, 1, 5, 1, "eval")
+    ticket = Ticket("e1", "g1", 1, 0, 1, 5, "eval")
 
     _, proxy = await play(renderer, ["go", "go", "go"], ticket=ticket, policy=(99, 1))
 

@@ -4,7 +4,7 @@ from actors.envs.failures import EnvFailure, GaveUp, Subject
 from actors.envs.rollout import RolloutRecord
 from actors.messages.samples import Ticket
 
-TICKET = Ticket("t1", "g1", 1, 17, 4211, 0, 1)
+TICKET = Ticket("t1", "g1", 1, 17, 4211, 0)
 RAISED = GaveUp(
     "env_reset_failed", failure=EnvFailure("env_reset_failed", "reset", "raised in reset: KeyError('goal')")
 )

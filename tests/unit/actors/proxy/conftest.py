@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from actors.config import ProxySection
 from actors.messages.generation import (
     HANDED_BACK,
     Abort,
@@ -21,7 +22,6 @@ from actors.messages.generation import (
     VersionSpan,
 )
 from actors.proxy.proxy import LLMProxy
-from actors.proxy.section import ProxySection
 from bus.message import Ack
 
 

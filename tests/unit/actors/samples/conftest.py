@@ -11,13 +11,12 @@ from contextlib import suppress
 import msgspec
 import pytest
 
-from actors.config import StalenessSection, TrainSection
+from actors.config import SamplesSection, StalenessSection, TrainSection
 from actors.messages.generation import VersionSpan
 from actors.messages.samples import Admit, Put, Segment, Trajectory
 from actors.samples.buffer import SampleBuffer
 from actors.samples.group import SampleEnd
-from actors.samples.records import ENDS
-from actors.samples.section import SamplesSection
+from actors.samples.journal import ENDS
 from bus.errors import NotSent
 from runtime.actor import RunInfo
 from runtime.observe.log import logger

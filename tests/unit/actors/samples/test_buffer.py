@@ -72,7 +72,7 @@ def test_tickets_come_oldest_group_first_up_to_the_slots(stage):
         more = await stage.admit(num=100)
 
         assert [t.trajectory_id for t in tickets] == [f"g{g:08d}.{m}" for g in range(4) for m in range(2)]
-        assert [(t.attempt, t.version, t.alpha, t.purpose) for t in tickets] == [(1, 0, 1, "train")] * 8
+        assert [(t.attempt, t.version, t.purpose) for t in tickets] == [(1, 0, "train")] * 8
         assert more == []
 
     stage.run(scene)
@@ -183,6 +183,25 @@ def test_a_claim_says_what_is_missing(stage):
         assert wait.what == "batch 1"
         assert wait.detail == "1 of 2 groups; oldest group g00000001 has 1 of 2 members, the rest at env_manager-1"
         assert wait.holder == "env_manager-1"
+
+    stage.run(scene)
+
+
+def test_two_claims_of_a_step_that_wait_together_do_not_keep_each_other_awake(stage):
+    """A Claim whose link broke is asked again while the first one still waits."""
+
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        tickets = await stage.admit(num=4)
+        waiting = [stage.tasks.create_task(trainer.claim(1, wait_s=5.0)) for _ in range(2)]
+        await asyncio.sleep(1.0)
+
+        await fill(stage, tickets)
+
+        batch, again = [await claim for claim in waiting]
+        assert again == batch
 
     stage.run(scene)
 
@@ -565,7 +584,7 @@ def test_an_evaluation_goes_before_training_and_takes_no_slots(stage):
         await stage.buffer.give_up(GiveUp(exam[2], "env_step_failed"))
         result = await stage.buffer.evaluate(Evaluate("step-0", 3))
 
-        assert [(t.purpose, t.task, t.alpha) for t in exam] == [("eval", n, -1) for n in range(3)]
+        assert [(t.purpose, t.task) for t in exam] == [("eval", n) for n in range(3)]
         assert [t.purpose for t in train] == ["train"] * 2
         assert early == NotReady(0, 3, "0 of 3 held-out tasks have an outcome")
         assert result == EvalResult(version=0, reward=0.5, num=2, failed=1)

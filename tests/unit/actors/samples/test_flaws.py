@@ -13,7 +13,7 @@ from actors.messages.samples import Batch, Claim, DrawEpoch, Evaluate, Put, Segm
 from actors.samples.sample import flaw
 
 VOCABULARY, NEWEST = 100, 5
-TICKET = Ticket("g00000000.0", "g00000000", 1, 0, 7, 3, 2)
+TICKET = Ticket("g00000000.0", "g00000000", 1, 0, 7, 3)
 
 
 def ints(*values):

@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 
-from actors.samples.group import Group, Member, SampleEnd
-from actors.samples.groups import ENDED_KEPT, GroupLimits, Groups, OutOfOrder, StaleEpoch
-from actors.samples.records import Receipt, Training
+from actors.samples.group import NOTHING, Group, Member, Receipt, SampleEnd, Training
+from actors.samples.groups import ENDED_KEPT, ROUNDS_KEPT, GroupLimits, Groups, OutOfOrder, StaleEpoch
 from actors.samples.sample import Heard
 
 LIMITS = GroupLimits(
@@ -398,9 +397,9 @@ def test_a_group_that_runs_again_although_it_was_trained_is_taken_from_its_holde
 
 def test_a_failed_member_that_the_store_forgot_ends_as_the_checkpoint_says(groups):
     ends = (
-        SampleEnd("g00000000.0", "g00000000", "failed", 0, 0, 2, 0, -1, None, 0, 0, 0.0, "env_timeout"),
-        SampleEnd("g00000000.1", "g00000000", "zero_spread", 1, 1, 1, 0, 0, 1.0, 3, 1, 0.5, ""),
-        SampleEnd("g00000000.2", "g00000000", "zero_spread", 1, 1, 1, 0, 0, 1.0, 3, 1, 0.5, ""),
+        SampleEnd("g00000000.0", "g00000000", 2, 0, "failed", 0, 0, NOTHING, "env_timeout"),
+        SampleEnd("g00000000.1", "g00000000", 1, 0, "zero_spread", 1, 1, Heard(0, 1.0, 3, 1, 0.5), ""),
+        SampleEnd("g00000000.2", "g00000000", 1, 0, "zero_spread", 1, 1, Heard(0, 1.0, 3, 1, 0.5), ""),
     )
     remembered = Group("g00000000", 0, [Member("failed", 2, fate="failed", reason="env_timeout"), Member(), Member()])
     forgot, knew = Groups(three_members(), 2), Groups(three_members(), 2)
@@ -416,12 +415,15 @@ def test_a_failed_member_that_the_store_forgot_ends_as_the_checkpoint_says(group
 
 def test_held_out_rounds_are_issued_first_and_hold_no_slots(groups):
     issue(groups, 1)
-    groups.add_round(Group("eval-x", 0, [Member(), Member()], purpose="eval"))
+    groups.round("eval-x", 2)
 
     tickets = issue(groups)
 
     assert [t.purpose for t in tickets] == ["eval"] * 2 + ["train"] * 5
     assert "eval-x" not in groups.take_changes().groups
-    groups.forget_round("eval-x")
+    for ticket in tickets[:2]:
+        groups.score(ticket.trajectory_id, Heard(0, 1.0))
+    for number in range(ROUNDS_KEPT):
+        groups.round(f"eval-{number}", 0)
     assert groups.settled_fate(tickets[0]) == "superseded"
     assert not [name for name in groups.leases if name.startswith("eval")]

@@ -217,7 +217,7 @@ def test_a_group_is_claimed_whole_at_the_very_moment_of_its_last_put(make_stage,
 
     async def scene():
         await stage.start()
-        stage.buffer._journal._store = stage.store
+        stage.buffer._journal.store = stage.store
         epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
         first, last = await stage.admit(num=2)
         await stage.put(first, 0.0)

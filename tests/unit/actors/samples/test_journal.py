@@ -7,8 +7,7 @@ import pytest
 
 from actors.samples.group import SampleEnd
 from actors.samples.groups import GroupLimits, Groups
-from actors.samples.journal import Journal
-from actors.samples.records import ENDS, GROUP, PAYLOAD, read_records
+from actors.samples.journal import ENDS, GROUP, PAYLOAD, Journal, read_records
 from actors.samples.sample import Heard
 from runtime.observe.log import logger
 from runtime.observe.metrics import Metrics
@@ -42,7 +41,7 @@ class Book:
     """Groups and their journal on a store."""
 
     def __init__(self, store, *, token=1, window_s=0.0, most_bytes=1 << 20):
-        self.groups, self.outages = Groups(LIMITS, 1), []
+        self.groups, self.backs = Groups(LIMITS, 1), []
         self.journal = Journal(
             store,
             Fence("x", token),
@@ -51,7 +50,7 @@ class Book:
             most_bytes=most_bytes,
             metrics=Metrics(),
             log=logger("test"),
-            on_outage=self.outages.append,
+            store_back=lambda: self.backs.append(self.journal.is_healthy),
         )
 
     async def put(self, payload, ticket=None):
@@ -165,7 +164,7 @@ async def test_a_write_outlasts_an_outage_and_a_fenced_one_does_not(store):
         await play(book, scene)
 
     assert raised.group_contains(Fenced)
-    assert book.outages == [True, False]
+    assert book.backs == [True]
     assert list((await store.scan(PAYLOAD)).values()) == [b"1"]
 
 
@@ -180,7 +179,7 @@ async def test_the_store_is_back_also_where_it_refuses(store):
     with pytest.raises(ValueError, match="no"):
         await book.journal.steadily(call)
 
-    assert book.outages == [True, False]
+    assert book.backs == [True]
     assert book.journal.is_healthy
 
 
@@ -196,10 +195,10 @@ async def test_whoever_takes_over_shuts_the_one_before_out_and_reads_what_it_lef
     await play(old, scene)
     new = Book(store, token=2)
 
-    records = await new.journal.take_over()
+    training, groups = await new.journal.take_over()
 
-    assert [group.id for group in records.groups] == []  # a single score: it is over
-    assert (records.training.cursor, records.training.ended) == (1, 2)
+    assert groups == []  # a single score: it is over
+    assert (training.cursor, training.ended) == (1, 2)
     assert [end.trajectory_id for _, end in await new.journal.ends(0)] == left[::-1]
     with pytest.raises(Fenced):
         await old.journal.take_over()
@@ -214,7 +213,7 @@ async def test_ends_are_numbered_in_the_order_in_which_they_were_told(store):
         found = await book.journal.ends(0)
         assert [index for index, _ in found] == [1, 2, 3, 4, 5]
         assert [end.trajectory_id for _, end in found] == names
-        assert (await read_records(store)).training.ended == 5
+        assert (await read_records(store))[0].ended == 5
         assert await book.journal.ends(5) == []
 
     await play(book, scene)
@@ -226,7 +225,7 @@ async def test_the_metrics_count_ends_once_they_are_durable(store):
     await book.journal.take_over()
 
     async def scene():
-        counted = book.journal._metrics
+        counted = book.journal.metrics
         ended = book.journal.ended.next()
         await book.fail()
         assert counted.snapshot()["samples/failed"] == 1

@@ -21,7 +21,7 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.samples.groups import OutOfOrder, StaleEpoch
-from actors.samples.records import ENDS, GROUP, PAYLOAD, read_records
+from actors.samples.journal import ENDS, GROUP, PAYLOAD, read_records
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_living_buffer_writes_anew_what_the_store_forgot_under_the_same_indice
         await stage.buffer.commit(Commit(1, epoch))
         (more, *_) = await fill(stage)
         before = await whole(stage.store)
-        training = (await read_records(stage.store)).training
+        training = (await read_records(stage.store))[0]
 
         for _ in range(times):
             forget()
@@ -107,7 +107,7 @@ def test_a_living_buffer_writes_anew_what_the_store_forgot_under_the_same_indice
             assert await stage.put(more, reward=float(more.trajectory_id[-1])) == ""  # any request shows the loss
 
         assert await whole(stage.store) == before
-        assert (await read_records(stage.store)).training == training
+        assert (await read_records(stage.store))[0] == training
         assert [index for index, _ in before[2]] == list(range(1, len(before[2]) + 1))
         assert await told(stage) == list(await stage.fates())
         assert not (stage.folder / "samples.lost.jsonl").exists()
@@ -212,7 +212,7 @@ def test_commits_that_the_store_forgot_are_made_again(stage, remember):
         await train(stage, 2, epoch)
         await stage.buffer.commit(Commit(2, epoch))
 
-        assert (await read_records(stage.store)).training.committed == 2
+        assert (await read_records(stage.store))[0].committed == 2
         assert list(await stage.fates()) == [f"g0000000{g}.{m}" for g in range(2) for m in range(2)]
 
     stage.run(scene)

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from actors.config import ModelSection, TrainSection
-from actors.messages.rewards import MOST_REWARD
+from actors.messages.samples import MOST_REWARD
 from actors.training.engine import TrainError
 from actors.training.torch_train import TorchTrainEngine
 from tests.jobs import write_model

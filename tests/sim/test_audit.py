@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from actors.samples.audit import AuditLimits, audit
+from sim.audit import AuditLimits, audit
 
 EXPECTED = AuditLimits(steps=2, batch_groups=1, group_size=2, alpha=1)
 
