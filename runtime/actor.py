@@ -1,41 +1,36 @@
 """Actor: state that only its own handlers touch, reached by typed messages."""
 
-import asyncio
 import inspect
-import random
 import types
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    NamedTuple,
-    Protocol,
-    TypeVar,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
 from bus.message import Message, Request, reply_types, tag_of
 
 if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
-
-    from runtime.blobs.blob import BlobStore
     from runtime.config import ActorConfig
     from runtime.config import Config as Job
-    from runtime.observe.metrics import Metrics
-    from runtime.observe.trace import Trace
-    from runtime.observe.waits import Waits
-    from runtime.ref import Ref
-    from runtime.registry import ActorRecord
-    from runtime.store.store import Store
+    from runtime.courier import Ref
+    from runtime.kernel import Kernel
 
-ResultT = TypeVar("ResultT")
+current_kernel: "ContextVar[Kernel]" = ContextVar("rubato_kernel")
+"""Set by each kernel for all tasks of its actor."""
+
+
+def ref(target: str) -> "Ref":
+    """What `Actor.ref` gives, for code that runs inside an actor without being handed it: an `async` environment, for instance.
+
+    Raises LookupError outside of an actor: in a worker process, which has no way to the run, or in a program of its own.
+    """
+    try:
+        return current_kernel.get().ref(target)
+    except LookupError:
+        raise LookupError(
+            f"nobody here can ask {target}: this code does not run inside an actor. Make the environment's methods async, "
+            "so that it runs in the env_manager's own process."
+        ) from None
 
 
 class RunInfo(NamedTuple):
@@ -57,36 +52,6 @@ class HandlerSpec(NamedTuple):
     replies: Mapping[str, type[Message]]
     concurrency: int
     outlives_asker: bool
-
-
-class Context(Protocol):
-    """What the kernel gives an actor."""
-
-    name: str
-    node: str
-    """The node agent of its host."""
-    run: RunInfo
-    store: "Store"
-    blobs: "BlobStore"
-    rng: random.Random
-    log: "FilteringBoundLogger"
-    metrics: "Metrics"
-    waits: "Waits"
-    trace: "Trace"
-
-    @property
-    def incarnation(self) -> int: ...
-    def new_id(self, prefix: str) -> str: ...
-    def spawn(self, work: Coroutine[Any, Any, ResultT], *, name: str) -> asyncio.Task[ResultT]: ...
-    async def offload(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT: ...
-    def ref(self, target: str) -> "Ref": ...
-    def peers(self, role: str) -> tuple[str, ...]: ...
-    def finish(self, reason: str, *, failed: bool = False) -> None: ...
-    def progress(self, step: int, steps: int, row: dict[str, float]) -> None: ...
-    def notice(self, text: str, *, good: bool = False) -> None: ...
-    def find(self, name: str) -> "ActorRecord | None": ...
-    async def change(self) -> None: ...
-    async def bury(self, name: str) -> None: ...
 
 
 def handler(method: Callable[..., Any] | None = None, *, concurrency: int = 1, outlives_asker: bool = False) -> Any:
@@ -147,23 +112,44 @@ class Actor:
                 found[tag_of(spec.message)] = spec
         cls.handlers = found
 
-    def __init__(self, config: Any, context: Context) -> None:
+    def __init__(self, config: Any, kernel: "Kernel") -> None:
         self.config = config
-        self._context = context
-        self.name = context.name
-        self.run = context.run
-        self.store = context.store
-        self.blobs = context.blobs
-        self.rng = context.rng
-        self.log = context.log
-        self.metrics = context.metrics
-        self.waits = context.waits
-        self.trace = context.trace
+        self.name = kernel.name
+        self.node = kernel.node
+        """The node agent of its host."""
+        self.run = kernel.run
+        self.store = kernel.store
+        self.blobs = kernel.blobs
+        self.log = kernel.log
+        self.metrics = kernel.metrics
+        self.waits = kernel.waits
+        """`with self.waits.on(…):` around whatever takes long: the monitor shows it, and who is waited for."""
+        self.trace = kernel.trace
+        self.directory = kernel.directory
+        """Who is in the run: `find(name)` has the record of a ready actor."""
+        self.peers = kernel.directory.ready
+        """`peers(role)`: names of the ready instances of that role, sorted."""
+        self.ref = kernel.ref
+        """`ref(target)`: a reference to the actor called `engine-1`, or to any ready `engine`, for asking and telling."""
+        self.spawn = kernel.spawn
+        """`spawn(work, name=…)` runs `work` as a task of this actor: its failure is the actor's, and it is cancelled when the actor stops."""
+        self.offload = kernel.offload
+        """`await offload(fn, *args, cost_s=0.0)` runs blocking `fn` in a thread (live), or inline plus `cost_s` virtual seconds (simulation)."""
+        self.finish = kernel.finish
+        """`finish(reason, failed=False)` ends the job: every actor is drained and stopped. `reason` is one sentence for the user."""
+        self.progress = kernel.progress
+        """`progress(step, row)` tells the node agent that one more step is done; `row` is its line of metrics.jsonl."""
+        self.notice = kernel.notice
+        """`notice(text, good=False)` shows the user one sentence now, and logs it. `good` tells of something that went well."""
+        self._kernel = kernel
+        hidden = [name for name in vars(self) if hasattr(type(self), name)]
+        if hidden:
+            raise TypeError(f"{type(self).__name__}.{hidden[0]} is what every actor has already: give it another name")
 
     @property
     def incarnation(self) -> int:
         """Which life of `name` this is; an actor whose lease lapsed comes back under a higher one."""
-        return self._context.incarnation
+        return self._kernel.incarnation
 
     async def on_start(self) -> None:
         """Load state and spawn loops. Messages are delivered, and the actor is announced ready, once this returns."""
@@ -176,38 +162,6 @@ class Actor:
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         """Instances became ready or went away; one that restarted is in both (`left` happened first)."""
-
-    def new_id(self, prefix: str) -> str:
-        """An id unique in the run, from the actor's seed."""
-        return self._context.new_id(prefix)
-
-    def spawn(self, work: Coroutine[Any, Any, ResultT], *, name: str) -> asyncio.Task[ResultT]:
-        """Run `work` as a task owned by this actor: its failure is the actor's, and it is cancelled when the actor stops."""
-        return self._context.spawn(work, name=name)
-
-    async def offload(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT:
-        """Run blocking `fn` in a thread (live), or inline plus `cost_s` virtual seconds (simulation)."""
-        return await self._context.offload(fn, *args, cost_s=cost_s)
-
-    def ref(self, target: str) -> "Ref":
-        """A reference to the actor called `target` (`engine-1`), or to any ready instance of that role (`engine`)."""
-        return self._context.ref(target)
-
-    def peers(self, role: str) -> tuple[str, ...]:
-        """Names of the ready instances of `role`, sorted."""
-        return self._context.peers(role)
-
-    def finish(self, reason: str, *, failed: bool = False) -> None:
-        """End the job: every actor is drained and stopped. `reason` is one sentence for the user."""
-        self._context.finish(reason, failed=failed)
-
-    def progress(self, step: int, row: dict[str, float]) -> None:
-        """Tell the node agent that one more step of the job is done; `row` is its line of metrics.jsonl."""
-        self._context.progress(step, self.run.steps, row)
-
-    def notice(self, text: str, *, good: bool = False) -> None:
-        """Show the user one sentence now, and log it. `good` tells of something that went well."""
-        self._context.notice(text, good=good)
 
 
 def _inspect(cls: type[Actor], name: str, member: Callable[..., Any]) -> HandlerSpec:

@@ -1,10 +1,11 @@
-"""The outgoing half of a process: the table of open asks, the credit of each peer, and how a reply finds its asker."""
+"""The outgoing half of a process: references that ask and tell, the table of open asks, the credit of each peer, how a reply finds its asker."""
 
 import asyncio
 import functools
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,12 +18,17 @@ from bus.link import Peer
 from bus.message import Message, Request, reply_types
 from bus.transport import Delivery, Transport
 from runtime.observe.waits import Waits, WaitView
-from runtime.registry import ActorRecord
+from runtime.registry import ActorRecord, Directory
 
 ReplyT = TypeVar("ReplyT")
 
 SWEEP_S = 0.05
 """Deadlines are checked this often for all open asks at once: a timer per ask would cost more than the ask."""
+
+BACKOFF_S = 0.05
+"""First pause before asking again; doubles up to `BACKOFF_MAX_S`. A change of membership ends the pause early."""
+
+BACKOFF_MAX_S = 1.0
 
 _OK = int(EnvelopeKind.OK)
 _CREDIT = int(EnvelopeKind.CREDIT)
@@ -51,7 +57,7 @@ REFUSALS: Mapping[int, str] = {
 }
 
 SHOWN_S = 1.0
-"""An ask that is open for longer is shown as a wait, whether or not the asker declared one."""
+"""An ask that is open for longer, or a handler that holds its mailbox up for longer, is shown as a wait."""
 
 
 class Pending(msgspec.Struct):
@@ -86,7 +92,7 @@ class Courier:
 
     def __init__(self, transport: Transport, sender: str, waits: Waits) -> None:
         self._transport = transport
-        self._waits = waits
+        self.waits = waits
         self._sender = sender
         self._ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}
@@ -214,7 +220,7 @@ class Courier:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             route.waiting.append(waiter)
             try:
-                with self._waits.on("credit", holder=record.name):
+                with self.waits.on("credit", holder=record.name):
                     async with asyncio.timeout_at(deadline):
                         await waiter
             except (TimeoutError, asyncio.CancelledError) as error:
@@ -237,6 +243,66 @@ class Courier:
             grant = envelope.granted()
             route.account.grant(grant.messages, grant.size_bytes)
             route.wake(grant.messages)
+
+
+class Ref:
+    """The actor called `target`, or any ready instance of that role: asks and tells, repeated only where that is safe. Cheap; hold it as long as you like."""
+
+    def __init__(self, target: str, courier: Courier, directory: Directory) -> None:
+        self.name = target
+        self._courier = courier
+        self._directory = directory
+
+    async def ask(self, request: Request[ReplyT], *, timeout: float, retry: bool = True) -> ReplyT:
+        """The reply, or a subclass of AskFailed before `timeout` (seconds) or the caller's own deadline, whichever is first.
+
+        While no instance is ready the request waits. NotSent and Refused are retried until the deadline; Unknown too where
+        the request is idempotent, which may run it again; `retry=False` leaves that to the caller. Cancelling the ask cancels the work.
+        """
+        loop, waits = asyncio.get_running_loop(), self._courier.waits
+        deadline = loop.time() + budget(timeout)
+        pause = BACKOFF_S
+        while True:
+            record = self._directory.resolve(self.name) or await self._find(deadline)
+            try:
+                reply = await self._courier.ask(record, request, deadline)
+                if waits.refusals:
+                    waits.answered(record.name)
+                return reply
+            except (Failed, NotSent, Refused, Unknown) as error:
+                if not isinstance(error, Unknown):
+                    waits.refused(record.name, type(request).__name__, str(error))
+                if isinstance(error, Failed):
+                    raise
+                final = isinstance(error, Unknown) and not request.idempotent
+                if final or not retry or loop.time() + pause >= deadline:
+                    raise
+            await self._pause(pause)
+            pause = min(2 * pause, BACKOFF_MAX_S)
+
+    async def tell(self, message: Message) -> None:
+        """Send and forget; waits only for credit. Raises NotSent when no instance is ready."""
+        record = self._directory.resolve(self.name)
+        if record is None:
+            raise NotSent(f"no ready actor {self.name!r}")
+        credit = self._courier.tell(record, message)
+        if credit is not None:
+            await credit
+
+    async def _find(self, deadline: float) -> ActorRecord:
+        try:
+            with self._courier.waits.on(self.name, stage="ask", detail="none is ready", holder=self.name):
+                async with asyncio.timeout_at(deadline):
+                    while (record := self._directory.resolve(self.name)) is None:
+                        await self._directory.change()
+                    return record
+        except TimeoutError:
+            raise NotSent(f"no ready actor {self.name!r} before the deadline") from None
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._directory.change()
 
 
 class _Expected(NamedTuple):

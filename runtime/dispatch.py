@@ -6,8 +6,8 @@ stand for members of `EnvelopeKind`, because looking a member up costs as much a
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -17,9 +17,8 @@ from bus.errors import AskFailed, BadFrame, BusError
 from bus.link import Peer
 from bus.message import Message
 from bus.transport import Delivery, Transport
-from runtime.actor import Actor
-from runtime.concurrent import NOBODY, ConcurrentHandlers, Handler, Spawn
-from runtime.courier import current_deadline, current_trace
+from runtime.actor import Actor, HandlerSpec
+from runtime.courier import SHOWN_S, current_deadline, current_trace
 from runtime.observe.waits import WaitView
 
 if TYPE_CHECKING:
@@ -36,8 +35,19 @@ _TELL = int(EnvelopeKind.TELL)
 _CANCEL = int(EnvelopeKind.CANCEL)
 _OK = int(EnvelopeKind.OK)
 
-SHOWN_S = 1.0
-"""A handler that holds the mailbox up for longer is shown as a wait."""
+NOBODY = b""
+"""The peer of letters whose link is gone: they are handled, and what is posted to it goes nowhere."""
+
+Spawn = Callable[..., "asyncio.Task[Any]"]
+"""`spawn(work, name=…)`."""
+
+
+class Handler(NamedTuple):
+    """A handler of the actor that lives here: what it declared, and the bound method."""
+
+    spec: HandlerSpec
+    run: Callable[[Any], Awaitable[Any]]
+    decode: Callable[[msgspec.Raw], Message]
 
 
 class Mailbox:
@@ -102,7 +112,7 @@ class Dispatcher:
         self._mailbox = Mailbox()
         self._grants: dict[Peer, Grants] = {}
         self._concurrent = ConcurrentHandlers(self, name, spawn)
-        self._time: Callable[[], float] = _running_time
+        self._time = asyncio.get_running_loop().time
         self._inline: Handler | None = None
         """The handler that all other messages wait for."""
         self._seen = (-1, 0.0)
@@ -155,7 +165,6 @@ class Dispatcher:
 
     async def consume(self, actor: Actor) -> None:
         """Handle letters until cancelled: in order, but for handlers that declare a concurrency."""
-        self._time = asyncio.get_running_loop().time
         handlers = _bound(actor)
         letters, trace, deadline = self._mailbox.letters, b"", 0.0
         while True:
@@ -268,6 +277,98 @@ class Dispatcher:
         self._refuse(delivery, kind, msgspec.Raw(msgspec.msgpack.encode(text)))
 
 
+class _Run(NamedTuple):
+    """A handler at work on an ask."""
+
+    delivery: Delivery
+    outlives_asker: bool
+    task: "asyncio.Task[Any]"
+
+
+class ConcurrentHandlers:
+    """Each handler has its own limit; letters above it are parked, in order."""
+
+    def __init__(self, desk: Dispatcher, name: str, spawn: Spawn) -> None:
+        self._desk, self._name, self._spawn = desk, name, spawn
+        self._running: dict[tuple[Peer, int], _Run] = {}
+        self._counts: dict[str, int] = {}
+        self._parked: dict[str, deque[Delivery]] = {}
+
+    @property
+    def num_parked(self) -> int:
+        return sum(map(len, self._parked.values()))
+
+    def admit(self, handler: Handler, delivery: Delivery) -> None:
+        """Start it, or park it: a parked letter keeps its sender's credit, which bounds how many there are."""
+        if self._counts.get(handler.spec.method, 0) < handler.spec.concurrency:
+            self._start(handler, delivery)
+        else:
+            self._parked.setdefault(handler.spec.method, deque()).append(delivery)
+
+    def end(self) -> None:
+        """The actor stops: what is parked is not begun any more."""
+        self._parked.clear()
+
+    def forget(self, peer: Peer) -> None:
+        """The link is gone: what it asked for is cancelled where its handler does not outlive it."""
+        for letter in (letter for parked in self._parked.values() for letter in parked):
+            if letter.peer == peer:
+                letter.peer = NOBODY
+        for where in [where for where in self._running if where[0] == peer]:
+            run = self._running.pop(where)
+            run.delivery.peer = NOBODY
+            if not run.outlives_asker:
+                run.task.cancel()
+
+    def cancel(self, peer: Peer, ask_id: int) -> bool:
+        """Whether the ask was here."""
+        run = self._running.pop((peer, ask_id), None)
+        if run is not None:
+            run.task.cancel()
+            return True
+        for parked in self._parked.values():
+            for letter in parked:
+                if (letter.peer, letter.envelope.id) == (peer, ask_id):
+                    parked.remove(letter)
+                    self._desk.consumed(letter)
+                    return True
+        return False
+
+    def _start(self, handler: Handler, delivery: Delivery) -> None:
+        self._desk.consumed(delivery)
+        message = self._desk.open(handler, delivery)
+        if message is None:
+            return
+        spec = handler.spec
+        self._counts[spec.method] = self._counts.get(spec.method, 0) + 1
+        task = self._spawn(self._run(handler, delivery, message), name=f"{self._name}.{spec.method}")
+        if delivery.envelope.kind == _ASK and delivery.peer != NOBODY:
+            where = (delivery.peer, delivery.envelope.id)
+            self._running[where] = _Run(delivery, spec.outlives_asker, task)
+        task.add_done_callback(lambda _: self._ended(handler, delivery))
+
+    async def _run(self, handler: Handler, delivery: Delivery, message: Message) -> None:
+        current_deadline.set(delivery.deadline)
+        current_trace.set(delivery.envelope.trace)
+        try:
+            result = await handler.run(message)
+        except Exception as error:  # noqa: BLE001 - a handler may raise anything; it fails its ask, not the actor
+            self._desk.failed(handler, delivery, error)
+        else:
+            if delivery.envelope.kind == _ASK:
+                self._desk.reply(delivery, result)
+        finally:
+            self._desk.handled += 1
+
+    def _ended(self, handler: Handler, delivery: Delivery) -> None:
+        self._running.pop((delivery.peer, delivery.envelope.id), None)
+        method = handler.spec.method
+        self._counts[method] -= 1
+        parked = self._parked.get(method)
+        while parked and self._counts[method] < handler.spec.concurrency:
+            self._start(handler, parked.popleft())
+
+
 def _bound(actor: Actor) -> dict[str, Handler]:
     """By tag of the message."""
     return {
@@ -278,7 +379,3 @@ def _bound(actor: Actor) -> dict[str, Handler]:
 
 def _size(delivery: Delivery) -> int:
     return len(delivery.envelope.body) + sum(map(len, delivery.buffers))
-
-
-def _running_time() -> float:
-    return asyncio.get_running_loop().time()

@@ -15,6 +15,7 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig, Config
+from runtime.courier import Ref
 from runtime.errors import ActorFailed, LaunchError, first_cause
 from runtime.host import HostedTask, TaskBackend, role_of
 from runtime.kernel import NODE, Kernel
@@ -22,7 +23,6 @@ from runtime.launch.agent import Hosting, NodeAgent
 from runtime.launch.folder import RunFolder
 from runtime.messages import Progress
 from runtime.observe.log import logger
-from runtime.ref import Ref
 from runtime.store.memory import MemoryStore
 from runtime.store.store import Store
 

@@ -2,27 +2,26 @@
 
 import asyncio
 import contextvars
-import random
-from collections.abc import Callable, Coroutine
+import os
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from bus.errors import AskFailed
 from bus.message import Ack, Message
 from bus.transport import Delivery, Transport
-from runtime.actor import Actor, RunInfo
-from runtime.asking import current_host
+from runtime.actor import Actor, RunInfo, current_kernel
 from runtime.blobs.blob import BlobStore
-from runtime.courier import Courier, current_deadline, current_trace
+from runtime.courier import Courier, Ref, current_deadline, current_trace
 from runtime.dispatch import Dispatcher
+from runtime.errors import ActorFailed
 from runtime.messages import Drain, Finish, Notice, Progress, Tap
 from runtime.observe.metrics import Metrics, measure_loop_lag
 from runtime.observe.trace import Trace
 from runtime.observe.waits import Waits
-from runtime.presence import Presence
-from runtime.ref import Ref
-from runtime.registry import BEAT_S, NODE, ActorRecord, Directory, Registry
+from runtime.registry import BEAT_S, LEASE_TTL_S, NODE, ActorRecord, Directory, Registry, State, announce, withdraw
 from runtime.store.errors import StoreUnavailable
 from runtime.store.store import Store
 
@@ -39,6 +38,12 @@ DRAIN_S = 20.0
 FINISH_S = 30.0
 """Limit of one attempt to tell that the job is over."""
 
+STOPPED_S = 4.0
+"""A heartbeat that comes this late shows that the process was stopped or the Store away: others may have given this actor up."""
+
+LEAVE_S = 5.0
+"""How long an actor that leaves waits for a Store that is away: longer than a server takes that is started again at once."""
+
 OFFLOAD_THREADS = 4
 
 LINK_REFUSED = "refused: "
@@ -49,7 +54,7 @@ LINK_REFUSED_S = 15.0
 
 
 class Kernel:
-    """Runs `actor_class` under `name` until it is drained or fails. Also the actor's Context (see runtime/actor.py)."""
+    """Runs `actor_class` under `name` until it is drained or fails. runtime/actor.py lists what the actor uses of it."""
 
     def __init__(
         self,
@@ -66,26 +71,27 @@ class Kernel:
         trace: Trace | None = None,
         node: str = NODE,
     ) -> None:
-        self.name, self.run, self.node = name, run, node
-        self.store, self.blobs, self.log = store, blobs, log
-        self.metrics, self.waits = Metrics(), Waits()
+        self.name = name
+        self.run = run
+        self.node = node
+        self.store = store
+        self.blobs = blobs
+        self.log = log
+        self.metrics = Metrics()
+        self.waits = Waits()
         self.trace = trace or Trace(None)
-        self.rng = random.Random(f"{run.seed}/{name}/{incarnation}")
         self.directory = Directory(node)
         self.ready = asyncio.Event()
-        self._actor_class, self._config = actor_class, config
-        self._transport = transport
-        self._courier = Courier(transport, name, self.waits)
+        self.transport = transport
+        self.courier = Courier(transport, name, self.waits)
         system = {Drain.__name__: self._drain_asked, Tap.__name__: self._tap_asked}
-        self._dispatch = Dispatcher(transport, name, log, self.spawn, system, self._courier.arrived)
-        self._dispatch.incarnation = incarnation
-        self._registry = Registry(store, self.directory, self._peers_changed)
+        self.dispatch = Dispatcher(transport, name, log, self.spawn, system, self.courier.arrived)
+        self.dispatch.incarnation = incarnation
+        self.registry = Registry(store, self.directory, self._peers_changed)
+        self._actor_class = actor_class
+        self._config = config
+        self._presence = _Presence(self, actor_class.role)
         self._stopping = asyncio.Event()
-        self._presence = Presence(
-            self, actor_class.role, incarnation, self._registry, transport, self._courier, self._dispatch
-        )
-        self._ids = 0
-        self._turn: dict[str, int] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._owned: set[asyncio.Task[Any]] = set()
         self._threads: ThreadPoolExecutor | None = None
@@ -96,21 +102,21 @@ class Kernel:
 
     async def serve(self) -> None:
         """Run the actor from start to end. Returns after a drain; raises what failed the actor (grouped)."""
-        current_host.set(self)
-        await self._transport.start(self._dispatch.arrived, self._down)
+        current_kernel.set(self)
+        await self.transport.start(self.dispatch.arrived, self._down)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 try:
                     await self._serve()
                 finally:
-                    self._dispatch.end()
+                    self.dispatch.end()
                 for task in list(self._owned):
                     task.cancel()
         finally:
             self._tasks = None
             self.trace.close()
-            await self._transport.close()
+            await self.transport.close()
             if self._threads is not None:
                 self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -125,17 +131,17 @@ class Kernel:
 
     async def _serve(self) -> None:
         await self._presence.begin()
-        await self._registry.sync()
-        self.spawn(self._registry.watch(), name=f"{self.name}.registry")
-        self.spawn(self._courier.sweep(), name=f"{self.name}.deadlines")
+        await self.registry.sync()
+        self.spawn(self.registry.watch(), name=f"{self.name}.registry")
+        self.spawn(self.courier.sweep(), name=f"{self.name}.deadlines")
         self.spawn(self._presence.beat(), name=f"{self.name}.heartbeat")
         actor = self._actor or self.build()
         try:
             await actor.on_start()
-            self.spawn(self._dispatch.consume(actor), name=f"{self.name}.mailbox")
+            self.spawn(self.dispatch.consume(actor), name=f"{self.name}.mailbox")
             self.spawn(measure_loop_lag(self.metrics), name=f"{self.name}.lag")  # not of what is loaded before
             await self._presence.become("ready")
-            self.log.info("ready", incarnation=self.incarnation, address=self._transport.address)
+            self.log.info("ready", incarnation=self.incarnation, address=self.transport.address)
             self.ready.set()
             await self._stopping.wait()
             await self._presence.become("draining")
@@ -144,7 +150,7 @@ class Kernel:
         finally:
             await actor.on_stop()
         await self._presence.end()
-        self.log.info("stopped", handled=self._dispatch.handled)
+        self.log.info("stopped", handled=self.dispatch.handled)
 
     async def _drain(self, actor: Actor) -> None:
         try:
@@ -157,42 +163,39 @@ class Kernel:
 
     def _down(self, peer: str | bytes, reason: str) -> None:
         if isinstance(peer, bytes):
-            self._dispatch.forget(peer)
+            self.dispatch.forget(peer)
             if self._tap is not None:
                 self._tap.forget(peer)
             return
         refuser = self.directory.at(peer)
         if reason.startswith(LINK_REFUSED) and refuser is not None:
             self.waits.refused(refuser.name, "the link", reason.removeprefix(LINK_REFUSED), for_s=LINK_REFUSED_S)
-        self._courier.lost(peer, reason)
+        self.courier.lost(peer, reason)
         if not self._stopping.is_set() and self._tasks is not None:
             with suppress(RuntimeError):  # this actor ends, and need not know who else does
-                self.spawn(self._registry.lost(peer), name=f"{self.name}.lost")
+                self.spawn(self.registry.lost(peer), name=f"{self.name}.lost")
 
     def _drain_asked(self, delivery: Delivery) -> None:
         self._stopping.set()
-        self._dispatch.reply(delivery, Ack())
+        self.dispatch.reply(delivery, Ack())
 
     def _tap_asked(self, delivery: Delivery) -> None:
         if self._tap is None:
             from runtime.observe.tap import FrameTap  # only an actor that somebody taps needs it
 
-            self._tap = FrameTap(self._transport, self._dispatch)
+            self._tap = FrameTap(self.transport, self.dispatch)
         self._tap.asked(delivery)
 
     async def _peers_changed(self, joined: set[str], left: set[str]) -> None:
         if self._actor is not None:
             await self._actor.on_peers(tuple(sorted(joined)), tuple(sorted(left)))
 
-    # -- Context ------------------------------------------------------------------------------------------------
+    # -- what actors use, see runtime/actor.py ------------------------------------------------------------------------------------------------
 
     @property
     def incarnation(self) -> int:
-        return self._presence.incarnation
-
-    def new_id(self, prefix: str) -> str:
-        self._ids += 1
-        return f"{prefix}{self.incarnation:x}.{self._ids:x}"
+        """Changes only where the actor's lease lapsed."""
+        return self.dispatch.incarnation
 
     def spawn(self, work: Coroutine[Any, Any, ResultT], *, name: str) -> asyncio.Task[ResultT]:
         if self._tasks is None:
@@ -220,49 +223,31 @@ class Kernel:
         return await loop.run_in_executor(self._threads, fn, *args)
 
     def ref(self, target: str) -> Ref:
-        return Ref(target, self._courier, self)
-
-    def peers(self, role: str) -> tuple[str, ...]:
-        return self.directory.ready(role)
+        return Ref(target, self.courier, self.directory)
 
     def finish(self, reason: str, *, failed: bool = False) -> None:
         # What fails on a host that joined ends that host's part of the job, not the job.
         node = self.node if failed else NODE
-        self.spawn(self._finished(Finish(self.name, reason, failed), node), name=f"{self.name}.finish")
+        self.spawn(self._ask_to_finish(Finish(self.name, reason, failed), node), name=f"{self.name}.finish")
 
-    def progress(self, step: int, steps: int, row: dict[str, float]) -> None:
-        self._tell_node(Progress(step, steps, row))
+    def progress(self, step: int, row: dict[str, float]) -> None:
+        self.spawn(self._tell_node(Progress(step, self.run.steps, row)), name=f"{self.name}.tell_node")
 
     def notice(self, text: str, *, good: bool = False) -> None:
         self.log.info("notice", text=text, good=good)
-        self._tell_node(Notice(self.name, text, good))
+        self.spawn(self._tell_node(Notice(self.name, text, good)), name=f"{self.name}.tell_node")
 
-    def find(self, name: str) -> ActorRecord | None:
-        return self.directory.find(name)
+    async def _tell_node(self, message: Message) -> None:
+        try:
+            await self.ref(NODE).tell(message)
+        except AskFailed as error:
+            self.log.warning("node_agent_unreachable", message=type(message).__name__, error=str(error))
 
-    async def bury(self, name: str) -> None:
-        """`name`'s process is known to be dead: end its lease now and tell everybody."""
-        await self._registry.bury(name)
+    async def _ask_to_finish(self, message: Finish, node: str) -> None:
+        """Until it is answered: the node agent may be stopped, or its link broken, just now.
 
-    def resolve(self, target: str) -> ActorRecord | None:
-        """A ready actor for a name, or the next instance of a role in turn."""
-        found = self.directory.find(target)
-        if found is not None:
-            return found
-        names = self.directory.ready(target)
-        if not names:
-            return None
-        turn = self._turn[target] = (self._turn.get(target, -1) + 1) % len(names)
-        return self.directory.find(names[turn])
-
-    async def change(self) -> None:
-        await self.directory.change()
-
-    def _tell_node(self, message: Message) -> None:
-        self.spawn(self._told(message), name=f"{self.name}.tell_node")
-
-    async def _finished(self, message: Finish, node: str) -> None:
-        """The node agent may be stopped, or its link broken, just now. Who was replaced while it was stopped has no say in how the job ends."""
+        An actor that was replaced while it was stopped has no say in how the job ends.
+        """
         if message.failed:
             with suppress(StoreUnavailable):
                 await self._presence.renew()
@@ -275,8 +260,144 @@ class Kernel:
                 return
             await asyncio.sleep(BEAT_S)
 
-    async def _told(self, message: Message) -> None:
+
+class _Presence:
+    """How the rest of the run knows that the actor of `kernel` lives: its leased record, renewed every beat, and its return after it was away."""
+
+    def __init__(self, kernel: Kernel, role: str) -> None:
+        self._kernel = kernel
+        self._role = role
+        self._state: State = "starting"
+        self._renewing = asyncio.Lock()
+        self._beat = 0
+        self._cpu_share = 0.0
+        self._cpu_s = 0.0
+
+    async def begin(self) -> None:
+        """Take the name. Raises ActorFailed where a newer incarnation has it."""
+        await self._publish("holds")
+
+    async def become(self, state: State) -> None:
+        """Publish the new state, and announce it to everybody; who drains does not need the Store for it."""
+        self._state = state
+        if state == "ready":
+            await self._announce("ready")
+        else:
+            await self._unless_away(self._announce("left"))
+
+    async def end(self) -> None:
+        """Leave for good; while the Store is away the lease lapses by itself."""
+        await self._unless_away(self._withdraw())
+
+    async def _announce(self, kind: Literal["ready", "left"]) -> None:
+        await self._kernel.registry.publish(self._record())
+        await announce(self._kernel.store, kind, self._record())
+
+    async def _withdraw(self) -> None:
+        async with self._renewing:  # a renewal or a return under way would take the lease again
+            self._state = "stopped"
+            await withdraw(self._kernel.store, self._record())
+
+    async def _unless_away(self, told: Awaitable[None]) -> None:
+        """A Store that is away keeps nobody from leaving: a job can be stopped without it."""
         try:
-            await self.ref(NODE).tell(message)
-        except AskFailed as error:
-            self.log.warning("node_agent_unreachable", message=type(message).__name__, error=str(error))
+            async with asyncio.timeout(LEAVE_S):
+                await told
+        except (StoreUnavailable, TimeoutError) as error:
+            self._kernel.log.warning("left_without_store", error=str(error))
+
+    async def beat(self) -> None:
+        """Renew the record every beat until cancelled. Raises ActorFailed once a newer incarnation has taken the name."""
+        handled, last = 0, asyncio.get_running_loop().time()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self._kernel.metrics.gauge("actor/rate_s", (self._kernel.dispatch.handled - handled) / BEAT_S)
+            handled = self._kernel.dispatch.handled
+            if self._kernel.courier.unknown:
+                self._kernel.metrics.gauge("bus/asks_unknown", self._kernel.courier.unknown)
+            self._beat += 1
+            self._measure_cpu()
+            self._report_refusals()
+            try:
+                await self.renew()
+                now = asyncio.get_running_loop().time()
+                if now - last > STOPPED_S:
+                    await self._rejoin(now - last)
+                last = now
+            except StoreUnavailable as error:
+                self._kernel.log.warning("store_unavailable", error=str(error))
+
+    async def _publish(self, how: str) -> None:
+        if not await self._kernel.registry.publish(self._record()):
+            raise ActorFailed(
+                f"{self._kernel.name}: a newer incarnation {how} the name; this one ({self._kernel.incarnation}) must end"
+            )
+
+    async def renew(self) -> None:
+        """Keep the lease for another while. Raises ActorFailed where a newer incarnation has taken the name."""
+        async with self._renewing:
+            if self._state != "stopped":
+                await self._publish("took")
+
+    async def _rejoin(self, silent_s: float) -> None:
+        """Be seen again at once by whoever lost a link to this actor or saw its lease lapse, instead of at their next look round.
+
+        Where the lease has lapsed the run has gone on without this actor. It comes back as a new incarnation: whatever was meant
+        for the old one, or still says so, is refused. The renewal that was just answered may have reached the Store before the process
+        was stopped, so another one shows that nobody has the name, between the draw and its use: whoever took the name before the
+        draw is newer than the old incarnation, and whoever does after it is newer than the new one.
+        """
+        if silent_s > LEASE_TTL_S:
+            async with self._renewing:
+                if self._state == "stopped":
+                    return
+                drawn = await self._kernel.store.increment("incarnation", at_least=self._kernel.incarnation + 1)
+                await self._publish("took")
+                self._kernel.dispatch.incarnation = drawn
+                self._kernel.metrics.count("actor/registered_anew")
+                await self._publish("took")
+        self._kernel.log.warning("rejoined", silent_s=round(silent_s, 1), incarnation=self._kernel.incarnation)
+        if self._state == "ready":
+            self._beat += 1  # a suspect has to be seen to beat more than once
+            await announce(self._kernel.store, "ready", self._record())
+        await self._kernel.registry.relist()  # those it lost links to are seen again too
+
+    def _report_refusals(self) -> None:
+        """Once per beat, so that a flood of strangers is one line of log per second."""
+        for reason, total, sentence in self._kernel.transport.refusals.news():
+            self._kernel.metrics.gauge(f"bus/refused/{reason}", total)
+            self._kernel.log.warning("refused", reason=reason, total=total, newest=sentence)
+
+    def _measure_cpu(self) -> None:
+        """Share of one core that this process used, smoothed over some five beats; nothing on virtual time."""
+        if getattr(asyncio.get_running_loop(), "virtual", False):
+            return
+        used = os.times()
+        spent = used.user + used.system - self._cpu_s
+        self._cpu_share += 0.3 * (min(1.0, spent / BEAT_S) - self._cpu_share) if self._cpu_s else 0.0
+        self._cpu_s = used.user + used.system
+
+    def _record(self) -> ActorRecord:
+        now = asyncio.get_running_loop().time()
+        metrics = self._kernel.metrics.snapshot()
+        return ActorRecord(
+            self._kernel.name,
+            self._role,
+            self._kernel.transport.address,
+            self._kernel.incarnation,
+            os.getpid(),
+            socket.gethostname(),
+            self._state,
+            beat=self._beat,
+            progress=self._kernel.dispatch.handled,
+            mailbox=self._kernel.dispatch.depth,
+            rate_s=metrics.pop("actor/rate_s", 0.0),
+            idle=min(metrics.pop("idle", 1.0), 1.0 - self._cpu_share),
+            metrics=metrics,
+            waits=self._kernel.waits.snapshot(
+                now, [*self._kernel.courier.open_asks(now), *self._kernel.dispatch.at_work(now)]
+            ),
+            stages=self._kernel.waits.stages(now),
+            node=self._kernel.node,
+            public=self._kernel.transport.public_address,
+        )

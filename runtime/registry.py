@@ -73,11 +73,24 @@ class Directory:
         self._records: dict[str, ActorRecord] = {}
         self.find: Callable[[str], ActorRecord | None] = self._records.get
         """The ready actor of that name. Every message asks this, so it is the dictionary's own method."""
+        self._turn: dict[str, int] = {}
         self._suspects: dict[str, ActorRecord] = {}
         self._changed = asyncio.Event()
 
     def ready(self, role: str) -> tuple[str, ...]:
         return tuple(sorted(name for name, r in self._records.items() if r.role == role))
+
+    def resolve(self, target: str) -> ActorRecord | None:
+        """The ready actor of that name, or the next instance of a role in turn."""
+        found = self.find(target)
+        if found is not None:
+            return found
+        names = self.ready(target)
+        if not names:
+            return None
+        turn = (self._turn.get(target, -1) + 1) % len(names)
+        self._turn[target] = turn
+        return self.find(names[turn])
 
     def at(self, address: str) -> ActorRecord | None:
         return next((r for r in self._records.values() if r.address == address), None)
@@ -174,21 +187,6 @@ class Registry:
             self._sure_at = loop.time() + LOOK_S
         return renewed
 
-    async def announce(self, kind: Literal["ready", "left"], record: ActorRecord) -> None:
-        bare = msgspec.structs.replace(record, metrics={}, waits=[], stages=[])
-        await self._store.append("events", msgspec.msgpack.encode(MembershipEvent(kind, bare)))
-
-    async def withdraw(self, record: ActorRecord) -> None:
-        """Leave for good; nothing happens where a newer incarnation took over."""
-        if await self._store.release(f"actor/{record.name}", record.incarnation):
-            await self.announce("left", record)
-
-    async def bury(self, name: str) -> None:
-        """End the lease of an actor whose process is known to be dead."""
-        for record in await list_actors(self._store):
-            if record.name == name:
-                await self.withdraw(record)
-
     async def sync(self) -> None:
         """Bring the mirror up to date once, before anything depends on it."""
         self._after = await self._last_event()
@@ -284,3 +282,22 @@ async def list_seen(store: Store) -> list[Seen]:
 async def list_actors(store: Store) -> list[ActorRecord]:
     """Every live actor of the run, by name."""
     return [seen.record for seen in await list_seen(store)]
+
+
+async def announce(store: Store, kind: Literal["ready", "left"], record: ActorRecord) -> None:
+    """Tell everybody of the run, now."""
+    bare = msgspec.structs.replace(record, metrics={}, waits=[], stages=[])
+    await store.append("events", msgspec.msgpack.encode(MembershipEvent(kind, bare)))
+
+
+async def withdraw(store: Store, record: ActorRecord) -> None:
+    """Leave for good; nothing happens where a newer incarnation took over."""
+    if await store.release(f"actor/{record.name}", record.incarnation):
+        await announce(store, "left", record)
+
+
+async def bury(store: Store, name: str) -> None:
+    """End the lease of an actor whose process is known to be dead, and tell everybody."""
+    for record in await list_actors(store):
+        if record.name == name:
+            await withdraw(store, record)

@@ -23,7 +23,6 @@ from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
 from runtime.actor import RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
-from runtime.clock import VirtualLoop
 from runtime.config import from_mapping
 from runtime.host import Ending, HostedTask, TaskBackend, role_of
 from runtime.kernel import NODE, Kernel
@@ -32,6 +31,7 @@ from runtime.monitor.snapshot import snapshot
 from runtime.observe.log import logger
 from runtime.registry import list_seen
 from runtime.store.memory import MemoryStore
+from sim.virtual import VirtualLoop
 
 OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner", default="")
 """Whose process a callback belongs to."""
@@ -228,7 +228,7 @@ class Job:
         self.starving.append(self.tasks.create_task(take_turns(), context=contextvars.Context()))
 
     def _refuse(self, name: str) -> None:
-        dispatch = self.processes[name].kernel._dispatch
+        dispatch = self.processes[name].kernel.dispatch
         dispatch.incarnation += 1
         refuse = dispatch._refuse
 
@@ -253,7 +253,7 @@ class Process(HostedTask):
 
     def kill(self) -> None:
         FreezingLoop.running().thaw(self.name)
-        self.job.network.kill(self.kernel._transport.address)
+        self.job.network.kill(self.kernel.transport.address)
         super().kill()
         self._ending = Ending("signal 9")
 
@@ -326,25 +326,29 @@ def _classes(faults: Faults):
             self._engine.generate = generate_with_faults
 
     class Manager(EnvManager):
-        def __init__(self, config, context):
-            super().__init__(config, context)
+        def __init__(self, config, kernel):
+            super().__init__(config, kernel)
             self._host = Host(config.env)
             self._host.suffer = lambda: faults.suffer(self.name)
 
     class Rewards(RewardService):
-        def __init__(self, config, context):
-            super().__init__(config, context)
+        def __init__(self, config, kernel):
+            super().__init__(config, kernel)
             self._scorer = Scorer(lambda: faults.suffer(self.name))
 
     class ToyTrainer(Trainer):
+        def __init__(self, config, kernel):
+            super().__init__(config, kernel)
+            self.offload = self._suffer_and_offload
+
         def _build(self):
             return ToyEngine()
 
-        async def offload(self, fn, *args, cost_s=0.0):
+        async def _suffer_and_offload(self, fn, *args, cost_s=0.0):
             if fn == self._train:
                 await faults.suffer(self.name)
                 cost_s = TRAIN_S
-            return await super().offload(fn, *args, cost_s=cost_s)
+            return await self._kernel.offload(fn, *args, cost_s=cost_s)
 
     return {
         "sample_buffer": Buffer,

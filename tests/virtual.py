@@ -2,7 +2,7 @@
 
 import functools
 
-from runtime.clock import run_virtual
+from sim.virtual import run_virtual
 
 
 def virtual(test):

@@ -16,9 +16,9 @@ from runtime.observe.waits import ITSELF, Wait
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
+    from runtime.courier import Ref
     from runtime.observe.metrics import Metrics
     from runtime.observe.waits import Waits
-    from runtime.ref import Ref
     from runtime.registry import ActorRecord
 
 BLOB = "weights"

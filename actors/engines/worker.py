@@ -30,11 +30,12 @@ from actors.model_folder import check_device, check_model_folder
 from actors.requests import SharedRequest, SharedRequests
 from bus.errors import AskFailed, NotSent
 from bus.message import Ack, unpack_i32
-from runtime.actor import Actor, Context, handler
+from runtime.actor import Actor, handler
 from runtime.blobs.blob import BlobInfo
 from runtime.config import ActorConfig
 from runtime.errors import ConfigError
 from runtime.importer import check_module, load_object
+from runtime.kernel import Kernel
 
 GAUGES_S = 0.5
 """Period of the load gauges: twice per status snapshot."""
@@ -104,8 +105,8 @@ class EngineWorker(Actor):
         if config.engine.kind in ENGINES and config.engine.kind != "scripted":
             check_model_folder(folder / config.model.path)
 
-    def __init__(self, config: Config, context: Context) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: Config, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
         self._requests = SharedRequests(
             EngineRequest, self._run, self.spawn, max_results=config.engine.results_kept, fatal=(EngineDead,)
         )
@@ -124,7 +125,7 @@ class EngineWorker(Actor):
         section = self.config.engine
         build: Any = await self.offload(load_object, ENGINES.get(section.kind, section.kind))
         by_rings = self.config.weights.broadcast == "rings"
-        blobs = HostWeights(self.blobs, self._context.node, self._context.find, self.peers, self.ref, by_rings=by_rings)
+        blobs = HostWeights(self.blobs, self.node, self.directory.find, self.peers, self.ref, by_rings=by_rings)
         self._engine = engine = build(self.run.folder / self.config.model.path, self.config.model, section)
         await engine.start()
         self._weights = weights = WeightsPuller(engine, blobs, self.metrics, self.waits, self.log, self._swapped)

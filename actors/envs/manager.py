@@ -13,10 +13,11 @@ from actors.envs.rollout import Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.samples import Admit, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
-from runtime.actor import Actor, Context, handler
+from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
 from runtime.config import Config as Job
 from runtime.importer import check_module
+from runtime.kernel import Kernel
 from runtime.store.errors import StoreUnavailable
 
 ADMIT_WAIT_S = 10.0
@@ -93,8 +94,8 @@ class EnvManager(Actor):
         """The environment's module; what is in it shows when a manager tries it."""
         check_module(config.env.target, key="env.class")
 
-    def __init__(self, config: EnvManagerConfig, context: Context) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: EnvManagerConfig, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
         self._env = config.env
         self._limits = config.rollout
         self._model = config.model

@@ -16,8 +16,8 @@ from actors.fabric.section import FabricSection
 from actors.fabric.sonic import SonicDriver
 from actors.messages.fabric import FindSwitch, SwitchRequest
 from bus.errors import AskFailed
+from runtime.courier import Ref
 from runtime.errors import ConfigError
-from runtime.ref import Ref
 
 BUS_URL = "http://optical-switch.invalid"
 """Stands for the switch that is reached over the bus; the name never resolves."""

@@ -18,8 +18,9 @@ from actors.fabric.templates import Templates
 from actors.messages.fabric import Circuit, FabricReport, InspectFabric, PhaseIntent
 from planning.circuits import FITS, KEPT, CircuitPlan, Cross, FabricSnapshot, plan
 from planning.demand import Links
-from runtime.actor import Actor, Context, handler
+from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
+from runtime.kernel import Kernel
 from runtime.store.errors import StoreUnavailable
 from runtime.store.store import Fence
 
@@ -55,18 +56,18 @@ class FabricController(Actor):
         """The files by which the switch and the controller know each other."""
         check_files(config.fabric)
 
-    def __init__(self, config: Config, context: Context) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: Config, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
         self._section = section = config.fabric
         by_rings = config.weights.broadcast == "rings"
-        self._racks = Racks(section.racks, context.find, context.peers, by_rings=by_rings)
+        self._racks = Racks(section.racks, self.directory.find, self.peers, by_rings=by_rings)
         self._templates = Templates.of(section, self._racks.names)
         self._link_bytes_s = section.link_gbps * 1e9 / 8
         self._unsaved = False
         self._rhythm = Rhythm()
         self._epochs: dict[str, int] = {}
         self._aims = Aims()
-        self._ledger = CircuitLedger(context.store, self._fence, lease_s=section.attempt_s)
+        self._ledger = CircuitLedger(self.store, self._fence, lease_s=section.attempt_s)
         self._reconciler: Reconciler | None = None
         self._stage: Stage = "idle"
         self._circuits: tuple[Cross, ...] = ()

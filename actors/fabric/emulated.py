@@ -11,8 +11,9 @@ from actors.fabric.http_front import HttpFront, encoded
 from actors.fabric.links import links
 from actors.fabric.section import FabricSection
 from actors.messages.fabric import FindSwitch, SwitchAddress, SwitchReply, SwitchRequest
-from runtime.actor import Actor, Context, handler
+from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
+from runtime.kernel import Kernel
 
 
 class EmulatedSwitch(Actor):
@@ -26,8 +27,8 @@ class EmulatedSwitch(Actor):
 
     config: Config
 
-    def __init__(self, config: Config, context: Context) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: Config, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
         section = config.fabric
         self._login = Login("rubato", secrets.token_urlsafe(24))
         self.device = OcsDevice(section.ports, section.reconfiguration_s)

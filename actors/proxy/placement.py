@@ -15,7 +15,7 @@ from planning.snapshot import EngineView, RequestView
 from runtime.actor import Actor
 
 if TYPE_CHECKING:
-    from runtime.ref import Ref
+    from runtime.courier import Ref
 
 LEAVE_GRACE_S = 0.25
 """An engine that left is given this long to hand its requests back with all their tokens (it drains) before they move with

@@ -20,9 +20,10 @@ from actors.proxy.placement import EngineSeat, Placement, ProxyRequest, Roster, 
 from actors.requests import SharedRequests
 from bus.errors import NotSent, Refused, Unknown
 from bus.message import Ack, Message
-from runtime.actor import Actor, Context, handler
+from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
 from runtime.courier import budget
+from runtime.kernel import Kernel
 
 
 class LLMProxy(Actor):
@@ -38,8 +39,8 @@ class LLMProxy(Actor):
 
     config: Config
 
-    def __init__(self, config: Config, context: Context) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: Config, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
         self._section = section = config.proxy
         self._requests = SharedRequests(
             ProxyRequest, self._run, self.spawn, max_results=section.results_kept, max_mb=section.results_mb

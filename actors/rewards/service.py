@@ -8,9 +8,10 @@ from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.local import LocalScorer
 from planning.hopeless import RECENT, is_hopeless
-from runtime.actor import Actor, Context, handler
+from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
 from runtime.importer import check_module
+from runtime.kernel import Kernel
 from runtime.observe.waits import ITSELF
 
 BATCH = 64
@@ -41,8 +42,8 @@ class RewardService(Actor):
         for target in config.reward.functions:
             check_module(target, key="reward.functions")
 
-    def __init__(self, config: RewardServiceConfig, context: Context) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: RewardServiceConfig, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
         self._section = config.reward
         self._scorer = LocalScorer(config.reward, on_output=self._user_output)
         self._waiting: deque[_Waiting] = deque()

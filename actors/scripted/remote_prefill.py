@@ -74,9 +74,9 @@ class RemotePrefillWorker(EngineWorker):
 
     def _source(self) -> str:
         """The next engine by name on another host; empty on the launcher's host, and where there is no other."""
-        nodes = {name: r.node for name in self.peers("engine") if (r := self._context.find(name)) is not None}
-        others = sorted(name for name, node in nodes.items() if node not in (NODE, self._context.node))
-        if self._context.node == NODE or not others:
+        nodes = {name: r.node for name in self.peers("engine") if (r := self.directory.find(name)) is not None}
+        others = sorted(name for name, node in nodes.items() if node not in (NODE, self.node))
+        if self.node == NODE or not others:
             return ""
         return next((name for name in others if name > self.name), others[0])
 

@@ -17,7 +17,7 @@ from actors.training.section import CheckSection, EvalSection
 from bus.errors import AskFailed
 from bus.message import pack_i32, unpack_f32, unpack_i32
 from runtime.actor import Actor
-from runtime.ref import Ref
+from runtime.courier import Ref
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger

@@ -31,15 +31,16 @@ from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, Train
 from actors.training.progress import Rows, cpu_used, own_metrics
 from actors.training.publishing import ASK_S, BUFFER, HeldOut, Publisher
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
-from runtime.actor import Actor, Context, handler
-from runtime.clock import wall_s
+from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
 from runtime.errors import ActorFailed
 from runtime.importer import load_object
+from runtime.kernel import Kernel
+from runtime.observe.trace import wall_s
 from runtime.registry import list_actors
 
 if TYPE_CHECKING:
-    from runtime.ref import Ref
+    from runtime.courier import Ref
 
 
 REFUSED = (TrainError, CheckpointError)
@@ -78,8 +79,8 @@ class Trainer(Actor):
         if config.train.kind != "scripted":
             check_model_folder(folder / config.model.path)
 
-    def __init__(self, config: Any, context: Context) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: Any, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
         self._engine: TrainEngine
         self._buffer: Ref = self.ref(BUFFER)
         self._rows = Rows(self.run.folder / "metrics.jsonl")

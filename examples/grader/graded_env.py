@@ -4,7 +4,7 @@ import random
 
 from messages import Grade
 
-from runtime.asking import ref
+from runtime.actor import ref
 
 ARROWS = {"<": "left", "v": "down", ">": "right", "^": "up"}
 

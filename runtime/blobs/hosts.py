@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from bus.errors import AskFailed
 from bus.message import Buffer
-from runtime.actor import Actor, Context, handler
+from runtime.actor import Actor, handler
 from runtime.blobs.blob import (
     DIGEST_BYTES,
     MAX_BLOB_BYTES,
@@ -34,6 +34,7 @@ from runtime.blobs.messages import (
     PullBlob,
     Pulled,
 )
+from runtime.kernel import Kernel
 
 PIECE_S = 10.0
 """A source that gives nothing for so long is left for the next: longer than one piece takes on a slow link (4 MiB at 4 Mbit/s),
@@ -238,8 +239,8 @@ class HostBlobs(Actor):
 
     role: ClassVar[str] = "node"
 
-    def __init__(self, config: Any, context: Context) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: Any, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
         self._pulls: dict[Key, tuple[Pull, asyncio.Future[Pulled | NotPulled]]] = {}
         self._served: dict[Key, _Served] = {}
         self._begun = asyncio.Event()
@@ -312,7 +313,7 @@ class HostBlobs(Actor):
             del self._pulls[key]
 
     async def _ask(self, source: str, request: Any) -> Any:
-        if self._context.find(source) is None:
+        if self.directory.find(source) is None:
             raise BlobMissing("it is not there")
         return await self.ref(source).ask(request, timeout=PIECE_S, retry=False)
 

@@ -4,11 +4,12 @@ import asyncio
 from typing import NamedTuple, Protocol
 
 from bus.message import Ack
-from runtime.actor import Context, handler
+from runtime.actor import handler
 from runtime.blobs.hosts import HostBlobs
 from runtime.config import ActorSpec, Config
 from runtime.errors import ConfigError
 from runtime.host import RESTART_S, Backend, Death, JobHost, RestartBudget, role_of
+from runtime.kernel import Kernel
 from runtime.launch.hosts import DRAIN_LIMIT_S, JobHosts
 from runtime.messages import (
     AddActors,
@@ -25,7 +26,7 @@ from runtime.monitor.snapshot import snapshot
 from runtime.monitor.text import blocked_line
 from runtime.monitor.views import BlockedRow
 from runtime.observe.waits import Wait, Waits
-from runtime.registry import NODE, list_seen
+from runtime.registry import NODE, bury, list_seen
 from runtime.store.errors import StoreUnavailable
 
 ASK_S = 20.0
@@ -68,13 +69,13 @@ class Hosting(NamedTuple):
 class NodeAgent(HostBlobs):
     """`over` is the job's outcome, or on a host that joined that of its part; the first one stands."""
 
-    def __init__(self, config: Hosting, context: Context) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: Hosting, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
         self._hosting, self.job, self.screen = config, config.job, config.screen
         self.over: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
         self.all_ready = asyncio.Event()
         self.host = JobHost(config.backend, self.spawn, self._died)
-        self.hosts = JobHosts(context, config.job, self.host)
+        self.hosts = JobHosts(self, config.job, self.host)
         self._died_at: dict[str, float] = {}
         self._ready: set[str] = set()
         self._watch = Watch(self.waits)
@@ -239,7 +240,7 @@ class NodeAgent(HostBlobs):
 
     def _back(self, name: str) -> None:
         died_at = self._died_at.pop(name, None)
-        record = self._context.find(name)
+        record = self.directory.find(name)
         if died_at is not None and record is not None:
             after_s = asyncio.get_running_loop().time() - died_at
             self.screen.notice(f"{name} is back (incarnation {record.incarnation}) after {after_s:.1f} s", good=True)
@@ -247,7 +248,7 @@ class NodeAgent(HostBlobs):
     async def _bury(self, name: str) -> None:
         """Release the dead actor's lease, so that everybody knows within milliseconds; while the Store is away, at its lapse."""
         try:
-            await self._context.bury(name)
+            await bury(self.store, name)
         except StoreUnavailable as error:
             self.log.warning("not_buried", actor=name, error=str(error))
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from bus.message import Request
-from runtime.clock import wall_s
 from runtime.config import Config, load
 from runtime.config.source import differing, parse, read
 from runtime.errors import ExitCode, LaunchError, RubatoError, first_cause
@@ -21,6 +20,7 @@ from runtime.launch.connection import connect
 from runtime.launch.folder import read_card
 from runtime.launch.token import read_token
 from runtime.messages import AddActors, Added, DrainActors, StopJob
+from runtime.observe.trace import wall_s
 from runtime.registry import NODE, list_actors
 
 

@@ -14,10 +14,10 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from runtime.clock import wall_s
 from runtime.errors import LaunchError
 from runtime.kept_code import FOLDER as CODE
 from runtime.keys import FILE as KEYS_FILE
+from runtime.observe.trace import wall_s
 
 PREFIX = "rubato-"
 """Of folders of sockets."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from bus.errors import AskFailed
 from bus.message import Request
-from runtime.actor import Context
+from runtime.actor import Actor
 from runtime.config import Config
 from runtime.host import JobHost, role_of
 from runtime.messages import MOST_ADDED, AddActors, Added, DrainActors, NotAdded, RestartActors, StopJob
@@ -20,10 +20,10 @@ TELL_S = 5.0
 
 
 class JobHosts:
-    """As the agent of `context` knows them; `here` runs what is on its own host. Only the first host's agent knows all actors of the job."""
+    """As `agent` knows them; `here` runs what is on its own host. Only the first host's agent knows all actors of the job."""
 
-    def __init__(self, context: Context, job: Config, here: JobHost) -> None:
-        self._context, self._job, self._here = context, job, here
+    def __init__(self, agent: Actor, job: Config, here: JobHost) -> None:
+        self._agent, self._job, self._here = agent, job, here
         self._given: dict[str, str] = {}
         """Actor → the host that joined and runs it; also while that one is out of reach, because it may come back with it."""
         self._leaving: set[str] = set()
@@ -32,14 +32,14 @@ class JobHosts:
 
     def others(self) -> list[str]:
         """The hosts in reach besides this one."""
-        return [name for name in self._context.peers(NODE_ROLE) if name != self._context.name]
+        return [name for name in self._agent.peers(NODE_ROLE) if name != self._agent.name]
 
     def where(self, name: str) -> str:
         """The host that runs the actor `name`; empty where nobody does."""
         if name in self._here.names():
-            return self._context.name
+            return self._agent.name
         host = self._given.get(name, "")
-        return host if self._context.find(name) is not None or host in self.others() else ""
+        return host if self._agent.directory.find(name) is not None or host in self.others() else ""
 
     def running(self) -> list[str]:
         """The actors of all hosts in reach."""
@@ -107,13 +107,13 @@ class JobHosts:
     def _unknown(self, names: Sequence[str]) -> NotAdded | None:
         running = [*self.running(), *self.others()]
         unknown = [name for name in names if name not in running]
-        if self._context.name in unknown:
-            return NotAdded(f"{self._context.name} launched the run. {self._how_to_stop()}")
+        if self._agent.name in unknown:
+            return NotAdded(f"{self._agent.name} launched the run. {self._how_to_stop()}")
         told = f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not in this run, so nothing was done."
         return NotAdded(f"{told} Running: {', '.join(running)}.") if unknown else None
 
     def _too_few(self, names: Sequence[str], going: Sequence[str]) -> NotAdded | None:
-        if self._context.name != NODE:
+        if self._agent.name != NODE:
             return None
         left = [role_of(name) for name in self.running() if name not in going and name not in self._leaving]
         for role in dict.fromkeys(map(role_of, going)):
@@ -123,7 +123,7 @@ class JobHosts:
         return None
 
     def _how_to_stop(self) -> str:
-        return f"Save and end the run with: rubato stop --run {self._context.run.folder}"
+        return f"Save and end the run with: rubato stop --run {self._agent.run.folder}"
 
     async def _all(self, names: Sequence[str], work: Iterable[Coroutine[Any, Any, str]]) -> Added | NotAdded:
         """Each of `work` returns why it could not be done, or nothing."""
@@ -134,7 +134,7 @@ class JobHosts:
 
     async def _on(self, host: str, request: DrainActors | RestartActors) -> str:
         """Have `host` do it, or do it where that is this one."""
-        if host != self._context.name:
+        if host != self._agent.name:
             return await self._ask(host, request)
         act = self._here.drain if isinstance(request, DrainActors) else self._here.restart
         async with asyncio.TaskGroup() as tasks:
@@ -150,7 +150,7 @@ class JobHosts:
 
     async def _ask(self, host: str, request: Request[Any]) -> str:
         try:
-            reply = await self._context.ref(host).ask(request, timeout=DRAIN_LIMIT_S + TELL_S)
+            reply = await self._agent.ref(host).ask(request, timeout=DRAIN_LIMIT_S + TELL_S)
         except AskFailed as error:
             return f"{host} did not answer: {error}."
         return reply.why if isinstance(reply, NotAdded) else ""
@@ -159,7 +159,7 @@ class JobHosts:
         try:
             async with asyncio.timeout(limit_s):
                 while set(hosts) & set(self.others()):
-                    await self._context.change()
+                    await self._agent.directory.change()
         except TimeoutError:
             return False
         return True

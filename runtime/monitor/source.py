@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from runtime.clock import wall_s
 from runtime.errors import LaunchError
 from runtime.launch.children import is_stopped
 from runtime.launch.folder import RunCard, is_held, is_up, read_card
 from runtime.monitor.blocked import seconds
 from runtime.monitor.snapshot import Row, snapshot
 from runtime.monitor.views import RunState, Snapshot
+from runtime.observe.trace import wall_s
 from runtime.registry import Seen, list_seen
 from runtime.store.errors import StoreUnavailable
 from runtime.store.open import open_store

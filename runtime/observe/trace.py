@@ -3,14 +3,13 @@
 import asyncio
 import heapq
 import os
+import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-
-from runtime.clock import wall_s
 
 MAX_BYTES = 8 * 1024 * 1024
 """Per actor, some 50,000 events: what a browser still draws with ten actors."""
@@ -25,6 +24,14 @@ FLUSH_S = 1.0
 
 BUFFERED = 256
 """Lines gathered before they are written, so that a line costs no system call."""
+
+
+def wall_s() -> float:
+    """Seconds since the epoch: for what a person reads, never for measuring or waiting. On a virtual loop its time, so runs replay."""
+    loop = asyncio._get_running_loop()  # pyright: ignore[reportPrivateUsage] - None where no loop runs
+    if loop is not None and getattr(loop, "virtual", False):
+        return loop.time()
+    return time.time()  # noqa: TID251 - the single place
 
 
 class Trace:
@@ -82,7 +89,7 @@ class Trace:
         """Microseconds since the epoch, going on evenly with the loop's clock (from 0 where time is virtual)."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._offset_s = 0.0 if getattr(self._loop, "virtual", False) else wall_s() - self._loop.time()
+            self._offset_s = wall_s() - self._loop.time()
         return (self._loop.time() + self._offset_s) * 1e6
 
     def _enter_lane(self, task: int) -> int:

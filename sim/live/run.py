@@ -12,7 +12,6 @@ from actors.engines.worker import EngineWorker
 from actors.envs.manager import EnvManagerConfig
 from actors.envs.section import EnvSection, RolloutSection
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
-from runtime.clock import run_virtual
 from sim.cluster import ClusterJobSpec
 from sim.live.engine import RooflineSection
 from sim.simtest.actors import SimKernel, SimTrainer
@@ -24,6 +23,7 @@ from sim.simtest.run import SeedJob, settings
 from sim.simtest.setup import Setup, configs
 from sim.simtest.toys import write_tokenizer
 from sim.simtest.world import World
+from sim.virtual import run_virtual
 
 ResultT = TypeVar("ResultT")
 

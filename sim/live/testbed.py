@@ -27,13 +27,13 @@ from planning.demand import Pair
 from planning.relay import plan, ring_sources, sources
 from runtime.actor import Actor, RunInfo
 from runtime.blobs.blob import PIECE_BYTES, MemoryBlobStore
-from runtime.clock import run_virtual
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
 from sim.outcome import Cell, LaneSpan, RunProgress, RunResult, Table
 from sim.scenario import LiveJob, Scenario, ScenarioKind
+from sim.virtual import run_virtual
 
 PAYLOAD = 1448 / 1514
 """Of an Ethernet frame that carries TCP with time stamps over IPv4, at an MTU of 1,500: what htb counts, and what arrives."""

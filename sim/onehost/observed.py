@@ -54,7 +54,7 @@ def observe(rows: Sequence[JobStep], window: tuple[int, int], engines: int, env_
 
 
 def idle_shares(rows: Sequence[JobStep], row: JobStep) -> Mapping[str, float]:
-    """As runtime/presence.py reports it: the smaller of 1 - busy and 1 - CPU, over about the last `WINDOW_S` seconds."""
+    """As runtime/kernel.py reports it: the smaller of 1 - busy and 1 - CPU, over about the last `WINDOW_S` seconds."""
     then = next((r for r in reversed(rows[: row.step - 1]) if row.ended_s - r.ended_s >= WINDOW_S), None)
     span_s = row.ended_s - (then.ended_s if then else 0.0)
     shares: dict[str, float] = {}

@@ -11,7 +11,7 @@ from actors.samples.buffer import SampleBuffer
 from actors.training.engine import TrainEngine
 from actors.training.trainer import Trainer
 from bus.message import Ack
-from runtime.actor import Context, handler
+from runtime.actor import handler
 from runtime.kernel import Kernel
 from sim.simtest.checks import InvariantChecks
 from sim.simtest.process import ActorProcess
@@ -75,8 +75,8 @@ class SimBuffer(SampleBuffer):
 class SimRewards(RewardService):
     """Scores without worker processes."""
 
-    def __init__(self, config: Any, context: Context) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: Any, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
         self._scorer: Any = ToyScorer()
 
 
@@ -87,12 +87,16 @@ class SimTrainer(Trainer):
     process: ActorProcess
     saving: Callable[[ActorProcess, str, int], None]
 
+    def __init__(self, config: Any, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
+        self.offload = self._offload_and_save
+
     async def on_start(self) -> None:
         await super().on_start()
         self.monitor.drew(self.process, self._epoch)
 
-    async def offload(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT:
-        result = await super().offload(fn, *args, cost_s=cost_s)
+    async def _offload_and_save(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT:
+        result = await self._kernel.offload(fn, *args, cost_s=cost_s)
         if fn is name:
             self.saving(self.process, "named", self._step)
         elif getattr(fn, "__name__", "") == "_save_to":

@@ -185,10 +185,10 @@ class InvariantChecks:
             kernel = process.kernel
             if kernel is None or not process.alive or process.frozen or process.slowness_s or process.held:
                 continue
-            courier: Any = kernel._courier  # pyright: ignore[reportPrivateUsage]
+            courier: Any = kernel.courier
             for pending in courier._pending.values():
                 if pending.deadline + ASK_SLACK_S < now and process.thawed_at + ASK_SLACK_S < now:
-                    what = type(pending.request).__name__
+                    what = pending.kind.__name__
                     self.fail(
                         "every ask ends", f"{process.name} still waits for {what}, due at {pending.deadline:.3f} s"
                     )

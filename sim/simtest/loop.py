@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from runtime.clock import Deadlock, VirtualLoop
+from sim.virtual import Deadlock, VirtualLoop
 
 
 class Scheduled(Protocol):

@@ -15,7 +15,6 @@ import bus.credit
 import runtime.courier
 import runtime.observe.metrics
 from actors.samples.journal import ENDS
-from runtime.clock import Deadlock, run_virtual
 from sim.simtest import faults as drawn
 from sim.simtest import setup as setups
 from sim.simtest.checks import InvariantChecks, Violation
@@ -26,6 +25,7 @@ from sim.simtest.loop import SimLoop
 from sim.simtest.setup import Setup
 from sim.simtest.toys import renderer, write_tokenizer
 from sim.simtest.world import World
+from sim.virtual import Deadlock, run_virtual
 
 PROGRESS_S = 75.0
 """Longest wait for a step once nothing is disturbed: leases and tickets have to lapse, and asks to be tried again."""

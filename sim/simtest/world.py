@@ -146,7 +146,7 @@ class World:
             log=log,
         )
         kernel.process = process
-        kernel._dispatch._mailbox = CheckedMailbox(self.monitor, process)  # pyright: ignore[reportPrivateUsage]
+        kernel.dispatch._mailbox = CheckedMailbox(self.monitor, process)  # pyright: ignore[reportPrivateUsage]
         self._equip(kernel.build(), process)
         return kernel
 

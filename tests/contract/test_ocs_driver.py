@@ -23,7 +23,7 @@ from actors.fabric.errors import (
 from actors.fabric.restconf import Restconf
 from actors.fabric.sonic import SonicDriver
 from planning.circuits import Cross
-from runtime.clock import run_virtual
+from sim.virtual import run_virtual
 from tests.contract.ocs_switches import (
     CAPABILITIES,
     FakePolatis,

@@ -10,10 +10,10 @@ from actors.fabric.errors import FabricError
 from actors.fabric.ledger import CircuitLedger
 from actors.fabric.reconciler import Reconciler
 from planning.circuits import Cross
-from runtime.clock import run_virtual
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
 from runtime.store.store import Fence
+from sim.virtual import run_virtual
 from tests.faulty_switch import FaultySwitch
 
 PORTS = st.integers(0, 7)

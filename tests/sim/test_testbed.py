@@ -7,10 +7,10 @@ import pytest
 
 from actors.fabric.section import FabricSection
 from planning.circuits import Cross
-from runtime.clock import run_virtual
 from sim.live.testbed import MODES, PAYLOAD, WAYS, RackLinks, run
 from sim.outcome import silent
 from sim.scenario import load
+from sim.virtual import run_virtual
 
 ROOT = Path(__file__).parents[2]
 SCENARIO = ROOT / "configs" / "sim" / "quickstart_fabric.yaml"

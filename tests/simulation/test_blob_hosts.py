@@ -13,11 +13,11 @@ from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import PIECE_BYTES, MemoryBlobStore
 from runtime.blobs.hosts import HostBlobs
 from runtime.blobs.messages import BlobPiece, FindNewest, GetPiece, Newest, NotHere, NotPulled, PullBlob, Pulled
-from runtime.clock import run_virtual
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
+from sim.virtual import run_virtual
 
 CONTENT = b"".join(bytes([n]) * PIECE_BYTES for n in range(1, 6)) + b"the end"
 PIECES = 6
@@ -26,8 +26,8 @@ PIECES = 6
 class Host(HostBlobs):
     """Counts the pieces it gives; `lies_about` and `stops_before` are faults."""
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.given: list[int] = []
         self.lies_about: set[int] = set()
         self.stops_before = PIECES

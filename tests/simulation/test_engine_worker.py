@@ -27,11 +27,11 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import unpack_i32
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import BlobMissing, MemoryBlobStore
-from runtime.clock import run_virtual
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
+from sim.virtual import run_virtual
 
 
 class Proxy(Actor):
@@ -39,8 +39,8 @@ class Proxy(Actor):
 
     role = "llm_proxy"
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.reports: list[TokensSampled] = []
 
     @handler

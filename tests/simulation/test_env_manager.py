@@ -45,8 +45,8 @@ class Buffer(Actor):
     left, put, given_up, held, most = 0, [], [], [], 0
     poison = ""
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.issued = 0
         self.changed = asyncio.Event()
         Buffer.put, Buffer.given_up, Buffer.held, Buffer.most = [], [], [], 0
@@ -122,8 +122,8 @@ class Node(Actor):
     role = "node"
     finishes, notices = [], []
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         Node.finishes, Node.notices = [], []
         self.changed = asyncio.Event()
 
@@ -138,7 +138,7 @@ class Node(Actor):
         Node.notices.append(message.text)
         self.changed.set()
 
-    async def finish(self):
+    async def end_of_job(self):
         async with asyncio.timeout(20):
             while not Node.finishes:
                 self.changed.clear()
@@ -309,7 +309,7 @@ async def test_what_does_not_finish_in_a_drain_is_given_back_for_another_try(tmp
 )
 async def test_a_broken_environment_ends_the_job_before_the_first_rollout(tmp_path, env, words):
     async with cluster(tmp_path, tickets=8, env=env) as made:
-        finish = await made.node.finish()
+        finish = await made.node.end_of_job()
 
         assert finish.failed
         assert words in finish.reason
@@ -318,7 +318,7 @@ async def test_a_broken_environment_ends_the_job_before_the_first_rollout(tmp_pa
 
 async def test_a_model_folder_without_a_tokenizer_ends_the_job(tmp_path):
     async with cluster(tmp_path, tickets=8, model={"path": "elsewhere"}) as made:
-        finish = await made.node.finish()
+        finish = await made.node.end_of_job()
 
         assert "has no tokenizer.json" in finish.reason
 
@@ -326,7 +326,7 @@ async def test_a_model_folder_without_a_tokenizer_ends_the_job(tmp_path):
 async def test_an_environment_that_breaks_later_is_told_once_and_ends_the_job(tmp_path):
     env = {"class": f"{__file__}:RaisingLater", "isolation": "inline", "reset_tries": 1}
     async with cluster(tmp_path, tickets=200, env=env) as made:
-        finish = await made.node.finish()
+        finish = await made.node.end_of_job()
 
         assert "rollouts failed in their environment" in finish.reason
         assert len(Node.notices) == 1
@@ -335,7 +335,7 @@ async def test_an_environment_that_breaks_later_is_told_once_and_ends_the_job(tm
 
 async def test_prompts_that_never_fit_end_the_job_with_one_sentence(tmp_path):
     async with cluster(tmp_path, tickets=10_000, rollout={"max_len": 10}) as made:
-        finish = await made.node.finish()
+        finish = await made.node.end_of_job()
 
         assert finish.failed
         assert "a rollout ended as generation_failed (task " in finish.reason

@@ -10,7 +10,6 @@ from bus.link import Identity
 from bus.memory import MemoryNetwork, MemoryTransport
 from runtime.actor import RunInfo
 from runtime.blobs.blob import MemoryBlobStore
-from runtime.clock import run_virtual
 from runtime.config import ActorConfig
 from runtime.errors import ActorFailed
 from runtime.kernel import Kernel
@@ -19,6 +18,7 @@ from runtime.registry import list_actors
 from runtime.store.memory import MemoryStore
 from sim.simtest.faults import DEFAULT
 from sim.simtest.run import Bench, faults_of, run
+from sim.virtual import run_virtual
 from tests.simulation.test_kernel import Client, Echo, Server
 
 
@@ -66,7 +66,7 @@ def test_an_actor_that_lives_is_found_again_soon_after_its_link_broke(tmp_path):
             await client.ref("server-1").ask(Echo("before"), timeout=1)
             network.snap("client-1", "server-1", "the link broke")
             await asyncio.sleep(0.1)
-            assert client.find("server-1") is None
+            assert client.directory.find("server-1") is None
 
             reply = await client.ref("server-1").ask(Echo("after"), timeout=4)
 
@@ -120,7 +120,7 @@ def test_messages_for_another_incarnation_cost_no_credit(tmp_path):
             wrong = msgspec.structs.replace(stale, incarnation=9)
             for _ in range(200):
                 with pytest.raises(Refused):
-                    await client._courier.ask(wrong, Echo("gone"), asyncio.get_running_loop().time() + 1.0)
+                    await client.courier.ask(wrong, Echo("gone"), asyncio.get_running_loop().time() + 1.0)
             for task in serving:
                 task.cancel()
 

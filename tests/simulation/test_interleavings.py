@@ -34,8 +34,8 @@ class Sink(Actor):
 class Narrow(Actor):
     role = "server"
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.began = []
         self.busy = asyncio.Event()
 

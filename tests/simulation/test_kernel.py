@@ -48,8 +48,8 @@ class Note(Message, frozen=True):
 class Server(Actor):
     role = "server"
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.notes: list[int] = []
         self.hanging = 0
         self.cancelled = 0

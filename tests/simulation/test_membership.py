@@ -9,7 +9,6 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
-from runtime.clock import run_virtual
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.messages import Finish
@@ -17,6 +16,7 @@ from runtime.observe.log import logger
 from runtime.registry import LEASE_TTL_S, RELIST_S
 from runtime.store.errors import StoreUnavailable
 from runtime.store.memory import MemoryStore
+from sim.virtual import run_virtual
 
 
 class Server(Actor):
@@ -30,8 +30,8 @@ class Client(Actor):
 class Node(Actor):
     role = "node"
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.heard = []
         self.told = asyncio.Event()
 
@@ -81,8 +81,8 @@ async def kernels():
 
 async def until(kernel, role, names, within_s):
     async with asyncio.timeout(within_s):
-        while kernel.peers(role) != names:
-            await kernel.change()
+        while kernel.directory.ready(role) != names:
+            await kernel.directory.change()
 
 
 def test_an_actor_that_was_stopped_past_its_lease_is_seen_again_at_once():
@@ -105,14 +105,14 @@ def test_an_actor_whose_link_broke_though_it_lives_is_seen_again_within_seconds(
         async with kernels() as (start, _, _network):
             server, _ = await start(Server)
             client, _ = await start(Client)
-            address = client.find("server-1").address
+            address = client.directory.find("server-1").address
             await asyncio.sleep(7.3)
 
             client._down(address, "the link broke")
             await until(client, "server", (), 1.0)
 
             await until(client, "server", ("server-1",), 6.0)
-            assert client.find("server-1").incarnation == server.incarnation
+            assert client.directory.find("server-1").incarnation == server.incarnation
 
     run_virtual(main)
 
@@ -125,11 +125,11 @@ def test_an_actor_that_died_is_not_taken_for_living_because_its_lease_still_runs
             await asyncio.sleep(7.3)
             store.silent.add("actor/server-1")
 
-            client._down(client.find("server-1").address, "the link broke")
+            client._down(client.directory.find("server-1").address, "the link broke")
             await until(client, "server", (), 1.0)
             await asyncio.sleep(LEASE_TTL_S - 1.0)
 
-            assert client.peers("server") == ()
+            assert client.directory.ready("server") == ()
 
     run_virtual(main)
 

@@ -42,8 +42,8 @@ class SteppedEngine(Actor):
     role = "engine"
     stalls_at = -1
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.generated: list[Generate] = []
         self.running: dict[str, asyncio.Event] = {}
         self.answered = asyncio.Condition()
@@ -139,7 +139,7 @@ class Cluster:
     async def kill(self, name):
         """As SIGKILL would: nothing is flushed and the registry is not told."""
         kernel, task = self.serving.pop(name)
-        self.network.kill(kernel._transport.address)
+        self.network.kill(kernel.transport.address)
         task.cancel()
         await asyncio.wait([task])
 
@@ -243,7 +243,9 @@ async def test_the_controller_drives_a_switch_that_is_an_actor_and_survives_its_
         asker = await made.start(Asker, "env_manager-1")
         fabric = asker.ref("fabric_controller")
         controller = made.actors["fabric_controller-1"]
-        await made.until(lambda: controller.peers("optical_switch") and asker.peers("fabric_controller"))
+        await made.until(
+            lambda: controller.directory.ready("optical_switch") and asker.directory.ready("fabric_controller")
+        )
 
         await fabric.tell(PhaseIntent("rollout", 0, 0.0, (("llm_proxy-1", "engine-1", 100),)))
         await made.until(lambda: controller._accounts.reconfigurations == 1)

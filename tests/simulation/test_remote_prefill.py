@@ -39,8 +39,8 @@ class Agent(Actor):
 class Fabric(Actor):
     role = "fabric_controller"
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.told: list[PhaseIntent] = []
 
     @handler

@@ -10,20 +10,20 @@ from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from bus.memory import MemoryNetwork
 from bus.message import Ack
 from runtime.actor import Actor, RunInfo, handler
-from runtime.clock import run_virtual
 from runtime.config import ActorConfig
 from runtime.messages import Finish
 from runtime.registry import list_actors
 from runtime.store.memory import MemoryStore
 from sim.simtest.toys import ToyTrainEngine
+from sim.virtual import run_virtual
 from tests.simulation.test_trainer import Buffer, ToyTrainer, kernel_of
 
 
 class Node(Actor):
     role = "node"
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.over = []
 
     @handler
@@ -39,8 +39,8 @@ class Ends(Buffer):
 
 
 class Late(Ends):
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.awake = asyncio.Event()
 
     @handler

@@ -24,8 +24,8 @@ USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards
 class Node(Actor):
     role = "node"
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.notices = []
         self.over = asyncio.get_running_loop().create_future()
 

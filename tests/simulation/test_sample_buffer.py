@@ -39,8 +39,8 @@ BATCH_GROUPS, GROUP_SIZE, STEPS = 4, 4, 5
 class Manager(Actor):
     role = "env_manager"
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.heard = []
 
     @handler

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from runtime.clock import run_virtual
 from sim.audit import AuditLimits, audit
 from sim.simtest import setup as setups
 from sim.simtest.checks import InvariantChecks
@@ -12,6 +11,7 @@ from sim.simtest.journal import Record
 from sim.simtest.loop import SimLoop
 from sim.simtest.run import Bench, SeedJob, settings
 from sim.simtest.store import State
+from sim.virtual import run_virtual
 
 
 class Silent(InvariantChecks):

@@ -74,10 +74,10 @@ async def test_one_taps_at_a_time_and_a_tap_that_nobody_asks_for_ends(tmp_path):
     async with asyncio.TaskGroup() as tasks, Tapping(tasks, tmp_path) as job:
         await job.tap(job.one)
         assert await job.tap(job.other) == NotTapped("somebody taps it already; try again later")
-        assert job.kernel._transport.tap is not None
+        assert job.kernel.transport.tap is not None
         await asyncio.sleep(tap.KEPT_S + 1)
         await job.ring()
-        assert job.kernel._transport.tap is None
+        assert job.kernel.transport.tap is None
         assert tags(await job.tap(job.other)) == []
 
 

@@ -31,7 +31,6 @@ from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
-from runtime.clock import run_virtual
 from runtime.config import ActorConfig
 from runtime.errors import first_cause
 from runtime.kernel import Kernel
@@ -39,6 +38,7 @@ from runtime.messages import Drain
 from runtime.observe.log import logger
 from runtime.store.memory import MemoryStore
 from sim.simtest.toys import ToyTrainEngine
+from sim.virtual import run_virtual
 
 SPANS = (VersionSpan(0, 0, 1),)
 TRAJECTORY = Trajectory(
@@ -49,8 +49,8 @@ TRAJECTORY = Trajectory(
 class Buffer(Actor):
     role = "sample_buffer"
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.evaluating = asyncio.Event()
         self.committed = []
 
@@ -175,8 +175,8 @@ class FailingTrainer(ToyTrainer):
 
 def test_a_trainer_whose_training_raised_tells_the_buffer_and_begins_again(tmp_path):
     class Told(Buffer):
-        def __init__(self, config, context):
-            super().__init__(config, context)
+        def __init__(self, config, kernel):
+            super().__init__(config, kernel)
             self.raised = []
 
         @handler

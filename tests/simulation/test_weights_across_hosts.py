@@ -50,15 +50,15 @@ class FakeEngine:
 class Engine(Actor):
     role = "engine"
 
-    def __init__(self, config, context):
-        super().__init__(config, context)
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
         self.engine = FakeEngine()
-        blobs = HostWeights(self.blobs, NODES[self.name], self.find, self.peers, self.ref)
+        blobs = HostWeights(self.blobs, NODES[self.name], self.find_host, self.peers, self.ref)
         self.weights = WeightsPuller(self.engine, blobs, self.metrics, self.waits, self.log)
 
-    def find(self, name):
+    def find_host(self, name):
         """As the registry of a run on several hosts tells it."""
-        return SimpleNamespace(node=NODES[name]) if self._context.find(name) is not None else None
+        return SimpleNamespace(node=NODES[name]) if self.directory.find(name) is not None else None
 
     async def on_start(self):
         await self.weights.pull()

@@ -1,7 +1,6 @@
-"""What one actor needs around it in a unit test: a loop whose time jumps to the next timer, and a context without a bus."""
+"""What one actor needs around it in a unit test: a loop whose time jumps to the next timer, and a kernel without a bus."""
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from runtime.observe.log import logger
 from runtime.observe.metrics import Metrics
 from runtime.observe.trace import Trace
 from runtime.observe.waits import Waits
+from runtime.registry import NODE
 from runtime.store.memory import MemoryStore
 
 
@@ -57,14 +57,21 @@ class FakeRef:
         await self._context.actors[self.name](message)
 
 
-class FakeContext:
+class FakeKernel:
     """Peers are plain async functions in `actors`, by name; `asked`, `notices` keep what the actor did; `records` is its registry."""
 
     def __init__(self, name, tasks, store):
-        self.name, self.incarnation, self.run = name, 1, RunInfo("test", Path("run"), 1, 1)
-        self.store, self.blobs, self.rng = store, None, random.Random(1)
-        self.log, self.metrics, self.waits = logger("test"), Metrics(), Waits()
+        self.name = name
+        self.node = NODE
+        self.incarnation = 1
+        self.run = RunInfo("test", Path("run"), 1, 1)
+        self.store = store
+        self.blobs = None
+        self.log = logger("test")
+        self.metrics = Metrics()
+        self.waits = Waits()
         self.trace = Trace(None)
+        self.directory = self
         self.tasks = tasks
         self.changed = asyncio.Event()
         self.actors: dict[str, Callable[[Any], Awaitable[Any]]] = {}
@@ -81,7 +88,7 @@ class FakeContext:
     def ref(self, target):
         return FakeRef(self, target)
 
-    def peers(self, role):
+    def ready(self, role):
         return tuple(sorted(name for name in self.actors if name.rpartition("-")[0] == role or name == role))
 
     def find(self, name):
@@ -89,6 +96,15 @@ class FakeContext:
 
     def notice(self, text, *, good=False):
         self.notices.append(text)
+
+    async def offload(self, fn, *args, cost_s=0.0):
+        return fn(*args)
+
+    def finish(self, reason, *, failed=False):
+        raise AssertionError(f"the job was ended: {reason}")
+
+    def progress(self, step, row):
+        raise AssertionError(f"step {step} was told of")
 
 
 @pytest.fixture
@@ -98,7 +114,7 @@ def on_stage():
     def run(play, *, name="actor-1", store=None):
         async def main():
             async with asyncio.TaskGroup() as tasks:
-                context = FakeContext(name, tasks, store or MemoryStore())
+                context = FakeKernel(name, tasks, store or MemoryStore())
                 await play(context)
                 for task in context.spawned:
                     task.cancel()

@@ -1,7 +1,15 @@
+from pathlib import Path
+
 import pytest
 
+from bus.link import Identity
+from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack, Message, Request
-from runtime.actor import Actor, handler
+from runtime.actor import Actor, RunInfo, handler
+from runtime.blobs.blob import MemoryBlobStore
+from runtime.kernel import Kernel
+from runtime.observe.log import logger
+from runtime.store.memory import MemoryStore
 
 
 class Ping(Request[Ack], frozen=True):
@@ -71,3 +79,23 @@ def test_a_plain_function_or_a_missing_annotation_is_refused():
             @handler
             async def ping(self, request) -> Ack:
                 return Ack()
+
+
+async def test_a_method_that_hides_what_every_actor_has_is_refused_by_name():
+    class Announcer(Actor):
+        async def notice(self) -> None: ...
+
+    kernel = Kernel(
+        Announcer,
+        None,
+        name="announcer-1",
+        incarnation=1,
+        run=RunInfo("test", Path("run"), 1, 1),
+        transport=MemoryTransport(Identity("test", "announcer-1", 1), MemoryNetwork()),
+        store=MemoryStore(),
+        blobs=MemoryBlobStore(),
+        log=logger("test"),
+    )
+
+    with pytest.raises(TypeError, match=r"Announcer\.notice is what every actor has already"):
+        kernel.build()

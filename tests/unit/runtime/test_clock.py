@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from runtime.clock import Deadlock, VirtualLoop, run_virtual
 from runtime.observe.waits import Waits
+from sim.virtual import Deadlock, VirtualLoop, run_virtual
 
 
 def test_sleeping_costs_virtual_time_only():

@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
-from runtime.clock import run_virtual
 from runtime.registry import LEASE_TTL_S, LOOK_S, ActorRecord, Directory, Registry
 from runtime.store.errors import StoreFull
 from runtime.store.memory import MemoryStore
+from sim.virtual import run_virtual
 
 
 def record(name: str, incarnation: int, *, beat: int = 0, role: str = "engine") -> ActorRecord:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -15,13 +14,10 @@ from bus.link import Peer
 from bus.message import Message, Request
 from bus.transport import Delivery
 from runtime.actor import Actor, handler
-from runtime.concurrent import NOBODY
-from runtime.config import ActorConfig
-from runtime.courier import Courier
-from runtime.dispatch import Dispatcher
+from runtime.courier import Courier, Ref
+from runtime.dispatch import NOBODY, Dispatcher
 from runtime.observe.log import logger
 from runtime.observe.waits import Waits
-from runtime.ref import Ref
 from runtime.registry import ActorRecord
 
 
@@ -49,7 +45,7 @@ class Counter(Actor):
     role = "counter"
 
     def __init__(self) -> None:
-        super().__init__(ActorConfig(), SimpleNamespace(**dict.fromkeys(CONTEXT)))  # type: ignore[arg-type]
+        """Its handlers need nothing of a kernel."""
         self.num = 0
         self.began, self.go = asyncio.Event(), asyncio.Event()
 
@@ -72,9 +68,6 @@ class Counter(Actor):
         self.began.set()
         await self.go.wait()
         return Counted(num)
-
-
-CONTEXT = ("name", "incarnation", "run", "store", "blobs", "rng", "log", "metrics", "waits", "trace")
 
 
 class Posted:
@@ -173,9 +166,7 @@ RECORD = ActorRecord("counter-1", "counter", "mem://counter-1", 1, 1, "host", "r
 
 
 class Found:
-    """A resolver that always finds the actor, and sees a change at once."""
-
-    waits = Waits()
+    """A directory that always has the actor, and changes at once."""
 
     def resolve(self, target: str) -> ActorRecord:
         return RECORD

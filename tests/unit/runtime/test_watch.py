@@ -2,9 +2,9 @@
 
 import asyncio
 
-from runtime.clock import run_virtual
 from runtime.launch.agent import Watch
 from runtime.observe.waits import Waits
+from sim.virtual import run_virtual
 
 
 def row(holder="engine-1", kind="stalled"):

@@ -27,14 +27,13 @@ from bus.keys import Keys, new_keys
 from bus.link import Identity
 from bus.message import Message, Request
 from bus.zmq import ZmqTransport
-from runtime.actor import Actor, Context, RunInfo, handler
+from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig
-from runtime.courier import current_trace
+from runtime.courier import Ref, current_trace
 from runtime.kernel import Kernel
 from runtime.messages import Drain
 from runtime.observe.log import logger
-from runtime.ref import Ref
 from runtime.registry import LEASE_TTL_S, ActorRecord, MembershipEvent, list_actors
 from runtime.store.memory import MemoryStore
 
@@ -73,8 +72,8 @@ class Count(Request[Counted], frozen=True):
 class Receiver(Actor):
     role = "receiver"
 
-    def __init__(self, config: ActorConfig, context: Context) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: ActorConfig, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
         self.num = 0
 
     @handler

@@ -18,21 +18,19 @@ from rubato_actors import TIMEOUT_S, Generate, serve
 
 from bus.link import Identity
 from bus.zmq import ZmqTransport
-from runtime.courier import Courier, current_trace
+from runtime.courier import Courier, Ref, current_trace
 from runtime.messages import Drain
 from runtime.observe.waits import Waits
-from runtime.ref import Ref
 from runtime.registry import ActorRecord
 
 REQUESTS = 60_000
 
 
 class One:
-    """A resolver that knows one actor."""
+    """A directory that knows one actor."""
 
     def __init__(self, record: ActorRecord) -> None:
         self._record = record
-        self.waits = Waits()
 
     def resolve(self, target: str) -> ActorRecord:
         return self._record

@@ -26,9 +26,9 @@ from bus.zmq import ZmqTransport
 from runtime.actor import Actor, RunInfo
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig
+from runtime.courier import Ref
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
-from runtime.ref import Ref
 from runtime.store.embedded import EmbeddedRedis
 from runtime.store.redis import RedisStore
 

@@ -3,10 +3,10 @@
 import asyncio
 import copy
 import inspect
-import random
 from array import array
 from collections import deque
 from contextlib import suppress
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -76,14 +76,19 @@ class Wire:
 
 
 class Process:
-    """One incarnation, also its Context. `spare` counts the writes it may still make; then it dies, before or after the next."""
+    """One incarnation, also its kernel. `spare` counts the writes it may still make; then it dies, before or after the next."""
 
     def __init__(self, stage, incarnation, *, spare=None, before=True):
         self.stage, self.spare, self.before = stage, spare, before
         self.name, self.incarnation, self.run = "sample_buffer-1", incarnation, stage.run_info
-        self.store, self.blobs, self.rng = Wire(stage.store, self), None, random.Random(1)
+        self.store, self.blobs = Wire(stage.store, self), None
         self.log, self.metrics, self.waits = logger("test"), Metrics(), Waits()
         self.trace = Trace(None)
+        self.node = "node-1"
+        self.directory = SimpleNamespace(ready=self.peers, find=lambda _: None)
+        self.finish = None
+        self.progress = None
+        self.notice = None
         self.dead = asyncio.Event()
         self.owned = set()
         self.told = []
@@ -119,6 +124,10 @@ class Process:
             task.cancel()
 
     async def offload(self, fn, *args, cost_s=0.0):
+        return await self.in_thread(fn, *args, cost_s=cost_s)
+
+    async def in_thread(self, fn, *args, cost_s=0.0):
+        """A test may replace it."""
         await asyncio.sleep(cost_s)
         return fn(*args)
 

@@ -266,7 +266,7 @@ def test_samples_are_there_for_a_claim_that_reads_while_the_store_can_forget_the
 
 def slow_files(stage, seconds):
     """Payload files of the first put are written that late."""
-    inner, first = stage.process.offload, []
+    inner, first = stage.process.in_thread, []
 
     async def offload(fn, *args, cost_s=0.0):
         if fn.__name__ == "file_payload" and not first:
@@ -274,7 +274,7 @@ def slow_files(stage, seconds):
             await asyncio.sleep(seconds)
         return await inner(fn, *args, cost_s=cost_s)
 
-    stage.process.offload = offload
+    stage.process.in_thread = offload
 
 
 def test_a_late_file_of_an_older_attempt_neither_is_welcome_nor_damages_the_newer_one(make_stage, trajectory):

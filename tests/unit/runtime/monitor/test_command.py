@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from runtime import cli
-from runtime.clock import wall_s
 from runtime.launch.folder import RunCard
 from runtime.monitor.source import RunSource
+from runtime.observe.trace import wall_s
 from runtime.store.errors import StoreUnavailable
 from runtime.store.memory import MemoryStore
 

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from runtime.clock import run_virtual
 from runtime.observe import metrics as module
 from runtime.observe.metrics import Metrics, busy_seconds, cpu_seconds, measure_loop_lag, percentile
+from sim.virtual import run_virtual
 
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 

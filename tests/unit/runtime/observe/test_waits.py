@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from runtime.clock import run_virtual
 from runtime.observe.waits import MAX_VIEWS, REFUSAL_S, Waits, WaitView
+from sim.virtual import run_virtual
 
 
 def test_a_wait_is_seen_with_its_age_until_its_block_ends():

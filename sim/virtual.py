@@ -1,11 +1,10 @@
-"""Time: the one door to the wall clock, and a loop whose time is virtual, so that a whole system runs from a seed."""
+"""A loop whose time is virtual, so that a whole system runs from a seed."""
 
 import asyncio
 import contextlib
 import heapq
 import random
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from contextvars import Context
@@ -25,14 +24,6 @@ MAX_TASKS = 40
 
 MAX_FRAMES = 6
 """Awaits shown per task, innermost first."""
-
-
-def wall_s() -> float:
-    """Seconds since the epoch: for what a person reads, never for measuring or waiting. On a virtual loop its time, so runs replay."""
-    loop = asyncio._get_running_loop()  # pyright: ignore[reportPrivateUsage] - None where no loop runs
-    if isinstance(loop, VirtualLoop):
-        return loop.time()
-    return time.time()  # noqa: TID251 - the single place
 
 
 class Deadlock(AssertionError):
