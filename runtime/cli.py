@@ -111,15 +111,10 @@ def _open_streams() -> None:
             os.set_inheritable(number, True)
 
 
-def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found += (
-            _leaves(cast("BaseExceptionGroup[BaseException]", error))
-            if isinstance(error, BaseExceptionGroup)
-            else [error]
-        )
-    return found
+def _leaves(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in cast("BaseExceptionGroup[BaseException]", error).exceptions for leaf in _leaves(inner)]
 
 
 def _help() -> str:

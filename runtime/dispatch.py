@@ -53,9 +53,8 @@ class Handler(NamedTuple):
 class Mailbox:
     """The bounded queue before an actor; what can't wait (drain, cancel) never stands in it. First in, first out. One reader, who takes from `letters` itself and waits when they are gone."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self) -> None:
         self.letters: deque[Delivery] = deque()
-        self._capacity = capacity
         self._reader: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
@@ -64,7 +63,7 @@ class Mailbox:
     def put(self, letter: Delivery) -> bool:
         """False when full; the letter is not kept then."""
         letters = self.letters
-        if len(letters) >= self._capacity:
+        if len(letters) >= CAPACITY:
             return False
         letters.append(letter)
         if self._reader is not None:

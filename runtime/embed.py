@@ -39,10 +39,10 @@ KNOWN = "embedded"
 class EmbeddedJob:
     """A running embedded job, as `embed` yields it."""
 
-    def __init__(self, config: Config, folder: Path, store: Store, network: MemoryNetwork, extra: Extra) -> None:
+    def __init__(self, config: Config, folder: Path, store: Store, extra: Extra) -> None:
         self.config = config
-        self._store, self._network, self._extra = store, network, extra
-        self._blobs = MemoryBlobStore()
+        self._store, self._extra = store, extra
+        self._network, self._blobs = MemoryNetwork(), MemoryBlobStore()
         window_s = 0.0 if isinstance(store, MemoryStore) else config.state.window_s
         self._run = RunInfo(config.run.name, folder, config.run.seed, config.run.steps, window_s)
         self._rows: list[Row] = []
@@ -161,7 +161,6 @@ async def embed(
     force: bool = False,
     resume: bool = False,
     store: Store | None = None,
-    network: MemoryNetwork | None = None,
 ) -> AsyncGenerator[EmbeddedJob]:
     """Run `config`'s actors in this event loop for the length of the block.
 
@@ -171,9 +170,8 @@ async def embed(
     its cancellation, ends every actor at once. An actor that ended more often than it may ends the block with ActorFailed.
     `config.prepare` is not run.
     """
-    logging.getLogger("rubato").addHandler(
-        logging.NullHandler()
-    )  # the program decides where logs go, not a last resort
+    # The program decides where logs go, not a last resort.
+    logging.getLogger("rubato").addHandler(logging.NullHandler())
     held = RunFolder(Path(folder).resolve(), embedded=True)
     if resume and (store is None or await store.get(KNOWN) is None):
         told = (
@@ -190,7 +188,7 @@ async def embed(
         held.config.write_text(config.dump())
         held.commit()
         await store.write({KNOWN: b"1"})
-        job = EmbeddedJob(config, held.path, store, network or MemoryNetwork(), extra or {})
+        job = EmbeddedJob(config, held.path, store, extra or {})
         raised: Exception | None = None
         try:
             async with job.running():

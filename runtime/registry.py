@@ -137,12 +137,8 @@ class Directory:
         self._suspects[record.name] = msgspec.structs.replace(record, beat=beat)
         return self.remove(record.name, record.incarnation)
 
-    @property
-    def suspects(self) -> tuple[str, ...]:
-        return tuple(self._suspects)
-
-    def doubt(self, records: list[ActorRecord]) -> None:
-        """A suspect has to beat beyond what these say; one that another incarnation replaced is no longer of interest."""
+    def doubt(self, records: list[ActorRecord]) -> bool:
+        """A suspect has to beat beyond what these say; one that another incarnation replaced is none any more. Whether there are any."""
         found = {record.name: record for record in records}
         for name, suspect in list(self._suspects.items()):
             record = found.get(name)
@@ -150,6 +146,7 @@ class Directory:
                 del self._suspects[name]
             else:
                 self._suspects[name] = msgspec.structs.replace(suspect, beat=max(suspect.beat, record.beat))
+        return bool(self._suspects)
 
     def names(self) -> dict[str, int]:
         return {name: r.incarnation for name, r in self._records.items()}
@@ -241,8 +238,7 @@ class Registry:
     async def _look_for_suspects(self) -> None:
         try:
             for _ in range(LOOKS):
-                self._directory.doubt(await list_actors(self._store))
-                if not self._directory.suspects:
+                if not self._directory.doubt(await list_actors(self._store)):
                     return
                 await asyncio.sleep(LOOK_S)
                 await self.relist()

@@ -23,8 +23,7 @@ from runtime.config.sections import (
 )
 from runtime.config.source import ConfigSource, given, read
 from runtime.errors import ConfigError
-from runtime.importer import load_class
-from runtime.kept_code import absolute
+from runtime.importer import absolute, load_class
 
 ROLE = re.compile(r"^[a-z][a-z0-9_]*$")
 RESERVED_ROLES = frozenset({"node"})

@@ -14,8 +14,8 @@ from runtime.config import Config, load
 from runtime.config.source import differing, parse, read
 from runtime.errors import ExitCode, LaunchError, RubatoError, first_cause
 from runtime.guest import ask_node
-from runtime.kept_code import FOLDER as CODE
-from runtime.kept_code import KeptCode, absolute, use
+from runtime.importer import FOLDER as CODE
+from runtime.importer import KeptCode, absolute, use
 from runtime.launch.connection import connect
 from runtime.launch.folder import read_card
 from runtime.launch.token import read_token

@@ -13,8 +13,8 @@ from runtime.blobs.blob import BlobStore
 from runtime.blobs.client import BlobClient
 from runtime.config import Config, load, load_without_types
 from runtime.config.schema import schema_of
-from runtime.kept_code import FOLDER as CODE
-from runtime.kept_code import use
+from runtime.importer import FOLDER as CODE
+from runtime.importer import use
 from runtime.kernel import Kernel
 from runtime.keys import find_keys
 from runtime.launch.folder import RunCard, running

@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from runtime.errors import LaunchError
-from runtime.kept_code import FOLDER as CODE
+from runtime.importer import FOLDER as CODE
 from runtime.keys import FILE as KEYS_FILE
 from runtime.observe.trace import wall_s
 

@@ -15,8 +15,8 @@ from bus.errors import AskFailed, BadAddress
 from runtime.config import Config, load
 from runtime.errors import ExitCode, LaunchError
 from runtime.host import RestartBudget
-from runtime.kept_code import FOLDER as CODE
-from runtime.kept_code import keep, pack, unpack, use
+from runtime.importer import FOLDER as CODE
+from runtime.importer import keep, pack, unpack, use
 from runtime.keys import RunKeys, command_for, find_keys, write_keys
 from runtime.launch.agent import ASK_S, JobOutcome, NodeAgent
 from runtime.launch.children import allow_many_files, on_signals, prepare, start_module

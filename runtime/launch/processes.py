@@ -9,8 +9,8 @@ from pathlib import Path
 from runtime.blobs.server import BlobServer
 from runtime.errors import ActorFailed
 from runtime.host import Ending, role_of
-from runtime.kept_code import FOLDER as CODE
-from runtime.kept_code import VARIABLE as CODE_VARIABLE
+from runtime.importer import FOLDER as CODE
+from runtime.importer import VARIABLE as CODE_VARIABLE
 from runtime.launch.agent import Hosting, NodeAgent, Screen
 from runtime.launch.children import is_stopped, last_line, start_module
 from runtime.launch.connection import RunAccess

@@ -18,7 +18,7 @@ def test_packages_in_one_folder_are_fine():
 def test_packages_from_two_folders_are_refused():
     found = doctor.judge_packages({**TOGETHER, "bus": Path("/elsewhere")}, {})
 
-    assert found == Finding("packages", "fail", "bus comes from /elsewhere, the others from /site-packages")
+    assert found == Finding("fail", "bus comes from /elsewhere, the others from /site-packages")
 
 
 def test_another_distribution_with_our_names_is_refused():
@@ -66,7 +66,7 @@ def test_a_missing_redis_is_answered_with_what_to_do(monkeypatch):
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_the_exit_code_says_whether_a_check_failed(monkeypatch, capsys, verdict, code):
-    monkeypatch.setattr(doctor, "CHECKS", (lambda: Finding("disk", verdict, "so so"),))
+    monkeypatch.setattr(doctor, "CHECKS", {"disk": lambda: Finding(verdict, "so so")})
 
     assert doctor.main([]) == code
 

@@ -8,8 +8,19 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import LaunchError
-from runtime.importer import LoadError, find_module, load_object
-from runtime.kept_code import OURS, VARIABLE, KeptCode, absolute, keep, pack, unpack, use
+from runtime.importer import (
+    OURS,
+    VARIABLE,
+    KeptCode,
+    LoadError,
+    absolute,
+    find_module,
+    keep,
+    load_object,
+    pack,
+    unpack,
+    use,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +138,7 @@ def test_a_joining_host_gets_what_is_kept_and_nothing_outside(mine, tmp_path):
 
 
 def test_a_library_is_no_user_code(tmp_path, monkeypatch):
-    monkeypatch.setattr("runtime.kept_code.MOST_FILES", 3)
+    monkeypatch.setattr("runtime.importer.MOST_FILES", 3)
     (tmp_path / "kept_lib").mkdir()
     for number in range(5):
         (tmp_path / "kept_lib" / f"m{number}.py").touch()
