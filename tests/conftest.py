@@ -1,4 +1,4 @@
-"""Redis servers for the whole session: starting one costs more than most tests."""
+"""For all tests: two of them at a time, and Redis servers for the whole session, since starting one costs more than most tests."""
 
 from collections.abc import AsyncGenerator
 
@@ -6,6 +6,11 @@ import pytest
 import pytest_asyncio
 
 from tests.stores import need_server, packaged_program
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes for the whole suite, most of which waits for jobs to start; none for the few tests that someone names."""
+    return 2 if config.args_source is config.ArgsSource.TESTPATHS else 0
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -211,8 +211,9 @@ def test_a_signal_while_the_launch_prepares_ends_it_without_a_trace(number, plac
     with tempfile.TemporaryDirectory(prefix="t-") as sockets:  # pytest's folders are too long for sockets
         environment["TMPDIR"] = sockets
         with subprocess.Popen(
-            command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as job:
+            command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # under nohup it would be ignored, as it should
+        ) as job:  # fmt: skip
             assert any("redis" in line for line in iter(job.stdout.readline, ""))
             job.send_signal(number)
             out, err = job.communicate(timeout=60)

@@ -108,7 +108,9 @@ def test_a_head_without_an_engine_waits_for_one_and_hosts_come_and_go(place):
     launch = ("launch", "small.yaml", f"model.path={place / 'model'}", "run.steps=100000", "bus.host=127.0.0.1")
     with started(place / "head.log", *launch, "actors.engine.count=0", "--run-dir", run, cwd=place) as launcher:
         advice = "no engine is up; bring one with: rubato add engine"
-        until(lambda: advice in rubato("monitor", run, "--why", cwd=place).out, "the wait for an engine")
+        until(
+            lambda: advice in " ".join(rubato("monitor", run, "--why", cwd=place).out.split()), "the wait for an engine"
+        )
         token = rubato("keys", "join-token", "--run", run, cwd=place).out.strip()
         engines = ("add", "engine", "--join", token, "--run-dir", second)
         managers = ("add", "env_manager", "--join", token, "--run-dir", third)
