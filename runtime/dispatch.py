@@ -209,7 +209,7 @@ class Dispatcher:
             return []
         age_s = now - self._seen[1]
         method = self._inline.spec.method
-        return [WaitView(method, "", "", age_s, "", "handler", age_s, whole=True)] if age_s >= SHOWN_S else []
+        return [WaitView(method, "", "", age_s, "", "handler", age_s, blocks_actor=True)] if age_s >= SHOWN_S else []
 
     def reply(self, delivery: Delivery, message: Message) -> None:
         """Answer an ask."""

@@ -140,7 +140,7 @@ class SampleBuffer(Actor):
                 while not (tickets := self._issue(request)) and not self._closed:
                     limit = f"staleness.alpha={self._groups.alpha}"
                     wait = self.waits.on("tickets", stage="slots", limit=limit, idle=True)
-                    with wait.told(lambda: why_no_tickets(self._groups)):
+                    with wait.described_by(lambda: why_no_tickets(self._groups)):
                         await self._slots.wait()
         sent = await self._make_durable(tickets) if tickets else ()
         return Tickets(tickets=tuple(sent), policy=self._groups.policy, closed=self._closed)
@@ -193,7 +193,7 @@ class SampleBuffer(Actor):
             changed = self._outcomes.next()
             limit = f"samples.ticket_ttl_s={self.config.samples.ticket_ttl_s:g}"
             wait = self.waits.on(f"batch {request.step}", stage="batch", limit=limit, idle=True)
-            with wait.told(lambda plan=found: why_no_batch(self._groups, plan)), suppress(TimeoutError):
+            with wait.described_by(lambda plan=found: why_no_batch(self._groups, plan)), suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await changed.wait()
             if self._now() >= deadline:
@@ -238,7 +238,7 @@ class SampleBuffer(Actor):
         group = self._groups.round(f"eval-{request.key}", request.num)
         self._slots.set()
         wait = self.waits.on(f"evaluation {request.key}", stage="evaluation", idle=True)
-        with wait.told(lambda: why_unfinished(group)), suppress(TimeoutError):
+        with wait.described_by(lambda: why_unfinished(group)), suppress(TimeoutError):
             async with asyncio.timeout(request.wait_s):
                 while not group.complete:
                     await self._outcomes.wait()

@@ -62,7 +62,7 @@ class Publisher:
         actor = self._actor
         started = asyncio.get_running_loop().time()
         await self.intend("weight_sync", step)
-        with actor.waits.on(f"weights {step}", stage="publish", holder=NODE, whole=True) as wait:
+        with actor.waits.on(f"weights {step}", stage="publish", holder=NODE, blocks_actor=True) as wait:
             with actor.trace.span("publish", "weights", version=step):
                 parts = await actor.offload(export)
                 info = await actor.blobs.put(WEIGHTS, step, epoch, parts)
@@ -102,7 +102,7 @@ class Publisher:
         path = actor.run.folder / actor.config.model.path / "config.json"
         vocab_size = int(msgspec.json.decode(await actor.offload(path.read_bytes))["vocab_size"])
         proxy, key, seed = actor.ref("llm_proxy"), f"{actor.incarnation}", actor.run.seed
-        with actor.waits.on("agreement", stage="check", holder="llm_proxy", whole=True) as wait:
+        with actor.waits.on("agreement", stage="check", holder="llm_proxy", blocks_actor=True) as wait:
             sampled = await sample_random_prompts(
                 proxy, section, vocab_size=vocab_size, version=step, key=key, seed=seed
             )

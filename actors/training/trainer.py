@@ -190,7 +190,7 @@ class Trainer(Actor):
         await self._out.intend("train_step", step)
         if self._took_s:
             await self._out.intend("weight_sync", step, in_s=median(self._took_s))
-        waiting, cpu_s = self.waits.on(f"step {step}", stage="train", whole=True), process_time()
+        waiting, cpu_s = self.waits.on(f"step {step}", stage="train", blocks_actor=True), process_time()
         with waiting, self.metrics.busy(), self.trace.span("train_step", "train", step=step):
             groups, result = await self._trained(step, batch)
         trained, cpu_s = loop.time(), process_time() - cpu_s
@@ -215,7 +215,7 @@ class Trainer(Actor):
     async def _evaluate_when_due(self, step: int) -> None:
         num = self._held_out.due(step, self.run.steps)
         if num and step == self.run.steps:
-            with self.waits.on(f"evaluation {step}", stage="evaluation", holder=BUFFER, whole=True):
+            with self.waits.on(f"evaluation {step}", stage="evaluation", holder=BUFFER, blocks_actor=True):
                 whole = await self._held_out.evaluate_last(step, num, self._leaving)
             if not whole:
                 self.notice(f"the evaluation after step {step} was cut short: the run is being saved")
@@ -238,7 +238,7 @@ class Trainer(Actor):
         """The batch of `step`, or None when the actor is to leave first."""
         request = Claim(step, self._epoch, self.config.train.batch_groups)
         with (
-            self.waits.on(f"batch {step}", stage="batch", holder=BUFFER, whole=True, idle=True) as wait,
+            self.waits.on(f"batch {step}", stage="batch", holder=BUFFER, blocks_actor=True, idle=True) as wait,
             self.trace.span("claim", "wait", step=step),
         ):
             while not self._leaving.is_set():
@@ -268,7 +268,7 @@ class Trainer(Actor):
         waiting = self._checkpoints / f"waiting_{step}.{epoch}"
         try:
             with (
-                self.waits.on(f"checkpoint {step}", stage="checkpoint", whole=True),
+                self.waits.on(f"checkpoint {step}", stage="checkpoint", blocks_actor=True),
                 self.trace.span("checkpoint", "train", step=step),
             ):
                 await self.offload(self._save_to, waiting)
@@ -280,7 +280,7 @@ class Trainer(Actor):
             await self.offload(checkpoints.name, waiting, self._checkpoints / f"step_{step}", epoch)
         except Replaced as error:
             raise ActorFailed(str(error)) from None
-        with self.waits.on(f"commit {step}", stage="checkpoint", holder=BUFFER, whole=True):
+        with self.waits.on(f"commit {step}", stage="checkpoint", holder=BUFFER, blocks_actor=True):
             await self._buffer.ask(Commit(step, epoch), timeout=ASK_S)
         self._saved = step
         await self.offload(checkpoints.prune, self._checkpoints, self.config.checkpoint.keep, epoch)

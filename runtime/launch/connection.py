@@ -16,8 +16,7 @@ from runtime.config.schema import schema_of
 from runtime.importer import FOLDER as CODE
 from runtime.importer import use
 from runtime.kernel import Kernel
-from runtime.keys import find_keys
-from runtime.launch.folder import RunCard, running
+from runtime.launch.folder import RunCard, find_keys, running
 from runtime.observe.log import logger
 from runtime.observe.trace import Trace, trace_path
 from runtime.store.open import open_store

@@ -1,4 +1,4 @@
-"""The run folder: where a run keeps what outlives its processes, and how others find it."""
+"""The run folder: where a run keeps what outlives its processes, how others find it, and the keys with which it admits other hosts."""
 
 import fcntl
 import json
@@ -14,11 +14,14 @@ from typing import IO, NamedTuple
 
 import msgspec
 
+from bus.errors import BadKeys
+from bus.keys import KeyPair, Keys, check_keys, new_keys
 from runtime.errors import LaunchError
 from runtime.importer import FOLDER as CODE
-from runtime.keys import FILE as KEYS_FILE
 from runtime.observe.trace import wall_s
 
+KEYS_FILE = "keys.json"
+"""Readable by its owner alone, it outlives every launch of the run."""
 PREFIX = "rubato-"
 """Of folders of sockets."""
 MADE = (
@@ -145,10 +148,7 @@ class RunFolder:
 
     def write(self, card: RunCard) -> None:
         """Publish the card atomically, 0600."""
-        temporary = self.card.with_suffix(".tmp")
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(card))
-        temporary.replace(self.card)
+        _write_private(self.card, card)
 
     def close(self) -> None:
         """Release the folder; the sockets go, everything else stays, and what was to be replaced is back unless `commit` came."""
@@ -289,8 +289,80 @@ def is_held(folder: Path) -> bool:
     return False
 
 
+def _write_private(path: Path, content: msgspec.Struct) -> None:
+    temporary = path.with_suffix(".tmp")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(content))
+    temporary.replace(path)
+
+
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+class RunKeys(msgspec.Struct, frozen=True):
+    """`state_password` is the embedded Redis's: kept, so that a resumed run answers to the same token."""
+
+    server: KeyPair
+    client: KeyPair
+    state_password: str
+
+    @property
+    def curve(self) -> Keys:
+        return Keys(self.server, self.client)
+
+    def __repr__(self) -> str:
+        return f"RunKeys({self.server.public}, {self.client.public})"
+
+
+def make_keys(folder: Path, *, replace: bool = False) -> RunKeys:
+    """Write fresh keys into `folder`, which is made if need be. Raises LaunchError where keys are and may not be replaced."""
+    path = folder / KEYS_FILE
+    if os.path.exists(path) and not replace:  # unlike Path.exists, it takes a name too long for an answer
+        raise LaunchError(
+            f"{path} exists: the run's hosts know these keys. Add --replace for new ones; the old token is void then, and a "
+            "running job goes on with the old keys until it is resumed."
+        )
+    keys = RunKeys(*new_keys(), secrets.token_urlsafe(32))
+    write_keys(folder, keys)
+    return keys
+
+
+def write_keys(folder: Path, keys: RunKeys) -> None:
+    """Atomically, 0600, in a folder that is made 0700 if it is new."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_private(folder / KEYS_FILE, keys)
+    except OSError as error:
+        raise LaunchError(f"the keys can't be written to {folder}: {error.strerror}.") from error
+
+
+def find_keys(folder: Path) -> RunKeys | None:
+    """The run's keys, if it has any. Raises LaunchError where others may read them, or they are damaged."""
+    path = folder / KEYS_FILE
+    try:
+        mode = path.stat().st_mode
+        if mode & 0o077:
+            raise LaunchError(f"{path} may be read by others (mode {mode & 0o777:o}). Close it with: chmod 600 {path}")
+        keys = msgspec.json.decode(path.read_bytes(), type=RunKeys)
+        check_keys(keys.curve)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LaunchError(f"{path} can't be read: {error.strerror}.") from error
+    except (msgspec.MsgspecError, BadKeys) as error:
+        raise LaunchError(
+            f"{path} is damaged ({error}). Make new keys with: {command_for(folder)} --replace"
+        ) from error
+    return keys
+
+
+def command_for(folder: Path) -> str:
+    """What a user types to make keys for the run in `folder`."""
+    return f"rubato keys new --run {shlex.quote(str(folder))}"

@@ -17,12 +17,11 @@ from runtime.errors import ExitCode, LaunchError
 from runtime.host import RestartBudget
 from runtime.importer import FOLDER as CODE
 from runtime.importer import keep, pack, unpack, use
-from runtime.keys import RunKeys, command_for, find_keys, write_keys
 from runtime.launch.agent import ASK_S, JobOutcome, NodeAgent
 from runtime.launch.children import allow_many_files, on_signals, prepare, start_module
 from runtime.launch.connection import RunAccess, reach
 from runtime.launch.console import Console, step_table
-from runtime.launch.folder import RunCard, RunFolder
+from runtime.launch.folder import RunCard, RunFolder, RunKeys, command_for, find_keys, write_keys
 from runtime.launch.gate import GateClient, GateServer, way_through, way_to
 from runtime.launch.processes import process_host
 from runtime.launch.token import JoinToken

@@ -13,8 +13,7 @@ import msgspec
 from bus.errors import BadKeys
 from bus.keys import check_keys
 from runtime.errors import LaunchError
-from runtime.keys import FILE, RunKeys, command_for, find_keys, make_keys
-from runtime.launch.folder import running
+from runtime.launch.folder import KEYS_FILE, RunKeys, command_for, find_keys, make_keys, running
 from runtime.launch.gate import way_to
 from runtime.registry import NODE
 
@@ -87,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     folder = given.run.resolve()
     if given.verb == "new":
         made = make_keys(folder, replace=given.replace)
-        print(f"{folder / FILE}: server {made.server.public} client {made.client.public}")  # noqa: T201
+        print(f"{folder / KEYS_FILE}: server {made.server.public} client {made.client.public}")  # noqa: T201
     elif given.verb == "show":
         keys = find_keys(folder)
         if keys is None:

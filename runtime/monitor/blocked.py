@@ -216,10 +216,10 @@ class Diagnosis:
         close = min((distance(w, wait) for w in waits), default=2)
         if close < 2:
             return [w for w in waits if distance(w, wait) == close][:RELATED]
-        whole = [w for w in waits if w.whole][:1]
-        if whole and whole[0].stage == "handler":
-            return [w for w in self._waits[name] if w.stage == "ask"][:1] or whole
-        return whole
+        blocking = [w for w in waits if w.blocks_actor][:1]
+        if blocking and blocking[0].stage == "handler":
+            return [w for w in self._waits[name] if w.stage == "ask"][:1] or blocking
+        return blocking
 
     def _asks_back(self, wait: WaitRow, asked: WaitRow) -> bool:
         """Whether `wait` asks the actor of `asked` for more work: no part of what that actor waits for, unless it hands `asked` on."""

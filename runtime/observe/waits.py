@@ -44,7 +44,7 @@ class WaitView(msgspec.Struct, frozen=True):
     stage: str = ""
     quiet_s: float = 0.0
     """Since it last moved; its age where it never did."""
-    whole: bool = False
+    blocks_actor: bool = False
     """The actor does nothing else meanwhile: whoever waits for it waits for this."""
 
 
@@ -93,15 +93,15 @@ class Wait:
     detail: str
     holder: str
     limit: str
-    whole: bool
+    blocks_actor: bool
     idle: bool
     _since: float | None
     _moved: float | None
-    _tell: Callable[[], tuple[str, str]] | None = None
+    _describe: Callable[[], tuple[str, str]] | None = None
 
-    def told(self, tell: Callable[[], tuple[str, str]]) -> "Wait":
-        """Ask `tell` for (detail, holder) whenever somebody looks, where these change more often than that."""
-        self._tell = tell
+    def described_by(self, describe: Callable[[], tuple[str, str]]) -> "Wait":
+        """Ask `describe` for (detail, holder) whenever somebody looks, where these change more often than that."""
+        self._describe = describe
         return self
 
     def update(self, *, detail: str | None = None, holder: str | None = None) -> None:
@@ -117,10 +117,10 @@ class Wait:
 
     def view(self, now: float) -> WaitView:
         """The wait at loop time `now`."""
-        if self._tell is not None:
-            self.detail, self.holder = self._tell()
+        if self._describe is not None:
+            self.detail, self.holder = self._describe()
         age_s, quiet_s = max(0.0, now - (self._since or 0.0)), max(0.0, now - (self._moved or 0.0))
-        return WaitView(self.what, self.detail, self.holder, age_s, self.limit, self.stage, quiet_s, self.whole)
+        return WaitView(self.what, self.detail, self.holder, age_s, self.limit, self.stage, quiet_s, self.blocks_actor)
 
     def began(self, now: float) -> float:
         return now if self._since is None else self._since
@@ -165,7 +165,7 @@ class Waits:
         holder: str = "",
         limit: str = "",
         age_from: float | None = None,
-        whole: bool = False,
+        blocks_actor: bool = False,
         idle: bool = False,
     ) -> Wait:
         """`with waits.on("batch 42", stage="batch", detail="29 of 32 groups", holder="sample_buffer") as wait:` around the awaiting.
@@ -173,7 +173,7 @@ class Waits:
         `stage` names the kind of waiting, `what` the one thing (it is the stage where none is given). `age_from` is the loop time
         at which the waiting really began, where that was earlier than entering the block.
         """
-        return Wait(self, what, stage or what, detail, holder, limit, whole, idle, age_from, age_from)
+        return Wait(self, what, stage or what, detail, holder, limit, blocks_actor, idle, age_from, age_from)
 
     def now(self) -> float:
         """Loop time; the loop is the one of the first wait, so that a wait may end after its loop did."""

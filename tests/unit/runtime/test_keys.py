@@ -5,8 +5,7 @@ import pytest
 from bus.errors import BadKeys
 from bus.keys import KeyPair, check_keys, new_keys
 from runtime.errors import LaunchError
-from runtime.keys import FILE, RunKeys, find_keys, make_keys
-from runtime.launch.folder import RunFolder
+from runtime.launch.folder import KEYS_FILE, RunFolder, RunKeys, find_keys, make_keys
 from runtime.launch.token import PREFIX, JoinToken, main, read_token, write_token
 
 
@@ -15,7 +14,7 @@ def test_keys_are_written_for_their_owner_alone_and_read_again(tmp_path):
 
     made = make_keys(folder)
 
-    assert (folder / FILE).stat().st_mode & 0o777 == 0o600
+    assert (folder / KEYS_FILE).stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
     assert find_keys(folder) == made
     assert len(made.state_password) >= 40
@@ -37,16 +36,16 @@ def test_keys_are_not_replaced_unless_that_is_asked_for(tmp_path):
 
 def test_keys_that_others_may_read_are_refused_with_the_command_that_closes_them(tmp_path):
     make_keys(tmp_path)
-    (tmp_path / FILE).chmod(0o640)
+    (tmp_path / KEYS_FILE).chmod(0o640)
 
-    with pytest.raises(LaunchError, match=rf"mode 640.*chmod 600 {tmp_path / FILE}"):
+    with pytest.raises(LaunchError, match=rf"mode 640.*chmod 600 {tmp_path / KEYS_FILE}"):
         find_keys(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"server": {"public": "a", "secret": "b"}}'])
 def test_damaged_keys_are_refused_with_the_command_that_makes_new_ones(tmp_path, text):
     make_keys(tmp_path)
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / KEYS_FILE).write_text(text)
 
     with pytest.raises(LaunchError, match=rf"rubato keys new --run {tmp_path} --replace"):
         find_keys(tmp_path)
@@ -108,7 +107,7 @@ def test_the_command_makes_keys_and_says_where_without_the_secret_halves(tmp_pat
     keys = find_keys(tmp_path / "a")
     assert keys is not None
     assert capsys.readouterr().out == (
-        f"{tmp_path / 'a' / FILE}: server {keys.server.public} client {keys.client.public}\n"
+        f"{tmp_path / 'a' / KEYS_FILE}: server {keys.server.public} client {keys.client.public}\n"
     )
 
 

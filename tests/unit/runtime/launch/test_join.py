@@ -5,9 +5,8 @@ import os
 import pytest
 
 from runtime import cli
-from runtime.keys import FILE, RunKeys, make_keys
 from runtime.launch import commands
-from runtime.launch.folder import RunFolder
+from runtime.launch.folder import KEYS_FILE, RunFolder, RunKeys, make_keys
 from runtime.launch.token import JoinToken, write_token
 
 GATE = "tcp://127.0.0.1:7788"
@@ -67,7 +66,7 @@ def test_a_host_that_is_not_let_in_keeps_neither_keys_nor_the_way_to_the_state(t
     said = refused(["add", "engine", "--join", token, "--run-dir", str(folder)], capsys)
 
     assert "the run run-1a2b could not be reached at tcp://127.0.0.1:1" in said
-    assert not (folder / FILE).exists()
+    assert not (folder / KEYS_FILE).exists()
     assert not (folder / "run.json").exists()
 
 

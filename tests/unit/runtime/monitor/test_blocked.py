@@ -14,8 +14,8 @@ def named(*records, silent=None):
     return [(row["actor"], row["stage"], row["holder"], row["kind"]) for row in blocked(*records, silent=silent)]
 
 
-def wait(stage, holder="", quiet_s=5.0, *, what="", whole=False):
-    return WaitView(what or stage, "", holder, quiet_s, "", stage, quiet_s, whole)
+def wait(stage, holder="", quiet_s=5.0, *, what="", blocks_actor=False):
+    return WaitView(what or stage, "", holder, quiet_s, "", stage, quiet_s, blocks_actor)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_refusal_names_who_refused_and_what(make_record):
 
 def test_a_wait_leads_through_what_the_holder_does_meanwhile(asker, make_record):
     busy = make_record(
-        "b-1", waits=(wait("checkpoint", whole=True),), stages=(StageView("checkpoint", "", 1, 1.0, 0.3),)
+        "b-1", waits=(wait("checkpoint", blocks_actor=True),), stages=(StageView("checkpoint", "", 1, 1.0, 0.3),)
     )
 
     assert named(asker, busy)[0] == ("a-1", "ask b", "b-1", "stalled")

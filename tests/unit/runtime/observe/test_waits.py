@@ -136,7 +136,7 @@ def test_a_crowd_in_one_stage_hides_no_other():
 def test_what_changes_by_itself_is_asked_for_at_each_look():
     async def main():
         waits, loop, ready = Waits(), asyncio.get_running_loop(), [1]
-        with waits.on("batch 1").told(lambda: (f"{len(ready)} groups", "env_manager-1")):
+        with waits.on("batch 1").described_by(lambda: (f"{len(ready)} groups", "env_manager-1")):
             ready.append(2)
 
             (view,) = waits.snapshot(loop.time())
