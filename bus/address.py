@@ -43,30 +43,28 @@ def parse(address: str, *, keyed: bool = False) -> Address:
     raise BadAddress(f"{address!r} has the unknown scheme {scheme!r}; {_EXAMPLES}")
 
 
-def check_free(address: Address) -> None:
-    """Raise BadAddress when somebody already listens at an ipc path, or the path cannot be bound.
+def check_free(path: str) -> None:
+    """Raise BadAddress when somebody already listens at this ipc path, or it cannot be bound.
 
     Needed because ZeroMQ unlinks the path before it binds: it would take the endpoint of a living process without a word.
     A socket left behind by a dead process is free.
     """
-    if address.scheme != IPC:
-        return
     try:
-        mode = os.stat(address.place).st_mode
+        mode = os.stat(path).st_mode
     except FileNotFoundError:
-        folder = os.path.dirname(address.place)
+        folder = os.path.dirname(path)
         if not os.path.isdir(folder):
-            raise BadAddress(f"the folder {folder} for the socket {address.place} does not exist") from None
+            raise BadAddress(f"the folder {folder} for the socket {path} does not exist") from None
         return
     except OSError as error:
-        raise BadAddress(f"{address.place} cannot be bound: {error.strerror}") from None
+        raise BadAddress(f"{path} cannot be bound: {error.strerror}") from None
     if not stat.S_ISSOCK(mode):
-        raise BadAddress(f"{address.place} exists and is not a socket")
+        raise BadAddress(f"{path} exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         # Refused means that nobody listens; a full backlog (EAGAIN) means that somebody does.
-        if probe.connect_ex(address.place) not in (errno.ECONNREFUSED, errno.ENOENT):
-            raise BadAddress(f"ipc://{address.place} is taken by a living process")
+        if probe.connect_ex(path) not in (errno.ECONNREFUSED, errno.ENOENT):
+            raise BadAddress(f"ipc://{path} is taken by a living process")
 
 
 def _ipc(address: str, path: str) -> Address:

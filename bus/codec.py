@@ -1,11 +1,11 @@
-"""The wire format: an envelope around each message, frames of envelopes, and bodies turned into bytes and back.
+"""The wire format: an envelope around each message, frames of envelopes, the buffers beside them, and bodies turned into bytes and back.
 
 Whatever arrives is checked against its type before it exists, and fails only as BadFrame. An envelope's body stays raw until the
 target's typed decoder runs.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Annotated, Any, TypeVar
 
@@ -34,7 +34,7 @@ class EnvelopeKind(IntEnum):
     CANCEL = 11
     """Cancels the ask with the same id, queued or running."""
     CREDIT = 12
-    """The actor named in `target` grants what the body, a Grant, says."""
+    """The actor named in `target` grants so many messages and bytes more: its body."""
     HELLO = 13
     """First on every link; the body is the sender's Greeting."""
     WELCOME = 14
@@ -51,14 +51,7 @@ NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 """The body of an envelope that needs none."""
 
 
-class Grant(msgspec.Struct, array_like=True, frozen=True):
-    """Body of CREDIT: so much more may be sent to the actor that grants it."""
-
-    messages: int = 0
-    size_bytes: int = 0
-
-
-_decode_grant = msgspec.msgpack.Decoder(Grant).decode
+_decode_grant = msgspec.msgpack.Decoder(tuple[int, int]).decode
 
 
 class Envelope(msgspec.Struct, array_like=True, gc=False):
@@ -122,12 +115,12 @@ class Envelope(msgspec.Struct, array_like=True, gc=False):
         """The answer to this ask by incarnation `incarnation` of its target."""
         return Envelope(kind, self.id, self.target, incarnation, tag, 0, self.trace, body)
 
-    def granted(self) -> Grant:
-        """What a CREDIT grants; nothing where its body is malformed."""
+    def granted(self) -> tuple[int, int]:
+        """The messages and bytes that a CREDIT grants; nothing where its body is malformed."""
         try:
             return _decode_grant(self.body)
         except (msgspec.MsgspecError, ValueError):
-            return Grant()
+            return 0, 0
 
 
 # -- frames and bodies -------------------------------------------------------------------------------------------------
@@ -152,34 +145,15 @@ ARRAY_INLINE, ARRAY_BESIDE, BUFFER_INLINE, BUFFER_BESIDE = 1, 2, 3, 4
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 
-
-class _ArrayInline(msgspec.Struct, array_like=True, frozen=True):
-    dtype: str
-    shape: _Shape
-    data: bytes
-
-
-class _ArrayBeside(msgspec.Struct, array_like=True, frozen=True):
-    dtype: str
-    shape: _Shape
-    index: int
-
-
-class _BufferBeside(msgspec.Struct, array_like=True, frozen=True):
-    index: int
-    size_bytes: int
-
-
 NOT_OURS = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 """All that msgspec raises for bytes that are malformed, of another type, or nested beyond reason (UnicodeDecodeError is a ValueError)."""
 
-_encoder = msgspec.msgpack.Encoder()
-_encode = _encoder.encode
+_encode = msgspec.msgpack.Encoder().encode
 _Raw = msgspec.Raw
 _decode_frame = msgspec.msgpack.Decoder(list[Envelope]).decode
-_decode_array_inline = msgspec.msgpack.Decoder(_ArrayInline).decode
-_decode_array_beside = msgspec.msgpack.Decoder(_ArrayBeside).decode
-_decode_buffer_beside = msgspec.msgpack.Decoder(_BufferBeside).decode
+_decode_array_inline = msgspec.msgpack.Decoder(tuple[str, _Shape, bytes]).decode
+_decode_array_beside = msgspec.msgpack.Decoder(tuple[str, _Shape, int]).decode
+_decode_buffer_beside = msgspec.msgpack.Decoder(tuple[int, int]).decode
 
 
 def encode_body(message: Message) -> tuple[str, msgspec.Raw, Sequence[memoryview]]:
@@ -226,22 +200,6 @@ def decode_body(message: type[MessageT], body: msgspec.Raw | bytes, buffers: Seq
         return _decode_with_buffers(message, body, buffers)
     except NOT_OURS as error:
         raise BadFrame(f"not a {tag_of(message)}: {error}") from None
-
-
-def encode_envelope(envelope: Envelope) -> bytes:
-    """One envelope as it stands in a frame. Raises BadFrame when it cannot travel."""
-    try:
-        piece = _encode(envelope)
-    except (TypeError, *NOT_OURS) as error:
-        raise BadFrame(f"an envelope for {envelope.target!r} cannot be encoded: {error}") from error
-    check_piece(envelope, len(piece))
-    return piece
-
-
-def check_piece(envelope: Envelope, size_bytes: int) -> None:
-    """Raise BadFrame when an encoded envelope alone exceeds a frame."""
-    if size_bytes > MAX_FRAME_BYTES - 3:
-        raise BadFrame(f"an envelope for {envelope.target!r} takes {size_bytes} bytes, a frame {MAX_FRAME_BYTES}")
 
 
 def decode_frame(frame: bytes | bytearray | memoryview) -> list[Envelope]:
@@ -294,35 +252,31 @@ def _decode_with_buffers(message: type[MessageT], body: msgspec.Raw | bytes, buf
 def _to_ext(value: Any, buffers: list[memoryview]) -> msgspec.msgpack.Ext:
     if isinstance(value, Array):
         if len(value.data) < OUT_OF_BAND_BYTES:
-            inline = _ArrayInline(value.dtype, value.shape, bytes(value.data))
-            return msgspec.msgpack.Ext(ARRAY_INLINE, _encoder.encode(inline))
+            return msgspec.msgpack.Ext(ARRAY_INLINE, _encode((value.dtype, value.shape, bytes(value.data))))
         buffers.append(value.data)
-        return msgspec.msgpack.Ext(
-            ARRAY_BESIDE, _encoder.encode(_ArrayBeside(value.dtype, value.shape, len(buffers) - 1))
-        )
+        return msgspec.msgpack.Ext(ARRAY_BESIDE, _encode((value.dtype, value.shape, len(buffers) - 1)))
     if isinstance(value, Buffer):
         if len(value.data) < OUT_OF_BAND_BYTES:
             return msgspec.msgpack.Ext(BUFFER_INLINE, value.data)
         buffers.append(value.data)
-        return msgspec.msgpack.Ext(BUFFER_BESIDE, _encoder.encode(_BufferBeside(len(buffers) - 1, len(value.data))))
+        return msgspec.msgpack.Ext(BUFFER_BESIDE, _encode((len(buffers) - 1, len(value.data))))
     raise TypeError(f"a {type(value).__name__} cannot travel in a message")
 
 
 def _from_ext(code: int, data: memoryview, buffers: Sequence[memoryview], used: set[int]) -> Array | Buffer:
     try:
         if code == ARRAY_INLINE:
-            inline = _decode_array_inline(data)
-            return Array(inline.dtype, inline.shape, inline.data)
+            return Array(*_decode_array_inline(data))
         if code == BUFFER_INLINE:
             return Buffer(bytes(data))
         if code == ARRAY_BESIDE:
-            array = _decode_array_beside(data)
-            return Array(array.dtype, array.shape, _claim(array.index, buffers, used))
+            dtype, shape, index = _decode_array_beside(data)
+            return Array(dtype, shape, _claim(index, buffers, used))
         if code == BUFFER_BESIDE:
-            buffer = _decode_buffer_beside(data)
-            memory = _claim(buffer.index, buffers, used)
-            if len(memory) != buffer.size_bytes:
-                raise ValueError(f"buffer {buffer.index} has {len(memory)} bytes, not {buffer.size_bytes}")
+            index, size_bytes = _decode_buffer_beside(data)
+            memory = _claim(index, buffers, used)
+            if len(memory) != size_bytes:
+                raise ValueError(f"buffer {index} has {len(memory)} bytes, not {size_bytes}")
             return Buffer(memory)
     except BadFrame as error:
         raise ValueError(str(error)) from None
@@ -334,3 +288,57 @@ def _claim(index: int, buffers: Sequence[memoryview], used: set[int]) -> memoryv
         raise ValueError(f"buffer {index} is missing or named twice")
     used.add(index)
     return buffers[index]
+
+
+# -- buffers as the parts of one ZeroMQ message --------------------------------------------------------------------------
+
+WHOLE_BYTES = 16 * 1024 * 1024
+"""A part of this size moves without a copy on either side. Far larger ones fall off a cliff: their memory is mapped, faulted in and
+unmapped anew for each message, which costs more than cutting them up and copying them together once."""
+CHUNK_BYTES = 4 * 1024 * 1024
+MAX_PARTS = 1 + MAX_BUFFERS + MAX_BUFFERS_BYTES // CHUNK_BYTES
+"""Parts of one message beside its frame: the table, and at most this many pieces."""
+
+_decode_table = msgspec.msgpack.Decoder(list[int]).decode
+
+
+def cut(buffers: Sequence[memoryview | bytes]) -> Iterator[memoryview | bytes]:
+    """The parts that follow a frame: the sizes of its buffers as a MessagePack array, then the buffers in order."""
+    yield msgspec.msgpack.encode([len(buffer) for buffer in buffers])
+    for buffer in buffers:
+        size = len(buffer)
+        if size <= WHOLE_BYTES:
+            yield buffer
+        else:
+            view = memoryview(buffer)
+            yield from (view[start : start + CHUNK_BYTES] for start in range(0, size, CHUNK_BYTES))
+
+
+def join(parts: Sequence[memoryview]) -> list[memoryview]:
+    """The buffers again, read-only. Allocates only what has already arrived. Raises BadFrame when parts and table disagree."""
+    if not parts:
+        return []
+    try:
+        sizes = _decode_table(parts[0])
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise BadFrame(f"the table of buffer sizes is malformed: {error}") from None
+    pieces = iter(parts[1:])
+    buffers = [_gather(size, pieces) for size in sizes]
+    if next(pieces, None) is not None:
+        raise BadFrame("more buffers arrived than the table names")
+    return buffers
+
+
+def _gather(size: int, pieces: Iterator[memoryview]) -> memoryview:
+    """Take pieces until they fill `size` exactly; every buffer has one piece at least."""
+    taken: list[memoryview] = []
+    have = 0
+    while not taken or have < size:
+        piece = next(pieces, None)
+        if piece is None:
+            raise BadFrame(f"a buffer of {size} bytes ended after {have}")
+        taken.append(piece)
+        have += len(piece)
+    if have != size:
+        raise BadFrame(f"a buffer of {size} bytes arrived with {have}")
+    return (taken[0] if len(taken) == 1 else memoryview(b"".join(taken))).toreadonly()

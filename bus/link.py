@@ -1,15 +1,18 @@
-"""One link, without I/O: who may speak on it, what waits to leave on it, and who was turned away.
+"""One link, without I/O: who may speak on it, what waits to leave on it, how much may be sent, and who was turned away.
 
 HELLO is first; a peer of another run or protocol is refused, never guessed at. The side that opened a link does not wait for WELCOME
 before it posts: a refusal costs it nothing but what it posted meanwhile.
+
+Credit is how much one sender may have queued at one actor: granted - consumed >= 0, so the receiver's queue never holds more than it
+granted. Sender and receiver compute the charge of a message alike, from its size.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from bus.codec import MAX_ENVELOPES, Envelope, EnvelopeKind, check_buffers, check_piece, decode_frame, encode_envelope
+from bus.codec import MAX_ENVELOPES, MAX_FRAME_BYTES, NOT_OURS, Envelope, EnvelopeKind, check_buffers, decode_frame
 from bus.errors import BadFrame, LinkRefused
 
 PROTOCOL = 2
@@ -91,10 +94,9 @@ class Outbox:
         before = len(data)
         try:
             _encode_into(envelope, data, _END)
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, *NOT_OURS) as error:
             del data[before:]
-            encode_envelope(envelope)  # which says what is wrong
-            raise
+            raise BadFrame(f"an envelope for {envelope.target!r} cannot be encoded: {error}") from error
         if buffers or len(data) > FULL_BYTES:
             self._check(envelope, buffers, before)
         self._count = waiting = self._count + 1
@@ -114,7 +116,8 @@ class Outbox:
         """The envelope that was added from `before` on: too much for any frame, or for this one."""
         data = self._data
         try:
-            check_piece(envelope, len(data) - before)
+            if (size := len(data) - before) > MAX_FRAME_BYTES - len(_EMPTY):
+                raise BadFrame(f"an envelope for {envelope.target!r} takes {size} bytes, a frame {MAX_FRAME_BYTES}")
             check_buffers(buffers)
         except BadFrame:
             del data[before:]
@@ -143,22 +146,50 @@ class Greeting(msgspec.Struct, array_like=True, frozen=True):
     schema: str = ""
 
 
+Rest = Callable[[], None]
+"""Blocks until the peer has taken what was unsent, but not for longer than `LAST_SENDS_S`. May run in any thread."""
+
+
+class Connection(Protocol):
+    """Sends frames to one peer. That the peer has gone is never raised; its transport is told, later."""
+
+    @property
+    def peer(self) -> Peer:
+        """The address it was opened to, or the name under which the listener took it in."""
+        ...
+
+    def send(self, data: bytes | bytearray, buffers: Sequence[memoryview | bytes]) -> None:
+        """Queue one frame and the buffers beside it."""
+        ...
+
+    def close(self, *, linger: bool = False) -> Rest | None:
+        """Stop reading and close; with `linger`, what is unsent leaves once the result, if any, has been called."""
+        ...
+
+
 class Link:
-    """State of one end. `accepted` ends were opened by the peer; the others by us."""
+    """State of one end, which the peer opened or we did."""
 
-    __slots__ = ("_accepted", "_identity", "is_open", "is_refused", "outbox", "peer", "peer_name")
+    __slots__ = (
+        "_accepted", "_identity", "connection", "is_dirty", "is_open", "is_over", "is_refused", "outbox", "peer", "peer_name",
+    )  # fmt: skip
 
-    def __init__(self, peer: Peer, identity: Identity, *, accepted: bool) -> None:
+    def __init__(self, peer: Peer, identity: Identity, connection: Connection | None = None) -> None:
         self.peer = peer
+        self.connection = connection
+        """What carries it; None when none could be opened."""
         self.peer_name = ""
         """The peer's actor, once it has greeted us."""
         self.is_open = False
         self.is_refused = False
         """We refused an accepted link: whatever else arrives on it is dropped until the peer hangs up."""
+        self.is_over = False
+        self.is_dirty = False
+        """Something waits in the outbox, for the end of the tick."""
         self.outbox = Outbox()
         self._identity = identity
-        self._accepted = accepted
-        if not accepted:
+        self._accepted = isinstance(peer, bytes)
+        if not self._accepted:
             self.outbox.add(_greeting(EnvelopeKind.HELLO, identity))
 
     def arrived(self, frame: bytes | bytearray | memoryview) -> list[Envelope]:
@@ -217,3 +248,67 @@ def _decoded(envelope: Envelope, wanted: type[BodyT]) -> BodyT:
         return msgspec.msgpack.decode(envelope.body, type=wanted)
     except (msgspec.MsgspecError, ValueError) as error:
         raise BadFrame(f"a handshake of kind {envelope.kind} is malformed: {error}") from None
+
+
+# -- credit -----------------------------------------------------------------------------------------------------------
+
+WINDOW_MESSAGES = 1024
+WINDOW_BYTES = 4 * 1024 * 1024
+"""Both sides start from these without a word on the wire. Large enough that a sender of small messages goes on while the receiver
+works through the batch before, small enough that what 64 senders may have queued fits in memory: the bytes bound that."""
+
+REGRANT_MESSAGES = WINDOW_MESSAGES // 4
+REGRANT_BYTES = WINDOW_BYTES // 2
+
+
+def charge(size_bytes: int) -> int:
+    """Bytes a message costs: its size, but never more than half the window.
+
+    The receiver may hold back almost half a window before it re-grants. A message that cost more than the other half could
+    wait for ever; capped, at most two such giants are in flight.
+    """
+    return min(size_bytes, REGRANT_BYTES)
+
+
+class Account:
+    """Sender's side of one (link, actor): what may still be sent without hearing from the receiver."""
+
+    __slots__ = ("messages", "size_bytes")
+
+    def __init__(self) -> None:
+        self.messages = WINDOW_MESSAGES
+        self.size_bytes = WINDOW_BYTES
+
+    def take(self, size_bytes: int) -> bool:
+        """Pay for one message of `size_bytes`; False, and nothing is paid, when the credit does not reach."""
+        cost = size_bytes if size_bytes < REGRANT_BYTES else REGRANT_BYTES
+        if self.messages < 1 or self.size_bytes < cost:
+            return False
+        self.messages -= 1
+        self.size_bytes -= cost
+        return True
+
+    def grant(self, messages: int, size_bytes: int) -> None:
+        """The receiver grants more. Negative amounts, which no receiver of ours sends, count as nothing."""
+        self.messages += max(0, messages)
+        self.size_bytes += max(0, size_bytes)
+
+
+class Grants:
+    """Receiver's side of one (link, actor): gathers what was consumed until it is worth a message."""
+
+    __slots__ = ("messages", "size_bytes")
+
+    def __init__(self) -> None:
+        self.messages = 0
+        self.size_bytes = 0
+
+    def consumed(self, size_bytes: int) -> tuple[int, int]:
+        """One message left the queue. Returns (messages, bytes) to grant now, or (0, 0) while too little has gathered."""
+        self.messages += 1
+        self.size_bytes += size_bytes if size_bytes < REGRANT_BYTES else REGRANT_BYTES
+        if self.messages < REGRANT_MESSAGES and self.size_bytes < REGRANT_BYTES:
+            return 0, 0
+        gathered = self.messages, self.size_bytes
+        self.messages = self.size_bytes = 0
+        return gathered

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from bus.codec import NOT_OURS, Envelope, EnvelopeKind, body_decoder, decode_body, encode_body
-from bus.credit import Account
 from bus.errors import AskFailed, BadFrame, BusError, Failed, NotSent, Refused, Unknown
-from bus.link import Peer
+from bus.link import Account, Peer
 from bus.message import Message, Request, reply_types
 from bus.transport import Delivery, Transport
 from runtime.observe.waits import Waits, WaitView
@@ -240,9 +239,9 @@ class Courier:
     def _credit(self, peer: Peer, envelope: Envelope) -> None:
         route = self._routes.get((peer, envelope.target)) if isinstance(peer, str) else None
         if route is not None:
-            grant = envelope.granted()
-            route.account.grant(grant.messages, grant.size_bytes)
-            route.wake(grant.messages)
+            messages, size_bytes = envelope.granted()
+            route.account.grant(messages, size_bytes)
+            route.wake(messages)
 
 
 class Ref:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from bus.codec import NOT_OURS, NOTHING, Envelope, EnvelopeKind, body_decoder, decode_body, encode_body
-from bus.credit import WINDOW_MESSAGES, Grants, charge
 from bus.errors import AskFailed, BadFrame, BusError
-from bus.link import Peer
+from bus.link import WINDOW_MESSAGES, Grants, Peer, charge
 from bus.message import Message
 from bus.transport import Delivery, Transport
 from runtime.actor import Actor, HandlerSpec

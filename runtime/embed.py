@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig, Config
@@ -23,8 +23,7 @@ from runtime.launch.agent import Hosting, NodeAgent
 from runtime.launch.folder import RunFolder
 from runtime.messages import Progress
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
-from runtime.store.store import Store
+from runtime.store.store import MemoryStore, Store
 
 Row = dict[str, float]
 """One training step, as it stands in metrics.jsonl."""

@@ -26,8 +26,7 @@ async def packaged_redis(tmp_path_factory: pytest.TempPathFactory) -> AsyncGener
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def installed_redis(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[str]:
     """URL of the redis-server or valkey-server on the PATH."""
-    from runtime.store.embedded import EmbeddedRedis
-    from runtime.store.servers import installed_server
+    from runtime.store.embedded import EmbeddedRedis, installed_server
 
     program = need_server(installed_server(), "no redis-server or valkey-server on the PATH")
     server = EmbeddedRedis(tmp_path_factory.mktemp("installed"), program=program)

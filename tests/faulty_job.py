@@ -20,7 +20,7 @@ from actors.samples.buffer import SampleBuffer
 from actors.training.engine import StepResult
 from actors.training.trainer import Trainer
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import from_mapping
@@ -30,7 +30,7 @@ from runtime.launch.agent import Hosting, NodeAgent
 from runtime.monitor.snapshot import snapshot
 from runtime.observe.log import logger
 from runtime.registry import list_seen
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from sim.virtual import VirtualLoop
 
 OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner", default="")
@@ -253,7 +253,7 @@ class Process(HostedTask):
 
     def kill(self) -> None:
         FreezingLoop.running().thaw(self.name)
-        self.job.network.kill(self.kernel.transport.address)
+        self.kernel.transport.die()
         super().kill()
         self._ending = Ending("signal 9")
 

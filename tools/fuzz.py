@@ -30,7 +30,7 @@ from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import configure, logger
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 
 RUN = "fuzz"
 MOST_PER_LINK = 8

@@ -14,9 +14,7 @@ from runtime.pool.errors import (
     PoolError,
     TargetMissing,
     UserCodeRaised,
-    WorkerCrashed,
     WorkerDied,
-    WorkerExited,
     WorkerKilled,
     WorkerTimeout,
 )
@@ -131,7 +129,7 @@ def describe(error: PoolError) -> str:
     match error:
         case UserCodeRaised():
             return f"raised {error.text} at {error.where}"
-        case WorkerExited() | WorkerCrashed() | WorkerTimeout():
+        case WorkerTimeout() | WorkerDied(reason="exited" | "crashed"):
             return f"failed: {error}"
         case BadResult():
             return f"returned nothing usable: {error}"

@@ -1,21 +1,24 @@
-"""One connection over a Unix socket, speaking ZMTP on the event loop itself.
+"""Connections over Unix sockets, speaking ZMTP on the event loop itself, and the listener that takes in those of peers.
 
 Within a host this takes the place of libzmq's sockets, and ZeroMQ peers do not notice. libzmq moves each message through an I/O thread
 on either side: four hand-overs between threads for a round trip, each a wake-up, where a socket on the loop has two.
 """
 
+import asyncio
 import contextlib
 import errno
 import itertools
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from bus import limits
-from bus.chunks import cut
-from bus.connection import GONE, LAST_SENDS_S, Owner, Rest
-from bus.errors import BadFrame
-from bus.link import Peer
+from bus.address import check_free
+from bus.codec import cut
+from bus.errors import BadAddress, BadFrame
+from bus.link import Peer, Rest
+from bus.transport import GONE, LAST_SENDS_S, Transport
 from bus.unix.zmtp import GREETING, PING, Reader, header, ready
 
 READ_BYTES = 64 * 1024
@@ -33,11 +36,20 @@ SILENT_BEATS = 5
 """A peer that has said nothing for so many heartbeats, answers to ours included, is given up."""
 
 
+ACCEPTED_AT_ONCE = 64
+
+BACKLOG = 1024
+"""Connections that the kernel holds between two turns of the loop."""
+
+PAUSE_S = 1.0
+"""Nobody is taken in for so long after the process ran out of descriptors."""
+
+
 class UnixConnection:
     """Owns `connection`; see Connection. One that was taken in is given up once its peer leaves `MAX_QUEUED` parts unread."""
 
     def __init__(
-        self, connection: socket.socket, peer: Peer, owner: Owner, *, ended: "Callable[[UnixConnection, str], None]"
+        self, connection: socket.socket, peer: Peer, owner: Transport, *, ended: "Callable[[UnixConnection, str], None]"
     ) -> None:
         """`ended` is called once, later than whatever found out, unless we close it ourselves."""
         connection.setblocking(False)
@@ -89,9 +101,6 @@ class UnixConnection:
             self.give_up(f"the peer said nothing for {SILENT_BEATS} heartbeats")
         elif self._reader.is_ready and not self._unsent:
             self._write(PING)
-
-    def flushed(self) -> None:
-        """Nothing is left to do: what was sent went to the kernel, or waits for it."""
 
     def close(self, *, linger: bool = False) -> Rest | None:
         """See Connection."""
@@ -180,7 +189,7 @@ class UnixConnection:
         self._loop.remove_writer(self._fd)
 
 
-def dial(path: str, peer: str, owner: Owner) -> UnixConnection:
+def dial(path: str, peer: str, owner: Transport) -> UnixConnection:
     """A connection to whoever listens at `path`, made at once. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
@@ -189,3 +198,95 @@ def dial(path: str, peer: str, owner: Owner) -> UnixConnection:
         connection.close()
         raise
     return UnixConnection(connection, peer, owner, ended=owner.ended)
+
+
+class UnixListener:
+    """The listening socket and the connections that came by it."""
+
+    def __init__(self, path: str, owner: Transport) -> None:
+        """Raises BadAddress when the path cannot be bound."""
+        self._path = path
+        self._owner = owner
+        self._loop = owner.loop
+        self._connections: dict[Peer, UnixConnection] = {}
+        self._timers: dict[Peer, asyncio.TimerHandle] = {}
+        self._names = itertools.count(1)
+        self._most = limits.most_connections()
+        self._listener = _bound(path)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def beat(self) -> None:
+        """To be called at each heartbeat."""
+        for connection in list(self._connections.values()):
+            connection.beat()
+
+    def close(self) -> list[Rest]:
+        """Close everything; what is returned is still to be called, and lets the last words leave."""
+        if self._listener.fileno() < 0:
+            return []
+        self._loop.remove_reader(self._listener.fileno())
+        # The file stays behind otherwise. While we still listen on it nobody else can have taken the path.
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+        self._listener.close()
+        for timer in self._timers.values():
+            timer.cancel()
+        rests = [connection.close(linger=True) for connection in self._connections.values()]
+        self._connections.clear()
+        return [rest for rest in rests if rest is not None]
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._owner.refusals.add("full", f"a connection could not be accepted: {error.strerror}")
+                self._loop.remove_reader(self._listener.fileno())
+                self._loop.call_later(PAUSE_S, self._resume)
+                return
+            if len(self._connections) >= self._most:
+                self._owner.refusals.add("full", f"a connection beyond the {self._most} that this process takes")
+                connection.close()
+            else:
+                self._take_in(connection)
+
+    def _resume(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _take_in(self, connection: socket.socket) -> None:
+        # A ROUTER of libzmq names its links with a leading zero byte; ours are of another kind.
+        name = b"u%d" % next(self._names)
+        self._connections[name] = UnixConnection(connection, name, self._owner, ended=self._ended)
+        self._timers[name] = self._loop.call_later(limits.HANDSHAKE_MS / 1000, self._too_slow_to_greet, name)
+
+    def _too_slow_to_greet(self, name: bytes) -> None:
+        connection = self._connections.get(name)
+        if connection is not None and not connection.is_ready:
+            connection.give_up("it was too slow during the handshake")
+
+    def _ended(self, connection: UnixConnection, reason: str) -> None:
+        if self._connections.pop(connection.peer, None) is None:
+            return
+        self._timers.pop(connection.peer).cancel()
+        if connection.has_spoken:
+            self._owner.ended(connection, reason)
+        else:
+            self._owner.refusals.add("handshake", f"a connection ended before it said who it is: {reason}")
+
+
+def _bound(path: str) -> socket.socket:
+    """A listening socket. A socket file that a dead process left behind is replaced."""
+    check_free(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise BadAddress(f"ipc://{path} cannot be bound: {error.strerror}") from None
+    return listener

@@ -6,8 +6,7 @@ Greeting and READY leave at once and nobody waits for the other's: a link costs 
 import struct
 from collections.abc import Callable, Sequence
 
-from bus.chunks import MAX_PARTS
-from bus.codec import MAX_BUFFERS_BYTES, MAX_FRAME_BYTES
+from bus.codec import MAX_BUFFERS_BYTES, MAX_FRAME_BYTES, MAX_PARTS
 from bus.errors import BadFrame
 
 SIGNATURE = b"\xff\0\0\0\0\0\0\0\0\x7f"

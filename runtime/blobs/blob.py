@@ -6,8 +6,9 @@ The digest of a blob is SHA-256 over the SHA-256 of each 4 MiB piece, so that pi
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from runtime.errors import RubatoError
@@ -102,15 +103,18 @@ class BlobInfo(NamedTuple):
             raise BlobCorrupt(f"blob {self.name} version {self.version} does not have its digest {self.digest[:12]}…")
 
 
-class Draft(Protocol):
+class Draft:
     """A blob that is being written, in the memory in which it will be read."""
 
-    memory: memoryview
-    """Writable. Whoever holds it, or a slice of it, keeps the memory from being used for anything else."""
+    def __init__(self, info: BlobInfo, memory: memoryview, show: Callable[[BlobInfo], Awaitable[BlobInfo]]) -> None:
+        self.memory = memory
+        """Writable. Whoever holds it, or a slice of it, keeps the memory from being used for anything else."""
+        self._info = info
+        self._show = show
 
     async def publish(self, digest: str) -> BlobInfo:
         """Show it; nothing may be written any more. Returns the standing blob where that has a higher epoch."""
-        ...
+        return await self._show(self._info._replace(digest=digest))
 
 
 class BlobStore(Protocol):
@@ -162,9 +166,10 @@ class MemoryBlobStore:
     def __init__(self) -> None:
         self._blobs: dict[str, dict[int, tuple[BlobInfo, memoryview]]] = {}
 
-    async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> "MemoryDraft":
+    async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> Draft:
         check_blob(name, version)
-        return MemoryDraft(self, BlobInfo(name, version, epoch, "", size_bytes))
+        memory = memoryview(bytearray(size_bytes))
+        return Draft(BlobInfo(name, version, epoch, "", size_bytes), memory, partial(self._show, memory.toreadonly()))
 
     async def put(
         self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True
@@ -172,9 +177,9 @@ class MemoryBlobStore:
         check_blob(name, version)
         content = b"".join(parts)
         info = BlobInfo(name, version, epoch, digest_of(content) if checked else "", len(content))
-        return self.show(info, memoryview(content))
+        return await self._show(memoryview(content), info)
 
-    def show(self, info: BlobInfo, content: memoryview) -> BlobInfo:
+    async def _show(self, content: memoryview, info: BlobInfo) -> BlobInfo:
         versions = self._blobs.setdefault(info.name, {})
         known = versions.get(info.version)
         if known is not None and known[0].epoch > info.epoch:
@@ -197,14 +202,3 @@ class MemoryBlobStore:
 
     async def close(self) -> None:
         """Nothing to let go of: what was put stays, for the others that hold this store."""
-
-
-class MemoryDraft:
-    """See Draft."""
-
-    def __init__(self, store: MemoryBlobStore, info: BlobInfo) -> None:
-        self.memory = memoryview(bytearray(info.size_bytes))
-        self._store, self._info = store, info
-
-    async def publish(self, digest: str) -> BlobInfo:
-        return self._store.show(self._info._replace(digest=digest), self.memory.toreadonly())

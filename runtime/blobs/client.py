@@ -13,11 +13,24 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
-from runtime.blobs.blob import PIECE_BYTES, BlobError, BlobInfo, check_blob, join_digests, missing, piece_digest, spread
-from runtime.blobs.wire import (
+from runtime.blobs.blob import (
+    PIECE_BYTES,
+    BlobError,
+    BlobInfo,
+    BlobMissing,
+    Draft,
+    check_blob,
+    join_digests,
+    missing,
+    piece_digest,
+    spread,
+)
+from runtime.blobs.server import (
     MAX_PACKET,
     Absent,
     Begin,
@@ -33,6 +46,8 @@ from runtime.blobs.wire import (
     encode,
 )
 
+ReplyT = TypeVar("ReplyT", Room, Found)
+
 Lent = tuple[ReplyPacket, memoryview]
 """An answer and the segment it lends, whole; empty where it lends none."""
 
@@ -44,12 +59,11 @@ class BlobClient:
         self._path = path
         self._connection: _Connection | None = None
 
-    async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> "ClientDraft":
+    async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> Draft:
         check_blob(name, version)
-        reply, memory = await self._ask(Begin(size_bytes))
-        if not isinstance(reply, Room):
-            raise _unexpected(reply, name, version)
-        return ClientDraft(self, reply.segment, BlobInfo(name, version, epoch, "", size_bytes), memory[:size_bytes])
+        reply, memory = await self._ask(Begin(size_bytes), Room, name, version)
+        info = BlobInfo(name, version, epoch, "", size_bytes)
+        return Draft(info, memory[:size_bytes], partial(self._show, reply.segment))
 
     async def put(
         self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True
@@ -59,56 +73,46 @@ class BlobClient:
         draft = await self.draft(name, version, epoch, sum(map(len, views)))
         return await draft.publish(await _fill(draft.memory, views, checked=checked))
 
-    async def finish(self, segment: int, info: BlobInfo) -> BlobInfo:
-        reply, _ = await self._ask(Publish(segment, info))
-        if not isinstance(reply, Found):
-            raise _unexpected(reply, info.name, info.version)
-        return reply.info
-
     async def get(self, name: str, version: int, *, check: bool = True) -> tuple[BlobInfo, memoryview]:
         if version < 0:
             raise missing(name, version)
-        reply, memory = await self._ask(Get(name, version))
-        if not isinstance(reply, Found):
-            raise _unexpected(reply, name, version)
+        reply, memory = await self._ask(Get(name, version), Found, name, version)
         info, content = reply.info, memory[: reply.info.size_bytes]
         if check:
             await info.check(content)
         return info, content
 
     async def newest(self, name: str) -> BlobInfo | None:
-        reply, _ = await self._ask(Get(name, -1))
-        if isinstance(reply, Absent):
+        try:
+            return (await self._ask(Get(name, -1), Found, name, -1))[0].info
+        except BlobMissing:
             return None
-        if not isinstance(reply, Found):
-            raise _unexpected(reply, name, -1)
-        return reply.info
 
     async def close(self) -> None:
         if self._connection is not None:
             self._connection.hang_up("it was closed here")
             self._connection = None
 
-    async def _ask(self, request: RequestPacket) -> "Lent":
+    async def _show(self, segment: int, info: BlobInfo) -> BlobInfo:
+        return (await self._ask(Publish(segment, info), Found, info.name, info.version))[0].info
+
+    async def _ask(
+        self, request: RequestPacket, wanted: type[ReplyT], name: str, version: int
+    ) -> tuple[ReplyT, memoryview]:
+        """The answer and what it lends. Raises BlobError for any other answer than `wanted`."""
         try:
             if self._connection is None or self._connection.is_over:
                 self._connection = _Connection(self._path)
-            return await self._connection.ask(request)
+            reply, memory = await self._connection.ask(request)
         except OSError as error:
             raise BlobError(
                 f"the node agent's blobs at {self._path} can't be reached: {error.strerror or error}"
             ) from error
-
-
-class ClientDraft:
-    """See Draft."""
-
-    def __init__(self, client: BlobClient, segment: int, info: BlobInfo, memory: memoryview) -> None:
-        self.memory = memory
-        self._client, self._segment, self._info = client, segment, info
-
-    async def publish(self, digest: str) -> BlobInfo:
-        return await self._client.finish(self._segment, self._info._replace(digest=digest))
+        if isinstance(reply, wanted):
+            return reply, memory
+        if isinstance(reply, Absent):
+            raise missing(name, version)
+        raise BlobError(reply.why if isinstance(reply, Denied) else f"the agent answered {type(reply).__name__}")
 
 
 class _Connection:
@@ -229,9 +233,3 @@ async def _fill(memory: memoryview, parts: Sequence[memoryview], *, checked: boo
 
     digests = await spread(-(-len(target) // PIECE_BYTES), piece, len(target))
     return join_digests(digests) if checked else ""
-
-
-def _unexpected(reply: ReplyPacket, name: str, version: int) -> BlobError:
-    if isinstance(reply, Absent):
-        return missing(name, version)
-    return BlobError(reply.why if isinstance(reply, Denied) else f"the agent answered {type(reply).__name__}")

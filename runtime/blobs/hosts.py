@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from bus.errors import AskFailed
 from bus.message import Buffer
@@ -62,8 +62,8 @@ SOON_S = 5.0
 """No more are asked for than should come within this, by the first one: an agent gives up a source that owes a piece for twice as long."""
 
 
-class Ask(Protocol):
-    def __call__(self, source: str, request: Any) -> Awaitable[Any]: ...
+Ask = Callable[[str, Any], Awaitable[Any]]
+"""Asks a source."""
 
 
 class Pull:

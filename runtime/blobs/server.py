@@ -1,6 +1,7 @@
 """Blobs of one host: the node agent owns the segments they lie in, every process maps them.
 
-Wire: one SOCK_SEQPACKET connection per client, packets as in runtime/blobs/wire.py. A writer is lent a segment, fills it and names
+Wire: one SOCK_SEQPACKET connection per client, one MessagePack struct per packet, memory as file descriptors beside it. A descriptor comes
+with a reply only when its connection has not had it before: each process maps a segment once. A writer is lent a segment, fills it and names
 its digest; only then is it visible. A client that dies gives back everything it was lent: half-written blobs and drop tokens alike.
 
 Segments stay mapped in their users and are used again once nobody reads them: a fresh mapping costs a page fault per page and an
@@ -8,7 +9,6 @@ unmapping at the end, more than copying the pages. So a segment belongs to the w
 once its blob is freed and every reader has dropped it, that writer gets it back.
 """
 
-import array
 import asyncio
 import fcntl
 import os
@@ -19,25 +19,77 @@ from pathlib import Path
 import msgspec
 
 from runtime.blobs.blob import KEPT, MAX_BLOB_BYTES, BlobInfo
-from runtime.blobs.wire import (
-    MAX_GONE,
-    MAX_PACKET,
-    Absent,
-    Begin,
-    Denied,
-    Drop,
-    Found,
-    Publish,
-    ReplyPacket,
-    RequestPacket,
-    Room,
-    decode_request,
-    encode,
-)
+
+MAX_PACKET = 4096
+"""Bytes: names are short, and contents travel as file descriptors."""
+
+MAX_GONE = 256
+"""Segments named in one reply; the rest come with the next."""
+
+
+class Begin(msgspec.Struct, tag=True, array_like=True):
+    """Lend me a segment of at least this size to write into."""
+
+    size_bytes: int
+
+
+class Publish(msgspec.Struct, tag=True, array_like=True):
+    """The segment holds this blob; show it. I write no more."""
+
+    segment: int
+    info: BlobInfo
+
+
+class Get(msgspec.Struct, tag=True, array_like=True):
+    """Lend me the segment of this version; -1 asks for the newest one's description alone."""
+
+    name: str
+    version: int
+
+
+class Drop(msgspec.Struct, tag=True, array_like=True):
+    """I use that segment no more, once: the token that one `Begin` or `Get` gave. Not answered."""
+
+    segment: int
+
+
+class Room(msgspec.Struct, tag=True, array_like=True):
+    """A segment to write into, lent until it is dropped."""
+
+    segment: int
+    capacity: int
+    gone: tuple[int, ...] = ()
+    """Segments this connection mapped that exist no more: unmap them."""
+
+
+class Found(msgspec.Struct, tag=True, array_like=True):
+    """What the agent holds; `segment` is lent until it is dropped, or -1 where none was asked for."""
+
+    info: BlobInfo
+    segment: int = -1
+    capacity: int = 0
+    gone: tuple[int, ...] = ()
+
+
+class Absent(msgspec.Struct, tag=True, array_like=True):
+    """No such blob."""
+
+
+class Denied(msgspec.Struct, tag=True, array_like=True):
+    """The request makes no sense."""
+
+    why: str
+
+
+RequestPacket = Begin | Publish | Get | Drop
+ReplyPacket = Room | Found | Absent | Denied
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(RequestPacket).decode
+decode_reply = msgspec.msgpack.Decoder(ReplyPacket).decode
 
 Answer = tuple[ReplyPacket | None, "MemorySegment | None"]
 """A reply, and the segment that it lends."""
-
 
 F_SEAL_FUTURE_WRITE = 0x10
 """Linux 5.1: what is mapped for writing stays so, nobody else gets to write. Python names it from 3.13 on."""
@@ -105,12 +157,7 @@ class BlobServer:
             reply, segment = self._answer(decode_request(packet), client)
             if reply is not None:
                 is_new = segment is not None and self._slab.is_new_to(client, segment)
-                fds = (
-                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd]))]
-                    if is_new and segment
-                    else []
-                )
-                client.sendmsg([encode(reply)], fds)
+                socket.send_fds(client, [encode(reply)], [segment.fd] if is_new and segment else [])
         except (OSError, KeyError, msgspec.MsgspecError):  # it closed, does not read its answers, or talks nonsense
             self._hang_up(client)
 
@@ -157,7 +204,7 @@ class BlobServer:
             segment.seal()
         except OSError as error:
             return Denied(f"the segment could not be sealed: {error.strerror}")
-        self._slab.show(segment)
+        segment.is_shown = True
         versions[info.version] = (info, segment)
         dropped = [replaced] if replaced else []
         dropped += [versions.pop(old) for old in sorted(versions)[:-KEPT]]
@@ -255,9 +302,6 @@ class Slab:
             segment is not None and segment.writer is user and not segment.is_shown and self._tokens[user][number] > 0
         )
         return segment if usable else None
-
-    def show(self, segment: MemorySegment) -> None:
-        segment.is_shown = True
 
     def hide(self, segment: MemorySegment) -> None:
         """Its blob is freed; the segment goes back once every token of it is dropped."""

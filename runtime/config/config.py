@@ -11,16 +11,7 @@ from pydantic.fields import FieldInfo
 
 from runtime.actor import Actor
 from runtime.config.explain import sentences
-from runtime.config.sections import (
-    ActorConfig,
-    ActorSpec,
-    BaseRoot,
-    BusSection,
-    ReportSection,
-    RunSection,
-    Section,
-    StateSection,
-)
+from runtime.config.sections import ActorConfig, ActorSpec, BaseRoot, Section
 from runtime.config.source import ConfigSource, given, read
 from runtime.errors import ConfigError
 from runtime.importer import absolute, load_class
@@ -33,33 +24,15 @@ class Config:
     """A resolved configuration: checked as a whole, with every actor class imported."""
 
     def __init__(self, root: BaseRoot, classes: Mapping[str, type[Actor]], configs: Mapping[str, ActorConfig]) -> None:
+        self.run = root.run
+        self.bus = root.bus
+        self.state = root.state
+        self.prepare = root.prepare
+        self.actors: Mapping[str, ActorSpec] = root.actors
+        self.report = root.report
         self._root = root
-        self._classes = dict(classes)
-        self._configs = dict(configs)
-
-    @property
-    def run(self) -> RunSection:
-        return self._root.run
-
-    @property
-    def bus(self) -> BusSection:
-        return self._root.bus
-
-    @property
-    def state(self) -> StateSection:
-        return self._root.state
-
-    @property
-    def prepare(self) -> tuple[str, ...]:
-        return self._root.prepare
-
-    @property
-    def actors(self) -> Mapping[str, ActorSpec]:
-        return self._root.actors
-
-    @property
-    def report(self) -> ReportSection:
-        return self._root.report
+        self._classes = classes
+        self._configs = configs
 
     def has(self, name: str) -> bool:
         """Whether an actor of this job declares the section `name`."""

@@ -2,7 +2,7 @@
 
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -34,13 +34,13 @@ BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 def sentences(error: ValidationError, source: ConfigSource, root: type[BaseModel]) -> list[str]:
     """One sentence per mistake, at most `MAX_SENTENCES`; unknown keys first, since they explain missing ones."""
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
-    known = list(_known(root, ()))
+    known = dict(_known(root, ()))
     found: list[str] = []
     for detail in details:
         if detail["type"] == "too_short" and _wrong_within(detail, details):
             continue  # an item that is wrong is not counted
         keys = tuple(str(part) for part in detail["loc"])
-        sentence = source.sentence(keys, _sentence(detail, keys, known, root))
+        sentence = source.sentence(keys, _sentence(detail, keys, known))
         if sentence not in found:
             found.append(sentence)
     return found[:MAX_SENTENCES]
@@ -52,7 +52,7 @@ def _wrong_within(outer: ErrorDetails, details: list[ErrorDetails]) -> bool:
     return any(len(detail["loc"]) > depth and detail["loc"][:depth] == outer["loc"] for detail in details)
 
 
-def _sentence(detail: ErrorDetails, keys: Keys, known: list[Keys], root: type[BaseModel]) -> str:
+def _sentence(detail: ErrorDetails, keys: Keys, known: Mapping[Keys, FieldInfo]) -> str:
     name = ".".join(keys)
     if detail["type"] == "extra_forbidden":
         near = nearest(keys, known)
@@ -68,13 +68,13 @@ def _sentence(detail: ErrorDetails, keys: Keys, known: list[Keys], root: type[Ba
         return f"{name}: {reason}" if name else reason
     if detail["type"] in ("too_short", "too_long"):
         return f"{name} is {_shown(detail['input'])}; it must have {_size(detail)}."
-    field = _field(root, keys)
+    field = next((field for pattern, field in known.items() if _matched(keys, pattern) == pattern), None)
     wanted = _allowed(field) if field is not None else _bound(detail)
     must = f"it must be {wanted}" if wanted else _plain(detail["msg"])
     return f"{name} is {_shown(detail['input'])}; {must}."
 
 
-def nearest(keys: Keys, known: list[Keys]) -> Keys | None:
+def nearest(keys: Keys, known: Collection[Keys]) -> Keys | None:
     """The known key that an unknown one was most likely meant to be: a sibling first, then the same last word elsewhere."""
     beside = {k[len(keys) - 1]: k for k in known if len(k) == len(keys) and k[:-1] == _matched(keys[:-1], k[:-1])}
     close = difflib.get_close_matches(keys[-1], beside, n=1)
@@ -84,7 +84,7 @@ def nearest(keys: Keys, known: list[Keys]) -> Keys | None:
     close = difflib.get_close_matches(written, names, n=1, cutoff=0.75)
     if close:
         return names[close[0]]
-    elsewhere = {k[-1]: k for k in reversed(known)}
+    elsewhere = {k[-1]: k for k in reversed([*known])}
     close = difflib.get_close_matches(keys[-1], elsewhere, n=1, cutoff=0.75)
     return elsewhere[close[0]] if close else None
 
@@ -95,10 +95,11 @@ def _matched(given: Keys, pattern: Keys) -> Keys:
     return pattern if fits else ("",)
 
 
-def _known(model: type[BaseModel], above: Keys) -> Iterator[Keys]:
+def _known(model: type[BaseModel], above: Keys) -> Iterator[tuple[Keys, FieldInfo]]:
+    """Every key that there may be; `*` stands for any name."""
     for name, field in model.model_fields.items():
         keys = (*above, field.alias or name)
-        yield keys
+        yield keys, field
         for inner, starred in _models(field.annotation):
             yield from _known(inner, (*keys, "*") if starred else keys)
 
@@ -110,18 +111,6 @@ def _models(annotation: Any) -> list[tuple[type[BaseModel], bool]]:
     starred = get_origin(annotation) is dict
     inner = get_args(annotation)
     return [(model, starred or deeper) for part in inner for model, deeper in _models(part)] if inner else []
-
-
-def _field(model: type[BaseModel], keys: Keys) -> FieldInfo | None:
-    """The field that `keys` name, or None where they lead into a list or free-form mapping."""
-    named = {(f.alias or n): f for n, f in model.model_fields.items()} | dict(model.model_fields)
-    field = named.get(keys[0]) if keys else None
-    if field is None or len(keys) == 1:
-        return field
-    for inner, starred in _models(field.annotation):
-        rest = keys[2:] if starred else keys[1:]
-        return _field(inner, rest) if rest else None
-    return None
 
 
 def _allowed(field: FieldInfo) -> str:

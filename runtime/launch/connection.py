@@ -19,7 +19,7 @@ from runtime.kernel import Kernel
 from runtime.launch.folder import RunCard, find_keys, running
 from runtime.observe.log import logger
 from runtime.observe.trace import Trace, trace_path
-from runtime.store.open import open_store
+from runtime.store.redis import RedisStore
 from runtime.store.store import Store
 
 
@@ -69,7 +69,7 @@ async def connect(folder: Path, *, types: bool = True) -> AsyncGenerator[RunAcce
 async def reach(config: Config, card: RunCard, folder: Path, keys: Keys | None) -> AsyncGenerator[RunAccess]:
     """The run of `card`, for a process of its host that knows its config."""
     run = RunInfo(card.id, folder, config.run.seed, config.run.steps, config.state.window_s)
-    store = open_store(card.state_url, card.id)
+    store = RedisStore(card.state_url, card.id)
     blobs = BlobClient(Path(card.sockets) / "blobs.sock")
     try:
         yield RunAccess(config, card, run, store, blobs, keys)

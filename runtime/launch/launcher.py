@@ -31,7 +31,6 @@ from runtime.observe.trace import merge_traces
 from runtime.registry import NODE, list_actors
 from runtime.store.embedded import EmbeddedRedis
 from runtime.store.errors import StoreUnavailable
-from runtime.store.open import open_store
 from runtime.store.redis import RedisStore
 
 REDIS_RESTART_S = (0.2, 2.0)
@@ -132,10 +131,10 @@ class Launcher:
             stack.push_async_callback(server.stop)
             stack.callback(tasks.create_task(self._keep_alive(server), name="launch.redis").cancel)  # before that stop
             what = server.describe()
-        store = open_store(card.state_url, card.id, patience_s=3.0)
+        store = RedisStore(card.state_url, card.id, patience_s=3.0)
         try:
             await store.get("config")
-            for sentence in await store.concerns() if self._config.state.url and isinstance(store, RedisStore) else ():
+            for sentence in await store.concerns() if self._config.state.url else ():
                 self._console.notice(sentence)
         except StoreUnavailable as error:
             raise LaunchError(str(error)) from error
@@ -316,7 +315,7 @@ class Joiner:
 
     async def _fetch_config(self, card: RunCard) -> Config:
         """The job's config as the first host resolved it, with this host's own overrides."""
-        store = open_store(card.state_url, card.id)
+        store = RedisStore(card.state_url, card.id)
         try:
             async with asyncio.timeout(REACH_S):
                 text, code = await store.get("config"), await store.get("code")

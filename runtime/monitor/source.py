@@ -23,7 +23,7 @@ from runtime.monitor.views import RunState, Snapshot
 from runtime.observe.trace import wall_s
 from runtime.registry import Seen, list_seen
 from runtime.store.errors import StoreUnavailable
-from runtime.store.open import open_store
+from runtime.store.redis import RedisStore
 from runtime.store.store import Store
 
 READ_S = 3.0
@@ -111,7 +111,7 @@ class RunSource:
     async def _connected(self, card: RunCard) -> Store:
         if self._store is None or self._url != card.state_url:
             await self.close()
-            self._store, self._url = open_store(card.state_url, card.id, patience_s=READ_S), card.state_url
+            self._store, self._url = RedisStore(card.state_url, card.id, patience_s=READ_S), card.state_url
         return self._store
 
 

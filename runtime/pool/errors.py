@@ -1,12 +1,10 @@
 """How a call into user code ends without a result; each name says whose fault it was and whether to try again."""
 
-from typing import ClassVar
-
 
 class PoolError(Exception):
     """Base of all of them; the message is half a sentence for the user."""
 
-    reason: ClassVar[str] = "lost"
+    reason = "lost"
     """One word for counters and tables."""
 
 
@@ -25,46 +23,24 @@ class NoWorker(PoolError):
 
 
 class WorkerDied(PoolError):
-    """The process ended while this call ran, and the call is to blame."""
+    """The process ended while this call ran, and the call is to blame.
 
+    `reason`: it `exited` by itself or `crashed`, of a signal; user code closed the worker's socket or wrote to it (`broke_channel`),
+    printed more than `WorkerLimits.max_output_bytes` during one call (`too_much_output`), or returned and left processes running
+    that nothing waits for (`left_processes`).
+    """
 
-class WorkerExited(WorkerDied):
-    """It left by itself, with an exit code."""
-
-    reason = "exited"
-
-
-class WorkerCrashed(WorkerDied):
-    """It died of a signal."""
-
-    reason = "crashed"
-
-
-class ChannelBroken(WorkerDied):
-    """User code closed the socket of its worker, or wrote to it."""
-
-    reason = "broke_channel"
-
-
-class OutputFlood(WorkerDied):
-    """It printed more than `Limits.max_output_bytes` during one call."""
-
-    reason = "too_much_output"
-
-
-class LeftProcesses(WorkerDied):
-    """The function returned and left processes running that nothing waits for."""
-
-    reason = "left_processes"
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class UserCodeRaised(PoolError):
     """User code raised: `kind` is the exception's type, `text` its repr, `where` the last frame as `file:line in function`."""
 
-    reason = "raised"
-
     def __init__(self, kind: str, text: str, where: str) -> None:
         super().__init__(text)
+        self.reason = "memory" if kind == "MemoryError" else "raised"
         self.kind = kind
         self.text = text
         self.where = where
@@ -75,22 +51,12 @@ class UserCodeRaised(PoolError):
         return self.kind in ("MemoryError", "BlockingIOError") or "can't start new thread" in self.text
 
 
-class OutOfMemory(UserCodeRaised):
-    """It raised MemoryError: `Limits.memory_mb`."""
-
-    reason = "memory"
-
-
 class BadResult(PoolError):
-    """The result can't be sent back: not representable."""
+    """The result can't be sent back: not representable, or `too_large`, beyond `WorkerLimits.max_reply_bytes`."""
 
-    reason = "wrong_type"
-
-
-class ResultTooLarge(BadResult):
-    """The result has more than `Limits.max_reply_bytes`."""
-
-    reason = "too_large"
+    def __init__(self, text: str, reason: str = "wrong_type") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class TargetMissing(PoolError):

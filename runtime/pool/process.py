@@ -16,18 +16,11 @@ import msgspec
 from runtime.pool import worker as pool_worker
 from runtime.pool.errors import (
     BadResult,
-    ChannelBroken,
-    LeftProcesses,
     NoWorker,
-    OutOfMemory,
-    OutputFlood,
     PoolError,
-    ResultTooLarge,
     TargetMissing,
     UserCodeRaised,
-    WorkerCrashed,
     WorkerDied,
-    WorkerExited,
     WorkerKilled,
     WorkerTimeout,
 )
@@ -64,9 +57,8 @@ class WorkerProcess:
     def __init__(self, limits: WorkerLimits, on_output: Callable[[str], None]) -> None:
         self.instances: set[str] = set()
         self._limits = limits
-        max_frame = limits.max_reply_bytes + FRAME_OVERHEAD_BYTES
-        self._channel = FrameChannel(max_frame, self._replied, self._garbled, self._channel_ended)
-        self._output = OutputLines(limits.max_output_bytes, on_output, self._flooded, self._settle, self._exited)
+        self._channel = FrameChannel(self, limits.max_reply_bytes + FRAME_OVERHEAD_BYTES)
+        self._output = OutputLines(self, limits.max_output_bytes, on_output)
         self._transport: asyncio.SubprocessTransport | None = None
         self._calls: deque[_Call] = deque()
         self._num_calls = 0
@@ -92,38 +84,20 @@ class WorkerProcess:
         """Instances hosted plus calls waiting."""
         return len(self.instances) + len(self._calls)
 
-    @property
-    def pid(self) -> int:
-        """Process id of the worker's init; 0 before `start`."""
-        return 0 if self._transport is None else self._transport.get_pid()
-
     async def start(self) -> None:
         """Spawn the process. Raises NoWorker when the system refuses."""
         try:
-            await self._start()
+            ours, theirs = socket.socketpair()
+            with theirs:
+                ours.setblocking(False)
+                await asyncio.get_running_loop().create_unix_connection(lambda: self._channel, sock=ours)
+                await self._spawn(theirs.fileno())
         except OSError as error:
+            self._channel.close()
             raise NoWorker(f"no process could be started for it: {error}") from error
 
-    async def _start(self) -> None:
-        loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ours.setblocking(False)
-            await loop.create_unix_connection(lambda: self._channel, sock=ours)
-            try:
-                await self._spawn(theirs.fileno())
-            except OSError:
-                self._channel.close()
-                raise
-
     async def _spawn(self, fd: int) -> None:
-        settings = {
-            "fd": fd,
-            "root": _ROOT,
-            "parent": os.getpid(),
-            "uid": choose_uid(),
-            "limits": self._limits,
-        }
+        settings = {"fd": fd, "root": _ROOT, "parent": os.getpid(), "uid": choose_uid(), "limits": self._limits}
         transport, _ = await asyncio.get_running_loop().subprocess_exec(
             lambda: self._output,
             *(sys.executable, "-u", "-X", "faulthandler", pool_worker.__file__, json.dumps(settings)),
@@ -177,12 +151,14 @@ class WorkerProcess:
         late = WorkerTimeout(f"no answer within {self._calls[0].deadline_s:g} s")
         self._condemn("its process was killed because another call on it hung", late)
 
-    def _flooded(self) -> None:
-        flood = OutputFlood(f"printed more than {self._limits.max_output_bytes:,} bytes")
+    def flooded(self) -> None:
+        """It printed too much during this call."""
+        flood = WorkerDied(f"printed more than {self._limits.max_output_bytes:,} bytes", "too_much_output")
         self._condemn("its process was killed because another call on it printed too much", flood)
 
-    def _garbled(self) -> None:
-        broken = ChannelBroken("wrote to its worker's own socket")
+    def garbled(self) -> None:
+        """What came is no reply of a worker."""
+        broken = WorkerDied("wrote to its worker's own socket", "broke_channel")
         self._condemn("its process was killed because another call broke its socket", broken)
 
     def _condemn(self, verdict: str, first: PoolError) -> None:
@@ -214,18 +190,19 @@ class WorkerProcess:
         except ProcessLookupError:
             pass  # it ended
 
-    def _replied(self, frame: bytes) -> None:
+    def replied(self, frame: bytes) -> None:
+        """A call ended."""
         if not self._calls:
             return
         try:
             call, outcome, payload = _REPLIES.decode(frame)
             error = None if outcome == pool_worker.DONE else error_of(outcome, payload)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            self._garbled()
+            self.garbled()
             return
         head = self._calls[0]
         if call != head.id:
-            self._garbled()
+            self.garbled()
             return
         self._calls.popleft()
         self._watch()
@@ -234,26 +211,28 @@ class WorkerProcess:
                 head.reply.set_result(payload)
             else:
                 head.reply.set_exception(error)
-        if isinstance(error, LeftProcesses) or (isinstance(error, UserCodeRaised) and error.at_limit):
+        if isinstance(error, WorkerDied) or (isinstance(error, UserCodeRaised) and error.at_limit):
             self.kill(f"its process was replaced because another call {error}")
 
-    def _channel_ended(self) -> None:
+    def channel_ended(self) -> None:
+        """The socket ended."""
         if self._verdict is None:
             self._verdict = "its process ended during another call"
         # The process is about to end by itself, with the exit code that tells why; unless user code closed the socket.
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self._cut_off)
-        self._settle()
+        self.settle()
 
     def _cut_off(self) -> None:
         if self._transport is not None and self._transport.get_returncode() is None:
             self._cut = True
             self._end_tree()
 
-    def _exited(self) -> None:
+    def exited(self) -> None:
+        """The process ended."""
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self._finish)
-        self._settle()
+        self.settle()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """One of pipe, socket and process ended; all three make the end."""
         self._open -= 1
         if self._open < 0:
@@ -276,41 +255,34 @@ def error_of(outcome: int, payload: bytes) -> PoolError:
     """Of a reply that is not DONE. Raises msgspec.MsgspecError or UnicodeDecodeError for garbage."""
     if outcome == pool_worker.RAISED:
         kind, text, where = msgspec.msgpack.decode(payload, type=tuple[str, str, str])
-        return (OutOfMemory if kind == "MemoryError" else UserCodeRaised)(kind, text, where)
-    kinds = {
-        pool_worker.MISSING: TargetMissing,
-        pool_worker.TOO_LARGE: ResultTooLarge,
-        pool_worker.LEFT: LeftProcesses,
-    }
-    return kinds.get(outcome, BadResult)(payload.decode())
+        return UserCodeRaised(kind, text, where)
+    text = payload.decode()
+    if outcome == pool_worker.MISSING:
+        return TargetMissing(text)
+    if outcome == pool_worker.LEFT:
+        return WorkerDied(text, "left_processes")
+    return BadResult(text, "too_large" if outcome == pool_worker.TOO_LARGE else "wrong_type")
 
 
 def ending(code: int, *, cut: bool) -> WorkerDied:
     """Why a process ended by itself; `cut`: it lost its socket first, and may have been ended for that."""
     if cut and code in (-signal.SIGTERM, -signal.SIGKILL):
-        return ChannelBroken("closed its worker's own socket")
+        return WorkerDied("closed its worker's own socket", "broke_channel")
     if code >= 0:
-        return WorkerExited(f"its process ended with exit code {code}")
+        return WorkerDied(f"its process ended with exit code {code}", "exited")
     try:
-        return WorkerCrashed(f"its process died of {signal.Signals(-code).name}")
+        name = signal.Signals(-code).name
     except ValueError:
-        return WorkerCrashed(f"its process died of signal {-code}")
+        name = f"signal {-code}"
+    return WorkerDied(f"its process died of {name}", "crashed")
 
 
 class FrameChannel(asyncio.Protocol):
-    """Frames are a little-endian uint32 length and that many bytes. A length above `max_bytes` is told to `on_garbage`."""
+    """Frames are a little-endian uint32 length and that many bytes. A length above `max_bytes` is told to `owner` as garbage."""
 
-    def __init__(
-        self,
-        max_bytes: int,
-        on_frame: Callable[[bytes], None],
-        on_garbage: Callable[[], None],
-        on_end: Callable[[], None],
-    ) -> None:
+    def __init__(self, owner: WorkerProcess, max_bytes: int) -> None:
+        self._owner = owner
         self._max_bytes = max_bytes
-        self._on_frame = on_frame
-        self._on_garbage = on_garbage
-        self._on_end = on_end
         self._transport: asyncio.Transport | None = None
         self._data = bytearray()
 
@@ -334,39 +306,30 @@ class FrameChannel(asyncio.Protocol):
         while len(self._data) >= 4:
             size = int.from_bytes(self._data[:4], "little")
             if size > self._max_bytes:
-                self._on_garbage()
+                self._owner.garbled()
                 self.close()
                 return
             if len(self._data) < size + 4:
                 return
             frame = bytes(self._data[4 : size + 4])
             del self._data[: size + 4]
-            self._on_frame(frame)
+            self._owner.replied(frame)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
-        self._on_end()
+        self._owner.channel_ended()
 
 
 class OutputLines(asyncio.SubprocessProtocol):
     """Passes printed lines on, at most OUTPUT_LINES_S a second, and tells when the pipe and the process end.
 
-    `on_flood` is told once of more than `max_bytes` since the last `start_count`; nothing is passed on after it.
+    `owner` is told once of more than `max_bytes` since the last `start_count`; nothing is passed on after it.
     """
 
-    def __init__(
-        self,
-        max_bytes: int,
-        on_line: Callable[[str], None],
-        on_flood: Callable[[], None],
-        on_pipe_end: Callable[[], None],
-        on_exit: Callable[[], None],
-    ) -> None:
+    def __init__(self, owner: WorkerProcess, max_bytes: int, on_line: Callable[[str], None]) -> None:
+        self._owner = owner
         self._max_bytes = max_bytes
         self._on_line = on_line
-        self._on_flood = on_flood
-        self._on_pipe_end = on_pipe_end
-        self._on_exit = on_exit
         self._rest = b""
         self._window_start = 0.0
         self._num_lines = 0
@@ -384,7 +347,7 @@ class OutputLines(asyncio.SubprocessProtocol):
         self._num_bytes += len(data)
         if self._num_bytes > self._max_bytes:
             self._flooded = True
-            self._on_flood()
+            self._owner.flooded()
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > OUTPUT_LINE_LIMIT:
@@ -398,11 +361,11 @@ class OutputLines(asyncio.SubprocessProtocol):
         if self._rest:
             self._pass_on(self._rest)
             self._rest = b""
-        self._on_pipe_end()
+        self._owner.settle()
 
     def process_exited(self) -> None:
         """Called by the loop."""
-        self._on_exit()
+        self._owner.exited()
 
     def _pass_on(self, line: bytes) -> None:
         now = asyncio.get_running_loop().time()

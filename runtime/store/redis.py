@@ -4,16 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from runtime.store.errors import fenced, forgotten, not_a_number
-from runtime.store.limits import READ_LIMIT, check_integer, check_ttl, check_write
-from runtime.store.redis_link import PATIENCE_S, Argument, RedisLink, Rejected, Reply, Script, script
-from runtime.store.servers import concerns
-from runtime.store.store import Append, Fence, Lease, WriteNumber
+from runtime.store.redis_link import PATIENCE_S, Argument, RedisLink, Rejected, Reply, concerns, script
+from runtime.store.store import READ_LIMIT, Append, Fence, Lease, WriteNumber, check_integer, check_ttl, check_write
 
 
 class RedisStore:
     """A `Store` for the run `run_id` at `url` (`redis://`, `rediss://` or `unix://`, password inside).
 
     A server that is killed and comes back within `patience_s` is survived by every call; each change is still made exactly once.
+    Nothing is contacted yet. Raises StoreError for a URL of no such server.
     """
 
     def __init__(self, url: str, run_id: str, *, patience_s: float = PATIENCE_S) -> None:
@@ -34,18 +33,18 @@ class RedisStore:
         return await self._link.full()
 
     async def get(self, key: str) -> bytes | None:
-        return await self._link.field(self._keys, key)
+        return (await self._link.fields(self._keys, [key]))[0]
 
     async def scan(self, prefix: str) -> dict[str, bytes]:
         flat = cast("list[bytes]", await self._link.ask(script("scan"), (self._keys, self._index), prefix))
         return {key.decode(): value for key, value in zip(flat[::2], flat[1::2], strict=True)}
 
     async def fenced(self, name: str) -> tuple[int, int]:
-        token, _, number = (await self._link.field(self._fences, name) or b"0 0").partition(b" ")
+        token, _, number = ((await self._link.fields(self._fences, [name]))[0] or b"0 0").partition(b" ")
         return int(token), int(number)
 
     async def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
-        return (await self._link.fields([(self._keys, keys)]))[0] if keys else []
+        return await self._link.fields(self._keys, keys) if keys else []
 
     async def write(
         self,
@@ -56,22 +55,24 @@ class RedisStore:
         append: Append | None = None,
     ) -> None:
         check_write(changes, fence, turn, append)
-        flat: list[Argument] = [len(changes)]
+        name, token = fence or ("", "")
+        number, before = "", ""
+        if turn is not None:
+            number = turn.number
+            before = "{} {}".format(*(turn.after or (token, number - 1)))
+        flat: list[Argument] = [name, token, number, before, len(changes)]
         for key, value in changes.items():
             flat += (key, "0", b"") if value is None else (key, "1", value)
-        more: tuple[str, ...] = ()
+        keys = [self._keys, self._index, self._fences]
         if append is not None:
-            more = (self._streams, self._link.key("stream", append.stream))
+            keys += (self._streams, self._link.key("stream", append.stream))
             flat += (append.stream, append.first, append.forget, *append.entries)
-        await self._fenced(script("once", "fence", "write"), fence, *flat, turn=turn, more=more)
-
-    async def compare_and_set(
-        self, key: str, expected: bytes | None, value: bytes, *, fence: Fence | None = None
-    ) -> bool:
-        check_write({key: value}, fence)
-        wanted: tuple[Argument, Argument] = ("0", b"") if expected is None else ("1", expected)
-        what = script("once", "fence", "compare_and_set")
-        return bool(await self._fenced(what, fence, key, *wanted, value))
+        try:
+            await self._link.once(script("once", "fence", "write"), keys, *flat)
+        except Rejected as error:
+            assert fence is not None
+            refusal = forgotten if error.code == "FORGOTTEN" else fenced
+            raise refusal(fence.name, fence.token, error.number) from None
 
     async def increment(self, key: str, *, at_least: int = 0) -> int:
         check_integer("at_least", at_least)
@@ -120,28 +121,6 @@ class RedisStore:
     async def _read(self, key: str, after: int) -> list[tuple[int, bytes]]:
         flat = cast("list[bytes]", await self._link.ask(script("read"), (key,), f"0-{after + 1}", READ_LIMIT))
         return [(index_of(entry), value) for entry, value in zip(flat[::2], flat[1::2], strict=True)]
-
-    async def _fenced(
-        self,
-        what: Script,
-        fence: Fence | None,
-        *args: Argument,
-        turn: WriteNumber | None = None,
-        more: tuple[str, ...] = (),
-    ) -> Reply:
-        name, token = ("", "") if fence is None else fence
-        number, after = ("", "") if turn is None else (turn.number, "")
-        if turn is not None:
-            token_before, number_before = turn.after or (token, turn.number - 1)
-            after = f"{token_before} {number_before}"
-        keys = (self._keys, self._index, self._fences, *more)
-        try:
-            return await self._link.once(what, keys, name, token, number, after, *args)
-        except Rejected as error:
-            assert fence is not None
-            if error.code == "FORGOTTEN":
-                raise forgotten(fence.name, fence.token, error.number) from None
-            raise fenced(fence.name, fence.token, error.number) from None
 
 
 def index_of(entry: bytes) -> int:

@@ -1,14 +1,15 @@
 """RedisLink: how scripts reach Redis; survives a server that restarts, and applies each change once however often it is sent."""
 
 import asyncio
+import hashlib
 import re
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
@@ -28,12 +29,17 @@ from redis.exceptions import ConnectionError as LinkError
 from redis.exceptions import TimeoutError as LinkTimeout
 
 from runtime.store.errors import StoreError, StoreFull, StoreUnavailable
-from runtime.store.servers import Figures, full, out_of_room
+
+Figures = Mapping[str, object]
+"""What a server answers to INFO, by field."""
+NEARLY = 0.99
+"""Of its memory: a server that refuses writes stays just below its limit as often as above it."""
 
 Argument = str | bytes | int
 Reply = Any
 """What redis-py returns: int, bytes or lists of them; whoever asked knows which and says so on the next line."""
 
+SCHEMES = ("redis://", "rediss://", "unix://")
 PATIENCE_S = 20.0
 """A killed server is back within a second or two; a failover takes ten."""
 MAX_CALLS = 16
@@ -56,6 +62,7 @@ TEMPORARY = (LinkError, LinkTimeout, ReadOnlyError, TryAgainError, OSError)
 """Worth another attempt: gone, restarting, loading its file, or just failed over."""
 REFUSALS = (AuthenticationError, NoPermissionError)
 """No attempt will do better."""
+CODES = frozenset({"FENCED", "FORGOTTEN", "NOTANUMBER"})
 
 
 class Rejected(Exception):
@@ -66,18 +73,17 @@ class Rejected(Exception):
         self.code, self.number = code, number
 
 
-class Script:
-    """The text of `scripts/{name}.lua` behind the parts it builds upon, and its SHA-1 once Redis has been told."""
-
-    def __init__(self, *names: str) -> None:
-        self.text = "\n".join((SCRIPTS / f"{name}.lua").read_text() for name in names)
-        self.digest = _sha1(self.text)
+class Script(NamedTuple):
+    text: str
+    digest: str
+    """SHA-1 of the text, which is all that Redis needs once it has been told."""
 
 
 @cache
 def script(*names: str) -> Script:
-    """Parts are read from disk once per process."""
-    return Script(*names)
+    """`scripts/{name}.lua` behind the parts it builds upon; read from disk once per process."""
+    text = "\n".join((SCRIPTS / f"{name}.lua").read_text() for name in names)
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 class RedisLink:
@@ -89,7 +95,7 @@ class RedisLink:
     def __init__(self, url: str, run_id: str, *, patience_s: float = PATIENCE_S) -> None:
         if not run_id or set(run_id) & set("{}"):
             raise ValueError(f"a run id is not empty and has no braces, got {run_id!r}")
-        self.url = _without_secrets(url)
+        self.url = _checked(url)
         self._prefix = f"rubato:{{{run_id}}}"
         self._patience_s = patience_s
         self._redis = _connect(url)
@@ -114,23 +120,10 @@ class RedisLink:
             numbered = (next(self._numbers), *args)
             return await self._attempts(lambda: self._evaluate(what, (operation, *keys), numbered))
 
-    async def field(self, key: str, name: str) -> bytes | None:
-        """One field of a hash."""
+    async def fields(self, key: str, names: Sequence[str]) -> list[bytes | None]:
+        """Fields of a hash, in their order."""
         async with self._calls:
-            return cast("bytes | None", await self._attempts(lambda: self._command("HGET", key, name)))
-
-    async def fields(self, wanted: Sequence[tuple[str, Sequence[str | bytes]]]) -> list[list[bytes | None]]:
-        """Of each hash the fields that are asked for, in their order; all of it in one round trip."""
-
-        async def call() -> Reply:
-            pipeline = self._redis.pipeline(transaction=False)
-            for key, names in wanted:
-                pipeline.execute_command("HMGET", key, *names)  # pyright: ignore[reportUnknownMemberType]
-            async with asyncio.timeout(REPLY_S):
-                return await pipeline.execute()
-
-        async with self._calls:
-            return cast("list[list[bytes | None]]", await self._attempts(call)) if wanted else []
+            return cast("list[bytes | None]", await self._attempts(lambda: self._command("HMGET", key, *names)))
 
     async def grown(self, stream: str, after: int, wait_s: float) -> None:
         """Return once a stream has an entry with an index above `after`, or after `wait_s`."""
@@ -196,7 +189,10 @@ class RedisLink:
                 if loop.time() - began + pause_s > budget_s:
                     raise self._away(loop.time() - began, error) from error
             except InvalidResponse as error:
-                raise self._stranger() from error
+                raise StoreUnavailable(
+                    f"{self.url} is taken by a server that is not Redis. "
+                    "Correct state.url, or leave it out to use the embedded server."
+                ) from error
             except ResponseError as error:
                 if not isinstance(error, OutOfMemoryError) and not NO_ROOM.search(str(error)):
                     raise _rejection(self.url, error) from error
@@ -213,12 +209,6 @@ class RedisLink:
             )
         return StoreUnavailable(
             f"{self.url} refused the password. Set state.url with one, or leave state.url out to use the embedded server."
-        )
-
-    def _stranger(self) -> StoreUnavailable:
-        return StoreUnavailable(
-            f"{self.url} is taken by a server that is not Redis. "
-            "Correct state.url, or leave it out to use the embedded server."
         )
 
     def _away(self, seconds: float, error: Exception) -> StoreUnavailable:
@@ -256,8 +246,19 @@ def _connect(url: str) -> "Redis":
     )
 
 
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url)
+def _checked(url: str) -> str:
+    """The URL without secrets. Raises StoreError for one that redis-py would stumble over."""
+    if not url.startswith(SCHEMES):
+        scheme, found, _ = url.partition("://")  # no more of it is shown: it may hold a password
+        said = f"starts with {scheme}://" if found else "names no protocol"
+        raise StoreError(f"state.url {said}; write one of {', '.join(SCHEMES)} and the server's address.")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port if parts.scheme != "unix" else 0  # the password of a socket's URL is a parameter
+    except ValueError as error:
+        raise StoreError(
+            f"state.url names no server: {str(error).split(' as ')[0]}. Write redis://HOST:PORT."
+        ) from None
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
@@ -270,10 +271,35 @@ def _rejection(url: str, error: ResponseError) -> Exception:
     return StoreError(f"{url} refused a command: {error}")
 
 
-def _sha1(text: str) -> str:
-    import hashlib
+def concerns(figures: Figures) -> list[str]:
+    """What may lose samples on a server that the user runs, a sentence each."""
+    found: list[str] = []
+    if figures.get("aof_enabled") == 0:
+        found.append(
+            "state.url names a server that keeps no append-only file: where it restarts, the run loses what was written since its "
+            "last snapshot. Set there: appendonly yes"
+        )
+    policy = figures.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        found.append(
+            f"state.url names a server that may throw away what the run wrote once its memory is full (maxmemory-policy {policy}). "
+            "Set there: maxmemory-policy noeviction"
+        )
+    return found
 
-    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+def full(url: str, figures: Figures) -> str:
+    """Why the server at `url` takes no more writes, in a sentence; empty while it does."""
+    if figures.get("aof_last_write_status") == "err":
+        return out_of_room(url, disk=True)
+    most, used = figures.get("maxmemory"), figures.get("used_memory")
+    if isinstance(most, int) and isinstance(used, int) and 0 < NEARLY * most <= used:
+        return out_of_room(url, disk=False)
+    return ""
 
 
-CODES = frozenset({"FENCED", "FORGOTTEN", "NOTANUMBER"})
+def out_of_room(url: str, *, disk: bool) -> str:
+    """The one sentence for it, wherever it is noticed."""
+    what = "could not write to its disk" if disk else "has used all memory it may (maxmemory)"
+    remedy = "Free space there" if disk else "Give it more"
+    return f"the Store at {url} {what} and refuses writes. The run pauses. {remedy}: the run goes on by itself"

@@ -21,7 +21,7 @@ from actors.fabric.links import rates_mbps
 from actors.fabric.section import FabricSection
 from actors.messages.fabric import InspectFabric, Phase, PhaseIntent
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import MemoryNetwork, MemoryTransport
 from planning.circuits import Cross
 from planning.demand import Pair
 from planning.relay import plan, ring_sources, sources
@@ -30,7 +30,7 @@ from runtime.blobs.blob import PIECE_BYTES, MemoryBlobStore
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from sim.outcome import Cell, LaneSpan, RunProgress, RunResult, Table
 from sim.scenario import LiveJob, Scenario, ScenarioKind
 from sim.virtual import run_virtual

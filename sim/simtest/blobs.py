@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 
-from runtime.blobs.blob import BlobInfo, MemoryBlobStore, MemoryDraft
+from runtime.blobs.blob import BlobInfo, Draft, MemoryBlobStore
 from sim.simtest.process import ActorProcess
 
 
@@ -29,7 +29,7 @@ class SimBlobClient:
     def __init__(self, server: SimBlobServer, process: ActorProcess) -> None:
         self._server, self._process = server, process
 
-    async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> MemoryDraft:
+    async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> Draft:
         return await self._server.blobs.draft(name, version, epoch, size_bytes)
 
     async def put(

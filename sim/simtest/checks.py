@@ -11,7 +11,7 @@ from actors.messages.samples import Trajectory
 from actors.samples.group import Group, SampleEnd, Training
 from actors.samples.journal import ENDS, GROUP, PAYLOAD, TRAINING
 from actors.samples.sample import trajectory_id
-from bus.credit import Account
+from bus.link import Account
 from bus.transport import Delivery
 from runtime.dispatch import Mailbox
 from runtime.store.store import Append

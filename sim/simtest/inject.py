@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from bus.faults import HEARTBEAT_S
 from sim.simtest.blobs import corrupted, half
 from sim.simtest.checks import InvariantChecks
 from sim.simtest.faults import Fault
+from sim.simtest.network import HEARTBEAT_S
 from sim.simtest.process import ActorProcess, Killed
 from sim.simtest.store import LOSS_S
 from sim.simtest.world import World
@@ -130,8 +130,7 @@ class Injector:
         process.frozen = True
         await asyncio.sleep(min(seconds, HEARTBEAT_S))
         if seconds > HEARTBEAT_S and process.transport is not None:
-            for connection in process.transport.connections():
-                connection.snap(f"no heartbeat for {HEARTBEAT_S:g} s")
+            self._world.network.silence(process.transport)
             await asyncio.sleep(seconds - HEARTBEAT_S)
         self.thaw(process)
 

@@ -12,10 +12,10 @@ from actors.samples.buffer import SampleBuffer
 from actors.samples.groups import Groups
 from actors.samples.journal import Journal
 from actors.training.trainer import Trainer
-from bus.credit import Account
+from bus.link import Account
 from runtime.blobs.blob import BlobInfo
 from runtime.dispatch import Dispatcher
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 
 
 class Edit(NamedTuple):

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from bus.memory import MemoryTransport
+from bus.transport import MemoryTransport
 from runtime.host import Ending, HostedTask, role_of
 from sim.simtest.loop import current_process
 

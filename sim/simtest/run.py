@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import actors.envs.manager
-import bus.credit
+import bus.link
 import runtime.courier
 import runtime.observe.metrics
 from actors.samples.journal import ENDS
@@ -108,8 +108,8 @@ class settings:
 
     def __init__(self, setup: Setup) -> None:
         self._new = {
-            (bus.credit, "WINDOW_MESSAGES"): setup.window,
-            (bus.credit, "REGRANT_MESSAGES"): max(1, setup.window // 2),
+            (bus.link, "WINDOW_MESSAGES"): setup.window,
+            (bus.link, "REGRANT_MESSAGES"): max(1, setup.window // 2),
             (actors.envs.manager, "ChatRenderer"): renderer,
             (runtime.courier, "SWEEP_S"): 0.5,
             (runtime.observe.metrics, "LAG_PERIOD_S"): 60.0,

@@ -9,8 +9,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from runtime.store.errors import StoreUnavailable
-from runtime.store.memory import MemoryStore
-from runtime.store.store import Append, Fence, Lease, WriteNumber
+from runtime.store.store import Append, Fence, Lease, MemoryStore, WriteNumber
 from sim.simtest.process import ActorProcess
 
 ResultT = TypeVar("ResultT")
@@ -128,11 +127,6 @@ class StoreClient:
         append: Append | None = None,
     ) -> None:
         await self._call("write", dict(changes), fence=fence, turn=turn, append=append)
-
-    async def compare_and_set(
-        self, key: str, expected: bytes | None, value: bytes, *, fence: Fence | None = None
-    ) -> bool:
-        return await self._call("compare_and_set", key, expected, value, fence=fence)
 
     async def increment(self, key: str, *, at_least: int = 0) -> int:
         return await self._call("increment", key, at_least=at_least)

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from bus.errors import AskFailed
-from bus.faults import FaultPlan
 from bus.link import Frame, Identity
-from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import MemoryTransport
 from runtime.actor import RunInfo
 from runtime.errors import ActorFailed
 from runtime.kernel import NODE
@@ -18,6 +17,7 @@ from sim.simtest.actors import SimBuffer, SimKernel, SimTrainer
 from sim.simtest.blobs import SimBlobClient, SimBlobServer
 from sim.simtest.checks import CheckedMailbox, InvariantChecks
 from sim.simtest.journal import Log, Record
+from sim.simtest.network import FaultPlan, FaultyNetwork
 from sim.simtest.process import ActorProcess, Killed, Place
 from sim.simtest.setup import CLASSES, Setup, configs, job
 from sim.simtest.store import LOSS_S, StoreClient, StoreServer
@@ -48,7 +48,7 @@ class World:
             reached=self._reached,
             applied=self._applied,
         )
-        self.network = MemoryNetwork(FaultPlan(seed=setup.seed, delay_s=(0.0, setup.delay_s)), tap=self._sent)
+        self.network = FaultyNetwork(FaultPlan(seed=setup.seed, delay_s=(0.0, setup.delay_s)), tap=self._sent)
         self.step = 0
         self.row_at = 0.0
         self.moved = asyncio.Event()

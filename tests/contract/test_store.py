@@ -6,8 +6,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from runtime.store.errors import Fenced, Forgotten
-from runtime.store.limits import MAX_VALUE_BYTES
-from runtime.store.store import Append, Fence, Store, WriteNumber
+from runtime.store.store import MAX_VALUE_BYTES, Append, Fence, Store, WriteNumber
 from tests.stores import STORE_KINDS, state_url_of, store_at
 
 
@@ -59,8 +58,6 @@ async def test_a_zombie_can_not_write_and_changes_nothing(store: Store):
 
     with pytest.raises(Fenced, match=r"'trainer' writes with token 1, but 2 was seen"):
         await store.write({"k": b"old", "other": b"old"}, fence=Fence("trainer", 1))
-    with pytest.raises(Fenced):
-        await store.compare_and_set("k", b"new", b"old", fence=Fence("trainer", 1))
 
     assert await store.scan("") == {"k": b"new"}
     await store.write({"k": b"newer"}, fence=Fence("trainer", 2))
@@ -73,25 +70,6 @@ async def test_a_fence_is_raised_by_a_write_that_changes_nothing(store: Store):
 
     with pytest.raises(Fenced):
         await store.write({"k": b""}, fence=Fence("buffer", 4))
-
-
-async def test_compare_and_set_writes_only_over_what_is_expected(store: Store):
-    took = await store.compare_and_set("k", None, b"1")
-    again = await store.compare_and_set("k", None, b"2")
-    wrong = await store.compare_and_set("k", b"0", b"2")
-    right = await store.compare_and_set("k", b"1", b"")
-    empty = await store.compare_and_set("k", b"", b"3")
-
-    assert (took, again, wrong, right, empty) == (True, False, False, True, True)
-    assert await store.get("k") == b"3"
-    assert list(await store.scan("")) == ["k"]
-
-
-async def test_of_many_that_compare_and_set_at_once_one_wins(store: Store):
-    wins = await asyncio.gather(*(store.compare_and_set("k", None, b"%d" % i) for i in range(40)))
-
-    assert sum(wins) == 1
-    assert await store.get("k") == b"%d" % wins.index(True)
 
 
 async def test_increment_counts_from_one_and_never_below_at_least(store: Store):
@@ -254,7 +232,6 @@ async def test_each_fence_counts_for_itself_and_a_fenced_write_without_a_turn_is
     await take(store, "y", 4)
 
     await store.write({}, fence=Fence("x", 4))
-    await store.compare_and_set("k", None, b"", fence=Fence("x", 4))
     await store.write({}, fence=Fence("x", 4), turn=WriteNumber(2))
     await store.write({}, fence=Fence("x", 5))
 
@@ -423,8 +400,6 @@ async def test_a_value_above_the_limit_is_refused_and_one_at_the_limit_is_kept(s
         await store.write({"other": b"", "k": largest + b"x"})
     with pytest.raises(ValueError, match=f"'s' gets {MAX_VALUE_BYTES + 1} bytes"):
         await store.write({"other": b""}, append=Append("s", 1, [b"", largest + b"x"]))
-    with pytest.raises(ValueError, match="put more into a blob"):
-        await store.compare_and_set("k", None, largest + b"x")
 
     assert await store.scan("") == {}
     assert await store.read("s", 0) == []

@@ -11,8 +11,7 @@ import pytest
 from bus.codec import MAX_FRAME_BYTES, Envelope, EnvelopeKind
 from bus.errors import BadAddress, BadFrame
 from bus.link import PROTOCOL, Greeting, Identity, Peer
-from bus.memory import MemoryNetwork, MemoryTransport
-from bus.transport import Delivery, Transport
+from bus.transport import Delivery, MemoryNetwork, MemoryTransport, Transport
 from bus.zmq import ZmqTransport
 
 DEADLINE_S = 10

@@ -21,7 +21,7 @@ from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.registry import ActorRecord
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 
 
 async def serve(keys: Keys, address: str, size: str) -> None:

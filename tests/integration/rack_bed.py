@@ -17,13 +17,13 @@ from actors.fabric.emulated import EmulatedSwitch
 from actors.fabric.section import FabricSection
 from bus.keys import new_keys
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import MemoryNetwork, MemoryTransport
 from planning.circuits import Cross
 from runtime.actor import RunInfo
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from tests.jobs import clean_environment
 from tools.fabric_namespaces import NoNamespaces, Racks, enter
 

@@ -13,8 +13,19 @@ import pytest
 
 from runtime.blobs.blob import BlobCorrupt, BlobError, BlobInfo, digest_of
 from runtime.blobs.client import BlobClient
-from runtime.blobs.server import BlobServer
-from runtime.blobs.wire import MAX_PACKET, Begin, Denied, Drop, Found, Get, Publish, Room, decode_reply, encode
+from runtime.blobs.server import (
+    MAX_PACKET,
+    Begin,
+    BlobServer,
+    Denied,
+    Drop,
+    Found,
+    Get,
+    Publish,
+    Room,
+    decode_reply,
+    encode,
+)
 
 ROOT = Path(__file__).parents[2]
 

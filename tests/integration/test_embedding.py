@@ -12,7 +12,7 @@ import pytest
 
 from runtime.config import from_mapping
 from runtime.embed import embed
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from sim.audit import AuditLimits, audit
 from tests.jobs import SMALL, clean_environment, left_behind, python, rubato, write_model
 

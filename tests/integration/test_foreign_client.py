@@ -31,7 +31,7 @@ from runtime.config import ActorConfig
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 
 class Echoed(Message, frozen=True):
     text: str

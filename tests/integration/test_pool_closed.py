@@ -10,7 +10,7 @@ from actors.messages.samples import Score
 from actors.rewards.local import LocalScorer
 from actors.rewards.service import RewardService, RewardServiceConfig
 from bus.link import Identity
-from bus.memory import MemoryTransport
+from bus.transport import MemoryTransport
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger

@@ -14,12 +14,9 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.exceptions import ConnectionError as LinkError
 
-from runtime.store.acl import COMMANDS, rule
-from runtime.store.embedded import EmbeddedRedis
+from runtime.store.embedded import COMMANDS, EmbeddedRedis, installed_server, rule
 from runtime.store.errors import StoreUnavailable
-from runtime.store.open import open_store
 from runtime.store.redis import RedisStore
-from runtime.store.servers import installed_server
 from tests.stores import need_server, packaged_program
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +135,7 @@ async def tls(tmp_path: Path) -> AsyncGenerator[tuple[int, Authority, str]]:
 
 async def test_a_rediss_url_with_the_right_authority_works(tls: tuple[int, Authority, str]):
     port, authority, password = tls
-    store = open_store(f"rediss://rubato:{password}@127.0.0.1:{port}?ssl_ca_certs={authority.certificate}", "run")
+    store = RedisStore(f"rediss://rubato:{password}@127.0.0.1:{port}?ssl_ca_certs={authority.certificate}", "run")
 
     await store.write({"k": b"v"})
 
@@ -148,7 +145,7 @@ async def test_a_rediss_url_with_the_right_authority_works(tls: tuple[int, Autho
 
 async def test_a_server_with_an_unknown_certificate_is_refused_and_the_password_stays_here(tls):
     port, _, password = tls
-    store = open_store(f"rediss://rubato:{password}@127.0.0.1:{port}", "run", patience_s=0.1)
+    store = RedisStore(f"rediss://rubato:{password}@127.0.0.1:{port}", "run", patience_s=0.1)
 
     with pytest.raises(StoreUnavailable, match="certificate") as told:
         await store.get("k")

@@ -12,9 +12,9 @@ from redis import Redis
 from redis.exceptions import ConnectionError as NotThere
 
 from runtime.registry import LEASE_TTL_S
+from runtime.store.embedded import installed_server
 from runtime.store.errors import StoreFull, StoreUnavailable
 from runtime.store.redis import RedisStore
-from runtime.store.servers import installed_server
 from tests.jobs import SMALL, clean_environment, rubato, write_model
 from tests.stores import need_server, packaged_program
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.store.embedded import EmbeddedRedis
+from runtime.store.embedded import EmbeddedRedis, installed_server
 from runtime.store.errors import Fenced, Forgotten
 from runtime.store.redis import RedisStore
-from runtime.store.servers import installed_server
 from runtime.store.store import Append, Fence, WriteNumber
 from tests.stores import need_server, packaged_program
 
@@ -55,8 +54,7 @@ async def fill(store: RedisStore) -> None:
     """Every kind of write that a Store knows, in each of their outcomes that leave something behind."""
     await store.write({"a/1": b"one", "a/2": b"two", "b": b"\x00\xff", "gone": b"x"}, fence=Fence("buffer", 7))
     await store.write({"gone": None, "a/2": b"second"}, fence=Fence("buffer", 7))
-    await store.compare_and_set("cas", None, b"first")
-    await store.compare_and_set("cas", b"first", b"then", fence=Fence("other", 3))
+    await store.write({"c": b"then"}, fence=Fence("other", 3))
     await store.increment("n")
     await store.increment("n", at_least=41)
     for i in range(5):
@@ -77,7 +75,7 @@ async def seen(store: RedisStore) -> dict[str, object]:
     """Everything that can be read."""
     return {
         "keys": await store.scan(""),
-        "single": [await store.get(key) for key in ("a/1", "a/2", "b", "gone", "cas", "n")],
+        "single": [await store.get(key) for key in ("a/1", "a/2", "b", "gone", "c", "n")],
         "events": await store.read("events", 0),
         "leases": {name: lease[:2] for name, lease in (await store.leases("")).items()},
         "ends": await store.read("ends", 0),
@@ -105,7 +103,7 @@ async def test_what_guards_the_state_is_read_back_too(server: EmbeddedRedis, sto
     with pytest.raises(Fenced):
         await store.write({"a/1": b"zombie"}, fence=Fence("buffer", 6))
     with pytest.raises(Fenced):
-        await store.compare_and_set("cas", b"then", b"zombie", fence=Fence("other", 2))
+        await store.write({"c": b"zombie"}, fence=Fence("other", 2))
     with pytest.raises(Forgotten):
         await store.write({}, fence=Fence("samples", 4), turn=WriteNumber(8))
     assert not await store.lease("actor/b-1", 5, b"", 1.0)

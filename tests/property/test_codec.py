@@ -9,8 +9,16 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.chunks import cut, join
-from bus.codec import OUT_OF_BAND_BYTES, Envelope, EnvelopeKind, decode_body, decode_frame, encode_body, encode_envelope
+from bus.codec import (
+    OUT_OF_BAND_BYTES,
+    Envelope,
+    EnvelopeKind,
+    cut,
+    decode_body,
+    decode_frame,
+    encode_body,
+    join,
+)
 from bus.errors import BadFrame
 from bus.message import ITEM_BYTES, Array, Buffer, Message
 
@@ -80,7 +88,7 @@ envelopes = st.builds(
 
 
 def frame_of(posted: list[Envelope]) -> bytes:
-    return b"".join((b"\xdc", len(posted).to_bytes(2, "big"), *map(encode_envelope, posted)))
+    return b"".join((b"\xdc", len(posted).to_bytes(2, "big"), *map(msgspec.msgpack.encode, posted)))
 
 
 @given(messages)

@@ -11,8 +11,7 @@ from actors.fabric.ledger import CircuitLedger
 from actors.fabric.reconciler import Reconciler
 from planning.circuits import Cross
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
-from runtime.store.store import Fence
+from runtime.store.store import Fence, MemoryStore
 from sim.virtual import run_virtual
 from tests.faulty_switch import FaultySwitch
 

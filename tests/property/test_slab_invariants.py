@@ -45,7 +45,7 @@ class SlabMachine(RuleBasedStateMachine):
         if self.drafts:
             user, segment = self.drafts.pop(pick % len(self.drafts))
             assert self.slab.written_by(user, segment.number) is segment
-            self.slab.show(segment)
+            segment.is_shown = True
             self.shown.append(segment)
             self.slab.drop(user, segment.number)
 

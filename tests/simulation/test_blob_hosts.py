@@ -6,8 +6,8 @@ from collections import Counter
 from contextlib import asynccontextmanager
 
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Buffer
+from bus.transport import MemoryNetwork, MemoryTransport
 from planning.relay import plan, ring_sources, sources
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import PIECE_BYTES, MemoryBlobStore
@@ -16,7 +16,7 @@ from runtime.blobs.messages import BlobPiece, FindNewest, GetPiece, Newest, NotH
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from sim.virtual import run_virtual
 
 CONTENT = b"".join(bytes([n]) * PIECE_BYTES for n in range(1, 6)) + b"the end"

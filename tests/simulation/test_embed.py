@@ -9,7 +9,7 @@ from runtime.actor import Actor, handler
 from runtime.config import ActorConfig, Section, from_mapping
 from runtime.embed import embed
 from runtime.errors import ActorFailed, ConfigError, LaunchError
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from tests.virtual import virtual
 
 

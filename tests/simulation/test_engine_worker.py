@@ -23,14 +23,14 @@ from actors.messages.generation import (
 from actors.messages.weights import WeightsPublished
 from bus.errors import Failed
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import unpack_i32
+from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import BlobMissing, MemoryBlobStore
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from sim.virtual import run_virtual
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from bus.errors import Refused
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import RunInfo
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig
@@ -15,8 +15,9 @@ from runtime.errors import ActorFailed
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.registry import list_actors
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from sim.simtest.faults import DEFAULT
+from sim.simtest.network import FaultPlan, FaultyNetwork
 from sim.simtest.run import Bench, faults_of, run
 from sim.virtual import run_virtual
 from tests.simulation.test_kernel import Client, Echo, Server
@@ -58,7 +59,7 @@ def made(actor_class, name, network, store, folder):
 
 def test_an_actor_that_lives_is_found_again_soon_after_its_link_broke(tmp_path):
     async def main():
-        network, store = MemoryNetwork(), MemoryStore()
+        network, store = FaultyNetwork(FaultPlan(seed=1)), MemoryStore()
         server, client = (made(c, n, network, store, tmp_path) for c, n in ((Server, "server-1"), (Client, "client-1")))
         async with asyncio.TaskGroup() as tasks:
             serving = [tasks.create_task(kernel.serve()) for kernel in (server, client)]

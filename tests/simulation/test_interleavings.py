@@ -5,8 +5,8 @@ import asyncio
 from actors.messages.samples import Score, Scores
 from actors.rewards.service import BATCH, RewardService, RewardServiceConfig
 from bus.link import Identity
-from bus.memory import MemoryTransport
 from bus.message import Ack, Request
+from bus.transport import MemoryTransport
 from runtime.actor import Actor, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.kernel import Kernel

@@ -9,8 +9,8 @@ import pytest
 
 from bus.errors import Failed, NotSent, Unknown
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack, Message, Request
+from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig
@@ -21,7 +21,7 @@ from runtime.monitor.text import blocked_line
 from runtime.observe.log import logger
 from runtime.registry import list_seen
 from runtime.store.errors import StoreUnavailable
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from tests.virtual import virtual
 
 

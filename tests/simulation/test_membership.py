@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
+from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig
@@ -15,7 +15,7 @@ from runtime.messages import Finish
 from runtime.observe.log import logger
 from runtime.registry import LEASE_TTL_S, RELIST_S
 from runtime.store.errors import StoreUnavailable
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from sim.virtual import run_virtual
 
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from bus.memory import MemoryNetwork
+from bus.transport import MemoryNetwork
 from runtime.errors import ActorFailed
 from runtime.registry import list_actors
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from sim.virtual import run_virtual
 from tests.simulation.test_found_by_seeds import LateReplies, made
 from tests.simulation.test_kernel import Server

@@ -26,13 +26,14 @@ from actors.messages.generation import (
 )
 from actors.proxy.proxy import LLMProxy
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
+from bus.transport import MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
+from sim.simtest.network import FaultPlan, FaultyNetwork
 from tests.virtual import virtual
 
 
@@ -115,7 +116,7 @@ def _tokens(start, end):
 class Cluster:
     def __init__(self, tasks, folder):
         self.tasks, self.folder = tasks, folder
-        self.network, self.store = MemoryNetwork(), MemoryStore()
+        self.network, self.store = FaultyNetwork(FaultPlan(seed=1)), MemoryStore()
         self.serving, self.actors = {}, {}
 
     async def start(self, actor_class, name, **sections):
@@ -139,7 +140,7 @@ class Cluster:
     async def kill(self, name):
         """As SIGKILL would: nothing is flushed and the registry is not told."""
         kernel, task = self.serving.pop(name)
-        self.network.kill(kernel.transport.address)
+        kernel.transport.die()
         task.cancel()
         await asyncio.wait([task])
 

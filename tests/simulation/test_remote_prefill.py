@@ -11,14 +11,14 @@ from actors.messages.generation import Completion, Generate, Sampling
 from actors.messages.weights import WeightsPublished
 from actors.scripted.remote_prefill import PrefillSection, RemotePrefillWorker
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.blobs.messages import NotPulled, PullBlob, Pulled
 from runtime.config import ActorConfig
 from runtime.kernel import NODE, Kernel
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from tests.virtual import virtual
 
 PROMPT = np.arange(10, dtype="<i4").tobytes()

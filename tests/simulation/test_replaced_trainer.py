@@ -7,13 +7,13 @@ import msgspec
 from actors import checkpoint as checkpoints
 from actors.messages.samples import Batch, Claim, Close, NotReady
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
-from bus.memory import MemoryNetwork
 from bus.message import Ack
+from bus.transport import MemoryNetwork
 from runtime.actor import Actor, RunInfo, handler
 from runtime.config import ActorConfig
 from runtime.messages import Finish
 from runtime.registry import list_actors
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from sim.simtest.toys import ToyTrainEngine
 from sim.virtual import run_virtual
 from tests.simulation.test_trainer import Buffer, ToyTrainer, kernel_of

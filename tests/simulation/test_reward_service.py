@@ -9,14 +9,14 @@ import msgspec
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.service import RewardService, RewardServiceConfig
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
+from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.config import ActorConfig
 from runtime.kernel import NODE, Kernel
 from runtime.messages import Finish, Notice
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"
 

@@ -25,13 +25,13 @@ from actors.samples.buffer import SampleBuffer
 from actors.samples.journal import read_records
 from bus.errors import AskFailed
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 
 BATCH_GROUPS, GROUP_SIZE, STEPS = 4, 4, 5
 

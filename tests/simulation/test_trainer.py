@@ -27,8 +27,8 @@ from actors.messages.samples import (
 from actors.training.section import CheckpointSection, CheckSection, EvalSection
 from actors.training.trainer import Trainer
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack
+from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig
@@ -36,7 +36,7 @@ from runtime.errors import first_cause
 from runtime.kernel import Kernel
 from runtime.messages import Drain
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from sim.simtest.toys import ToyTrainEngine
 from sim.virtual import run_virtual
 

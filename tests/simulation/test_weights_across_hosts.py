@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from actors.engines.weights import HostWeights, WeightsPuller
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import PIECE_BYTES, MemoryBlobStore
 from runtime.blobs.hosts import HostBlobs
@@ -14,7 +14,7 @@ from runtime.blobs.messages import BlobPiece, GetPiece, NotHere
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from tests.virtual import virtual
 
 IMAGE = bytes(range(256)) * (2 * PIECE_BYTES // 256) + b"end"

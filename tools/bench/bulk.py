@@ -40,7 +40,7 @@ from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.registry import ActorRecord
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 
 SIZE = 64 * 1024 * 1024
 PAGE = 4096

@@ -5,7 +5,7 @@ and where they are installed (extra `bench`) xoscar, Ray and grpc.aio. The syste
 changes it for all; each figure is the median of the runs. Two processes talk: 256 B payloads, 256 requests in flight, 64 MB arrays.
 
 Measured on their own: `--awake` (round trips while idle-priority spinners keep the cores from sleeping), `--fanin P` (P connections from
-one process), `--curve` (encrypted tcp), `--idle` (memory of an idle actor process, and how soon it is ready), `--redis` (the WorkSet).
+one process), `--curve` (encrypted tcp), `--idle` (memory of an idle actor process, and how soon it is ready), `--redis` (samples).
 """
 
 import argparse

@@ -14,7 +14,7 @@ from runtime.observe.metrics import Metrics
 from runtime.observe.trace import Trace
 from runtime.observe.waits import Waits
 from runtime.registry import NODE
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):

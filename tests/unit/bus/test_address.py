@@ -77,23 +77,21 @@ def test_a_path_with_a_listener_is_taken_and_one_left_behind_is_free(tmp_path):
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
-    address = parse(f"ipc://{path}")
 
     with pytest.raises(BadAddress, match="taken by a living process"):
-        check_free(address)
+        check_free(str(path))
 
     listener.close()
-    check_free(address)
+    check_free(str(path))
 
 
 def test_a_path_that_is_a_file_or_whose_folder_is_missing_is_refused(tmp_path):
     (tmp_path / "file").write_text("precious")
 
     with pytest.raises(BadAddress, match="is not a socket"):
-        check_free(parse(f"ipc://{tmp_path}/file"))
+        check_free(f"{tmp_path}/file")
     with pytest.raises(BadAddress, match="does not exist"):
-        check_free(parse(f"ipc://{tmp_path}/missing/engine-1"))
+        check_free(f"{tmp_path}/missing/engine-1")
     with pytest.raises(BadAddress, match="cannot be bound"):
-        check_free(parse(f"ipc://{tmp_path}/file/engine-1"))
-    check_free(parse(f"ipc://{tmp_path}/free"))
-    check_free(parse("tcp://127.0.0.1:1"))
+        check_free(f"{tmp_path}/file/engine-1")
+    check_free(f"{tmp_path}/free")

@@ -1,4 +1,4 @@
-from bus.credit import REGRANT_BYTES, REGRANT_MESSAGES, WINDOW_BYTES, WINDOW_MESSAGES, Account, Grants
+from bus.link import REGRANT_BYTES, REGRANT_MESSAGES, WINDOW_BYTES, WINDOW_MESSAGES, Account, Grants
 
 
 def test_a_sender_starts_with_a_window_of_1024_messages_and_4_mib():
@@ -25,15 +25,6 @@ def test_credit_comes_back_once_half_the_window_was_consumed():
     assert granted == [(0, 0)] * (REGRANT_MESSAGES - 1) + [(REGRANT_MESSAGES, 10 * REGRANT_MESSAGES)]
     assert by_size.consumed(REGRANT_BYTES - 1) == (0, 0)
     assert by_size.consumed(1) == (2, REGRANT_BYTES)
-
-
-def test_what_has_gathered_may_travel_early_on_a_reply():
-    grants = Grants()
-    grants.consumed(5)
-    grants.consumed(6)
-
-    assert grants.collect() == (2, 11)
-    assert grants.collect() == (0, 0)
 
 
 def test_a_message_larger_than_the_window_passes_and_costs_half_of_it():

@@ -3,13 +3,13 @@ from pathlib import Path
 import pytest
 
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
 from bus.message import Ack, Message, Request
+from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 
 
 class Ping(Request[Ack], frozen=True):

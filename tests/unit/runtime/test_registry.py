@@ -4,7 +4,7 @@ import pytest
 
 from runtime.registry import LEASE_TTL_S, LOOK_S, ActorRecord, Directory, Registry
 from runtime.store.errors import StoreFull
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from sim.virtual import run_virtual
 
 

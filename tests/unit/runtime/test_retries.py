@@ -8,9 +8,8 @@ from typing import ClassVar
 import pytest
 
 from bus.codec import Envelope, EnvelopeKind, decode_body, encode_body
-from bus.credit import WINDOW_MESSAGES
 from bus.errors import NotSent, Unknown
-from bus.link import Peer
+from bus.link import WINDOW_MESSAGES, Peer
 from bus.message import Message, Request
 from bus.transport import Delivery
 from runtime.actor import Actor, handler

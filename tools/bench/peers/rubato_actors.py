@@ -35,7 +35,7 @@ from runtime.kernel import Kernel
 from runtime.messages import Drain
 from runtime.observe.log import logger
 from runtime.registry import LEASE_TTL_S, ActorRecord, MembershipEvent, list_actors
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 
 ROUND_TRIPS, REQUESTS, MESSAGES, BULKS = 5_000, 60_000, 200_000, 10
 TIMEOUT_S = 30.0

@@ -30,7 +30,7 @@ async def serve(folder: Path) -> None:
     from runtime.config import ActorConfig
     from runtime.kernel import Kernel
     from runtime.observe.log import logger
-    from runtime.store.memory import MemoryStore
+    from runtime.store.store import MemoryStore
 
     kernel = Kernel(
         Actor,

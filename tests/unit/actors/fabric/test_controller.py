@@ -14,8 +14,7 @@ from actors.fabric.templates import KEY
 from actors.messages.fabric import Circuit, FindSwitch, InspectFabric, PhaseIntent, SwitchRequest
 from bus.errors import Unknown
 from runtime.store.errors import Fenced, StoreUnavailable
-from runtime.store.memory import MemoryStore
-from runtime.store.store import Fence
+from runtime.store.store import Fence, MemoryStore
 
 ROLLOUT = (("llm_proxy-1", "engine-1", 1000), ("llm_proxy-1", "engine-2", 900))
 SYNC = (("trainer-1", "engine-1", 5000), ("trainer-1", "engine-2", 5000))

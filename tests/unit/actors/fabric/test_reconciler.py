@@ -19,8 +19,7 @@ from actors.fabric.ledger import LEASE, CircuitLedger, LedgerUnavailable
 from actors.fabric.reconciler import PortsFailed, Reconciler
 from planning.circuits import Cross
 from runtime.store.errors import Fenced, StoreUnavailable
-from runtime.store.memory import MemoryStore
-from runtime.store.store import Fence
+from runtime.store.store import Fence, MemoryStore
 from tests.faulty_switch import FaultySwitch
 
 A, B = (Cross(0, 4), Cross(4, 0)), (Cross(0, 5), Cross(5, 0))

@@ -6,7 +6,7 @@ import pytest
 
 from actors.config import RewardSection
 from actors.rewards.local import LocalScorer
-from runtime.pool.errors import PoolError, UserCodeRaised, WorkerCrashed, WorkerKilled
+from runtime.pool.errors import PoolError, UserCodeRaised, WorkerDied, WorkerKilled
 
 
 class DyingPool:
@@ -29,7 +29,9 @@ def scorer(*failures):
     return made
 
 
-@pytest.mark.parametrize("failure", [WorkerCrashed("its process died of SIGKILL"), WorkerKilled("another call hung")])
+@pytest.mark.parametrize(
+    "failure", [WorkerDied("its process died of SIGKILL", "crashed"), WorkerKilled("another call hung")]
+)
 async def test_a_worker_that_is_killed_as_it_loads_a_function_is_replaced(failure):
     made = scorer(failure, failure)
 
@@ -38,7 +40,7 @@ async def test_a_worker_that_is_killed_as_it_loads_a_function_is_replaced(failur
 
 
 async def test_a_function_whose_workers_die_each_time_is_refused_with_the_reason():
-    made = scorer(*[WorkerCrashed("its process died of SIGSEGV")] * 3)
+    made = scorer(*[WorkerDied("its process died of SIGSEGV", "crashed")] * 3)
 
     assert await made.start() == "reward function m:f can't be loaded: failed: its process died of SIGSEGV"
 

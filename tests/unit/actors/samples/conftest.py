@@ -24,7 +24,7 @@ from runtime.observe.metrics import Metrics
 from runtime.observe.trace import Trace
 from runtime.observe.waits import Waits
 from runtime.store.errors import Fenced, StoreUnavailable
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 
 NAMES = ("write", "increment")
 """Store calls that change something."""

@@ -12,8 +12,7 @@ from actors.samples.sample import Heard
 from runtime.observe.log import logger
 from runtime.observe.metrics import Metrics
 from runtime.store.errors import Fenced, StoreUnavailable
-from runtime.store.memory import MemoryStore
-from runtime.store.store import Fence
+from runtime.store.store import Fence, MemoryStore
 
 LIMITS = GroupLimits(
     group_size=2, batch_groups=2, steps=100, run_seed=1, max_attempts=3, unbounded_batches=8, ticket_ttl_s=30.0

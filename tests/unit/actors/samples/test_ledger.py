@@ -15,8 +15,7 @@ from actors.samples.sample import Heard
 from runtime.observe.log import logger
 from runtime.observe.metrics import Metrics
 from runtime.store.errors import Fenced
-from runtime.store.memory import MemoryStore
-from runtime.store.store import Append, Fence
+from runtime.store.store import Append, Fence, MemoryStore
 
 
 async def inline(fn, *args):

@@ -14,7 +14,7 @@ from runtime.launch.folder import RunCard
 from runtime.monitor.source import RunSource
 from runtime.observe.trace import wall_s
 from runtime.store.errors import StoreUnavailable
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 
 
 class LoopStore(MemoryStore):
@@ -43,7 +43,7 @@ def opens(monkeypatch):
     """Has the monitor see the store that the test makes."""
 
     def use(make):
-        monkeypatch.setattr("runtime.monitor.source.open_store", lambda url, run_id, patience_s: make())
+        monkeypatch.setattr("runtime.monitor.source.RedisStore", lambda url, run_id, patience_s: make())
 
     return use
 
@@ -188,7 +188,7 @@ async def test_the_store_is_opened_once_for_many_looks(run_folder, make_record, 
         opened.append((url, run_id))
         return LoopStore(make_record("engine-1"))
 
-    monkeypatch.setattr("runtime.monitor.source.open_store", open_store)
+    monkeypatch.setattr("runtime.monitor.source.RedisStore", open_store)
     source = RunSource(run_folder)
     await source.read()
     await source.read()

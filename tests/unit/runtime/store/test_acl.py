@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import runtime.store
-from runtime.store.acl import COMMANDS
+from runtime.store.embedded import COMMANDS
 
 
 def test_every_command_of_a_script_is_allowed() -> None:
@@ -15,4 +15,4 @@ def test_every_command_of_a_script_is_allowed() -> None:
         for name in re.findall(r"redis\.call\('(\w+)'", script.read_text())
     }
     assert "xtrim" in called
-    assert called <= set(COMMANDS), f"not allowed by runtime/store/acl.py: {sorted(called - set(COMMANDS))}"
+    assert called <= set(COMMANDS), f"not allowed by runtime/store/embedded.py: {sorted(called - set(COMMANDS))}"

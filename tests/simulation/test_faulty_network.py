@@ -5,9 +5,14 @@ import msgspec
 import pytest
 
 from bus.codec import Envelope, EnvelopeKind
-from bus.faults import HEARTBEAT_S, FaultPlan, Partition
 from bus.link import Identity
-from bus.memory import MemoryNetwork, MemoryTransport
+from bus.transport import MemoryNetwork, MemoryTransport
+from sim.simtest.network import HEARTBEAT_S, FaultPlan, FaultyNetwork, Partition
+from sim.virtual import run_virtual
+
+
+def run(work):
+    return run_virtual(lambda: work)
 
 
 def tell(number: int) -> Envelope:
@@ -18,7 +23,7 @@ class Pair:
     """A sender and a receiver over a faulty network, and everything each of them saw, with the time."""
 
     def __init__(self, plan: FaultPlan | None) -> None:
-        self.network = MemoryNetwork(plan)
+        self.network = FaultyNetwork(plan) if plan else MemoryNetwork()
         self.proxy = MemoryTransport(Identity("run", "proxy-1", 1), self.network)
         self.engine = MemoryTransport(Identity("run", "engine-1", 1), self.network)
         self.seen: list[tuple[str, float, object]] = []
@@ -51,7 +56,7 @@ async def talk(plan: FaultPlan | None, messages: int = 200, gap_s: float = 0.01)
 ROUGH = {"delay_s": (0.0, 0.3), "stall_rate": 0.05, "stall_s": (0.1, 1.0), "break_rate": 0.03}
 
 
-def test_without_a_plan_everything_arrives_at_once(run):
+def test_without_a_plan_everything_arrives_at_once():
     pair = run(talk(None))
 
     assert [number for _, number in pair.of("engine")] == list(range(200))
@@ -59,7 +64,7 @@ def test_without_a_plan_everything_arrives_at_once(run):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_on_every_link_a_prefix_arrives_in_order_and_each_loss_is_said_once_to_both_sides(run, seed):
+def test_on_every_link_a_prefix_arrives_in_order_and_each_loss_is_said_once_to_both_sides(seed):
     pair = run(talk(FaultPlan(seed=seed, **ROUGH)))
 
     arrived = [number for _, number in pair.of("engine")]
@@ -72,20 +77,20 @@ def test_on_every_link_a_prefix_arrives_in_order_and_each_loss_is_said_once_to_b
     assert len(pair.seen) > 100
 
 
-def test_the_same_seed_replays_exactly_and_another_one_differs(run):
+def test_the_same_seed_replays_exactly_and_another_one_differs():
     first, again, other = (run(talk(FaultPlan(seed=seed, **ROUGH))).seen for seed in (1, 1, 2))
 
     assert first == again
     assert first != other
 
 
-def test_delays_hold_frames_back_within_their_range(run):
+def test_delays_hold_frames_back_within_their_range():
     pair = run(talk(FaultPlan(seed=3, delay_s=(0.2, 0.3)), messages=1))
 
     assert 0.2 <= pair.times("engine")[0] <= 0.31
 
 
-def test_nothing_goes_wrong_any_more_after_until(run):
+def test_nothing_goes_wrong_any_more_after_until():
     pair = run(talk(FaultPlan(seed=4, break_rate=1.0, until_s=1.0)))
 
     arrived = [number for _, number in pair.of("engine")]
@@ -93,7 +98,7 @@ def test_nothing_goes_wrong_any_more_after_until(run):
     assert all(when <= 1.1 for when in pair.times("proxy down"))
 
 
-def test_a_short_partition_delays_one_direction_and_leaves_the_other_open(run):
+def test_a_short_partition_delays_one_direction_and_leaves_the_other_open():
     cut = Partition(sender="proxy-*", receiver="engine-*", start_s=1.0, end_s=4.0)
 
     async def both_ways() -> Pair:
@@ -114,7 +119,7 @@ def test_a_short_partition_delays_one_direction_and_leaves_the_other_open(run):
     assert pair.of("proxy down") == []
 
 
-def test_a_partition_that_outlasts_the_heartbeats_breaks_the_link_for_both_even_when_idle(run):
+def test_a_partition_that_outlasts_the_heartbeats_breaks_the_link_for_both_even_when_idle():
     cut = Partition(sender="engine-1", receiver="*", start_s=1.0, end_s=100.0)
 
     async def idle() -> Pair:
@@ -135,7 +140,7 @@ def test_a_partition_that_outlasts_the_heartbeats_breaks_the_link_for_both_even_
     assert pair.of("proxy") == []
 
 
-def test_a_link_opened_through_a_lasting_partition_is_reported_down(run):
+def test_a_link_opened_through_a_lasting_partition_is_reported_down():
     cut = Partition(sender="proxy-1", receiver="engine-1", start_s=0.0, end_s=math.inf)
 
     pair = run(talk(FaultPlan(seed=7, partitions=(cut,)), messages=1))
@@ -145,7 +150,7 @@ def test_a_link_opened_through_a_lasting_partition_is_reported_down(run):
 
 
 @pytest.mark.parametrize("plan", [None, FaultPlan(seed=8, delay_s=(0.0, 0.1))])
-def test_a_killed_endpoint_says_nothing_more_and_its_peers_hear_once(run, plan):
+def test_a_killed_endpoint_says_nothing_more_and_its_peers_hear_once(plan):
     async def killed() -> Pair:
         pair = Pair(plan)
         await pair.start()
@@ -153,8 +158,8 @@ def test_a_killed_endpoint_says_nothing_more_and_its_peers_hear_once(run, plan):
         await asyncio.sleep(1)
         (peer, _), *_ = pair.of("engine")
         pair.engine.post(peer, tell(2))
-        pair.network.kill(pair.engine.address)
-        pair.network.kill(pair.engine.address)
+        pair.engine.die()
+        pair.engine.die()
         pair.proxy.post(pair.engine.address, tell(3))
         await asyncio.sleep(1)
         return pair
