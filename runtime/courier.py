@@ -16,7 +16,7 @@ from bus.errors import AskFailed, BadFrame, BusError, Failed, NotSent, Refused, 
 from bus.link import Account, Peer
 from bus.message import Message, Request, reply_types
 from bus.transport import Delivery, Transport
-from runtime.observe.waits import Waits, WaitView
+from runtime.observe.figures import Waits, WaitView
 from runtime.registry import ActorRecord, Directory
 
 ReplyT = TypeVar("ReplyT")

@@ -18,7 +18,7 @@ from bus.message import Message
 from bus.transport import Delivery, Transport
 from runtime.actor import Actor, HandlerSpec
 from runtime.courier import SHOWN_S, current_deadline, current_trace
-from runtime.observe.waits import WaitView
+from runtime.observe.figures import WaitView
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger

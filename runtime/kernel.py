@@ -18,9 +18,8 @@ from runtime.courier import Courier, Ref, current_deadline, current_trace
 from runtime.dispatch import Dispatcher
 from runtime.errors import ActorFailed
 from runtime.messages import Drain, Finish, Notice, Progress, Tap
-from runtime.observe.metrics import Metrics, measure_loop_lag
+from runtime.observe.figures import Metrics, Waits, measure_loop_lag
 from runtime.observe.trace import Trace
-from runtime.observe.waits import Waits
 from runtime.registry import BEAT_S, LEASE_TTL_S, NODE, ActorRecord, Directory, Registry, State, announce, withdraw
 from runtime.store.errors import StoreUnavailable
 from runtime.store.store import Store

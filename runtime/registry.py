@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from runtime.observe.waits import StageView, WaitView
+from runtime.observe.figures import StageView, WaitView
 from runtime.store.errors import StoreUnavailable
 from runtime.store.store import Store
 

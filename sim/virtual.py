@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
-from runtime.observe.waits import Waits
+from runtime.observe.figures import Waits
 
 ResultT = TypeVar("ResultT")
 

@@ -11,14 +11,13 @@ from planning.relay import plan, ring_sources, sources
 from runtime.blobs.blob import BlobCorrupt, BlobInfo, BlobMissing, BlobStore
 from runtime.blobs.messages import FindNewest, Newest, NotPulled, PullBlob
 from runtime.kernel import NODE
-from runtime.observe.waits import ITSELF, Wait
+from runtime.observe.figures import ITSELF, Wait
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from runtime.courier import Ref
-    from runtime.observe.metrics import Metrics
-    from runtime.observe.waits import Waits
+    from runtime.observe.figures import Metrics, Waits
     from runtime.registry import ActorRecord
 
 BLOB = "weights"

@@ -21,8 +21,7 @@ from bus.errors import AskFailed, Failed
 from planning.hopeless import RECENT, is_hopeless
 from planning.staleness import is_stale
 from runtime.courier import Ref
-from runtime.observe.metrics import Metrics
-from runtime.observe.waits import Waits
+from runtime.observe.figures import Metrics, Waits
 
 MAX_DETAIL = 300
 """Characters of a failure's own words that are shown."""

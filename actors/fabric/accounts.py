@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 
-from runtime.observe.metrics import Metrics
+from runtime.observe.figures import Metrics
 
 REMEMBERED = 5
 """Changes that the expected delay is the longest of: one slow change makes the next ones begin early, for five rounds."""

@@ -12,7 +12,7 @@ from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
 from runtime.importer import check_module
 from runtime.kernel import Kernel
-from runtime.observe.waits import ITSELF
+from runtime.observe.figures import ITSELF
 
 BATCH = 64
 """Trajectories per call of a function: enough to make the call's own cost vanish."""

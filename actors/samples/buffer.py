@@ -59,7 +59,7 @@ from bus.message import Ack
 from planning.staleness import HandOver
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
-from runtime.observe.waits import STORE
+from runtime.observe.figures import STORE
 from runtime.store.store import Fence
 
 HINT_S = 1.0

@@ -12,7 +12,7 @@ from planning.staleness import HandOver
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from runtime.observe.metrics import Metrics
+    from runtime.observe.figures import Metrics
 
 ON_THE_WAY_S = 3.0
 """A ticket may be on its way to its holder for this long."""

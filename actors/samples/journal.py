@@ -25,7 +25,7 @@ from runtime.store.store import Append, Fence, Store, WriteNumber
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from runtime.observe.metrics import Metrics
+    from runtime.observe.figures import Metrics
 
 ResultT = TypeVar("ResultT")
 

@@ -14,7 +14,7 @@ import msgspec
 
 from actors.messages.samples import Trajectory
 from actors.training.engine import StepResult
-from runtime.observe.metrics import busy_seconds, cpu_seconds
+from runtime.observe.figures import busy_seconds, cpu_seconds
 from runtime.registry import ActorRecord
 
 OWN_PREFIXES = ("queue/", "fabric/")

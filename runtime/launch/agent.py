@@ -25,7 +25,7 @@ from runtime.messages import (
 from runtime.monitor.snapshot import snapshot
 from runtime.monitor.text import blocked_line
 from runtime.monitor.views import BlockedRow
-from runtime.observe.waits import Wait, Waits
+from runtime.observe.figures import Wait, Waits
 from runtime.registry import NODE, bury, list_seen
 from runtime.store.errors import StoreUnavailable
 

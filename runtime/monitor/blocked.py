@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast, get_args
 
 from runtime.monitor.views import ActorView, BlockedRow, Kind, StageRow, WaitRow
-from runtime.observe.waits import STORE
+from runtime.observe.figures import STORE
 from runtime.registry import BEAT_S
 
 SILENT_S = 2.5

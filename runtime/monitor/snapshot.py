@@ -8,7 +8,7 @@ import msgspec
 
 from runtime.monitor.blocked import Diagnosis
 from runtime.monitor.views import ActorView, RunState, Snapshot, StageRow, WaitRow
-from runtime.observe.waits import ITSELF, StageView, WaitView
+from runtime.observe.figures import ITSELF, StageView, WaitView
 from runtime.registry import ActorRecord
 
 VERSION = "weights/version"

@@ -2,7 +2,7 @@
 
 from typing import Literal, TypedDict
 
-from runtime.observe.waits import StageView, WaitView
+from runtime.observe.figures import StageView, WaitView
 
 RunState = Literal["running", "unreachable", "ended"]
 """`unreachable`: the launcher lives but its Store does not answer, or is not known; `ended`: nobody runs it, what is shown is its last state."""

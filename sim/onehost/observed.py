@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import Field
 
 from runtime.config import Section
-from runtime.observe.metrics import WINDOW_S
+from runtime.observe.figures import WINDOW_S
 from sim.job import JobStep
 from sim.onehost.calibrated import Rollouts
 

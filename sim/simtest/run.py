@@ -13,7 +13,7 @@ from typing import Any
 import actors.envs.manager
 import bus.link
 import runtime.courier
-import runtime.observe.metrics
+import runtime.observe.figures
 from actors.samples.journal import ENDS
 from sim.simtest import faults as drawn
 from sim.simtest import setup as setups
@@ -112,7 +112,7 @@ class settings:
             (bus.link, "REGRANT_MESSAGES"): max(1, setup.window // 2),
             (actors.envs.manager, "ChatRenderer"): renderer,
             (runtime.courier, "SWEEP_S"): 0.5,
-            (runtime.observe.metrics, "LAG_PERIOD_S"): 60.0,
+            (runtime.observe.figures, "LAG_PERIOD_S"): 60.0,
         }
         self._old: dict[object, object] = {}
 

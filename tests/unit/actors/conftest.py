@@ -9,10 +9,9 @@ import pytest
 
 from bus.errors import NotSent
 from runtime.actor import RunInfo
+from runtime.observe.figures import Metrics, Waits
 from runtime.observe.log import logger
-from runtime.observe.metrics import Metrics
 from runtime.observe.trace import Trace
-from runtime.observe.waits import Waits
 from runtime.registry import NODE
 from runtime.store.store import MemoryStore
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from runtime.observe.waits import Waits
+from runtime.observe.figures import Waits
 from sim.virtual import Deadlock, VirtualLoop, run_virtual
 
 

@@ -15,8 +15,8 @@ from bus.transport import Delivery
 from runtime.actor import Actor, handler
 from runtime.courier import Courier, Ref
 from runtime.dispatch import NOBODY, Dispatcher
+from runtime.observe.figures import Waits
 from runtime.observe.log import logger
-from runtime.observe.waits import Waits
 from runtime.registry import ActorRecord
 
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from runtime.launch.agent import Watch
-from runtime.observe.waits import Waits
+from runtime.observe.figures import Waits
 from sim.virtual import run_virtual
 
 

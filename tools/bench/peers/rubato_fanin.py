@@ -20,7 +20,7 @@ from bus.link import Identity
 from bus.zmq import ZmqTransport
 from runtime.courier import Courier, Ref, current_trace
 from runtime.messages import Drain
-from runtime.observe.waits import Waits
+from runtime.observe.figures import Waits
 from runtime.registry import ActorRecord
 
 REQUESTS = 60_000

@@ -19,10 +19,9 @@ from actors.samples.group import SampleEnd
 from actors.samples.journal import ENDS
 from bus.errors import NotSent
 from runtime.actor import RunInfo
+from runtime.observe.figures import Metrics, Waits
 from runtime.observe.log import logger
-from runtime.observe.metrics import Metrics
 from runtime.observe.trace import Trace
-from runtime.observe.waits import Waits
 from runtime.store.errors import Fenced, StoreUnavailable
 from runtime.store.store import MemoryStore
 

@@ -9,8 +9,8 @@ from actors.samples.group import SampleEnd
 from actors.samples.groups import GroupLimits, Groups
 from actors.samples.journal import ENDS, GROUP, PAYLOAD, Journal, read_records
 from actors.samples.sample import Heard
+from runtime.observe.figures import Metrics
 from runtime.observe.log import logger
-from runtime.observe.metrics import Metrics
 from runtime.store.errors import Fenced, StoreUnavailable
 from runtime.store.store import Fence, MemoryStore
 

@@ -12,8 +12,8 @@ from actors.samples.groups import GroupLimits, Groups
 from actors.samples.journal import ENDS, Journal
 from actors.samples.ledger import SampleLedger, line_of, read_tail
 from actors.samples.sample import Heard
+from runtime.observe.figures import Metrics
 from runtime.observe.log import logger
-from runtime.observe.metrics import Metrics
 from runtime.store.errors import Fenced
 from runtime.store.store import Append, Fence, MemoryStore
 

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from runtime.monitor.snapshot import snapshot
 from runtime.monitor.views import Snapshot
-from runtime.observe.waits import StageView, WaitView
+from runtime.observe.figures import StageView, WaitView
 from runtime.registry import ActorRecord
 
 CONFIG = {"run": {"name": "quickstart", "steps": 60}, "staleness": {"alpha": 1}}

@@ -3,7 +3,7 @@
 import pytest
 
 from runtime.monitor.snapshot import snapshot
-from runtime.observe.waits import ITSELF, STORE, StageView, WaitView
+from runtime.observe.figures import ITSELF, STORE, StageView, WaitView
 
 
 def blocked(*records, silent=None):

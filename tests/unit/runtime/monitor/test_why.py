@@ -1,6 +1,6 @@
 from runtime.monitor.snapshot import snapshot
 from runtime.monitor.text import explain, render
-from runtime.observe.waits import WaitView
+from runtime.observe.figures import WaitView
 
 
 def test_the_tree_leads_from_the_trainer_to_the_slow_environment(waiting_run):

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from runtime.observe import metrics as module
-from runtime.observe.metrics import Metrics, busy_seconds, cpu_seconds, measure_loop_lag, percentile
+from runtime.observe import figures as module
+from runtime.observe.figures import Metrics, busy_seconds, cpu_seconds, measure_loop_lag, percentile
 from sim.virtual import run_virtual
 
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")

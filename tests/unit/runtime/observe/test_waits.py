@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from runtime.observe.waits import MAX_VIEWS, REFUSAL_S, Waits, WaitView
+from runtime.observe.figures import MAX_VIEWS, REFUSAL_S, Waits, WaitView
 from sim.virtual import run_virtual
 
 
@@ -37,17 +37,6 @@ def test_a_wait_that_fails_is_over_too():
             await wait_in_vain()
 
         assert waits.snapshot(1.0) == []
-
-    run_virtual(main)
-
-
-def test_age_may_count_from_before_the_block():
-    async def main():
-        waits = Waits()
-        await asyncio.sleep(10.0)
-
-        with waits.on("member", age_from=4.0):
-            assert waits.snapshot(10.0)[0].age_s == 6.0
 
     run_virtual(main)
 
