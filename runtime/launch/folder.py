@@ -47,7 +47,6 @@ class RunCard(msgspec.Struct):
     launcher_pid: int
     started_s: float
     """Wall clock, seconds since the epoch."""
-    launches: int = 1
     node: str = "node-1"
     """The node agent of this host."""
     host: str = ""
@@ -133,9 +132,8 @@ class RunFolder:
         if not self._embedded:
             self._sockets = Path(tempfile.mkdtemp(prefix=PREFIX))
         run_id = previous.id if previous else f"{self.path.name}-{secrets.token_hex(4)}"
-        launches = previous.launches + 1 if previous else 1
         gate = previous.gate if previous else ""
-        return RunCard(run_id, str(self._sockets or ""), "", os.getpid(), wall_s(), launches=launches, gate=gate)
+        return RunCard(run_id, str(self._sockets or ""), "", os.getpid(), wall_s(), gate=gate)
 
     def commit(self) -> None:
         """The launch is sure to start: what it replaces goes."""

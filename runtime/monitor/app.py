@@ -108,6 +108,8 @@ JOB_LOG = "node-1"
 
 STYLES = {"ready": "green", "draining": "yellow", "starting": "yellow", "stopped": "red"}
 
+PAGES = {"f": "flow", "w": "waits", "m": "metrics", "i": "in flight", "l": "log", "question_mark": "help"}
+ACTS = {"d": "drain", "r": "restart", "k": "kill", "plus": "add"}
 KEYS = "q quit a actors f flow w waits m metrics i in flight l log d drain r restart k kill + ?"
 
 
@@ -118,7 +120,7 @@ class ConfirmScreen(ModalScreen[bool]):
         Binding("y", "answer(True)", "yes"),
         Binding("n,escape,q", "answer(False)", "no"),
     ]
-    CSS = "Confirm { align: center middle; } Confirm Static { width: auto; max-width: 76; border: round $warning; padding: 1 2; }"
+    CSS = "ConfirmScreen { align: center middle; } ConfirmScreen Static { width: auto; max-width: 76; border: round $warning; padding: 1 2; }"
 
     def __init__(self, question: str) -> None:
         super().__init__()
@@ -139,16 +141,8 @@ class MonitorApp(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
         Binding("a,escape", "overview", "actors"),
-        Binding("f", "page('flow')", "flow"),
-        Binding("w", "page('waits')", "waits"),
-        Binding("m", "page('metrics')", "metrics"),
-        Binding("i", "page('in flight')", "in flight"),
-        Binding("l", "page('log')", "log"),
-        Binding("question_mark", "page('help')", "help"),
-        Binding("d", "act('drain')", "drain"),
-        Binding("r", "act('restart')", "restart"),
-        Binding("k", "act('kill')", "kill"),
-        Binding("plus", "act('add')", "add"),
+        *(Binding(key, f"page('{page}')", page) for key, page in PAGES.items()),
+        *(Binding(key, f"act('{what}')", what) for key, what in ACTS.items()),
     ]
 
     def __init__(self, source: RunSource, actions: RunActions | None = None) -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from runtime.errors import LaunchError
-from runtime.launch.folder import RunFolder
+from runtime.launch.folder import RunFolder, read_card
 
 
 @pytest.fixture
@@ -50,13 +50,14 @@ def test_a_folder_that_is_not_of_sockets_is_never_removed(killed, tmp_path):
 
 def test_a_launch_killed_before_it_wrote_its_card_is_resumed_as_a_first_one(killed):
     path, _ = killed
+    before = read_card(path)
     (path / "run.json").unlink()
 
     again = RunFolder(path)
     card = again.open(resume=True, force=False)
     again.close()
 
-    assert card.launches == 1
+    assert card.id != before.id
 
 
 @pytest.fixture
@@ -135,6 +136,7 @@ def test_a_model_among_what_force_takes_away_is_refused(finished):
 
 def test_a_run_that_made_no_step_is_launched_again_without_a_flag(killed):
     path, sockets = killed
+    before = read_card(path)
     (path / "logs" / "old.jsonl").touch()
     (path / "checkpoints").mkdir()
     (path / "metrics.jsonl").touch()
@@ -144,7 +146,7 @@ def test_a_run_that_made_no_step_is_launched_again_without_a_flag(killed):
     folder.commit()
     folder.close()
 
-    assert card.launches == 1
+    assert card.id != before.id
     assert not sockets.exists()
     assert _names(path / "logs") == []
 
