@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from planning.demand import Demand, Links, Pair
-from planning.topology import template
+from planning.demand import Links, Pair
 
 PAYS_OFF: Final = 10.0
 """A change in a phase that already runs is made only when the phase lasts this many times the delay: below, the electrical
@@ -31,12 +30,9 @@ class Cross(NamedTuple):
 class FabricSnapshot(NamedTuple):
     """What the planner is told about the fabric and the phase to come."""
 
-    endpoints: tuple[str, ...]
     ports_per_endpoint: int
-    traffic: tuple[Demand, ...]
-    """Profiled bytes of the phase; used where `template` is None."""
-    template: Links | None
-    """The phase's cached links; None while it has none."""
+    links: Links
+    """Those of the phase."""
     current: tuple[Cross, ...]
     """What the switch holds."""
     starts_in_s: float
@@ -62,11 +58,10 @@ def plan(snapshot: FabricSnapshot) -> CircuitPlan:
 
     The old ones stay (`reconfigure` false, `circuits` the current) where they already fit, where the change would still be under
     way when the phase begins (it then disturbs two phases), and where the phase is too short to gain from it.
-    Raises ValueError when the ports can't connect the endpoints.
+    Raises ValueError when an endpoint has more links than ports.
     """
     s = snapshot
-    links = s.template if s.template is not None else template(s.traffic, s.endpoints, s.ports_per_endpoint, s.dead)
-    wanted = materialise(links, s.current, s.ports_per_endpoint, s.dead)
+    wanted = materialise(s.links, s.current, s.ports_per_endpoint, s.dead)
     if set(wanted) == set(s.current):
         return CircuitPlan(s.current, False, FITS)
     ahead = s.starts_in_s > 0.0

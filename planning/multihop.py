@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from planning.demand import Links, Pair, per_link
-from planning.reserve import reserve
-from planning.topology import direct
+from planning.topology import direct, reserve
 
 
 class LinearProgram(NamedTuple):
@@ -65,19 +64,6 @@ def bottleneck(directed: Mapping[Pair, int], links: Links, num: int) -> float:
     """Bytes over the fullest link by shortest paths; over its bandwidth, the time that the traffic takes."""
     number = Counter(links)
     return max((v / number[min(a, b), max(a, b)] for (a, b), v in loads(directed, links, num).items()), default=0.0)
-
-
-def routing_program(directed: Mapping[Pair, int], links: Links, num: int) -> LinearProgram:
-    """x[0] is the least possible bytes over the fullest of `links`, when flows may be split over any paths."""
-    number = Counter(links)
-    arcs = [arc for a, b in sorted(number) for arc in ((a, b), (b, a))]
-    sources = sorted({a for a, _ in directed})
-    bounds: list[tuple[int, int, float]] = []
-    for row, (a, b) in enumerate(arcs):
-        bounds.append((row, 0, -float(number[min(a, b), max(a, b)])))
-        bounds += [(row, 1 + s * len(arcs) + row, 1.0) for s in range(len(sources))]
-    equations, equal_to = _conservation(directed, sources, arcs, num, first=1)
-    return LinearProgram(1 + len(sources) * len(arcs), equations, equal_to, tuple(bounds), len(arcs))
 
 
 def capacity_program(directed: Mapping[Pair, int], ports: Sequence[int]) -> LinearProgram:

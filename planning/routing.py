@@ -4,7 +4,30 @@ from collections.abc import Collection
 from typing import Final, Literal, NamedTuple
 from zlib import crc32
 
-from planning.snapshot import EngineView, RequestView
+
+class EngineView(NamedTuple):
+    """One engine, alive at the moment of the snapshot. A dead one has no view."""
+
+    name: str
+    version: int
+    """Newest weight version it is known to hold."""
+    num_slots: int
+    """Requests it decodes at once; at least 1."""
+    in_flight: int
+    """Requests given to it and not yet answered, running or waiting inside."""
+    suspended: bool = False
+    """It takes no new request: paused, drained, or it refused the last one."""
+
+
+class RequestView(NamedTuple):
+    """One request for a completion."""
+
+    session: str
+    """The trajectory; its earlier turns left a KV cache on one engine."""
+    min_version: int = 0
+    num_resumed: int = 0
+    """Tokens that it has already, from an engine that died or handed it back."""
+
 
 QUEUE_FACTOR: Final = 0.125
 """Requests an engine may hold beyond its slots, as a share of them: the next one starts the moment a slot frees, and

@@ -5,22 +5,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 
-class Delay(NamedTuple):
-    """What a change of circuits takes, part by part, in seconds. They follow each other."""
-
-    drain_s: float = 0.0
-    control_s: float = 0.0
-    """Request and answer, over all switches."""
-    switch_s: float = 0.010
-    """Mirrors; 3D MEMS by default (RFabric, Table 2)."""
-    relink_s: float = 0.0
-    """Until transceivers and network cards carry packets again: milliseconds to seconds."""
-
-    @property
-    def total_s(self) -> float:
-        return sum(self)
-
-
 class PhaseCost(NamedTuple):
     """A phase under each candidate topology."""
 

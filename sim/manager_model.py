@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from actors.envs.section import EnvSection
-from planning.snapshot import RequestView
+from planning.routing import RequestView
 from sim.timeline import Timeline
 from sim.workload import Episode
 

@@ -4,8 +4,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
-from planning.routing import choose, goes_first
-from planning.snapshot import EngineView, RequestView
+from planning.routing import EngineView, RequestView, choose, goes_first
 from sim.timeline import SimEvent, Timeline
 
 

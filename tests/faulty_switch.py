@@ -4,12 +4,9 @@ from math import inf
 
 import httpx
 
-from actors.fabric.device import OcsDevice
-from actors.fabric.dialect import Dialect
 from actors.fabric.driver import Login, SwitchCapabilities
-from actors.fabric.http_front import encoded
-from actors.fabric.restconf import Restconf
-from actors.fabric.sonic import SonicDriver
+from actors.fabric.emulated import Dialect, OcsDevice, encoded
+from actors.fabric.restconf import Restconf, SonicDriver
 
 LOGIN = Login("rubato", "secret")
 

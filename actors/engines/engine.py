@@ -6,16 +6,6 @@ from typing import NamedTuple, Protocol
 from actors.messages.generation import Sampling, Tokens
 
 
-class EngineCapabilities(NamedTuple):
-    """What an engine can do beyond the common contract; contract tests run per capability."""
-
-    name: str
-    keeps_kv_on_update: bool = False
-    """Running requests go on across an update without recomputing their KV cache."""
-    draws_by_position: bool = True
-    """A seeded request that goes on elsewhere samples the very tokens it would have sampled here."""
-
-
 class Work(NamedTuple):
     """One request as an engine sees it. `resumed` tokens follow the prompt and count towards `max_new_tokens`."""
 
@@ -46,8 +36,6 @@ class Load(NamedTuple):
 
 class Engine(Protocol):
     """Generates for many requests at once. Every command takes effect between two decode steps, never inside one."""
-
-    capabilities: EngineCapabilities
 
     async def start(self) -> None:
         """Load the model as version 0. Raises EngineError with one sentence when it can't."""

@@ -1,7 +1,10 @@
-"""A decoder of the Llama, Qwen2 or Qwen3 family: its weights as the forward pass wants them, and the pass over one packed batch."""
+"""A decoder of the Llama, Qwen2 or Qwen3 family: its weights as the forward pass wants them, the KV cache, and the pass over one packed batch.
+
+A step's tokens are packed without padding; attention says where their keys and values lie.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,9 +12,236 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.engines.attention import KVCache, PackedBatch
 from actors.engines.engine import EngineError
 from actors.engines.hf_files import ModelConfig, Rope, read_header
+from actors.engines.scheduler import Row
+
+CALL_POSITIONS = 1000
+"""A row that attends alone costs about as much more as reading this many KV positions of 64 floats (measured: 30 µs a layer)."""
+
+SHORT = 64
+"""Rows of up to this many tokens may attend together, padded to the longest."""
+
+QUERIES = 8
+"""This many queries on a KV position cost about as much as reading it."""
+
+
+class RowGroup(NamedTuple):
+    """Packed tokens [begin, end) of rows that attend together: a grid of B places with `width` queries each."""
+
+    begin: int
+    end: int
+    width: int
+    first: int
+    last: int
+    length: int
+    slots: Tensor | None
+    """[B] the slots to gather; None: B is the whole range [first, last), read in place."""
+    places: Tensor | None
+    """[end - begin] where each token stands in the flattened grid; None when they fill it in order."""
+    mask: Tensor
+    """[B, 1, width · queries per KV head, length] (or 1 for the third), 0 or -inf: hides what is not theirs."""
+
+
+class Piece(NamedTuple):
+    """Packed tokens [begin, end) of one slot, which attend over its first `length` positions."""
+
+    begin: int
+    end: int
+    slot: int
+    length: int
+    causal: bool
+    mask: Tensor | None
+    """[end - begin, length], for a piece that continues a cached history."""
+
+
+class PackedBatch(NamedTuple):
+    """T packed tokens of one step."""
+
+    ids: Tensor
+    positions: Tensor
+    rows: Tensor
+    """[T] where each token's key and value go: slot · max_len + position."""
+    groups: tuple[RowGroup, ...]
+    """They come first, in order; then the pieces."""
+    pieces: tuple[Piece, ...]
+    last: Tensor | None
+    """[R] the tokens after which one is sampled; None when that is all of them, in order."""
+
+
+class AttentionShape(NamedTuple):
+    """What decides how attention is split: the cache's slot length, KV floats per position (K·D), queries per KV head, threads."""
+
+    max_len: int
+    kv_width: int
+    folded: int
+    threads: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+def arrange(rows: Sequence[Row]) -> list[Row]:
+    """The order in which a batch packs them: single tokens, short rows, long ones."""
+    return sorted(rows, key=lambda row: (_kind(row.end - row.start), row.sequence.slot))
+
+
+def _kind(num: int) -> int:
+    return 0 if num == 1 else 1 if num <= SHORT else 2
+
+
+def build(rows: Sequence[Row], shape: AttentionShape) -> PackedBatch:
+    """Tensors for `rows`, which `arrange` ordered."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    last: list[int] = []
+    for sequence, start, end in rows:
+        if end - start == 1:
+            ids.append(sequence.tokens[start])
+            positions.append(start)
+            slots.append(sequence.slot)
+        else:
+            ids += sequence.tokens[start:end]
+            positions += range(start, end)
+            slots += [sequence.slot] * (end - start)
+        if end == len(sequence.tokens):
+            last.append(len(ids) - 1)
+    table = np.array((ids, positions, slots), np.int64)
+    table[2] = table[2] * shape.max_len + table[1]
+    on_device = torch.from_numpy(table).to(shape.device)
+    everywhere = len(last) == len(ids)
+    chosen = None if everywhere else torch.tensor(last, dtype=torch.int64, device=shape.device)
+    groups, loose = _groups(rows, shape)
+    pieces = _pieces(loose, groups[-1].end if groups else 0, shape)
+    return PackedBatch(on_device[0], on_device[1], on_device[2], groups, pieces, chosen)
+
+
+def _groups(rows: Sequence[Row], shape: AttentionShape) -> tuple[tuple[RowGroup, ...], Sequence[Row]]:
+    """The groups that are worth it, and the rows that are left. Those come after every group, or the order would not hold."""
+    groups: list[RowGroup] = []
+    begin = 0
+    kinds = [_kind(row.end - row.start) for row in rows]
+    singles, shorts = kinds.count(0), kinds.count(1)
+    for num in (singles, shorts) if singles > 1 else (singles + shorts,):
+        group = _group(rows[:num], begin, shape) if num > 1 else None
+        if group is not None:
+            groups.append(group)
+            begin, rows = group.end, rows[num:]
+        elif num:
+            break
+    return tuple(groups), rows
+
+
+def _group(rows: Sequence[Row], begin: int, shape: AttentionShape) -> RowGroup | None:
+    """Attend together when that costs less than row by row would: gathered, or as a range of slots where few are idle."""
+    starts, ends, slots = np.array([(start, end, sequence.slot) for sequence, start, end in rows], np.int64).T
+    sizes = ends - starts
+    num, width, length = len(rows), int(sizes.max()), int(ends.max())
+    first, last = int(slots.min()), int(slots.max()) + 1
+    gathered = last - first > 2 * num
+    floats = shape.kv_width / 64
+    apart = num * CALL_POSITIONS + floats * float((ends * (1 + sizes / QUERIES)).sum())
+    reads = 2 * num if gathered else last - first
+    together = floats * (reads + num * width / QUERIES) * length
+    if shape.device.type == "cpu" and together / shape.threads > apart:
+        return None
+    grid = np.arange(num) if gathered else slots - first
+    held = np.zeros(num if gathered else last - first, np.int64)
+    held[grid] = starts
+    places = None
+    if width > 1 or len(held) > num:
+        within = np.arange(int(sizes.sum())) - np.repeat(sizes.cumsum() - sizes, sizes)
+        places = torch.from_numpy(np.repeat(grid * width, sizes) + within).to(shape.device)
+    index = torch.from_numpy(slots).to(shape.device) if gathered else None
+    end = begin + int(sizes.sum())
+    return RowGroup(begin, end, width, first, last, length, index, places, _mask(held, width, length, shape))
+
+
+def _mask(starts: np.ndarray, width: int, length: int, shape: AttentionShape) -> Tensor:
+    """Query j of a place sees the positions up to its start + j. Each is repeated for the heads folded into the query length."""
+    hidden = np.arange(length) > (starts[:, None] + np.arange(width))[..., None]
+    if width > 1:
+        hidden = hidden.repeat(shape.folded, 1)
+    mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+    return mask.unsqueeze(1).to(shape.device)
+
+
+def _pieces(rows: Sequence[Row], begin: int, shape: AttentionShape) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
+    for sequence, start, end in rows:
+        num = end - start
+        mask = None
+        if start and num > 1:
+            mask = torch.full((num, end), -torch.inf, dtype=shape.dtype, device=shape.device).triu_(start + 1)
+        pieces.append(Piece(begin, begin + num, sequence.slot, end, num > 1 and not start, mask))
+        begin += num
+    return tuple(pieces)
+
+
+class KVCache:
+    """Keys and values of `num_slots` slots of `max_len` positions. Which slot belongs to whom is the scheduler's business."""
+
+    def __init__(
+        self, config: ModelConfig, num_slots: int, max_len: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        heads, size = config.num_kv_heads, config.head_dim
+        self._groups = (heads, config.num_heads // heads, size)
+        width = heads * size
+        try:
+            # Zeros, not empty: a masked position is multiplied by 0, and 0 · NaN would be NaN.
+            table = torch.zeros(2, config.num_layers, num_slots * max_len, width, device=device, dtype=dtype)
+        except RuntimeError as error:
+            size_gb = 2 * config.num_layers * num_slots * max_len * width * dtype.itemsize / 1e9
+            raise EngineError(
+                f"a KV cache of {size_gb:.1f} GB does not fit: lower engine.num_slots or engine.max_len ({error})"
+            ) from None
+        self._keys = list(table[0])
+        self._values = list(table[1])
+        shape = (num_slots, max_len, heads, size)
+        self._key_slots = [t.view(shape) for t in self._keys]
+        self._value_slots = [t.view(shape) for t in self._values]
+
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put `keys` and `values` [T, K·D] at `rows` (slot · max_len + position)."""
+        self._keys[layer].index_copy_(0, rows, keys)
+        self._values[layer].index_copy_(0, rows, values)
+
+    def attend(self, layer: int, q_THD: Tensor, batch: PackedBatch) -> Tensor:
+        """Attention of the batch's tokens over what their slots hold, themselves included: [T, H·D]."""
+        keys, values = self._key_slots[layer], self._value_slots[layer]
+        parts = [self._together(keys, values, q_THD, group) for group in batch.groups]
+        parts += [_alone(keys, values, q_THD, piece) for piece in batch.pieces]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _together(self, keys: Tensor, values: Tensor, q_THD: Tensor, group: RowGroup) -> Tensor:
+        """Heads that share a KV head are folded into the query length, so nothing is repeated."""
+        heads, folded, size = self._groups
+        num, width = group.mask.shape[0], group.width
+        q = q_THD[group.begin : group.end]
+        if group.places is not None:
+            grid = q.new_zeros(num * width, heads * folded, size)
+            q = grid.index_copy_(0, group.places, q)
+        q = q.reshape(num, width, heads, folded, size).transpose(1, 2).reshape(num, heads, width * folded, size)
+        k, v = _of(keys, group).transpose(1, 2), _of(values, group).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask)
+        out = out.unflatten(2, (width, folded)).transpose(1, 2).reshape(num * width, heads * folded * size)
+        return out if group.places is None else out.index_select(0, group.places)
+
+
+def _of(table: Tensor, group: RowGroup) -> Tensor:
+    if group.slots is None:
+        return table[group.first : group.last, : group.length]
+    return table[:, : group.length].index_select(0, group.slots)
+
+
+def _alone(keys: Tensor, values: Tensor, q_THD: Tensor, piece: Piece) -> Tensor:
+    begin, end, slot, length, causal, mask = piece
+    q = q_THD.narrow(0, begin, end - begin).transpose(0, 1).unsqueeze(0)
+    k = keys.narrow(0, slot, 1).narrow(1, 0, length).transpose(1, 2)
+    v = values.narrow(0, slot, 1).narrow(1, 0, length).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2).reshape(end - begin, -1)
+
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -43,6 +273,10 @@ class Layer(NamedTuple):
     down_bias: Tensor | None
 
 
+Take = Callable[..., Tensor]
+"""`take(name, shape, name, shape, …)`: these tensors, concatenated along the first axis into memory of our own."""
+
+
 class Weights(NamedTuple):
     """A whole model. `head` is [E, vocab]."""
 
@@ -68,14 +302,38 @@ def tensors_of(image: memoryview, source: str) -> dict[str, Tensor]:
     return found
 
 
-def fuse(config: ModelConfig, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Weights:
-    """Copy HF tensors into fused ones. Raises EngineError when one is missing, has another shape or isn't finite."""
-    source = _Source(tensors, device, dtype)
-    layers = tuple(_layer(config, source, f"model.layers.{i}.") for i in range(config.num_layers))
+def expected(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], source: str) -> Tensor:
+    """The tensor called `name`. Raises EngineError, naming `source`, when it is missing or has another shape."""
+    tensor = tensors.get(name)
+    if tensor is None:
+        raise EngineError(f"{source} lacks {name}: it belongs to another model, or is incomplete")
+    if tuple(tensor.shape) != shape:
+        raise EngineError(f"{source}: {name} has shape {list(tensor.shape)}, but this model needs {list(shape)}")
+    return tensor
+
+
+def finite(tensor: Tensor, name: str, source: str) -> Tensor:
+    """The tensor itself. Raises EngineError, naming `source`, when it holds NaN or infinity."""
+    if not torch.isfinite(tensor.sum(dtype=torch.float32)):
+        raise EngineError(f"{source}: {name} is not finite: training diverged, or the file is damaged")
+    return tensor
+
+
+def fuse(
+    config: ModelConfig, tensors: Mapping[str, Tensor], source: str, device: torch.device, dtype: torch.dtype
+) -> Weights:
+    """Copy HF tensors into fused ones. Raises EngineError, naming `source`, when one is missing, has another shape or isn't finite."""
+
+    def take(*wanted: str | tuple[int, ...]) -> Tensor:
+        parts = [expected(tensors, str(n), tuple(s), source) for n, s in zip(wanted[::2], wanted[1::2], strict=True)]  # type: ignore[arg-type]
+        moved = [part.to(device, dtype) for part in parts]
+        return finite(moved[0].clone() if len(moved) == 1 else torch.cat(moved), str(wanted[0]), source)
+
+    layers = tuple(_layer(config, take, f"model.layers.{i}.") for i in range(config.num_layers))
     vocab = (config.vocab_size, config.hidden_size)
-    embed = source.take("model.embed_tokens.weight", vocab)
-    head = embed if config.tied else source.take("lm_head.weight", vocab)
-    return Weights(embed, layers, source.take("model.norm.weight", (config.hidden_size,)), head.t().contiguous())
+    embed = take("model.embed_tokens.weight", vocab)
+    head = embed if config.tied else take("lm_head.weight", vocab)
+    return Weights(embed, layers, take("model.norm.weight", (config.hidden_size,)), head.t().contiguous())
 
 
 def rotations(rope: Rope, head_dim: int, length: int, device: torch.device) -> Tensor:
@@ -102,60 +360,33 @@ class _Window:
         self.__array_interface__ = interface
 
 
-class _Source:
-    """Takes tensors out by name, checked and converted."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
-        self._tensors = tensors
-        self._device = device
-        self._dtype = dtype
-
-    def take(self, *wanted: str | tuple[int, ...]) -> Tensor:
-        """`name, shape, name, shape, …` concatenated along the first axis into memory of our own."""
-        parts = [self._checked(str(name), tuple(shape)) for name, shape in zip(wanted[::2], wanted[1::2], strict=True)]  # type: ignore[arg-type]
-        found = parts[0].clone() if len(parts) == 1 else torch.cat(parts)
-        if not torch.isfinite(found.sum(dtype=torch.float32)):
-            raise EngineError(
-                f"{wanted[0]} holds values that are not finite: training diverged, or the file is damaged"
-            )
-        return found
-
-    def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            raise EngineError(f"the weights lack {name}: they belong to another model, or are incomplete")
-        if tuple(tensor.shape) != shape:
-            raise EngineError(f"{name} has shape {list(tensor.shape)}, but this model needs {list(shape)}")
-        return tensor.to(self._device, self._dtype)
-
-
-def _layer(config: ModelConfig, source: _Source, at: str) -> Layer:
+def _layer(config: ModelConfig, take: Take, at: str) -> Layer:
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
     h, k = config.num_heads, config.num_kv_heads
 
     def qkv(kind: str, *tail: int) -> Tensor:
         names = [f"{at}self_attn.{x}_proj.{kind}" for x in "qkv"]
-        fused = source.take(names[0], (h * d, *tail), names[1], (k * d, *tail), names[2], (k * d, *tail))
+        fused = take(names[0], (h * d, *tail), names[1], (k * d, *tail), names[2], (k * d, *tail))
         turned = (h + k) * d
         return torch.cat((_paired(fused[:turned], h + k), fused[turned:]))
 
     qk_norm = None
     if config.qk_norm:
-        norms = [source.take(f"{at}self_attn.{x}_norm.weight", (d,)).expand(n, d) for x, n in (("q", h), ("k", k))]
+        norms = [take(f"{at}self_attn.{x}_norm.weight", (d,)).expand(n, d) for x, n in (("q", h), ("k", k))]
         qk_norm = _paired(torch.cat(norms).reshape(-1), h + k).view(h + k, d)
     mlp = [f"{at}mlp.{x}_proj." for x in ("gate", "up", "down")]
     return Layer(
-        source.take(f"{at}input_layernorm.weight", (e,)),
+        take(f"{at}input_layernorm.weight", (e,)),
         qkv("weight", e).t().contiguous(),
         qkv("bias") if config.qkv_bias else None,
         qk_norm,
-        source.take(f"{at}self_attn.o_proj.weight", (e, h * d)).t().contiguous(),
-        source.take(f"{at}self_attn.o_proj.bias", (e,)) if config.out_bias else None,
-        source.take(f"{at}post_attention_layernorm.weight", (e,)),
-        source.take(f"{mlp[0]}weight", (f, e), f"{mlp[1]}weight", (f, e)).t().contiguous(),
-        source.take(f"{mlp[0]}bias", (f,), f"{mlp[1]}bias", (f,)) if config.mlp_bias else None,
-        source.take(f"{mlp[2]}weight", (e, f)).t().contiguous(),
-        source.take(f"{mlp[2]}bias", (e,)) if config.mlp_bias else None,
+        take(f"{at}self_attn.o_proj.weight", (e, h * d)).t().contiguous(),
+        take(f"{at}self_attn.o_proj.bias", (e,)) if config.out_bias else None,
+        take(f"{at}post_attention_layernorm.weight", (e,)),
+        take(f"{mlp[0]}weight", (f, e), f"{mlp[1]}weight", (f, e)).t().contiguous(),
+        take(f"{mlp[0]}bias", (f,), f"{mlp[1]}bias", (f,)) if config.mlp_bias else None,
+        take(f"{mlp[2]}weight", (e, f)).t().contiguous(),
+        take(f"{mlp[2]}bias", (e,)) if config.mlp_bias else None,
     )
 
 

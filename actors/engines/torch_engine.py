@@ -3,23 +3,124 @@
 import asyncio
 import contextlib
 import threading
-from collections import deque
+from collections import abc, deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import process_time, thread_time
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from actors.config import ModelSection
-from actors.engines.engine import Chunk, EngineCapabilities, EngineDead, EngineError, Load, Work
-from actors.engines.model import Weights
-from actors.engines.runner import ModelRunner
-from actors.engines.scheduler import Row, Scheduler
+from actors.engines.engine import Chunk, EngineDead, EngineError, Load, Work
+from actors.engines.hf_files import ModelConfig, folder_images, read_config
+from actors.engines.model import AttentionShape, KVCache, Weights, arrange, build, forward, fuse, rotations, tensors_of
+from actors.engines.scheduler import Row, Scheduler, Sequence, check, uniform
 from actors.engines.section import EngineSection
-from actors.engines.sequence import Sequence, check
 from runtime.observe.log import logger
+
+_LARGEST = 1 - 2.0**-23
+"""Times any total, this is less than the total in float32: the largest number still names a token that has a probability."""
+
+
+class ModelRunner:
+    """Built and fed by different threads, one at a time; `step` and `weights` belong to the step loop once it runs."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, section: EngineSection, shape: AttentionShape) -> None:
+        self.config = config
+        self.weights = weights
+        self._shape = shape
+        self._rotary = rotations(config.rope, config.head_dim, section.max_len, shape.device)
+        self._cache = KVCache(config, section.num_slots, section.max_len, shape.device, shape.dtype)
+
+    @classmethod
+    def load(cls, folder: Path, model: ModelSection, section: EngineSection) -> "ModelRunner":
+        """Read an HF model folder. Raises EngineError with one sentence when files are missing or do not fit."""
+        torch.set_num_threads(model.torch_threads)
+        config = read_config(folder)
+        device = pick_device(model.device)
+        dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+        tensors = {n: t for source, image in folder_images(folder) for n, t in tensors_of(image, source).items()}
+        weights = fuse(config, tensors, str(folder), device, dtype)
+        kv_width, folded = config.num_kv_heads * config.head_dim, config.num_heads // config.num_kv_heads
+        shape = AttentionShape(section.max_len, kv_width, folded, model.torch_threads, device, dtype)
+        return cls(config, weights, section, shape)
+
+    def prepare(self, image: memoryview, source: str) -> Weights:
+        """New weights beside the old ones: from any thread, while steps go on. Raises EngineError when they do not fit."""
+        return fuse(self.config, tensors_of(image, source), source, self._shape.device, self._shape.dtype)
+
+    def step(self, rows: list[Row]) -> tuple[list[Row], list[int], list[float]]:
+        """Compute `rows`; returns them as packed, and a token id and log-probability per row that reached its end."""
+        rows = arrange(rows)
+        batch = build(rows, self._shape)
+        ends = [row.sequence for row in rows if row.end == len(row.sequence.tokens)]
+        logits = forward(self.config, self.weights, self._rotary, self._cache, batch)
+        if not ends:
+            return rows, [], []
+        return rows, *sample(logits, draws_of(ends))
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where present. Raises EngineError when CUDA is asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EngineError(
+            "model.device is cuda, but torch sees no CUDA device: set model.device=cpu, or install a CUDA build"
+        )
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def draws_of(sequences: abc.Sequence[Sequence]) -> np.ndarray:
+    """[R, 3] float32, how each row's next token is drawn: temperature (0 is greedy), top_p, and the number that picks it."""
+    keys = np.array([sequence.key for sequence in sequences], np.uint64)
+    positions = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)
+    draws = np.empty((len(sequences), 3), np.float32)
+    draws[:, :2] = [sequence.temperature_top_p for sequence in sequences]
+    draws[:, 2] = uniform(keys, positions)
+    return draws
+
+
+def sample(logits_RV: Tensor, draws_R3: np.ndarray) -> tuple[list[int], list[float]]:
+    """Token id and log-probability per row of float32 `logits_RV`, drawn as `draws_of` says.
+
+    Log-probabilities are of the full softmax at temperature 1, whatever temperature and top_p the token was drawn with.
+    """
+    greedy = draws_R3[:, 0] == 0.0
+    logprobs_RV = logits_RV.log_softmax(-1)
+    if greedy.all():
+        chosen = logits_RV.argmax(-1, keepdim=True)
+    else:
+        chosen = _drawn(logits_RV, logprobs_RV, draws_R3)
+        if greedy.any():
+            rows = torch.from_numpy(greedy).to(logits_RV.device).unsqueeze(-1)
+            chosen = torch.where(rows, logits_RV.argmax(-1, keepdim=True), chosen)
+    return chosen.squeeze(-1).tolist(), logprobs_RV.gather(-1, chosen).squeeze(-1).tolist()
+
+
+def _drawn(logits_RV: Tensor, logprobs_RV: Tensor, draws_R3: np.ndarray) -> Tensor:
+    """[R, 1] the first token whose cumulative probability exceeds `uniform` of the total: never one of probability 0."""
+    temperature, top_p, number = torch.from_numpy(draws_R3).to(logits_RV.device).split(1, -1)
+    if (draws_R3[:, 0] == 1.0).all():
+        probs = logprobs_RV.exp()
+    else:
+        probs = (logits_RV / temperature.masked_fill(temperature == 0.0, 1.0)).softmax(-1)
+    if (draws_R3[:, 1] < 1.0).any():
+        probs = _nucleus(probs, top_p)
+    cumulative = probs.cumsum(-1)
+    return torch.searchsorted(cumulative, number.clamp(max=_LARGEST) * cumulative[:, -1:], right=True)
+
+
+def _nucleus(probs_RV: Tensor, top_p_R1: Tensor) -> Tensor:
+    """Zero what lies outside the smallest set of most probable tokens that reaches top_p; rows with top_p 1 keep all."""
+    ordered, order = probs_RV.sort(-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    outside = (before >= top_p_R1) & (top_p_R1 < 1.0)
+    outside[:, 0] = False
+    return probs_RV.masked_fill(torch.zeros_like(outside).scatter_(-1, order, outside), 0.0)
+
 
 STOP_S = 30.0
 """Longer than any step: `stop` waits so long for the step in progress."""
@@ -35,15 +136,10 @@ class TorchEngine:
     """Lives on one event loop; the step loop is a thread of its own and hears of everything between two steps."""
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
-        self.capabilities = EngineCapabilities(
-            "torch",
-            keeps_kv_on_update=section.kv_on_update == "keep",
-        )
         self._folder = folder
         self._model = model
         self._section = section
         self._steps: StepLoop | None = None
-        self._runner: ModelRunner | None = None
         self._inboxes: dict[str, asyncio.Queue[Chunk | EngineDead]] = {}
         self._updates = 0
         self._update_cpu_s = 0.0
@@ -51,19 +147,14 @@ class TorchEngine:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        device, dtype, threads = self._model.device, self._model.dtype, self._model.torch_threads
-        self._runner = await asyncio.to_thread(
-            ModelRunner.load, self._folder, self._section, device=device, dtype=dtype, threads=threads
-        )
-        self._steps = StepLoop(self._runner, self._section, threads, loop)
+        runner = await asyncio.to_thread(ModelRunner.load, self._folder, self._model, self._section)
+        self._steps = StepLoop(runner, self._section, self._model.torch_threads, loop)
         self._steps.start()
         self._cpu_s = process_time()
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
-        steps, runner = self._started()
-        check(work, self._section.max_len, runner.config.vocab_size)
-        if work.request_id in self._inboxes:
-            raise EngineError(f"request {work.request_id} runs already; a request id is used once at a time")
+        steps = self._started()
+        check(work, self._section.max_len, steps.runner.config.vocab_size, self._inboxes)
         inbox = self._inboxes[work.request_id] = asyncio.Queue[Chunk | EngineDead]()
         over = False
         try:
@@ -82,22 +173,18 @@ class TorchEngine:
                     steps.post(steps.discard, work.request_id)
 
     async def abort(self, request_id: str) -> None:
-        steps, _ = self._started()
-        await self._command(steps.abort, request_id)
+        await self._command(StepLoop.abort, request_id)
 
     async def suspend(self) -> None:
-        steps, _ = self._started()
-        await self._command(steps.suspend)
+        await self._command(StepLoop.suspend)
 
     async def resume(self) -> None:
-        steps, _ = self._started()
-        await self._command(steps.resume)
+        await self._command(StepLoop.resume)
 
     async def update(self, version: int, weights: memoryview) -> float:
         """The new weights are laid out beside the old ones while steps go on; only the swap itself is a pause."""
-        steps, runner = self._started()
-        prepared = await asyncio.to_thread(self._prepare, runner, weights, version)
-        return await self._command(steps.swap, version, prepared)
+        prepared = await asyncio.to_thread(self._prepare, self._started().runner, weights, version)
+        return await self._command(StepLoop.swap, version, prepared)
 
     def _prepare(self, runner: ModelRunner, weights: memoryview, version: int) -> Weights:
         began = thread_time()
@@ -107,12 +194,12 @@ class TorchEngine:
         return prepared
 
     def load(self) -> Load:
-        steps, _ = self._started()
+        steps = self._started()
         waiting, running = steps.scheduler.num_waiting, steps.scheduler.num_running
         return Load(self._section.num_slots, waiting, running, steps.version, steps.suspended)
 
     async def stop(self) -> None:
-        steps, self._steps, self._runner = self._steps, None, None
+        steps, self._steps = self._steps, None
         if steps is not None:
             with contextlib.suppress(EngineDead):
                 steps.post(steps.stop)
@@ -128,15 +215,14 @@ class TorchEngine:
         )  # fmt: skip
 
     async def _command(self, command: Callable[..., Any], *args: Any) -> Any:
-        steps, _ = self._started()
-        reply = asyncio.get_running_loop().create_future()
-        steps.post(command, *args, reply=reply)
+        steps, reply = self._started(), asyncio.get_running_loop().create_future()
+        steps.post(command, steps, *args, reply=reply)
         return await reply
 
-    def _started(self) -> "tuple[StepLoop, ModelRunner]":
-        if self._steps is None or self._runner is None:
+    def _started(self) -> "StepLoop":
+        if self._steps is None:
             raise EngineDead("the engine is not running: start it first")
-        return self._steps, self._runner
+        return self._steps
 
 
 @dataclass
@@ -174,7 +260,7 @@ class StepLoop(threading.Thread):
         self.dead: EngineDead | None = None
         """Why the loop ended, when it did not end by `stop`."""
         self.times = StepTimes()
-        self._runner = runner
+        self.runner = runner
         self._recompute = section.kv_on_update == "recompute"
         self._stream_every = section.stream_every
         self._gather_s = section.gather_s
@@ -231,7 +317,7 @@ class StepLoop(threading.Thread):
     def swap(self, version: int, weights: Weights) -> float:
         """Returns the pause in seconds."""
         began = self._loop.time()
-        self._runner.weights = weights
+        self.runner.weights = weights
         self.version = version
         if self._recompute:
             self.scheduler.forget_caches()
@@ -286,7 +372,7 @@ class StepLoop(threading.Thread):
         rows = self.scheduler.schedule()
         if not rows:
             return
-        rows, ids, logprobs = self._runner.step(rows)
+        rows, ids, logprobs = self.runner.step(rows)
         ended: list[Sequence] = []
         for sequence, token, logprob in zip(self.scheduler.computed(rows), ids, logprobs, strict=True):
             sequence.sampled(token, logprob, self.version)

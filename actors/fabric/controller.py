@@ -4,22 +4,19 @@ import asyncio
 from typing import Any
 
 from actors.config import WeightsSection
-from actors.fabric.accounts import Accounts
-from actors.fabric.aims import Aim, Aims
-from actors.fabric.choice import choose
 from actors.fabric.connect import check_files, device, emulated
-from actors.fabric.errors import FabricError, NotTheWriter
-from actors.fabric.ledger import CircuitLedger, LedgerUnavailable
+from actors.fabric.driver import FabricError, NotTheWriter
 from actors.fabric.racks import Racks
-from actors.fabric.reconciler import PortsFailed, Reconciler, Stage
-from actors.fabric.rhythm import Rhythm
+from actors.fabric.reconciler import CircuitLedger, LedgerUnavailable, PortsFailed, Reconciler, Stage
+from actors.fabric.rhythm import Accounts, Aim, Aims, Rhythm
 from actors.fabric.section import FabricSection
-from actors.fabric.templates import Templates
+from actors.fabric.templates import Templates, choose
 from actors.messages.fabric import Circuit, FabricReport, InspectFabric, PhaseIntent
 from planning.circuits import FITS, KEPT, CircuitPlan, Cross, FabricSnapshot, plan
 from planning.demand import Links
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
+from runtime.importer import check_module
 from runtime.kernel import Kernel
 from runtime.store.errors import StoreUnavailable
 from runtime.store.store import Fence
@@ -53,15 +50,17 @@ class FabricController(Actor):
 
     @classmethod
     def check_host(cls, config: Any) -> None:
-        """The files by which the switch and the controller know each other."""
+        """The files by which the switch and the controller know each other, and a planner of the user's."""
         check_files(config.fabric)
+        if ":" in config.fabric.planner:
+            check_module(config.fabric.planner, key="fabric.planner")
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
         self._section = section = config.fabric
         by_rings = config.weights.broadcast == "rings"
         self._racks = Racks(section.racks, self.directory.find, self.peers, by_rings=by_rings)
-        self._templates = Templates.of(section, self._racks.names)
+        self._templates = Templates(section, self._racks.names)
         self._link_bytes_s = section.link_gbps * 1e9 / 8
         self._unsaved = False
         self._rhythm = Rhythm()
@@ -117,15 +116,15 @@ class FabricController(Actor):
 
     @handler
     async def inspect_fabric(self, request: InspectFabric) -> FabricReport:
-        totals = self._accounts
+        totals = self.metrics.snapshot()
         return FabricReport(
             phase=self._rhythm.phase,
             epoch=self._ledger.entry.epoch,
             stage=self._stage,
             electrical=self._electrical,
-            reconfigurations=totals.reconfigurations,
-            hidden_s=totals.hidden_s,
-            exposed_s=totals.exposed_s,
+            reconfigurations=int(totals.get("fabric/reconfigurations", 0)),
+            hidden_s=totals.get("fabric/hidden_s", 0.0),
+            exposed_s=totals.get("fabric/exposed_s", 0.0),
             circuits=tuple(Circuit(*cross) for cross in self._circuits),
         )
 
@@ -214,10 +213,8 @@ class FabricController(Actor):
         now = asyncio.get_running_loop().time()
         return plan(
             FabricSnapshot(
-                endpoints=self._templates.book.endpoints,
                 ports_per_endpoint=self._section.ports_per_endpoint,
-                traffic=(),
-                template=links,
+                links=links,
                 current=self._circuits,
                 starts_in_s=aim.starts_at - now,
                 lasts_s=None if restore else self._rhythm.lasts(aim.phase),

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from planning.broadcast import demands
 from planning.demand import Demand
+from planning.relay import demands
 
 if TYPE_CHECKING:
     from runtime.registry import ActorRecord

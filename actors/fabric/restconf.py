@@ -1,22 +1,32 @@
-"""A RESTCONF client (RFC 8040) of one switch: JSON in and out, every way to fail a named error."""
+"""Drivers for switches that speak RESTCONF (RFC 8040): a client of which every way to fail is a named error, SONiC's dialect and Polatis'."""
 
 import asyncio
 import json
 import logging
+import re
 import ssl
 from typing import Any
 
 import httpx
 
-from actors.fabric.driver import YANG_JSON, Login
-from actors.fabric.errors import (
+from actors.fabric.driver import (
     BadAnswer,
     BadCredentials,
+    Login,
+    PartlyApplied,
     PortConflict,
+    Status,
+    SwitchCapabilities,
     SwitchRefused,
+    SwitchState,
     SwitchTimedOut,
     SwitchUnreachable,
+    check,
 )
+from planning.circuits import Cross
+
+YANG_JSON = "application/yang-data+json"
+"""Media type of RESTCONF (RFC 8040)."""
 
 MOST_BYTES = 16 << 20
 """A switch of 1,008 ports lists itself in about 200 kB; an answer beyond this is no list of circuits."""
@@ -45,22 +55,12 @@ class Restconf:
             base_url=url, auth=auth, timeout=None, transport=transport, trust_env=False, verify=trusted or True
         )
 
-    async def get(self, path: str) -> Any:
-        """The decoded body; None where there is nothing (204, 404)."""
-        return await self._send("GET", path, missing_ok=True)
-
-    async def send(self, method: str, path: str, body: object) -> Any:
-        """The decoded body, None for an empty one."""
-        return await self._send(method, path, json.dumps(body).encode())
-
-    async def delete(self, path: str) -> None:
-        """Also when it is gone already."""
-        await self._send("DELETE", path, missing_ok=True)
-
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _send(self, method: str, path: str, content: bytes | None = None, *, missing_ok: bool = False) -> Any:
+    async def send(self, method: str, path: str, body: object = None) -> Any:
+        """The decoded body; None where there is nothing (204, and 404 to a GET)."""
+        content = None if body is None else json.dumps(body).encode()
         headers = {"accept": YANG_JSON} | ({"content-type": YANG_JSON} if content is not None else {})
         try:
             async with (
@@ -73,7 +73,7 @@ class Restconf:
             raise SwitchTimedOut(f"{self._where} {late}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise SwitchUnreachable(f"{self._where}: {error or type(error).__name__}") from error
-        if missing_ok and answer.status_code == httpx.codes.NOT_FOUND:
+        if method == "GET" and answer.status_code == httpx.codes.NOT_FOUND:
             return None
         return self._decode(method, path, answer, said)
 
@@ -113,3 +113,132 @@ def _failure(body: Any) -> str:
             if key.rpartition(":")[2] in ("errors", "error"):
                 return json.dumps(value)[:400]
     return ""
+
+
+BULK = "/restconf/operations/sonic-ocs:bulk-update"
+DATA = "/restconf/data/sonic-ocs:sonic-ocs"
+CONFIG, TABLE = "OCS_CROSS_CONNECT", "OCS_CROSS_CONNECT_TABLE"
+
+ID = re.compile(r"([1-9]\d{0,4})A-([1-9]\d{0,4})B")
+
+
+def cross_id(cross: Cross) -> str:
+    return f"{cross.ingress + 1}A-{cross.egress + 1}B"
+
+
+def parse_id(text: str) -> Cross:
+    """Raises ValueError for what is no id of a circuit."""
+    match = ID.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text[:40]!r} is no circuit: 1A-2B is one")
+    return Cross(int(match[1]) - 1, int(match[2]) - 1)
+
+
+def entry(cross: Cross) -> dict[str, str]:
+    return {"cross_connect_id": cross_id(cross), "a_side": f"{cross.ingress + 1}A", "b_side": f"{cross.egress + 1}B"}
+
+
+STATUS: dict[str, Status] = {
+    "tuned": "tuned",
+    "tuning": "tuning",
+    "failed": "failed",
+    "blocked": "failed",
+    "invalid": "invalid",
+}
+
+WORST: tuple[Status, ...] = ("tuned", "tuning", "failed", "invalid")
+
+
+class RestconfDriver:
+    """What drivers over RESTCONF have in common."""
+
+    def __init__(self, client: Restconf, capabilities: SwitchCapabilities) -> None:
+        self.capabilities = capabilities
+        self._client = client
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class SonicDriver(RestconfDriver):
+    """Our ports count from 0, SONiC's from 1; inputs are its A side, outputs its B side."""
+
+    async def read(self) -> SwitchState:
+        """What the table of states holds; a circuit that is configured and not listed there is still being tuned."""
+        config = _entries(await self._client.send("GET", f"{DATA}/{CONFIG}"), CONFIG)
+        states = {_cross(entry): entry for entry in _entries(await self._client.send("GET", f"{DATA}/{TABLE}"), TABLE)}
+        return SwitchState({cross: _status(states.get(cross, {})) for cross in map(_cross, config)})
+
+    async def apply(self, delete: tuple[Cross, ...], add: tuple[Cross, ...]) -> None:
+        body = {"delete": [cross_id(c) for c in delete], "add": [entry(c) for c in add]}
+        answer = await self._client.send("POST", BULK, {"sonic-ocs:input": body})
+        try:
+            output = answer["sonic-ocs:output"]
+            counts = int(output["deleted_count"]), int(output["added_count"])
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
+            raise BadAnswer(f"bulk-update was answered with {str(answer)[:200]}") from error
+        if counts != (len(delete), len(add)):
+            asked = f"{len(delete)} to delete and {len(add)} to add"
+            raise PartlyApplied(f"the switch was given {asked}; it deleted {counts[0]} and added {counts[1]}")
+
+
+def _entries(body: Any, table: str) -> list[dict[str, Any]]:
+    """The list inside {"sonic-ocs:TABLE": {"TABLE_LIST": [...]}}; empty for an empty table."""
+    if not body:
+        return []
+    try:
+        found = body[f"sonic-ocs:{table}"].get(f"{table}_LIST", [])
+        return [dict(each) for each in found]
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise BadAnswer(f"{table} was answered with {str(body)[:200]}") from error
+
+
+def _cross(found: dict[str, Any]) -> Cross:
+    try:
+        return parse_id(str(found["cross_connect_id"]))
+    except (KeyError, ValueError) as error:
+        raise BadAnswer(f"a circuit was answered as {str(found)[:200]}") from error
+
+
+def _status(found: dict[str, Any]) -> Status:
+    """Revisions of the model call the field `status`, `config_status` or `state`; the worst of those that are there counts."""
+    named = [str(found[key]).lower() for key in ("config_status", "status", "state") if key in found]
+    known: list[Status] = [STATUS[name] for name in named if name in STATUS]
+    if not known:
+        return "tuning"
+    return max(known, key=WORST.index)
+
+
+PAIRS = "/api/data/optical-switch:cross-connects"
+
+
+class PolatisDriver(RestconfDriver):
+    """Inputs are the switch's ports 1 to N, outputs N+1 to 2N. What it lists is read again after every put, since it may keep less."""
+
+    async def read(self) -> SwitchState:
+        body = await self._client.send("GET", PAIRS)
+        return SwitchState(dict.fromkeys(pairs(body, self.capabilities.num_ports), "tuned"))
+
+    async def apply(self, delete: tuple[Cross, ...], add: tuple[Cross, ...]) -> None:
+        held = (await self.read()).circuits
+        wanted = (set(held) - set(delete)) | set(add)
+        check(wanted, self.capabilities.num_ports)
+        num_ports = self.capabilities.num_ports
+        listed = [{"ingress": c.ingress + 1, "egress": c.egress + 1 + num_ports} for c in sorted(wanted)]
+        await self._client.send("PUT", PAIRS, {"optical-switch:cross-connects": {"pair": listed}})
+        kept = set((await self.read()).circuits)
+        if kept != wanted:
+            raise PartlyApplied(
+                f"of {len(wanted)} pairs the switch lists {len(kept & wanted)}, and {len(kept - wanted)} others"
+            )
+
+
+def pairs(body: Any, num_ports: int) -> list[Cross]:
+    """The circuits in an answer. Raises BadAnswer."""
+    if not body:
+        return []
+    try:
+        listed = body["optical-switch:cross-connects"].get("pair", [])
+        return [Cross(int(each["ingress"]) - 1, int(each["egress"]) - 1 - num_ports) for each in listed]
+    except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
+        raise BadAnswer(f"the cross-connects were answered as {str(body)[:200]}") from error

@@ -1,8 +1,11 @@
-"""Learns the rhythm of a job's phases: which follows which, how long each lasts, hence when the next begins."""
+"""When to change circuits: the rhythm of the job's phases, what the fabric works towards next, and how long changes take."""
 
+import asyncio
 from collections import deque
 from statistics import median
 from typing import NamedTuple
+
+from runtime.observe.figures import Metrics
 
 KEPT = 5
 """Durations remembered per phase: a median of five follows a change within three iterations and shrugs off two outliers."""
@@ -49,3 +52,77 @@ class Rhythm:
             phases.append(follower)
         closed = follower == self.phase and all(self._durations.get(phase) for phase in phases)
         return tuple(phases) if closed else ()
+
+
+class Aim(NamedTuple):
+    """Circuits to work towards: those of `phase`, beginning the change at `due` (times are loop times)."""
+
+    phase: str
+    due: float
+    starts_at: float
+    """When the phase began, or is expected to."""
+    restore: bool = False
+    """The switch lost its circuits: however short the phase, it needs a connected fabric."""
+
+
+class Aims:
+    """A new aim replaces the one of its kind."""
+
+    def __init__(self) -> None:
+        self.present: Aim | None = None
+        self.coming: Aim | None = None
+        self._changed = asyncio.Event()
+
+    def now(self, aim: Aim) -> None:
+        self.present = aim
+        self._changed.set()
+
+    def later(self, aim: Aim) -> None:
+        self.coming = aim
+        self._changed.set()
+
+    async def next(self) -> Aim:
+        """Waits until an aim is due, and takes it."""
+        while True:
+            self._changed.clear()
+            aim = min((a for a in (self.present, self.coming) if a), key=lambda a: a.due, default=None)
+            try:
+                async with asyncio.timeout_at(aim.due if aim else None):
+                    await self._changed.wait()
+            except TimeoutError:
+                if aim is not None and aim is self.present:
+                    self.present = None
+                    return aim
+                if aim is not None and aim is self.coming:
+                    self.coming = None
+                    return aim
+
+
+REMEMBERED = 5
+"""Changes that the expected delay is the longest of: one slow change makes the next ones begin early, for five rounds."""
+
+
+class Accounts:
+    """Totals since start, which are metrics. Times are loop times."""
+
+    def __init__(self, metrics: Metrics, reconfiguration_s: float) -> None:
+        self._metrics = metrics
+        self._delays: deque[float] = deque([reconfiguration_s], maxlen=REMEMBERED)
+
+    @property
+    def delay_s(self) -> float:
+        """What a change is expected to take."""
+        return max(self._delays)
+
+    def changed(self, starts_at: float, began: float, began_meanwhile: float | None) -> None:
+        """A change that began at `began` is done, for a phase that was expected at `starts_at` or began during the change.
+
+        What passed before its phase began was hidden; what the phase then waited for is exposed.
+        """
+        ended = asyncio.get_running_loop().time()
+        phase_began = starts_at if starts_at <= began else began_meanwhile if began_meanwhile is not None else ended
+        hidden_s, exposed_s = max(0.0, phase_began - began), max(0.0, ended - phase_began)
+        self._delays.append(ended - began)
+        self._metrics.count("fabric/reconfigurations")
+        self._metrics.count("fabric/hidden_s", hidden_s)
+        self._metrics.count("fabric/exposed_s", exposed_s)

@@ -4,7 +4,7 @@ from typing import Literal, Self
 from urllib.parse import urlsplit
 
 import httpx
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from runtime.config import Section
 
@@ -54,9 +54,10 @@ class FabricSection(Section):
     racks: dict[str, tuple[str, ...]] = {}
     """The racks in the order of their ports on the switch, each with the addresses of its hosts (their bus.host). Empty: every actor
     is an endpoint of its own, in the order of first appearance."""
-    planner: Literal["direct", "multi_hop", "greedy", "matching"] = "direct"
-    """How circuits are chosen for a phase: a link for each pair that talks, the slowest as fast as can be; several hops by a linear program,
-    for more partners than ports (the extra `fabric`); or what MixNet and TopoOpt do, for comparison."""
+    planner: str = "direct"
+    """How circuits are chosen for a phase. direct: a link for each pair that talks, the slowest as fast as can be. multi_hop: several hops by
+    a linear program, for more partners than ports (the extra `fabric`). Or your own function as `package.module:function`, such as
+    `sim.rfabric.baselines:greedy` (MixNet) and `:matching` (TopoOpt), for comparison."""
     static: bool = False
     """One set of circuits for all phases, by their traffic together: what a fabric that never changes could do at best."""
     testbed: str = ""
@@ -70,6 +71,15 @@ class FabricSection(Section):
         """Longer than one attempt to bring the switch to new circuits, draining included."""
         asked_s = REQUESTS * self.switch_timeout_s
         return self.drain_s + self.reconfiguration_s + self.tune_timeout_s + asked_s + STORE_S
+
+    @field_validator("planner")
+    @classmethod
+    def _known(cls, planner: str) -> str:
+        if planner not in ("direct", "multi_hop") and ":" not in planner:
+            raise ValueError(
+                f"{planner} is not direct or multi_hop, nor a function of yours as package.module:function"
+            )
+        return planner
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

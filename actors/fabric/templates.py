@@ -1,18 +1,19 @@
 """Owns the profile of each phase and the circuit template made from it, kept in the Store across restarts."""
 
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import chain, combinations
-from typing import Self
 
 import msgspec
 
-from actors.fabric.linear import solve
+from actors.fabric.rhythm import Rhythm
 from actors.fabric.section import FabricSection
-from planning.baselines import greedy, matching
-from planning.demand import Demand, Links, flows, per_link
-from planning.multihop import bottleneck, multi_hop, one_hop
+from planning.demand import Demand, Flows, Links, flows, per_link
+from planning.multihop import LinearProgram, bottleneck, multi_hop, one_hop
+from planning.switching import PhaseCost, Schedule, schedule
 from planning.topology import Planner, direct, template
 from runtime.errors import ConfigError
+from runtime.importer import load_configured
 from runtime.store.store import Fence, Store
 
 KEY = "fabric/templates"
@@ -36,41 +37,20 @@ class Templates:
     """One template per phase, over all endpoints seen so far; every one is renewed when an endpoint is new.
 
     With `endpoints` there are no others. `static`: all phases have the same one, by their traffic together. Where no endpoint forwards for
-    others, `trickle` is what two without a link have instead, as a share of one.
+    others, the trickle is what two without a link have instead, as a share of one.
     """
 
-    def __init__(
-        self,
-        max_endpoints: int,
-        ports_per_endpoint: int,
-        endpoints: tuple[str, ...] = (),
-        *,
-        static: bool = False,
-        trickle: float | None = None,
-        planner: Planner | None = None,
-    ) -> None:
+    def __init__(self, section: FabricSection, endpoints: tuple[str, ...]) -> None:
+        """For this switch; the racks of a test-bed don't forward. Raises ConfigError where the planner needs what is not installed."""
         self.book = TemplateCache(endpoints)
-        self._planner = planner
-        self._fixed, self._static, self._trickle = endpoints, static, trickle
-        self._max_endpoints = max_endpoints
-        self._ports_per_endpoint = ports_per_endpoint
+        self._planner = _planner(section.planner)
+        self._fixed, self._static = endpoints, section.static
+        self._trickle = section.trickle_mbps / 1e3 / section.link_gbps if section.testbed else None
+        self._ports_per_endpoint = section.ports_per_endpoint
+        self._max_endpoints = section.ports // section.ports_per_endpoint
         self.dead: frozenset[int] = frozenset()
         """Ports that failed, since the switch last came back."""
         self._bytes: dict[tuple[str, str], float] = {}
-
-    @classmethod
-    def of(cls, section: FabricSection, endpoints: tuple[str, ...]) -> Self:
-        """For this switch; the racks of a test-bed don't forward. Raises ConfigError where the planner needs what is not installed."""
-        ports = section.ports_per_endpoint
-        trickle = section.trickle_mbps / 1e3 / section.link_gbps if section.testbed else None
-        return cls(
-            section.ports // ports,
-            ports,
-            endpoints,
-            static=section.static,
-            trickle=trickle,
-            planner=_planner(section.planner),
-        )
 
     async def load(self, store: Store) -> None:
         """Take up what an earlier incarnation kept. A record that does not fit this switch is dropped and profiled again."""
@@ -160,5 +140,49 @@ def _planner(name: str) -> Planner:
                 "fabric.planner multi_hop needs SciPy. Install rubato-rl[fabric], or take another planner."
             )
         return lambda directed, ports: multi_hop(directed, ports, solve)
-    choose = {"direct": direct, "greedy": greedy, "matching": matching}[name]
-    return lambda directed, ports: choose(per_link(directed), ports)
+    choose_links: Callable[[Flows, Sequence[int]], Links] = (
+        direct if name == "direct" else load_configured(name, key="fabric.planner")
+    )
+    return lambda directed, ports: choose_links(per_link(directed), ports)
+
+
+def choose(rhythm: Rhythm, templates: Templates, *, link_bytes_s: float, delay_s: float) -> dict[str, str]:
+    """Phase → the phase whose template it should have, for the shortest period; empty before the first iteration is over.
+
+    A phase is taken to wait for its traffic, and to go on for the rest of its usual time when that is through.
+    """
+    cycle = rhythm.cycle()
+    names = sorted(phase for phase in cycle if phase in templates.book.phases)
+    if not names:
+        return {}
+    costs: list[PhaseCost] = []
+    for phase in cycle:
+        busy_s = tuple(templates.bytes_per_link(phase, name) / link_bytes_s for name in names)
+        costs.append(PhaseCost(0.0, busy_s, max(0.0, (rhythm.lasts(phase) or 0.0) - min(busy_s))))
+    found: Schedule = schedule(costs, delay_s)
+    return {phase: names[k] for phase, k in zip(cycle, found.choices, strict=True)}
+
+
+def solve(program: LinearProgram) -> Sequence[float]:
+    """An optimal x. Raises ValueError where there is none, and ImportError without SciPy."""
+    import numpy as np
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_matrix
+
+    def matrix(entries: tuple[tuple[int, int, float], ...], num_rows: int) -> "csr_matrix":
+        rows, columns, values = zip(*entries, strict=True)
+        return csr_matrix((values, (rows, columns)), shape=(num_rows, program.num_variables))
+
+    cost = np.zeros(program.num_variables)
+    cost[0] = 1.0
+    found = linprog(
+        cost,
+        A_ub=matrix(program.bounds, program.num_bounds),
+        b_ub=np.zeros(program.num_bounds),
+        A_eq=matrix(program.equations, len(program.equal_to)),
+        b_eq=np.array(program.equal_to),
+        method="highs",
+    )
+    if found.x is None:
+        raise ValueError(f"the linear program has no solution: {found.message}")
+    return found.x.tolist()

@@ -10,8 +10,7 @@ import msgspec
 from actors.messages.generation import Abort, Aborted, Completion, EngineStatus, Generate, Inspect, Resume, Suspend
 from actors.requests import SharedRequest, SharedRequests
 from bus.errors import AskFailed, Failed
-from planning.routing import choose, goes_first
-from planning.snapshot import EngineView, RequestView
+from planning.routing import EngineView, RequestView, choose, goes_first
 from runtime.actor import Actor
 
 if TYPE_CHECKING:

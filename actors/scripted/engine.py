@@ -7,10 +7,10 @@ from pathlib import Path
 from zlib import crc32
 
 from actors.config import ModelSection
-from actors.engines.engine import Chunk, EngineCapabilities, EngineDead, EngineError, Load, Work
+from actors.engines.engine import Chunk, EngineDead, Load, Work
 from actors.engines.hf_files import read_config, read_header
+from actors.engines.scheduler import Sequence, bits, check, key_of
 from actors.engines.section import EngineSection
-from actors.engines.sequence import Sequence, bits, check, key_of
 
 
 class _Slot:
@@ -30,7 +30,6 @@ class ScriptedEngine:
     """Keeps the whole contract, slots and first-come order included. Every request runs in the task that iterates it."""
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
-        self.capabilities = EngineCapabilities("scripted", keeps_kv_on_update=True)
         self._folder = folder
         self._section = section
         self._script = section.scripted
@@ -51,12 +50,11 @@ class ScriptedEngine:
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
         if not self._alive:
             raise EngineDead("the engine is not running: start it first")
-        check(work, self._section.max_len, self._vocab_size)
-        if work.request_id in self._requests:
-            raise EngineError(f"request {work.request_id} runs already; a request id is used once at a time")
+        check(work, self._section.max_len, self._vocab_size, self._requests)
         sequence = Sequence(work, self._section.max_len)
         slot = self._requests[work.request_id] = _Slot(sequence)
-        self._queue(slot)
+        self._waiting.append(slot)
+        self._admit()
         try:
             await self._pass(slot, self._script.prefill_s)
             while not sequence.finish_reason:
@@ -99,10 +97,6 @@ class ScriptedEngine:
         self._alive = False
         for request_id in list(self._requests):
             await self.abort(request_id)
-
-    def _queue(self, slot: _Slot) -> None:
-        self._waiting.append(slot)
-        self._admit()
 
     def _admit(self) -> None:
         while self._free and self._waiting:

@@ -1,26 +1,168 @@
-"""What the trainer does with weights beside training them: publishes them, checks once that engines see the same policy, and has them evaluated."""
+"""What the trainer gives out: weights, the rows of metrics.jsonl, one check that engines see the same policy, and held-out evaluations."""
 
 import asyncio
+import json
+import math
+import os
 import random
-from collections.abc import Callable, Sequence
+import socket
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from types import MappingProxyType
+from typing import BinaryIO, NamedTuple
 
 import msgspec
+from pydantic import Field
 
 from actors.messages.fabric import Phase, PhaseIntent
 from actors.messages.generation import Aborted, Completion, Generate, Sampling
-from actors.messages.samples import Advance, EvalResult, Evaluate, PolicyState
+from actors.messages.samples import Advance, EvalResult, Evaluate, PolicyState, Trajectory
 from actors.messages.weights import WeightsPublished, WeightsTaken
-from actors.training.engine import TrainEngine, TrainError
-from actors.training.section import CheckSection, EvalSection
+from actors.training.engine import StepResult, TrainEngine, TrainError
 from bus.errors import AskFailed
 from bus.message import pack_i32, unpack_f32, unpack_i32
 from runtime.actor import Actor
+from runtime.config import Section
 from runtime.courier import Ref
+from runtime.observe.figures import busy_seconds, cpu_seconds
+from runtime.registry import ActorRecord
 
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
+OWN_PREFIXES = ("queue/", "fabric/")
+"""Figures of other actors that a row carries under their own names."""
+
+
+class Rows:
+    """Owned by the trainer alone: `truncate` takes the file over, and what a replaced trainer still adds lands in a file nobody reads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self.wall_s = 0.0
+        """Training time that earlier launches took."""
+
+    def truncate(self, step: int) -> int:
+        """Forget the rows after `step` (they will be written again) and a torn last line, in one atomic replacement.
+
+        Lines that are no row are left out too; returns how many.
+        """
+        kept: list[bytes] = []
+        num_damaged = 0
+        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+        for line in lines:
+            if not line.endswith(b"\n"):
+                continue
+            row = _row(line)
+            num_damaged += row is None
+            if row is not None and row["step"] <= step:
+                kept.append(line)
+                self.wall_s = row.get("time/wall_s", 0.0)
+        temporary = self._path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self._path)
+        self._open()
+        return num_damaged
+
+    def append_step(
+        self,
+        step: int,
+        result: StepResult,
+        groups: Sequence[Sequence[Trajectory]],
+        times: Mapping[str, float],
+        own: Mapping[str, float],
+        others: Sequence[ActorRecord],
+        used: Mapping[str, float] = MappingProxyType({}),
+    ) -> dict[str, float]:
+        """Put the row of `step` together, add it, and return it. `used` is what `cpu_used` says."""
+        row: dict[str, float] = {
+            "step": step,
+            **result.metrics,
+            **batch_metrics(groups, step),
+            "weights/version": step,
+            **times,
+            **others_metrics(others),
+            **own,
+            **used,
+        }
+        row["perf/samples_s"] = sum(map(len, groups)) / max(1e-6, times["time/step"])
+        row["perf/train_tokens_s"] = result.num_tokens / max(1e-6, times["time/train"])
+        self.append(row)
+        return row
+
+    def append(self, row: Mapping[str, float]) -> None:
+        """Add one row. Figures that are not finite are left out: NaN is never a number here."""
+        finite = {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items() if math.isfinite(v)}
+        file = self._file or self._open()
+        file.write(json.dumps(finite).encode() + b"\n")
+        os.fsync(file.fileno())
+
+    def _open(self) -> BinaryIO:
+        """It stays open: the path may come to lead to another trainer's file."""
+        if self._file is not None:
+            self._file.close()
+        self._file = file = self._path.open("ab", buffering=0)
+        weakref.finalize(self, file.close)
+        return file
+
+
+def _row(line: bytes) -> dict[str, float] | None:
+    try:
+        row = msgspec.json.decode(line, type=dict[str, float])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return row if "step" in row else None
+
+
+def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:
+    """Ages and lengths of the trajectories that step `step` trains on."""
+    trajectories = [t for group in groups for t in group]
+    ages = [step - 1 - t.version_first for t in trajectories]
+    lengths = [sum(len(s.mask) for s in t.segments) for t in trajectories]
+    count = len(trajectories)
+    return {
+        "staleness/mean": sum(ages) / count,
+        "staleness/max": float(max(ages)),
+        "rollout/len_mean": sum(lengths) / count,
+        "rollout/turns_mean": sum(t.turns for t in trajectories) / count,
+        "rollout/truncated_frac": sum(t.truncated for t in trajectories) / count,
+        "rollout/wall_s_p99": sorted(t.wall_s for t in trajectories)[int(0.99 * (count - 1))],
+    }
+
+
+def own_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What a row carries of the trainer's own figures."""
+    return {name: metrics.get(name, 0.0) for name in ("loop/lag_p99", "staleness/publish_lag")}
+
+
+def others_metrics(records: Sequence[ActorRecord]) -> dict[str, float]:
+    """What other actors last reported of themselves: idle shares, queues, tokens per second, circuits."""
+    row: dict[str, float] = {}
+    for record in records:
+        row[f"idle/{record.name}"] = record.idle
+        row |= {name: value for name, value in record.metrics.items() if name.startswith(OWN_PREFIXES)}
+    row["staleness/dropped"] = sum(r.metrics.get("staleness/dropped", 0.0) for r in records)
+    finished = sum(r.metrics.get("rollout/finished", 0.0) for r in records)
+    errors = sum(r.metrics.get("rollout/error", 0.0) for r in records)
+    row["rollout/error_frac"] = errors / (finished + errors) if finished + errors else 0.0
+    row["perf/gen_tokens_s"] = sum(r.metrics.get("engine/tokens_s", 0.0) for r in records)
+    transfers = [r.metrics["weights/transfer_s_p50"] for r in records if "weights/transfer_s_p50" in r.metrics]
+    if transfers:
+        row["weights/transfer_s"] = max(transfers)
+    return row
+
+
+def cpu_used(records: Sequence[ActorRecord]) -> dict[str, float]:
+    """`cpu/<actor>` of all actors on this host, `cpu/host` of whatever runs there: CPU seconds so far. `cpu/cores` of it. Blocking."""
+    host = socket.gethostname()
+    used = cpu_seconds({record.name: record.pid for record in records if record.host == host and record.pid})
+    busy = busy_seconds()
+    row = {f"cpu/{name}": seconds for name, seconds in used.items()}
+    return row if busy is None else row | {"cpu/host": busy, "cpu/cores": float(os.cpu_count() or 1)}
+
 
 ASK_S = 300.0
 """Longest the sample buffer may be away (its own restart and the Store's included) before training gives up."""
@@ -42,6 +184,36 @@ FAILED_SHARE = 0.01
 
 REPLY_S = 30.0
 """Beyond the time that the sample buffer may hold the ask back."""
+
+
+class CheckSection(Section):
+    """The start-up check that trainer and engine agree on log-probabilities."""
+
+    enabled: bool = True
+    """Compare before the first step."""
+    num_prompts: int = Field(default=16, ge=1)
+    """Random prompts to sample from."""
+    num_tokens: int = Field(default=32, ge=1)
+    """Tokens sampled after each."""
+    limit_float32: float = Field(default=1e-3, gt=0)
+    """Largest mean |Δ log-prob| in float32."""
+    limit_bfloat16: float = Field(default=3e-2, gt=0)
+    """Largest mean |Δ log-prob| in bfloat16, whose 8-bit mantissa makes two orders of summation differ by this much."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Longest the engines may take to answer."""
+
+
+class EvalSection(Section):
+    """Held-out evaluation: greedy, on tasks that are never trained on. `eval/reward` is over those that finished; see `eval/failed`."""
+
+    every: int = Field(default=10, ge=0)
+    """Steps between evaluations; 0 leaves only the final one."""
+    num_tasks: int = Field(default=64, ge=1)
+    """Tasks of each evaluation."""
+    final_num_tasks: int = Field(default=200, ge=0)
+    """Tasks of the evaluation after the last step; 0 leaves it out."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Longest the final evaluation is waited for."""
 
 
 class Publisher:
@@ -108,7 +280,6 @@ class Publisher:
             )
             wait.update(holder="")
             found = await actor.offload(compare_logprobs, sampled, engine.logprobs)
-        actor.log.info("agreement", mean_abs=found.mean_abs, tokens=found.num_tokens)
         actor.notice(require_agreement(found, section, actor.config.model.dtype), good=True)
 
 
@@ -124,13 +295,9 @@ class Difference(NamedTuple):
     engine: float
     trainer: float
 
-
-class Agreement(NamedTuple):
-    """Mean |Δ log-prob| over `num_tokens` sampled tokens, and the tokens that differ most."""
-
-    mean_abs: float
-    num_tokens: int
-    worst: list[Difference]
+    @property
+    def gap(self) -> float:
+        return abs(self.engine - self.trainer)
 
 
 async def sample_random_prompts(
@@ -153,40 +320,34 @@ async def sample_random_prompts(
 
 def compare_logprobs(
     sampled: Sequence[tuple[list[int], Completion]], logprobs: Callable[[list[list[int]]], list[list[float]]]
-) -> Agreement:
-    """Recompute what the engine reported. Blocks: offload it."""
+) -> list[Difference]:
+    """Recompute what the engine reported; the tokens that differ most come first. Blocks: offload it."""
     completions = [unpack_i32(reply.tokens.ids) for _, reply in sampled]
     recomputed = logprobs([prompt + ids for (prompt, _), ids in zip(sampled, completions, strict=True)])
-    differences: list[Difference] = []
+    found: list[Difference] = []
     for index, ((prompt, reply), ids) in enumerate(zip(sampled, completions, strict=True)):
-        reported = unpack_f32(reply.tokens.logprobs)
-        for position, (token, engine) in enumerate(zip(ids, reported, strict=True)):
-            differences.append(Difference(index, position, token, engine, recomputed[index][len(prompt) + position]))
-    gaps = [abs(d.engine - d.trainer) for d in differences]
-    worst = sorted(differences, key=lambda d: -abs(d.engine - d.trainer))[:WORST_SHOWN]
-    return Agreement(sum(gaps) / max(1, len(gaps)), len(gaps), worst)
+        ours = recomputed[index][len(prompt) :]
+        both = zip(ids, unpack_f32(reply.tokens.logprobs), ours, strict=True)
+        found += [Difference(index, at, token, engine, trainer) for at, (token, engine, trainer) in enumerate(both)]
+    return sorted(found, key=lambda d: -d.gap)
 
 
-def require_agreement(found: Agreement, section: CheckSection, dtype: str) -> str:
+def require_agreement(found: Sequence[Difference], section: CheckSection, dtype: str) -> str:
     """A sentence for the user. Raises TrainError, with the tokens that differ most, where the two do not see the same policy."""
     limit = section.limit_float32 if dtype == "float32" else section.limit_bfloat16
-    measured = f"mean |Δlogp| {found.mean_abs:.1e} over {found.num_tokens} tokens"
-    if not found.mean_abs <= limit:
-        raise TrainError(
-            f"trainer and engine disagree: {measured}, limit {limit:.0e} ({dtype}). "
-            f"Check that both load the same model folder and dtype.\n{_worst_tokens(found)}"
-        )
-    return f"trainer and engine agree: {measured}"
-
-
-def _worst_tokens(agreement: Agreement) -> str:
-    """The worst tokens, one per line."""
-    lines = ["prompt  position  token   engine      trainer     |Δ|"]
-    lines += [
-        f"{d.prompt:6d}  {d.position:8d}  {d.token:5d}  {d.engine:10.5f}  {d.trainer:10.5f}  {abs(d.engine - d.trainer):.2e}"
-        for d in agreement.worst
+    mean = sum(d.gap for d in found) / max(1, len(found))
+    measured = f"mean |Δlogp| {mean:.1e} over {len(found)} tokens"
+    if mean <= limit:
+        return f"trainer and engine agree: {measured}"
+    worst = [
+        f"{d.prompt:6d}  {d.position:8d}  {d.token:5d}  {d.engine:10.5f}  {d.trainer:10.5f}  {d.gap:.2e}"
+        for d in found[:WORST_SHOWN]
     ]
-    return "\n".join(lines)
+    lines = ["prompt  position  token   engine      trainer     |Δ|", *worst]
+    raise TrainError(
+        f"trainer and engine disagree: {measured}, limit {limit:.0e} ({dtype}). "
+        "Check that both load the same model folder and dtype.\n" + "\n".join(lines)
+    )
 
 
 # -- held-out evaluations ----------------------------------------------------------------------------------------------
@@ -195,19 +356,9 @@ def _worst_tokens(agreement: Agreement) -> str:
 class HeldOut:
     """Asks the sample buffer for evaluations and keeps the newest result until a row takes it."""
 
-    def __init__(
-        self,
-        buffer: Ref,
-        section: EvalSection,
-        log: "FilteringBoundLogger",
-        notice: Callable[[str], None],
-        epoch: Callable[[], int],
-    ) -> None:
-        self._buffer = buffer
+    def __init__(self, actor: Actor, section: EvalSection) -> None:
+        self._actor = actor
         self._section = section
-        self._log = log
-        self._epoch = epoch
-        self._notice = notice
         self._result: dict[str, float] = {}
 
     def due(self, step: int, last: int) -> int:
@@ -221,30 +372,31 @@ class HeldOut:
         result, self._result = self._result, {}
         return result
 
-    async def evaluate_last(self, step: int, num: int, leaving: asyncio.Event) -> bool:
+    async def evaluate_last(self, step: int, epoch: int, num: int, leaving: asyncio.Event) -> bool:
         """Like `evaluate`, but False at once when the actor is `leaving`: environments are drained by then, and the step is to be saved."""
         async with asyncio.TaskGroup() as tasks:
-            waiting = (tasks.create_task(self.evaluate(step, num)), tasks.create_task(leaving.wait()))
+            waiting = (tasks.create_task(self.evaluate(step, epoch, num)), tasks.create_task(leaving.wait()))
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in waiting:
                 task.cancel()
         return not leaving.is_set()
 
-    async def evaluate(self, step: int, num: int) -> None:
+    async def evaluate(self, step: int, epoch: int, num: int) -> None:
         """Returns when there is a result, or none to be had in time; never raises for the latter."""
+        log, buffer = self._actor.log, self._actor.ref(BUFFER)
         deadline = asyncio.get_running_loop().time() + self._section.timeout_s
-        request = Evaluate(f"{self._epoch()}.{step}", num)
+        request = Evaluate(f"{epoch}.{step}", num)
         while asyncio.get_running_loop().time() < deadline:
             try:
-                reply = await self._buffer.ask(request, timeout=request.wait_s + REPLY_S)
+                reply = await buffer.ask(request, timeout=request.wait_s + REPLY_S)
             except AskFailed as error:
-                self._log.warning("evaluation_failed", step=step, error=str(error))
+                log.warning("evaluation_failed", step=step, error=str(error))
                 return
             if isinstance(reply, EvalResult):
                 self._keep(step, reply)
-                self._log.info("evaluated", step=step, reward=reply.reward, num=reply.num, failed=reply.failed)
+                log.info("evaluated", step=step, reward=reply.reward, num=reply.num, failed=reply.failed)
                 return
-        self._log.warning("evaluation_timed_out", step=step)
+        log.warning("evaluation_timed_out", step=step)
 
     def _keep(self, step: int, found: EvalResult) -> None:
         """For the next row. A failed task has no reward: it is counted beside, since 0 would mix broken with unsolved."""
@@ -253,6 +405,6 @@ class HeldOut:
             self._result["eval/reward"] = found.reward
         tasks = found.num + found.failed
         if found.failed > FAILED_SHARE * tasks:
-            self._notice(
+            self._actor.notice(
                 f"evaluation after step {step}: {found.failed} of {tasks} tasks failed, and eval/reward leaves them out"
             )

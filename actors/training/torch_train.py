@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -17,7 +17,82 @@ from actors.config import ModelSection, TrainSection
 from actors.messages.samples import Trajectory
 from actors.training.engine import StepResult, TrainError
 from actors.training.losses import clipped_policy_loss, group_advantages, token_logprobs
-from actors.training.packing import TokenSequence, micro_batch, pack, sequences_of
+from bus.message import unpack_f32, unpack_i32, unpack_u8
+
+
+class TokenSequence(NamedTuple):
+    """One context to train on. Lists of equal length T; `trained` is 1 where the token was sampled by the policy."""
+
+    tokens: list[int]
+    trained: list[int]
+    behaviour: list[float]
+    fresh: list[int]
+    """1 where the token was sampled under the weights that are being updated."""
+    advantage: float
+
+
+class MicroBatch(NamedTuple):
+    """Right-padded: B sequences of T tokens. `rows_N, cols_N` point at the position *before* each of the N trained tokens."""
+
+    tokens_BT: torch.Tensor
+    rows_N: torch.Tensor
+    cols_N: torch.Tensor
+    targets_N: torch.Tensor
+    behaviour_N: torch.Tensor
+    advantages_N: torch.Tensor
+    fresh_N: torch.Tensor
+
+
+def sequences_of(trajectory: Trajectory, advantage: float, version: int) -> list[TokenSequence]:
+    """A trajectory's segments. `version` is the weight version the update starts from."""
+    found: list[TokenSequence] = []
+    for segment in trajectory.segments:
+        tokens = unpack_i32(segment.tokens)
+        fresh = [0] * len(tokens)
+        for span in segment.spans:
+            if span.version == version:
+                fresh[span.start : span.end] = [1] * (span.end - span.start)
+        found.append(TokenSequence(tokens, unpack_u8(segment.mask), unpack_f32(segment.logprobs), fresh, advantage))
+    return found
+
+
+def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices of `lengths`, longest first, cut into runs whose padded size (count × longest) stays within `max_tokens`.
+
+    Every index appears exactly once; a sequence longer than `max_tokens` makes a run of its own.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    runs: list[list[int]] = []
+    for index in order:
+        if runs and (len(runs[-1]) + 1) * lengths[runs[-1][0]] <= max_tokens:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
+
+
+def micro_batch(sequences: Sequence[TokenSequence], device: torch.device) -> MicroBatch:
+    """Pad and index. A sampled first token has nothing before it to predict it from, and is left out."""
+    longest = max(len(s.tokens) for s in sequences)
+    padded = [s.tokens + [0] * (longest - len(s.tokens)) for s in sequences]
+    places = [(row, i, s) for row, s in enumerate(sequences) for i, trained in enumerate(s.trained) if trained and i]
+
+    def floats(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, device=device, dtype=torch.float32)
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, device=device, dtype=torch.int64)
+
+    return MicroBatch(
+        torch.tensor(padded, device=device),
+        ints([row for row, _, _ in places]),
+        ints([i - 1 for _, i, _ in places]),
+        ints([s.tokens[i] for _, i, s in places]),
+        floats([s.behaviour[i] for _, i, s in places]),
+        floats([s.advantage for _, _, s in places]),
+        floats([s.fresh[i] for _, i, s in places]),
+    )
+
 
 HF_FILES = (
     "config.json",

@@ -28,11 +28,19 @@ from actors.messages.samples import (
 from actors.messages.weights import WeightsTaken
 from actors.model_folder import check_device, check_model_folder
 from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
-from actors.training.progress import Rows, cpu_used, own_metrics
-from actors.training.publishing import ASK_S, BUFFER, HeldOut, Publisher
-from actors.training.section import CheckpointSection, CheckSection, EvalSection
+from actors.training.publishing import (
+    ASK_S,
+    BUFFER,
+    CheckSection,
+    EvalSection,
+    HeldOut,
+    Publisher,
+    Rows,
+    cpu_used,
+    own_metrics,
+)
 from runtime.actor import Actor, handler
-from runtime.config import ActorConfig
+from runtime.config import ActorConfig, Section
 from runtime.errors import ActorFailed
 from runtime.importer import load_object
 from runtime.kernel import Kernel
@@ -48,6 +56,15 @@ REFUSED = (TrainError, CheckpointError)
 
 REMEMBERED = 5
 """Steps whose usual time says when the next weights are due: a median of five shrugs off two outliers."""
+
+
+class CheckpointSection(Section):
+    """When the trainer makes its work durable; a step's samples are `trained` for good only then."""
+
+    every: int = Field(default=5, ge=1)
+    """Steps between checkpoints; the last step always has one."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints that stay on disk."""
 
 
 class Trainer(Actor):
@@ -94,13 +111,13 @@ class Trainer(Actor):
         self._receipts: deque[tuple[int, float, bytes]] = deque()
         """(step, loop time of its binding, receipt) of the steps that the next checkpoint has to name."""
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
-        self._held_out = HeldOut(self._buffer, config.eval, self.log, self.notice, lambda: self._epoch)
+        self._held_out = HeldOut(self, config.eval)
 
     async def on_start(self) -> None:
         """Load the newest complete checkpoint (or the base model), take a new epoch, and start to train."""
         self._engine = await self.offload(self._build)
         try:
-            newest, passed_over, drawn = await self._take_over(self._checkpoints)
+            newest, passed_over, drawn = await self._take_over()
         except REFUSED as error:
             self.finish(str(error), failed=True)
             return
@@ -117,9 +134,9 @@ class Trainer(Actor):
         self.log.info("epoch", epoch=self._epoch, step=self._step, bound=drawn.bound, version=self._policy.version)
         self.spawn(self._train_to_the_end(), name="trainer.steps")
 
-    async def _take_over(self, folder: Path) -> tuple[Path | None, list[str], Epoch]:
+    async def _take_over(self) -> tuple[Path | None, list[str], Epoch]:
         """Load the newest checkpoint and draw an epoch. Until then one that is replaced may name its last one: look again."""
-        model = self.run.folder / self.config.model.path
+        model, folder = self.run.folder / self.config.model.path, self._checkpoints
         while True:
             there = checkpoints.by_step(folder)
             newest, passed_over = await self.offload(checkpoints.newest, folder)
@@ -132,12 +149,11 @@ class Trainer(Actor):
 
     def _fall_back(self, committed: int, newest: Path | None, passed_over: list[str]) -> bool:
         """Go on after step `committed` with older weights, where its checkpoint is damaged; else end the run. Its samples are spent."""
-        folder = self.run.folder / "checkpoints"
         if newest is None or not passed_over:
             why = (
                 f"{passed_over[0]}. No earlier one is intact"
                 if passed_over
-                else f"step {committed} has no checkpoint in {folder}"
+                else f"step {committed} has no checkpoint in {self._checkpoints}"
             )
             self.finish(f"{why}. Put the checkpoint back, or start anew with --force.", failed=True)
             self._left.set()
@@ -216,11 +232,11 @@ class Trainer(Actor):
         num = self._held_out.due(step, self.run.steps)
         if num and step == self.run.steps:
             with self.waits.on(f"evaluation {step}", stage="evaluation", holder=BUFFER, blocks_actor=True):
-                whole = await self._held_out.evaluate_last(step, num, self._leaving)
+                whole = await self._held_out.evaluate_last(step, self._epoch, num, self._leaving)
             if not whole:
                 self.notice(f"the evaluation after step {step} was cut short: the run is being saved")
         elif num:
-            self.spawn(self._held_out.evaluate(step, num), name="trainer.evaluate")
+            self.spawn(self._held_out.evaluate(step, self._epoch, num), name="trainer.evaluate")
 
     async def _append_row(
         self, step: int, result: StepResult, groups: list[list[Trajectory]], times: dict[str, float]

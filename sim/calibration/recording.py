@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from actors.samples.group import TRAINED
-from actors.training.section import CheckpointSection
+from actors.training.trainer import CheckpointSection
 from runtime.config import RunSection
 from runtime.config.source import read
 from runtime.errors import ConfigError

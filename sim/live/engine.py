@@ -7,9 +7,9 @@ from pathlib import Path
 from pydantic import Field
 
 from actors.config import ModelSection
-from actors.engines.engine import Chunk, EngineCapabilities, EngineError, Load, Work
+from actors.engines.engine import Chunk, EngineError, Load, Work
+from actors.engines.scheduler import Sequence, check
 from actors.engines.section import EngineSection
-from actors.engines.sequence import Sequence, check
 from sim.engine_model import ModelledEngine
 from sim.roofline import EngineSpec, Roofline
 from sim.timeline import SimProcess, Timeline
@@ -47,7 +47,6 @@ class RooflineEngine:
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
         if not isinstance(section, RooflineSection):
             raise EngineError("the modelled engine needs a RooflineSection")
-        self.capabilities = EngineCapabilities("roofline")
         self._section = section
         self._requests: dict[str, tuple[Sequence, asyncio.Event]] = {}
 
@@ -56,7 +55,7 @@ class RooflineEngine:
         self._engine = ModelledEngine(self._timeline, "engine", Roofline(self._section.spec))
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
-        check(work, self._section.max_len, self._section.vocab_size)
+        check(work, self._section.max_len, self._section.vocab_size, self._requests)
         sequence, ended = Sequence(work, self._section.max_len), asyncio.Event()
         if work.request_id in self._requests:
             raise EngineError(f"request {work.request_id} runs already; a request id is used once at a time")

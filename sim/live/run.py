@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from actors.engines.worker import EngineWorker
 from actors.envs.manager import EnvManagerConfig
 from actors.envs.section import EnvSection, RolloutSection
-from actors.training.section import CheckpointSection, CheckSection, EvalSection
+from actors.training.publishing import CheckSection, EvalSection
+from actors.training.trainer import CheckpointSection
 from sim.cluster import ClusterJobSpec
 from sim.live.engine import RooflineSection
 from sim.simtest.actors import SimKernel, SimTrainer

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from actors.engines.engine import Work
-from actors.engines.scheduler import Row, Scheduler
+from actors.engines.scheduler import Row, Scheduler, Sequence
 from actors.engines.section import EngineSection
-from actors.engines.sequence import Sequence
 from actors.messages.generation import Sampling
 from sim.onehost.calibrated import EngineCosts
 from sim.onehost.cores import HostProcess

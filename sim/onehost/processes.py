@@ -8,8 +8,8 @@ from actors.engines.section import EngineSection
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.samples import Ticket
 from actors.samples.groups import GroupLimits
-from actors.training.section import CheckpointSection
-from planning.snapshot import RequestView
+from actors.training.trainer import CheckpointSection
+from planning.routing import RequestView
 from runtime.config import RunSection
 from sim.buffer_model import NEVER_LAPSES_S
 from sim.job import Environments, Job

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from actors.config import SamplesSection, StalenessSection, TrainSection
 from actors.engines.section import EngineSection
 from actors.envs.section import EnvSection, RolloutSection
-from actors.training.section import CheckpointSection
+from actors.training.trainer import CheckpointSection
 from runtime.config import RunSection
 from sim.job import JobStep
 from sim.onehost.calibrated import Calibration

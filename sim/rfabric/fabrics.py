@@ -6,8 +6,7 @@ from typing import Final, NamedTuple
 from pydantic import Field
 
 from planning.demand import Links, per_link
-from planning.pods import plan_pods
-from planning.switching import Delay, PhaseCost, schedule
+from planning.switching import PhaseCost, schedule
 from planning.topology import direct
 from runtime.config import Section
 from sim.net.clos import ClosSpec, clos
@@ -15,6 +14,7 @@ from sim.net.direct import DirectSpec, direct_network
 from sim.net.network import Network
 from sim.rfabric.iteration import PhaseTime, Traffic, demand, phase_time, traffic
 from sim.rfabric.job import PHASES, FabricJob, Phase
+from sim.rfabric.pods import plan_pods
 
 STAGE_WEIGHTS = (4, 16, 64)
 """Candidates beside the plain one wherever the execution's traffic is planned for; the fastest is taken."""
@@ -25,12 +25,15 @@ ALL = "all"
 
 
 class DelaySpec(Section):
-    """What a change of circuits takes, part by part, in seconds."""
+    """What a change of circuits takes, part by part, in seconds. They follow each other."""
 
     drain_s: float = Field(default=0.0, ge=0)
     control_s: float = Field(default=0.0, ge=0)
+    """Request and answer, over all switches."""
     ocs_s: float = Field(default=0.010, ge=0)
+    """Mirrors; 3D MEMS by default (RFabric, Table 2)."""
     relink_s: float = Field(default=0.0, ge=0)
+    """Until transceivers and network cards carry packets again: milliseconds to seconds."""
 
 
 class FabricSpec(Section):
@@ -145,7 +148,7 @@ def switched(
     update: tuple[Phase, ...] = ("execution", "gradients")
     sequence: list[Phase] = [*(update * case.job.spec.updates), "weights_send", "weights_local"]
     delay = case.spec.delay
-    total = Delay(delay.drain_s, delay.control_s, delay.ocs_s, delay.relink_s).total_s
+    total = delay.drain_s + delay.control_s + delay.ocs_s + delay.relink_s
     never = float("inf")
     costs = {
         phase: PhaseCost(

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from planning.snapshot import RequestView
+from planning.routing import RequestView
 from sim.cluster import PoolSpec, engines_of, manager_of
 from sim.manager_model import Played, RolloutFailed, Scores
 from sim.timeline import SimProcess, Timeline

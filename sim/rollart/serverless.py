@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from planning.snapshot import RequestView
+from planning.routing import RequestView
 from sim.cluster import PoolSpec, engines_of
 from sim.distribution import Distribution
 from sim.outcome import Cell, RunProgress, RunResult, Table

@@ -12,7 +12,8 @@ from actors.envs.manager import EnvManager, EnvManagerConfig
 from actors.envs.section import EnvSection, RolloutSection
 from actors.proxy.proxy import LLMProxy
 from actors.rewards.service import RewardServiceConfig
-from actors.training.section import CheckpointSection, CheckSection, EvalSection
+from actors.training.publishing import CheckSection, EvalSection
+from actors.training.trainer import CheckpointSection
 from runtime.actor import Actor
 from runtime.config import ActorSpec, Config
 from runtime.config.sections import BaseRoot

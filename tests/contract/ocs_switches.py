@@ -12,15 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from actors.fabric.device import OcsDevice
-from actors.fabric.dialect import Dialect
 from actors.fabric.driver import Login, OcsDriver, SwitchCapabilities
-from actors.fabric.http_front import HttpFront, encoded
-from actors.fabric.netconf import NetconfDriver
-from actors.fabric.netconf_session import NetconfSession
-from actors.fabric.polatis import PAIRS, PolatisDriver
-from actors.fabric.restconf import Restconf
-from actors.fabric.sonic import SonicDriver
+from actors.fabric.emulated import Dialect, HttpFront, OcsDevice, encoded
+from actors.fabric.netconf import NetconfDriver, NetconfSession
+from actors.fabric.restconf import PAIRS, PolatisDriver, Restconf, SonicDriver
 
 LOGIN = Login("rubato", "secret")
 CAPABILITIES = SwitchCapabilities(8, 0.005)

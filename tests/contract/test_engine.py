@@ -11,7 +11,7 @@ import pytest_asyncio
 from actors.config import ModelSection
 from actors.engines.engine import ENGINES, EngineDead, EngineError, Work
 from actors.engines.section import EngineSection, ScriptedSection
-from actors.engines.sequence import joined
+from actors.engines.worker import joined
 from actors.messages.generation import Sampling, Tokens, VersionSpan
 from bus.message import pack_i32, unpack_f32, unpack_i32
 from runtime.importer import load_object
@@ -26,7 +26,7 @@ KINDS = [
 MODELLED = KINDS[1:]
 """Engines that compute a model."""
 DRAW_BY_POSITION = KINDS[:-1]
-"""Engines whose seeded requests go on elsewhere as they would have here; contract tests of `Capabilities.draws_by_position`."""
+"""Engines whose seeded requests go on elsewhere as they would have here."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -272,7 +272,6 @@ async def test_resumed_tokens_count_and_are_not_sampled_again(engine):
 
 @draws_by_position
 async def test_a_seeded_request_that_goes_on_elsewhere_samples_what_it_would_have_sampled_here(engine):
-    assert engine.capabilities.draws_by_position
 
     await goes_on(engine, Sampling(10, seed=3))
 

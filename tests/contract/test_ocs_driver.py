@@ -8,11 +8,11 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from actors.fabric.driver import Login
-from actors.fabric.errors import (
+from actors.fabric.driver import (
     BadAnswer,
     BadCredentials,
     FabricError,
+    Login,
     NoSuchPort,
     PartlyApplied,
     PortConflict,
@@ -20,8 +20,7 @@ from actors.fabric.errors import (
     SwitchTimedOut,
     SwitchUnreachable,
 )
-from actors.fabric.restconf import Restconf
-from actors.fabric.sonic import SonicDriver
+from actors.fabric.restconf import Restconf, SonicDriver
 from planning.circuits import Cross
 from sim.virtual import run_virtual
 from tests.contract.ocs_switches import (

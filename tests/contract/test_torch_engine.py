@@ -9,8 +9,8 @@ import pytest
 from actors.config import ModelSection
 from actors.engines.engine import EngineDead, EngineError, Work
 from actors.engines.section import EngineSection
-from actors.engines.sequence import joined
 from actors.engines.torch_engine import TorchEngine
+from actors.engines.worker import joined
 from actors.messages.generation import Sampling, Tokens, VersionSpan
 from bus.message import unpack_f32, unpack_i32
 from tests.models import logprobs, weights_image, write_model
@@ -106,7 +106,6 @@ async def test_kept_caches_stay_from_the_old_weights(tmp_path):
     tokens, _ = await collect(engine, work)
     await engine.stop()
 
-    assert engine.capabilities.keeps_kv_on_update
     assert difference(new, work, tokens) > 1e-3
 
 
@@ -168,7 +167,7 @@ async def test_a_step_that_fails_ends_the_engine_and_everybody_hears_why(tmp_pat
     def broken(rows):
         raise RuntimeError("out of memory")
 
-    engine._runner.step = broken
+    engine._steps.runner.step = broken
     results = await asyncio.gather(
         *(collect(engine, Work(f"r{i}", "", (5, 6), Sampling(4))) for i in range(6)), return_exceptions=True
     )
@@ -184,7 +183,7 @@ async def test_an_idle_engine_that_gathers_shares_its_first_step(tmp_path, monke
     """Four requests that arrive one by one meet in one step; an engine that does not gather would begin with the first."""
     engine = await started(write_model(tmp_path), gather_s=1.0)
     sizes = []
-    _, runner = engine._started()
+    runner = engine._started().runner
     step = runner.step
     monkeypatch.setattr(runner, "step", lambda rows: (sizes.append(len(rows)), step(rows))[1])
 

@@ -82,7 +82,7 @@ def test_no_port_is_used_twice_and_what_can_stay_lit_does(before, after):
 @given(fabrics(), st.floats(-1, 1), st.one_of(st.none(), st.floats(0, 1)), st.floats(0, 0.1))
 def test_a_plan_is_repeatable_and_keeping_means_the_current_circuits(fabric, starts_in_s, lasts_s, delay_s):
     names, ports, traffic = fabric
-    snapshot = FabricSnapshot(names, ports, traffic, None, (Cross(0, 1),), starts_in_s, lasts_s, delay_s)
+    snapshot = FabricSnapshot(ports, template(traffic, names, ports), (Cross(0, 1),), starts_in_s, lasts_s, delay_s)
 
     planned = plan(snapshot)
 
@@ -94,8 +94,9 @@ def test_a_plan_is_repeatable_and_keeping_means_the_current_circuits(fabric, sta
 @given(fabrics())
 def test_once_made_the_same_template_asks_for_nothing(fabric):
     names, ports, traffic = fabric
-    first = plan(FabricSnapshot(names, ports, traffic, None, (), 1.0, None, 0.01))
+    links = template(traffic, names, ports)
+    first = plan(FabricSnapshot(ports, links, (), 1.0, None, 0.01))
 
-    again = plan(FabricSnapshot(names, ports, traffic, None, first.circuits, 1.0, None, 0.01))
+    again = plan(FabricSnapshot(ports, links, first.circuits, 1.0, None, 0.01))
 
     assert not again.reconfigure

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.training.losses import group_advantages
-from actors.training.packing import TokenSequence, micro_batch, pack
+from actors.training.torch_train import TokenSequence, micro_batch, pack
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=16)

@@ -6,9 +6,8 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.fabric.errors import FabricError
-from actors.fabric.ledger import CircuitLedger
-from actors.fabric.reconciler import Reconciler
+from actors.fabric.driver import FabricError
+from actors.fabric.reconciler import CircuitLedger, Reconciler
 from planning.circuits import Cross
 from runtime.observe.log import logger
 from runtime.store.store import Fence, MemoryStore

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.routing import STICKY_SLACK, capacity, choose
-from planning.snapshot import EngineView, RequestView
+from planning.routing import STICKY_SLACK, EngineView, RequestView, capacity, choose
 
 NAMES = [f"engine-{i}" for i in range(6)]
 

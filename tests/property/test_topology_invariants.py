@@ -8,14 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from planning.assignment import assignment
-from planning.baselines import greedy, matching
 from planning.demand import heaviest_first, per_link
 from planning.multihop import bottleneck, loads
-from planning.pods import plan_pods
-from planning.port_split import split
-from planning.reserve import reserve
-from planning.topology import direct
+from planning.topology import direct, reserve
+from sim.rfabric.baselines import assignment, greedy, matching
+from sim.rfabric.pods import plan_pods, split
 
 QUIET = settings(deadline=None)
 """Busy machines are slow; nothing here is about time."""

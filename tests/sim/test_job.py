@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planning.snapshot import RequestView
+from planning.routing import RequestView
 from sim.cluster import ClusterJobSpec, PoolSpec, cluster_job, engines_of
 from sim.engine_model import ModelledEngine
 from sim.job import Job

@@ -136,7 +136,7 @@ async def test_every_host_of_a_tree_pulls_each_piece_once_and_the_root_serves_tw
 
         asked = [made.pull(name, info, sources(tree, name)) for name in names]
         for name, ask in zip(names, asked, strict=True):
-            assert await ask == (Pulled(()) if name == "node-1" else Pulled((tree.parents[name],)))
+            assert await ask == (Pulled(()) if name == "node-1" else Pulled((tree[name],)))
 
         assert [bytes((await made.blobs[name].get("w", 1))[1]) for name in names] == [CONTENT] * 9
         assert made.num_given() == 8 * PIECES

@@ -249,10 +249,10 @@ async def test_the_controller_drives_a_switch_that_is_an_actor_and_survives_its_
         )
 
         await fabric.tell(PhaseIntent("rollout", 0, 0.0, (("llm_proxy-1", "engine-1", 100),)))
-        await made.until(lambda: controller._accounts.reconfigurations == 1)
+        await made.until(lambda: controller.metrics.snapshot().get("fabric/reconfigurations") == 1)
         await made.kill("optical_switch-1")
         await made.start(EmulatedSwitch, "optical_switch-1")
-        await made.until(lambda: controller._accounts.reconfigurations == 2)
+        await made.until(lambda: controller.metrics.snapshot().get("fabric/reconfigurations") == 2)
         report = await fabric.ask(InspectFabric(), timeout=5)
 
         assert report.phase == "rollout"

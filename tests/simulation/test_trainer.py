@@ -24,8 +24,8 @@ from actors.messages.samples import (
     Ticket,
     Trajectory,
 )
-from actors.training.section import CheckpointSection, CheckSection, EvalSection
-from actors.training.trainer import Trainer
+from actors.training.publishing import CheckSection, EvalSection
+from actors.training.trainer import CheckpointSection, Trainer
 from bus.link import Identity
 from bus.message import Ack
 from bus.transport import MemoryNetwork, MemoryTransport

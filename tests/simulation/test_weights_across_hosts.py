@@ -47,18 +47,28 @@ class FakeEngine:
         return 0.0
 
 
+class Placed:
+    """An actor of a run on several hosts."""
+
+    def __init__(self, actor):
+        self._actor, self.directory = actor, self
+        self.node = NODES[actor.name]
+
+    def __getattr__(self, name):
+        return getattr(self._actor, name)
+
+    def find(self, name):
+        """As the registry of such a run tells it."""
+        return SimpleNamespace(node=NODES[name]) if self._actor.directory.find(name) is not None else None
+
+
 class Engine(Actor):
     role = "engine"
 
     def __init__(self, config, kernel):
         super().__init__(config, kernel)
         self.engine = FakeEngine()
-        blobs = HostWeights(self.blobs, NODES[self.name], self.find_host, self.peers, self.ref)
-        self.weights = WeightsPuller(self.engine, blobs, self.metrics, self.waits, self.log)
-
-    def find_host(self, name):
-        """As the registry of a run on several hosts tells it."""
-        return SimpleNamespace(node=NODES[name]) if self.directory.find(name) is not None else None
+        self.weights = WeightsPuller(self.engine, HostWeights(Placed(self)), self)
 
     async def on_start(self):
         await self.weights.pull()

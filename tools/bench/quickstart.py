@@ -22,10 +22,10 @@ sys.path.insert(0, str(ROOT))
 
 from actors.config import ModelSection, TrainSection  # noqa: E402
 from actors.engines.engine import Work  # noqa: E402
-from actors.engines.runner import ModelRunner  # noqa: E402
 from actors.engines.scheduler import Scheduler  # noqa: E402
+from actors.engines.scheduler import Sequence as Running  # noqa: E402
 from actors.engines.section import EngineSection  # noqa: E402
-from actors.engines.sequence import Sequence as Running  # noqa: E402
+from actors.engines.torch_engine import ModelRunner  # noqa: E402
 from actors.envs.chat import ChatRenderer, Transcript  # noqa: E402
 from actors.envs.frozen_lake import FrozenLakeText  # noqa: E402
 from actors.envs.section import RolloutSection  # noqa: E402
@@ -65,7 +65,9 @@ class Sampler:
 
     def __init__(self, folder: Path, rollout: RolloutSection, *, episodes: int, threads: int) -> None:
         self._section = EngineSection(num_slots=episodes, max_len=rollout.max_len, max_batch_tokens=1 << 20)
-        self._runner = ModelRunner.load(folder, self._section, device="cpu", dtype="float32", threads=threads)
+        self._runner = ModelRunner.load(
+            folder, ModelSection(device="cpu", dtype="float32", torch_threads=threads), self._section
+        )
         self._renderer = ChatRenderer(folder, system_prompt=rollout.system_prompt)
         self._rollout = rollout
         self.num_tokens = 0

@@ -10,10 +10,8 @@ NAMES = ("a", "b", "c", "d")
 
 def snapshot(**changes):
     base = FabricSnapshot(
-        endpoints=NAMES,
         ports_per_endpoint=3,
-        traffic=(("a", "b", 100), ("c", "d", 50)),
-        template=None,
+        links=template((("a", "b", 100), ("c", "d", 50)), NAMES, 3),
         current=(),
         starts_in_s=1.0,
         lasts_s=1.0,

@@ -1,7 +1,6 @@
 """Which engine takes a request, by example."""
 
-from planning.routing import capacity, choose, goes_first
-from planning.snapshot import EngineView, RequestView
+from planning.routing import EngineView, RequestView, capacity, choose, goes_first
 
 
 def engine(name, in_flight=0, *, num_slots=8, version=0, suspended=False):

@@ -1,8 +1,7 @@
 """The scheduler alone: who runs, what is cached, who waits."""
 
 from actors.engines.engine import Work
-from actors.engines.scheduler import Row, Scheduler
-from actors.engines.sequence import Sequence
+from actors.engines.scheduler import Row, Scheduler, Sequence
 from actors.messages.generation import Sampling
 
 
@@ -110,7 +109,7 @@ def test_the_least_recently_used_idle_session_gives_its_slot_up():
     rows = step(scheduler)
 
     assert sizes(rows) == {"again": (20, 22)}
-    assert scheduler._slots.num_idle == 2
+    assert len(scheduler._slots._idle) == 2
 
 
 def test_without_a_prefix_cache_every_slot_is_free_at_once():
@@ -118,7 +117,7 @@ def test_without_a_prefix_cache_every_slot_is_free_at_once():
     scheduler.add(sequence("a", 20, num=1, session="s"))
     step(scheduler)
 
-    assert scheduler._slots.num_idle == 0
+    assert len(scheduler._slots._idle) == 0
 
 
 def test_after_new_weights_running_requests_are_computed_again_and_idle_histories_are_gone():
@@ -131,7 +130,7 @@ def test_after_new_weights_running_requests_are_computed_again_and_idle_historie
     rows = step(scheduler)
 
     assert sizes(rows) == {"run": (0, 6)}
-    assert scheduler._slots.num_idle == 0
+    assert len(scheduler._slots._idle) == 0
 
 
 def test_a_removed_sequence_leaves_its_place_whether_it_waits_or_runs():
@@ -157,4 +156,4 @@ def test_two_requests_of_one_session_at_once_take_two_slots():
     rows = step(scheduler)
 
     assert len({row.sequence.work.request_id for row in rows}) == 2
-    assert scheduler._slots.num_idle == 1
+    assert len(scheduler._slots._idle) == 1

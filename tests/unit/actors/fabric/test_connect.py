@@ -10,11 +10,10 @@ from pydantic import ValidationError
 
 from actors.fabric.connect import device, ssh, trusted
 from actors.fabric.controller import FabricController
-from actors.fabric.errors import BadCredentials
+from actors.fabric.driver import BadCredentials
 from actors.fabric.netconf import NetconfDriver
-from actors.fabric.polatis import PolatisDriver
+from actors.fabric.restconf import PolatisDriver, SonicDriver
 from actors.fabric.section import FabricSection
-from actors.fabric.sonic import SonicDriver
 from runtime.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from actors.fabric.controller import FabricController
 from actors.fabric.emulated import EmulatedSwitch
-from actors.fabric.ledger import LEASE
+from actors.fabric.reconciler import LEASE
 from actors.fabric.section import FabricSection
 from actors.fabric.templates import KEY
 from actors.messages.fabric import Circuit, FindSwitch, InspectFabric, PhaseIntent, SwitchRequest

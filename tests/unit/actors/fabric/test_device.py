@@ -6,10 +6,9 @@ import json
 
 import pytest
 
-from actors.fabric.device import OcsDevice
-from actors.fabric.dialect import Dialect
 from actors.fabric.driver import Login
-from actors.fabric.sonic_model import BULK, CONFIG, DATA, TABLE
+from actors.fabric.emulated import Dialect, OcsDevice
+from actors.fabric.restconf import BULK, CONFIG, DATA, TABLE
 from planning.circuits import Cross
 
 A, B, C = Cross(0, 4), Cross(4, 0), Cross(1, 5)

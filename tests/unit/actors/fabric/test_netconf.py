@@ -4,10 +4,8 @@ import sys
 
 import pytest
 
-from actors.fabric.driver import SwitchCapabilities
-from actors.fabric.errors import BadAnswer, BadCredentials, SwitchTimedOut, SwitchUnreachable
-from actors.fabric.netconf import OCS, NetconfDriver
-from actors.fabric.netconf_session import BASE, NetconfSession
+from actors.fabric.driver import BadAnswer, BadCredentials, SwitchCapabilities, SwitchTimedOut, SwitchUnreachable
+from actors.fabric.netconf import BASE, OCS, NetconfDriver, NetconfSession
 
 CAPABILITIES = SwitchCapabilities(8, 0.005)
 

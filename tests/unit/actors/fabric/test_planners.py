@@ -17,7 +17,7 @@ TRAFFIC = tuple(
 
 
 def links_by(planner):
-    found = Templates.of(FabricSection(ports=32, ports_per_endpoint=4, planner=planner), NAMES)
+    found = Templates(FabricSection(ports=32, ports_per_endpoint=4, planner=planner), NAMES)
     found.learn("phase", TRAFFIC)
     return found.links("phase")
 
@@ -25,7 +25,8 @@ def links_by(planner):
 def test_every_planner_uses_the_ports_that_there_are_and_its_own_links():
     pytest.importorskip("scipy", reason="the extra `fabric` brings scipy, which solves the linear programs")
 
-    found = {name: links_by(name) for name in ("direct", "multi_hop", "greedy", "matching")}
+    baselines = ("sim.rfabric.baselines:greedy", "sim.rfabric.baselines:matching")
+    found = {name: links_by(name) for name in ("direct", "multi_hop", *baselines)}
 
     assert len(set(found.values())) == 4
     for links in found.values():

@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from actors.fabric.errors import (
+from actors.fabric.driver import (
     NoSuchPort,
     NotTheWriter,
     NotTuned,
@@ -15,8 +15,7 @@ from actors.fabric.errors import (
     SwitchTimedOut,
     SwitchUnreachable,
 )
-from actors.fabric.ledger import LEASE, CircuitLedger, LedgerUnavailable
-from actors.fabric.reconciler import PortsFailed, Reconciler
+from actors.fabric.reconciler import LEASE, CircuitLedger, LedgerUnavailable, PortsFailed, Reconciler
 from planning.circuits import Cross
 from runtime.store.errors import Fenced, StoreUnavailable
 from runtime.store.store import Fence, MemoryStore

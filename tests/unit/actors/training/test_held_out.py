@@ -1,13 +1,13 @@
 """What an evaluation leaves for the next row, and what the user is told of failed tasks."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from actors.messages.samples import EvalResult
 from actors.report import Run, summary
-from actors.training.publishing import HeldOut
-from actors.training.section import EvalSection
+from actors.training.publishing import EvalSection, HeldOut
 from runtime.observe.log import logger
 
 
@@ -21,10 +21,10 @@ class Buffer:
 
 def evaluated(num, failed, reward=1.0):
     told = []
-    held_out = HeldOut(
-        Buffer(EvalResult(4, reward, num, failed)), EvalSection(), logger("test"), told.append, lambda: 1
-    )
-    asyncio.run(held_out.evaluate(20, num + failed))
+    buffer = Buffer(EvalResult(4, reward, num, failed))
+    trainer = SimpleNamespace(ref=lambda target: buffer, log=logger("test"), notice=told.append)
+    held_out = HeldOut(trainer, EvalSection())
+    asyncio.run(held_out.evaluate(20, 1, num + failed))
     return held_out.take(), told
 
 

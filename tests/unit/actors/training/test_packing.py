@@ -1,6 +1,6 @@
 import torch
 
-from actors.training.packing import micro_batch, pack, sequences_of
+from actors.training.torch_train import micro_batch, pack, sequences_of
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from actors.training.progress import Rows, batch_metrics, cpu_used, others_metrics
+from actors.training.publishing import Rows, batch_metrics, cpu_used, others_metrics
 from runtime.registry import ActorRecord
 
 
