@@ -1,10 +1,16 @@
 """Draws report.png and prints the three closing lines of a run: `python -m actors.report RUN_DIR`."""
 
 import json
+import os
+import platform
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planning.staleness import UNBOUNDED
@@ -61,7 +67,7 @@ def summary(run: Run) -> list[str]:
     """Three lines: what was reached, who was busy and what that suggests, where to look next."""
     rows = run.rows
     first, last = rows[0], rows[-10:]
-    reward = sum(r["reward/mean"] for r in last) / len(last)
+    reward = fmean(r["reward/mean"] for r in last)
     evaluations = [r for r in rows if "eval/num" in r or "eval/reward" in r]
     wall = last[-1].get("time/wall_s", 0.0)
     dropped = run.fates.get("stale", 0)
@@ -85,7 +91,7 @@ def _held_out(row: Row) -> str:
 
 
 def _busy_line(rows: list[Row]) -> str:
-    busy = {role: 1.0 - sum(values) / len(values) for role, values in _idle_by_role(rows).items()}
+    busy = {role: 1.0 - fmean(values) for role, values in _idle_by_role(rows).items()}
     shown = ", ".join(f"{role} {busy[role]:.0%}" for role in ("engine", "trainer", "env_manager") if role in busy)
     wait = sum(r.get("time/wait_for_batch", 0.0) for r in rows)
     total = sum(r.get("time/step", 0.0) for r in rows) or 1.0
@@ -119,7 +125,9 @@ def draw(run: Run, verdict: str, target: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[3].set_xlabel("seconds since the first step began")
     figure.suptitle(
-        f"{run.folder.name} · {run.task} · model {run.model} · {_machine()}\n{verdict}", fontsize=10, wrap=True
+        f"{run.folder.name} · {run.task} · model {run.model} · {os.cpu_count()} cores, {platform.machine()}\n{verdict}",
+        fontsize=10,
+        wrap=True,
     )
     figure.tight_layout()
     figure.savefig(target, dpi=110)
@@ -140,11 +148,8 @@ def _draw_age(axis: "Axes", run: Run, seconds: list[float]) -> None:
     axis.plot(seconds, [r.get("staleness/mean", 0.0) for r in run.rows], color=AGE, alpha=0.5, label="mean")
     if run.alpha != UNBOUNDED:
         axis.axhline(run.alpha, color=ALPHA, linestyle="--", label=f"α = {run.alpha}")
-    dropped = [
-        (t, r["staleness/dropped"]) for t, r in zip(seconds, run.rows, strict=True) if r.get("staleness/dropped")
-    ]
-    if dropped:
-        axis.plot([t for t, _ in dropped], [run.alpha] * len(dropped), "x", color=EVAL, label="dropped")
+    if dropped := [t for t, row in zip(seconds, run.rows, strict=True) if row.get("staleness/dropped")]:
+        axis.plot(dropped, [run.alpha] * len(dropped), "x", color=EVAL, label="dropped")
     axis.set_ylabel("age (versions)")
     axis.legend(loc="upper right", frameon=False, ncols=4)
 
@@ -159,8 +164,7 @@ def _draw_idle(axis: "Axes", rows: list[Row], seconds: list[float]) -> None:
 
 def _draw_queues(axis: "Axes", rows: list[Row], seconds: list[float]) -> None:
     for name, color in (("ready", READY), ("bound", BOUND)):
-        depths = [r.get(f"queue/{name}/depth", 0.0) for r in rows]
-        axis.plot(seconds, depths, color=color, label=f"{name}")
+        axis.plot(seconds, [r.get(f"queue/{name}/depth", 0.0) for r in rows], color=color, label=name)
     for t in seconds[:: max(1, len(seconds) // 60)]:
         axis.axvline(t, ymax=0.04, color=ALPHA, linewidth=0.8)
     axis.set_ylabel("queue depth\n(ticks: weight versions; dotted: deaths)")
@@ -171,19 +175,16 @@ def _idle_by_role(rows: list[Row]) -> dict[str, list[float]]:
     """Mean idle share per role and row, roles in name order."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        per_role: dict[str, list[float]] = {}
-        for key, value in row.items():
-            if key.startswith("idle/"):
-                per_role.setdefault(key.removeprefix("idle/").rsplit("-", 1)[0], []).append(value)
-        for role, values in sorted(per_role.items()):
-            found.setdefault(role, []).append(sum(values) / len(values))
+        idle = sorted(
+            (key[len("idle/") :].rsplit("-", 1)[0], value) for key, value in row.items() if key.startswith("idle/")
+        )
+        for role, values in groupby(idle, key=lambda pair: pair[0]):
+            found.setdefault(role, []).append(fmean(value for _, value in values))
     return found
 
 
 def _on_axis(t: str, rows: list[Row]) -> float:
     """When something logged at `t` happened, on the axis of training time: the first row written after it."""
-    from datetime import datetime
-
     unix_s = datetime.fromisoformat(t).timestamp()
     return next(
         (r["time/wall_s"] for r in rows if r.get("time/unix_s", 0.0) >= unix_s),
@@ -192,32 +193,17 @@ def _on_axis(t: str, rows: list[Row]) -> float:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text(errors="replace")
-    except OSError:
-        return []
-    complete = text[: text.rfind("\n") + 1].splitlines()
-    return [row for row in map(_object, complete) if row]
-
-
-def _object(line: str) -> Row:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    rows: list[Any] = []
+    for line in text[: text.rfind("\n") + 1].splitlines():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if row and isinstance(row, dict)]
 
 
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def _machine() -> str:
-    import os
-    import platform
-
-    return f"{os.cpu_count()} cores, {platform.machine()}"
 
 
 if __name__ == "__main__":

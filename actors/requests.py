@@ -6,13 +6,11 @@ joins the run, under that of a finished one it gets the result that was kept.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from actors.messages.generation import Aborted, Completion, Generate
 from runtime.courier import current_trace
-
-RESULTS_MB = 64
-"""Enough for some thousand long completions."""
 
 
 class SharedRequest:
@@ -37,6 +35,7 @@ class SharedRequest:
 RequestT = TypeVar("RequestT", bound=SharedRequest)
 
 
+@dataclass(eq=False)
 class SharedRequests(Generic[RequestT]):
     """Each request runs in a task of its own, which ends early when its last asker went away.
 
@@ -44,27 +43,20 @@ class SharedRequests(Generic[RequestT]):
     askers' to hear; one of class `fatal` ends the actor too.
     """
 
-    def __init__(
-        self,
-        new: Callable[[Generate], RequestT],
-        run: Callable[[RequestT], Awaitable[Completion | Aborted]],
-        spawn: "Callable[..., asyncio.Task[Any]]",
-        *,
-        max_results: int,
-        max_mb: int = RESULTS_MB,
-        fatal: tuple[type[Exception], ...] = (),
-    ) -> None:
+    new: Callable[[Generate], RequestT]
+    run: Callable[[RequestT], Awaitable[Completion | Aborted]]
+    spawn: Callable[..., asyncio.Task[Any]]
+    max_results: int
+    max_mb: int = 64
+    """Enough for some thousand long completions."""
+    fatal: tuple[type[Exception], ...] = ()
+
+    def __post_init__(self) -> None:
         self.running: dict[str, RequestT] = {}
         self.idle = asyncio.Event()
         """Set while nothing runs and every asker has its answer."""
         self.idle.set()
-        self._new = new
-        self._run = run
-        self._spawn = spawn
-        self._fatal = fatal
         self._results: dict[str, Completion | Aborted] = {}
-        self._max_results = max_results
-        self._max_bytes = max_mb << 20
         self._size_bytes = 0
         self._num_askers = 0
 
@@ -82,10 +74,10 @@ class SharedRequests(Generic[RequestT]):
         return result
 
     def _start(self, request: Generate) -> RequestT:
-        shared = self.running[request.request_id] = self._new(request)
+        shared = self.running[request.request_id] = self.new(request)
         self.idle.clear()
         work = self._run_for_all(shared, current_trace.get())
-        shared.task = self._spawn(work, name=f"request {request.request_id}")
+        shared.task = self.spawn(work, name=f"request {request.request_id}")
         shared.task.add_done_callback(lambda _: self._ended(shared))
         return shared
 
@@ -105,11 +97,11 @@ class SharedRequests(Generic[RequestT]):
     async def _run_for_all(self, shared: RequestT, trace: bytes) -> None:
         current_trace.set(trace)
         try:
-            result = await self._run(shared)
+            result = await self.run(shared)
         except Exception as error:
             shared.result.set_exception(error)
             shared.result.exception()  # seen here: there may be no asker left to see it
-            if isinstance(error, self._fatal):
+            if isinstance(error, self.fatal):
                 raise
         else:
             shared.result.set_result(result)
@@ -126,7 +118,7 @@ class SharedRequests(Generic[RequestT]):
         results = self._results
         results[request_id] = result
         self._size_bytes += _size(result)
-        while len(results) > self._max_results or (self._size_bytes > self._max_bytes and len(results) > 1):
+        while len(results) > self.max_results or (self._size_bytes > self.max_mb << 20 and len(results) > 1):
             oldest = next(iter(results))
             self._size_bytes -= _size(results.pop(oldest))
 

@@ -22,7 +22,7 @@ async def play(me: Guest, chat: ChatRenderer, ticket: Ticket) -> str:
         reward, turns = reward + gained, turns + 1
         transcript.sample(reply.tokens)
         transcript.show(chat.follow_up(observation, transcript.last_token))
-    played = (transcript.segment(),), reward, turns, not done, 0.0, transcript.version_first, transcript.version_last
+    played = (transcript.segment(),), reward, turns, not done, 0.0
     return (await me.ref("sample_buffer").ask(Put(Trajectory(ticket, *played)), timeout=30)).fate
 
 

@@ -95,7 +95,7 @@ class ChatRenderer:
 
 
 class Transcript:
-    """Appends only. `version_first` and `version_last` are -1 until something was sampled."""
+    """Appends only. `version_first` is -1 until something was sampled."""
 
     def __init__(self, opening: bytes) -> None:
         self._tokens = bytearray(opening)
@@ -103,7 +103,6 @@ class Transcript:
         self._logprobs = bytearray(len(opening))
         self._spans: list[VersionSpan] = []
         self.version_first = -1
-        self.version_last = -1
 
     def __len__(self) -> int:
         return len(self._mask)
@@ -142,7 +141,6 @@ class Transcript:
         self._spans += [VersionSpan(span.version, offset + span.start, offset + span.end) for span in tokens.spans]
         if self.version_first < 0:
             self.version_first = tokens.spans[0].version
-        self.version_last = tokens.spans[-1].version
         self._tokens += tokens.ids
         self._mask += b"\1" * num
         self._logprobs += tokens.logprobs

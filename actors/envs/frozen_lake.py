@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 ACTIONS = {"left": 0, "down": 1, "right": 2, "up": 3}
 """The words of an answer, with gymnasium's action numbers."""
@@ -15,13 +15,6 @@ EVAL_SHARE = 5
 """One map in this many belongs to the eval split."""
 
 _WORD = re.compile("left|down|right|up", re.IGNORECASE)
-
-
-class Lake(NamedTuple):
-    """A map, ready to play: gymnasium's environment (copied per episode) and what the player sees in each state."""
-
-    env: Any
-    views: tuple[str, ...]
 
 
 class FrozenLakeText:
@@ -48,10 +41,9 @@ class FrozenLakeText:
 
     def reset(self, *, seed: int) -> tuple[str, Mapping[str, Any]]:
         """Start on the map of `seed`; the same seed gives the same map."""
-        lake = _lake(draw_map(seed, size=self._size, p=self._p, split=self._split))
-        self._views = lake.views
+        env, self._views = _lake(draw_map(seed, size=self._size, p=self._p, split=self._split))
         # A shallow copy shares the transition table, which never changes and takes 20 times as long to build.
-        self._env = copy.copy(lake.env)
+        self._env = copy.copy(env)
         state, _ = self._env.reset(seed=seed & 0x7FFFFFFF)
         return self._views[state], {}
 
@@ -98,11 +90,12 @@ def _has_path(rows: tuple[str, ...]) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _lake(rows: tuple[str, ...]) -> Lake:
+def _lake(rows: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
+    """A map, ready to play: gymnasium's environment, copied per episode, and what the player sees in each state."""
     from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
     size = len(rows)
     cells = "".join(rows).replace("S", "F")
     marked = (cells[:at] + "P" + cells[at + 1 :] for at in range(size * size))
     views = tuple("\n".join(view[i : i + size] for i in range(0, size * size, size)) for view in marked)
-    return Lake(FrozenLakeEnv(desc=list(rows), is_slippery=False), views)
+    return FrozenLakeEnv(desc=list(rows), is_slippery=False), views

@@ -2,12 +2,13 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from actors.envs.environment import Observation, Step
-from actors.envs.failures import EnvFailure, EnvOutcome, Subject, sentence
 from actors.envs.section import EnvSection
 from actors.messages.samples import Purpose
 from runtime.importer import LoadError, load_object
@@ -28,10 +29,36 @@ from runtime.pool.worker import place_of, text_of
 BUILT_IN = "actors.envs."
 """Classes from here are trusted to import quickly, so no worker is started to look at them."""
 
-RESET, STEP = "reset", "step"
-
 CLOSE_S = 5.0
 """An environment that can't close by then is left to its fate: nobody waits for it."""
+
+EnvOutcome = Literal["env_reset_failed", "env_step_failed", "env_timeout", "env_bad_result", "env_lost"]
+
+
+@dataclass(eq=False)
+class EnvFailure(Exception):
+    """A call into an environment failed. `outcome` names how; `env_lost` was not its own fault and may be tried again.
+
+    `what` continues a sentence: "raised in reset: KeyError('goal')". `where` is the last frame, if known.
+    """
+
+    outcome: EnvOutcome
+    method: str
+    what: str
+    where: str = ""
+
+
+def sentence(section: EnvSection, failure: EnvFailure, *, task: int | None = None, seed: int, log: str) -> str:
+    """One line for the user: which environment did what, on which task, how often, and the `log` to look into."""
+    raised, colon, cause = failure.what.partition(": ")
+    on = "" if failure.method == "import" else f" (seed {seed})" if task is None else f" (task {task}, seed {seed})"
+    parts = [f"env {section.target} {raised}{on}{colon}{cause}"]
+    if failure.method not in ("import", "step"):
+        tries = f"{section.reset_tries} of {section.reset_tries} tries failed"
+        parts.append(tries if task is None else f"{tries}; its group is dropped")
+    elif task is not None:
+        parts.append("The rollout leaves its group")
+    return ". ".join([*parts, f"Log: {log}"])
 
 
 class EnvHost:
@@ -69,9 +96,34 @@ class EnvHost:
         if self._class is None:
             return await self._build_in_pool(kwargs)
         try:
-            return InlineEnv(self._class(**kwargs), self._section)
+            return InlineEnv(self._section, self._class(**kwargs))
         except Exception as error:
             raise _raised(error, "__init__", "env_reset_failed") from error
+
+    async def begin(self, purpose: Purpose, seed: int) -> "tuple[HostedEnv, Observation, Mapping[str, Any]]":
+        """An environment that was reset, after up to `env.reset_tries` tries, each on another instance. Raises the last EnvFailure."""
+        tries_left = self._section.reset_tries
+        while True:
+            tries_left -= 1
+            env: HostedEnv | None = None
+            try:
+                env = await self.borrow(purpose)
+                return env, *await env.reset(seed)
+            except EnvFailure:
+                if env is not None:
+                    await env.close()
+                if not tries_left:
+                    raise
+
+    async def try_out(self, seed: int) -> None:
+        """Build and reset one environment, with held-out arguments too where they differ; it is kept for the first rollout.
+
+        Raises EnvFailure.
+        """
+        purposes: tuple[Purpose, ...] = ("train", "eval") if self._section.eval_kwargs else ("train",)
+        for purpose in purposes:
+            env, _, _ = await self.begin(purpose, seed)
+            self.give_back(env, purpose)
 
     def give_back(self, env: "HostedEnv", purpose: Purpose) -> None:
         """Keep an instance that works for the next rollout."""
@@ -104,119 +156,86 @@ class EnvHost:
             await self._pool.build(name, self._section.target, encode_call(**kwargs), deadline_s=deadline_s)
         except PoolError as error:
             raise _failed(error, "__init__", "env_reset_failed") from error
-        return PooledEnv(self._pool, name, self._section)
+        return PooledEnv(self._section, self._pool, name)
 
 
-class InlineEnv:
-    """Runs in this process: coroutines under a deadline; a plain method can't be interrupted and is trusted."""
+class HostedEnv:
+    """One environment instance, whose failures are EnvFailure and whose results are checked."""
 
-    usable = True
+    def __init__(self, section: EnvSection) -> None:
+        self._section = section
 
-    def __init__(self, env: Any, section: EnvSection) -> None:
-        self._env = env
-        self._reset_s = section.reset_timeout_s
-        self._step_s = section.step_timeout_s
+    @property
+    def usable(self) -> bool:
+        """False once it can't be called any more."""
+        return True
 
     async def reset(self, seed: int) -> tuple[Observation, Mapping[str, Any]]:
         """Start an episode."""
-        return check_reset(await self._call(self._env.reset, RESET, "env_reset_failed", self._reset_s, seed=seed))
+        return check_reset(await self._call("reset", "env_reset_failed", self._section.reset_timeout_s, seed=seed))
 
     async def step(self, action: str) -> Step:
         """Apply the model's text."""
-        return check_step(await self._call(self._env.step, STEP, "env_step_failed", self._step_s, action))
-
-    async def _call(
-        self, run: Callable[..., Any], method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any
-    ) -> Any:
-        try:
-            result = run(*args, **kwargs)
-            if hasattr(result, "__await__"):
-                result = await _within(result, limit_s, method)
-        except EnvFailure:
-            raise
-        except Exception as error:
-            raise _raised(error, method, outcome) from error
-        return result
+        return check_step(await self._call("step", "env_step_failed", self._section.step_timeout_s, action))
 
     async def close(self) -> None:
-        """Close it; what it raises then no longer matters to anybody."""
+        """Close it; how that fails no longer matters to anybody."""
+        with suppress(EnvFailure):
+            await self._call("close", "env_step_failed", CLOSE_S)
+
+    async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class InlineEnv(HostedEnv):
+    """Runs in this process: coroutines under a deadline; a plain method can't be interrupted and is trusted."""
+
+    def __init__(self, section: EnvSection, env: Any) -> None:
+        super().__init__(section)
+        self._env = env
+
+    async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
+        scope = asyncio.timeout(limit_s)
         try:
-            result = self._env.close()
-            if hasattr(result, "__await__"):
-                await _within(result, CLOSE_S, "close")
-        except Exception:  # noqa: BLE001 - user code may raise anything
-            return
+            result = getattr(self._env, method)(*args, **kwargs)
+            if not hasattr(result, "__await__"):
+                return result
+            async with scope:
+                return await result
+        except Exception as error:
+            if isinstance(error, TimeoutError) and scope.expired():
+                raise EnvFailure("env_timeout", method, f"hung in {method}: no answer within {limit_s:g} s") from None
+            raise _raised(error, method, outcome) from error
 
 
-class PooledEnv:
+class PooledEnv(HostedEnv):
     """Runs in a worker process, which is killed when a call outlives its deadline."""
 
-    def __init__(self, pool: WorkerPool, name: str, section: EnvSection) -> None:
+    def __init__(self, section: EnvSection, pool: WorkerPool, name: str) -> None:
+        super().__init__(section)
         self._pool = pool
         self._name = name
-        self._reset_s = section.reset_timeout_s
-        self._step_s = section.step_timeout_s
 
     @property
     def usable(self) -> bool:
         """False once its worker ended."""
         return self._pool.has(self._name)
 
-    async def reset(self, seed: int) -> tuple[Observation, Mapping[str, Any]]:
-        """Start an episode."""
-        return check_reset(await self._call(RESET, "env_reset_failed", self._reset_s, encode_call(seed=seed)))
-
-    async def step(self, action: str) -> Step:
-        """Apply the model's text."""
-        return check_step(await self._call(STEP, "env_step_failed", self._step_s, encode_call(action)))
-
-    async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, payload: bytes) -> Any:
-        try:
-            return _tuple(decode(await self._pool.call(self._name, method, payload, deadline_s=limit_s)))
-        except PoolError as error:
-            raise _failed(error, method, outcome) from error
-
     async def close(self) -> None:
         """Close and forget it."""
         try:
-            await self._pool.call(self._name, "close", encode_call(), deadline_s=CLOSE_S)
-        except PoolError:
-            pass  # it is thrown away whatever it did
+            await super().close()
         finally:
             self._pool.drop(self._name)
 
-
-HostedEnv = InlineEnv | PooledEnv
-"""One environment instance, whose failures are EnvFailure and whose results are checked."""
-
-
-async def try_environment(host: EnvHost, section: EnvSection, seed: int, *, log: str) -> str:
-    """Build and reset one environment, with held-out arguments too where they differ; the host keeps it for the first rollout.
-
-    Returns "" when that works, else the sentence for the user. A reset gets `env.reset_tries` tries.
-    """
-    purposes: tuple[Purpose, ...] = ("train", "eval") if section.eval_kwargs else ("train",)
-    for purpose in purposes:
-        for num_failed in range(1, section.reset_tries + 1):
-            failure = await _try_once(host, purpose, seed)
-            if failure is None:
-                break
-            if num_failed == section.reset_tries:
-                return sentence(Subject(section.target, log), failure, seed=seed, tries=num_failed)
-    return ""
-
-
-async def _try_once(host: EnvHost, purpose: Purpose, seed: int) -> EnvFailure | None:
-    env = None
-    try:
-        env = await host.borrow(purpose)
-        await env.reset(seed)
-    except EnvFailure as failure:
-        if env is not None:
-            await env.close()
-        return failure
-    host.give_back(env, purpose)
-    return None
+    async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
+        payload = encode_call(*args, **kwargs)
+        try:
+            result = decode(await self._pool.call(self._name, method, payload, deadline_s=limit_s))
+        except PoolError as error:
+            raise _failed(error, method, outcome) from error
+        # MessagePack knows no tuples: a list that came back from a worker may have been one.
+        return tuple(cast("list[Any]", result)) if isinstance(result, list) else result
 
 
 def check_reset(result: Any) -> tuple[Observation, Mapping[str, Any]]:
@@ -277,17 +296,6 @@ def _kind(value: Any) -> str:
     return value.type_name if isinstance(value, Unsendable) else type(value).__name__
 
 
-async def _within(result: Awaitable[Any], limit_s: float, method: str) -> Any:
-    scope = asyncio.timeout(limit_s)
-    try:
-        async with scope:
-            return await result
-    except TimeoutError:
-        if scope.expired():
-            raise EnvFailure("env_timeout", method, f"hung in {method}: no answer within {limit_s:g} s") from None
-        raise
-
-
 def _load(target: str) -> Callable[..., Any]:
     try:
         found = load_object(target)
@@ -318,8 +326,3 @@ def _failed(error: PoolError, method: str, outcome: EnvOutcome) -> EnvFailure:
             return EnvFailure(outcome, method, f"can't be loaded: {error}")
         case _:
             return EnvFailure(outcome, method, f"crashed in {method}: {error}")
-
-
-def _tuple(value: Any) -> Any:
-    """MessagePack knows no tuples: a list that came back from a worker may have been one."""
-    return tuple(cast("list[Any]", value)) if isinstance(value, list) else value

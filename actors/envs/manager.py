@@ -7,9 +7,8 @@ import msgspec
 
 from actors.config import ModelSection, RewardSection
 from actors.envs.chat import ChatRenderer
-from actors.envs.failures import EnvFailure, GaveUp, Subject, sentence
-from actors.envs.hosting import EnvHost, try_environment
-from actors.envs.rollout import Rollout, RolloutContext, RolloutRecord
+from actors.envs.hosting import EnvFailure, EnvHost, sentence
+from actors.envs.rollout import GaveUp, Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.samples import Admit, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
@@ -40,37 +39,24 @@ DELIVERIES = 3
 for ever. A buffer that is merely away fails none."""
 
 DEAD_LETTERS, DEAD_LETTERS_KEPT = "dead_letters", 1000
-"""The Store's stream of them, and how many of the newest stay."""
-
-
-class DeadLetter(msgspec.Struct, frozen=True):
-    """One entry of that stream."""
-
-    trajectory_id: str
-    attempt: int
-    holder: str
-    request: str
-    """Put or GiveUp."""
-    error: str
-
-
-class EnvManagerConfig(ActorConfig):
-    """What the environment manager reads."""
-
-    env: EnvSection = EnvSection()
-    rollout: RolloutSection = RolloutSection()
-    model: ModelSection = ModelSection()
-    reward: RewardSection = RewardSection()
+"""The Store's stream of them, each a MessagePack map, and how many of the newest stay."""
 
 
 class EnvManager(Actor):
     """Runs up to `env.concurrency` rollouts at once. Holds nothing that must survive it: its tickets lapse and are issued again."""
 
     role: ClassVar[str] = "env_manager"
-    Config = EnvManagerConfig
     drain_order: ClassVar[int] = 10
     least: ClassVar[int] = 1
     needs: ClassVar[tuple[str, ...]] = ("sample_buffer", "llm_proxy")
+
+    class Config(ActorConfig):
+        env: EnvSection = EnvSection()
+        rollout: RolloutSection = RolloutSection()
+        model: ModelSection = ModelSection()
+        reward: RewardSection = RewardSection()
+
+    config: Config
 
     @classmethod
     def check(cls, job: Job) -> None:
@@ -90,19 +76,16 @@ class EnvManager(Actor):
             )
 
     @classmethod
-    def check_host(cls, config: EnvManagerConfig) -> None:
+    def check_host(cls, config: Config) -> None:
         """The environment's module; what is in it shows when a manager tries it."""
         check_module(config.env.target, key="env.class")
 
-    def __init__(self, config: EnvManagerConfig, kernel: Kernel) -> None:
+    def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
-        self._env = config.env
         self._limits = config.rollout
-        self._model = config.model
-        self._scored = bool(config.reward.functions)
-        self._subject = Subject(config.env.target, str(self.run.folder / "logs" / f"{self.name}.jsonl"))
-        self._record = RolloutRecord(self._subject, config.env.reset_tries)
-        self._host = EnvHost(config.env, on_output=self._user_output)
+        self._log = str(self.run.folder / "logs" / f"{self.name}.jsonl")
+        self._record = RolloutRecord(config.env, self._log)
+        self._host = EnvHost(config.env, on_output=lambda line: self.log.info("user_output", text=line))
         self._policy = PolicyState(version=0, alpha=-1)
         self._running: dict[tuple[str, int], tuple[Ticket, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
@@ -138,38 +121,38 @@ class EnvManager(Actor):
         await self._host.close()
 
     @handler
-    async def standing_changed(self, message: PolicyState) -> None:
+    async def policy_changed(self, message: PolicyState) -> None:
         """A hint of the sample buffer: training moved on, or α did."""
         self._policy = message
 
     async def _prepare(self) -> str:
         """Read the tokenizer and try the environment; returns the sentence that ends the job, if any."""
-        folder, limits = self.run.folder / self._model.path, self._limits
+        folder, limits = self.run.folder / self.config.model.path, self._limits
         try:
             renderer = await self.offload(lambda: ChatRenderer(folder, system_prompt=limits.system_prompt))
             await self._host.start()
+            await self._host.try_out(self.run.seed)
         except ValueError as error:
             return str(error)
         except EnvFailure as failure:
-            return sentence(self._subject, failure, seed=self.run.seed)
-        problem = await try_environment(self._host, self._env, self.run.seed, log=self._subject.log)
+            return sentence(self.config.env, failure, seed=self.run.seed, log=self._log)
         self._rollouts = RolloutContext(
-            env=self._env,
+            env=self.config.env,
             rollout=limits,
             host=self._host,
             renderer=renderer,
             proxy=self.ref("llm_proxy"),
-            reward=self.ref("reward_service") if self._scored else None,
+            reward=self.ref("reward_service") if self.config.reward.functions else None,
             policy=lambda: self._policy,
             metrics=self.metrics,
             waits=self.waits,
         )
-        return problem
+        return ""
 
     async def _admit(self) -> None:
         """Keep as many rollouts running as there are tickets and room for."""
         while not self._ended:
-            room = self._env.concurrency - len(self._running)
+            room = self.config.env.concurrency - len(self._running)
             if room == 0:
                 self._changed.clear()
                 await self._changed.wait()
@@ -266,11 +249,12 @@ class EnvManager(Actor):
                     return True
 
     async def _keep_dead_letter(self, ticket: Ticket, request: str, error: str) -> None:
-        letter = DeadLetter(ticket.trajectory_id, ticket.attempt, self.name, request, error[:2000])
+        letter = {"trajectory_id": ticket.trajectory_id, "attempt": ticket.attempt, "holder": self.name}
+        letter |= {"request": request, "error": error[:2000]}
         self.metrics.count("dead_letters")
-        self.log.error("dead_letter", **msgspec.structs.asdict(letter))
+        self.log.error("dead_letter", **letter)
         self.notice(
-            f"{letter.trajectory_id}: {DELIVERIES} deliveries failed; the attempt counts as failed ({error[:200]})"
+            f"{ticket.trajectory_id}: {DELIVERIES} deliveries failed; the attempt counts as failed ({error[:200]})"
         )
         try:
             await self.store.append(DEAD_LETTERS, msgspec.msgpack.encode(letter), limit=DEAD_LETTERS_KEPT)
@@ -307,6 +291,3 @@ class EnvManager(Actor):
         if not self._ended:
             self._ended = True
             self.finish(why, failed=True)
-
-    def _user_output(self, line: str) -> None:
-        self.log.info("user_output", text=line)

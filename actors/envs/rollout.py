@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,7 @@ import msgspec
 
 from actors.envs.chat import TOKEN_BYTES, ChatRenderer, Transcript
 from actors.envs.environment import Observation
-from actors.envs.failures import EnvFailure, GaveUp, Subject, sentence
-from actors.envs.hosting import EnvHost, HostedEnv
+from actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, sentence
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.generation import Aborted, Completion, Generate, Sampling, Tokens
 from actors.messages.samples import NotScored, PolicyState, Score, Ticket, Trajectory
@@ -31,8 +30,15 @@ DIGITS = re.compile(r"\d+")
 MAX_NOTICES = 5
 """Kinds of failure the user is told about; the log has all of them."""
 
-ELSEWHERE = "reward_failed"
-"""The reward service judges its own functions."""
+
+@dataclass(eq=False)
+class GaveUp(Exception):
+    """A rollout ended without a score; `retry` when another attempt may fare better."""
+
+    reason: str
+    detail: str = ""
+    retry: bool = False
+    failure: EnvFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,30 +101,17 @@ class Rollout:
             turns=len(self._texts),
             truncated=self._truncated,
             wall_s=loop.time() - began,
-            version_first=transcript.version_first,
-            version_last=transcript.version_last,
         )
 
     async def _reset(self) -> tuple[HostedEnv, Observation]:
-        """An environment that was reset, after up to `env.reset_tries` tries, each on another instance."""
         context, ticket = self._context, self._ticket
-        tries = context.env.reset_tries
-        failure: EnvFailure | None = None
-        for _ in range(tries):
-            env: HostedEnv | None = None
-            try:
-                with self._waiting("env.reset", f"env.reset_timeout_s={context.env.reset_timeout_s:g}"):
-                    env = await context.host.borrow(ticket.purpose)
-                    observation, info = await env.reset(ticket.seed)
-            except EnvFailure as error:
-                failure = error
-                if env is not None:
-                    await env.close()
-            else:
-                self._info.update(info)
-                return env, observation
-        assert failure is not None
-        raise _given_up(failure)
+        try:
+            with self._waiting("env.reset", f"env.reset_timeout_s={context.env.reset_timeout_s:g}"):
+                env, observation, info = await context.host.begin(ticket.purpose, ticket.seed)
+        except EnvFailure as failure:
+            raise _given_up(failure) from failure
+        self._info.update(info)
+        return env, observation
 
     async def _play_turns(self, env: HostedEnv, observation: Observation) -> Transcript:
         context, limits = self._context, self._context.rollout
@@ -207,7 +200,7 @@ class Rollout:
         context = self._context
         if context.reward is None:
             return 0.0
-        request = Score(self._key, tuple(self._texts), encode_columns(self._columns(), self._info))
+        request = Score(self._key, tuple(self._texts), self._columns())
         timeout_s = context.rollout.reward_timeout_s
         try:
             with self._waiting("score", f"rollout.reward_timeout_s={timeout_s:g}", "reward_service"):
@@ -218,8 +211,9 @@ class Rollout:
             raise GaveUp("reward_failed", f"{reply.reason}: {reply.detail}")
         return sum(reply.scores)
 
-    def _columns(self) -> dict[str, Any]:
-        return {
+    def _columns(self) -> bytes:
+        """For the reward functions, as MessagePack: ours, and of the environment's info what can be sent."""
+        columns = {
             "task": self._ticket.task,
             "seed": self._ticket.seed,
             "turns": len(self._texts),
@@ -227,6 +221,8 @@ class Rollout:
             "truncated": self._truncated,
             "env_reward": self._reward,
         }
+        plain = {key: value for key, value in self._info.items() if isinstance(key, str) and _is_plain(value)}
+        return msgspec.msgpack.encode(plain | columns)
 
     def _waiting(self, stage: str, limit: str, holder: str = "") -> AbstractContextManager[Any]:
         return self._context.waits.on(self._ticket.trajectory_id, stage=stage, holder=holder, limit=limit)
@@ -235,9 +231,9 @@ class Rollout:
 class RolloutRecord:
     """How rollouts fared lately. Only failures that another attempt would meet again count: a lost worker or engine says nothing."""
 
-    def __init__(self, subject: Subject, reset_tries: int) -> None:
-        self._subject = subject
-        self._reset_tries = reset_tries
+    def __init__(self, env: EnvSection, log: str) -> None:
+        self._env = env
+        self._log = log
         self._recent: deque[bool] = deque(maxlen=RECENT)
         self._ever_good = False
         self._told: set[tuple[str, str]] = set()
@@ -249,37 +245,26 @@ class RolloutRecord:
 
     def bad(self, ticket: Ticket, end: GaveUp) -> tuple[str, str]:
         """(notice, verdict): sentences for the user, each empty where there is nothing to say; a verdict ends the job."""
-        if end.reason == ELSEWHERE or (end.retry and end.reason != "crashed"):
-            return "", ""
+        if end.reason == "reward_failed" or (end.retry and end.reason != "crashed"):
+            return "", ""  # the reward service judges its own functions
         self._recent.append(True)
         text, kind = self._described(ticket, end)
         known = kind in self._told or len(self._told) >= MAX_NOTICES
         self._told.add(kind)
-        return "" if known else text, self._verdict(text, " in their environment" if end.failure else "")
+        verdict = ""
+        if is_hopeless(self._recent, ever_good=self._ever_good):
+            where = " in their environment" if end.failure else ""
+            verdict = f"{text}. {sum(self._recent)} of the last {len(self._recent)} rollouts failed{where}"
+        return "" if known else text, verdict
 
     def _described(self, ticket: Ticket, end: GaveUp) -> tuple[str, tuple[str, str]]:
         """The sentence, and what makes two failures the same to a reader."""
         if (failure := end.failure) is not None:
-            tries = 0 if failure.method == "step" else self._reset_tries
-            text = sentence(self._subject, failure, task=ticket.task, seed=ticket.seed, tries=tries)
+            text = sentence(self._env, failure, task=ticket.task, seed=ticket.seed, log=self._log)
             return text, (failure.outcome, failure.what.partition("(")[0])
         detail = " ".join(end.detail.split())[:MAX_DETAIL]
         text = f"a rollout ended as {end.reason} (task {ticket.task}, seed {ticket.seed}): {detail}"
-        return f"{text}. Log: {self._subject.log}", (end.reason, DIGITS.sub("", detail))
-
-    def _verdict(self, text: str, where: str) -> str:
-        if not is_hopeless(self._recent, ever_good=self._ever_good):
-            return ""
-        return f"{text}. {sum(self._recent)} of the last {len(self._recent)} rollouts failed{where}"
-
-
-def encode_columns(columns: Mapping[str, Any], info: Mapping[str, Any]) -> bytes:
-    """Columns for the reward functions as MessagePack: ours, and of the environment's info what can be sent."""
-    plain = dict(columns)
-    for key, value in info.items():
-        if isinstance(key, str) and key not in plain and _is_plain(value):
-            plain[key] = value
-    return msgspec.msgpack.encode(plain)
+        return f"{text}. Log: {self._log}", (end.reason, DIGITS.sub("", detail))
 
 
 def _is_plain(value: Any) -> bool:

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from bus.message import Ack, Message, Request
+from bus.message import Message, Request
 
 Phase = Literal["rollout", "train_step", "weight_sync"]
 
@@ -76,17 +76,3 @@ class InspectFabric(Request[FabricReport], frozen=True):
     """Read the controller's totals."""
 
     idempotent: ClassVar[bool] = True
-
-
-__all__ = [
-    "Ack",
-    "Circuit",
-    "FabricReport",
-    "FindSwitch",
-    "InspectFabric",
-    "Phase",
-    "PhaseIntent",
-    "SwitchAddress",
-    "SwitchReply",
-    "SwitchRequest",
-]

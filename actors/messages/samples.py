@@ -81,9 +81,11 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
     turns: int
     truncated: bool
     wall_s: float
-    version_first: int
-    """Weight version of the first sampled token: age counts from it."""
-    version_last: int
+
+    @property
+    def version_first(self) -> int:
+        """Weight version of the first sampled token: age counts from it. Raises StopIteration where nothing was sampled."""
+        return next(span.version for segment in self.segments for span in segment.spans)
 
 
 class PolicyState(Message, frozen=True):

@@ -1,13 +1,14 @@
 """The engines as the proxy knows them: which are there, which request sits on which, and the bounded queue of those that wait for room."""
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from actors.messages.generation import Abort, Aborted, Completion, EngineStatus, Generate, Inspect, Resume, Suspend
+from actors.messages.generation import Abort, Aborted, Completion, Generate, Inspect, Resume, Suspend
 from actors.requests import SharedRequest, SharedRequests
 from bus.errors import AskFailed, Failed
 from planning.routing import EngineView, RequestView, choose, goes_first
@@ -39,6 +40,8 @@ class ProxyRequest(SharedRequest):
         """The one engine it lives on; empty until it got a seat."""
         self.asking: asyncio.Timeout | None = None
         """Open while an engine is asked; ended early to take the request away from it."""
+        self.turn: asyncio.Future[EngineSeat | None]
+        """While it waits for a seat."""
         self.deaths = 0
         """Engines that died while they ran it."""
 
@@ -73,64 +76,44 @@ class ProxyRequest(SharedRequest):
             self.asking.reschedule(0.0)
 
 
+@dataclass(eq=False, slots=True)
 class EngineSeat:
     """One incarnation of an engine, from its first status until it leaves."""
 
-    def __init__(self, status: EngineStatus, ref: "Ref") -> None:
-        self.name = status.engine
-        self.ref = ref
-        self.num_slots = max(1, status.num_slots)
-        self.version = status.version
-        self.suspended = status.suspended
-        self.resting = False
-        """It refused or could not be reached a moment ago."""
-        self.requests: dict[str, ProxyRequest] = {}
-        self.lost = 0
-        self.lost_tokens = 0
-        """Requests taken away from it, with their tokens: for the sentence when it is gone."""
-        self.handed_back = False
-        self.gone = False
-        self.bytes_in = 0
-        self.bytes_out = 0
-        """Prompts and tokens since the last rollout phase began."""
+    name: str
+    ref: "Ref"
+    num_slots: int
+    version: int
+    suspended: bool
+    resting: bool = False
+    """It refused or could not be reached a moment ago."""
+    requests: dict[str, ProxyRequest] = field(default_factory=dict)
+    lost: int = 0
+    lost_tokens: int = 0
+    """Requests taken away from it, with their tokens: for the sentence when it is gone."""
+    handed_back: bool = False
+    gone: bool = False
+    bytes_in: int = 0
+    bytes_out: int = 0
+    """Prompts and tokens since the last rollout phase began."""
 
     def view(self) -> EngineView:
         return EngineView(self.name, self.version, self.num_slots, len(self.requests), self.suspended or self.resting)
 
 
-class Sessions:
-    """Session → name of the engine that served its last turn. Forgetting one costs a recomputed cache, nothing else."""
-
-    def __init__(self, limit: int) -> None:
-        self._engines: OrderedDict[str, str] = OrderedDict()
-        self._limit = limit
-
-    def __len__(self) -> int:
-        return len(self._engines)
-
-    def engine_of(self, session: str) -> str | None:
-        """The engine that served `session` last, if it is remembered; it may have left since."""
-        return self._engines.get(session)
-
-    def served(self, session: str, engine: str) -> None:
-        """`engine` takes the session's newest turn."""
-        self._engines[session] = engine
-        self._engines.move_to_end(session)
-        if len(self._engines) > self._limit:
-            self._engines.popitem(last=False)
-
-
 class Placement:
     """Gives each request one seat. A seat is taken before the engine is asked, so that a burst never overshoots."""
 
-    def __init__(self, sessions: Sessions, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, sessions_kept: int) -> None:
         self.seats: dict[str, EngineSeat] = {}
         self.located: dict[str, str] = {}
         """Request id → engine, for requests that engines ran or kept when this proxy started."""
         self._views: dict[str, EngineView] = {}
-        self._waiting: deque[tuple[ProxyRequest, asyncio.Future[EngineSeat | None]]] = deque()
-        self._sessions = sessions
+        self._waiting: deque[ProxyRequest] = deque()
         self._max_waiting = max_waiting
+        self._sessions: dict[str, str] = {}
+        """Session → engine of its last turn, the newest last. Forgetting one costs a recomputed cache, nothing else."""
+        self._sessions_kept = sessions_kept
 
     @property
     def num_waiting(self) -> int:
@@ -167,16 +150,18 @@ class Placement:
 
     async def take(self, shared: ProxyRequest) -> EngineSeat | None:
         """A seat once it is the request's turn and an engine has room; None when it was aborted meanwhile."""
-        future: asyncio.Future[EngineSeat | None] = asyncio.get_running_loop().create_future()
-        entry = (shared, future)
+        shared.turn = asyncio.get_running_loop().create_future()
         if goes_first(shared.view()):
-            self._waiting.appendleft(entry)
+            self._waiting.appendleft(shared)
         else:
-            self._waiting.append(entry)
+            self._waiting.append(shared)
         try:
-            return await future
+            return await shared.turn
         except asyncio.CancelledError:
-            self._withdraw(entry)
+            if shared in self._waiting:
+                self._waiting.remove(shared)
+            if shared.turn.done() and not shared.turn.cancelled() and (seat := shared.turn.result()) is not None:
+                self.release(seat, shared)
             raise
 
     def release(self, seat: EngineSeat, shared: ProxyRequest) -> None:
@@ -186,70 +171,58 @@ class Placement:
 
     def abort(self, shared: ProxyRequest) -> None:
         """Wake the request if it waits; its `abort_reason` is set."""
-        for entry in self._waiting:
-            if entry[0] is shared:
-                self._waiting.remove(entry)
-                if not entry[1].done():
-                    entry[1].set_result(None)
-                return
+        if shared in self._waiting:
+            self._waiting.remove(shared)
+            if not shared.turn.done():
+                shared.turn.set_result(None)
 
     def _see(self, seat: EngineSeat) -> None:
         if self.seats.get(seat.name) is seat:
             self._views[seat.name] = seat.view()
 
     def _route(self, shared: ProxyRequest) -> EngineSeat | None:
-        sticky = self._sessions.engine_of(shared.request.session)
+        sticky = self._sessions.get(shared.request.session)
         route = choose(shared.view(), self._views.values(), sticky)
         return None if route.engine is None else self._seat(shared, self.seats[route.engine])
 
     def _seat(self, shared: ProxyRequest, seat: EngineSeat) -> EngineSeat:
         shared.engine = seat.name
         seat.requests[shared.request.request_id] = shared
-        self._sessions.served(shared.request.session, seat.name)
+        self._sessions.pop(shared.request.session, None)
+        self._sessions[shared.request.session] = seat.name
+        if len(self._sessions) > self._sessions_kept:
+            del self._sessions[next(iter(self._sessions))]
         self._see(seat)
         return seat
 
     def _advance(self) -> None:
         """Seat those who wait, in order, until no engine has room."""
         while self._waiting:
-            shared, future = self._waiting[0]
-            if not future.done():
+            shared = self._waiting[0]
+            if not shared.turn.done():
                 seat = self._route(shared)
                 if seat is None:
                     return
-                future.set_result(seat)
+                shared.turn.set_result(seat)
             self._waiting.popleft()
 
-    def _withdraw(self, entry: "tuple[ProxyRequest, asyncio.Future[EngineSeat | None]]") -> None:
-        shared, future = entry
-        if entry in self._waiting:
-            self._waiting.remove(entry)
-        if future.done() and not future.cancelled():
-            seat = future.result()
-            if seat is not None:
-                self.release(seat, shared)
 
-
+@dataclass(eq=False)
 class Roster:
     """The engines of one proxy, from the moment they are ready until their last request was taken away."""
 
-    def __init__(
-        self,
-        actor: Actor,
-        placement: Placement,
-        requests: SharedRequests[ProxyRequest],
-        on_joined: Callable[[EngineSeat], None],
-    ) -> None:
-        self._actor = actor
-        self._placement = placement
-        self._requests = requests
-        self._on_joined = on_joined
+    actor: Actor
+    placement: Placement
+    requests: SharedRequests[ProxyRequest]
+    on_joined: Callable[[EngineSeat], None]
+
+    def __post_init__(self) -> None:
         self._inspections: dict[str, asyncio.Task[None]] = {}
         self._suspended = False
 
     async def first_look(self) -> None:
         """Inspect every engine that is ready now."""
-        for name in self._actor.peers("engine"):
+        for name in self.actor.peers("engine"):
             self._welcome(name)
         if self._inspections:
             await asyncio.wait(list(self._inspections.values()), timeout=INSPECT_S)
@@ -259,11 +232,11 @@ class Roster:
         for name in left:
             if task := self._inspections.pop(name, None):
                 task.cancel()
-            seat = self._placement.remove(name)
+            seat = self.placement.remove(name)
             if seat is not None and name in joined:
                 self._gone(seat)
             elif seat is not None:
-                self._actor.spawn(self._farewell(seat), name=f"{self._actor.name}.farewell.{name}")
+                self.actor.spawn(self._farewell(seat), name=f"{self.actor.name}.farewell.{name}")
         for name in joined:
             if name.rpartition("-")[0] == "engine":
                 self._welcome(name)
@@ -271,10 +244,10 @@ class Roster:
     def rest(self, seat: EngineSeat, why: str) -> None:
         """Give the engine no new request for a moment."""
         if not seat.resting:
-            self._actor.log.info("engine_rests", engine=seat.name, for_s=REST_S, why=why)
+            self.actor.log.info("engine_rests", engine=seat.name, for_s=REST_S, why=why)
             seat.resting = True
-            self._placement.changed(seat)
-            self._actor.spawn(self._wake(seat), name=f"{self._actor.name}.rest.{seat.name}")
+            self.placement.changed(seat)
+            self.actor.spawn(self._wake(seat), name=f"{self.actor.name}.rest.{seat.name}")
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
@@ -284,43 +257,39 @@ class Roster:
             await seat.ref.ask(command, timeout=COMMAND_S)
         except AskFailed as error:
             what = type(command).__name__
-            self._actor.log.warning("engine_not_commanded", engine=seat.name, command=what, error=str(error))
+            self.actor.log.warning("engine_not_commanded", engine=seat.name, command=what, error=str(error))
             return False
         return True
 
     async def command_all(self, command: Suspend | Resume) -> None:
         """Suspend or resume every engine, and those that join later. Raises Failed naming those still here that did not obey."""
         self._suspended = isinstance(command, Suspend)
-        seats = list(self._placement.seats.values())
+        seats = list(self.placement.seats.values())
         for seat in seats:
             seat.suspended = True
-            self._placement.changed(seat)
+            self.placement.changed(seat)
         async with asyncio.TaskGroup() as tasks:
             done = [tasks.create_task(self.command(seat, command)) for seat in seats]
         stubborn: list[str] = []
         for seat, task in zip(seats, done, strict=True):
             if task.result():
                 seat.suspended = isinstance(command, Suspend)
-                self._placement.changed(seat)
-            elif self._placement.seats.get(seat.name) is seat:
+                self.placement.changed(seat)
+            elif self.placement.seats.get(seat.name) is seat:
                 stubborn.append(seat.name)
         if stubborn:
             raise Failed(f"{type(command).__name__} did not reach {', '.join(stubborn)}: ask again")
 
-    def abort_at(self, seat: EngineSeat, request_id: str, reason: str) -> None:
-        """Have the engine drop a request that nobody waits for there; not waited for."""
-        self._actor.spawn(self.command(seat, Abort(request_id, reason)), name=f"{self._actor.name}.abort")
-
     # -- joining and leaving ----------------------------------------------------------------------------------------
 
     def _welcome(self, name: str) -> None:
-        if name not in self._inspections and name not in self._placement.seats:
-            task = self._actor.spawn(self._inspect(name), name=f"{self._actor.name}.inspect.{name}")
+        if name not in self._inspections and name not in self.placement.seats:
+            task = self.actor.spawn(self._inspect(name), name=f"{self.actor.name}.inspect.{name}")
             self._inspections[name] = task
 
     async def _inspect(self, name: str) -> None:
         """Ask a new engine for its status until it answers or leaves; then it gets requests."""
-        ref, pause_s = self._actor.ref(name), REST_S
+        ref, pause_s = self.actor.ref(name), REST_S
         while True:
             try:
                 if self._suspended:
@@ -331,21 +300,20 @@ class Roster:
                 if status.suspended:
                     await ref.ask(Resume(), timeout=COMMAND_S)
             except AskFailed as error:
-                self._actor.log.warning("engine_not_inspected", engine=name, error=str(error))
+                self.actor.log.warning("engine_not_inspected", engine=name, error=str(error))
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, INSPECT_S)
         self._inspections.pop(name, None)
-        self._take_in(status, EngineSeat(status, ref))
-
-    def _take_in(self, status: EngineStatus, seat: EngineSeat) -> None:
+        seat = EngineSeat(name, ref, max(1, status.num_slots), status.version, status.suspended)
         for request_id in (*status.running, *status.finished):
-            if request_id not in self._requests.running:
-                self._placement.located[request_id] = seat.name
+            if request_id not in self.requests.running:
+                self.placement.located[request_id] = name
             elif request_id in status.running:
-                self.abort_at(seat, request_id, "it lives on another engine now")
-        self._placement.join(seat)
-        self._actor.log.info("engine_joined", engine=seat.name, version=seat.version, num_slots=seat.num_slots)
-        self._on_joined(seat)
+                drop = self.command(seat, Abort(request_id, "it lives on another engine now"))
+                self.actor.spawn(drop, name=f"{self.actor.name}.abort")
+        self.placement.join(seat)
+        self.actor.log.info("engine_joined", engine=name, version=seat.version, num_slots=seat.num_slots)
+        self.on_joined(seat)
 
     async def _farewell(self, seat: EngineSeat) -> None:
         await asyncio.sleep(LEAVE_GRACE_S)
@@ -360,13 +328,13 @@ class Roster:
         num = seat.lost + len(requests)
         tokens = seat.lost_tokens + sum(shared.num_tokens for shared in requests)
         if num:
-            to = ", ".join(sorted(self._placement.seats)) or "the next engine that is ready"
+            to = ", ".join(sorted(self.placement.seats)) or "the next engine that is ready"
             verb = "was drained" if seat.handed_back else "died"
             what = "1 request moves" if num == 1 else f"{num} requests move"
-            self._actor.notice(f"{seat.name} {verb}: {what} to {to} with the {tokens} tokens sampled so far")
-        self._actor.log.info("engine_left", engine=seat.name, moved=num, tokens=tokens)
+            self.actor.notice(f"{seat.name} {verb}: {what} to {to} with the {tokens} tokens sampled so far")
+        self.actor.log.info("engine_left", engine=seat.name, moved=num, tokens=tokens)
 
     async def _wake(self, seat: EngineSeat) -> None:
         await asyncio.sleep(REST_S)
         seat.resting = False
-        self._placement.changed(seat)
+        self.placement.changed(seat)

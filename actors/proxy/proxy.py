@@ -16,7 +16,7 @@ from actors.messages.generation import (
     TokensSampled,
     VersionSpan,
 )
-from actors.proxy.placement import EngineSeat, Placement, ProxyRequest, Roster, Sessions
+from actors.proxy.placement import EngineSeat, Placement, ProxyRequest, Roster
 from actors.requests import SharedRequests
 from bus.errors import NotSent, Refused, Unknown
 from bus.message import Ack, Message
@@ -45,7 +45,7 @@ class LLMProxy(Actor):
         self._requests = SharedRequests(
             ProxyRequest, self._run, self.spawn, max_results=section.results_kept, max_mb=section.results_mb
         )
-        self._placement = Placement(Sessions(section.sessions_kept), section.max_waiting)
+        self._placement = Placement(section.max_waiting, section.sessions_kept)
         self._roster = Roster(self, self._placement, self._requests, lambda seat: self._begin_phase(seat.version))
         self._phase = -1
         """The newest weight version whose rollout phase was announced to the fabric."""

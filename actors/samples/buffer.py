@@ -36,7 +36,7 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.model_folder import vocab_size_of
-from actors.samples.group import Group, Receipt
+from actors.samples.group import Group, Member, Receipt
 from actors.samples.groups import GroupLimits, Groups, OutOfOrder
 from actors.samples.holders import ENV_MANAGER, NOBODY, Holders, gauges, why_no_batch, why_no_tickets, why_unfinished
 from actors.samples.journal import Journal, Wake
@@ -50,7 +50,6 @@ from actors.samples.sample import (
     flaw,
     heard_of,
     read_payload,
-    split_id,
     sweep_payloads,
     trajectory_id,
 )
@@ -141,7 +140,7 @@ class SampleBuffer(Actor):
                     limit = f"staleness.alpha={self._groups.alpha}"
                     wait = self.waits.on("tickets", stage="slots", limit=limit, idle=True)
                     with wait.described_by(lambda: why_no_tickets(self._groups)):
-                        await self._slots.wait()
+                        await self._slots.event.wait()
         sent = await self._make_durable(tickets) if tickets else ()
         return Tickets(tickets=tuple(sent), policy=self._groups.policy, closed=self._closed)
 
@@ -190,7 +189,7 @@ class SampleBuffer(Actor):
                 found = await self._claim(request)
             if isinstance(found, Batch):
                 return found
-            changed = self._outcomes.next()
+            changed = self._outcomes.event
             limit = f"samples.ticket_ttl_s={self.config.samples.ticket_ttl_s:g}"
             wait = self.waits.on(f"batch {request.step}", stage="batch", limit=limit, idle=True)
             with wait.described_by(lambda plan=found: why_no_batch(self._groups, plan)), suppress(TimeoutError):
@@ -241,7 +240,7 @@ class SampleBuffer(Actor):
         with wait.described_by(lambda: why_unfinished(group)), suppress(TimeoutError):
             async with asyncio.timeout(request.wait_s):
                 while not group.complete:
-                    await self._outcomes.wait()
+                    await self._outcomes.event.wait()
         if not group.complete:
             why = f"{group.num_settled} of {request.num} held-out tasks have an outcome"
             return NotReady(ready=group.num_settled, wanted=request.num, why=why)
@@ -381,20 +380,18 @@ class SampleBuffer(Actor):
         there = dict(zip(inline, await self._journal.payloads(inline), strict=True))
         found: list[list[bytes | None]] = []
         for group in groups:
-            names = [trajectory_id(group.id, index) for index in group.scored]
-            found.append([there[n] if n in there else await self._file(group, n) for n in names])
-            if missing := [name for name, sample in zip(names, found[-1], strict=True) if sample is None]:
-                self.log.error(
-                    "samples_gone", group=group.id, samples=missing, cause="their payloads are lost or damaged"
-                )
+            found.append([])
+            for index in group.scored:
+                name = trajectory_id(group.id, index)
+                found[-1].append(there[name] if name in there else await self._file(name, group.members[index]))
+                if found[-1][-1] is None:
+                    self.log.error("sample_gone", trajectory=name, cause="its payload is lost or damaged")
         return found
 
-    async def _file(self, group: Group, name: str) -> bytes | None:
-        member = group.members[split_id(name)[1]]
+    async def _file(self, name: str, member: Member) -> bytes | None:
+        folder = self.run.folder / "samples"
         try:
-            return await self.offload(
-                read_payload, self.run.folder / "samples", f"{name}.{member.attempt}", member.digest
-            )
+            return await self.offload(read_payload, folder, f"{name}.{member.attempt}", member.digest)
         except PayloadLost as error:
             self.log.error("sample_unreadable", trajectory=name, error=str(error))
             return None

@@ -214,19 +214,12 @@ class Groups:
         self._issue_again(group, trajectory)
         return ""
 
-    def held_by(self, holder: str) -> list[tuple[str, int]]:
-        """Trajectories that run at `holder`, with the incarnation that took them."""
-        return [
-            (trajectory_id(group.id, index), member.incarnation)
-            for group in (*self.live.values(), *self.rounds.values())
-            for index, member in enumerate(group.members)
-            if member.state == "running" and member.holder == holder
-        ]
-
-    def holders(self) -> list[str]:
-        """Who holds tickets."""
-        groups = (*self.live.values(), *self.rounds.values())
-        return sorted({m.holder for group in groups for m in group.members if m.state == "running"})
+    def running(self) -> Iterator[tuple[str, Member]]:
+        """Trajectories that somebody holds the ticket of."""
+        for group in (*self.live.values(), *self.rounds.values()):
+            for index, member in enumerate(group.members):
+                if member.state == "running":
+                    yield trajectory_id(group.id, index), member
 
     # -- what becomes of rollouts -------------------------------------------------------------------------------
 

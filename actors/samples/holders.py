@@ -1,6 +1,7 @@
 """Who holds tickets: takes them back from holders that left or fell silent, and says for the monitor who keeps a caller waiting."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
 
 ON_THE_WAY_S = 3.0
 """A ticket may be on its way to its holder for this long."""
-
-NEVER_S = 1e9
-"""Beyond any lease."""
 
 NOBODY = 2**63
 """Above every incarnation."""
@@ -58,20 +56,20 @@ class Holders:
             self.groups.renew(trajectory, attempt, now)
         self.granted()
         known = {trajectory for trajectory, _ in held}
-        mine = [name for name, taken_by in self.groups.held_by(holder) if taken_by == incarnation]
+        mine = [n for n, m in self.groups.running() if m.holder == holder and m.incarnation == incarnation]
         granted_before = now + self.groups.limits.ticket_ttl_s - ON_THE_WAY_S
         leases = self.groups.leases
-        lost = [name for name in mine if name not in known and leases.get(name, now + NEVER_S) <= granted_before]
+        lost = [name for name in mine if name not in known and leases.get(name, math.inf) <= granted_before]
         self._take_back(lost, "lost_on_the_way", counted=False)
 
     async def left(self, holder: str, *, is_back: bool) -> None:
         """`holder` went away; where it is back, only what its former incarnations held is taken back."""
-        if self.groups.held_by(holder):
+        if any(member.holder == holder for _, member in self.groups.running()):
             self._left(holder, await self.alive(holder) if is_back else NOBODY)
 
     async def check_all(self) -> None:
         """After a restart: take back what is held by incarnations that are in the run no more."""
-        for holder in self.groups.holders():
+        for holder in sorted({member.holder for _, member in self.groups.running()}):
             await self.left(holder, is_back=True)
 
     async def watch_leases(self) -> None:
@@ -88,7 +86,7 @@ class Holders:
             self._take_back(sorted(n for n, lapses in self.groups.leases.items() if lapses <= now), "lease_lapsed")
 
     def _left(self, holder: str, below: int) -> None:
-        gone = [name for name, taken_by in self.groups.held_by(holder) if taken_by < below]
+        gone = [n for n, m in self.groups.running() if m.holder == holder and m.incarnation < below]
         self._take_back(gone, "holder_left")
 
     def _take_back(self, rollouts: Sequence[str], reason: str, *, counted: bool = True) -> None:
@@ -133,10 +131,9 @@ def why_unfinished(group: Group) -> tuple[str, str]:
 
 def gauges(groups: Groups, metrics: "Metrics") -> None:
     """Depths in samples: held in groups that still run, ready to be claimed, bound to a step not trained yet."""
-    bound = [group for group in groups.live.values() if group.state == "bound"]
-    metrics.gauge("queue/held/depth", sum(group.num_scored for group in groups.open()))
-    metrics.gauge("queue/ready/depth", sum(group.num_scored for group in groups.ready()))
-    metrics.gauge("queue/bound/depth", sum(group.num_scored for group in bound))
+    for queue, state in (("held", "open"), ("ready", "ready"), ("bound", "bound")):
+        depth = sum(group.num_scored for group in groups.live.values() if group.state == state)
+        metrics.gauge(f"queue/{queue}/depth", depth)
     metrics.gauge("groups/ready", sum(1 for _ in groups.ready()))
     metrics.gauge("groups/in_flight", sum(1 for _ in groups.open()))
 

@@ -56,23 +56,15 @@ async def read_records(store: Store) -> tuple[Training, list[Group]]:
 
 
 class Wake:
-    """Take `next()`, then look, then wait for it: a change in between is never missed."""
+    """Wakes everybody who waits for a change. Take `event`, then look, then wait for it: a change in between is never missed."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self.event = asyncio.Event()
 
     def set(self) -> None:
         """Wake all present waiters."""
-        self._event.set()
-        self._event = asyncio.Event()
-
-    def next(self) -> asyncio.Event:
-        """The event that the next `set` sets."""
-        return self._event
-
-    async def wait(self) -> None:
-        """Return at the next `set` after this is awaited."""
-        await self._event.wait()
+        self.event.set()
+        self.event = asyncio.Event()
 
 
 class _Written(NamedTuple):
@@ -118,23 +110,20 @@ class Journal:
 
     async def take_over(self) -> tuple[Training, list[Group]]:
         """Shut out every buffer before this one, and read what it left: the Store may still forget the newest of it. Raises Fenced."""
-        while not await self._takes_over():
-            self.log.info("take_over_again", cause="the one before wrote meanwhile")
+        while True:
+            self._before = await self.steadily(lambda: self.store.fenced(self.fence.name))
+            self._number = 1
+            try:
+                await self._send({}, None, WriteNumber(1, after=self._before))
+                break
+            except Forgotten:
+                self.log.info("take_over_again", cause="the one before wrote meanwhile")
         training, groups = await self.steadily(lambda: read_records(self.store))
         if self.window_s:
             samples = [name for group in groups for name in group.inline]
             there = dict(zip(samples, await self.payloads(samples), strict=True))
             await self._hold({name: payload for name, payload in there.items() if payload}, training.ended)
         return training, groups
-
-    async def _takes_over(self) -> bool:
-        self._before = await self.steadily(lambda: self.store.fenced(self.fence.name))
-        self._number = 1
-        try:
-            await self._send({}, None, WriteNumber(1, after=self._before))
-        except Forgotten:
-            return False
-        return True
 
     async def _hold(self, payloads: dict[str, bytes], last: int) -> None:
         """Keep what another buffer wrote as if it were written now."""

@@ -57,14 +57,13 @@ class SampleLedger:
     async def open(self) -> None:
         """Take the file over, with the lines that agree with the Store. A torn last line goes, and so do lines that a Store which
         lost its newest seconds has no record of."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         async with self._turn:
             await self._take()
 
     async def follow(self) -> None:
         """Write whatever ends, until cancelled."""
         while True:
-            more = self.journal.ended.next()
+            more = self.journal.ended.event
             try:
                 await self.catch_up()
             except OSError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from actors.engines.worker import EngineWorker
-from actors.envs.manager import EnvManagerConfig
+from actors.envs.manager import EnvManager
 from actors.envs.section import EnvSection, RolloutSection
 from actors.training.publishing import CheckSection, EvalSection
 from actors.training.trainer import CheckpointSection
@@ -119,7 +119,7 @@ def live_configs(spec: ClusterJobSpec, tokens: int, setup: Setup, model: Path) -
     train = base["trainer"]
     return base | {
         "engine": EngineWorker.Config(model=train.model, engine=roofline),
-        "env_manager": EnvManagerConfig(
+        "env_manager": EnvManager.Config(
             env=EnvSection.model_validate(environment), rollout=rollout, model=train.model
         ),
         "trainer": SimTrainer.Config(

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from actors.config import ModelSection, RewardSection, SamplesSection, StalenessSection, TrainSection
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
-from actors.envs.manager import EnvManager, EnvManagerConfig
+from actors.envs.manager import EnvManager
 from actors.envs.section import EnvSection, RolloutSection
 from actors.proxy.proxy import LLMProxy
-from actors.rewards.service import RewardServiceConfig
+from actors.rewards.service import RewardService
 from actors.training.publishing import CheckSection, EvalSection
 from actors.training.trainer import CheckpointSection
 from runtime.actor import Actor
@@ -106,7 +106,7 @@ def configs(setup: Setup, model: Path) -> dict[str, Any]:
                 kind="scripted", num_slots=setup.num_slots, max_len=64, stream_every=2, scripted=scripted
             ),
         ),
-        "env_manager": EnvManagerConfig(
+        "env_manager": EnvManager.Config(
             env=EnvSection.model_validate(
                 {"class": "sim.simtest.toys:WalkEnv", "concurrency": setup.concurrency, "isolation": "inline"}
             ),
@@ -114,7 +114,7 @@ def configs(setup: Setup, model: Path) -> dict[str, Any]:
             model=where,
             reward=reward,
         ),
-        "reward_service": RewardServiceConfig(reward=reward),
+        "reward_service": RewardService.Config(reward=reward),
         "trainer": SimTrainer.Config(
             model=where,
             train=train,

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.envs.failures import EnvFailure, Subject, sentence
-from actors.envs.hosting import EnvHost, try_environment
+from actors.envs.hosting import EnvFailure, EnvHost, sentence
 from actors.envs.section import EnvSection
 
 USER = Path(__file__).with_name("user_env.py")
@@ -155,9 +154,10 @@ async def check_environment(settings, seed, *, log=""):
     host = EnvHost(settings)
     try:
         await host.start()
-        return await try_environment(host, settings, seed, log=log)
+        await host.try_out(seed)
+        return ""
     except EnvFailure as failure:
-        return sentence(Subject(settings.target, log), failure, seed=seed)
+        return sentence(settings, failure, seed=seed, log=log)
     finally:
         await host.close()
 

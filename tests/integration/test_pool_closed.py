@@ -7,8 +7,7 @@ import msgspec
 
 from actors.config import RewardSection
 from actors.messages.samples import Score
-from actors.rewards.local import LocalScorer
-from actors.rewards.service import RewardService, RewardServiceConfig
+from actors.rewards.service import LocalScorer, RewardService
 from bus.link import Identity
 from bus.transport import MemoryTransport
 from runtime.blobs.blob import MemoryBlobStore
@@ -41,7 +40,7 @@ async def test_a_reward_service_that_stopped_leaves_no_worker(tmp_path):
         config = {"reward": {"functions": [f"{USER}:hang"], "workers": 1, "timeout_s": 60.0}}
         kernel = Kernel(
             RewardService,
-            RewardServiceConfig.model_validate(config),
+            RewardService.Config.model_validate(config),
             name="reward_service-1",
             incarnation=await made.store.increment("incarnation"),
             run=made.run,

@@ -16,7 +16,7 @@ import pytest
 
 from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.local import LocalScorer
+from actors.rewards.service import LocalScorer
 from runtime.pool import process as pool_process
 from runtime.pool import sandbox
 from runtime.pool.worker import TEXT_LIMIT

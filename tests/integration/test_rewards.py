@@ -8,7 +8,7 @@ import pytest
 
 from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.local import LocalScorer
+from actors.rewards.service import LocalScorer
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"
 PENALTY = "actors.rewards.functions:malformed_penalty"

@@ -3,7 +3,7 @@
 import asyncio
 
 from actors.messages.samples import Score, Scores
-from actors.rewards.service import BATCH, RewardService, RewardServiceConfig
+from actors.rewards.service import BATCH, RewardService
 from bus.link import Identity
 from bus.message import Ack, Request
 from bus.transport import MemoryTransport
@@ -124,7 +124,7 @@ async def test_scores_behind_a_crowd_that_went_away_are_not_forgotten(tmp_path):
         incarnation = await store.increment("incarnation")
         kernel = Kernel(
             RewardService,
-            RewardServiceConfig.model_validate({"reward": {"functions": ["x:y"], "workers": 1}}),
+            RewardService.Config.model_validate({"reward": {"functions": ["x:y"], "workers": 1}}),
             name="reward_service-1",
             incarnation=incarnation,
             run=run,

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from actors.envs.manager import EnvManager, EnvManagerConfig
+from actors.envs.manager import EnvManager
 from actors.proxy.proxy import LLMProxy
 from runtime.kernel import NODE
 from tests.simulation.test_env_manager import Buffer, Cluster, Node, write_model
@@ -24,7 +24,7 @@ async def test_engines_that_take_longer_than_a_turn_may_take_do_not_end_the_job(
         await made.start(Node, NODE)
         await made.start(Buffer, "sample_buffer-1")
         await made.start(LLMProxy, "llm_proxy-1", LLMProxy.Config())
-        await made.start(EnvManager, "env_manager-1", EnvManagerConfig.model_validate(settings))
+        await made.start(EnvManager, "env_manager-1", EnvManager.Config.model_validate(settings))
         await asyncio.sleep(330.0)  # rollout.generate_timeout_s is 300 by default
         finishes, given = list(Node.finishes), list(Buffer.given_up)
         for task in made.serving.values():

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.service import RewardService, RewardServiceConfig
+from actors.rewards.service import RewardService
 from bus.link import Identity
 from bus.message import Ack
 from bus.transport import MemoryNetwork, MemoryTransport
@@ -44,7 +44,7 @@ async def service(tmp_path, *functions):
     network, store = MemoryNetwork(), MemoryStore()
     async with asyncio.TaskGroup() as tasks:
         serving, actors = [], {}
-        config = RewardServiceConfig.model_validate({"reward": {"functions": functions}})
+        config = RewardService.Config.model_validate({"reward": {"functions": functions}})
         for name, actor_class, settings in (
             (NODE, Node, ActorConfig()),
             ("reward_service-1", RewardService, config),

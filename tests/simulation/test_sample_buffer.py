@@ -93,7 +93,7 @@ def trajectory_of(ticket, reward):
         array("f", [0.1] * 600).tobytes(),
         (VersionSpan(ticket.version, 0, 600),),
     )
-    return Trajectory(ticket, (segment,), reward, 7, False, 0.2, ticket.version, ticket.version)
+    return Trajectory(ticket, (segment,), reward, 7, False, 0.2)
 
 
 async def roll_out(actor, incarnation):

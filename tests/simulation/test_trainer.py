@@ -41,9 +41,7 @@ from sim.simtest.toys import ToyTrainEngine
 from sim.virtual import run_virtual
 
 SPANS = (VersionSpan(0, 0, 1),)
-TRAJECTORY = Trajectory(
-    Ticket("t", "g", 1, 0, 0, 0), (Segment(bytes(4), b"\1", bytes(4), SPANS),), 0.0, 1, False, 0.1, 0, 0
-)
+TRAJECTORY = Trajectory(Ticket("t", "g", 1, 0, 0, 0), (Segment(bytes(4), b"\1", bytes(4), SPANS),), 0.0, 1, False, 0.1)
 
 
 class Buffer(Actor):

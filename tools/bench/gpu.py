@@ -115,7 +115,7 @@ def _trajectory(group: int, index: int) -> Trajectory:
     mask = bytes([0] * PROMPT + [1] * (TRAIN_LEN - PROMPT))
     segment = Segment(pack_i32(tokens), mask, array("f", [-10.0] * TRAIN_LEN).tobytes(), ())
     ticket = Ticket(f"g{group}.{index}", f"g{group}", 1, group, group, 0)
-    return Trajectory(ticket, (segment,), float(index % 2), 1, False, 0.0, 0, 0)
+    return Trajectory(ticket, (segment,), float(index % 2), 1, False, 0.0)
 
 
 def main() -> int:

@@ -141,7 +141,7 @@ class _Episode:
         penalty = malformed_penalty([""], [self._turns], [self._invalid])[0]
         ticket = Ticket(self._name, self._name, 1, 0, 0, version)
         segments = (self._transcript.segment(),)
-        return Trajectory(ticket, segments, self._reward + penalty, self._turns, False, 0.0, version, version)
+        return Trajectory(ticket, segments, self._reward + penalty, self._turns, False, 0.0)
 
 
 def loop(settings: Settings, folder: Path, threads: int) -> Iterator[Point]:

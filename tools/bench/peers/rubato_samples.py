@@ -135,8 +135,6 @@ def _trajectory(ticket: Ticket) -> Trajectory:
         turns=3,
         truncated=False,
         wall_s=0.25,
-        version_first=ticket.version,
-        version_last=ticket.version,
     )
 
 

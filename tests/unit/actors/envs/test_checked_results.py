@@ -5,8 +5,7 @@ import math
 import numpy
 import pytest
 
-from actors.envs.failures import EnvFailure
-from actors.envs.hosting import check_reset, check_step
+from actors.envs.hosting import EnvFailure, check_reset, check_step
 from runtime.pool.pool import Unsendable
 
 WRONG_STEPS = [

@@ -7,9 +7,8 @@ import msgspec
 import pytest
 
 from actors.envs.chat import ChatRenderer
-from actors.envs.failures import GaveUp
 from actors.envs.hosting import EnvHost
-from actors.envs.rollout import Rollout, RolloutContext
+from actors.envs.rollout import GaveUp, Rollout, RolloutContext
 from actors.envs.section import EnvSection, RolloutSection
 from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
 from actors.messages.samples import NotScored, PolicyState, Scores, Ticket
@@ -185,7 +184,7 @@ async def test_no_turn_is_sampled_under_older_weights_than_the_first(renderer):
     trajectory, _ = await play(renderer, [], proxy=proxy, policy=(6, 1))
 
     assert [request.min_version for request in proxy.requests] == [5, 6, 6]
-    assert (trajectory.version_first, trajectory.version_last) == (6, 7)
+    assert [span.version for span in trajectory.segments[0].spans] == [6, 7, 7]
 
 
 async def test_an_aborted_turn_goes_on_with_its_tokens_under_a_new_id(renderer):
@@ -225,8 +224,9 @@ async def test_a_reset_gets_three_tries(renderer, bad, works):
     if works:
         assert (await play(renderer, ["x"], env="Moody", kwargs={"bad": bad}))[0].reward == 1.0
     else:
-        with pytest.raises(GaveUp, match="env_reset_failed: raised in reset: RuntimeError"):
+        with pytest.raises(GaveUp, match="raised in reset: RuntimeError") as caught:
             await play(renderer, ["x"], env="Moody", kwargs={"bad": bad})
+        assert caught.value.reason == "env_reset_failed"
 
 
 async def test_held_out_tasks_are_played_greedily(renderer):
@@ -250,7 +250,7 @@ async def test_scores_are_added_and_the_functions_see_turns_and_info(renderer):
 
 
 async def test_a_trajectory_that_is_not_scored_is_given_up_and_never_worth_zero(renderer):
-    with pytest.raises(GaveUp, match=r"reward_failed: timeout: my\.py:f no answer"):
+    with pytest.raises(GaveUp, match=r"timeout: my\.py:f no answer"):
         await play(renderer, ["go"] * 3, reward=FakeReward(NotScored("timeout", "my.py:f no answer")))
 
 

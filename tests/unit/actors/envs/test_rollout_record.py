@@ -1,7 +1,8 @@
 """When failures become a sentence, and when they end the job."""
 
-from actors.envs.failures import EnvFailure, GaveUp, Subject
-from actors.envs.rollout import RolloutRecord
+from actors.envs.hosting import EnvFailure
+from actors.envs.rollout import GaveUp, RolloutRecord
+from actors.envs.section import EnvSection
 from actors.messages.samples import Ticket
 
 TICKET = Ticket("t1", "g1", 1, 17, 4211, 0)
@@ -11,7 +12,7 @@ RAISED = GaveUp(
 
 
 def record():
-    return RolloutRecord(Subject("my_env.py:MyEnv", "runs/a/logs/env_manager-1.jsonl"), reset_tries=3)
+    return RolloutRecord(EnvSection(**{"class": "my_env.py:MyEnv"}), "runs/a/logs/env_manager-1.jsonl")
 
 
 def test_the_first_failure_of_a_kind_is_told_in_one_sentence():

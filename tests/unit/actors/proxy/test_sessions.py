@@ -1,14 +1,14 @@
 """The memory of sessions is bounded."""
 
-from actors.proxy.placement import Sessions
+from actors.messages.generation import Generate, Sampling
+from actors.proxy.placement import EngineSeat, Placement, ProxyRequest
 
 
-def test_the_least_recently_used_session_is_forgotten_first():
-    sessions = Sessions(2)
-    sessions.served("a", "engine-1")
-    sessions.served("b", "engine-2")
-    sessions.served("a", "engine-1")
+async def test_the_least_recently_used_session_is_forgotten_first():
+    placement = Placement(max_waiting=1, sessions_kept=2)
+    placement.join(EngineSeat("engine-1", ref=None, num_slots=8, version=0, suspended=False))
 
-    sessions.served("c", "engine-1")
+    for session in "abac":
+        placement.try_take(ProxyRequest(Generate(session, session, b"", Sampling(1))))
 
-    assert [sessions.engine_of(s) for s in "abc"] == ["engine-1", None, "engine-1"]
+    assert list(placement._sessions) == ["a", "c"]

@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 
 from actors.config import RewardSection
-from actors.rewards.local import LocalScorer
+from actors.rewards.service import LocalScorer
 from runtime.pool.errors import PoolError, UserCodeRaised, WorkerDied, WorkerKilled
 
 

@@ -311,8 +311,6 @@ def trajectory_of(ticket, reward=1.0, version_first=None, num_tokens=4):
         turns=3,
         truncated=False,
         wall_s=0.25,
-        version_first=version,
-        version_last=version,
     )
 
 

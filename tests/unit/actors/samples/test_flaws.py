@@ -33,7 +33,7 @@ SEGMENT = Segment(
 
 
 def trajectory_with(ticket=TICKET, segments=(SEGMENT,), **changes):
-    whole = Trajectory(ticket, tuple(segments), 0.5, 2, False, 0.1, 3, 4)
+    whole = Trajectory(ticket, tuple(segments), 0.5, 2, False, 0.1)
     return msgspec.structs.replace(whole, **changes)
 
 
@@ -87,16 +87,8 @@ FLAWED = {
     "sampled tokens that no span covers": (spans((3, 1, 3), (4, 5, 6)), "spans cover 3 of 4 sampled tokens"),
     "no span at all": (segment_with(spans=()), "bad_trajectory: spans cover 0 of 4 sampled tokens"),
     "a future version": (
-        msgspec.structs.replace(spans((3, 1, 3), (6, 4, 6)), version_last=6),
+        spans((3, 1, 3), (6, 4, 6)),
         "future_version: it was sampled under version 6, and 5 is the newest",
-    ),
-    "a version_first that is not the first span's": (
-        trajectory_with(version_first=4),
-        "bad_trajectory: it says versions 4 to 4, its spans 3 to 4",
-    ),
-    "a version_last that is not the last span's": (
-        trajectory_with(version_last=5),
-        "bad_trajectory: it says versions 3 to 5, its spans 3 to 4",
     ),
     "a version below the ticket's": (
         trajectory_with(ticket=msgspec.structs.replace(TICKET, version=4)),
@@ -141,7 +133,7 @@ def test_a_trajectory_that_training_could_not_compute_with_is_named(case):
         trajectory_with(segments=[SEGMENT, Segment(b"", b"", b"", ())]),
         trajectory_with(segments=[SEGMENT, Segment(ints(1), b"\0", floats(0.0), ())]),
         spans((3, 1, 2), (4, 2, 6)),
-        msgspec.structs.replace(spans((5, 0, 6)), version_first=5, version_last=5),
+        spans((5, 0, 6)),
         trajectory_with(reward=0.0),
         trajectory_with(reward=-1e30),
     ],

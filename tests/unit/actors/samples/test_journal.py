@@ -225,7 +225,7 @@ async def test_the_metrics_count_ends_once_they_are_durable(store):
 
     async def scene():
         counted = book.journal.metrics
-        ended = book.journal.ended.next()
+        ended = book.journal.ended.event
         await book.fail()
         assert counted.snapshot()["samples/failed"] == 1
         assert ended.is_set()

@@ -18,7 +18,7 @@ def trajectory():
         segment = Segment(
             struct.pack(f"<{len(tokens)}i", *tokens), bytes(mask), struct.pack(f"<{len(tokens)}f", *logprobs), spans
         )
-        return Trajectory(Ticket("t", "g", 1, 0, 0, version), (segment,), reward, 1, False, 0.1, version, version)
+        return Trajectory(Ticket("t", "g", 1, 0, 0, version), (segment,), reward, 1, False, 0.1)
 
     return make
 
