@@ -172,6 +172,7 @@ class Link:
 
     __slots__ = (
         "_accepted", "_identity", "connection", "is_dirty", "is_open", "is_over", "is_refused", "outbox", "peer", "peer_name",
+        "refusal",
     )  # fmt: skip
 
     def __init__(self, peer: Peer, identity: Identity, connection: Connection | None = None) -> None:
@@ -183,6 +184,8 @@ class Link:
         self.is_open = False
         self.is_refused = False
         """We refused an accepted link: whatever else arrives on it is dropped until the peer hangs up."""
+        self.refusal = ""
+        """Why the peer refused a link that we opened, in its words."""
         self.is_over = False
         self.is_dirty = False
         """Something waits in the outbox, for the end of the tick."""
@@ -212,7 +215,8 @@ class Link:
 
     def _shake_hands(self, first: Envelope) -> None:
         if first.kind == EnvelopeKind.REFUSED and not self._accepted:
-            raise LinkRefused(f"refused: {_decoded(first, str)}")
+            self.refusal = _decoded(first, str)
+            raise LinkRefused(f"refused: {self.refusal}")
         expected = EnvelopeKind.HELLO if self._accepted else EnvelopeKind.WELCOME
         if first.kind != expected or self.is_open:
             raise LinkRefused(f"a link begins with one {expected.name}, got an envelope of kind {first.kind}")

@@ -41,6 +41,9 @@ class Delivery(msgspec.Struct, gc=False):
 FrameSeen = Callable[[Link, bool, bytes | bytearray | memoryview], None]
 """Sees a frame on its link; True for one that we send."""
 
+Down = Callable[[Peer, str, str], None]
+"""`down(peer, reason, refusal)`: a link is over; `refusal` is what the peer said where it refused the link, else empty."""
+
 
 class Transport:
     """Moves envelopes. Order is kept per link; a lost link loses a suffix of what was in flight, and says so.
@@ -68,10 +71,10 @@ class Transport:
         self._flush_is_due = False
         self._is_running = False
         self._deliver: Callable[[Delivery], None]
-        self._down: Callable[[Peer, str], None]
+        self._down: Down
 
-    async def start(self, deliver: Callable[[Delivery], None], down: Callable[[Peer, str], None]) -> None:
-        """Bind, then call `deliver` for every arriving envelope and `down(peer, reason)` once per lost or refused link.
+    async def start(self, deliver: Callable[[Delivery], None], down: Down) -> None:
+        """Bind, then call `deliver` for every arriving envelope and `down(peer, reason, refusal)` once per lost or refused link.
 
         Both callbacks run on the event loop and must not block. Raises BadAddress when the endpoint is taken, malformed or would
         need keys.
@@ -223,7 +226,7 @@ class Transport:
         if not link.is_dirty:
             self._mark(link)
         if was_open:
-            self._down(link.peer, reason)
+            self._down(link.peer, reason, "")
 
     # -- the end of links -----------------------------------------------------------------------------------------------
 
@@ -235,7 +238,7 @@ class Transport:
         del self._links[peer]
         self._release(link)
         if link.is_open or isinstance(peer, str):
-            self._down(peer, reason)
+            self._down(peer, reason, link.refusal)
 
     def _release(self, link: Link, *, linger: bool = False) -> Rest | None:
         link.is_over = True

@@ -27,7 +27,7 @@ JOB = {
 
 async def main(folder: Path) -> None:
     if not (folder / "model").exists():
-        make(folder / "model", seed=1, told=lambda what, share: None)
+        make(folder / "model", seed=1, progress=lambda what, share: None)
     async with embed(from_mapping(JOB, sys.argv[2:]), folder) as job:
         async for row in job.rows():
             print(f"step {row['step']:.0f}: reward {row['reward/mean']:.2f}, age {row['staleness/max']:.0f}")

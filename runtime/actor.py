@@ -69,6 +69,13 @@ def handler(method: Callable[..., Any] | None = None, *, concurrency: int = 1, o
     return mark(method) if method is not None else mark
 
 
+OWN = frozenset({
+    "_kernel", "blobs", "config", "directory", "finish", "log", "metrics", "name", "node", "notice", "offload", "peers", "progress",
+    "ref", "run", "spawn", "store", "trace", "waits",
+})  # fmt: skip
+"""What `Actor.__init__` sets: a member of a subclass by such a name would be hidden by it."""
+
+
 class Actor:
     """Base of every actor: subclass, declare `role`, `Config` and handlers. The kernel builds it, one instance per incarnation."""
 
@@ -105,6 +112,8 @@ class Actor:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if hidden := sorted(name for name in OWN if hasattr(cls, name)):
+            raise TypeError(f"{cls.__name__}.{hidden[0]} is what every actor has already: give it another name")
         found = dict(cls.handlers)
         for name, member in list(vars(cls).items()):
             if hasattr(member, "__rubato_handler__"):
@@ -142,9 +151,6 @@ class Actor:
         self.notice = kernel.notice
         """`notice(text, good=False)` shows the user one sentence now, and logs it. `good` tells of something that went well."""
         self._kernel = kernel
-        hidden = [name for name in vars(self) if hasattr(type(self), name)]
-        if hidden:
-            raise TypeError(f"{type(self).__name__}.{hidden[0]} is what every actor has already: give it another name")
 
     @property
     def incarnation(self) -> int:

@@ -286,8 +286,8 @@ class _Run(NamedTuple):
 class ConcurrentHandlers:
     """Each handler has its own limit; letters above it are parked, in order."""
 
-    def __init__(self, desk: Dispatcher, name: str, spawn: Spawn) -> None:
-        self._desk, self._name, self._spawn = desk, name, spawn
+    def __init__(self, dispatcher: Dispatcher, name: str, spawn: Spawn) -> None:
+        self._dispatcher, self._name, self._spawn = dispatcher, name, spawn
         self._running: dict[tuple[Peer, int], _Run] = {}
         self._counts: dict[str, int] = {}
         self._parked: dict[str, deque[Delivery]] = {}
@@ -328,13 +328,13 @@ class ConcurrentHandlers:
             for letter in parked:
                 if (letter.peer, letter.envelope.id) == (peer, ask_id):
                     parked.remove(letter)
-                    self._desk.consumed(letter)
+                    self._dispatcher.consumed(letter)
                     return True
         return False
 
     def _start(self, handler: Handler, delivery: Delivery) -> None:
-        self._desk.consumed(delivery)
-        message = self._desk.open(handler, delivery)
+        self._dispatcher.consumed(delivery)
+        message = self._dispatcher.open(handler, delivery)
         if message is None:
             return
         spec = handler.spec
@@ -351,12 +351,12 @@ class ConcurrentHandlers:
         try:
             result = await handler.run(message)
         except Exception as error:  # noqa: BLE001 - a handler may raise anything; it fails its ask, not the actor
-            self._desk.failed(handler, delivery, error)
+            self._dispatcher.failed(handler, delivery, error)
         else:
             if delivery.envelope.kind == _ASK:
-                self._desk.reply(delivery, result)
+                self._dispatcher.reply(delivery, result)
         finally:
-            self._desk.handled += 1
+            self._dispatcher.handled += 1
 
     def _ended(self, handler: Handler, delivery: Delivery) -> None:
         self._running.pop((delivery.peer, delivery.envelope.id), None)

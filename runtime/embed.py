@@ -35,6 +35,30 @@ KNOWN = "embedded"
 """Key in the Store of a job that was embedded with it."""
 
 
+class _Screen:
+    """Keeps for the program what a launcher would have shown."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.notices: list[str] = []
+        self.news = asyncio.Event()
+        """Of one more row, or of the job's end; a new one each time."""
+
+    def progress(self, message: Progress) -> None:
+        self.rows.append(message.row)
+        self.wake()
+
+    def notice(self, text: str, *, good: bool = False) -> None:
+        self.notices.append(text)
+
+    def actors(self, ready: int, wanted: int) -> None:
+        """Nobody looks."""
+
+    def wake(self, _over: object = None) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
+
+
 class EmbeddedJob:
     """A running embedded job, as `embed` yields it."""
 
@@ -44,15 +68,13 @@ class EmbeddedJob:
         self._network, self._blobs = MemoryNetwork(), MemoryBlobStore()
         window_s = 0.0 if isinstance(store, MemoryStore) else config.state.window_s
         self._run = RunInfo(config.run.name, folder, config.run.seed, config.run.steps, window_s)
-        self._rows: list[Row] = []
-        self._notices: list[str] = []
-        self._news = asyncio.Event()
+        self._screen = _Screen()
         self._agent: NodeAgent
 
     @property
     def notices(self) -> list[str]:
         """What the launcher would have shown so far, oldest first."""
-        return list(self._notices)
+        return list(self._screen.notices)
 
     def ref(self, target: str) -> Ref:
         """A reference to the actor `target`, or to any instance of that role."""
@@ -63,35 +85,19 @@ class EmbeddedJob:
 
         Steps that a trainer that died trains again come again.
         """
-        told = 0
+        given = 0
         while True:
-            while told < len(self._rows):
-                told += 1
-                yield self._rows[told - 1]
+            while given < len(self._screen.rows):
+                given += 1
+                yield self._screen.rows[given - 1]
             if self._ended():
                 return
-            await self._news.wait()
+            await self._screen.news.wait()
 
     async def done(self) -> str:
         """Wait for the job's end and return its closing sentence. Raises ActorFailed when it failed."""
         await asyncio.wait([self._agent.over])
         return self._ended() or ""
-
-    # -- what the node agent shows ------------------------------------------------------------------------------
-
-    def progress(self, message: Progress) -> None:
-        self._rows.append(message.row)
-        self._wake()
-
-    def notice(self, text: str, *, good: bool = False) -> None:
-        self._notices.append(text)
-
-    def actors(self, ready: int, wanted: int) -> None:
-        """There is no screen to show it on."""
-
-    def _wake(self, _over: object = None) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
 
     # -- its life -----------------------------------------------------------------------------------------------
 
@@ -99,10 +105,10 @@ class EmbeddedJob:
     async def running(self) -> AsyncGenerator["EmbeddedJob"]:
         """Every actor is ready in the block; at its end all are drained, and saved."""
         async with asyncio.TaskGroup() as tasks:
-            hosting = Hosting(self.config, self, TaskBackend(tasks, self._make))
+            hosting = Hosting(self.config, self._screen, TaskBackend(tasks, self._make))
             kernel = await self._kernel(NODE, NodeAgent, hosting)
             agent = self._agent = kernel.build()
-            agent.over.add_done_callback(self._wake)
+            agent.over.add_done_callback(self._screen.wake)
             serving = tasks.create_task(_serve(kernel), name=NODE)
             judging = tasks.create_task(self._judge(), name="embed.judge")
             await kernel.ready.wait()

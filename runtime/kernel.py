@@ -45,11 +45,8 @@ LEAVE_S = 5.0
 
 OFFLOAD_THREADS = 4
 
-LINK_REFUSED = "refused: "
-"""How a reason begins where the peer refused the link, and it did not break (bus/link.py)."""
-
 LINK_REFUSED_S = 15.0
-"""Such a refusal is shown for longer than it takes to look for the peer and try again."""
+"""A refused link is shown for longer than it takes to look for the peer and try again."""
 
 
 class Kernel:
@@ -160,15 +157,15 @@ class Kernel:
 
     # -- the wire -----------------------------------------------------------------------------------------------
 
-    def _down(self, peer: str | bytes, reason: str) -> None:
+    def _down(self, peer: str | bytes, reason: str, refusal: str = "") -> None:
         if isinstance(peer, bytes):
             self.dispatch.forget(peer)
             if self._tap is not None:
                 self._tap.forget(peer)
             return
         refuser = self.directory.at(peer)
-        if reason.startswith(LINK_REFUSED) and refuser is not None:
-            self.waits.refused(refuser.name, "the link", reason.removeprefix(LINK_REFUSED), for_s=LINK_REFUSED_S)
+        if refusal and refuser is not None:
+            self.waits.refused(refuser.name, "the link", refusal, for_s=LINK_REFUSED_S)
         self.courier.lost(peer, reason)
         if not self._stopping.is_set() and self._tasks is not None:
             with suppress(RuntimeError):  # this actor ends, and need not know who else does

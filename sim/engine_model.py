@@ -74,7 +74,7 @@ class DecodeSpan:
 
 @dataclass(eq=False)
 class ModelledEngine:
-    """Runs until the timeline ends. Whoever routes to it sets `told`, which is called when its version or suspension changes."""
+    """Runs until the timeline ends. Whoever routes to it sets `on_change`, which is called when its version or suspension changes."""
 
     timeline: Timeline
     name: str
@@ -82,7 +82,7 @@ class ModelledEngine:
     version: int = 0
     suspended: bool = False
     usage: Usage = field(default_factory=Usage)
-    told: Callable[["ModelledEngine"], None] = lambda engine: None
+    on_change: Callable[["ModelledEngine"], None] = lambda engine: None
 
     def __post_init__(self) -> None:
         self._waiting: deque[BatchRequest] = deque()
@@ -128,7 +128,7 @@ class ModelledEngine:
         """From the next step's boundary nothing is computed."""
         self.suspended = True
         self._wake()
-        self.told(self)
+        self.on_change(self)
 
     def resume(self, version: int) -> None:
         """Go on with weights `version`; if they are newer, every KV is stale and what runs is prefilled again."""
@@ -141,7 +141,7 @@ class ModelledEngine:
             self._early = [job for job in self._early if job.min_version > version]
         self.suspended = False
         self._wake()
-        self.told(self)
+        self.on_change(self)
 
     def _wake(self) -> None:
         self._changed.set()

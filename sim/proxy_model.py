@@ -9,12 +9,12 @@ from sim.timeline import SimEvent, Timeline
 
 
 class RoutedEngine(Protocol):
-    """What the proxy knows of an engine. It sets `told`, which the engine calls when its version or suspension changes."""
+    """What the proxy knows of an engine. It sets `on_change`, which the engine calls when its version or suspension changes."""
 
     name: str
     version: int
     suspended: bool
-    told: Callable[[Any], None]
+    on_change: Callable[[Any], None]
 
     @property
     def num_slots(self) -> int: ...
@@ -33,7 +33,7 @@ class ModelledProxy:
         self._sessions: dict[str, str] = {}
         self._waiting: deque[tuple[RequestView, Collection[str], SimEvent]] = deque()
         for engine in engines:
-            engine.told = self._changed
+            engine.on_change = self._changed
             self._see(engine)
 
     async def generate(self, request: RequestView, context: int, new_tokens: int, allowed: Collection[str] = ()) -> int:

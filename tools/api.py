@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from enum import EnumType
 from types import ModuleType
@@ -53,6 +54,7 @@ def _lines(path: str, value: Any) -> Iterator[str]:
         return
     yield f"{path}{_signature(value)}"
     if inspect.isclass(value):
+        yield from (f"{path}.{name}" for name in _attributes(value))
         for name, member in vars(value).items():
             if name.startswith("_"):
                 continue
@@ -60,6 +62,14 @@ def _lines(path: str, value: Any) -> Iterator[str]:
                 yield f"{path}.{name}{_signature(member)}"
             elif isinstance(member, property):
                 yield f"{path}.{name}"
+
+
+def _attributes(found: type) -> set[str]:
+    """What its own constructor sets on `self`; fields of structs and models are in their signature."""
+    constructor = vars(found).get("__init__")
+    if not inspect.isfunction(constructor) or inspect.getsourcefile(constructor) != inspect.getsourcefile(found):
+        return set()
+    return set(re.findall(r"^ +self\.([a-z]\w*)(?:: [^=]+)? = ", inspect.getsource(constructor), re.MULTILINE))
 
 
 def _signature(value: Any) -> str:

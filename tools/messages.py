@@ -55,21 +55,21 @@ def _fields(struct: type) -> list[dict[str, Any]]:
 
 
 def _field(field: msgspec.structs.FieldInfo, hint: Any) -> dict[str, Any]:
-    found = {"name": field.name, "type": _told(hint)}
+    found = {"name": field.name, "type": _type_name(hint)}
     if not field.required:
         default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
         found["default"] = msgspec.to_builtins(default)
     return found
 
 
-def _told(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " | ".join(map(_told, inner))
+        return " | ".join(map(_type_name, inner))
     if origin is Literal:
         return " | ".join(map(repr, inner))
     if origin is not None:
-        return f"{origin.__name__}[{', '.join('…' if each is ... else _told(each) for each in inner)}]"
+        return f"{origin.__name__}[{', '.join('…' if each is ... else _type_name(each) for each in inner)}]"
     return "nil" if hint is type(None) else getattr(hint, "__name__", str(hint))
 
 

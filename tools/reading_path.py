@@ -93,7 +93,7 @@ def main() -> int:
 
     tracer = Tracer()
     with tempfile.TemporaryDirectory() as scratch:
-        make(Path(scratch) / "model", seed=1, told=lambda what, share: None)
+        make(Path(scratch) / "model", seed=1, progress=lambda what, share: None)
         tracer.start()
         try:
             asyncio.run(_train_one_step(Path(scratch), tracer))

@@ -236,7 +236,7 @@ class RolloutRecord:
         self._log = log
         self._recent: deque[bool] = deque(maxlen=RECENT)
         self._ever_good = False
-        self._told: set[tuple[str, str]] = set()
+        self._noticed: set[tuple[str, str]] = set()
 
     def good(self) -> None:
         """A rollout got through."""
@@ -249,8 +249,8 @@ class RolloutRecord:
             return "", ""  # the reward service judges its own functions
         self._recent.append(True)
         text, kind = self._described(ticket, end)
-        known = kind in self._told or len(self._told) >= MAX_NOTICES
-        self._told.add(kind)
+        known = kind in self._noticed or len(self._noticed) >= MAX_NOTICES
+        self._noticed.add(kind)
         verdict = ""
         if is_hopeless(self._recent, ever_good=self._ever_good):
             where = " in their environment" if end.failure else ""

@@ -67,7 +67,7 @@ class Restconf:
                 asyncio.timeout(self._timeout_s),
                 self._client.stream(method, path, content=content, headers=headers) as answer,
             ):
-                said = await self._whole(answer)
+                said = await self._read_bounded(answer)
         except (TimeoutError, httpx.TimeoutException) as error:
             late = f"did not answer {method} {path} within {self._timeout_s:g} s"
             raise SwitchTimedOut(f"{self._where} {late}") from error
@@ -77,7 +77,7 @@ class Restconf:
             return None
         return self._decode(method, path, answer, said)
 
-    async def _whole(self, answer: httpx.Response) -> bytes:
+    async def _read_bounded(self, answer: httpx.Response) -> bytes:
         """The body. Raises BadAnswer at the first byte too many, wherever the rest ends."""
         said = bytearray()
         async for part in answer.aiter_bytes():

@@ -73,7 +73,7 @@ class RewardService(Actor):
         self._scorer = LocalScorer(config.reward, on_output=lambda line: self.log.info("user_output", text=line))
         self._waiting: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
-        self._told: set[str] = set()
+        self._noticed: set[str] = set()
         self._recent: deque[bool] = deque(maxlen=RECENT)
         self._ever_good = False
 
@@ -132,8 +132,8 @@ class RewardService(Actor):
         self.metrics.count(f"reward/failed/{why.reason}")
         self.log.warning("not_scored", trajectory=request.trajectory_id, reason=why.reason, detail=why.detail)
         log = self.run.folder / "logs" / f"{self.name}.jsonl"
-        if why.reason not in self._told and len(self._told) < MAX_NOTICES:
-            self._told.add(why.reason)
+        if why.reason not in self._noticed and len(self._noticed) < MAX_NOTICES:
+            self._noticed.add(why.reason)
             self.notice(f"reward function {why.detail}. The rollout leaves its group. Log: {log}")
         if why.reason == "lost":
             return

@@ -49,7 +49,7 @@ WARM_UP_BATCH = 16
 LEARNING_RATE = 1e-3
 
 
-def make(folder: Path, seed: int, told: Callable[[str, float], None], *, steps: int = WARM_UP_STEPS) -> int:
+def make(folder: Path, seed: int, progress: Callable[[str, float], None], *, steps: int = WARM_UP_STEPS) -> int:
     """Write a model folder in HF format, warmed up for `steps`; returns the number of parameters. The same seed gives the same files."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -65,7 +65,7 @@ def make(folder: Path, seed: int, told: Callable[[str, float], None], *, steps: 
             if parameter.dim() > 1:
                 parameter.normal_(std=INIT_STD)
     _compose_rows(model.model.embed_tokens.weight, tokenizer)
-    _warm_up(model, tokenizer, random.Random(seed), told, steps)
+    _warm_up(model, tokenizer, random.Random(seed), progress, steps)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[END], "pad_token_id": ids[END]}))
@@ -129,7 +129,9 @@ def _compose_rows(embeddings: Any, tokenizer: Any) -> None:
                 embeddings[tokenizer.token_to_id(line + "".join(row))] = sum(vectors[place] for place in enumerate(row))
 
 
-def _warm_up(model: Any, tokenizer: Any, chance: random.Random, told: Callable[[str, float], None], steps: int) -> None:
+def _warm_up(
+    model: Any, tokenizer: Any, chance: random.Random, progress: Callable[[str, float], None], steps: int
+) -> None:
     """Next-token training on the answer positions alone: a uniform choice of action, then the end of the turn."""
     import torch
     from torch.nn import functional
@@ -148,7 +150,7 @@ def _warm_up(model: Any, tokenizer: Any, chance: random.Random, told: Callable[[
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        told("learning the answer format from random walks", (step + 1) / steps)
+        progress("learning the answer format from random walks", (step + 1) / steps)
 
 
 def main(argv: Sequence[str]) -> int:

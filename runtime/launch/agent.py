@@ -147,19 +147,19 @@ class NodeAgent(HostBlobs):
     @handler(concurrency=8)
     async def add_actors(self, request: AddActors) -> Added | NotAdded:
         if request.node:
-            return self._told(self.hosts.name_actors(request), f"joins from {request.node}")
+            return self._announced(self.hosts.name_actors(request), f"joins from {request.node}")
         reply = await self._named(request)
         for name in reply.names if isinstance(reply, Added) else ():
             self.start(name)
-        return self._told(reply, "added")
+        return self._announced(reply, "added")
 
     @handler(concurrency=8)
     async def drain_actors(self, request: DrainActors) -> Added | NotAdded:
-        return self._told(await self.hosts.drain(request.names), "drained")
+        return self._announced(await self.hosts.drain(request.names), "drained")
 
     @handler(concurrency=8)
     async def restart_actors(self, request: RestartActors) -> Added | NotAdded:
-        return self._told(await self.hosts.restart(request.names), "restarted")
+        return self._announced(await self.hosts.restart(request.names), "restarted")
 
     @handler
     async def stop_job(self, request: StopJob) -> Ack:
@@ -183,7 +183,7 @@ class NodeAgent(HostBlobs):
                 return NotAdded(str(error))
         return await self.ref(NODE).ask(AddActors(request.role, request.num, self.name), timeout=ASK_S)
 
-    def _told(self, reply: Added | NotAdded, what: str) -> Added | NotAdded:
+    def _announced(self, reply: Added | NotAdded, what: str) -> Added | NotAdded:
         if isinstance(reply, Added):
             self.screen.notice(f"{', '.join(reply.names)} {what}", good=True)
         return reply
@@ -262,7 +262,7 @@ class Watch:
         self._waits = waits
         self._open: dict[str, Wait] = {}
         self._since: dict[Key, float] = {}
-        self._told: set[Key] = set()
+        self._reported: set[Key] = set()
 
     def sees(self, name: str, stage: str, detail: str = "", limit: str = "") -> None:
         """The process of `name` is in `stage` until it is well, or seen in another."""
@@ -286,7 +286,7 @@ class Watch:
         """Rows that were there for `limit_s` and not told yet; what is gone from `rows` may be told again."""
         present = {(row["actor"], row["stage"], row["holder"], row["kind"]): row for row in rows}
         self._since = {key: self._since.get(key, now) for key in present}
-        self._told &= present.keys()
-        due = [key for key in present if key not in self._told and now - self._since[key] >= limit_s]
-        self._told |= set(due)
+        self._reported &= present.keys()
+        due = [key for key in present if key not in self._reported and now - self._since[key] >= limit_s]
+        self._reported |= set(due)
         return [present[key] for key in due]

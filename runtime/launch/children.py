@@ -92,7 +92,7 @@ def allow_many_files() -> None:
 # -- preparation ---------------------------------------------------------------------------------------------
 
 
-class _Told(msgspec.Struct):
+class _ProgressLine(msgspec.Struct):
     """`{"what": …, "progress": …}`, the share done from 0 to 1; other lines are passed over."""
 
     what: str = ""
@@ -111,9 +111,9 @@ async def prepare(module: str, folder: Path, tell: Callable[[str, float], None])
         )
     assert process.stdout is not None
     try:
-        async for told in _lines(process.stdout):
-            what = told.what or what
-            tell(what or module, told.progress)
+        async for line in _lines(process.stdout):
+            what = line.what or what
+            tell(what or module, line.progress)
         code = await process.wait()
     finally:
         if process.returncode is None:
@@ -124,7 +124,7 @@ async def prepare(module: str, folder: Path, tell: Callable[[str, float], None])
     return what
 
 
-async def _lines(stdout: asyncio.StreamReader) -> AsyncGenerator[_Told]:
+async def _lines(stdout: asyncio.StreamReader) -> AsyncGenerator[_ProgressLine]:
     while True:
         try:
             line = await stdout.readline()
@@ -133,6 +133,6 @@ async def _lines(stdout: asyncio.StreamReader) -> AsyncGenerator[_Told]:
         if not line:
             return
         try:
-            yield msgspec.json.decode(line, type=_Told)
+            yield msgspec.json.decode(line, type=_ProgressLine)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue

@@ -179,7 +179,7 @@ class Gate:
         elif isinstance(frame, StreamBegun):
             self.asked(key)
 
-    def _down(self, peer: Peer, reason: str) -> None:
+    def _down(self, peer: Peer, reason: str, _refusal: str = "") -> None:
         self._log.info("gate_link_down", reason=reason)
         for key, stream in self._streams.items():
             if key[0] == peer:

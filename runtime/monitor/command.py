@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(list(argv))
     source = RunSource(given.run)
     if given.once or given.json or given.why:
-        print(_told(asyncio.run(_look(source)), given))  # noqa: T201 - what was asked for
+        print(_rendered(asyncio.run(_look(source)), given))  # noqa: T201 - what was asked for
         return ExitCode.DONE
     return _live(given, source)
 
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _told(view: View, given: argparse.Namespace) -> str:
+def _rendered(view: View, given: argparse.Namespace) -> str:
     if given.json:
         return msgspec.json.encode(view.shown).decode()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns

@@ -182,10 +182,10 @@ def log_tail(path: Path, lines: int) -> list[str]:
     except OSError:
         return []
     whole = found[1:] if size > LOG_BYTES else found
-    return [_told(entry) for line in whole if (entry := _object(line))][-lines:]
+    return [_formatted(entry) for line in whole if (entry := _object(line))][-lines:]
 
 
-def _told(entry: dict[str, Any]) -> str:
+def _formatted(entry: dict[str, Any]) -> str:
     level = str(entry.get("level", "info"))
     mark = "" if level in ("info", "debug") else f"{level}: "
     fields = " ".join(f"{key}={value}" for key, value in entry.items() if key not in BASIC)

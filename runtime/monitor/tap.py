@@ -63,12 +63,12 @@ def _lines(said: Tapped, only: frozenset[str], full: bool) -> Iterator[str]:
     for frame in said.frames:
         for envelope in decode_frame(frame.data):
             if not only or envelope.tag in only:
-                yield f"{_clock(frame.at_s)} {'to' if frame.sent else 'from':<4} {frame.peer}  {_told(envelope, full)}"
+                yield f"{_clock(frame.at_s)} {'to' if frame.sent else 'from':<4} {frame.peer}  {_described(envelope, full)}"
     if said.lost:
         yield f"… {said.lost} frames more than there was room for"
 
 
-def _told(envelope: Envelope, full: bool) -> str:
+def _described(envelope: Envelope, full: bool) -> str:
     kind = _KINDS.get(envelope.kind, f"kind {envelope.kind}")
     number = f" #{envelope.id}" if envelope.id else ""
     tag = f" {envelope.tag}" if envelope.tag else ""

@@ -103,7 +103,7 @@ def trend(shown: Snapshot, rows: Sequence[Row], width: int) -> str:
     line = f"{TREND.label} {sparkline(values, 16)} {values[-1]:{TREND.spec}}" if values else "no step yet"
     for figure in HEADLINE:
         if figure.metric in shown["metrics"]:
-            told = f"   {_told(figure, shown['metrics'][figure.metric])}"
+            told = f"   {_labelled(figure, shown['metrics'][figure.metric])}"
             line += told if len(line) + len(told) <= width else ""
     return line
 
@@ -141,7 +141,7 @@ def network(shown: Snapshot) -> str:
 
 def _totals(shown: Snapshot, figures: Sequence[Shown]) -> list[str]:
     known = [(figure, total(shown, figure.metric)) for figure in figures]
-    return [_told(figure, value) for figure, value in known if value is not None]
+    return [_labelled(figure, value) for figure, value in known if value is not None]
 
 
 def versions(shown: Snapshot) -> str:
@@ -229,7 +229,7 @@ def _hung(label: str, text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=f"{label:<9}", subsequent_indent=" " * 11, break_long_words=False)
 
 
-def _told(figure: Shown, value: float) -> str:
+def _labelled(figure: Shown, value: float) -> str:
     return f"{figure.label} {value:{figure.spec}}"
 
 
@@ -391,7 +391,7 @@ class _Tree:
         more = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
         again = name in self.seen
         self.seen.add(name)
-        self.lines.append(Cause(depth, f"{name} {self._told(wait)}{more}", wait.limit))
+        self.lines.append(Cause(depth, f"{name} {self._described(wait)}{more}", wait.limit))
         if again or not wait.holder:
             return
         holders = self._instances(wait.holder)
@@ -414,7 +414,7 @@ class _Tree:
         back = any(name in path for name in self._instances(wait.holder))
         return distance(wait, parent), back, -wait.age_s
 
-    def _told(self, wait: WaitRow) -> str:
+    def _described(self, wait: WaitRow) -> str:
         stage, detail = wait.stage, wait.detail
         usual = self._actors[wait.actor]["metrics"].get(f"{stage.replace('.', '/')}_s_p99")
         usual_text = f" (p99 {seconds(usual)})" if usual is not None else ""

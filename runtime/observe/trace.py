@@ -160,14 +160,14 @@ def merge_traces(run_folder: Path) -> Path | None:
         for number, file in enumerate(files, 1):
             name = {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": file.stem}}
             out.write((b",\n" if number > 1 else b"") + msgspec.json.encode(name))
-            for line in _whole_lines(file):
+            for line in _complete_lines(file):
                 out.write(b',\n{"pid":%d,' % number + line[1:])
         out.write(b"\n]}\n")
     made.replace(final)
     return final
 
 
-def _whole_lines(file: Path) -> Iterator[bytes]:
+def _complete_lines(file: Path) -> Iterator[bytes]:
     with file.open("rb") as lines:
         for raw in lines:
             line = raw.strip()

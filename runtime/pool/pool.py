@@ -40,24 +40,19 @@ class WorkerPool:
         self._limits = limits or WorkerLimits()
         self._on_output = on_output or _ignore
         self._preloaded: dict[str, float] = {}
-        self._told = False
+        self._warned = False
         self._workers: list[WorkerProcess | None] = [None] * workers
         self._ended: set[WorkerProcess] = set()
         self._homes: dict[str, WorkerProcess] = {}
         self._starting = asyncio.Lock()
         self._closed = False
 
-    @property
-    def num_alive(self) -> int:
-        """Workers that take calls now."""
-        return sum(worker is not None and worker.alive for worker in self._workers)
-
     async def start(self) -> None:
         """Spawn every worker; optional, since a call spawns what it needs. Raises NoWorker when the system refuses."""
         async with self._starting:
-            if not self._told and (text := shortcoming()):
+            if not self._warned and (text := shortcoming()):
                 self._on_output(text)
-            self._told = True
+            self._warned = True
             for index in range(len(self._workers)):
                 await self._start(index)
 

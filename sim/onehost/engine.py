@@ -36,7 +36,7 @@ class HostedEngine:
         self._loop, self._steps = loop, steps
         """Two threads: the event loop, and the one that steps."""
         self.version, self.suspended = 0, False
-        self.told: Callable[[HostedEngine], None] = lambda engine: None
+        self.on_change: Callable[[HostedEngine], None] = lambda engine: None
         self.busy_s = 0.0
         """Seconds in which some request was here that need not wait for weights."""
         self._timeline, self._section, self._costs = timeline, section, costs
@@ -100,7 +100,7 @@ class HostedEngine:
                 self._post(request)
             else:
                 self._early.append(request)
-        self.told(self)
+        self.on_change(self)
         if self._newest > version:
             self._pull(self._newest)
 

@@ -28,7 +28,7 @@ class Endpoint:
         self.answer = answer
 
     async def start(self) -> "Endpoint":
-        await self.transport.start(self._deliver, lambda peer, reason: self.downs.put_nowait((peer, reason)))
+        await self.transport.start(self._deliver, lambda peer, reason, refusal: self.downs.put_nowait((peer, reason)))
         self.address = self.transport.address
         return self
 

@@ -26,7 +26,9 @@ class Watched:
         self.downs: asyncio.Queue[tuple[Peer, str]] = asyncio.Queue()
 
     async def __aenter__(self) -> "Watched":
-        await self.transport.start(self.arrived.put_nowait, lambda peer, reason: self.downs.put_nowait((peer, reason)))
+        await self.transport.start(
+            self.arrived.put_nowait, lambda peer, reason, refusal: self.downs.put_nowait((peer, reason))
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

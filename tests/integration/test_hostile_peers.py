@@ -30,7 +30,9 @@ class Engine:
         self.downs: asyncio.Queue[tuple[Peer, str]] = asyncio.Queue()
 
     async def start(self) -> "Engine":
-        await self.transport.start(self.arrived.put_nowait, lambda peer, reason: self.downs.put_nowait((peer, reason)))
+        await self.transport.start(
+            self.arrived.put_nowait, lambda peer, reason, refusal: self.downs.put_nowait((peer, reason))
+        )
         return self
 
     async def counted(self, reason: str, times: int = 1) -> None:

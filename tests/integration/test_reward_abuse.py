@@ -167,7 +167,7 @@ async def run_row(abuse, timeout_s, reason, words):
     else:
         assert reply == Scores((1.0,))
     assert await scorer.score([request("good")]) == [Scores((1.0,))]
-    assert scorer._pool.num_alive == 1
+    assert [worker.alive for worker in scorer._pool._workers] == [True]
     await until(lambda: (num_fds(), len(marked())) == before)
     await scorer.close()
     await until(lambda: marked() == [])

@@ -31,7 +31,7 @@ async def main():
     def answer(delivery):
         asked = delivery.envelope
         transport.post(delivery.peer, asked.reply(EnvelopeKind.OK, 1, "Echo", asked.body), delivery.buffers)
-    await transport.start(answer, lambda peer, reason: None)
+    await transport.start(answer, lambda peer, reason, refusal: None)
     print("ready", flush=True)
     await asyncio.Event().wait()
 
@@ -48,7 +48,9 @@ class Watched:
         self.downs: asyncio.Queue[tuple[Peer, str]] = asyncio.Queue()
 
     async def __aenter__(self) -> "Watched":
-        await self.transport.start(self.arrived.put_nowait, lambda peer, reason: self.downs.put_nowait((peer, reason)))
+        await self.transport.start(
+            self.arrived.put_nowait, lambda peer, reason, refusal: self.downs.put_nowait((peer, reason))
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

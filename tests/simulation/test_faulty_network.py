@@ -33,7 +33,7 @@ class Pair:
         for name, transport in (("proxy", self.proxy), ("engine", self.engine)):
             await transport.start(
                 lambda d, name=name: self.seen.append((name, loop.time(), (d.peer, d.envelope.id))),
-                lambda peer, reason, name=name: self.seen.append((f"{name} down", loop.time(), (peer, reason))),
+                lambda peer, reason, _, name=name: self.seen.append((f"{name} down", loop.time(), (peer, reason))),
             )
 
     def of(self, kind: str) -> list:

@@ -255,6 +255,25 @@ async def test_who_was_refused_for_other_message_types_and_by_whom_is_named(tmp_
     assert all("client-1 has other message types (older) than server-1 (newer)" in look[0][2] for look in seen)
 
 
+@virtual
+async def test_a_refused_link_is_a_wait_for_who_refused_it_and_a_broken_one_is_none(tmp_path):
+    async with cluster(tmp_path) as made:
+        server, _ = await made.start(Server, "server-1", schema="newer")
+        refused, _ = await made.start(Client, "client-1", schema="older")
+        broken, _ = await made.start(Client, "client-2", schema="newer")
+        tells = [client.ref("server").tell(Note(1)) for client in (refused, broken)]
+
+        await asyncio.gather(*tells)
+        await asyncio.sleep(1.0)
+        broken.transport._lose(broken.transport._links[server.transport.address], "refused: a word that means nothing")
+        views = [client.waits.snapshot(asyncio.get_running_loop().time()) for client in (refused, broken)]
+
+    said = "client-1 has other message types (older) than server-1 (newer)"
+    assert [(view.what, view.holder, view.stage) for view in views[0]] == [("the link", "server-1", "refused")]
+    assert views[0][0].detail.startswith(said)
+    assert views[1] == []
+
+
 class AwayStore(MemoryStore):
     """Answers until it is away; then each change fails after a while, as behind a link that is down."""
 

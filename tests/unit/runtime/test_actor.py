@@ -5,7 +5,7 @@ import pytest
 from bus.link import Identity
 from bus.message import Ack, Message, Request
 from bus.transport import MemoryNetwork, MemoryTransport
-from runtime.actor import Actor, RunInfo, handler
+from runtime.actor import OWN, Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
@@ -82,20 +82,25 @@ def test_a_plain_function_or_a_missing_annotation_is_refused():
 
 
 async def test_a_method_that_hides_what_every_actor_has_is_refused_by_name():
-    class Announcer(Actor):
-        async def notice(self) -> None: ...
+    with pytest.raises(TypeError, match=r"Announcer\.notice is what every actor has already"):
+
+        class Announcer(Actor):
+            async def notice(self) -> None: ...
+
+
+async def test_every_name_that_a_constructor_sets_is_refused_to_subclasses():
+    class Plain(Actor): ...
 
     kernel = Kernel(
-        Announcer,
+        Plain,
         None,
-        name="announcer-1",
+        name="plain-1",
         incarnation=1,
         run=RunInfo("test", Path("run"), 1, 1),
-        transport=MemoryTransport(Identity("test", "announcer-1", 1), MemoryNetwork()),
+        transport=MemoryTransport(Identity("test", "plain-1", 1), MemoryNetwork()),
         store=MemoryStore(),
         blobs=MemoryBlobStore(),
         log=logger("test"),
     )
 
-    with pytest.raises(TypeError, match=r"Announcer\.notice is what every actor has already"):
-        kernel.build()
+    assert vars(kernel.build()).keys() == OWN

@@ -1,12 +1,29 @@
-"""Import paths in a config: what they load and what a wrong one is answered with."""
+"""Import paths in a config, and a user's code as the run began with it: what is loaded, what is kept, and what a wrong one is answered with."""
 
+import os
 import sys
+import traceback
+from pathlib import Path
 
 import pytest
 
 from runtime.actor import Actor
-from runtime.errors import ConfigError
-from runtime.importer import LoadError, find_module, load_class, load_configured, load_object
+from runtime.errors import ConfigError, LaunchError
+from runtime.importer import (
+    OURS,
+    VARIABLE,
+    KeptCode,
+    LoadError,
+    absolute,
+    find_module,
+    keep,
+    load_class,
+    load_configured,
+    load_object,
+    pack,
+    unpack,
+    use,
+)
 
 
 def test_a_module_path_loads_its_object():
@@ -125,3 +142,144 @@ def test_looking_for_a_module_runs_nothing_of_its_package(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
 
     find_module("looked_at.inner:f")
+
+
+@pytest.fixture(autouse=True)
+def imports(monkeypatch):
+    """What a test imports is forgotten behind it."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, KeptCode)])
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    folder = tmp_path / "mine"
+    (folder / "kept_pkg" / "deep").mkdir(parents=True)
+    (folder / "judge.py").write_text(
+        "import json\nfrom kept_helper import VALUE\n\nclass Judge:\n    value = VALUE\n\n    def fail(self):\n"
+        "        from kept_pkg.deep import tool\n        raise ValueError(tool.NAME)\n"
+    )
+    (folder / "kept_helper.py").write_text("VALUE = 1\n")
+    (folder / "kept_pkg" / "__init__.py").write_text("from .deep import tool\n")
+    (folder / "kept_pkg" / "deep" / "tool.py").write_text("NAME = 'first'\n")
+    (folder / "json.py").write_text("raise RuntimeError('hides an installed one')\n")
+    (folder / "unused.py").write_text("")
+    return folder
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.py"))
+
+
+def edit(folder: Path) -> None:
+    (folder / "judge.py").write_text("broken(\n")
+    (folder / "kept_helper.py").write_text("VALUE = 2\n")
+    (folder / "kept_pkg" / "deep" / "tool.py").unlink()
+
+
+def test_what_the_config_names_is_kept_with_what_it_imports_from_its_own_folder(mine, tmp_path):
+    keep(tmp_path / "code", {"actors": {"judge": {"class": f"{mine}/judge.py:Judge"}}, "run": {"steps": 3}})
+
+    assert files_in(tmp_path / "code") == [
+        "mine/judge.py", "mine/kept_helper.py", "mine/kept_pkg/__init__.py", "mine/kept_pkg/deep/tool.py",
+    ]  # fmt: skip
+
+
+def test_an_edit_changes_nothing_in_a_run_and_errors_name_the_users_own_file(mine, tmp_path):
+    keep(tmp_path / "code", {"env": {"class": f"{mine}/judge.py:Judge"}})
+    edit(mine)
+    use(tmp_path / "code")
+
+    judge = load_object(f"{mine}/judge.py:Judge")
+    with pytest.raises(ValueError, match="first") as raised:
+        judge().fail()
+
+    assert judge.value == 1
+    assert sys.modules[judge.__module__].__file__ == str(mine / "judge.py")
+    assert sys.modules["kept_helper"].__file__ == str(mine / "kept_helper.py")
+    assert traceback.extract_tb(raised.value.__traceback__)[-1].filename == str(mine / "judge.py")
+
+
+def test_a_file_that_is_gone_is_still_found_and_what_is_not_kept_is_the_users(mine, tmp_path):
+    keep(tmp_path / "code", {"reward": {"functions": [f"{mine}/kept_helper.py:VALUE"]}})
+    (mine / "kept_helper.py").unlink()
+    use(tmp_path / "code")
+
+    find_module(f"{mine}/kept_helper.py:VALUE")
+    assert load_object(f"{mine}/kept_helper.py:VALUE") == 1
+    with pytest.raises(LoadError, match=f"there is no file {mine}/nothing.py"):
+        load_object(f"{mine}/nothing.py:VALUE")
+    with pytest.raises(LoadError, match=f"{mine}/kept_helper.py defines no OTHER"):
+        load_object(f"{mine}/kept_helper.py:OTHER")
+
+
+def test_a_module_of_the_working_folder_is_kept_too(mine, tmp_path, monkeypatch):
+    monkeypatch.chdir(mine)
+    keep(tmp_path / "code", {"env": {"class": "kept_pkg.deep.tool:NAME"}, "other": "json:loads"})
+    edit(mine)
+    monkeypatch.chdir(tmp_path)
+    use(tmp_path / "code")
+
+    assert files_in(tmp_path / "code") == ["mine/kept_pkg/__init__.py", "mine/kept_pkg/deep/tool.py"]
+    assert load_object("kept_pkg.deep.tool:NAME") == "first"
+
+
+def test_a_process_that_a_run_starts_is_told_by_its_environment(mine, tmp_path, monkeypatch):
+    keep(tmp_path / "code", {"env": {"class": f"{mine}/judge.py:Judge"}})
+    edit(mine)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "code"))
+
+    assert load_object(f"{mine}/judge.py:Judge").value == 1
+
+
+def test_what_was_kept_stays_when_the_run_goes_on_and_what_changed_is_known(mine, tmp_path):
+    config = {"env": {"class": f"{mine}/judge.py:Judge"}}
+    keep(tmp_path / "code", config)
+    (mine / "kept_helper.py").write_text("VALUE = 2\n")
+    keep(tmp_path / "code", {**config, "more": f"{mine}/unused.py:X"})
+
+    assert (tmp_path / "code" / "mine" / "kept_helper.py").read_text() == "VALUE = 1\n"
+    assert "mine/unused.py" in files_in(tmp_path / "code")
+    assert KeptCode(tmp_path / "code").changed() == [mine / "kept_helper.py"]
+
+
+def test_a_joining_host_gets_what_is_kept_and_nothing_outside(mine, tmp_path):
+    keep(tmp_path / "code", {"env": {"class": f"{mine}/judge.py:Judge"}})
+    unpack(pack(tmp_path / "code"), tmp_path / "there")
+    edit(mine)
+    use(tmp_path / "there")
+
+    assert load_object(f"{mine}/judge.py:Judge").value == 1
+    with pytest.raises(LaunchError, match="leads out of"):
+        unpack(b"\x81\xa4../x\xc4\x00", tmp_path / "there")
+
+
+def test_a_library_is_no_user_code(tmp_path, monkeypatch):
+    monkeypatch.setattr("runtime.importer.MOST_FILES", 3)
+    (tmp_path / "kept_lib").mkdir()
+    for number in range(5):
+        (tmp_path / "kept_lib" / f"m{number}.py").touch()
+    (tmp_path / "mine.py").write_text("import kept_lib\n")
+
+    with pytest.raises(LaunchError, match="too many to keep"):
+        keep(tmp_path / "code", {"env": {"class": f"{tmp_path}/mine.py:Env"}})
+
+
+def test_paths_of_code_become_whole_and_other_values_stay(mine, monkeypatch):
+    monkeypatch.chdir(mine)
+    monkeypatch.setenv("HOME", str(mine.parent))
+    given = {"a": "judge.py:Judge", "b": ["~/mine/judge.py:Judge"], "c": "see judge.py:Judge", "d": 3, "e": "gone.py:X"}
+
+    judge = f"{os.path.realpath(mine)}/judge.py:Judge"
+    assert absolute(given) == {**given, "a": judge, "b": [judge]}
+
+
+def test_a_launch_from_a_checkout_of_ours_keeps_nothing_of_ours(mine, tmp_path, monkeypatch):
+    monkeypatch.chdir(OURS)
+    keep(tmp_path / "code", {"class": "actors.samples.buffer:SampleBuffer", "env": f"{mine}/kept_helper.py:VALUE"})
+
+    assert files_in(tmp_path / "code") == ["mine/kept_helper.py"]

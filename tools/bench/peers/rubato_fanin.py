@@ -55,7 +55,7 @@ async def measure(folder: Path, peers: int) -> Figures:
             name = f"sender-{number + 1}"
             transport = ZmqTransport(Identity("bench", name, 3), f"ipc://{folder}/{name}")
             courier = Courier(transport, name, Waits())
-            await transport.start(courier.arrived, courier.lost)  # type: ignore[arg-type]
+            await transport.start(courier.arrived, lambda peer, reason, _, courier=courier: courier.lost(peer, reason))  # type: ignore[arg-type]
             stack.push_async_callback(transport.close)
             sweeps.append(tasks.create_task(courier.sweep()))
             refs.append(Ref("receiver-1", courier, One(record)))

@@ -11,9 +11,9 @@ BOARD = "PFFF\nFHFH\nFFFH\nHFFG"
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
-    told = []
-    count = base_model.make(folder, 5, lambda what, share: told.append(share))
-    return folder, count, told
+    shares = []
+    count = base_model.make(folder, 5, lambda what, share: shares.append(share))
+    return folder, count, shares
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def tokenizer(made):
 
 
 def test_the_model_folder_is_complete_and_of_the_stated_size(made):
-    folder, count, told = made
+    folder, count, shares = made
 
     names = {path.name for path in folder.iterdir()}
 
@@ -36,8 +36,8 @@ def test_the_model_folder_is_complete_and_of_the_stated_size(made):
         "tokenizer_config.json",
     } <= names
     assert 0.5e6 <= count <= 3e6
-    assert told == sorted(told)
-    assert told[-1] == 1.0
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
 
 
 def test_a_board_is_four_tokens_and_an_action_one(tokenizer):
@@ -101,7 +101,7 @@ def test_the_warm_up_shows_every_action_as_often_whatever_the_board():
 
 def test_main_makes_the_model_of_a_run_once_and_tells_its_progress(tmp_path, capsys, monkeypatch):
     made = []
-    monkeypatch.setattr(base_model, "make", lambda folder, seed, told: made.append((folder, seed)) or 500_000)
+    monkeypatch.setattr(base_model, "make", lambda folder, seed, shares: made.append((folder, seed)) or 500_000)
     (tmp_path / "config.yaml").write_text("run: {seed: 7}\nmodel: {path: model}\n")
 
     assert base_model.main([str(tmp_path)]) == 0

@@ -1,11 +1,14 @@
-"""Which server program the embedded server runs."""
+"""The embedded server: which program it runs, and that its Redis user may do what the scripts do."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+import runtime.store
 from runtime.errors import LaunchError
 from runtime.store import embedded
+from runtime.store.embedded import COMMANDS
 
 
 @pytest.fixture
@@ -51,3 +54,14 @@ def test_without_any_server_the_error_says_what_to_install(tmp_path: Path, monke
 
     with pytest.raises(LaunchError, match=r"install redis-server or valkey-server, or .*set state\.url"):
         embedded.find_server()
+
+
+def test_every_command_of_a_script_is_allowed() -> None:
+    folder = Path(runtime.store.__file__).parent / "scripts"
+    called = {
+        name.lower()
+        for script in folder.glob("*.lua")
+        for name in re.findall(r"redis\.call\('(\w+)'", script.read_text())
+    }
+    assert "xtrim" in called
+    assert called <= set(COMMANDS), f"not allowed by runtime/store/embedded.py: {sorted(called - set(COMMANDS))}"

@@ -83,7 +83,7 @@ def test_a_deadlock_names_what_every_task_waits_for():
     said = str(caught.value)
     assert said.startswith("deadlock at 0.000 s: nothing can happen any more")
     assert "trainer-1.claim: waits on a future in Event.wait" in said
-    assert "claim_batch (test_clock.py:" in said
+    assert "claim_batch (test_virtual.py:" in said
     assert "engine-1.mailbox: waits on a future in Queue.get" in said
     assert "trainer-1 waits 0.0 s for batch 4 (3 of 4 groups, sample_buffer)" in said
 
