@@ -1,5 +1,6 @@
 """The fabric's section of the config: read by the controller and by the emulated switch."""
 
+from collections.abc import Mapping
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
@@ -19,6 +20,13 @@ STORE_S = 30.0
 
 MOST_MULTI_HOP = 16
 """Endpoints of a linear program that takes some tenths of a second: it is solved where the controller's messages wait."""
+
+
+BASELINES: Mapping[str, str] = {
+    "greedy": "sim.rfabric.baselines:greedy",
+    "matching": "sim.rfabric.baselines:matching",
+}
+"""`fabric.planner` → function: what others do, which no job of ours needs; imported only when it is chosen."""
 
 
 class FabricSection(Section):
@@ -56,8 +64,8 @@ class FabricSection(Section):
     is an endpoint of its own, in the order of first appearance."""
     planner: str = "direct"
     """How circuits are chosen for a phase. direct: a link for each pair that talks, the slowest as fast as can be. multi_hop: several hops by
-    a linear program, for more partners than ports (the extra `fabric`). Or your own function as `package.module:function`, such as
-    `sim.rfabric.baselines:greedy` (MixNet) and `:matching` (TopoOpt), for comparison."""
+    a linear program, for more partners than ports (the extra `fabric`). greedy (MixNet) and matching (TopoOpt), for comparison. Or your own
+    function as `package.module:function`."""
     static: bool = False
     """One set of circuits for all phases, by their traffic together: what a fabric that never changes could do at best."""
     testbed: str = ""
@@ -75,9 +83,9 @@ class FabricSection(Section):
     @field_validator("planner")
     @classmethod
     def _known(cls, planner: str) -> str:
-        if planner not in ("direct", "multi_hop") and ":" not in planner:
+        if planner not in ("direct", "multi_hop", *BASELINES) and ":" not in planner:
             raise ValueError(
-                f"{planner} is not direct or multi_hop, nor a function of yours as package.module:function"
+                f"{planner} is not direct, multi_hop, greedy or matching, nor a function of yours as package.module:function"
             )
         return planner
 

@@ -7,7 +7,7 @@ from itertools import chain, combinations
 import msgspec
 
 from actors.fabric.rhythm import Rhythm
-from actors.fabric.section import FabricSection
+from actors.fabric.section import BASELINES, FabricSection
 from planning.demand import Demand, Flows, Links, flows, per_link
 from planning.multihop import LinearProgram, bottleneck, multi_hop, one_hop
 from planning.switching import PhaseCost, Schedule, schedule
@@ -141,7 +141,7 @@ def _planner(name: str) -> Planner:
             )
         return lambda directed, ports: multi_hop(directed, ports, solve)
     choose_links: Callable[[Flows, Sequence[int]], Links] = (
-        direct if name == "direct" else load_configured(name, key="fabric.planner")
+        direct if name == "direct" else load_configured(BASELINES.get(name, name), key="fabric.planner")
     )
     return lambda directed, ports: choose_links(per_link(directed), ports)
 
