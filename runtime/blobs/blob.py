@@ -160,6 +160,11 @@ def check_blob(name: str, version: int) -> None:
         raise BlobError(f"a blob needs a name and a version from 0, got {name!r} and {version}")
 
 
+def by_age(blobs: Sequence[BlobInfo]) -> list[BlobInfo]:
+    """Oldest first. A later epoch is newer whatever the version: its writer began again from an older one."""
+    return sorted(blobs, key=lambda info: (info.epoch, info.version))
+
+
 class MemoryBlobStore:
     """Keeps the newest two versions of each name."""
 
@@ -185,8 +190,8 @@ class MemoryBlobStore:
         if known is not None and known[0].epoch > info.epoch:
             return known[0]
         versions[info.version] = (info, content)
-        for old in sorted(versions)[:-KEPT]:
-            del versions[old]
+        for old in by_age([each for each, _ in versions.values()])[:-KEPT]:
+            del versions[old.version]
         return info
 
     async def get(self, name: str, version: int, *, check: bool = True) -> tuple[BlobInfo, memoryview]:
@@ -198,7 +203,7 @@ class MemoryBlobStore:
 
     async def newest(self, name: str) -> BlobInfo | None:
         versions = self._blobs.get(name)
-        return versions[max(versions)][0] if versions else None
+        return by_age([info for info, _ in versions.values()])[-1] if versions else None
 
     async def close(self) -> None:
         """Nothing to let go of: what was put stays, for the others that hold this store."""

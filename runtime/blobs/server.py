@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.blobs.blob import KEPT, MAX_BLOB_BYTES, BlobInfo
+from runtime.blobs.blob import KEPT, MAX_BLOB_BYTES, BlobInfo, by_age
 
 MAX_PACKET = 4096
 """Bytes: names are short, and contents travel as file descriptors."""
@@ -172,7 +172,7 @@ class BlobServer:
             return None, None
         versions = self._blobs.get(request.name, {})
         if request.version < 0 and versions:
-            return Found(versions[max(versions)][0]), None
+            return Found(by_age([info for info, _ in versions.values()])[-1]), None
         if request.version not in versions:
             return Absent(), None
         info, segment = versions[request.version]
@@ -207,7 +207,7 @@ class BlobServer:
         segment.is_shown = True
         versions[info.version] = (info, segment)
         dropped = [replaced] if replaced else []
-        dropped += [versions.pop(old) for old in sorted(versions)[:-KEPT]]
+        dropped += [versions.pop(old.version) for old in by_age([each for each, _ in versions.values()])[:-KEPT]]
         for _, old in dropped:
             self._slab.hide(old)
         return Found(info)

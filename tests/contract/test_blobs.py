@@ -110,7 +110,7 @@ async def test_a_version_older_than_those_kept_is_freed_at_once(blobs: BlobStore
     await blobs.put("w", 5, 0, [b"five"])
     await blobs.put("w", 6, 0, [b"six"])
 
-    await blobs.put("w", 4, 9, [b"four"])
+    await blobs.put("w", 4, 0, [b"four"])
 
     with pytest.raises(BlobMissing):
         await blobs.get("w", 4)
@@ -135,6 +135,23 @@ async def test_a_version_is_replaced_under_a_higher_epoch_and_stands_under_a_low
     assert (ignored.epoch, ignored.size_bytes, after_zombie) == (2, 6, b"second")
     assert await blobs.get("w", 1) == (replaced, b"third!")
     assert mapped == b"second"
+
+
+async def test_what_a_later_epoch_put_is_newest_although_its_version_is_lower(blobs: BlobStore):
+    for version, epoch in ((18, 1), (19, 1), (18, 2)):
+        await blobs.put("w", version, epoch, [b"x"])
+    first = await blobs.newest("w")
+
+    await blobs.put("w", 20, 1, [b"late"])
+    await blobs.put("w", 19, 2, [b"y"])
+    last = await blobs.newest("w")
+
+    assert first is not None
+    assert (first.version, first.epoch) == (18, 2)
+    assert last is not None
+    assert (last.version, last.epoch) == (19, 2)
+    with pytest.raises(BlobMissing):
+        await blobs.get("w", 20)
 
 
 async def test_what_is_no_blob_is_refused(blobs: BlobStore):
