@@ -2,7 +2,7 @@
 
 from actors.messages.samples import Ticket
 from actors.samples.groups import GroupLimits, Groups
-from actors.samples.sample import Heard, trajectory_id
+from actors.samples.sample import Outcome, trajectory_id
 from sim.timeline import Timeline
 
 NEVER_LAPSES_S = 1e9
@@ -36,7 +36,7 @@ class ModelledBuffer:
         if self._groups.settled_fate(ticket) is not None:
             self._count("superseded")
             return
-        fate = self._groups.score(ticket.trajectory_id, Heard(version_first, reward))
+        fate = self._groups.score(ticket.trajectory_id, Outcome(version_first, reward))
         self._count("stale" if fate == "stale" else "scored")
         self._moved()
 
@@ -55,14 +55,14 @@ class ModelledBuffer:
         """The trajectories that `step` trains, oldest groups first; None while it must wait."""
         groups = self._groups
         plan = groups.plan(step, groups.limits.batch_groups)
-        dropped = [end for end in groups.take_changes().ends if end.fate == "stale" and end.heard.reward is not None]
+        dropped = [end for end in groups.take_changes().ends if end.fate == "stale" and end.outcome.reward is not None]
         self._count("stale", len(dropped))
         if not plan.take:
             return None
         chosen = groups.chosen(plan)
         groups.bind(step, chosen)
         self._ages += [
-            step - 1 - group.members[index].heard.version_first for group in chosen for index in group.scored
+            step - 1 - group.members[index].outcome.version_first for group in chosen for index in group.scored
         ]
         return [trajectory_id(group.id, index) for group in chosen for index in group.scored]
 

@@ -19,6 +19,9 @@ ResultT = TypeVar("ResultT")
 VIRTUAL_LIMIT_S = 86_400.0
 """A virtual day. Periodic work such as heartbeats keeps virtual time moving for ever; this bound is what ends a hang."""
 
+CALLBACKS_AT_ONCE = 200_000
+"""Far above what any system does in one instant: so many callbacks without virtual time moving wake each other for ever."""
+
 MAX_TASKS = 40
 """Tasks listed; a system of hundreds that stands still repeats itself."""
 
@@ -27,7 +30,7 @@ MAX_FRAMES = 6
 
 
 class Deadlock(AssertionError):
-    """Nothing is ready and no timer is set, or virtual time ran out; the message names what every task waits for."""
+    """Nothing is ready and no timer is set, virtual time ran out, or it stands still for ever; the message names what every task waits for."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -53,6 +56,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """(actor, its waits): whoever adds them sees them quoted in a deadlock report."""
         self.num_steps = 0
         """Callbacks run so far; with the seed it names a point of the run."""
+        self._moved_at = 0
+        """`num_steps` when time moved last."""
 
     def time(self) -> float:
         return self._now
@@ -115,9 +120,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if not self._queue:
             if not self._timers:
                 raise Deadlock(report(f"deadlock at {self._now:.3f} s: nothing can happen any more", self, self.waits))
-            self._now = max(self._now, self._timers[0][0])
+            if self._timers[0][0] > self._now:
+                self._now = self._timers[0][0]
+                self._moved_at = self.num_steps
             if self._now > self._limit_s:
                 raise Deadlock(report(f"virtual time ran past {self._limit_s:g} s", self, self.waits))
+        if self.num_steps - self._moved_at > CALLBACKS_AT_ONCE:
+            self._moved_at = self.num_steps  # said once; what cleans up afterwards must be able to run
+            text = f"livelock at {self._now:.3f} s: time stands still after {CALLBACKS_AT_ONCE} callbacks"
+            raise Deadlock(report(text, self, self.waits))
         while self._timers and self._timers[0][0] <= self._now:
             self._queue.append(heapq.heappop(self._timers)[2])
 

@@ -84,8 +84,11 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def version_first(self) -> int:
-        """Weight version of the first sampled token: age counts from it. Raises StopIteration where nothing was sampled."""
-        return next(span.version for segment in self.segments for span in segment.spans)
+        """Weight version of the first sampled token: age counts from it. Raises ValueError where nothing was sampled."""
+        for segment in self.segments:
+            for span in segment.spans:
+                return span.version
+        raise ValueError(f"trajectory {self.ticket.trajectory_id} has no first version: nothing of it was sampled")
 
 
 class PolicyState(Message, frozen=True):
@@ -211,15 +214,10 @@ class Advance(Request[PolicyState], frozen=True):
     epoch: int
 
 
-class Raised(Message, frozen=True):
-    """Reply to StepRaised: how many groups end as `poisoned`, because training on them raised again."""
+class StepRaised(Request[Ack], frozen=True):
+    """Training on `step` raised `error`; counts once per epoch. A death of the trainer is not told here, and does not count."""
 
-    poisoned: int
-
-
-class StepRaised(Request[Raised], frozen=True):
-    """Training on `step` raised `error`. A death of the trainer is not told here, and does not count."""
-
+    idempotent: ClassVar[bool] = True
     step: int
     epoch: int
     error: str

@@ -27,7 +27,6 @@ from actors.messages.samples import (
     NotReady,
     PolicyState,
     Put,
-    Raised,
     RenewLeases,
     StepRaised,
     Stored,
@@ -44,18 +43,18 @@ from actors.samples.ledger import SampleLedger
 from actors.samples.sample import (
     FUTURE_VERSION,
     INLINE_BYTES,
-    Heard,
+    Outcome,
     PayloadLost,
     file_payload,
     flaw,
-    heard_of,
+    outcome_of,
     read_payload,
     sweep_payloads,
     trajectory_id,
 )
 from bus.errors import AskFailed
 from bus.message import Ack
-from planning.staleness import HandOver
+from planning.staleness import HandOver, min_version
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
 from runtime.observe.figures import STORE
@@ -141,7 +140,7 @@ class SampleBuffer(Actor):
                     wait = self.waits.on("tickets", stage="slots", limit=limit, idle=True)
                     with wait.described_by(lambda: why_no_tickets(self._groups)):
                         await self._slots.event.wait()
-        sent = await self._make_durable(tickets) if tickets else ()
+        sent = await self._make_durable(tickets)
         return Tickets(tickets=tuple(sent), policy=self._groups.policy, closed=self._closed)
 
     @handler(concurrency=64)
@@ -170,7 +169,7 @@ class SampleBuffer(Actor):
     async def draw_epoch(self, request: DrawEpoch) -> Epoch:
         """A trainer takes over from its checkpoint of `request.step`, which is committed here if it was not."""
         async with self._claiming:
-            draw = self._journal.steadily(lambda: self.store.increment(EPOCH, at_least=request.at_least))
+            draw = self._journal.retried(lambda: self.store.increment(EPOCH, at_least=request.at_least))
             epoch = max(await draw, self._groups.training.epoch + 1)
             await self._cover(request.step)
             self._groups.take_over(epoch, request.step)
@@ -197,6 +196,7 @@ class SampleBuffer(Actor):
                     await changed.wait()
             if self._now() >= deadline:
                 ready = sum(1 for _ in self._groups.ready())
+                await self._journal.sync()
                 return NotReady(ready=ready, wanted=request.groups, why=found.why)
 
     @handler(concurrency=16)
@@ -205,7 +205,7 @@ class SampleBuffer(Actor):
         groups.check_epoch(request.epoch)
         before = groups.training.version
         groups.advance(request.step)
-        groups.drop_old(groups.base - groups.alpha if groups.alpha >= 0 else 0)
+        groups.drop_old(min_version(groups.base + 1, groups.alpha))
         self._moved()
         await self._journal.sync()
         if groups.training.version > before:
@@ -224,13 +224,15 @@ class SampleBuffer(Actor):
         return Ack()
 
     @handler(concurrency=16)
-    async def step_raised(self, request: StepRaised) -> Raised:
+    async def step_raised(self, request: StepRaised) -> Ack:
         self._groups.check_epoch(request.epoch)
-        poisoned = self._groups.raised(request.step)
+        poisoned = self._groups.raised(request.step, request.epoch)
         self.log.error("step_raised", step=request.step, error=request.error, poisoned=len(poisoned))
+        if poisoned:
+            self.spawn(self._tell_poisoned(request, len(poisoned)), name="poisoned")
         self._moved()
         await self._journal.sync()
-        return Raised(poisoned=len(poisoned))
+        return Ack()
 
     @handler(concurrency=16)
     async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:
@@ -241,10 +243,11 @@ class SampleBuffer(Actor):
             async with asyncio.timeout(request.wait_s):
                 while not group.complete:
                     await self._outcomes.event.wait()
+        await self._journal.sync()
         if not group.complete:
             why = f"{group.num_settled} of {request.num} held-out tasks have an outcome"
             return NotReady(ready=group.num_settled, wanted=request.num, why=why)
-        rewards = [m.heard.reward for m in group.members if m.heard.reward is not None]
+        rewards = [m.outcome.reward for m in group.members if m.outcome.reward is not None]
         mean = sum(rewards) / len(rewards) if rewards else 0.0
         return EvalResult(version=group.begun, reward=mean, num=len(rewards), failed=len(group.members) - len(rewards))
 
@@ -288,19 +291,19 @@ class SampleBuffer(Actor):
             if found.startswith(FUTURE_VERSION):
                 return self._change(ticket, lambda: self._groups.take_back(name, found, counted=True) or "superseded")
             return self._change(ticket, lambda: self._groups.fail(name, "failed", found))
-        heard = heard_of(trajectory)
+        outcome = outcome_of(trajectory)
         if ticket.purpose == "eval":
-            return self._change(ticket, lambda: self._groups.score(name, heard))
+            return self._change(ticket, lambda: self._groups.score(name, outcome))
         payload = msgspec.msgpack.encode(trajectory)
         if len(payload) <= INLINE_BYTES:
             await self._journal.room(len(payload))
-            return self._change(ticket, lambda: self._groups.score(name, heard, payload))
-        return await self._put_file(ticket, heard, payload)
+            return self._change(ticket, lambda: self._groups.score(name, outcome, payload))
+        return await self._put_file(ticket, outcome, payload)
 
-    async def _put_file(self, ticket: Ticket, heard: Heard, payload: bytes) -> str:
+    async def _put_file(self, ticket: Ticket, outcome: Outcome, payload: bytes) -> str:
         name, folder = ticket.trajectory_id, self.run.folder / "samples"
         digest = await self.offload(file_payload, folder, f"{name}.{ticket.attempt}", payload)
-        fate = self._change(ticket, lambda: self._groups.score(name, heard, digest=digest))
+        fate = self._change(ticket, lambda: self._groups.score(name, outcome, digest=digest))
         found = self._groups.find(name)
         if found is None or found[1].digest != digest:
             await self.offload((folder / f"{name}.{ticket.attempt}").unlink, True)  # it came too late
@@ -429,9 +432,15 @@ class SampleBuffer(Actor):
                 async with asyncio.timeout(HINT_S):
                     await self.ref(name).tell(self._groups.policy)
 
+    async def _tell_poisoned(self, request: StepRaised, num: int) -> None:
+        """The user hears of it once it is durable, whether or not the trainer still waits for its answer."""
+        await self._journal.sync()
+        what = f"training on step {request.step} raised twice ({request.error})"
+        self.notice(f"{what}: its {num} groups end as poisoned, and the step gets others")
+
     async def _incarnation_of(self, holder: str) -> int:
         name = f"actor/{holder}"
-        lease = (await self._journal.steadily(lambda: self.store.leases(name))).get(name)
+        lease = (await self._journal.retried(lambda: self.store.leases(name))).get(name)
         return lease.token if lease is not None else NOBODY
 
     def _limits(self) -> GroupLimits:

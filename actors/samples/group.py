@@ -1,12 +1,14 @@
 """The life of a sample group, and so the one place where a sample's fate is decided. Pure: no clock, no store, no chance.
 
     OPEN ──settle──▶ READY ──bind(step)──▶ BOUND ──train──▶ TRAINED ──commit──▶ ENDED  trained, zero_spread
-      │                │  ◀─────unbind───────┘  ◀──fall_back──┘
-      └────discard─────┴──────────────────────▶ ENDED  stale, group_too_small, unused, lost
-                                             BOUND ──poison──▶ ENDED  poisoned
+      │                │                     │  ◀──fall_back──┤
+      │                │  ◀──────unbind──────┼────────────────┘
+      │                │                     ├──commit─────────────────────▶ ENDED  trained, zero_spread
+      │                │                     └──poison─────────────────────▶ ENDED  poisoned
+      └────discard─────┴───────────────────────────────────────────────────▶ ENDED  stale, group_too_small, unused
 
-A member's fate is told once, in the SampleEnd that a move returns: where it failed, as it fails; otherwise as its group ends. No fate is ever
-taken back.
+A member's fate is told once, in the SampleEnd that a move returns: where it failed alone, as it fails (`failed`, `stale`, `lost`; its group
+is open or ready then); otherwise as its group ends. No fate is ever taken back.
 """
 
 from typing import Literal
@@ -14,9 +16,9 @@ from typing import Literal
 import msgspec
 
 from actors.messages.samples import Purpose, Ticket
-from actors.samples.sample import Heard, seed_of, trajectory_id
+from actors.samples.sample import Outcome, seed_of, trajectory_id
 
-NOTHING = Heard(-1, None)
+NOTHING = Outcome(-1, None)
 """No trajectory came."""
 
 GroupState = Literal["open", "ready", "bound", "trained", "ended"]
@@ -39,7 +41,7 @@ class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
     fate: str
     step: int
     epoch: int
-    heard: Heard
+    outcome: Outcome
     reason: str
 
 
@@ -59,6 +61,8 @@ class Training(msgspec.Struct):
     """The step in which training raised last."""
     raises: int = 0
     """How often it did in that step."""
+    raised_epoch: int = 0
+    """The epoch in which it raised last."""
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
@@ -86,7 +90,7 @@ class Member(msgspec.Struct, array_like=True):
     fate: str = ""
     """Of a failed one."""
     reason: str = ""
-    heard: Heard = NOTHING
+    outcome: Outcome = NOTHING
     digest: str = ""
     """Of the payload's file; empty where the payload is in the Store."""
 
@@ -98,7 +102,7 @@ class Member(msgspec.Struct, array_like=True):
         """The version that its first token has, or may still get, at weight version `now`."""
         if self.state == "pending":
             return now
-        return self.version if self.state == "running" else self.heard.version_first
+        return self.version if self.state == "running" else self.outcome.version_first
 
 
 class Group(msgspec.Struct, array_like=True):
@@ -119,9 +123,9 @@ class Group(msgspec.Struct, array_like=True):
     def trained_in(cls, name: str, step: int, ends: list[SampleEnd]) -> "Group":
         """A group as a checkpoint knows it: `ends` has all of its members, in order."""
         members = [
-            Member("scored", end.attempt, heard=end.heard, reason=end.reason)
+            Member("scored", end.attempt, outcome=end.outcome, reason=end.reason)
             if end.fate in TRAINED
-            else Member("failed", end.attempt, heard=end.heard, reason=end.reason, fate=end.fate)
+            else Member("failed", end.attempt, outcome=end.outcome, reason=end.reason, fate=end.fate)
             for end in ends
         ]
         return cls(name, ends[0].task, members, state="trained", step=step)
@@ -139,7 +143,7 @@ class Group(msgspec.Struct, array_like=True):
         member.incarnation = incarnation
 
     def take(self, index: int, digest: str) -> None:
-        """Member `index` was scored, as its `heard` says."""
+        """Member `index` was scored, as its `outcome` says."""
         self._expect("open")
         member = self.members[index]
         member.state = "scored"
@@ -226,7 +230,7 @@ class Group(msgspec.Struct, array_like=True):
     @property
     def verdict(self) -> str:
         """The fate of its scored members once they are trained."""
-        rewards = {member.heard.reward for member in self.members if member.state == "scored"}
+        rewards = {member.outcome.reward for member in self.members if member.state == "scored"}
         return "zero_spread" if len(rewards) == 1 else "trained"
 
     def fate_of(self, index: int) -> str:
@@ -240,7 +244,7 @@ class Group(msgspec.Struct, array_like=True):
 
     def version_scored(self, now: int) -> int:
         """As `version`, but of the samples that are there already."""
-        return min((m.heard.version_first for m in self.members if m.state == "scored"), default=now)
+        return min((m.outcome.version_first for m in self.members if m.state == "scored"), default=now)
 
     def ticket(self, index: int, run_seed: int) -> Ticket:
         """The newest ticket of member `index`."""
@@ -273,6 +277,6 @@ class Group(msgspec.Struct, array_like=True):
             fate=fate,
             step=self.step if is_trained else 0,
             epoch=epoch if is_trained else 0,
-            heard=member.heard,
+            outcome=member.outcome,
             reason=member.reason,
         )

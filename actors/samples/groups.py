@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from actors.messages.samples import PolicyState, Ticket
 from actors.samples.group import Group, Member, Receipt, SampleEnd, Training
-from actors.samples.sample import Heard, group_id, split_id, trajectory_id
+from actors.samples.sample import Outcome, group_id, split_id, trajectory_id
 from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, admit, hand_over, is_stale, min_version
 from runtime.errors import RubatoError
 
@@ -223,14 +223,14 @@ class Groups:
 
     # -- what becomes of rollouts -------------------------------------------------------------------------------
 
-    def score(self, trajectory: str, heard: Heard, payload: bytes | None = None, digest: str = "") -> str:
+    def score(self, trajectory: str, outcome: Outcome, payload: bytes | None = None, digest: str = "") -> str:
         """A rollout was scored: its sample's payload, or the digest of its file. Returns its fate so far.
 
         One that would be too old for the next step to be claimed ends `stale`.
         """
         group, index = self._place(trajectory)
-        group.members[index].heard = heard
-        if group.purpose == "train" and is_stale(heard.version_first, self.base, self.alpha):
+        group.members[index].outcome = outcome
+        if group.purpose == "train" and is_stale(outcome.version_first, self.base, self.alpha):
             return self.fail(trajectory, "stale", "")
         self.leases.pop(trajectory, None)
         group.take(index, digest)
@@ -253,7 +253,7 @@ class Groups:
         return fate
 
     def drop_old(self, oldest: int) -> None:
-        """SampleEnd the groups, open or ready, that hold a first token older than `oldest`: they would never train."""
+        """End the groups, open or ready, that hold a first token older than `oldest`: they would never train."""
         for group in [*self.open(), *self.ready()]:
             if group.version_scored(self.base) < oldest:
                 self._end(group, group.discard("stale"))
@@ -343,9 +343,12 @@ class Groups:
         """Whether the groups of every step up to `step` that is not committed are known."""
         return all(each in self.steps for each in range(self.training.committed + 1, step + 1))
 
-    def raised(self, step: int) -> list[Group]:
-        """Training on `step` raised; returns the groups that end as `poisoned` by that."""
+    def raised(self, step: int, epoch: int) -> list[Group]:
+        """Training on `step` raised; returns the groups that end as `poisoned` by that. A trainer begins anew then: its epoch counts once."""
         training = self.training
+        if epoch == training.raised_epoch:
+            return []
+        training.raised_epoch = epoch
         training.raises = training.raises + 1 if training.raised_step == step else 1
         training.raised_step = step
         self.changes.training = True

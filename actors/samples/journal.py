@@ -111,14 +111,14 @@ class Journal:
     async def take_over(self) -> tuple[Training, list[Group]]:
         """Shut out every buffer before this one, and read what it left: the Store may still forget the newest of it. Raises Fenced."""
         while True:
-            self._before = await self.steadily(lambda: self.store.fenced(self.fence.name))
+            self._before = await self.retried(lambda: self.store.fenced(self.fence.name))
             self._number = 1
             try:
                 await self._send({}, None, WriteNumber(1, after=self._before))
                 break
             except Forgotten:
                 self.log.info("take_over_again", cause="the one before wrote meanwhile")
-        training, groups = await self.steadily(lambda: read_records(self.store))
+        training, groups = await self.retried(lambda: read_records(self.store))
         if self.window_s:
             samples = [name for group in groups for name in group.inline]
             there = dict(zip(samples, await self.payloads(samples), strict=True))
@@ -130,7 +130,7 @@ class Journal:
         self._kept = payloads
         self._kept_bytes = sum(map(len, payloads.values()))
         after = max(0, last - ENDS_KEPT)
-        while entries := await self.steadily(lambda after=after: self.store.read(ENDS, after)):
+        while entries := await self.retried(lambda after=after: self.store.read(ENDS, after)):
             self._ends += [value for _, value in entries]
             after = entries[-1][0]
         until = asyncio.get_running_loop().time() + self.window_s
@@ -173,20 +173,20 @@ class Journal:
         for begin in range(0, len(missing), FETCHED):
             names = missing[begin : begin + FETCHED]
             keys = [PAYLOAD + name for name in names]
-            values = await self.steadily(lambda keys=keys: self.store.fetch(keys))
+            values = await self.retried(lambda keys=keys: self.store.fetch(keys))
             found.update(zip(names, values, strict=True))
         return list(found.values())
 
     async def ends(self, after: int) -> list[tuple[int, SampleEnd]]:
         """Ends with an index above `after`, oldest first, as far as one read goes."""
-        entries = await self.steadily(lambda: self.store.read(ENDS, after))
+        entries = await self.retried(lambda: self.store.read(ENDS, after))
         return [(index, msgspec.msgpack.decode(value, type=SampleEnd)) for index, value in entries]
 
     def forget_ends(self, through: int) -> None:
         """The ledger has ends up to this index on disk."""
         self._done_with = max(self._done_with, through - ENDS_KEPT)
 
-    async def steadily(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    async def retried(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """The result of `call`, retried for as long as the Store is away; any other error is raised."""
         pause_s = PAUSE_S
         while True:
@@ -226,7 +226,7 @@ class Journal:
         self._count(changes.ends)
 
     async def _send(self, records: dict[str, bytes | None], append: Append | None, turn: WriteNumber) -> None:
-        await self.steadily(lambda: self.store.write(records, fence=self.fence, turn=turn, append=append))
+        await self.retried(lambda: self.store.write(records, fence=self.fence, turn=turn, append=append))
 
     def _keep(self, changes: Changes) -> None:
         """From now on the Store is told of these, and may forget them."""
@@ -268,13 +268,13 @@ class Journal:
         """
         training = self.groups.training
         self.log.error("store_forgot", ends=training.ended, cause="it came back without its newest writes")
-        found = await self.steadily(lambda: self.store.fenced(self.fence.name))
+        found = await self.retried(lambda: self.store.fenced(self.fence.name))
         if self._before < found < (self.fence.token, 0):
             raise Fenced(
                 f"the store forgot that {self.fence.name!r} was taken over, and the one before has written since: "
                 "it is taken over again"
             )
-        stored, forgotten = await self.steadily(lambda: read_records(self.store))
+        stored, forgotten = await self.retried(lambda: read_records(self.store))
         more = self.groups.take_changes()  # what happened meanwhile is said too: the records show it already
         self._keep(more)
         training.ended += len(more.ends)

@@ -125,15 +125,15 @@ def line_of(end: SampleEnd) -> dict[str, Any]:
 
     Age counts from the first token's version to the one that the step started from.
     """
-    row = msgspec.structs.asdict(end) | msgspec.structs.asdict(end.heard)
-    del row["heard"]
-    came, trained = end.heard.version_first >= 0, end.step > 0
+    row = msgspec.structs.asdict(end) | msgspec.structs.asdict(end.outcome)
+    del row["outcome"]
+    came, trained = end.outcome.version_first >= 0, end.step > 0
     if not came:
         row["version_first"] = None
     if not trained:
         row |= {"step": None, "epoch": None}
     row["version_from"] = end.step - 1 if trained else None
-    row["age"] = end.step - 1 - end.heard.version_first if trained and came else None
+    row["age"] = end.step - 1 - end.outcome.version_first if trained and came else None
     return row
 
 

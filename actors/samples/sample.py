@@ -16,7 +16,7 @@ INLINE_BYTES = 64 * 1024
 """Payloads up to this size lie in the Store; larger ones in a file."""
 
 
-class Heard(msgspec.Struct, frozen=True, array_like=True):
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """What a trajectory says for itself, as the ledger tells it. Where none came `version_first` is -1."""
 
     version_first: int
@@ -60,9 +60,9 @@ def seed_of(purpose: str, run_seed: int, task: int) -> int:
 # -- whole or not -------------------------------------------------------------------------------------------------
 
 
-def heard_of(trajectory: Trajectory) -> Heard:
+def outcome_of(trajectory: Trajectory) -> Outcome:
     """What the ledger tells of a trajectory."""
-    return Heard(
+    return Outcome(
         version_first=trajectory.version_first,
         reward=trajectory.reward,
         tokens=sum(segment.mask.count(1) for segment in trajectory.segments),

@@ -324,11 +324,7 @@ class Trainer(Actor):
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            reply = await self._buffer.ask(StepRaised(step, self._epoch, what), timeout=ASK_S)
-            if reply.poisoned:
-                self.notice(
-                    f"training on step {step} raised twice ({what}): its {reply.poisoned} groups end as poisoned, and the step gets others"
-                )
+            await self._buffer.ask(StepRaised(step, self._epoch, what), timeout=ASK_S)
             raise ActorFailed(f"training on step {step} raised {what}: it begins again with its checkpoint") from error
 
     def _train(self, step: int, batch: Batch) -> tuple[list[list[Trajectory]], StepResult]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from actors.checkpoint import name
-from actors.messages.samples import Batch, Claim, Commit, NotReady, Put, Stored
+from actors.messages.samples import Batch, Claim, Commit, DrawEpoch, Epoch, NotReady, Put, Stored
 from actors.rewards.service import RewardService
 from actors.samples.buffer import SampleBuffer
 from actors.training.engine import TrainEngine
@@ -57,6 +57,13 @@ class SimBuffer(SampleBuffer):
         return stored
 
     @handler(concurrency=16)
+    async def draw_epoch(self, request: DrawEpoch) -> Epoch:
+        reply = await super().draw_epoch(request)
+        if self.process.alive:
+            self.monitor.drew(reply.epoch)
+        return reply
+
+    @handler(concurrency=16)
     async def claim(self, request: Claim) -> Batch | NotReady:
         reply = await super().claim(request)
         if self.process.alive and isinstance(reply, Batch):
@@ -90,10 +97,6 @@ class SimTrainer(Trainer):
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)
         self.offload = self._offload_and_save
-
-    async def on_start(self) -> None:
-        await super().on_start()
-        self.monitor.drew(self.process, self._epoch)
 
     async def _offload_and_save(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT:
         result = await self._kernel.offload(fn, *args, cost_s=cost_s)

@@ -59,7 +59,10 @@ class InvariantChecks:
         self._saved: StoreTimeline | None = None
         self.lost_by_store: set[str] = set()
         """Put within a window that the store lost; acknowledged then, or later by a buffer that had not heard of the loss."""
-        self.epoch_holders: dict[int, int] = {}
+        self.epochs: set[int] = set()
+        """All that were ever answered."""
+        self.newest_epoch = 0
+        """That was ever written."""
         self.num_losses = 0
 
     def fail(self, invariant: str, text: str) -> None:
@@ -122,16 +125,17 @@ class InvariantChecks:
         if training.committed < before.committed and not self.num_losses:
             self.fail("gapless steps", f"step {training.committed} is the last committed, after {before.committed}")
         self.timeline.training = training
+        self.newest_epoch = max(self.newest_epoch, training.epoch)
 
     # -- actors -------------------------------------------------------------------------------------------------
 
-    def drew(self, process: ActorProcess, epoch: int) -> None:
-        """A trainer was given `epoch`."""
-        holder = self.epoch_holders.setdefault(epoch, process.incarnation)
-        if holder != process.incarnation and not self.num_losses:
-            self.fail(
-                "one committer per epoch", f"epoch {epoch} was given to incarnations {holder} and {process.incarnation}"
-            )
+    def drew(self, epoch: int) -> None:
+        """The buffer answered a trainer with `epoch`; none is given twice, whatever the Store forgot."""
+        if epoch in self.epochs:
+            self.fail("one committer per epoch", f"epoch {epoch} was drawn twice")
+        if epoch > self.newest_epoch:
+            self.fail("one committer per epoch", f"epoch {epoch} was answered before it was durable")
+        self.epochs.add(epoch)
 
     def stored(self, trajectory: Trajectory, fate: str) -> None:
         """The buffer acknowledged a Put."""

@@ -40,14 +40,33 @@ MUTATIONS: dict[str, Mutation] = {
         "the incarnation check",
         (Edit(Dispatcher, "arrived", "envelope.incarnation != self.incarnation", "False"),),
     ),
+    "epoch": Mutation(
+        "the epoch check of a trainer's claims and commits",
+        (Edit(Groups, "check_epoch", "epoch < self.training.epoch", "False"),),
+        ("zombie_before_commit", "kill", "zombie", "freeze"),
+    ),
+    "epoch_durable": Mutation(
+        "the write that the answer to a drawn epoch waits for",
+        (Edit(SampleBuffer, "draw_epoch", "await self._journal.sync()", "pass"),),
+    ),
     "answer": Mutation(
-        "the write that every answer waits for",
-        (Edit(Journal, "sync", "await done", "await asyncio.sleep(0)"),),
+        "the write that the answer to a put waits for",
+        (Edit(SampleBuffer, "put", "await self._journal.sync()", "await asyncio.sleep(0)"),),
     ),
     "turn": Mutation(
         "the number of a write: a Store that forgot goes unnoticed",
         (Edit(MemoryStore, "_passes", "stored != (turn.after or (fence.token, turn.number - 1))", "False"),),
         ("store_loss",),
+    ),
+    "fence": Mutation(
+        "the fence: to a buffer that was replaced the Store seems to have forgotten, and it writes everything anew",
+        (Edit(MemoryStore, "_passes", "fence.token < stored[0]", "False"),),
+        ("zombie",),
+    ),
+    "in_office": Mutation(
+        "the rule that a buffer whose fence was lost begins again with what the one before it answered",
+        (Edit(Journal, "_writes_all", "self._before < found < (self.fence.token, 0)", "False"),),
+        ("zombie_fence_lost",),
     ),
     "index": Mutation(
         "the index of ends: those that the Store forgot are appended once more",
@@ -113,7 +132,7 @@ MUTATIONS: dict[str, Mutation] = {
         (
             Edit(Groups, "supply", "alpha=self.alpha", "alpha=self.alpha + 1"),
             Edit(Groups, "drop_old", "group.version_scored(self.base) < oldest", "False"),
-            Edit(Groups, "score", "is_stale(heard.version_first, self.base, self.alpha)", "False"),
+            Edit(Groups, "score", "is_stale(outcome.version_first, self.base, self.alpha)", "False"),
         ),
     ),
     "digest": Mutation(

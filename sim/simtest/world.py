@@ -30,7 +30,7 @@ EXPECTED = (ActorFailed, StoreError, AskFailed)
 
 
 class World:
-    """`setup` says what runs; faults come from outside (see sim/inject.py)."""
+    """`setup` says what runs; faults come from outside (see sim/simtest/inject.py)."""
 
     kernel_class = SimKernel
 

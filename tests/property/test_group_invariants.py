@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from actors.samples.group import TRAINED, Group, Receipt, Training
 from actors.samples.groups import GroupLimits, Groups
-from actors.samples.sample import Heard
+from actors.samples.sample import Outcome
+from planning.staleness import min_version
 
 BATCH_GROUPS, STEPS = 2, 30
 
@@ -53,7 +54,7 @@ class Life:
                 continue
             first = min(ticket.version + number % 3, self.groups.training.version)
             payload, digest = (None, "digest") if number % 7 == 0 else (b"payload", "")
-            self.groups.score(ticket.trajectory_id, Heard(first, float((number + each) % 2)), payload, digest)
+            self.groups.score(ticket.trajectory_id, Outcome(first, float((number + each) % 2)), payload, digest)
 
     def give_up(self, number):
         if not self.held:
@@ -102,7 +103,7 @@ class Life:
         for group in chosen:
             assert group.num_scored >= 2
             for index in group.scored:
-                age = step - 1 - group.members[index].heard.version_first
+                age = step - 1 - group.members[index].outcome.version_first
                 assert self.alpha < 0 or age <= self.alpha
         self.told(step)
 
@@ -116,7 +117,7 @@ class Life:
     def advance(self, number):
         if bound := self.steps_in_state("bound"):
             self.groups.advance(bound[0])
-            self.groups.drop_old(self.groups.base - self.alpha if self.alpha >= 0 else 0)
+            self.groups.drop_old(min_version(self.groups.base + 1, self.alpha))
 
     def commit(self, number):
         if steps := self.trained_steps():
@@ -135,7 +136,9 @@ class Life:
     def raises(self, number):
         if steps := self.steps_in_state("bound"):
             step = steps[0]
-            for group in self.groups.raised(step):
+            self.epoch += 1
+            self.groups.check_epoch(self.epoch)
+            for group in self.groups.raised(step, self.epoch):
                 assert group.fate == "poisoned"
                 self.receipts.pop(step, None)
 
@@ -190,7 +193,7 @@ class Life:
         for end in ends:
             if end.fate in TRAINED:
                 assert 0 < end.step <= self.groups.training.committed
-                assert self.alpha < 0 or end.step - 1 - end.heard.version_first <= self.alpha
+                assert self.alpha < 0 or end.step - 1 - end.outcome.version_first <= self.alpha
             else:
                 assert (end.step, end.epoch) == (0, 0)
 

@@ -97,6 +97,27 @@ def test_a_system_that_only_beats_for_ever_is_ended_by_the_limit():
         run_virtual(main, limit_s=100.0)
 
 
+def test_tasks_that_wake_each_other_for_ever_are_ended_though_time_stands_still():
+    async def main():
+        async def passes(mine, other):
+            while True:
+                await mine.wait()
+                mine.clear()
+                other.set()
+
+        ping, pong = asyncio.Event(), asyncio.Event()
+        ping.set()
+        await asyncio.sleep(3.0)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(passes(ping, pong), name="ping")
+            tasks.create_task(passes(pong, ping), name="pong")
+
+    with pytest.raises(Deadlock, match=r"livelock at 3\.000 s: time stands still after 200000 callbacks") as caught:
+        run_virtual(main, 1, limit_s=100.0)
+
+    assert "passes (test_clock.py:" in str(caught.value)
+
+
 def test_executors_run_inline_and_hand_on_errors():
     async def main():
         loop = asyncio.get_running_loop()

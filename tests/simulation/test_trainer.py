@@ -18,7 +18,6 @@ from actors.messages.samples import (
     Evaluate,
     NotReady,
     PolicyState,
-    Raised,
     Segment,
     StepRaised,
     Ticket,
@@ -178,9 +177,9 @@ def test_a_trainer_whose_training_raised_tells_the_buffer_and_begins_again(tmp_p
             self.raised = []
 
         @handler
-        async def step_raised(self, request: StepRaised) -> Raised:
+        async def step_raised(self, request: StepRaised) -> Ack:
             self.raised.append((request.step, request.error))
-            return Raised(poisoned=0)
+            return Ack()
 
     async def main():
         network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 2)

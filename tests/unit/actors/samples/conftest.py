@@ -53,7 +53,7 @@ class Killed(Exception):
 
 
 class Wire:
-    """A process's view of a store or workset: calls take a moment, may find it away, and may be the process's last."""
+    """A process's view of a store: calls take a moment, may find it away, and may be the process's last."""
 
     def __init__(self, inner, process):
         self._inner, self._process = inner, process
@@ -87,7 +87,7 @@ class Process:
         self.directory = SimpleNamespace(ready=self.peers, find=lambda _: None)
         self.finish = None
         self.progress = None
-        self.notice = None
+        self.notice = stage.notices.append
         self.dead = asyncio.Event()
         self.owned = set()
         self.told = []
@@ -161,6 +161,7 @@ class Stage:
         self.present = {"env_manager-1"}
         self.away = False
         self.incarnation = 0
+        self.notices = []
         self.process = None
         self.buffer = None
         self.ready = asyncio.Event()

@@ -26,6 +26,7 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.samples.groups import OutOfOrder, StaleEpoch
+from runtime.store.store import Fence
 
 
 @dataclass
@@ -600,8 +601,7 @@ def test_held_out_tasks_have_the_same_seeds_in_every_run(make_stage):
 
     async def scene():
         await stage.start()
-        stage.tasks.create_task(stage.buffer.evaluate(Evaluate("a", 4, wait_s=0.0)))
-        await asyncio.sleep(0)
+        await stage.buffer.evaluate(Evaluate("a", 4, wait_s=0.0))
         seeds.append([t.seed for t in await stage.admit(num=4)])
         stage.process.kill()
         stage.process = None
@@ -721,7 +721,7 @@ def test_managers_are_told_of_a_new_version(stage):
     stage.run(scene)
 
 
-def test_while_the_store_is_away_nobody_is_admitted_and_a_put_waits_for_it(stage):
+def test_while_the_store_is_away_nobody_is_admitted_and_every_answer_waits_for_it(stage):
     async def scene():
         await stage.start()
         (ticket,) = await stage.admit(num=1)
@@ -729,10 +729,11 @@ def test_while_the_store_is_away_nobody_is_admitted_and_a_put_waits_for_it(stage
         putting = stage.tasks.create_task(stage.put(ticket))
         await asyncio.sleep(5.0)
 
-        during = await stage.admit(wait_s=5.0)
-        answered = putting.done()
+        admitting = stage.tasks.create_task(stage.admit(wait_s=5.0))
+        await asyncio.sleep(10.0)
+        answered = putting.done() or admitting.done()
         stage.away = False
-        fate = await putting
+        fate, during = await putting, await admitting
         after = await stage.admit(wait_s=5.0)
 
         assert (during, answered) == ([], False)
@@ -804,5 +805,30 @@ def test_an_answer_from_memory_is_not_given_by_a_buffer_that_was_replaced(stage,
         late.cancel()
         for work in asked.values():
             work.close()
+
+    stage.run(scene)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(lambda buffer: buffer.admit(Admit(1, "env_manager-1", 1, 0.0)), id="no ticket"),
+        pytest.param(lambda buffer: buffer.claim(Claim(1, 1, 2, 0.0)), id="no batch"),
+        pytest.param(lambda buffer: buffer.evaluate(Evaluate("step-0", 2, wait_s=0.0)), id="no result"),
+        pytest.param(lambda buffer: buffer.evaluate(Evaluate("done", 0, wait_s=0.0)), id="a result"),
+    ],
+)
+def test_a_buffer_that_was_replaced_answers_nothing_from_memory(stage, asked):
+    async def scene():
+        buffer = await stage.start()
+        await stage.admit()
+        await stage.store.write({}, fence=Fence("sample_buffer", 2))
+
+        asking = stage.tasks.create_task(asked(buffer))
+        await asyncio.wait({asking}, timeout=60.0)
+
+        assert not asking.done()
+        assert stage.process.dead.is_set()
+        asking.cancel()
 
     stage.run(scene)

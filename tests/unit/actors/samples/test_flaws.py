@@ -233,3 +233,8 @@ def test_a_flawed_held_out_rollout_is_a_failed_one(stage, trajectory):
         assert (result.reward, result.num, result.failed) == (1.0, 1, 1)
 
     stage.run(scene)
+
+
+def test_a_trajectory_of_which_nothing_was_sampled_has_no_first_version():
+    with pytest.raises(ValueError, match=r"trajectory g00000000\.0 has no first version: nothing of it was sampled"):
+        _ = trajectory_with(segments=[]).version_first

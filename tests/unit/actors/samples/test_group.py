@@ -3,7 +3,7 @@
 import pytest
 
 from actors.samples.group import Group, Member, SampleEnd
-from actors.samples.sample import Heard
+from actors.samples.sample import Outcome
 
 STATES = ("open", "ready", "bound", "trained", "ended")
 
@@ -26,7 +26,7 @@ def group_of(*rewards, state="open", **fields):
     members = [
         Member("failed", attempt=1, fate="failed", reason="why")
         if reward is None
-        else Member("scored", attempt=1, heard=Heard(-1, reward))
+        else Member("scored", attempt=1, outcome=Outcome(-1, reward))
         for reward in rewards
     ]
     return Group("g00000005", 5, members, state=state, **fields)
@@ -49,9 +49,9 @@ def test_a_move_is_made_from_its_states_and_refused_from_all_others(move, state)
 def test_a_group_lives_from_its_first_ticket_to_a_committed_step():
     group = Group("g00000005", 5, [Member("running", attempt=1), Member("running", attempt=2)])
     states = [group.state]
-    group.members[0].heard = Heard(4, 1.0, tokens=7, turns=2, wall_s=0.5)
+    group.members[0].outcome = Outcome(4, 1.0, tokens=7, turns=2, wall_s=0.5)
     group.take(0, "")
-    group.members[1].heard = Heard(3, 0.0)
+    group.members[1].outcome = Outcome(3, 0.0)
     group.take(1, "digest")
     for move in (group.settle, lambda: group.bind(6), group.train, group.fall_back, group.train):
         move()
@@ -62,8 +62,8 @@ def test_a_group_lives_from_its_first_ticket_to_a_committed_step():
     assert states == ["open", "ready", "bound", "trained", "bound", "trained"]
     assert (group.state, group.fate) == ("ended", "trained")
     assert ends == [
-        SampleEnd("g00000005.0", "g00000005", 1, 5, "trained", 6, 9, Heard(4, 1.0, 7, 2, 0.5), ""),
-        SampleEnd("g00000005.1", "g00000005", 2, 5, "trained", 6, 9, Heard(3, 0.0), ""),
+        SampleEnd("g00000005.0", "g00000005", 1, 5, "trained", 6, 9, Outcome(4, 1.0, 7, 2, 0.5), ""),
+        SampleEnd("g00000005.1", "g00000005", 2, 5, "trained", 6, 9, Outcome(3, 0.0), ""),
     ]
 
 
@@ -133,7 +133,7 @@ def test_a_group_that_lost_its_step_may_be_bound_to_another():
 
 def test_the_version_of_a_group_is_the_oldest_that_any_member_may_have():
     running = Member(state="running", version=4)
-    scored = Member(state="scored", version=3, heard=Heard(5, 0.0))
+    scored = Member(state="scored", version=3, outcome=Outcome(5, 0.0))
     failed = Member(state="failed", version=1)
 
     assert Group("g", 0, [running, scored, failed]).version(7) == 4
@@ -144,7 +144,7 @@ def test_the_version_of_a_group_is_the_oldest_that_any_member_may_have():
 
 def test_a_group_comes_back_from_what_a_checkpoint_says_of_its_ends():
     group = group_of(0.0, None, 1.0, state="trained", step=4)
-    group.members[0].heard = Heard(2, 0.0, tokens=7, turns=2, wall_s=0.5)
+    group.members[0].outcome = Outcome(2, 0.0, tokens=7, turns=2, wall_s=0.5)
 
     again = Group.trained_in(group.id, 4, group.ends(3))
 

@@ -5,7 +5,7 @@ import pytest
 
 from actors.samples.group import NOTHING, Group, Member, Receipt, SampleEnd, Training
 from actors.samples.groups import ENDED_KEPT, ROUNDS_KEPT, GroupLimits, Groups, OutOfOrder, StaleEpoch
-from actors.samples.sample import Heard
+from actors.samples.sample import Outcome
 
 LIMITS = GroupLimits(
     group_size=2, batch_groups=1, steps=100, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0
@@ -27,7 +27,7 @@ def score(groups, tickets, *, version=None):
     for ticket in tickets:
         reward = float(ticket.trajectory_id[-1])
         first = ticket.version if version is None else version
-        groups.score(ticket.trajectory_id, Heard(first, reward), b"payload of " + ticket.trajectory_id.encode())
+        groups.score(ticket.trajectory_id, Outcome(first, reward), b"payload of " + ticket.trajectory_id.encode())
     return tickets
 
 
@@ -70,8 +70,8 @@ def test_every_change_is_noted_once(groups):
 
 def test_a_filed_sample_leaves_no_payload_to_delete(groups):
     one, two = issue(groups, 2)
-    groups.score(one.trajectory_id, Heard(0, 0.0), digest="d1")
-    groups.score(two.trajectory_id, Heard(0, 1.0), digest="d2")
+    groups.score(one.trajectory_id, Outcome(0, 0.0), digest="d1")
+    groups.score(two.trajectory_id, Outcome(0, 1.0), digest="d2")
     bind(groups, 1)
     groups.commit(1, 1)
 
@@ -174,7 +174,7 @@ def test_a_replaced_trainer_is_refused_and_a_newer_one_is_known_from_then_on(gro
 
 def test_groups_that_are_too_old_for_a_step_end_before_it_is_planned(groups):
     old = issue(groups, 2)
-    groups.score(old[0].trajectory_id, Heard(0, 1.0), b"")
+    groups.score(old[0].trajectory_id, Outcome(0, 1.0), b"")
     groups.advance(3)
 
     plan = groups.plan(1, 1)
@@ -263,15 +263,16 @@ def test_a_step_that_raised_twice_in_a_row_is_poisoned(groups):
     score(groups, issue(groups))
     (group,) = bind(groups, 1)
 
-    once = groups.raised(1)
+    once = groups.raised(1, 1)
     groups.training = Training(**{name: getattr(groups.training, name) for name in Training.__struct_fields__})
-    twice = groups.raised(1)
+    asked_again = groups.raised(1, 1)
+    twice = groups.raised(1, 2)
     (other,) = bind(groups, 1)
 
-    assert (once, twice) == ([], [group])
+    assert (once, asked_again, twice) == ([], [], [group])
     assert (group.state, group.fate) == ("ended", "poisoned")
     assert other.id == "g00000001"
-    assert groups.raised(1) == []
+    assert groups.raised(1, 2) == groups.raised(1, 3) == []
 
 
 def test_raising_in_another_step_begins_the_count_anew(groups):
@@ -279,7 +280,7 @@ def test_raising_in_another_step_begins_the_count_anew(groups):
     bind(groups, 1)
     bind(groups, 2)
 
-    assert [groups.raised(step) for step in (1, 2, 1, 2)] == [[]] * 4
+    assert [groups.raised(step, epoch) for epoch, step in enumerate((1, 2, 1, 2), 1)] == [[]] * 4
 
 
 def test_only_the_newest_ended_groups_are_remembered(groups):
@@ -398,8 +399,8 @@ def test_a_group_that_runs_again_although_it_was_trained_is_taken_from_its_holde
 def test_a_failed_member_that_the_store_forgot_ends_as_the_checkpoint_says(groups):
     ends = (
         SampleEnd("g00000000.0", "g00000000", 2, 0, "failed", 0, 0, NOTHING, "env_timeout"),
-        SampleEnd("g00000000.1", "g00000000", 1, 0, "zero_spread", 1, 1, Heard(0, 1.0, 3, 1, 0.5), ""),
-        SampleEnd("g00000000.2", "g00000000", 1, 0, "zero_spread", 1, 1, Heard(0, 1.0, 3, 1, 0.5), ""),
+        SampleEnd("g00000000.1", "g00000000", 1, 0, "zero_spread", 1, 1, Outcome(0, 1.0, 3, 1, 0.5), ""),
+        SampleEnd("g00000000.2", "g00000000", 1, 0, "zero_spread", 1, 1, Outcome(0, 1.0, 3, 1, 0.5), ""),
     )
     remembered = Group("g00000000", 0, [Member("failed", 2, fate="failed", reason="env_timeout"), Member(), Member()])
     forgot, knew = Groups(three_members(), 2), Groups(three_members(), 2)
@@ -422,7 +423,7 @@ def test_held_out_rounds_are_issued_first_and_hold_no_slots(groups):
     assert [t.purpose for t in tickets] == ["eval"] * 2 + ["train"] * 5
     assert "eval-x" not in groups.take_changes().groups
     for ticket in tickets[:2]:
-        groups.score(ticket.trajectory_id, Heard(0, 1.0))
+        groups.score(ticket.trajectory_id, Outcome(0, 1.0))
     for number in range(ROUNDS_KEPT):
         groups.round(f"eval-{number}", 0)
     assert groups.settled_fate(tickets[0]) == "superseded"

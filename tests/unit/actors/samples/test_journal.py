@@ -8,7 +8,7 @@ import pytest
 from actors.samples.group import SampleEnd
 from actors.samples.groups import GroupLimits, Groups
 from actors.samples.journal import ENDS, GROUP, PAYLOAD, Journal, read_records
-from actors.samples.sample import Heard
+from actors.samples.sample import Outcome
 from runtime.observe.figures import Metrics
 from runtime.observe.log import logger
 from runtime.store.errors import Fenced, StoreUnavailable
@@ -36,7 +36,7 @@ class Writes:
         await self.store.write(changes, **options)
 
 
-class Book:
+class Bench:
     """Groups and their journal on a store."""
 
     def __init__(self, store, *, token=1, window_s=0.0, most_bytes=1 << 20):
@@ -56,7 +56,7 @@ class Book:
         """Score one rollout, as a put does."""
         (ticket,) = [ticket] if ticket else self.groups.issue(1, "env_manager-1", 1, 0.0)
         await self.journal.room(len(payload))
-        self.groups.score(ticket.trajectory_id, Heard(0, 1.0), payload)
+        self.groups.score(ticket.trajectory_id, Outcome(0, 1.0), payload)
         await self.journal.sync()
         return ticket.trajectory_id
 
@@ -72,10 +72,10 @@ def store():
     return MemoryStore()
 
 
-async def play(book, scene):
+async def play(bench, scene):
     """`scene` beside the journal's own task."""
-    async with asyncio.TaskGroup() as book.tasks:
-        running = book.tasks.create_task(book.journal.run())
+    async with asyncio.TaskGroup() as bench.tasks:
+        running = bench.tasks.create_task(bench.journal.run())
         try:
             await scene()
         finally:
@@ -84,106 +84,106 @@ async def play(book, scene):
 
 async def test_those_who_sync_at_the_same_time_share_a_write(store):
     writes = Writes(store)
-    book = Book(writes)
-    await book.journal.take_over()
+    bench = Bench(writes)
+    await bench.journal.take_over()
 
     async def scene():
-        names = await asyncio.gather(*(book.put(b"%d" % n) for n in range(8)))
+        names = await asyncio.gather(*(bench.put(b"%d" % n) for n in range(8)))
         assert len(writes.made) == 1 + 1
         assert await store.fetch([PAYLOAD + name for name in names]) == [b"%d" % n for n in range(8)]
-        await book.journal.sync()
+        await bench.journal.sync()
         assert [options["turn"].number for _, options in writes.made] == [1, 2, 3]
         assert writes.made[-1][0] == {}  # nothing changed, but it is known that nobody took over
 
-    await play(book, scene)
+    await play(bench, scene)
 
 
 async def test_a_change_is_not_answered_before_its_write(store):
     writes = Writes(store)
-    book = Book(writes)
-    await book.journal.take_over()
+    bench = Bench(writes)
+    await bench.journal.take_over()
 
     async def scene():
-        (ticket,) = book.groups.issue(1, "env_manager-1", 1, 0.0)
-        syncing = book.tasks.create_task(book.journal.sync())
+        (ticket,) = bench.groups.issue(1, "env_manager-1", 1, 0.0)
+        syncing = bench.tasks.create_task(bench.journal.sync())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        book.groups.score(ticket.trajectory_id, Heard(0, 1.0), b"late")  # the write of the ticket is on its way
-        second = book.tasks.create_task(book.journal.sync())
+        bench.groups.score(ticket.trajectory_id, Outcome(0, 1.0), b"late")  # the write of the ticket is on its way
+        second = bench.tasks.create_task(bench.journal.sync())
         await syncing
         assert not second.done()
         assert await store.scan(PAYLOAD) == {}
         await second
         assert list((await store.scan(PAYLOAD)).values()) == [b"late"]
 
-    await play(book, scene)
+    await play(bench, scene)
 
 
 async def test_a_poke_writes_although_nobody_waits(store):
     writes = Writes(store)
-    book = Book(writes)
-    await book.journal.take_over()
+    bench = Bench(writes)
+    await bench.journal.take_over()
 
     async def scene():
-        book.groups.issue(1, "env_manager-1", 1, 0.0)
-        book.journal.poke()
+        bench.groups.issue(1, "env_manager-1", 1, 0.0)
+        bench.journal.poke()
         for _ in range(5):
             await asyncio.sleep(0)
         assert len(await store.scan(GROUP)) == 1
 
-    await play(book, scene)
+    await play(bench, scene)
 
 
 async def test_an_asker_that_gave_up_harms_nobody_who_waits_with_it(store):
-    book = Book(Writes(store))
-    await book.journal.take_over()
+    bench = Bench(Writes(store))
+    await bench.journal.take_over()
 
     async def scene():
-        syncs = [book.tasks.create_task(book.put(b"%d" % n)) for n in range(3)]
+        syncs = [bench.tasks.create_task(bench.put(b"%d" % n)) for n in range(3)]
         await asyncio.sleep(0)
         syncs[1].cancel()
         await asyncio.gather(syncs[0], syncs[2])
         assert len(await store.scan(PAYLOAD)) == 3
 
-    await play(book, scene)
+    await play(bench, scene)
 
 
 async def test_a_write_outlasts_an_outage_and_a_fenced_one_does_not(store):
     writes = Writes(store)
-    book = Book(writes)
-    await book.journal.take_over()
+    bench = Bench(writes)
+    await bench.journal.take_over()
 
     async def scene():
         writes.refusals.append(StoreUnavailable("away"))
-        await book.put(b"1")
+        await bench.put(b"1")
         await store.write({}, fence=Fence("x", 2))
-        await book.put(b"2")
+        await bench.put(b"2")
 
     with pytest.raises(ExceptionGroup) as raised:
-        await play(book, scene)
+        await play(bench, scene)
 
     assert raised.group_contains(Fenced)
-    assert book.backs == [True]
+    assert bench.backs == [True]
     assert list((await store.scan(PAYLOAD)).values()) == [b"1"]
 
 
 async def test_the_store_is_back_also_where_it_refuses(store):
     """The only call that is retried during an outage is one that the Store then refuses."""
-    book = Book(store)
+    bench = Bench(store)
     answers = [StoreUnavailable("away"), ValueError("no")]
 
     async def call():
         raise answers.pop(0)
 
     with pytest.raises(ValueError, match="no"):
-        await book.journal.steadily(call)
+        await bench.journal.retried(call)
 
-    assert book.backs == [True]
-    assert book.journal.is_healthy
+    assert bench.backs == [True]
+    assert bench.journal.is_healthy
 
 
 async def test_whoever_takes_over_shuts_the_one_before_out_and_reads_what_it_left(store):
-    old = Book(store, token=1)
+    old = Bench(store, token=1)
     await old.journal.take_over()
     left = []
 
@@ -192,7 +192,7 @@ async def test_whoever_takes_over_shuts_the_one_before_out_and_reads_what_it_lef
         left.append(await old.fail())
 
     await play(old, scene)
-    new = Book(store, token=2)
+    new = Bench(store, token=2)
 
     training, groups = await new.journal.take_over()
 
@@ -204,33 +204,33 @@ async def test_whoever_takes_over_shuts_the_one_before_out_and_reads_what_it_lef
 
 
 async def test_ends_are_numbered_in_the_order_in_which_they_were_told(store):
-    book = Book(store)
-    await book.journal.take_over()
+    bench = Bench(store)
+    await bench.journal.take_over()
 
     async def scene():
-        names = [await book.fail() for _ in range(5)]
-        found = await book.journal.ends(0)
+        names = [await bench.fail() for _ in range(5)]
+        found = await bench.journal.ends(0)
         assert [index for index, _ in found] == [1, 2, 3, 4, 5]
         assert [end.trajectory_id for _, end in found] == names
         assert (await read_records(store))[0].ended == 5
-        assert await book.journal.ends(5) == []
+        assert await bench.journal.ends(5) == []
 
-    await play(book, scene)
+    await play(bench, scene)
 
 
 async def test_the_metrics_count_ends_once_they_are_durable(store):
     writes = Writes(store)
-    book = Book(writes)
-    await book.journal.take_over()
+    bench = Bench(writes)
+    await bench.journal.take_over()
 
     async def scene():
-        counted = book.journal.metrics
-        ended = book.journal.ended.event
-        await book.fail()
+        counted = bench.journal.metrics
+        ended = bench.journal.ended.event
+        await bench.fail()
         assert counted.snapshot()["samples/failed"] == 1
         assert ended.is_set()
 
-    await play(book, scene)
+    await play(bench, scene)
 
 
 # -- what is kept for a Store that may forget ----------------------------------------------------------------------
@@ -241,13 +241,13 @@ def test_a_put_waits_while_as_much_is_kept_as_may_be(stage):
 
     async def scene():
         loop = asyncio.get_running_loop()
-        book = Book(stage.store, window_s=60.0, most_bytes=100)
-        await book.journal.take_over()
-        running = stage.tasks.create_task(book.journal.run())
+        bench = Bench(stage.store, window_s=60.0, most_bytes=100)
+        await bench.journal.take_over()
+        running = stage.tasks.create_task(bench.journal.run())
         began = loop.time()
         took = []
         for size in (60, 40, 50, 50, 10):
-            await book.put(b"x" * size)
+            await bench.put(b"x" * size)
             took.append(loop.time() - began)
             await asyncio.sleep(1.0)
         running.cancel()
@@ -260,15 +260,15 @@ def test_a_put_waits_while_as_much_is_kept_as_may_be(stage):
 def test_without_a_window_nothing_is_kept_and_nobody_waits(stage):
     async def scene():
         loop = asyncio.get_running_loop()
-        book = Book(stage.store, window_s=0.0, most_bytes=100)
-        await book.journal.take_over()
-        running = stage.tasks.create_task(book.journal.run())
+        bench = Bench(stage.store, window_s=0.0, most_bytes=100)
+        await bench.journal.take_over()
+        running = stage.tasks.create_task(bench.journal.run())
         for _ in range(4):
-            await book.put(b"x" * 90)
+            await bench.put(b"x" * 90)
         running.cancel()
 
         assert loop.time() == 0.0
-        assert book.journal._kept == {}
+        assert bench.journal._kept == {}
 
     stage.run(scene)
 
@@ -276,12 +276,12 @@ def test_without_a_window_nothing_is_kept_and_nobody_waits(stage):
 def test_what_ended_makes_room(stage):
     async def scene():
         loop = asyncio.get_running_loop()
-        book = Book(stage.store, window_s=60.0, most_bytes=100)
-        await book.journal.take_over()
-        running = stage.tasks.create_task(book.journal.run())
-        await book.put(b"x" * 90)
-        await book.fail()  # its group is too small now
-        await book.put(b"x" * 90)
+        bench = Bench(stage.store, window_s=60.0, most_bytes=100)
+        await bench.journal.take_over()
+        running = stage.tasks.create_task(bench.journal.run())
+        await bench.put(b"x" * 90)
+        await bench.fail()  # its group is too small now
+        await bench.put(b"x" * 90)
         running.cancel()
 
         assert loop.time() == 0.0
@@ -293,19 +293,19 @@ def test_memory_is_bounded_by_the_window(stage):
     """Payloads and ends that the Store can't forget any more are let go of."""
 
     async def scene():
-        book = Book(stage.store, window_s=10.0)
-        await book.journal.take_over()
-        running = stage.tasks.create_task(book.journal.run())
+        bench = Bench(stage.store, window_s=10.0)
+        await bench.journal.take_over()
+        running = stage.tasks.create_task(bench.journal.run())
         kept = []
         for _ in range(6):
-            await book.put(b"x" * 10)
-            await book.put(b"x" * 10)
-            for group in [*book.groups.ready()]:
-                book.groups._end(group, group.discard("stale"))
-            await book.put(b"x" * 10)
-            await book.fail()
+            await bench.put(b"x" * 10)
+            await bench.put(b"x" * 10)
+            for group in [*bench.groups.ready()]:
+                bench.groups._end(group, group.discard("stale"))
+            await bench.put(b"x" * 10)
+            await bench.fail()
             await asyncio.sleep(6.0)
-            kept.append((book.journal._kept_bytes, len(book.journal._ends)))
+            kept.append((bench.journal._kept_bytes, len(bench.journal._ends)))
         running.cancel()
 
         assert max(kept) == kept[-1]
@@ -318,15 +318,15 @@ def test_memory_is_bounded_by_the_window(stage):
 @pytest.mark.parametrize("passed", [0.0, 30.0, 59.0, 1000.0])
 def test_everything_kept_is_said_anew_after_a_loss_whenever_it_shows(stage, remember, passed):
     async def scene():
-        book = Book(stage.store, window_s=60.0)
-        await book.journal.take_over()
-        running = stage.tasks.create_task(book.journal.run())
+        bench = Bench(stage.store, window_s=60.0)
+        await bench.journal.take_over()
+        running = stage.tasks.create_task(bench.journal.run())
         forget = remember(stage.store)
-        names = [await book.put(b"%d" % n) for n in range(3)]
-        failed = [await book.fail()]
+        names = [await bench.put(b"%d" % n) for n in range(3)]
+        failed = [await bench.fail()]
         forget()
         await asyncio.sleep(passed)
-        names.append(await book.put(b"3"))
+        names.append(await bench.put(b"3"))
         running.cancel()
 
         gone = [PAYLOAD + names[2]]  # its group was too small

@@ -11,7 +11,7 @@ from actors.samples.group import NOTHING, SampleEnd
 from actors.samples.groups import GroupLimits, Groups
 from actors.samples.journal import ENDS, Journal
 from actors.samples.ledger import SampleLedger, line_of, read_tail
-from actors.samples.sample import Heard
+from actors.samples.sample import Outcome
 from runtime.observe.figures import Metrics
 from runtime.observe.log import logger
 from runtime.store.errors import Fenced
@@ -340,7 +340,7 @@ def test_an_end_without_a_trajectory_still_makes_a_line():
 
 
 def test_the_age_of_a_trained_sample_counts_to_the_version_that_its_step_started_from():
-    end = msgspec.structs.replace(end_of("a", "trained"), step=9, epoch=2, heard=Heard(6, 0.0))
+    end = msgspec.structs.replace(end_of("a", "trained"), step=9, epoch=2, outcome=Outcome(6, 0.0))
 
     line = line_of(end)
 
@@ -348,7 +348,7 @@ def test_the_age_of_a_trained_sample_counts_to_the_version_that_its_step_started
 
 
 def test_a_sample_that_came_but_was_not_trained_has_a_version_and_no_age():
-    line = line_of(msgspec.structs.replace(end_of("a", "stale"), heard=Heard(6, 0.5)))
+    line = line_of(msgspec.structs.replace(end_of("a", "stale"), outcome=Outcome(6, 0.5)))
 
     assert (line["version_first"], line["reward"], line["step"], line["age"]) == (6, 0.5, None, None)
 

@@ -698,16 +698,18 @@ def test_a_step_that_raises_twice_ends_its_groups_as_poisoned_and_is_bound_anew(
         epoch = await begin(stage)
         tickets = await fill(stage)
         first = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
-        once = await stage.buffer.step_raised(StepRaised(1, epoch, "ValueError: bad token"))
+        await stage.buffer.step_raised(StepRaised(1, epoch, "ValueError: bad token"))
         epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
         again = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
         if restarts:
             await stage.start()
 
-        twice = await stage.buffer.step_raised(StepRaised(1, epoch, "ValueError: bad token"))
+        await stage.buffer.step_raised(StepRaised(1, epoch, "ValueError: bad token"))
         other = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
 
-        assert (once.poisoned, twice.poisoned) == (0, 1)
+        assert stage.notices == [
+            "training on step 1 raised twice (ValueError: bad token): its 1 groups end as poisoned, and the step gets others"
+        ]
         assert again.groups == first.groups
         assert names(other) == [t.trajectory_id for t in tickets[2:]]
         assert await stage.trained() == dict.fromkeys(names(first), ("poisoned", 0, 0))
@@ -726,12 +728,11 @@ def test_a_step_that_raises_once_and_then_another_are_not_poisoned(stage):
         await train(stage, 1, epoch)
         await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
 
-        raised = []
         for step in (2, 1, 2, 1):
             epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
-            raised.append((await stage.buffer.step_raised(StepRaised(step, epoch, "boom"))).poisoned)
+            await stage.buffer.step_raised(StepRaised(step, epoch, "boom"))
 
-        assert raised == [0] * 4
+        assert stage.notices == []
         assert await stage.fates() == {}
 
     stage.run(scene)
@@ -741,13 +742,14 @@ def test_what_is_bound_after_a_poisoned_batch_may_raise_once_itself(stage):
     async def scene():
         epoch = await begin(stage)
         await fill(stage)
-        raised = []
+        poisoned = []
         for _ in range(4):
             assert isinstance(await stage.buffer.claim(Claim(1, epoch, 1, 0.0)), Batch)
-            raised.append((await stage.buffer.step_raised(StepRaised(1, epoch, "boom"))).poisoned)
+            await stage.buffer.step_raised(StepRaised(1, epoch, "boom"))
+            poisoned.append(len(await stage.fates()))
             epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
 
-        assert raised == [0, 1, 0, 1]
+        assert poisoned == [0, 2, 2, 4]
         assert list((await stage.fates()).values()) == ["poisoned"] * 4
 
     stage.run(scene)
@@ -759,8 +761,8 @@ def test_a_poisoned_step_leaves_the_bound_one_behind_it_as_it_was(stage):
         await fill(stage)
         await train(stage, 1, epoch)
         second = await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
         for _ in range(2):
+            epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
             await stage.buffer.step_raised(StepRaised(1, epoch, "boom"))
         tickets = await fill(stage)
 
@@ -773,6 +775,47 @@ def test_a_poisoned_step_leaves_the_bound_one_behind_it_as_it_was(stage):
         fates = await stage.trained()
         assert {fates[name][:2] for name in names(anew)} == {("trained", 1)}
         assert {fates[name][:2] for name in names(second)} == {("trained", 2)}
+
+    stage.run(scene)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_raise_that_is_told_again_because_its_reply_was_lost_counts_once(stage, restarts):
+    async def scene():
+        epoch = await begin(stage)
+        await fill(stage)
+        first = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+        await stage.buffer.step_raised(StepRaised(1, epoch, "boom"))
+        if restarts:
+            await stage.start()
+
+        await stage.buffer.step_raised(StepRaised(1, epoch, "boom"))
+        again = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+
+        assert StepRaised.idempotent
+        assert (again.groups, stage.notices) == (first.groups, [])
+
+    stage.run(scene)
+
+
+def test_the_user_is_told_of_a_poisoned_step_though_its_trainer_gave_up_waiting(stage, slow):
+    chosen = []
+    calls = slow("write", before=5.0, when=lambda n, args: n in chosen)
+
+    async def scene():
+        epoch = await begin(stage)
+        await fill(stage)
+        await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+        await stage.buffer.step_raised(StepRaised(1, epoch, "boom"))
+        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        chosen.append(len(calls) + 1)
+        telling = stage.tasks.create_task(stage.buffer.step_raised(StepRaised(1, epoch, "boom")))
+        await asyncio.sleep(1.0)
+        telling.cancel()
+        early = list(stage.notices)
+        await asyncio.sleep(10.0)
+
+        assert (early, len(stage.notices)) == ([], 1)
 
     stage.run(scene)
 
