@@ -101,7 +101,7 @@ MUTATIONS: dict[str, Mutation] = {
     "order": Mutation(
         "the order of a step's groups after a restart",
         (Edit(Groups, "restore", "bound.sort(key=lambda group: (group.version(0), group.id))", "bound.reverse()"),),
-        ("kill", "crash_after_save"),
+        ("kill", "resume"),
     ),
     "replay_order": Mutation(
         "the replay order: a restarted trainer begins with the newest bound step",
