@@ -15,6 +15,8 @@ from sim.onehost.processes import host_job
 from sim.onehost.scenario import OneHost, spec_of
 from sim.scenario import load
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "data" / "quickstart"
 CALIBRATIONS = ROOT / "configs" / "calibrations"

@@ -18,6 +18,8 @@ from sim.onehost.scenario import OneHost, spec_of
 from sim.scenario import load
 from sim.timeline import Timeline
 
+pytestmark = pytest.mark.slow
+
 SCENARIO = Path(__file__).parents[2] / "configs" / "sim" / "quickstart.yaml"
 
 

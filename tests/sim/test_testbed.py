@@ -12,6 +12,8 @@ from sim.outcome import silent
 from sim.scenario import load
 from sim.virtual import run_virtual
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SCENARIO = ROOT / "configs" / "sim" / "quickstart_fabric.yaml"
 CASES = [(way, mode) for way in WAYS for mode in MODES]

@@ -22,6 +22,8 @@ from sim.simtest.run import Bench, faults_of, run
 from sim.virtual import run_virtual
 from tests.simulation.test_kernel import Client, Echo, Server
 
+pytestmark = pytest.mark.slow
+
 
 class SlowLeases(MemoryStore):
     """A renewal takes effect half a second after it was asked for."""

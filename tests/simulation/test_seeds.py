@@ -7,6 +7,8 @@ from sim.simtest.faults import DEFAULT
 from sim.simtest.run import Bench, faults_of, run
 from sim.simtest.search import first_catch
 
+pytestmark = pytest.mark.slow
+
 SEEDS = (1, 7, 14)
 """Nothing special about them: they run on every check, fresh ones in CI."""
 

@@ -5,6 +5,8 @@ import pytest
 
 from actors.training import base_model
 
+pytestmark = pytest.mark.slow
+
 BOARD = "PFFF\nFHFH\nFFFH\nHFFG"
 
 
