@@ -115,7 +115,7 @@ def test_tasks_that_wake_each_other_for_ever_are_ended_though_time_stands_still(
     with pytest.raises(Deadlock, match=r"livelock at 3\.000 s: time stands still after 200000 callbacks") as caught:
         run_virtual(main, 1, limit_s=100.0)
 
-    assert "passes (test_clock.py:" in str(caught.value)
+    assert "passes (test_virtual.py:" in str(caught.value)
 
 
 def test_executors_run_inline_and_hand_on_errors():
