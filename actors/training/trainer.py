@@ -124,6 +124,10 @@ class Trainer(Actor):
         for sentence in passed_over:
             self.notice(sentence)
         self._saved, self._epoch = self._step, drawn.epoch
+        # When these were bound is not known: the Store may still forget it.
+        now = asyncio.get_running_loop().time()
+        carried = await self.offload(checkpoints.newest_receipts, self._checkpoints)
+        self._receipts.extend((self._step, now, receipt) for receipt in carried)
         if drawn.committed > self._step and not self._fall_back(drawn.committed, newest, passed_over):
             return
         self._policy = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
@@ -266,7 +270,10 @@ class Trainer(Actor):
         return None
 
     async def _publish(self) -> None:
-        """Publish version `step`. Steps that are only replayed are older than what engines hold."""
+        """Publish version `step`. Steps that are only replayed are older than what engines hold: as the buffer knows it now, which may
+        have lost its newest step with the Store."""
+        if self._policy.version > self._step:
+            self._policy = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
         if self._policy.version > self._step:
             return
         self._policy = await self._out.publish(self._step, self._epoch, self._engine.export)
