@@ -1,4 +1,4 @@
-"""How bytes travel over circuits when not every pair has one: by shortest paths, or by the best split, which is a linear program."""
+"""Circuits where not every pair has one: a linear program chooses how many links each pair gets; bytes travel by shortest paths."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
