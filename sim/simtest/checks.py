@@ -35,8 +35,6 @@ class StoreTimeline:
 
     claims: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Step → ids, in the order of the first hand-over."""
-    bounds: dict[int, int] = field(default_factory=dict)
-    """Step → α at its first hand-over."""
     handed: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Step → ids in the order in which they were trained first."""
     trained_in: dict[str, int] = field(default_factory=dict)
@@ -59,6 +57,8 @@ class InvariantChecks:
         self._saved: StoreTimeline | None = None
         self.lost_by_store: set[str] = set()
         """Put within a window that the store lost; acknowledged then, or later by a buffer that had not heard of the loss."""
+        self.bounds: dict[tuple[int, str], int] = {}
+        """(step, id) → α as the id was first bound to the step. A living buffer writes anew what the store lost, so no loss undoes it."""
         self.epochs: set[int] = set()
         """All that were ever answered."""
         self.newest_epoch = 0
@@ -104,7 +104,8 @@ class InvariantChecks:
         ordered = sorted(groups, key=lambda group: (group.version(0), group.id))
         ids = tuple(trajectory_id(group.id, index) for group in ordered for index in group.scored)
         before = self.timeline.claims.setdefault(step, ids)
-        self.timeline.bounds.setdefault(step, self.alpha)
+        for name in ids:
+            self.bounds.setdefault((step, name), self.alpha)
         if not set(ids) <= set(before):
             self.fail("replay", f"step {step} was bound to {before}, and then also to {ids}")
 
@@ -169,12 +170,12 @@ class InvariantChecks:
             self.fail("replay", f"step {step} was trained on {first}, and again on {ids}")
         before = {name: at for at, ids in enumerate(history, 1) for name in ids}
         seen: set[str] = set()
-        alpha = self.timeline.bounds.get(step, self.alpha)
         for trajectory in (t for group in groups for t in group):
             name, age = trajectory.ticket.trajectory_id, step - 1 - trajectory.version_first
             if name in before or name in seen:
                 self.fail("one step per sample", f"{name} is trained in steps {before.get(name, step)} and {step}")
             seen.add(name)
+            alpha = self.bounds.get((step, name), self.alpha)
             if age > alpha:
                 self.fail("age", f"{name} has age {age} in step {step}; α is {alpha}")
             if trajectory.version_first < trajectory.ticket.version:
