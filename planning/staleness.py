@@ -103,8 +103,10 @@ def hand_over(view: SupplyView) -> HandOver:
     for k in range(max(0, view.alpha)):
         limit = oldest + k
         running = sum(version <= limit for version in view.in_flight)
+        if not running or batch[-1][0] <= limit:
+            continue
         left = running + sum(version <= limit for version, _ in rest)
-        if running and left > k * view.batch_groups and batch[-1][0] > limit:
+        if left > k * view.batch_groups:
             return HandOver(False, oldest, f"{running} running groups would be too old after step {view.step + k}")
     why = f"the {view.batch_groups} oldest of {len(usable)} groups"
     return HandOver(True, oldest, why, tuple(at for _, at in batch))

@@ -52,7 +52,11 @@ def serve(folder: str, url: str) -> None:
         train=TrainSection(batch_groups=BATCH_GROUPS, group_size=GROUP),
     )
     store = RedisStore(url, "bench")
-    uvloop.run(_kernel(SampleBuffer, config, "sample_buffer-1", 1, Path(folder), store).serve())
+
+    async def kernel() -> None:
+        await _kernel(SampleBuffer, config, "sample_buffer-1", 1, Path(folder), store).serve()
+
+    uvloop.run(kernel())
 
 
 def _kernel(
