@@ -128,9 +128,11 @@ class World:
     async def _make(self, process: ActorProcess) -> SimKernel:
         store: Any = StoreClient(self.store, process)
         process.drawn = await store.increment("incarnation")
-        process.transport = MemoryTransport(
-            Identity("sim", process.name, process.incarnation), self.network, f"mem://{process.name}"
-        )
+        is_replaced = (
+            self.processes[process.name] is not process
+        )  # it stood still as it started: its successor has the address
+        address = f"mem://{process.name}.{process.drawn}" if is_replaced else f"mem://{process.name}"
+        process.transport = MemoryTransport(Identity("sim", process.name, process.incarnation), self.network, address)
         hosting = Hosting(job(self.setup, self._configs), self, self, restart_s=(RESTART_S, RESTART_S))
         is_node = process.name == NODE
         log: Any = Log(self.record, f"{process.name}.{process.incarnation}", lambda text: self._broke(process, text))
