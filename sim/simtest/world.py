@@ -128,9 +128,8 @@ class World:
     async def _make(self, process: ActorProcess) -> SimKernel:
         store: Any = StoreClient(self.store, process)
         process.drawn = await store.increment("incarnation")
-        is_replaced = (
-            self.processes[process.name] is not process
-        )  # it stood still as it started: its successor has the address
+        # One that stood still as it started, and was replaced meanwhile, finds its successor at the name's address.
+        is_replaced = self.processes[process.name] is not process
         address = f"mem://{process.name}.{process.drawn}" if is_replaced else f"mem://{process.name}"
         process.transport = MemoryTransport(Identity("sim", process.name, process.incarnation), self.network, address)
         hosting = Hosting(job(self.setup, self._configs), self, self, restart_s=(RESTART_S, RESTART_S))
