@@ -59,6 +59,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     version: int
     """Weight version at admission: no token of the trajectory may be older."""
     purpose: Purpose = "train"
+    noise: int = 0
+    """Seed of the sampling: of run seed, trajectory and counted tries, so that an attempt that was lost draws the same tokens again."""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
@@ -81,6 +83,12 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
     turns: int
     truncated: bool
     wall_s: float
+    temperature: float = 1.0
+    """Its log-probabilities are of the distribution at this temperature; 0 is greedy, with log-probabilities at 1."""
+    finish_reasons: tuple[str, ...] = ()
+    """Of each turn: `stop` or `length`."""
+    cut: bool = False
+    """Some turn ended at its limit, where that was more than one token."""
 
     @property
     def version_first(self) -> int:
@@ -149,6 +157,9 @@ class GiveUp(Request[Stored], frozen=True):
     """A named outcome: env_reset_failed, env_step_failed, env_timeout, env_bad_result, reward_failed, generation_failed, stale, drained."""
     detail: str = ""
     retry: bool = False
+    tokens: int = 0
+    """Sampled until then."""
+    turns: int = 0
 
 
 class Epoch(Message, frozen=True):
