@@ -1,5 +1,6 @@
 """Tiny random HF models for tests, and the independent reference: transformers' own forward and generate."""
 
+import math
 from functools import cache
 from pathlib import Path
 
@@ -53,13 +54,24 @@ def weights_image(folder: Path) -> memoryview:
     return memoryview((folder / "model.safetensors").read_bytes())
 
 
-def logprobs(folder: Path, tokens: list[int]) -> list[float]:
-    """log p(token | those before it) of every token but the first, from transformers."""
+def logprobs(folder: Path, tokens: list[int], temperature: float = 1.0, top_p: float = 1.0) -> list[float]:
+    """log p(token | those before it) of every token but the first, from transformers; temperature 0 counts as 1."""
     import torch
 
     with torch.inference_mode():
-        logits = _reference(folder)(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-    return [logits[i - 1, token].item() for i, token in enumerate(tokens) if i]
+        logits = _reference(folder)(torch.tensor([tokens])).logits[0].float() / (temperature or 1.0)
+        probs = [row.tolist() for row in logits.double().softmax(-1)]
+    return [math.log(probs[i - 1][token] / _kept(probs[i - 1], top_p)) for i, token in enumerate(tokens) if i]
+
+
+def _kept(probs: list[float], top_p: float) -> float:
+    """The probability of the most probable tokens that reach `top_p` together."""
+    kept = 0.0
+    for value in sorted(probs, reverse=True):
+        if kept >= top_p:
+            break
+        kept += value
+    return kept if top_p < 1.0 else 1.0
 
 
 def greedy(folder: Path, prompt: list[int], num: int) -> list[int]:

@@ -36,7 +36,8 @@ class EngineSection(Section):
     gather_s: float = Field(default=0.0, ge=0, le=1)
     """An idle engine waits so long after a first request for others to share its steps: worth it where requests are a few tokens long."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """What a weight update does to KV caches: compute them again under the new weights, or go on with the old."""
+    """What a weight update does to KV caches: compute them again under the new weights, or go on with the old. keep is for requests
+    under way, and with torch for their sessions; what begins after an update never meets a cache of older weights."""
     prefix_cache: bool = True
     """Keep the slot of a finished request for the next turn of its session, until it is needed."""
     stream_every: int = Field(default=16, ge=1)

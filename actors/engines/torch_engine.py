@@ -86,40 +86,40 @@ def draws_of(sequences: abc.Sequence[Sequence]) -> np.ndarray:
 def sample(logits_RV: Tensor, draws_R3: np.ndarray) -> tuple[list[int], list[float]]:
     """Token id and log-probability per row of float32 `logits_RV`, drawn as `draws_of` says.
 
-    Log-probabilities are of the full softmax at temperature 1, whatever temperature and top_p the token was drawn with.
+    Log-probabilities are of the distribution that was drawn from: at the row's temperature, and over what its top_p keeps. A greedy
+    row has them at temperature 1, over the whole vocabulary.
     """
     greedy = draws_R3[:, 0] == 0.0
+    temperature, top_p, number = torch.from_numpy(draws_R3).to(logits_RV.device).split(1, -1)
+    if not np.isin(draws_R3[:, 0], (0.0, 1.0)).all():
+        logits_RV = logits_RV / temperature.masked_fill(temperature == 0.0, 1.0)
     logprobs_RV = logits_RV.log_softmax(-1)
     if greedy.all():
         chosen = logits_RV.argmax(-1, keepdim=True)
     else:
-        chosen = _drawn(logits_RV, logprobs_RV, draws_R3)
+        if (draws_R3[~greedy, 1] < 1.0).any():
+            logprobs_RV = _nucleus(logprobs_RV, top_p.masked_fill(temperature == 0.0, 1.0))
+        chosen = _drawn(logprobs_RV.exp(), number)
         if greedy.any():
             rows = torch.from_numpy(greedy).to(logits_RV.device).unsqueeze(-1)
             chosen = torch.where(rows, logits_RV.argmax(-1, keepdim=True), chosen)
     return chosen.squeeze(-1).tolist(), logprobs_RV.gather(-1, chosen).squeeze(-1).tolist()
 
 
-def _drawn(logits_RV: Tensor, logprobs_RV: Tensor, draws_R3: np.ndarray) -> Tensor:
-    """[R, 1] the first token whose cumulative probability exceeds `uniform` of the total: never one of probability 0."""
-    temperature, top_p, number = torch.from_numpy(draws_R3).to(logits_RV.device).split(1, -1)
-    if (draws_R3[:, 0] == 1.0).all():
-        probs = logprobs_RV.exp()
-    else:
-        probs = (logits_RV / temperature.masked_fill(temperature == 0.0, 1.0)).softmax(-1)
-    if (draws_R3[:, 1] < 1.0).any():
-        probs = _nucleus(probs, top_p)
-    cumulative = probs.cumsum(-1)
-    return torch.searchsorted(cumulative, number.clamp(max=_LARGEST) * cumulative[:, -1:], right=True)
+def _drawn(probs_RV: Tensor, number_R1: Tensor) -> Tensor:
+    """[R, 1] the first token whose cumulative probability exceeds `number` of the total: never one of probability 0."""
+    cumulative = probs_RV.cumsum(-1)
+    return torch.searchsorted(cumulative, number_R1.clamp(max=_LARGEST) * cumulative[:, -1:], right=True)
 
 
-def _nucleus(probs_RV: Tensor, top_p_R1: Tensor) -> Tensor:
-    """Zero what lies outside the smallest set of most probable tokens that reaches top_p; rows with top_p 1 keep all."""
-    ordered, order = probs_RV.sort(-1, descending=True)
+def _nucleus(logprobs_RV: Tensor, top_p_R1: Tensor) -> Tensor:
+    """Log-probabilities within the smallest set of most probable tokens that reaches top_p, -inf outside; rows with top_p 1 stay."""
+    ordered, order = logprobs_RV.exp().sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
-    outside = (before >= top_p_R1) & (top_p_R1 < 1.0)
+    outside = before >= top_p_R1
     outside[:, 0] = False
-    return probs_RV.masked_fill(torch.zeros_like(outside).scatter_(-1, order, outside), 0.0)
+    cut = logprobs_RV.masked_fill(torch.zeros_like(outside).scatter_(-1, order, outside), -torch.inf)
+    return torch.where(top_p_R1 < 1.0, cut.log_softmax(-1), logprobs_RV)
 
 
 STOP_S = 30.0

@@ -36,12 +36,13 @@ OURS: Mapping[str, str] = {
 FIXED: Mapping[str, Any] = {
     "skip_tokenizer_init": True,
     "disable_log_stats": True,
-    "logprobs_mode": "raw_logprobs",
+    "logprobs_mode": "processed_logprobs",
     "stream_interval": 1,
     "generation_config": "vllm",
     "worker_extension_cls": EXTENSION,
 }
-"""Arguments that the Engine contract needs as they are: log-probs of the full, untempered distribution; every token when it is sampled."""
+"""Arguments that the Engine contract needs as they are: log-probs of the distribution sampled from (vLLM too has a greedy
+request's at temperature 1); every token when it is sampled."""
 
 
 def prepare_environment(threads: int, num_slots: int) -> None:
@@ -286,6 +287,9 @@ class VllmEngine:
             request.marks = [(0, self._version)]
             try:
                 prompt = {"type": "token", "prompt_token_ids": sequence.tokens.copy()}
+                if self._section.kv_on_update == "keep":
+                    # Blocks of requests that go on can't be forgotten, but only requests of the same salt share them.
+                    prompt["cache_salt"] = str(self._version)
                 request.collector = await llm.add_request(work.request_id, prompt, self._params(sequence))
             except Exception as error:  # vLLM raises what its many parts raise
                 raise self._failed(f"request {work.request_id}", error) from error
@@ -323,8 +327,9 @@ class VllmEngine:
     async def _swap(self, llm: Any, version: int, path: str, names: list[str]) -> None:
         try:
             await llm.collective_rpc("swap_weights", args=(path, names))
-            if self._section.kv_on_update == "recompute":
-                await llm.reset_prefix_cache(reset_running_requests=True)
+            recompute = self._section.kv_on_update == "recompute"
+            if recompute and not await llm.reset_prefix_cache(reset_running_requests=True):
+                raise EngineError("it refused to reset its prefix cache")
         except Exception as error:
             text = f"vLLM broke while it loaded weights version {version}, and can't go on: {first_line(error)}"
             raise EngineDead(text) from error

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import msgspec
 
-from actors.config import ModelSection, RewardSection
+from actors.config import ModelSection, RewardSection, RolloutSection
 from actors.envs.chat import ChatRenderer
 from actors.envs.hosting import EnvFailure, EnvHost, sentence
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext, RolloutRecord
-from actors.envs.section import EnvSection, RolloutSection
+from actors.envs.section import EnvSection
 from actors.messages.samples import Admit, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
 from runtime.actor import Actor, handler
@@ -37,6 +37,9 @@ GIVE_BACK_S = 4.0
 DELIVERIES = 3
 """Deliveries of a trajectory or its end that the sample buffer fails, after which it is a dead letter: kept, counted and shown, not retried
 for ever. A buffer that is merely away fails none."""
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this, and its log-probs would be of a temperature that nobody asked for."""
 
 DEAD_LETTERS, DEAD_LETTERS_KEPT = "dead_letters", 1000
 """The Store's stream of them, each a MessagePack map, and how many of the newest stay."""
@@ -68,6 +71,15 @@ class EnvManager(Actor):
         turn, whole, held = limits.max_new_tokens, limits.max_len, limits.hold_s
         if turn >= whole:
             raise ValueError(f"rollout.max_new_tokens is {turn}; it must be below rollout.max_len, which is {whole}")
+        if limits.top_p < 1.0:
+            raise ValueError(
+                f"rollout.top_p is {limits.top_p:g}; it must be 1, since the trainer can't recompute log-probs of a cut distribution: "
+                "set rollout.top_p=1, and rollout.temperature below 1 for likelier tokens"
+            )
+        if 0.0 < limits.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"rollout.temperature is {limits.temperature:g}; it must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}"
+            )
         if job.has("engine") and whole > (most := job.section("engine").max_len):
             raise ValueError(f"rollout.max_len is {whole}; it must be at most engine.max_len, which is {most}")
         if job.has("samples") and held * 3 > (ttl := job.section("samples").ticket_ttl_s):

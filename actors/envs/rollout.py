@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
+from actors.config import RolloutSection
 from actors.envs.chat import TOKEN_BYTES, ChatRenderer, Transcript
 from actors.envs.environment import Observation
 from actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, sentence
-from actors.envs.section import EnvSection, RolloutSection
+from actors.envs.section import EnvSection
 from actors.messages.generation import Aborted, Completion, Generate, Sampling, Tokens
 from actors.messages.samples import NotScored, PolicyState, Score, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
@@ -67,8 +68,8 @@ class Rollout:
         self._sampling = Sampling(
             max_new_tokens=context.rollout.max_new_tokens,
             temperature=0.0 if greedy else context.rollout.temperature,
-            top_p=1.0 if greedy else context.rollout.top_p,
             stop_token_ids=context.renderer.stop_token_ids,
+            seed=ticket.noise,
         )
         self._texts: list[str] = []
         self._reward = 0.0
@@ -101,6 +102,7 @@ class Rollout:
             turns=len(self._texts),
             truncated=self._truncated,
             wall_s=loop.time() - began,
+            temperature=self._sampling.temperature,
         )
 
     async def _reset(self) -> tuple[HostedEnv, Observation]:

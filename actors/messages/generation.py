@@ -8,7 +8,10 @@ from bus.message import Ack, Message, Request
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How tokens are drawn. `temperature` 0 is greedy; stop tokens are kept as the last token of the completion."""
+    """How tokens are drawn. `temperature` 0 is greedy; stop tokens are kept as the last token of the completion.
+
+    Log-probabilities are of the distribution that this describes: of logits divided by `temperature` (greedy: by 1), over what `top_p` keeps.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -26,7 +29,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True):
-    """Sampled tokens: int32 ids and float32 log-probabilities (of the full, untempered distribution at temperature 1) as little-endian bytes."""
+    """Sampled tokens: int32 ids and float32 log-probabilities (of the distribution sampled from, see Sampling) as little-endian bytes."""
 
     ids: bytes = b""
     logprobs: bytes = b""

@@ -35,7 +35,7 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.model_folder import vocab_size_of
-from actors.samples.group import Group, Member, Receipt
+from actors.samples.group import MIN_SCORED, Group, Member, Receipt
 from actors.samples.groups import GroupLimits, Groups, OutOfOrder
 from actors.samples.holders import ENV_MANAGER, NOBODY, Holders, gauges, why_no_batch, why_no_tickets, why_unfinished
 from actors.samples.journal import Journal, Wake
@@ -313,8 +313,10 @@ class SampleBuffer(Actor):
         """A rollout ended without a score: another attempt, or its end."""
         name, reason = request.ticket.trajectory_id, request.reason
         if request.retry:
-            counted = reason != "drained"
-            return self._change(request.ticket, lambda: self._groups.take_back(name, reason, counted=counted))
+            failed = reason != "drained"
+            return self._change(
+                request.ticket, lambda: self._groups.take_back(name, reason, counted=failed, failed=failed)
+            )
         fate = "stale" if reason == "stale" else "failed"
         return self._change(request.ticket, lambda: self._groups.fail(name, fate, reason))
 
@@ -351,8 +353,9 @@ class SampleBuffer(Actor):
             samples = await self._bind(request, groups.chosen(plan))
         bound = groups.steps[request.step]
         if samples is None:
-            samples = [[s for s in found if s is not None] for found in await self._payloads(bound)]
-            if not any(samples):
+            found = await self._payloads(bound)
+            samples = [kept for group in found if (kept := [s for s in group if s is not None])]
+            if not samples:
                 raise OutOfOrder(
                     f"the samples of step {request.step} are gone: only the checkpoint that covers it knows them"
                 )
@@ -382,6 +385,7 @@ class SampleBuffer(Actor):
         inline = [name for group in groups for name in group.inline]
         there = dict(zip(inline, await self._journal.payloads(inline), strict=True))
         found: list[list[bytes | None]] = []
+        gone: list[str] = []
         for group in groups:
             found.append([])
             for index in group.scored:
@@ -389,7 +393,16 @@ class SampleBuffer(Actor):
                 found[-1].append(there[name] if name in there else await self._file(name, group.members[index]))
                 if found[-1][-1] is None:
                     self.log.error("sample_gone", trajectory=name, cause="its payload is lost or damaged")
+                    gone.append(name)
+        if gone:
+            self._tell_gone(gone)
         return found
+
+    def _tell_gone(self, gone: list[str]) -> None:
+        self.metrics.count("samples/damaged", len(gone))
+        one = f"1 sample is gone or damaged ({gone[0]}): its group trains without it, and ends"
+        more = f"{len(gone)} samples are gone or damaged ({gone[0]} first): their groups train without them, and end"
+        self.notice(f"{one if len(gone) == 1 else more} where fewer than {MIN_SCORED} are left")
 
     async def _file(self, name: str, member: Member) -> bytes | None:
         folder = self.run.folder / "samples"

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from actors.messages.samples import Purpose, Ticket
-from actors.samples.sample import Outcome, seed_of, trajectory_id
+from actors.samples.sample import Outcome, noise_of, seed_of, trajectory_id
 
 NOTHING = Outcome(-1, None)
 """No trajectory came."""
@@ -93,6 +93,8 @@ class Member(msgspec.Struct, array_like=True):
     outcome: Outcome = NOTHING
     digest: str = ""
     """Of the payload's file; empty where the payload is in the Store."""
+    failures: int = 0
+    """Those of `tries` that failed; the others were lost with their process, and draw the same tokens again."""
 
     @property
     def settled(self) -> bool:
@@ -251,7 +253,8 @@ class Group(msgspec.Struct, array_like=True):
         member, task = self.members[index], self.task if self.purpose == "train" else index
         seed = seed_of(self.purpose, run_seed, task)
         name = trajectory_id(self.id, index)
-        return Ticket(name, self.id, member.attempt, task, seed, member.version, self.purpose)
+        noise = noise_of(run_seed, name, member.failures)
+        return Ticket(name, self.id, member.attempt, task, seed, member.version, self.purpose, noise)
 
     def _expect(self, *states: GroupState) -> None:
         if self.state not in states:

@@ -202,13 +202,17 @@ class Groups:
         if found[1].state == "running":
             self._lease(trajectory, now)
 
-    def take_back(self, trajectory: str, reason: str, *, counted: bool) -> str:
-        """A running rollout came to nothing: it is issued again (""), or ends where its attempts are used up (`failed`)."""
+    def take_back(self, trajectory: str, reason: str, *, counted: bool, failed: bool = False) -> str:
+        """A running rollout came to nothing: it is issued again (""), or ends where its attempts are used up (`failed`).
+
+        One that `failed` by itself will draw other tokens; one that was lost draws the same.
+        """
         found = self.find(trajectory)
         if found is None or found[1].state != "running":
             return ""
         group, member = found
         member.tries += counted
+        member.failures += failed
         if member.tries >= self.limits.max_attempts:
             return self.fail(trajectory, "failed", reason)
         self._issue_again(group, trajectory)

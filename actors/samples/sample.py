@@ -57,6 +57,12 @@ def seed_of(purpose: str, run_seed: int, task: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) >> 1
 
 
+def noise_of(run_seed: int, trajectory: str, failures: int) -> int:
+    """63-bit seed of a rollout's sampling, another one after each attempt that failed."""
+    text = f"noise/{run_seed}/{trajectory}/{failures}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
 # -- whole or not -------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,5 @@
-"""An engine without a model: tokens are a function of seed, prompt and version, latencies are loop time. For tests and simulation."""
+"""An engine without a model: tokens and log-probs are a function of seed, prompt and version, latencies are loop time. For tests and
+simulation."""
 
 import asyncio
 from collections import deque
@@ -7,7 +8,7 @@ from pathlib import Path
 from zlib import crc32
 
 from actors.config import ModelSection
-from actors.engines.engine import Chunk, EngineDead, Load, Work
+from actors.engines.engine import Chunk, EngineDead, EngineError, Load, Work
 from actors.engines.hf_files import read_config, read_header
 from actors.engines.scheduler import Sequence, bits, check, key_of
 from actors.engines.section import EngineSection
@@ -51,6 +52,11 @@ class ScriptedEngine:
         if not self._alive:
             raise EngineDead("the engine is not running: start it first")
         check(work, self._section.max_len, self._vocab_size, self._requests)
+        if work.sampling.top_p < 1.0:
+            raise EngineError(
+                f"request {work.request_id} asks for top_p {work.sampling.top_p}, which the scripted engine has not: "
+                "set top_p=1, or engine.kind=torch"
+            )
         sequence = Sequence(work, self._section.max_len)
         slot = self._requests[work.request_id] = _Slot(sequence)
         self._waiting.append(slot)

@@ -144,7 +144,8 @@ def others_metrics(records: Sequence[ActorRecord]) -> dict[str, float]:
     for record in records:
         row[f"idle/{record.name}"] = record.idle
         row |= {name: value for name, value in record.metrics.items() if name.startswith(OWN_PREFIXES)}
-    row["staleness/dropped"] = sum(r.metrics.get("staleness/dropped", 0.0) for r in records)
+    for name in ("staleness/dropped", "samples/damaged"):
+        row[name] = sum(r.metrics.get(name, 0.0) for r in records)
     finished = sum(r.metrics.get("rollout/finished", 0.0) for r in records)
     errors = sum(r.metrics.get("rollout/error", 0.0) for r in records)
     row["rollout/error_frac"] = errors / (finished + errors) if finished + errors else 0.0

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from actors.config import RolloutSection
 from actors.engines.worker import EngineWorker
 from actors.envs.manager import EnvManager
-from actors.envs.section import EnvSection, RolloutSection
+from actors.envs.section import EnvSection
 from actors.training.publishing import CheckSection, EvalSection
 from actors.training.trainer import CheckpointSection
 from sim.cluster import ClusterJobSpec

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from actors.config import SamplesSection, StalenessSection, TrainSection
+from actors.config import RolloutSection, SamplesSection, StalenessSection, TrainSection
 from actors.engines.section import EngineSection
-from actors.envs.section import EnvSection, RolloutSection
+from actors.envs.section import EnvSection
 from actors.messages.samples import Ticket
 from actors.samples.groups import GroupLimits
 from actors.training.trainer import CheckpointSection

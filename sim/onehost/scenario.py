@@ -4,9 +4,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors.config import SamplesSection, StalenessSection, TrainSection
+from actors.config import RolloutSection, SamplesSection, StalenessSection, TrainSection
 from actors.engines.section import EngineSection
-from actors.envs.section import EnvSection, RolloutSection
+from actors.envs.section import EnvSection
 from actors.training.trainer import CheckpointSection
 from runtime.config import RunSection
 from sim.job import JobStep

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.config import ModelSection, RewardSection, SamplesSection, StalenessSection, TrainSection
+from actors.config import ModelSection, RewardSection, RolloutSection, SamplesSection, StalenessSection, TrainSection
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.envs.manager import EnvManager
-from actors.envs.section import EnvSection, RolloutSection
+from actors.envs.section import EnvSection
 from actors.proxy.proxy import LLMProxy
 from actors.rewards.service import RewardService
 from actors.training.publishing import CheckSection, EvalSection

@@ -314,14 +314,33 @@ async def test_stopping_ends_every_request_as_aborted(engine):
 
 
 @modelled_engine
-async def test_logprobs_agree_with_transformers(engine, model_folder):
-    works = [
-        Work(f"r{i}", f"s{i}", prompt_of(i, 3 + 5 * i), Sampling(20, temperature=0.7, top_p=0.9)) for i in range(9)
-    ]
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (2.5, 1.0), (0.0, 1.0), (1.3, 0.9)])
+async def test_logprobs_are_of_the_distribution_sampled_from_as_transformers_has_it(
+    engine, model_folder, temperature, top_p
+):
+    """Greedy tokens have theirs at temperature 1."""
+    sampling = Sampling(20, temperature, top_p)
+    works = [Work(f"r{i}", f"s{i}", prompt_of(i, 3 + 5 * i), sampling) for i in range(9)]
 
     results = await asyncio.gather(*(collect(engine, work) for work in works))
 
     assert worst(model_folder, [(w, t) for w, (t, _) in zip(works, results, strict=True)]) < 1e-4
+
+
+@modelled_engine
+async def test_rows_of_several_temperatures_in_one_batch_keep_their_own(engine, model_folder):
+    temperatures = (0.0, 0.5, 1.0, 2.0)
+    works = [Work(f"r{i}", f"s{i}", prompt_of(i, 9), Sampling(20, t)) for i, t in enumerate(temperatures)]
+
+    results = await asyncio.gather(*(collect(engine, work) for work in works))
+
+    assert worst(model_folder, [(w, t) for w, (t, _) in zip(works, results, strict=True)]) < 1e-4
+
+
+@pytest.mark.parametrize("engine", ["scripted"], indirect=True)
+async def test_an_engine_that_can_not_do_top_p_says_so(engine):
+    with pytest.raises(EngineError, match=r"top_p 0\.9.*top_p=1"):
+        await collect(engine, Work("a", "s", prompt_of(1), Sampling(4, top_p=0.9)))
 
 
 @modelled_engine
@@ -372,6 +391,25 @@ async def test_after_an_update_the_new_weights_answer_also_for_a_cached_session(
     assert worst(other, [(work, tokens)]) < 1e-4
 
 
+@pytest.mark.parametrize("kind", MODELLED)
+async def test_kept_caches_never_reach_a_session_that_begins_after_the_update(
+    kind, model_folder, other_image, tmp_path
+):
+    other = write_model(tmp_path, seed=1)
+    if kind == "vllm":
+        pytest.importorskip("vllm")
+    async with running(kind, model_folder, kv_on_update="keep") as engine:
+        prompt = prompt_of(9, 100)
+        await collect(engine, Work("a", "before", prompt, Sampling(4)))
+
+        await engine.update(1, other_image)
+        work = Work("b", "after", prompt, Sampling(8))
+        tokens, _ = await collect(engine, work)
+
+    assert tokens.spans == (VersionSpan(1, 0, 8),)
+    assert worst(other, [(work, tokens)]) < 1e-4
+
+
 async def goes_on(engine, sampling: Sampling) -> None:
     """The last four of ten tokens are the same when the first six come with the request."""
     whole, _ = await collect(engine, Work("a", "s", prompt_of(4), sampling))
@@ -390,6 +428,7 @@ def worst(folder: Path, found: list[tuple[Work, Tokens]]) -> float:
     means = []
     for work, tokens in found:
         ids, ours = unpack_i32(tokens.ids), unpack_f32(tokens.logprobs)
-        theirs = logprobs(folder, [*work.prompt, *ids])[-len(ids) :]
+        sampling = work.sampling
+        theirs = logprobs(folder, [*work.prompt, *ids], sampling.temperature, sampling.top_p)[-len(ids) :]
         means.append(sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ids))
     return max(means)

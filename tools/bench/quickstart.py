@@ -20,7 +20,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from actors.config import ModelSection, TrainSection  # noqa: E402
+from actors.config import ModelSection, RolloutSection, TrainSection  # noqa: E402
 from actors.engines.engine import Work  # noqa: E402
 from actors.engines.scheduler import Scheduler  # noqa: E402
 from actors.engines.scheduler import Sequence as Running  # noqa: E402
@@ -28,7 +28,6 @@ from actors.engines.section import EngineSection  # noqa: E402
 from actors.engines.torch_engine import ModelRunner  # noqa: E402
 from actors.envs.chat import ChatRenderer, Transcript  # noqa: E402
 from actors.envs.frozen_lake import FrozenLakeText  # noqa: E402
-from actors.envs.section import RolloutSection  # noqa: E402
 from actors.messages.generation import Sampling  # noqa: E402
 from actors.messages.samples import Ticket, Trajectory  # noqa: E402
 from actors.rewards.functions import malformed_penalty  # noqa: E402
@@ -63,13 +62,14 @@ class Point(NamedTuple):
 class Sampler:
     """Plays many episodes in lock step with the built-in engine's model code: one batch, one KV slot per episode."""
 
-    def __init__(self, folder: Path, rollout: RolloutSection, *, episodes: int, threads: int) -> None:
+    def __init__(self, folder: Path, rollout: RolloutSection, *, episodes: int, threads: int, seed: int) -> None:
         self._section = EngineSection(num_slots=episodes, max_len=rollout.max_len, max_batch_tokens=1 << 20)
         self._runner = ModelRunner.load(
             folder, ModelSection(device="cpu", dtype="float32", torch_threads=threads), self._section
         )
         self._renderer = ChatRenderer(folder, system_prompt=rollout.system_prompt)
         self._rollout = rollout
+        self._seed = seed
         self.num_tokens = 0
 
     def update(self, parts: Sequence[memoryview | bytes]) -> None:
@@ -83,6 +83,7 @@ class Sampler:
             self._rollout.max_new_tokens,
             temperature=0.0 if greedy else self._rollout.temperature,
             stop_token_ids=self._renderer.stop_token_ids,
+            seed=self._seed,
         )
         episodes = [_Episode(self._renderer, index, seed, version, split) for index, seed in enumerate(seeds)]
         live = episodes
@@ -141,7 +142,8 @@ class _Episode:
         penalty = malformed_penalty([""], [self._turns], [self._invalid])[0]
         ticket = Ticket(self._name, self._name, 1, 0, 0, version)
         segments = (self._transcript.segment(),)
-        return Trajectory(ticket, segments, self._reward + penalty, self._turns, False, 0.0)
+        temperature = self._running.work.sampling.temperature
+        return Trajectory(ticket, segments, self._reward + penalty, self._turns, False, 0.0, temperature)
 
 
 def loop(settings: Settings, folder: Path, threads: int) -> Iterator[Point]:
@@ -151,7 +153,7 @@ def loop(settings: Settings, folder: Path, threads: int) -> Iterator[Point]:
     engine = TorchTrainEngine(model, train, steps=run.steps, seed=run.seed)
     engine.load(folder, None)
     num = train.batch_groups * train.group_size
-    sampler = Sampler(folder, settings.rollout, episodes=max(num, HELD_OUT), threads=threads)
+    sampler = Sampler(folder, settings.rollout, episodes=max(num, HELD_OUT), threads=threads, seed=run.seed)
     seeds = random.Random(run.seed)
     began = time.perf_counter()
     for step in range(1, run.steps + 1):

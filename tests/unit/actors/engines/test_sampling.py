@@ -4,6 +4,7 @@ import math
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 
 from actors.engines.engine import Work
@@ -44,15 +45,27 @@ def test_tokens_come_as_often_as_they_are_probable_and_never_with_probability_ze
     assert counts[4] == 0
 
 
-def test_temperature_sharpens_what_is_drawn_but_not_the_reported_logprob():
-    draws = [draw(0.25, 1.0, uniform(5, i)) for i in range(400)]
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.7), (2.0, 0.8)], ids=str
+)
+def test_logprobs_are_of_the_distribution_that_tokens_are_drawn_from(temperature, top_p):
+    draws = [draw(temperature, top_p, uniform(key_of(1, "s"), i)) for i in range(4000)]
 
-    ids, logprobs = sample(LOGITS.repeat(400, 1), draws)
+    ids, logprobs = sample(LOGITS.repeat(4000, 1), draws)
 
-    assert Counter(ids)[0] / 400 > 0.85
-    assert {round(value, 5) for token, value in zip(ids, logprobs, strict=True) if token == 1} <= {
-        round(math.log(0.25), 5)
-    }
+    counts = Counter(ids)
+    said = dict(zip(ids, logprobs, strict=True))
+    assert all(abs(counts[token] / 4000 - math.exp(said[token])) < 0.03 for token in counts)
+    assert math.fsum(math.exp(value) for value in said.values()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_greedy_row_has_its_logprob_at_temperature_1_and_over_the_whole_vocabulary():
+    alone, logprobs = sample(LOGITS, [draw(0.0, 0.5, 0.999)])
+
+    among, mixed = sample(LOGITS.repeat(3, 1), [draw(0.0, 0.5, 0.9), draw(0.3, 1.0, 0.9), draw(1.0, 0.5, 0.9)])
+
+    assert alone == [0] == among[:1]
+    assert logprobs[0] == pytest.approx(math.log(0.5)) == mixed[0]
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it():

@@ -23,7 +23,7 @@ def arguments(**options):
     ("name", "sentence"),
     [
         ("max_num_seqs", "set engine.num_slots instead"),
-        ("logprobs_mode", "needs it to be 'raw_logprobs'"),
+        ("logprobs_mode", "needs it to be 'processed_logprobs'"),
         ("enforce_eagr", "did you mean enforce_eager"),
     ],
 )
@@ -36,4 +36,4 @@ def test_further_arguments_reach_vllm_and_ours_stand():
     found = arguments(enforce_eager=False, block_size=64)
 
     assert (found.enforce_eager, found.block_size) == (False, 64)
-    assert (found.max_num_seqs, found.logprobs_mode) == (EngineSection().num_slots, "raw_logprobs")
+    assert (found.max_num_seqs, found.logprobs_mode) == (EngineSection().num_slots, "processed_logprobs")

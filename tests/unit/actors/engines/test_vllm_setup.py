@@ -3,14 +3,19 @@
 import importlib.util
 import json
 import struct
+import sys
+from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from actors.config import ModelSection
-from actors.engines.engine import ENGINES, EngineError
+from actors.engines.engine import ENGINES, EngineDead, EngineError, Work
 from actors.engines.section import EngineSection
+from actors.engines.vllm_engine import VllmEngine
 from actors.engines.vllm_weights import check_tensors, handed_over, shapes_of
+from actors.messages.generation import Sampling
 from runtime.importer import load_object
 
 
@@ -62,3 +67,77 @@ def test_weights_that_fit_may_hold_more_than_the_model_needs(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(image_of(a=[0.0, 0.0], b=[0.0]))
 
     check_tensors(shapes_of(tmp_path), image_of(a=[1.0, 2.0], b=[3.0], c=[4.0]), "weights version 7")
+
+
+class FakeLlm:
+    """What the engine asks of AsyncLLM: every request is answered with one token of log-probability 0, and prompts are kept."""
+
+    errored = False
+
+    def __init__(self, *, resets: bool = True) -> None:
+        self.prompts, self.num_resets, self._resets = [], 0, resets
+        self.engine_core = SimpleNamespace(outputs_queue=SimpleNamespace(empty=lambda: True))
+
+    async def add_request(self, request_id, prompt, params):
+        self.prompts.append(prompt)
+        chosen = SimpleNamespace(token_ids=[1], logprobs=[{1: SimpleNamespace(logprob=0.0)}], finish_reason="length")
+        output = SimpleNamespace(outputs=[chosen], finished=True)
+        return SimpleNamespace(get_nowait=lambda: output)
+
+    async def pause_generation(self, **_):
+        pass
+
+    async def resume_generation(self):
+        pass
+
+    async def collective_rpc(self, method, args):
+        assert method == "swap_weights"
+
+    async def reset_prefix_cache(self, *, reset_running_requests):
+        assert reset_running_requests
+        self.num_resets += 1
+        return self._resets
+
+
+@pytest.fixture
+def engine_on(monkeypatch):
+    """`engine_on(llm, kv_on_update=…)`: a started engine of a model with the one tensor `a`."""
+    library = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(DELTA=0))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", library)
+
+    def make(llm, **options):
+        engine = VllmEngine(Path("/model"), ModelSection(), EngineSection(kind="vllm", **options))
+        engine._llm, engine._vocab_size, engine._shapes = llm, 9, {"a": (1,)}
+        return engine
+
+    return make
+
+
+async def played(engine, name):
+    async with aclosing(engine.generate(Work(name, name, (1, 2, 3), Sampling(1)))) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+async def test_a_request_meets_no_prefix_that_was_cached_under_other_weights(engine_on):
+    """vLLM shares a prefix only between requests of the same salt; it can't forget the blocks of requests that go on."""
+    llm = FakeLlm()
+    engine = engine_on(llm, kv_on_update="keep")
+
+    for version in (1, 2):
+        await played(engine, f"a{version}")
+        await played(engine, f"b{version}")
+        await engine.update(version, image_of(a=[float(version)]))
+    await played(engine, "c")
+
+    salts = [prompt["cache_salt"] for prompt in llm.prompts]
+    assert salts[0] == salts[1] != salts[2] == salts[3] != salts[4] != salts[0]
+    assert llm.num_resets == 0
+
+
+async def test_a_refused_reset_of_the_prefix_cache_ends_the_engine(engine_on):
+    engine = engine_on(FakeLlm(resets=False), kv_on_update="recompute")
+
+    with pytest.raises(EngineDead, match="weights version 1, and can't go on: it refused to reset its prefix cache"):
+        await engine.update(1, image_of(a=[1.0]))
+
+    assert engine.load().version == 0

@@ -5,11 +5,13 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
+from actors.config import RolloutSection
 from actors.envs.chat import ChatRenderer
 from actors.envs.hosting import EnvHost
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext
-from actors.envs.section import EnvSection, RolloutSection
+from actors.envs.section import EnvSection
 from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
 from actors.messages.samples import NotScored, PolicyState, Scores, Ticket
 from bus.errors import Failed, Unknown
@@ -152,6 +154,17 @@ async def test_every_prompt_continues_the_one_before_by_the_very_tokens_that_wer
     sampled = [i for i, bit in enumerate(segment.mask) if bit]
     assert sampled == [i for span in segment.spans for i in range(span.start, span.end)]
     assert array("i", segment.tokens).tolist()[sampled[-1]] == END
+
+
+async def test_tokens_are_drawn_by_the_tickets_noise_at_the_temperature_that_the_trajectory_tells(renderer):
+    ticket = Ticket("t1", "g1", 1, 17, 4211, 5, noise=77)
+
+    trained, proxy = await play(renderer, ["go", "go", "go"], ticket=ticket, temperature=0.7)
+    held_out, greedy = await play(renderer, ["go", "go", "go"], ticket=replace(ticket, purpose="eval"), temperature=0.7)
+
+    assert {(r.sampling.seed, r.sampling.temperature) for r in proxy.requests} == {(77, 0.7)}
+    assert {(r.sampling.seed, r.sampling.temperature) for r in greedy.requests} == {(77, 0.0)}
+    assert (trained.temperature, held_out.temperature) == (0.7, 0.0)
 
 
 async def test_a_trajectory_is_cut_at_max_turns_max_len_and_by_the_environment(renderer):

@@ -1,5 +1,7 @@
 """All groups together, without a Store: turns, slots, steps, and what a checkpoint brings back."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -102,6 +104,30 @@ def test_what_was_taken_back_comes_first_and_as_another_attempt(groups):
     assert new.group_id == "g00000002"
     assert groups.settled_fate(one) == "superseded"
     assert groups.settled_fate(two) is None
+
+
+def test_every_rollout_of_every_run_seed_has_its_own_noise():
+    runs = [Groups(replace(LIMITS, run_seed=seed), 2) for seed in (1, 2, 1)]
+    one, two, same = ([t.noise for t in issue(run)] for run in runs)
+
+    assert same == one
+    assert len({*one, *two}) == 12
+
+
+@pytest.mark.parametrize("purpose", ["train", "eval"])
+def test_a_lost_attempt_draws_the_same_again_and_one_after_a_failure_anew(purpose):
+    groups = Groups(replace(LIMITS, max_attempts=9), 2)
+    if purpose == "eval":
+        groups.round("eval-1.0", 1)
+    noises = []
+    for counted, failed in ((True, False), (False, False), (True, True), (True, False)):
+        (ticket,) = issue(groups, 1)
+        noises.append((ticket.trajectory_id, ticket.noise))
+        groups.take_back(ticket.trajectory_id, "why", counted=counted, failed=failed)
+
+    assert ticket.purpose == purpose
+    assert noises[0] == noises[1] == noises[2]
+    assert (noises[3][0], noises[3][1] != noises[0][1]) == (noises[0][0], True)
 
 
 def test_attempts_that_count_are_used_up(groups):

@@ -241,3 +241,88 @@ def test_files_that_nobody_waits_for_are_gone_after_a_restart_and_those_of_sampl
         assert [path.name for path in folder.iterdir()] == [kept]
 
     stage.run(scene)
+
+
+def test_what_a_killed_or_drained_holder_and_a_resumed_run_draw_is_the_same_and_a_failed_attempt_draws_anew(make_stage):
+    stage = make_stage(group_size=4, batch_groups=1, alpha=0)
+
+    async def scene():
+        await stage.start()
+        first = {t.trajectory_id: t for t in await stage.admit()}
+        drained, failed, killed, kept = first.values()
+        await stage.buffer.give_up(GiveUp(drained, "drained", retry=True))
+        await stage.buffer.give_up(GiveUp(failed, "generation_failed", retry=True))
+        await stage.put(kept)
+
+        await stage.start()
+        again = {t.trajectory_id: t for t in await stage.admit(holder="env_manager-1", incarnation=2)}
+
+        assert set(again) == {t.trajectory_id for t in (drained, failed, killed)}
+        assert again[drained.trajectory_id].noise == drained.noise
+        assert again[killed.trajectory_id].noise == killed.noise
+        assert again[failed.trajectory_id].noise != failed.noise
+
+    stage.run(scene)
+
+
+def large_ones(stage, tickets, trajectory):
+    """Puts that lie in files; returns their paths."""
+    folder = stage.folder / "samples"
+
+    async def put():
+        for reward, ticket in enumerate(tickets):
+            await stage.buffer.put(Put(trajectory(ticket, float(reward), num_tokens=20_000)))
+        return [folder / f"{ticket.trajectory_id}.{ticket.attempt}" for ticket in tickets]
+
+    return put()
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"half")], ids=["gone", "damaged"]
+)
+def test_a_damaged_payload_is_told_and_counted_when_a_group_shrinks_by_it(make_stage, trajectory, damage):
+    stage = make_stage(group_size=4, batch_groups=1, alpha=0)
+
+    async def scene():
+        await stage.start()
+        await stage.buffer.draw_epoch(DrawEpoch(0, 0))
+        paths = await large_ones(stage, await stage.admit(), trajectory)
+        damage(paths[1])
+
+        batch = await stage.buffer.claim(Claim(1, 1, 1, 0.0))
+
+        assert [len(group) for group in batch.groups] == [3]
+        assert stage.notices == [
+            "1 sample is gone or damaged (g00000000.1): its group trains without it, and ends where fewer than 2 are left"
+        ]
+        assert stage.process.metrics.snapshot()["samples/damaged"] == 1
+        assert await stage.fates() == {"g00000000.1": "lost"}
+
+    stage.run(scene)
+
+
+def test_payloads_of_a_bound_step_that_were_damaged_since_are_told_too_and_an_empty_group_is_none(
+    make_stage, trajectory
+):
+    stage = make_stage(group_size=2, batch_groups=2, alpha=0)
+
+    async def scene():
+        await stage.start()
+        await stage.buffer.draw_epoch(DrawEpoch(0, 0))
+        paths = await large_ones(stage, await stage.admit(), trajectory)
+        await stage.buffer.claim(Claim(1, 1, 2, 0.0))
+        for path in (paths[0], paths[1], paths[3]):
+            path.unlink()
+
+        await stage.start()
+        await stage.buffer.draw_epoch(DrawEpoch(2, 0))
+        batch = await stage.buffer.claim(Claim(1, 2, 2, 0.0))
+
+        assert [len(group) for group in batch.groups] == [1]
+        assert stage.notices == [
+            "3 samples are gone or damaged (g00000000.0 first): their groups train without them, "
+            "and end where fewer than 2 are left"
+        ]
+        assert stage.process.metrics.snapshot()["samples/damaged"] == 3
+
+    stage.run(scene)
