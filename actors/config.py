@@ -85,6 +85,8 @@ class TrainSection(Section):
     """Optimiser updates per step, where every group has reward spread; fewer of the same size where not."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Padded tokens of one forward and backward pass: bounds the trainer's memory."""
+    gradient_checkpointing: bool = False
+    """Keep no activations within layers and compute them again: a third more time, and memory for far longer micro-batches."""
 
 
 class RolloutSection(Section):

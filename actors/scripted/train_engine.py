@@ -44,7 +44,7 @@ class ScriptedTrainEngine:
         rewards = [t.reward for group in groups for t in group]
         return StepResult({"reward/mean": sum(rewards) / max(1, len(rewards))}, len(rewards))
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         raise TrainError("the scripted trainer has no model to compare: set check.enabled=false")
 
     def export(self) -> list[memoryview | bytes]:

@@ -28,8 +28,8 @@ class TrainEngine(Protocol):
         """One GRPO update over whole groups; groups without reward spread count in the statistics and train nothing."""
         ...
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of each token given those before it (first token: 0.0), at temperature 1, in eval mode."""
+    def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """Log-probability of each token given those before it (first token: 0.0) at this temperature; 0, greedy, counts as 1."""
         ...
 
     def export(self) -> list[memoryview | bytes]:

@@ -1,5 +1,5 @@
 """GRPO: advantages within a group, the policy-gradient loss, and what is measured beside it. Shapes: G rollouts of a group, N tokens of
-one minibatch, V vocabulary entries."""
+one minibatch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,11 +53,3 @@ def clipped_policy_loss(
         kl = (ratio_N - 1.0 - difference_N).sum()
         clipped = ((ratio_N * advantages_N) > (held_N * advantages_N)).sum()
         return PolicyLoss(total, ratio_N.detach().sum(), kl, clipped)
-
-
-def token_logprobs(logits_NV: torch.Tensor, tokens_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of `tokens_N` at temperature 1, and the entropy of each distribution (nats, detached); both float32."""
-    all_NV = torch.log_softmax(logits_NV.float(), dim=-1)
-    with torch.no_grad():
-        entropy_N = -(all_NV.exp() * all_NV).sum(-1)
-    return all_NV.gather(-1, tokens_N.unsqueeze(-1)).squeeze(-1), entropy_N

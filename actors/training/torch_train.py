@@ -15,8 +15,9 @@ from safetensors.torch import save as save_tensors
 from actors import checkpoint as checkpoints
 from actors.config import ModelSection, TrainSection
 from actors.messages.samples import Trajectory
+from actors.training import forward
 from actors.training.engine import StepResult, TrainError
-from actors.training.losses import clipped_policy_loss, group_advantages, token_logprobs
+from actors.training.losses import clipped_policy_loss, group_advantages
 from bus.message import unpack_f32, unpack_i32, unpack_u8
 
 
@@ -29,6 +30,8 @@ class TokenSequence(NamedTuple):
     fresh: list[int]
     """1 where the token was sampled under the weights that are being updated."""
     advantage: float
+    temperature: float = 1.0
+    """Of the distribution that its log-probabilities are of."""
 
 
 class MicroBatch(NamedTuple):
@@ -41,18 +44,21 @@ class MicroBatch(NamedTuple):
     behaviour_N: torch.Tensor
     advantages_N: torch.Tensor
     fresh_N: torch.Tensor
+    temperatures_N: torch.Tensor
 
 
 def sequences_of(trajectory: Trajectory, advantage: float, version: int) -> list[TokenSequence]:
     """A trajectory's segments. `version` is the weight version the update starts from."""
     found: list[TokenSequence] = []
+    temperature = trajectory.temperature or 1.0  # a greedy choice has log-probabilities, and they are of temperature 1
     for segment in trajectory.segments:
         tokens = unpack_i32(segment.tokens)
         fresh = [0] * len(tokens)
         for span in segment.spans:
             if span.version == version:
                 fresh[span.start : span.end] = [1] * (span.end - span.start)
-        found.append(TokenSequence(tokens, unpack_u8(segment.mask), unpack_f32(segment.logprobs), fresh, advantage))
+        behaviour = unpack_f32(segment.logprobs)
+        found.append(TokenSequence(tokens, unpack_u8(segment.mask), behaviour, fresh, advantage, temperature))
     return found
 
 
@@ -91,6 +97,7 @@ def micro_batch(sequences: Sequence[TokenSequence], device: torch.device) -> Mic
         floats([s.behaviour[i] for _, i, s in places]),
         floats([s.advantage for _, _, s in places]),
         floats([s.fresh[i] for _, i, s in places]),
+        floats([s.temperature for _, _, s in places]),
     )
 
 
@@ -141,10 +148,10 @@ class TorchTrainEngine:
                 attn_implementation="sdpa",
                 local_files_only=True,
             )
+            self._model = model.to(self._device)
+            forward.prepare(self._model, gradient_checkpointing=self._train_section.gradient_checkpointing)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise TrainError(f"model folder {source} can't be loaded: {str(error).splitlines()[0]}") from error
-        self._model = model.to(self._device)
-        self._model.train()
         section = self._train_section
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=section.lr, betas=section.betas, weight_decay=section.weight_decay, fused=True
@@ -180,14 +187,14 @@ class TorchTrainEngine:
             _metrics(totals, norm, lr) | _reward_metrics(groups) | {"optim/skipped": num_skipped}, num_tokens
         )
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         found: list[list[float]] = []
         with torch.inference_mode():
             for tokens in sequences:
-                ids_T = torch.tensor(list(tokens), device=self._device)
-                logits_TV = self._model(ids_T.unsqueeze(0)).logits[0, :-1]
-                logprobs, _ = token_logprobs(logits_TV, ids_T[1:])
-                found.append([0.0, *logprobs.tolist()])
+                no, all_but_one = [0] * len(tokens), [0, *[1] * (len(tokens) - 1)]
+                sequence = TokenSequence(list(tokens), all_but_one, no, no, 0.0, temperature or 1.0)
+                logprobs_N, _ = forward.policy_logprobs(self._model, micro_batch([sequence], self._device))
+                found.append([0.0, *logprobs_N.tolist()])
         return found
 
     def export(self) -> list[memoryview | bytes]:
@@ -211,9 +218,7 @@ class TorchTrainEngine:
         self._optimizer.zero_grad(set_to_none=True)
         for run in pack([len(s.tokens) for s in sequences], section.micro_batch_tokens):
             batch = micro_batch([sequences[i] for i in run], self._device)
-            hidden_BTD = self._model.model(batch.tokens_BT).last_hidden_state
-            logits_NV = self._model.lm_head(hidden_BTD[batch.rows_N, batch.cols_N])
-            logprobs_N, entropy_N = token_logprobs(logits_NV, batch.targets_N)
+            logprobs_N, entropy_N = forward.policy_logprobs(self._model, batch)
             loss = clipped_policy_loss(
                 logprobs_N,
                 batch.behaviour_N,

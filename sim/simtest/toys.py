@@ -85,7 +85,7 @@ class ToyTrainEngine:
         rewards = [t.reward for group in held for t in group]
         return StepResult({"reward/mean": sum(rewards) / max(1, len(rewards))}, len(rewards))
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         raise NotImplementedError("the agreement check is off in the simulation")
 
     def export(self) -> list[memoryview | bytes]:

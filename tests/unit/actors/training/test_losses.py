@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from actors.training.losses import clipped_policy_loss, token_logprobs
+from actors.training.losses import clipped_policy_loss
 
 
 def loss_of(ratios, advantages):
@@ -50,13 +50,3 @@ def test_kl_is_the_k3_estimator():
     found, _ = loss_of([2.0], [0.0])
 
     assert found.kl.item() == pytest.approx(2.0 - 1.0 - math.log(2.0))
-
-
-def test_token_logprobs_and_entropy_match_hand_computed_values():
-    logits = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0]])
-
-    logprobs, entropy = token_logprobs(logits, torch.tensor([1, 0]))
-
-    assert logprobs.tolist() == pytest.approx([math.log(0.5), math.log(0.75)])
-    expected = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    assert entropy.tolist() == pytest.approx([math.log(2.0), expected])

@@ -1,5 +1,6 @@
 """Training on packed sequences: what a batch becomes, and what an update does to the model."""
 
+import json
 import math
 import shutil
 
@@ -170,6 +171,99 @@ def test_checkpoints_stay_whole_model_folders_after_the_one_that_was_resumed_is_
     resumed.save(tmp_path / "checkpoints" / "step_1", epoch=2)
 
     TorchTrainEngine(ModelSection(), TrainSection(), steps=3, seed=1).load(model, tmp_path / "checkpoints" / "step_1")
+
+
+def test_the_ratio_is_one_at_the_temperature_that_the_sample_carries(engine, trajectory, model_folder):
+    from transformers import AutoModelForCausalLM
+
+    subject = engine()
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+
+    for sampled_at, divided_by in ((0.5, 0.5), (2.0, 2.0), (0.0, 1.0)):
+        group = []
+        for token in (GOOD, BAD):
+            logits = model(torch.tensor([[*PROMPT, token]])).logits[0, 2].detach() / divided_by
+            behaviour = [0.0, 0.0, 0.0, logits.log_softmax(-1)[token].item()]
+            made = trajectory([*PROMPT, token], [0, 0, 0, 1], behaviour, float(token == GOOD))
+            group.append(msgspec.structs.replace(made, temperature=sampled_at))
+            assert subject.logprobs([[*PROMPT, token]], sampled_at)[0][3] == pytest.approx(behaviour[3], abs=1e-5)
+
+        result = engine().train(1, [group])
+
+        assert result.metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5), sampled_at
+
+
+def varied(trajectory, num_groups=4):
+    """Groups of sequences of many lengths and temperatures."""
+    torch.manual_seed(5)
+    groups = []
+    for index in range(num_groups):
+        group = []
+        for member in range(4):
+            length = int(torch.randint(4, 40, ()))
+            tokens = torch.randint(32, (length,)).tolist()
+            behaviour = [0.0, 0.0, *(-3.4 + torch.rand(length - 2)).tolist()]
+            made = trajectory(tokens, [0, 0, *[1] * (length - 2)], behaviour, float((index + member) % 3))
+            group.append(msgspec.structs.replace(made, temperature=(1.0, 0.7)[index % 2]))
+        groups.append(group)
+    return groups
+
+
+def weights_after(subject, groups, steps=2):
+    """[P] float32: all weights after `steps` updates."""
+    from safetensors.torch import load
+
+    for step in range(1, steps + 1):
+        subject.train(step, groups)
+    image = load(b"".join(bytes(part) for part in subject.export()))
+    return torch.cat([image[name].flatten().float() for name in sorted(image)])
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 50, 200])
+def test_micro_batches_and_packing_change_an_update_by_less_than_1e_5(engine, trajectory, micro_batch_tokens):
+    groups = varied(trajectory)
+    whole = weights_after(engine(micro_batch_tokens=10_000), groups)
+
+    cut = weights_after(engine(micro_batch_tokens=micro_batch_tokens), groups)
+
+    assert (cut - whole).abs().max() < 1e-5
+
+
+def test_gradient_checkpointing_gives_the_same_update_and_keeps_less(engine, trajectory):
+    groups, kept = varied(trajectory), []
+    for checkpointing in (False, True):
+        subject = engine(gradient_checkpointing=checkpointing)
+        num_bytes = 0
+
+        def count(tensor):
+            nonlocal num_bytes
+            num_bytes += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            kept.append((weights_after(subject, groups, 1), num_bytes))
+
+    (plain, plain_bytes), (checkpointed, checkpointed_bytes) = kept
+    assert torch.allclose(plain, checkpointed, atol=1e-7)
+    assert checkpointed_bytes < plain_bytes / 2
+
+
+def test_training_keeps_no_kv_cache_and_draws_no_dropout(model_folder, tmp_path, trajectory):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    described = json.loads((folder / "config.json").read_text()) | {"use_cache": True, "attention_dropout": 0.5}
+    (folder / "config.json").write_text(json.dumps(described))
+    for checkpointing in (False, True):
+        train = TrainSection(minibatches=1, gradient_checkpointing=checkpointing)
+        subject = TorchTrainEngine(ModelSection(), train, steps=1, seed=1)
+        subject.load(folder, None)
+        caches = []
+        subject._model.base_model.register_forward_hook(lambda _, __, out: caches.append(out.past_key_values))  # noqa: B023
+
+        result = subject.train(1, [group_of(subject, trajectory)])
+
+        assert caches == [None] * len(caches)
+        assert result.metrics["policy/kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 CPU = torch.device("cpu")

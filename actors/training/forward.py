@@ -1,0 +1,95 @@
+"""The forward pass in training: a transformers model as it is trained, and log-probabilities from its hidden states.
+
+Shapes: B sequences of T tokens, N tokens that are asked for, C of them at a time, D hidden size, V vocabulary entries.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+LOGITS_AT_ONCE = 2**26
+"""Float32 logits that exist at once, 256 MiB: 441 tokens of a vocabulary of 152,000, enough to keep a matrix product busy."""
+
+
+def token_logprobs(hidden_ND: Tensor, head: Any, tokens_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of `tokens_N`, and the entropy of each distribution (nats, without a gradient); both [N] float32.
+
+    The distribution is softmax(logits / temperature) with logits from `head`, a Linear of the model: what the tokens were sampled from.
+    Logits exist for a chunk of tokens at a time, forward and backward, which computes them again.
+    """
+    return _HeadLogprobs.apply(hidden_ND, head.weight, head.bias, tokens_N, temperatures_N)  # type: ignore[return-value]
+
+
+def policy_logprobs(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` of the targets of a MicroBatch under a model for causal language modelling."""
+    hidden_BTD = model.base_model(batch.tokens_BT, use_cache=False).last_hidden_state
+    hidden_ND = hidden_BTD[batch.rows_N, batch.cols_N]
+    return token_logprobs(hidden_ND, model.get_output_embeddings(), batch.targets_N, batch.temperatures_N)
+
+
+def prepare(model: Any, *, gradient_checkpointing: bool = False) -> None:
+    """Switch dropout off, whose noise no engine samples with; where asked, keep no activations within layers.
+
+    Raises ValueError for a model that has no gradient checkpointing, or whose logits are not its head's output (Gemma 2 caps them).
+    """
+    model.eval()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = True  # of the layer alone, which asks for it: its parts stay without dropout
+    ids_BT = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        logits_BTV = model(ids_BT, use_cache=False).logits
+        hidden_BTD = model.base_model(ids_BT, use_cache=False).last_hidden_state
+        if not torch.allclose(logits_BTV, model.get_output_embeddings()(hidden_BTD), rtol=1e-3, atol=1e-6):
+            raise ValueError(f"{type(model).__name__} scales or caps its logits, which training does not know how to")
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """Gradient of log p_t by the logits is (onehot(t) - p) / temperature. Sums over chunks are float32, whatever the weights are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, tokens_N: Tensor, temperatures_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_N, entropy_N = torch.empty((2, len(tokens_N)), device=hidden_ND.device).unbind()
+        for part in _chunks(hidden_ND, weight_VD):
+            all_CV = _log_softmax(hidden_ND[part], weight_VD, bias_V, temperatures_N[part])
+            logprobs_N[part] = all_CV.gather(-1, tokens_N[part].unsqueeze(-1)).squeeze(-1)
+            entropy_N[part] = -torch.linalg.vecdot(all_CV.exp(), all_CV)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, tokens_N, temperatures_N)
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden_ND, weight_VD, bias_V, tokens_N, temperatures_N = ctx.saved_tensors
+        by_hidden_ND = torch.empty_like(hidden_ND)
+        by_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        by_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        for part in _chunks(hidden_ND, weight_VD):
+            scale_C1 = (grad_N[part] / temperatures_N[part]).unsqueeze(-1)
+            by_logits_CV = _log_softmax(hidden_ND[part], weight_VD, bias_V, temperatures_N[part]).exp_().mul_(-scale_C1)
+            by_logits_CV = by_logits_CV.scatter_add_(-1, tokens_N[part].unsqueeze(-1), scale_C1).to(hidden_ND.dtype)
+            by_hidden_ND[part] = by_logits_CV @ weight_VD
+            by_weight_VD += by_logits_CV.t() @ hidden_ND[part]
+            if by_bias_V is not None:
+                by_bias_V += by_logits_CV.sum(0, dtype=torch.float32)
+        by_bias_V = None if by_bias_V is None else by_bias_V.to(weight_VD.dtype)
+        return by_hidden_ND, by_weight_VD.to(weight_VD.dtype), by_bias_V, None, None
+
+
+def _chunks(hidden_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:
+    size = max(1, LOGITS_AT_ONCE // len(weight_VD))
+    return (slice(at, at + size) for at in range(0, len(hidden_ND), size))
+
+
+def _log_softmax(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperatures_C: Tensor) -> Tensor:
+    """[C, V] float32. In place, since this is what memory goes to."""
+    logits_CV = linear(hidden_CD, weight_VD, bias_V).float().div_(temperatures_C.unsqueeze(-1))
+    return logits_CV.sub_(logits_CV.logsumexp(-1, keepdim=True))
