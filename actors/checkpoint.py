@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -137,10 +137,11 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def prune(folder: Path, keep: int, epoch: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what a process that was killed had begun to write or never named, as `drop_unnamed`."""
-    found = by_step(folder)
-    for path in (*found[: max(0, len(found) - keep)], *folder.glob(".*.replaced")):
+def prune(folder: Path, keep: int, epoch: int, stay: Collection[int] = ()) -> None:
+    """Remove all but the newest `keep` checkpoints and those of the steps in `stay`, and what a process that was killed had begun to write
+    or never named, as `drop_unnamed`."""
+    old = [path for path in by_step(folder)[:-keep] if step_of(path) not in stay]
+    for path in (*old, *folder.glob(".*.replaced")):
         shutil.rmtree(path, ignore_errors=True)
     drop_unnamed(folder, epoch)
 
@@ -168,6 +169,11 @@ def by_step(folder: Path) -> list[Path]:
     """Checkpoints under `folder`, oldest step first, whether complete or not."""
     named = [(found, path) for path in folder.glob("step_*") if (found := NAMED.fullmatch(path.name))]
     return [path for _, path in sorted((int(found[1]), path) for found, path in named)]
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint that `by_step` found."""
+    return int(path.name.removeprefix("step_"))
 
 
 def write_through(path: Path, content: bytes) -> str:

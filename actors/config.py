@@ -14,7 +14,7 @@ class ModelSection(Section):
     path: Annotated[str, AfterValidator(os.path.expanduser)] = ""
     """Folder with config.json, *.safetensors and tokenizer.json; relative paths start at the run folder, ~ is your home."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute type of engines and trainer."""
+    """Compute type of engines, in which weights reach them, and of the trainer where `train.dtype` says no other."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and trainer run; auto takes CUDA where present."""
     torch_threads: int = Field(default=1, ge=1)
@@ -68,7 +68,9 @@ class TrainSection(Section):
     lr: float = Field(default=5e-4, gt=0)
     """AdamW's learning rate."""
     lr_final: float = Field(default=1.0, gt=0, le=1)
-    """Share of `lr` that is left at the last step; the rate falls linearly."""
+    """Share of `lr` that is left at the last step of `lr_steps`; the rate falls linearly."""
+    lr_steps: int = Field(default=0, ge=0)
+    """Length of that schedule, beyond which the rate stays; 0 takes `run.steps` as the run began: a resumed one keeps it."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -85,6 +87,11 @@ class TrainSection(Section):
     """Optimiser updates per step, where every group has reward spread; fewer of the same size where not."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Padded tokens of one forward and backward pass: bounds the trainer's memory."""
+    dtype: Literal["model", "float32", "bfloat16"] = "model"
+    """Compute type of the trainer; model: that of the engines, `model.dtype`."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights, summed gradients and optimiser states where training computes in bfloat16; they are float32 where it doesn't.
+    In bfloat16 a step below 1/256 of a weight is lost: 8 bytes per parameter, where float32 takes 18."""
     gradient_checkpointing: bool = False
     """Keep no activations within layers and compute them again: a third more time, and memory for far longer micro-batches."""
 

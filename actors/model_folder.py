@@ -22,6 +22,24 @@ def check_model_folder(folder: Path) -> None:
         raise ConfigError(f"model folder {folder} has no {what}. Set model.path to a folder in HF format.")
 
 
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ckpt", ".onnx"}
+LARGEST_BESIDE = 64 * 1024 * 1024
+"""Twice the largest tokenizer.json: a larger file of whatever name holds weights."""
+
+
+def files_beside_weights(folder: Path) -> dict[str, bytes]:
+    """Everything in a model folder that makes weights a model: configs, tokenizer, chat template, code, licence. Blocks."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.suffix not in WEIGHT_SUFFIXES
+        and not path.name.startswith(".")
+        and not path.name.endswith(".index.json")  # of weights in several files
+        and path.is_file()
+        and path.stat().st_size <= LARGEST_BESIDE
+    }
+
+
 def vocab_size_of(folder: Path) -> int | None:
     """Number of token ids of the model in `folder`; None where it does not say. Blocks."""
     try:

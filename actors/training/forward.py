@@ -3,12 +3,17 @@
 Shapes: B sequences of T tokens, N tokens that are asked for, C of them at a time, D hidden size, V vocabulary entries.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import linear
+
+from actors.training.engine import TrainError
 
 LOGITS_AT_ONCE = 2**26
 """Float32 logits that exist at once, 256 MiB: 441 tokens of a vocabulary of 152,000, enough to keep a matrix product busy."""
@@ -30,23 +35,71 @@ def policy_logprobs(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return token_logprobs(hidden_ND, model.get_output_embeddings(), batch.targets_N, batch.temperatures_N)
 
 
-def prepare(model: Any, *, gradient_checkpointing: bool = False) -> None:
-    """Switch dropout off, whose noise no engine samples with; where asked, keep no activations within layers.
+def read_model(folder: Path, dtype: str, device: torch.device) -> Any:
+    """A model from an HF folder, without dropout, whose noise no engine samples with.
 
-    Raises ValueError for a model that has no gradient checkpointing, or whose logits are not its head's output (Gemma 2 caps them).
+    Raises TrainError, one sentence, where it can't be loaded, or where its logits are not its head's output (Gemma 2 caps them).
     """
-    model.eval()
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False):
-                module.training = True  # of the layer alone, which asks for it: its parts stay without dropout
-    ids_BT = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+        )
+        model = model.to(device).eval()
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise TrainError(f"model folder {folder} can't be loaded: {str(error).splitlines()[0]}") from error
+    ids_BT = torch.zeros((1, 2), dtype=torch.int64, device=device)
     with torch.inference_mode():
-        logits_BTV = model(ids_BT, use_cache=False).logits
         hidden_BTD = model.base_model(ids_BT, use_cache=False).last_hidden_state
-        if not torch.allclose(logits_BTV, model.get_output_embeddings()(hidden_BTD), rtol=1e-3, atol=1e-6):
-            raise ValueError(f"{type(model).__name__} scales or caps its logits, which training does not know how to")
+        expected_BTV = model.get_output_embeddings()(hidden_BTD)
+        if not torch.allclose(model(ids_BT, use_cache=False).logits, expected_BTV, rtol=1e-3, atol=1e-6):
+            raise TrainError(
+                f"model folder {folder}: {type(model).__name__} scales or caps its logits, which is not built in"
+            )
+    return model
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Keep no activations within layers; backward computes them again. Raises TrainError for a model that can't."""
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        raise TrainError(f"train.gradient_checkpointing: {error}") from error
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True  # of the layer alone, which asks for it: its parts stay without dropout
+
+
+def masters_of(model: Any, dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
+    """The weights by HF name, each once, as an optimiser moves them; from here on the model computes in `dtype`.
+
+    Where theirs is another type, the model computes with copies, and gradients add up in the weights' type, micro-batch by micro-batch.
+    """
+    masters: dict[str, torch.nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        masters[name] = master = parameter if parameter.dtype == dtype else torch.nn.Parameter(parameter.detach())
+        if master is not parameter:
+            parameter.data = parameter.data.to(dtype)
+            parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
+    return masters
+
+
+def take_masters(model: Any, masters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Round what an optimiser has moved to the type that the model computes in."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter is not masters[name]:
+                parameter.copy_(masters[name])
+
+
+def _hand_over(master: torch.nn.Parameter, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    grad = parameter.grad.to(master.dtype)
+    master.grad = grad if master.grad is None else master.grad.add_(grad)
+    parameter.grad = None
 
 
 class _HeadLogprobs(torch.autograd.Function):

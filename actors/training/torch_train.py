@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from actors import checkpoint as checkpoints
 from actors.config import ModelSection, TrainSection
 from actors.messages.samples import Trajectory
+from actors.model_folder import files_beside_weights
 from actors.training import forward
 from actors.training.engine import StepResult, TrainError
 from actors.training.losses import clipped_policy_loss, group_advantages
@@ -101,14 +101,11 @@ def micro_batch(sequences: Sequence[TokenSequence], device: torch.device) -> Mic
     )
 
 
-HF_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-)
-"""Copied beside the weights, so that a checkpoint is a model folder that any HF tool loads."""
+WEIGHTS, OPTIMIZER, PROGRESS = "model.safetensors", "optimizer.state", "trainer.json"
+"""Files of a checkpoint. A second *.safetensors would pass for weights where the checkpoint is the base of another run."""
+
+OWN_FILES = {OPTIMIZER, PROGRESS, checkpoints.MANIFEST, checkpoints.RECEIPTS}
+"""What makes a model folder a checkpoint; everything else in it describes the model."""
 
 
 class TorchTrainEngine:
@@ -117,9 +114,10 @@ class TorchTrainEngine:
     def __init__(self, model: ModelSection, train: TrainSection, *, steps: int, seed: int) -> None:
         self._section = model
         self._train_section = train
-        self._steps = steps
+        self._lr_steps = train.lr_steps or steps
         self._rng = random.Random(seed)
         self._model: Any = None
+        self._masters: dict[str, torch.nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer
         self._described: dict[str, bytes] = {}
         self._step = 0
@@ -130,35 +128,24 @@ class TorchTrainEngine:
 
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
         """(step, epoch) of what was loaded; (0, 0) for a base model."""
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
-
         source = checkpoint or model_dir
         if not any(source.glob("*.safetensors")):
             raise TrainError(f"model folder {source} has no *.safetensors. Set model.path to a folder in HF format.")
         manifest = checkpoints.check(checkpoint) if checkpoint else None
-        # Held, not copied at each save: the checkpoint they come from is pruned some steps later.
-        self._described = {name: (source / name).read_bytes() for name in HF_FILES if (source / name).exists()}
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=getattr(torch, self._section.dtype),
-                attn_implementation="sdpa",
-                local_files_only=True,
-            )
-            self._model = model.to(self._device)
-            forward.prepare(self._model, gradient_checkpointing=self._train_section.gradient_checkpointing)
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise TrainError(f"model folder {source} can't be loaded: {str(error).splitlines()[0]}") from error
         section = self._train_section
+        narrow = (self._section.dtype if section.dtype == "model" else section.dtype) == "bfloat16"
+        self._model = forward.read_model(source, section.master_dtype if narrow else "float32", self._device)
+        self._masters = forward.masters_of(self._model, torch.bfloat16 if narrow else torch.float32)
+        if section.gradient_checkpointing:
+            forward.checkpoint_layers(self._model)
+        # Held, not copied at each save: the checkpoint they come from is pruned some steps later.
+        self._described = {k: v for k, v in files_beside_weights(source).items() if k not in OWN_FILES}
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=section.lr, betas=section.betas, weight_decay=section.weight_decay, fused=True
+            self._masters.values(), lr=section.lr, betas=section.betas, weight_decay=section.weight_decay, fused=True
         )
         if manifest is None:
             return 0, 0
-        self._restore((source / "optimizer.safetensors").read_bytes(), (source / "rng.json").read_bytes())
+        self._restore((source / OPTIMIZER).read_bytes(), (source / PROGRESS).read_bytes())
         self._step = manifest.step
         return manifest.step, manifest.epoch
 
@@ -191,20 +178,22 @@ class TorchTrainEngine:
         found: list[list[float]] = []
         with torch.inference_mode():
             for tokens in sequences:
-                no, all_but_one = [0] * len(tokens), [0, *[1] * (len(tokens) - 1)]
-                sequence = TokenSequence(list(tokens), all_but_one, no, no, 0.0, temperature or 1.0)
+                size = len(tokens)
+                sequence = TokenSequence(list(tokens), [1] * size, [0.0] * size, [0] * size, 0.0, temperature or 1.0)
                 logprobs_N, _ = forward.policy_logprobs(self._model, micro_batch([sequence], self._device))
                 found.append([0.0, *logprobs_N.tolist()])
         return found
 
     def export(self) -> list[memoryview | bytes]:
-        return [save_tensors({k: v.contiguous() for k, v in self._state().items()})]
+        dtype = getattr(torch, self._section.dtype)
+        return [save_tensors({k: v.to(dtype).contiguous() for k, v in self._state().items()})]
 
     def save(self, folder: Path, *, epoch: int, receipts: Sequence[bytes] = ()) -> None:
+        weights = self._state() | {name: master.detach() for name, master in self._masters.items()}
         files = {
-            "model.safetensors": save_tensors({k: v.contiguous() for k, v in self._state().items()}, {"format": "pt"}),
-            "optimizer.safetensors": self._optimizer_image(),
-            "rng.json": msgspec.json.encode([self._rng.getstate(), torch.get_rng_state().tolist()]),
+            WEIGHTS: save_tensors({k: v.contiguous() for k, v in weights.items()}, {"format": "pt"}),
+            OPTIMIZER: self._optimizer_image(),
+            PROGRESS: msgspec.json.encode([self._rng.getstate(), torch.get_rng_state().tolist(), self._lr_steps]),
         }
         checkpoints.write(folder, files | self._described, step=self._step, epoch=epoch, receipts=receipts)
 
@@ -238,20 +227,21 @@ class TorchTrainEngine:
                     fresh=batch.fresh_N.sum(),
                     mismatch=mismatch,
                 )
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), section.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), section.max_grad_norm)
         if norm.isfinite():
             self._optimizer.step()
+            forward.take_masters(self._model, self._masters)
         return float(norm)
 
     def _learning_rate(self, step: int) -> float:
-        """Linear warm-up, then linear decay to `lr_final` of the peak at the last step."""
+        """Linear warm-up, then linear decay to `lr_final` of the peak at the schedule's last step, and that from there on."""
         section = self._train_section
         warm = min(1.0, step / section.warmup_steps) if section.warmup_steps else 1.0
-        done = min(1.0, (step - 1) / max(1, self._steps - 1))
+        done = min(1.0, (step - 1) / max(1, self._lr_steps - 1))
         return section.lr * warm * (1.0 - (1.0 - section.lr_final) * done)
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """Parameters by HF name; a tied output head is left out, as HF does."""
+        """Parameters by HF name as the model computes with them; a tied output head is left out, as HF does."""
         state = self._model.state_dict()
         if getattr(self._model.config, "tie_word_embeddings", False):
             state.pop("lm_head.weight", None)
@@ -264,13 +254,14 @@ class TorchTrainEngine:
                 tensors[f"{index}.{name}"] = torch.as_tensor(value).contiguous()
         return save_tensors(tensors)
 
-    def _restore(self, optimizer: bytes, rng: bytes) -> None:
+    def _restore(self, optimizer: bytes, progress: bytes) -> None:
         state: dict[int, dict[str, torch.Tensor]] = {}
         for key, value in load_tensors(optimizer).items():
             index, name = key.split(".", 1)
             state.setdefault(int(index), {})[name] = value
         self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
-        python_state, torch_state = msgspec.json.decode(rng)
+        python_state, torch_state, lr_steps = msgspec.json.decode(progress)
+        self._lr_steps = self._train_section.lr_steps or lr_steps
         self._rng.setstate((python_state[0], tuple(python_state[1]), python_state[2]))
         torch.set_rng_state(torch.tensor(torch_state, dtype=torch.uint8))
 

@@ -65,6 +65,8 @@ class CheckpointSection(Section):
     """Steps between checkpoints; the last step always has one."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that stay on disk."""
+    milestones: int = Field(default=0, ge=0)
+    """Checkpoints of each step that this divides stay too, for good; 0: none."""
 
 
 class Trainer(Actor):
@@ -229,7 +231,7 @@ class Trainer(Actor):
             times["time/train_cpu"] = cpu_s
         await self._evaluate_when_due(step)
         await self._append_row(step, result, groups, times)
-        if step % self.config.checkpoint.every == 0 or step == self.run.steps:
+        if self._save_due(step):
             await self._save()
 
     async def _evaluate_when_due(self, step: int) -> None:
@@ -281,6 +283,10 @@ class Trainer(Actor):
             await self._out.check_agreement(self._step, self._engine, self.config.check)
         self._checked = True
 
+    def _save_due(self, step: int) -> bool:
+        section = self.config.checkpoint
+        return step % section.every == 0 or step == self.run.steps or _divides(section.milestones, step)
+
     async def _save(self) -> None:
         """Write a checkpoint, give it its name, and commit its steps.
 
@@ -306,8 +312,14 @@ class Trainer(Actor):
         with self.waits.on(f"commit {step}", stage="checkpoint", holder=BUFFER, blocks_actor=True):
             await self._buffer.ask(Commit(step, epoch), timeout=ASK_S)
         self._saved = step
-        await self.offload(checkpoints.prune, self._checkpoints, self.config.checkpoint.keep, epoch)
+        await self.offload(self._prune, epoch)
         self._forget_receipts()
+
+    def _prune(self, epoch: int) -> None:
+        section = self.config.checkpoint
+        steps = map(checkpoints.step_of, checkpoints.by_step(self._checkpoints))
+        stay = {step for step in steps if _divides(section.milestones, step)}
+        checkpoints.prune(self._checkpoints, section.keep, epoch, stay)
 
     def _forget_receipts(self) -> None:
         """A saved step is named again for as long as the Store may forget that it was bound."""
@@ -342,6 +354,10 @@ class Trainer(Actor):
     def _save_to(self, folder: Path) -> None:
         receipts = [receipt for step, _, receipt in self._receipts if step <= self._step]
         self._engine.save(folder, epoch=self._epoch, receipts=receipts)
+
+
+def _divides(num: int, step: int) -> bool:
+    return num > 0 and step % num == 0
 
 
 def _virtual() -> bool:

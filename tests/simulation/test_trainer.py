@@ -125,6 +125,33 @@ def test_a_drain_in_the_last_evaluation_saves_the_last_step_with_its_row_and_doe
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
+def steps_kept(folder, steps, **section):
+    """Steps whose checkpoints are there after a run of `steps` steps."""
+
+    async def main():
+        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", folder, 7, steps)
+        config = ToyTrainer.Config(
+            check=CheckSection(enabled=False), eval=EvalSection(every=0), checkpoint=CheckpointSection(**section)
+        )
+        async with asyncio.TaskGroup() as tasks:
+            buffer, trainer = (
+                kernel_of(*what, network, store, run) for what in ((Buffer, ActorConfig()), (ToyTrainer, config))
+            )
+            evaluating = buffer.build().evaluating
+            serving = [tasks.create_task(kernel.serve()) for kernel in (buffer, trainer)]
+            await evaluating.wait()
+            await buffer.ref("trainer-1").ask(Drain(), timeout=30)
+            await asyncio.wait(serving[1:])
+            serving[0].cancel()
+
+    run_virtual(main)
+    return [checkpoints.step_of(path) for path in checkpoints.by_step(folder / "checkpoints")]
+
+
+def test_milestones_stay_beside_the_newest_checkpoints(tmp_path):
+    assert steps_kept(tmp_path, 11, every=2, keep=2, milestones=3) == [3, 6, 9, 10, 11]
+
+
 def test_a_checkpoint_names_the_steps_since_the_one_before_and_those_that_the_store_may_forget(tmp_path):
     def receipts(window_s):
         (tmp_path / str(window_s)).mkdir()

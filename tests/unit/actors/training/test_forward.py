@@ -8,7 +8,8 @@ from torch.nn import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.training import forward
-from actors.training.forward import prepare, token_logprobs
+from actors.training.engine import TrainError
+from actors.training.forward import masters_of, read_model, take_masters, token_logprobs
 
 N, D, V = 13, 16, 41
 TEMPERATURES = torch.linspace(0.5, 2.0, N)
@@ -131,7 +132,7 @@ def test_token_logprobs_and_entropy_match_hand_computed_values():
     assert entropy.tolist()[:2] == pytest.approx([math.log(2.0), expected])
 
 
-def test_a_model_whose_logits_are_not_its_heads_output_is_refused():
+def test_a_model_whose_logits_are_not_its_heads_output_is_refused(tmp_path):
     from transformers import GraniteConfig, GraniteForCausalLM
 
     config = GraniteConfig(
@@ -144,6 +145,29 @@ def test_a_model_whose_logits_are_not_its_heads_output_is_refused():
         logits_scaling=8.0,
         pad_token_id=None,
     )
+    GraniteForCausalLM(config).save_pretrained(tmp_path)
 
-    with pytest.raises(ValueError, match="GraniteForCausalLM scales or caps its logits"):
-        prepare(GraniteForCausalLM(config))
+    with pytest.raises(TrainError, match="GraniteForCausalLM scales or caps its logits"):
+        read_model(tmp_path, "float32", torch.device("cpu"))
+
+
+def test_in_bfloat16_gradients_of_micro_batches_add_up_in_the_masters_type():
+    model, ones = Linear(1, 1, bias=False), torch.ones(1, 1, dtype=torch.bfloat16)
+    masters = masters_of(model, torch.bfloat16)
+
+    for _ in range(512):
+        model(ones).sum().backward()
+
+    assert masters["weight"].grad.item() == 512.0  # bfloat16 has no 257: it would stay at 256
+    assert model.weight.grad is None
+
+
+def test_the_model_computes_with_its_masters_rounded():
+    model = Linear(1, 1, bias=False)
+    masters = masters_of(model, torch.bfloat16)
+    masters["weight"].data.fill_(1.001)
+
+    take_masters(model, masters)
+
+    assert (masters["weight"].dtype, model.weight.dtype) == (torch.float32, torch.bfloat16)
+    assert model.weight.item() == 1.0

@@ -19,9 +19,9 @@ PROMPT, GOOD, BAD = [4, 5, 6], 7, 8
 
 @pytest.fixture
 def engine(model_folder):
-    def make(checkpoint=None, **options):
+    def make(checkpoint=None, *, steps=10, model_dtype="float32", **options):
         train = TrainSection(**{"lr": 5e-3, "minibatches": 1, **options})
-        found = TorchTrainEngine(ModelSection(path=str(model_folder)), train, steps=10, seed=1)
+        found = TorchTrainEngine(ModelSection(path=str(model_folder), dtype=model_dtype), train, steps=steps, seed=1)
         found.load(model_folder, checkpoint)
         return found
 
@@ -95,19 +95,81 @@ def test_the_largest_reward_leaves_finite_weights(engine, trajectory):
     assert all(math.isfinite(value) for value in result.metrics.values())
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(engine, trajectory, tmp_path):
-    subject = engine()
+@pytest.mark.parametrize("model_dtype", ["float32", "bfloat16"])
+def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(engine, trajectory, tmp_path, model_dtype):
+    subject = engine(model_dtype=model_dtype)
     batches = [[group_of(subject, trajectory)] for _ in range(2)]
     subject.train(1, batches[0])
     subject.save(tmp_path / "step_1", epoch=3)
     subject.train(2, batches[1])
 
-    resumed = engine()
+    resumed = engine(model_dtype=model_dtype)
     stands_at = resumed.load(tmp_path, tmp_path / "step_1")
     resumed.train(2, batches[1])
 
     assert stands_at == (1, 3)
+    for engine_, folder in ((subject, "a"), (resumed, "b")):
+        engine_.save(tmp_path / folder, epoch=4)
+    for name in ("model.safetensors", "optimizer.state"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert bytes(resumed.export()[0]) == bytes(subject.export()[0])
+
+
+def saved_weights(subject, folder):
+    """All weights of a checkpoint by name."""
+    from safetensors.torch import load_file
+
+    subject.save(folder, epoch=1)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(("master_dtype", "kept"), [("float32", True), ("bfloat16", False)])
+def test_in_bfloat16_a_step_of_1e_6_is_not_lost(engine, trajectory, tmp_path, master_dtype, kept):
+    subject = engine(lr=1e-6, model_dtype="bfloat16", master_dtype=master_dtype)
+    before = saved_weights(subject, tmp_path / "step_0")["model.norm.weight"]
+
+    for step in range(1, 4):
+        subject.train(step, [group_of(subject, trajectory, step - 1)])
+
+    moved = saved_weights(subject, tmp_path / "step_3")["model.norm.weight"] - before
+    if kept:
+        assert moved.abs().float().mean().item() == pytest.approx(3e-6, rel=0.2)
+    else:
+        assert not moved.any()
+
+
+def test_weights_go_to_engines_in_their_dtype_and_to_disk_in_the_masters(engine, trajectory, tmp_path):
+    from safetensors.torch import load
+
+    for model_dtype, dtype in (("bfloat16", "model"), ("bfloat16", "float32"), ("float32", "bfloat16")):
+        subject = engine(model_dtype=model_dtype, dtype=dtype)
+        subject.train(1, [group_of(subject, trajectory)])
+
+        exported = load(bytes(subject.export()[0]))
+
+        assert {t.dtype for t in exported.values()} == {getattr(torch, model_dtype)}
+        folder = tmp_path / f"{model_dtype}_{dtype}"
+        saved = saved_weights(subject, folder)
+        assert {t.dtype for t in saved.values()} == {torch.float32}
+        assert set(saved) == set(exported)
+        for name, weight in saved.items():
+            assert torch.equal(weight.to(torch.bfloat16), exported[name].to(torch.bfloat16)), name
+
+
+def test_a_gradient_in_bfloat16_points_where_float32s_does(engine, trajectory):
+    groups = varied(trajectory)
+    exact = direction(engine(), groups)
+
+    found = direction(engine(micro_batch_tokens=100, model_dtype="bfloat16"), groups)
+
+    assert torch.nn.functional.cosine_similarity(found, exact, dim=0) > 0.9999
+
+
+def direction(subject, groups):
+    """[P] float32: the gradient of one update, before clipping takes its length."""
+    subject._optimizer.step = lambda: None
+    subject.train(1, groups)
+    return torch.cat([master.grad.flatten() for _, master in sorted(subject._masters.items())])
 
 
 def test_a_checkpoint_is_a_model_folder_that_hf_tools_load(engine, tmp_path):
@@ -157,6 +219,60 @@ def test_the_learning_rate_warms_up_and_falls_linearly(engine, trajectory):
     rates = [subject.train(step, [group]).metrics["optim/lr"] for step in (1, 2, 10)]
 
     assert rates == pytest.approx([0.5e-3, 0.9e-3, 0.1e-3])
+
+
+def test_a_resumed_run_of_other_length_keeps_its_learning_rates(engine, trajectory, tmp_path):
+    group = group_of(engine(), trajectory)
+    subject = engine(steps=10, lr_final=0.1)
+    rates = [subject.train(step, [group]).metrics["optim/lr"] for step in (1, 2, 3)]
+    subject.save(tmp_path / "step_3", epoch=1)
+    rates += [subject.train(step, [group]).metrics["optim/lr"] for step in (4, 5)]
+
+    resumed = engine(tmp_path / "step_3", steps=1000, lr_final=0.1)
+
+    assert [resumed.train(step, [group]).metrics["optim/lr"] for step in (4, 5)] == rates[3:]
+    assert resumed.train(11, [group]).metrics["optim/lr"] == pytest.approx(0.1 * 5e-3)
+    stretched = engine(tmp_path / "step_3", steps=1000, lr_final=0.1, lr_steps=19)
+    assert stretched.train(10, [group]).metrics["optim/lr"] == pytest.approx(0.55 * 5e-3)
+
+
+def test_a_checkpoint_is_the_whole_model_folder_and_the_base_of_the_next_run(tmp_path):
+    from transformers import AutoTokenizer
+
+    from actors.engines.section import EngineSection
+    from actors.engines.torch_engine import ModelRunner
+    from actors.envs.chat import ChatRenderer
+
+    base = write_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{% for message in messages %}w1 {{ message.content }} w2 {% endfor %}"
+    tokenizer.save_pretrained(base)
+    assert (base / "chat_template.jinja").exists()
+    for name in ("modeling_own.py", "LICENSE", "merges.txt", "tokenizer.model", "preprocessor_config.json"):
+        (base / name).write_text(f"{name} of the model")
+    for name in ("model.safetensors.index.json", "pytorch_model.bin", ".gitattributes"):
+        (base / name).write_text("no part of a checkpoint")
+    first = TorchTrainEngine(ModelSection(), TrainSection(), steps=1, seed=1)
+    first.load(base, None)
+
+    checkpoint = tmp_path / "checkpoints" / "step_0"
+    first.save(checkpoint, epoch=1)
+
+    messages = [{"role": "user", "content": "w3"}]
+    loaded = AutoTokenizer.from_pretrained(checkpoint)
+    assert loaded.apply_chat_template(messages, tokenize=False) == "w1 w3 w2 "
+    assert (checkpoint / "modeling_own.py").read_text() == "modeling_own.py of the model"
+    missing = {path.name for path in base.iterdir()} - {path.name for path in checkpoint.iterdir()}
+    assert missing == {"model.safetensors.index.json", "pytorch_model.bin", ".gitattributes"}
+
+    second = TorchTrainEngine(ModelSection(), TrainSection(), steps=1, seed=2)
+    assert second.load(checkpoint, None) == (0, 0)
+    assert second.export() == first.export()
+    second.save(tmp_path / "again" / "step_0", epoch=1)
+    assert second.load(base, tmp_path / "again" / "step_0") == (0, 1)
+    assert [path.name for path in checkpoint.glob("*.safetensors")] == ["model.safetensors"]
+    ModelRunner.load(checkpoint, ModelSection(), EngineSection(num_slots=1, max_len=8))
+    ChatRenderer(checkpoint).opening("w3")
 
 
 def test_checkpoints_stay_whole_model_folders_after_the_one_that_was_resumed_is_pruned(tmp_path):
