@@ -85,6 +85,10 @@ def flaw(trajectory: Trajectory, *, newest: int, vocab_size: int | None) -> str:
     """
     if found := flaw_of_reward(trajectory.reward):
         return f"reward_{found}"
+    if trajectory.temperature and not 1e-6 <= trajectory.temperature <= 1e6:  # logits are divided by it in float32
+        return (
+            f"bad_trajectory: its temperature is {trajectory.temperature}, which is not 0 and not within 1e-6 and 1e6"
+        )
     for segment in trajectory.segments:
         if found := _flaw_of_segment(segment, vocab_size):
             return found

@@ -51,8 +51,8 @@ def read_model(folder: Path, dtype: str, device: torch.device) -> Any:
         model = model.to(device).eval()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise TrainError(f"model folder {folder} can't be loaded: {str(error).splitlines()[0]}") from error
-    ids_BT = torch.zeros((1, 2), dtype=torch.int64, device=device)
-    with torch.inference_mode():
+    ids_BT = torch.arange(4, device=device).unsqueeze(0)
+    with torch.no_grad():
         hidden_BTD = model.base_model(ids_BT, use_cache=False).last_hidden_state
         expected_BTV = model.get_output_embeddings()(hidden_BTD)
         if not torch.allclose(model(ids_BT, use_cache=False).logits, expected_BTV, rtol=1e-3, atol=1e-6):

@@ -281,8 +281,7 @@ class Publisher:
             )
             wait.update(holder="")
             found = await actor.offload(compare_logprobs, sampled, engine.logprobs)
-        narrow = "bfloat16" in (actor.config.model.dtype, actor.config.train.dtype)
-        actor.notice(require_agreement(found, section, "bfloat16" if narrow else "float32"), good=True)
+        actor.notice(require_agreement(found, section, actor.config.model.dtype), good=True)
 
 
 # -- the start-up check: do trainer and engine give the same tokens the same log-probabilities? ------------------------

@@ -103,6 +103,12 @@ FLAWED = {
     "a NaN reward": (trajectory_with(reward=math.nan), "reward_not_finite"),
     "an infinite reward": (trajectory_with(reward=-math.inf), "reward_not_finite"),
     "a reward beyond float32": (trajectory_with(reward=1e200), "reward_out_of_range"),
+    "a temperature that is not finite": (
+        trajectory_with(temperature=math.nan),
+        "bad_trajectory: its temperature is nan",
+    ),
+    "a temperature below 0": (trajectory_with(temperature=-1.0), "bad_trajectory: its temperature is -1.0"),
+    "a temperature that no float32 divides by": (trajectory_with(temperature=1e-40), "its temperature is 1e-40"),
     "a second segment that is flawed": (
         trajectory_with(segments=[SEGMENT, msgspec.structs.replace(SEGMENT, mask=b"")]),
         "24 of log-probs and 0 of mask",
