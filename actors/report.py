@@ -95,6 +95,12 @@ def _busy_line(rows: list[Row]) -> str:
     shown = ", ".join(f"{role} {busy[role]:.0%}" for role in ("engine", "trainer", "env_manager") if role in busy)
     wait = sum(r.get("time/wait_for_batch", 0.0) for r in rows)
     total = sum(r.get("time/step", 0.0) for r in rows) or 1.0
+    env = fmean(r.get("rollout/env_frac", 0.0) for r in rows)
+    if wait / total > 0.25 and env > 0.5:
+        return (
+            f"busy: {shown} — environment-bound: the trainer waited {wait / total:.0%} of the time for batches, and rollouts spent {env:.0%} "
+            "of theirs in the environment; make it faster, or raise env.concurrency, env.workers or the number of env_managers"
+        )
     if wait / total > 0.25:
         return f"busy: {shown} — generation-bound: the trainer waited {wait / total:.0%} of the time for batches; add engines or environments"
     if wait / total < 0.05:

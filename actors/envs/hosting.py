@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from actors.envs.environment import Observation, Step
 from actors.envs.section import EnvSection
@@ -162,6 +162,9 @@ class EnvHost:
 class HostedEnv:
     """One environment instance, whose failures are EnvFailure and whose results are checked."""
 
+    in_worker: ClassVar[bool] = False
+    """Its calls keep a worker process busy while they are waited for."""
+
     def __init__(self, section: EnvSection) -> None:
         self._section = section
 
@@ -210,6 +213,8 @@ class InlineEnv(HostedEnv):
 
 class PooledEnv(HostedEnv):
     """Runs in a worker process, which is killed when a call outlives its deadline."""
+
+    in_worker = True
 
     def __init__(self, section: EnvSection, pool: WorkerPool, name: str) -> None:
         super().__init__(section)

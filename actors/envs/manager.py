@@ -99,7 +99,7 @@ class EnvManager(Actor):
         self._record = RolloutRecord(config.env, self._log)
         self._host = EnvHost(config.env, on_output=lambda line: self.log.info("user_output", text=line))
         self._policy = PolicyState(version=0, alpha=-1)
-        self._running: dict[tuple[str, int], tuple[Ticket, asyncio.Task[None]]] = {}
+        self._running: dict[tuple[str, int], tuple[Rollout, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
         self._rollouts: RolloutContext | None = None
@@ -188,35 +188,38 @@ class EnvManager(Actor):
     def _begin(self, ticket: Ticket) -> None:
         key = (ticket.trajectory_id, ticket.attempt)
         if key not in self._running:
-            self._running[key] = (ticket, self.spawn(self._run(ticket), name=f"{self.name}.{ticket.trajectory_id}"))
+            assert self._rollouts is not None
+            rollout = Rollout(self._rollouts, ticket)
+            self._running[key] = (rollout, self.spawn(self._run(rollout), name=f"{self.name}.{ticket.trajectory_id}"))
             self.metrics.gauge("rollout/in_flight", len(self._running))
 
-    async def _run(self, ticket: Ticket) -> None:
-        assert self._rollouts is not None
+    async def _run(self, rollout: Rollout) -> None:
+        ticket = rollout.ticket
         try:
             with self.trace.span("rollout", "env", trajectory=ticket.trajectory_id):
-                trajectory = await Rollout(self._rollouts, ticket).play()
+                trajectory = await self.metrics.busy_while_running(rollout.play())
         except GaveUp as end:
-            await self._failed(ticket, end)
+            await self._failed(rollout, end)
         except Exception as error:
             self.log.exception("rollout_crashed", trajectory=ticket.trajectory_id, attempt=ticket.attempt)
-            await self._failed(ticket, GaveUp("crashed", f"{error!r:.500}", retry=True))
+            await self._failed(rollout, GaveUp("crashed", f"{error!r:.500}", retry=True))
         else:
-            await self._finished(trajectory)
+            await self._finished(rollout, trajectory)
         finally:
             self._running.pop((ticket.trajectory_id, ticket.attempt), None)
             self._changed.set()
             self.metrics.gauge("rollout/in_flight", len(self._running))
 
-    async def _finished(self, trajectory: Trajectory) -> None:
+    async def _finished(self, rollout: Rollout, trajectory: Trajectory) -> None:
         self._record.good()
         self.metrics.count("rollout/finished")
         self.metrics.observe("rollout/turns", trajectory.turns)
         self.metrics.observe("rollout/wall_s", trajectory.wall_s)
         if not await self._deliver(Put(trajectory)):
-            await self._deliver(GiveUp(trajectory.ticket, "dead_letter", retry=True))
+            await self._deliver(rollout.given_up("dead_letter", retry=True))
 
-    async def _failed(self, ticket: Ticket, end: GaveUp) -> None:
+    async def _failed(self, rollout: Rollout, end: GaveUp) -> None:
+        ticket = rollout.ticket
         self.metrics.count("rollout/error")
         self.metrics.count(f"rollout/error/{end.reason}")
         self.log.warning(
@@ -233,7 +236,7 @@ class EnvManager(Actor):
             self.notice(notice)
         if verdict:
             self._end(verdict)
-        await self._deliver(GiveUp(ticket, end.reason, end.detail[:2000], end.retry))
+        await self._deliver(rollout.given_up(end.reason, end.detail[:2000], retry=end.retry))
 
     async def _deliver(self, request: Put | GiveUp) -> bool:
         """Ask until it is acknowledged: only then does this actor let go of the trajectory. False where it became a dead letter."""
@@ -294,8 +297,8 @@ class EnvManager(Actor):
         self.log.info("tickets_given_back", num=len(unfinished))
         try:
             async with asyncio.timeout(GIVE_BACK_S), asyncio.TaskGroup() as tasks:
-                for ticket, _ in unfinished:
-                    tasks.create_task(self._deliver(GiveUp(ticket, "drained", retry=True)))
+                for rollout, _ in unfinished:
+                    tasks.create_task(self._deliver(rollout.given_up("drained", retry=True)))
         except TimeoutError:
             self.log.warning("not_given_back", after_s=GIVE_BACK_S)
 

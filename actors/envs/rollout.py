@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from actors.envs.environment import Observation
 from actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, sentence
 from actors.envs.section import EnvSection
 from actors.messages.generation import Aborted, Completion, Generate, Sampling, Tokens
-from actors.messages.samples import NotScored, PolicyState, Score, Ticket, Trajectory
+from actors.messages.samples import GiveUp, NotScored, PolicyState, Score, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
 from planning.hopeless import RECENT, is_hopeless
 from planning.staleness import is_stale
@@ -72,10 +72,22 @@ class Rollout:
             seed=ticket.noise,
         )
         self._texts: list[str] = []
+        self._finish_reasons: list[str] = []
+        self._env_s = 0.0
+        self._num_sampled = 0
         self._reward = 0.0
         self._num_invalid = 0
         self._truncated = False
         self._info: dict[str, Any] = {}
+
+    @property
+    def ticket(self) -> Ticket:
+        """What it plays by."""
+        return self._ticket
+
+    def given_up(self, reason: str, detail: str = "", *, retry: bool) -> GiveUp:
+        """What the sample buffer is told where no trajectory comes of it."""
+        return GiveUp(self._ticket, reason, detail, retry, self._num_sampled, len(self._texts))
 
     async def play(self) -> Trajectory:
         """The scored trajectory. Raises GaveUp for every way it can end otherwise."""
@@ -103,15 +115,21 @@ class Rollout:
             truncated=self._truncated,
             wall_s=loop.time() - began,
             temperature=self._sampling.temperature,
+            finish_reasons=tuple(self._finish_reasons),
+            cut=self._sampling.max_new_tokens > 1 and "length" in self._finish_reasons,
+            env_s=self._env_s,
         )
 
     async def _reset(self) -> tuple[HostedEnv, Observation]:
         context, ticket = self._context, self._ticket
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             with self._waiting("env.reset", f"env.reset_timeout_s={context.env.reset_timeout_s:g}"):
                 env, observation, info = await context.host.begin(ticket.purpose, ticket.seed)
         except EnvFailure as failure:
             raise _given_up(failure) from failure
+        self._env_s += loop.time() - began
         self._info.update(info)
         return env, observation
 
@@ -131,9 +149,11 @@ class Rollout:
             text = context.renderer.decode(tokens.ids)
             self._texts.append(text)
             began = loop.time()
-            with self._waiting("env.step", limit), context.metrics.busy():
+            with self._waiting("env.step", limit), context.metrics.busy() if env.in_worker else nullcontext():
                 observation, reward, terminated, truncated, info = await env.step(text)
-            context.metrics.observe("env/step_s", loop.time() - began)
+            took_s = loop.time() - began
+            self._env_s += took_s
+            context.metrics.observe("env/step_s", took_s)
             self._reward += reward
             if info:
                 self._info.update(info)
@@ -179,11 +199,13 @@ class Rollout:
                 resumed=resumed,
             )
             reply = await self._ask_proxy(request)
+            self._num_sampled += (len(reply.tokens.ids) - len(resumed.ids)) // TOKEN_BYTES
             if isinstance(reply, Completion):
                 try:
                     transcript.sample(reply.tokens)
                 except ValueError as error:
                     raise GaveUp("generation_failed", f"{reply.engine} sent {error}", retry=True) from error
+                self._finish_reasons.append(reply.finish_reason)
                 return reply.tokens
             resumed, reason = reply.tokens, reply.reason
             self._check_age(transcript)
@@ -222,6 +244,7 @@ class Rollout:
             "invalid_turns": self._num_invalid,
             "truncated": self._truncated,
             "env_reward": self._reward,
+            "finish_reasons": self._finish_reasons,
         }
         plain = {key: value for key, value in self._info.items() if isinstance(key, str) and _is_plain(value)}
         return msgspec.msgpack.encode(plain | columns)

@@ -89,6 +89,8 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
     """Of each turn: `stop` or `length`."""
     cut: bool = False
     """Some turn ended at its limit, where that was more than one token."""
+    env_s: float = 0.0
+    """Of `wall_s`, what resets and steps of the environment took."""
 
     @property
     def version_first(self) -> int:

@@ -4,8 +4,9 @@
 
 Plain or `async`. Entry i of `completions` is one finished trajectory: its assistant turns, joined by newlines. Every column has
 one entry per trajectory too: `task`, `seed`, `turns`, `invalid_turns` (turns with `info["invalid"]`), `truncated`, `env_reward`
-(sum of step rewards), `texts` (the turns as a list), and every key of the environment's info that MessagePack can hold, its
-newest value (None where a trajectory has none). The result, one finite number per trajectory, is added to the reward.
+(sum of step rewards), `finish_reasons` (of each turn: `stop`, or `length` where it was cut at its limit), `texts` (the turns as a
+list), and every key of the environment's info that MessagePack can hold, its newest value (None where a trajectory has none).
+The result, one finite number per trajectory, is added to the reward.
 """
 
 from typing import Any

@@ -17,7 +17,7 @@ INLINE_BYTES = 64 * 1024
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """What a trajectory says for itself, as the ledger tells it. Where none came `version_first` is -1."""
+    """What a trajectory says for itself, as the ledger tells it. Where none came `version_first` is -1, and the rest is of its last attempt."""
 
     version_first: int
     reward: float | None
@@ -25,6 +25,10 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """Sampled tokens."""
     turns: int = 0
     wall_s: float = 0.0
+    finish_reasons: tuple[str, ...] = ()
+    """Of each turn: `stop` or `length`."""
+    cut: bool = False
+    """Some turn ended at its limit, where that was more than one token."""
 
 
 FUTURE_VERSION = "future_version"
@@ -74,6 +78,8 @@ def outcome_of(trajectory: Trajectory) -> Outcome:
         tokens=sum(segment.mask.count(1) for segment in trajectory.segments),
         turns=trajectory.turns,
         wall_s=trajectory.wall_s,
+        finish_reasons=trajectory.finish_reasons,
+        cut=trajectory.cut,
     )
 
 

@@ -118,18 +118,23 @@ def _row(line: bytes) -> dict[str, float] | None:
 
 
 def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:
-    """Ages and lengths of the trajectories that step `step` trains on."""
+    """Of the trajectories that step `step` trains on: ages, lengths in tokens (`len` with what was shown, `sampled` without), how many were
+    cut, and the share of their time that went into their environments."""
     trajectories = [t for group in groups for t in group]
     ages = [step - 1 - t.version_first for t in trajectories]
     lengths = [sum(len(s.mask) for s in t.segments) for t in trajectories]
+    sampled = [sum(s.mask.count(1) for s in t.segments) for t in trajectories]
     count = len(trajectories)
     return {
         "staleness/mean": sum(ages) / count,
         "staleness/max": float(max(ages)),
         "rollout/len_mean": sum(lengths) / count,
+        "rollout/sampled_mean": sum(sampled) / count,
+        "rollout/cut_frac": sum(t.cut for t in trajectories) / count,
         "rollout/turns_mean": sum(t.turns for t in trajectories) / count,
         "rollout/truncated_frac": sum(t.truncated for t in trajectories) / count,
         "rollout/wall_s_p99": sorted(t.wall_s for t in trajectories)[int(0.99 * (count - 1))],
+        "rollout/env_frac": sum(t.env_s for t in trajectories) / max(1e-9, sum(t.wall_s for t in trajectories)),
     }
 
 

@@ -1,6 +1,7 @@
 """The environment manager on real kernels over the memory transport, with a sample buffer and a proxy that are small actors."""
 
 import asyncio
+import threading
 from array import array
 from contextlib import asynccontextmanager
 
@@ -33,6 +34,7 @@ from runtime.kernel import NODE, Kernel
 from runtime.messages import Drain, Finish, Notice
 from runtime.observe.log import logger
 from runtime.store.store import MemoryStore
+from sim.virtual import run_virtual
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.content }}<e>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 POLICY = PolicyState(0, 1)
@@ -167,6 +169,32 @@ class Raising:
 
 class RaisingLater(Raising):
     good_resets = 1
+
+
+class Dozing:
+    def reset(self, *, seed):
+        return "x", {}
+
+    def step(self, action):
+        threading.Event().wait(0.3)
+        return "x", 1.0, True, False, {}
+
+    def close(self):
+        pass
+
+
+class Sleeping:
+    """Waits in each step, for somebody else's work."""
+
+    async def reset(self, *, seed):
+        return "x", {}
+
+    async def step(self, action):
+        await asyncio.sleep(5.0)
+        return "x", 1.0, action == "right", False, {}
+
+    def close(self):
+        pass
 
 
 def write_model(folder):
@@ -358,3 +386,22 @@ async def test_a_crash_of_one_rollout_is_an_outcome_and_the_manager_lives_on(tmp
 
         assert [(g.reason, g.retry) for g in Buffer.given_up] == [("crashed", True)]
         assert len(Buffer.put) == 4
+
+
+def test_a_manager_whose_asynchronous_environments_wait_is_idle(tmp_path):
+    async def main():
+        env = {"class": f"{__file__}:Sleeping", "concurrency": 256, "isolation": "inline"}
+        async with cluster(tmp_path, tickets=256, env=env) as made:
+            await asyncio.sleep(9.0)
+            assert len(made.manager._running) == 256
+            assert made.kernel.metrics.idle() > 0.9
+
+    run_virtual(main)
+
+
+async def test_a_manager_whose_workers_are_asked_is_busy(tmp_path):
+    env = {"class": f"{__file__}:Dozing", "concurrency": 4, "workers": 1, "isolation": "process"}
+    async with cluster(tmp_path, tickets=4, env=env) as made:
+        await made.buffer.until(lambda: len(Buffer.put) == 4)
+
+        assert made.kernel.metrics.idle() < 0.9

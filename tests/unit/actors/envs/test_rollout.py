@@ -1,5 +1,6 @@
 """One trajectory against fakes of the proxy and the reward service."""
 
+import asyncio
 from array import array
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from actors.envs.section import EnvSection
 from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
 from actors.messages.samples import NotScored, PolicyState, Scores, Ticket
 from bus.errors import Failed, Unknown
+from sim.virtual import run_virtual
 
 END = 257
 HERE = __name__
@@ -88,7 +90,7 @@ class FakeProxy:
         stop = [] if word.endswith("…") else [END]
         ids = array("i", [*self.renderer._tokenizer.encode(word.rstrip("…")).ids, *stop])
         tokens = Tokens(ids.tobytes(), array("f", [-1.0] * len(ids)).tobytes(), (VersionSpan(version, 0, len(ids)),))
-        return Completion(request.request_id, tokens, "stop", "engine-1")
+        return Completion(request.request_id, tokens, "stop" if stop else "length", "engine-1")
 
 
 class FakeReward:
@@ -118,12 +120,17 @@ def renderer(model_folder):
     return ChatRenderer(model_folder)
 
 
-async def play(
+async def play(renderer, words, **settings):
+    rollout, proxy = prepare(renderer, words, **settings)
+    return await rollout.play(), proxy
+
+
+def prepare(
     renderer, words, *, env="Corridor", reward=None, ticket=None, policy=(5, 1), kwargs=None, proxy=None, **limits
 ):
     section = EnvSection.model_validate({"class": f"{HERE}:{env}", "isolation": "inline", "kwargs": kwargs or {}})
     host = EnvHost(section)
-    host._class = {"Corridor": Corridor, "Moody": Moody}[env]
+    host._class = {"Corridor": Corridor, "Moody": Moody, "Slow": Slow}[env]
     proxy = proxy or FakeProxy(renderer, words)
     rollout = RolloutSection(**{"max_new_tokens": 8, "max_len": 4096, **limits})
     silent = Silent()
@@ -131,7 +138,7 @@ async def play(
         section, rollout, host, renderer, proxy, reward, lambda: PolicyState(*policy), silent, silent
     )
     ticket = ticket or Ticket("t1", "g1", 1, 17, 4211, 5)
-    return await Rollout(stage, ticket).play(), proxy
+    return Rollout(stage, ticket), proxy
 
 
 async def test_a_trajectory_ends_at_the_goal_with_the_sum_of_step_rewards(renderer):
@@ -270,3 +277,56 @@ async def test_a_trajectory_that_is_not_scored_is_given_up_and_never_worth_zero(
 async def test_a_first_prompt_that_does_not_fit_is_refused_with_its_length(renderer):
     with pytest.raises(GaveUp, match=r"the first prompt has \d+ tokens; rollout.max_len is 10"):
         await play(renderer, ["go"], max_len=10)
+
+
+async def test_each_turn_says_how_it_ended_and_a_turn_at_its_limit_makes_the_trajectory_cut(renderer):
+    reward = FakeReward(Scores((0.0,)))
+
+    cut, _ = await play(renderer, ["go", "so be it…", "go", "go"], reward=reward)
+    whole, _ = await play(renderer, ["go", "go", "go"])
+
+    assert (cut.finish_reasons, cut.cut) == (("stop", "length", "stop", "stop"), True)
+    assert (whole.finish_reasons, whole.cut) == (("stop",) * 3, False)
+    columns = msgspec.msgpack.decode(reward.requests[0].columns)
+    assert columns["finish_reasons"] == ["stop", "length", "stop", "stop"]
+
+
+async def test_where_a_turn_is_one_token_its_limit_cuts_nothing(renderer):
+    trajectory, _ = await play(renderer, ["x…"] * 2, env="Corridor", max_new_tokens=1, max_turns=2)
+
+    assert (trajectory.finish_reasons, trajectory.cut) == (("length", "length"), False)
+
+
+async def test_what_is_given_up_says_how_many_tokens_it_sampled_and_resumed_ones_count_once(renderer):
+    def tokens(num):
+        return Tokens(bytes(4 * num), bytes(4 * num), (VersionSpan(5, 0, num),))
+
+    answers = ["go", Aborted("", tokens(3), "asked"), Aborted("", tokens(5), "asked"), Aborted("", tokens(5), "asked")]
+    rollout, _ = prepare(renderer, answers)
+    with pytest.raises(GaveUp) as caught:
+        await rollout.play()
+
+    told = rollout.given_up(caught.value.reason, retry=caught.value.retry)
+    assert (told.reason, told.retry, told.turns, told.tokens) == ("generation_failed", True, 1, len([*b"go", END]) + 5)
+
+
+class Slow(Corridor):
+    async def step(self, action):
+        await asyncio.sleep(0.25)
+        return Corridor.step(self, action)
+
+
+def test_a_trajectory_says_how_much_of_its_time_went_into_its_environment(model_folder):
+    class SlowProxy(FakeProxy):
+        async def ask(self, request, *, timeout):
+            await asyncio.sleep(1.0)
+            return await super().ask(request, timeout=timeout)
+
+    async def main():
+        renderer = ChatRenderer(model_folder)
+        trajectory, _ = await play(renderer, [], env="Slow", proxy=SlowProxy(renderer, ["go"] * 3))
+        return trajectory
+
+    trajectory = run_virtual(main)
+
+    assert (trajectory.wall_s, trajectory.env_s) == (3.75, 0.75)

@@ -5,6 +5,7 @@ import math
 import os
 import socket
 
+import msgspec
 import pytest
 
 from actors.messages.fabric import PhaseIntent
@@ -107,6 +108,16 @@ def test_ages_count_from_the_version_the_update_starts_from(trajectory):
     assert found["staleness/max"] == 1.0
     assert found["staleness/mean"] == pytest.approx(0.5)
     assert found["rollout/len_mean"] == 2.0
+
+
+def test_a_row_counts_sampled_tokens_apart_and_says_how_many_were_cut_and_where_their_time_went(trajectory):
+    one, other = trajectory([1, 2, 3, 4], [0, 1, 1, 1]), trajectory([1, 2], [0, 1])
+    group = [msgspec.structs.replace(one, cut=True, wall_s=3.0, env_s=2.0), other]
+
+    found = batch_metrics([group], 1)
+
+    assert (found["rollout/len_mean"], found["rollout/sampled_mean"], found["rollout/cut_frac"]) == (3.0, 2.0, 0.5)
+    assert found["rollout/env_frac"] == pytest.approx(2.0 / 3.1)
 
 
 def record(name, **fields) -> ActorRecord:
