@@ -1,19 +1,20 @@
-"""Decides when attempts fail so often that no further one can be expected to succeed."""
+"""Decides when tries fail so often that no further one can be expected to succeed. A try is whatever fails or not by itself: a task, a score."""
 
 from collections.abc import Collection
 
 FIRST = 32
-"""When this many attempts ended and none got through, none ever will."""
+"""When this many ended and none got through, none ever will."""
 
 RECENT = 64
-"""Window of the share below: eight groups of eight."""
+"""Window of the share below."""
 
 MAX_SHARE = 0.95
 """Above this share of failures nothing is left to learn from."""
 
 
-def is_hopeless(failed: Collection[bool], *, ever_good: bool) -> bool:
-    """`failed` says of each of the newest `RECENT` attempts, or fewer, whether it failed; `ever_good` whether any attempt ever got through."""
+def is_hopeless(failed: Collection[float], *, ever_good: bool) -> bool:
+    """`failed` says of each of the newest `RECENT` tries, or fewer, how much of it failed, 0 to 1; `ever_good` whether anything ever got
+    through."""
     num = len(failed)
     if num < FIRST:
         return False

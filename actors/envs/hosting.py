@@ -32,20 +32,28 @@ BUILT_IN = "actors.envs."
 CLOSE_S = 5.0
 """An environment that can't close by then is left to its fate: nobody waits for it."""
 
-EnvOutcome = Literal["env_reset_failed", "env_step_failed", "env_timeout", "env_bad_result", "env_lost"]
+TRIAL_SEEDS = 8
+"""Tried at the start: where more than half of all tasks fail, these rarely all do."""
+
+DEAR_TRIALS = 3
+"""Of them, at most so many that hang, each up to its limit, or fail in the constructor, where the seed plays no part."""
+
+EnvOutcome = Literal["env_reset_failed", "env_step_failed", "env_timeout", "env_bad_result", "env_lost", "no_worker"]
 
 
 @dataclass(eq=False)
 class EnvFailure(Exception):
-    """A call into an environment failed. `outcome` names how; `env_lost` was not its own fault and may be tried again.
+    """A call into an environment failed. `outcome` names how; `env_lost` and `no_worker` were not its own fault and may be tried again.
 
-    `what` continues a sentence: "raised in reset: KeyError('goal')". `where` is the last frame, if known.
+    `what` continues a sentence: "raised in reset: KeyError('goal')". `where` is the last frame, if known. `trials` is how many seeds
+    failed at the start, where it ends the trial.
     """
 
     outcome: EnvOutcome
     method: str
     what: str
     where: str = ""
+    trials: int = 0
 
 
 def sentence(section: EnvSection, failure: EnvFailure, *, task: int | None = None, seed: int, log: str) -> str:
@@ -53,9 +61,11 @@ def sentence(section: EnvSection, failure: EnvFailure, *, task: int | None = Non
     raised, colon, cause = failure.what.partition(": ")
     on = "" if failure.method == "import" else f" (seed {seed})" if task is None else f" (task {task}, seed {seed})"
     parts = [f"env {section.target} {raised}{on}{colon}{cause}"]
-    if failure.method not in ("import", "step"):
-        tries = f"{section.reset_tries} of {section.reset_tries} tries failed"
-        parts.append(tries if task is None else f"{tries}; its group is dropped")
+    if failure.trials:
+        what = "tries" if failure.method == "__init__" else "seeds"
+        parts.append(f"{failure.trials} of {failure.trials} {what} failed")
+    elif task is not None and failure.method != "step":
+        parts.append(f"{section.reset_tries} of {section.reset_tries} tries failed; its group is dropped")
     elif task is not None:
         parts.append("The rollout leaves its group")
     return ". ".join([*parts, f"Log: {log}"])
@@ -105,25 +115,40 @@ class EnvHost:
         tries_left = self._section.reset_tries
         while True:
             tries_left -= 1
-            env: HostedEnv | None = None
             try:
-                env = await self.borrow(purpose)
-                return env, *await env.reset(seed)
+                return await self._begin_once(purpose, seed)
             except EnvFailure:
-                if env is not None:
-                    await env.close()
                 if not tries_left:
                     raise
 
-    async def try_out(self, seed: int) -> None:
+    async def _begin_once(self, purpose: Purpose, seed: int) -> "tuple[HostedEnv, Observation, Mapping[str, Any]]":
+        env = await self.borrow(purpose)
+        try:
+            return env, *await env.reset(seed)
+        except EnvFailure:
+            await env.close()
+            raise
+
+    async def try_out(self, seed: int) -> list[EnvFailure]:
         """Build and reset one environment, with held-out arguments too where they differ; it is kept for the first rollout.
 
-        Raises EnvFailure.
+        `seed` is tried, and those after it while they fail; returns how they did. Raises the first EnvFailure where all fail.
         """
         purposes: tuple[Purpose, ...] = ("train", "eval") if self._section.eval_kwargs else ("train",)
-        for purpose in purposes:
-            env, _, _ = await self.begin(purpose, seed)
-            self.give_back(env, purpose)
+        return [failure for purpose in purposes for failure in await self._try_seeds(purpose, seed)]
+
+    async def _try_seeds(self, purpose: Purpose, seed: int) -> list[EnvFailure]:
+        failures: list[EnvFailure] = []
+        while len(failures) < TRIAL_SEEDS and sum(_is_dear(failure) for failure in failures) < DEAR_TRIALS:
+            try:
+                env, _, _ = await self._begin_once(purpose, seed + len(failures))
+            except EnvFailure as failure:
+                failures.append(failure)
+            else:
+                self.give_back(env, purpose)
+                return failures
+        failures[0].trials = len(failures)
+        raise failures[0]
 
     def give_back(self, env: "HostedEnv", purpose: Purpose) -> None:
         """Keep an instance that works for the next rollout."""
@@ -205,7 +230,7 @@ class InlineEnv(HostedEnv):
                 return result
             async with scope:
                 return await result
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if isinstance(error, TimeoutError) and scope.expired():
                 raise EnvFailure("env_timeout", method, f"hung in {method}: no answer within {limit_s:g} s") from None
             raise _raised(error, method, outcome) from error
@@ -273,6 +298,10 @@ def check_step(result: Any) -> Step:
     return observation, reward, bool(terminated), bool(truncated), cast("Mapping[str, Any]", info)
 
 
+def _is_dear(failure: EnvFailure) -> bool:
+    return failure.method == "__init__" or failure.outcome == "env_timeout"
+
+
 def _check_observation(observation: Any, method: str) -> None:
     if isinstance(observation, str):
         return
@@ -313,7 +342,7 @@ def _load(target: str) -> Callable[..., Any]:
     return found
 
 
-def _raised(error: Exception, method: str, outcome: EnvOutcome) -> EnvFailure:
+def _raised(error: BaseException, method: str, outcome: EnvOutcome) -> EnvFailure:
     return EnvFailure(outcome, method, f"raised in {method}: {text_of(error)}", place_of(error))
 
 
@@ -323,8 +352,10 @@ def _failed(error: PoolError, method: str, outcome: EnvOutcome) -> EnvFailure:
             return EnvFailure(outcome, method, f"raised in {method}: {error.text}", error.where)
         case WorkerTimeout():
             return EnvFailure("env_timeout", method, f"hung in {method}: {error}")
-        case WorkerKilled() | NoWorker():
+        case WorkerKilled():
             return EnvFailure("env_lost", method, f"was lost in {method}: {error}")
+        case NoWorker():
+            return EnvFailure("no_worker", method, f"was lost in {method}: {error}")
         case BadResult():
             return EnvFailure("env_bad_result", method, f"returned nothing usable from {method}: {error}")
         case TargetMissing():

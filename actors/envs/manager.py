@@ -143,11 +143,14 @@ class EnvManager(Actor):
         try:
             renderer = await self.offload(lambda: ChatRenderer(folder, system_prompt=limits.system_prompt))
             await self._host.start()
-            await self._host.try_out(self.run.seed)
+            failures = await self._host.try_out(self.run.seed)
         except ValueError as error:
             return str(error)
         except EnvFailure as failure:
             return sentence(self.config.env, failure, seed=self.run.seed, log=self._log)
+        if failures:
+            text = sentence(self.config.env, failures[0], seed=self.run.seed, log=self._log)
+            self.notice(f"{text}. The job goes on: another seed works (tried: {len(failures) + 1})")
         self._rollouts = RolloutContext(
             env=self.config.env,
             rollout=limits,
@@ -189,6 +192,7 @@ class EnvManager(Actor):
         key = (ticket.trajectory_id, ticket.attempt)
         if key not in self._running:
             assert self._rollouts is not None
+            self._record.begun(ticket)
             rollout = Rollout(self._rollouts, ticket)
             self._running[key] = (rollout, self.spawn(self._run(rollout), name=f"{self.name}.{ticket.trajectory_id}"))
             self.metrics.gauge("rollout/in_flight", len(self._running))
@@ -211,7 +215,7 @@ class EnvManager(Actor):
             self.metrics.gauge("rollout/in_flight", len(self._running))
 
     async def _finished(self, rollout: Rollout, trajectory: Trajectory) -> None:
-        self._record.good()
+        self._record.good(rollout.ticket)
         self.metrics.count("rollout/finished")
         self.metrics.observe("rollout/turns", trajectory.turns)
         self.metrics.observe("rollout/wall_s", trajectory.wall_s)
@@ -231,8 +235,8 @@ class EnvManager(Actor):
             where=end.failure.where if end.failure else "",
             retry=end.retry,
         )
-        notice, verdict = self._record.bad(ticket, end)
-        if notice:
+        notices, verdict = self._record.bad(ticket, end)
+        for notice in notices:
             self.notice(notice)
         if verdict:
             self._end(verdict)

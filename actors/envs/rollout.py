@@ -2,10 +2,11 @@
 
 import asyncio
 import re
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -30,6 +31,12 @@ DIGITS = re.compile(r"\d+")
 
 MAX_NOTICES = 5
 """Kinds of failure the user is told about; the log has all of them."""
+
+SHARES_AFTER = (8, RECENT)
+"""After so many tasks the user is told which share of them failed."""
+
+TASKS_KEPT = 4 * RECENT
+"""Tasks remembered; one that still runs when so many began after it is forgotten."""
 
 
 @dataclass(eq=False)
@@ -253,34 +260,70 @@ class Rollout:
         return self._context.waits.on(self._ticket.trajectory_id, stage=stage, holder=holder, limit=limit)
 
 
+@dataclass(slots=True)
+class _TaskRecord:
+    """How the rollouts of one task fare."""
+
+    running: int = 0
+    good: int = 0
+    failed: int = 0
+
+
 class RolloutRecord:
-    """How rollouts fared lately. Only failures that another attempt would meet again count: a lost worker or engine says nothing."""
+    """How tasks fared lately, in the order in which they began: failing is quicker than playing, so those that end first say little.
+
+    Only failures that another attempt would meet again count: a lost worker or engine says nothing. Rollouts of a task fail together, so
+    tasks are counted, each by the share of its rollouts that failed, and none before all that began before it are over.
+    """
 
     def __init__(self, env: EnvSection, log: str) -> None:
         self._env = env
         self._log = log
-        self._recent: deque[bool] = deque(maxlen=RECENT)
+        self._tasks: OrderedDict[tuple[str, int], _TaskRecord] = OrderedDict()
         self._ever_good = False
         self._noticed: set[tuple[str, str]] = set()
+        self._shares_told = 0
 
-    def good(self) -> None:
+    def begun(self, ticket: Ticket) -> None:
+        """A rollout begins."""
+        self._tasks.setdefault((ticket.group_id, ticket.task), _TaskRecord()).running += 1
+        if len(self._tasks) > TASKS_KEPT:
+            self._tasks.popitem(last=False)
+
+    def good(self, ticket: Ticket) -> None:
         """A rollout got through."""
         self._ever_good = True
-        self._recent.append(False)
+        self._over(ticket).good += 1
 
-    def bad(self, ticket: Ticket, end: GaveUp) -> tuple[str, str]:
-        """(notice, verdict): sentences for the user, each empty where there is nothing to say; a verdict ends the job."""
+    def bad(self, ticket: Ticket, end: GaveUp) -> tuple[list[str], str]:
+        """(notices, verdict): sentences for the user; the verdict, empty where there is none, ends the job."""
+        task = self._over(ticket)
         if end.reason == "reward_failed" or (end.retry and end.reason != "crashed"):
-            return "", ""  # the reward service judges its own functions
-        self._recent.append(True)
+            return [], ""  # the reward service judges its own functions
+        task.failed += 1
         text, kind = self._described(ticket, end)
         known = kind in self._noticed or len(self._noticed) >= MAX_NOTICES
         self._noticed.add(kind)
-        verdict = ""
-        if is_hopeless(self._recent, ever_good=self._ever_good):
-            where = " in their environment" if end.failure else ""
-            verdict = f"{text}. {sum(self._recent)} of the last {len(self._recent)} rollouts failed{where}"
-        return "" if known else text, verdict
+        notices = [] if known else [text]
+        shares = self._shares()
+        of_last = f"{sum(shares):.0f} of the last {len(shares)} tasks failed{' in their environment' if end.failure else ''}"
+        if is_hopeless(shares, ever_good=self._ever_good):
+            return notices, f"{text}. {of_last}"
+        if self._shares_told < len(SHARES_AFTER) and len(shares) >= SHARES_AFTER[self._shares_told] and self._ever_good:
+            self._shares_told += 1
+            notices.append(f"{of_last}; the job goes on with the others")
+        return notices, ""
+
+    def _over(self, ticket: Ticket) -> _TaskRecord:
+        task = self._tasks.get((ticket.group_id, ticket.task)) or _TaskRecord()
+        task.running -= 1
+        return task
+
+    def _shares(self) -> list[float]:
+        """The failed share of each of the newest tasks of which nothing runs, nor of any task before them."""
+        over = takewhile(lambda task: task.running <= 0, self._tasks.values())
+        shares = [task.failed / (task.failed + task.good) for task in over if task.failed or task.good]
+        return shares[-RECENT:]
 
     def _described(self, ticket: Ticket, end: GaveUp) -> tuple[str, tuple[str, str]]:
         """The sentence, and what makes two failures the same to a reader."""
@@ -301,4 +344,4 @@ def _is_plain(value: Any) -> bool:
 
 
 def _given_up(failure: EnvFailure) -> GaveUp:
-    return GaveUp(failure.outcome, failure.what, retry=failure.outcome == "env_lost", failure=failure)
+    return GaveUp(failure.outcome, failure.what, retry=failure.outcome in ("env_lost", "no_worker"), failure=failure)

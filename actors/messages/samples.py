@@ -156,7 +156,8 @@ class GiveUp(Request[Stored], frozen=True):
     idempotent: ClassVar[bool] = True
     ticket: Ticket
     reason: str
-    """A named outcome: env_reset_failed, env_step_failed, env_timeout, env_bad_result, reward_failed, generation_failed, stale, drained."""
+    """A named outcome: env_reset_failed, env_step_failed, env_timeout, env_bad_result, env_lost, no_worker, reward_failed,
+    generation_failed, stale, drained."""
     detail: str = ""
     retry: bool = False
     tokens: int = 0

@@ -63,6 +63,9 @@ from runtime.store.store import Fence
 HINT_S = 1.0
 """A manager that grants no credit for this long misses the hint; every reply carries the policy's state too."""
 
+UNCOUNTED = ("drained", "env_lost")
+"""Reasons of an attempt's end that cost no try: whoever made a worker end has failed itself, and what else ran on it is innocent."""
+
 EPOCH = "samples/epoch"
 """Counter of trainers' epochs: it leaps where the Store forgot, so none is drawn twice."""
 
@@ -313,7 +316,7 @@ class SampleBuffer(Actor):
         """A rollout ended without a score: another attempt, or its end."""
         name, reason = request.ticket.trajectory_id, request.reason
         if request.retry:
-            failed = reason != "drained"
+            failed = reason not in UNCOUNTED
             return self._change(
                 request.ticket, lambda: self._groups.take_back(name, reason, counted=failed, failed=failed)
             )

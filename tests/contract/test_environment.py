@@ -143,9 +143,9 @@ START_MISTAKES = [
     ),
     (
         f"{USER}:RaisesInReset",
-        r"raised in reset \(seed 4211\): KeyError\('goal'\). 3 of 3 tries failed. Log: a.jsonl",
+        r"raised in reset \(seed 4211\): KeyError\('goal'\). 8 of 8 seeds failed. Log: a.jsonl",
     ),
-    (f"{USER}:HangsInReset", r"hung in reset \(seed 4211\): no answer within 0.3 s. 3 of 3 tries failed"),
+    (f"{USER}:HangsInReset", r"hung in reset \(seed 4211\): no answer within 0.3 s. 3 of 3 seeds failed"),
 ]
 
 

@@ -1,7 +1,9 @@
 """Environments as users get them wrong, one class per mistake."""
 
 import asyncio
+import os
 import random
+import threading
 
 
 class Good:
@@ -68,3 +70,34 @@ class RewardsNan(Good):
 class WantsAnArgument(Good):
     def __init__(self, level):
         self.level = level
+
+
+class FourInSeven(Good):
+    """Of seven tasks one raises, one hangs, one pays NaN and one exits; the other three are played, which takes longer than failing."""
+
+    def reset(self, *, seed):
+        self.kind = seed % 7
+        return f"task {self.kind}", {}
+
+    def step(self, action):
+        if self.kind == 0:
+            raise ZeroDivisionError("no more moves")
+        if self.kind == 1:
+            threading.Event().wait()
+        if self.kind == 2:
+            return "go", float("nan"), False, False, {}
+        if self.kind == 3:
+            os._exit(3)
+        threading.Event().wait(0.02)
+        return "go", random.random(), False, False, {}
+
+
+class FailsOnOneSeed(Uneven):
+    """The very seed that is tried first."""
+
+    inline = False
+
+    def reset(self, *, seed):
+        if seed == 1:
+            raise KeyError("goal")
+        return "go", {}

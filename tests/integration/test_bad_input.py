@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import json
+import re
 import shutil
 import signal
 import socketserver
@@ -184,7 +185,7 @@ ENVIRONMENTS = [
     pytest.param("envs.py:Godo", "envs.py defines no Godo", id="class missing"),
     pytest.param("unfinished.py:Env", "SyntaxError", id="file broken"),
     pytest.param("envs.py:WantsAnArgument", "raised in __init__", id="constructor raises"),
-    pytest.param("envs.py:RaisesInReset", "raised in reset (seed 1): KeyError('goal'). 3 of 3 tries failed", id="raises in reset"),
+    pytest.param("envs.py:RaisesInReset", "raised in reset (seed 1): KeyError('goal'). 8 of 8 seeds failed", id="raises in reset"),
     pytest.param("envs.py:HangsInReset", "hung in reset", id="hangs in reset"),
     pytest.param("envs.py:BlocksInReset", "hung in reset", id="blocks in reset"),
     pytest.param("envs.py:ReturnsOneValue", "a str instead of (observation, info)", id="wrong shape from reset"),
@@ -311,7 +312,30 @@ def test_rollouts_that_fail_every_time_end_the_job_with_one_sentence(overrides, 
     ended = rubato("launch", "acting.yaml", "--run-dir", "run", *given, "env.isolation=auto", cwd=place)
 
     _check_one_sentence(ended, sentence, place)
-    assert "32 of the last 32 rollouts failed" in ended.err
+    assert "32 of the last 32 tasks failed" in ended.err
+
+
+def test_where_four_tasks_in_seven_fail_the_user_is_told_and_the_others_are_trained_on(place):
+    soon = ("env.isolation=auto", "env.step_timeout_s=0.3", "rollout.max_turns=6", "env.concurrency=16")
+    ended = rubato(*LAUNCH, "env.class=envs.py:FourInSeven", *soon, "run.steps=10", cwd=place)
+
+    assert ended.code == 0, ended.err
+    assert len(_rows(place / "run")) == 10
+    for what in ("raised in step", "hung in step", "a reward of nan", "crashed in step"):
+        assert what in ended.out
+    assert re.search(r"\d of the last \d+ tasks failed in their environment; the job goes on with the others", ended.out)
+    samples = [json.loads(line) for line in (place / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {line["reason"] for line in samples if line["fate"] == "failed"} == {
+        "env_step_failed", "env_timeout", "env_bad_result"
+    }  # fmt: skip
+
+
+def test_an_environment_that_fails_on_the_first_seed_that_is_tried_is_told_and_the_job_goes_on(place):
+    ended = rubato(*LAUNCH, "env.class=envs.py:FailsOnOneSeed", "env.isolation=auto", cwd=place)
+
+    assert ended.code == 0, ended.err
+    assert "raised in reset (seed 1): KeyError('goal')" in ended.out
+    assert "The job goes on: another seed works (tried: 2)" in ended.out
 
 
 def test_a_run_folder_belongs_to_one_launcher(stopped, place):

@@ -330,7 +330,7 @@ async def test_what_does_not_finish_in_a_drain_is_given_back_for_another_try(tmp
         ({"class": "no_such_package:Env"}, "env no_such_package:Env can't be loaded"),
         (
             {"class": f"{__file__}:Raising", "isolation": "inline"},
-            "raised in reset (seed 7): KeyError('goal'). 3 of 3 tries",
+            "raised in reset (seed 7): KeyError('goal'). 8 of 8 seeds",
         ),
     ],
     ids=["missing", "raising"],
@@ -353,10 +353,10 @@ async def test_a_model_folder_without_a_tokenizer_ends_the_job(tmp_path):
 
 async def test_an_environment_that_breaks_later_is_told_once_and_ends_the_job(tmp_path):
     env = {"class": f"{__file__}:RaisingLater", "isolation": "inline", "reset_tries": 1}
-    async with cluster(tmp_path, tickets=200, env=env) as made:
+    async with cluster(tmp_path, tickets=10_000, env=env) as made:
         finish = await made.node.end_of_job()
 
-        assert "rollouts failed in their environment" in finish.reason
+        assert "32 of the last 32 tasks failed in their environment" in finish.reason
         assert len(Node.notices) == 1
         assert {g.reason for g in Buffer.given_up} == {"env_reset_failed"}
 
