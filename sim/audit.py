@@ -1,4 +1,5 @@
-"""Checks what a finished run wrote against what is promised of it: every sample one fate, every step whole, no age over the bound.
+"""Checks what a finished run wrote against what is promised of it: every sample one fate, every step whole, no age over the bound, and
+every sampled token accounted for.
 
 A Store that lost its state shows in what was written before: lines of samples.jsonl that it no longer knew, which the buffer moved to
 samples.lost.jsonl, and steps or epochs that go backwards.
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 from actors.samples.ledger import lost_path
 from actors.samples.sample import group_id, split_id, trajectory_id
+from actors.samples.tally import TRAINED
 
 SHOWN = 3
 """Ids named per problem."""
@@ -38,10 +40,11 @@ class Audit(NamedTuple):
 
 def audit(folder: Path, expected: AuditLimits) -> Audit:
     """Read `metrics.jsonl`, `samples.jsonl` and, where there is one, `samples.lost.jsonl` of the finished run in `folder`."""
-    rows = [row["step"] for row in _lines(folder / "metrics.jsonl")]
+    metrics = _lines(folder / "metrics.jsonl")
+    rows = [row["step"] for row in metrics]
     ledger, lost = _lines(folder / "samples.jsonl"), _lines(lost_path(folder))
     problems = _steps(rows, expected) + _samples(ledger, expected) + _trained(ledger, expected)
-    problems += _forgotten(ledger, lost, expected)
+    problems += _forgotten(ledger, lost, expected) + _tokens(metrics, ledger)
     return Audit(len(rows), len(ledger), dict(Counter(line["fate"] for line in ledger)), problems)
 
 
@@ -98,6 +101,24 @@ def _forgotten(ledger: list[dict[str, Any]], lost: list[dict[str, Any]], expecte
         back = [later["trajectory_id"] for before, later in pairwise(trained) if later[what] < before[what]]
         if back:
             problems.append(f"the {what} goes backwards in samples.jsonl{_some('first at', back[:1])}")
+    return problems
+
+
+def _tokens(rows: list[dict[str, Any]], ledger: list[dict[str, Any]]) -> list[str]:
+    """In each row what was generated is held or has a fate; and what a row says was trained is so in the ledger, which may have more."""
+    tokens = [{name: row[name] for name in row if name.startswith("tokens/")} for row in rows]
+    odd = [
+        row["step"]
+        for row, of in zip(rows, tokens, strict=True)
+        if 2 * of.get("tokens/generated", 0) != sum(of.values())
+    ]
+    problems = [f"the tokens of {len(odd)} rows don't balance{_some('steps', odd)}"] if odd else []
+    for fate in TRAINED:
+        told = max((of.get(f"tokens/{fate}", 0) for of in tokens), default=0)
+        if told > (known := sum(line.get("tokens", 0) for line in ledger if line["fate"] == fate)):
+            problems.append(
+                f"metrics.jsonl says that {told:.0f} tokens ended as {fate}, samples.jsonl knows of {known}"
+            )
     return problems
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pydantic import Field
 
 from actors.messages.samples import Ticket
-from actors.samples.groups import GroupLimits
+from actors.samples.group import GroupLimits
 from runtime.config import Section
 from sim.buffer_model import NEVER_LAPSES_S
 from sim.engine_model import ModelledEngine

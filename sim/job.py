@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.messages.samples import Ticket
-from actors.samples.groups import GroupLimits
+from actors.samples.group import GroupLimits
 from planning.staleness import is_stale
 from sim.buffer_model import ModelledBuffer
 from sim.manager_model import ModelledManager, RolloutFailed

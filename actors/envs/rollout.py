@@ -306,7 +306,9 @@ class RolloutRecord:
         self._noticed.add(kind)
         notices = [] if known else [text]
         shares = self._shares()
-        of_last = f"{sum(shares):.0f} of the last {len(shares)} tasks failed{' in their environment' if end.failure else ''}"
+        of_last = (
+            f"{sum(shares):.0f} of the last {len(shares)} tasks failed{' in their environment' if end.failure else ''}"
+        )
         if is_hopeless(shares, ever_good=self._ever_good):
             return notices, f"{text}. {of_last}"
         if self._shares_told < len(SHARES_AFTER) and len(shares) >= SHARES_AFTER[self._shares_told] and self._ever_good:

@@ -35,8 +35,8 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.model_folder import vocab_size_of
-from actors.samples.group import MIN_SCORED, Group, Member, Receipt
-from actors.samples.groups import GroupLimits, Groups, OutOfOrder
+from actors.samples.group import MIN_SCORED, Group, GroupLimits, Member, Receipt
+from actors.samples.groups import Groups
 from actors.samples.holders import ENV_MANAGER, NOBODY, Holders, gauges, why_no_batch, why_no_tickets, why_unfinished
 from actors.samples.journal import Journal, Wake
 from actors.samples.ledger import SampleLedger
@@ -44,11 +44,13 @@ from actors.samples.sample import (
     FUTURE_VERSION,
     INLINE_BYTES,
     Outcome,
+    OutOfOrder,
     PayloadLost,
     file_payload,
     flaw,
     outcome_of,
     read_payload,
+    spent_of,
     sweep_payloads,
     trajectory_id,
 )
@@ -162,7 +164,7 @@ class SampleBuffer(Actor):
     @handler(concurrency=1024)
     async def give_up(self, request: GiveUp) -> Stored:
         with self.waits.on(request.ticket.trajectory_id, stage="intake", holder=STORE):
-            fate = self._give_up(request)
+            fate = self._give_up(request, spent_of(request))
             await self._journal.sync()
         return Stored(fate=fate, policy=self._groups.policy)
 
@@ -210,6 +212,7 @@ class SampleBuffer(Actor):
         groups.advance(request.step)
         groups.drop_old(min_version(groups.base + 1, groups.alpha))
         self._moved()
+        gauges(groups, self.metrics)
         await self._journal.sync()
         if groups.training.version > before:
             self.spawn(self._hint(), name="hint")
@@ -223,6 +226,7 @@ class SampleBuffer(Actor):
         self._groups.commit(request.step, request.epoch)
         self._groups.advance(request.step)
         self._moved()
+        gauges(self._groups, self.metrics)
         await self._journal.sync()
         return Ack()
 
@@ -285,47 +289,53 @@ class SampleBuffer(Actor):
 
     async def _put(self, trajectory: Trajectory) -> str:
         """Take a scored trajectory in; returns its fate so far ("" while it may train)."""
-        ticket = trajectory.ticket
+        ticket, spent = trajectory.ticket, spent_of(trajectory)
         name = ticket.trajectory_id
-        if (fate := self._settled(ticket)) is not None:
+        if (fate := self._settled(ticket, spent)) is not None:
             return fate
         if found := flaw(trajectory, newest=self._groups.base, vocab_size=self._vocab_size):
             self.log.error("trajectory_refused", trajectory=name, attempt=ticket.attempt, flaw=found)
             if found.startswith(FUTURE_VERSION):
-                return self._change(ticket, lambda: self._groups.take_back(name, found, counted=True) or "superseded")
-            return self._change(ticket, lambda: self._groups.fail(name, "failed", found))
+                return self._change(
+                    ticket,
+                    spent,
+                    lambda: self._groups.take_back(name, found, counted=True, spent=spent) or "superseded",
+                )
+            return self._change(ticket, spent, lambda: self._groups.fail(name, "failed", found, spent))
         outcome = outcome_of(trajectory)
         if ticket.purpose == "eval":
-            return self._change(ticket, lambda: self._groups.score(name, outcome))
+            return self._change(ticket, spent, lambda: self._groups.score(name, outcome))
         payload = msgspec.msgpack.encode(trajectory)
         if len(payload) <= INLINE_BYTES:
             await self._journal.room(len(payload))
-            return self._change(ticket, lambda: self._groups.score(name, outcome, payload))
+            return self._change(ticket, spent, lambda: self._groups.score(name, outcome, payload))
         return await self._put_file(ticket, outcome, payload)
 
     async def _put_file(self, ticket: Ticket, outcome: Outcome, payload: bytes) -> str:
         name, folder = ticket.trajectory_id, self.run.folder / "samples"
         digest = await self.offload(file_payload, folder, f"{name}.{ticket.attempt}", payload)
-        fate = self._change(ticket, lambda: self._groups.score(name, outcome, digest=digest))
+        fate = self._change(ticket, outcome, lambda: self._groups.score(name, outcome, digest=digest))
         found = self._groups.find(name)
         if found is None or found[1].digest != digest:
             await self.offload((folder / f"{name}.{ticket.attempt}").unlink, True)  # it came too late
         return fate
 
-    def _give_up(self, request: GiveUp) -> str:
+    def _give_up(self, request: GiveUp, spent: Outcome) -> str:
         """A rollout ended without a score: another attempt, or its end."""
         name, reason = request.ticket.trajectory_id, request.reason
         if request.retry:
             failed = reason not in UNCOUNTED
             return self._change(
-                request.ticket, lambda: self._groups.take_back(name, reason, counted=failed, failed=failed)
+                request.ticket,
+                spent,
+                lambda: self._groups.take_back(name, reason, counted=failed, failed=failed, spent=spent),
             )
         fate = "stale" if reason == "stale" else "failed"
-        return self._change(request.ticket, lambda: self._groups.fail(name, fate, reason))
+        return self._change(request.ticket, spent, lambda: self._groups.fail(name, fate, reason, spent))
 
-    def _change(self, ticket: Ticket, change: Callable[[], str]) -> str:
+    def _change(self, ticket: Ticket, spent: Outcome, change: Callable[[], str]) -> str:
         """Let `change` happen to a rollout of which nothing came yet; returns its fate."""
-        if (settled := self._settled(ticket)) is not None:
+        if (settled := self._settled(ticket, spent)) is not None:
             return settled
         fate = change()
         self._moved()
@@ -333,10 +343,14 @@ class SampleBuffer(Actor):
             self.metrics.count("samples/put")
         return fate
 
-    def _settled(self, ticket: Ticket) -> str | None:
+    def _settled(self, ticket: Ticket, spent: Outcome) -> str | None:
+        """The fate of a rollout of which nothing more may come, where it has one; what was `spent` on it is noted."""
         fate = self._groups.settled_fate(ticket)
         if fate == "superseded":
             self.metrics.count("tickets/refused")
+            self.metrics.count("tickets/refused_tokens", spent.tokens)
+        elif fate is not None:
+            self._groups.late(ticket, spent)
         return fate
 
     # -- batches ------------------------------------------------------------------------------------------------

@@ -11,21 +11,20 @@ A member's fate is told once, in the SampleEnd that a move returns: where it fai
 is open or ready then); otherwise as its group ends. No fate is ever taken back.
 """
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
 from actors.messages.samples import Purpose, Ticket
 from actors.samples.sample import Outcome, noise_of, seed_of, trajectory_id
+from actors.samples.tally import TRAINED, Tally
 
 NOTHING = Outcome(-1, None)
 """No trajectory came."""
 
 GroupState = Literal["open", "ready", "bound", "trained", "ended"]
 MemberState = Literal["pending", "running", "scored", "failed"]
-
-TRAINED = ("trained", "zero_spread")
-"""Fates of samples that were in a step: without spread they count in its statistics and teach nothing."""
 
 MIN_SCORED = 2
 """A single reward has no advantage over anything."""
@@ -63,6 +62,7 @@ class Training(msgspec.Struct):
     """How often it did in that step."""
     raised_epoch: int = 0
     """The epoch in which it raised last."""
+    tally: Tally = msgspec.field(default_factory=Tally)
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
@@ -225,6 +225,11 @@ class Group(msgspec.Struct, array_like=True):
         return [index for index, member in enumerate(self.members) if member.state == "scored"]
 
     @property
+    def held_tokens(self) -> list[int]:
+        """How many tokens each of its samples has that have no fate yet."""
+        return [member.outcome.tokens for member in self.members if member.state == "scored"]
+
+    @property
     def inline(self) -> list[str]:
         """Samples that train and whose payloads lie in the Store."""
         return [trajectory_id(self.id, index) for index in self.scored if not self.members[index].digest]
@@ -283,3 +288,26 @@ class Group(msgspec.Struct, array_like=True):
             outcome=member.outcome,
             reason=member.reason,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """The numbers of the configuration that decide about groups."""
+
+    group_size: int
+    batch_groups: int
+    steps: int
+    run_seed: int
+    max_attempts: int
+    unbounded_batches: int
+    ticket_ttl_s: float
+
+
+@dataclass
+class Changes:
+    """What a durable write has to say: `groups` by id that changed, payloads to keep (bytes) or let go of (None), ends in their order."""
+
+    groups: dict[str, None] = field(default_factory=dict)
+    payloads: dict[str, bytes | None] = field(default_factory=dict)
+    ends: list[SampleEnd] = field(default_factory=list)
+    training: bool = False

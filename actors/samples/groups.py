@@ -6,13 +6,11 @@ Nothing here waits. The journal (journal.py) makes every change durable before a
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from actors.messages.samples import PolicyState, Ticket
-from actors.samples.group import Group, Member, Receipt, SampleEnd, Training
-from actors.samples.sample import Outcome, group_id, split_id, trajectory_id
+from actors.samples.group import Changes, Group, GroupLimits, Member, Receipt, SampleEnd, Training
+from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, group_id, split_id, trajectory_id
 from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, admit, hand_over, is_stale, min_version
-from runtime.errors import RubatoError
 
 ENDED_KEPT = 4096
 """Groups whose end is remembered for puts that come again; older ones get `superseded`, which also means: forget it."""
@@ -22,37 +20,6 @@ ROUNDS_KEPT = 8
 
 POISON_RAISES = 2
 """A step whose training raised so often is not tried again: its groups end as `poisoned`."""
-
-
-class StaleEpoch(RubatoError):
-    """A trainer that was replaced wants something. Nothing was changed."""
-
-
-class OutOfOrder(RubatoError):
-    """A step was claimed that is committed already, or one behind a step that has no groups. No group was bound."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLimits:
-    """The numbers of the configuration that decide about groups."""
-
-    group_size: int
-    batch_groups: int
-    steps: int
-    run_seed: int
-    max_attempts: int
-    unbounded_batches: int
-    ticket_ttl_s: float
-
-
-@dataclass
-class Changes:
-    """What a durable write has to say: `groups` by id that changed, payloads to keep (bytes) or let go of (None), ends in their order."""
-
-    groups: dict[str, None] = field(default_factory=dict)
-    payloads: dict[str, bytes | None] = field(default_factory=dict)
-    ends: list[SampleEnd] = field(default_factory=list)
-    training: bool = False
 
 
 class Groups:
@@ -202,10 +169,13 @@ class Groups:
         if found[1].state == "running":
             self._lease(trajectory, now)
 
-    def take_back(self, trajectory: str, reason: str, *, counted: bool, failed: bool = False) -> str:
+    def take_back(
+        self, trajectory: str, reason: str, *, counted: bool, failed: bool = False, spent: Outcome | None = None
+    ) -> str:
         """A running rollout came to nothing: it is issued again (""), or ends where its attempts are used up (`failed`).
 
-        One that `failed` by itself will draw other tokens; one that was lost draws the same.
+        One that `failed` by itself will draw other tokens; one that was lost draws the same. `spent` is what it had sampled, where
+        somebody tells.
         """
         found = self.find(trajectory)
         if found is None or found[1].state != "running":
@@ -213,8 +183,10 @@ class Groups:
         group, member = found
         member.tries += counted
         member.failures += failed
+        self.training.tally.lost_attempts += spent is None
         if member.tries >= self.limits.max_attempts:
-            return self.fail(trajectory, "failed", reason)
+            return self.fail(trajectory, "failed", reason, spent)
+        self._tell(group, spent.tokens if spent else 0, "retried")
         self._issue_again(group, trajectory)
         return ""
 
@@ -234,6 +206,7 @@ class Groups:
         """
         group, index = self._place(trajectory)
         group.members[index].outcome = outcome
+        self._tell(group, outcome.tokens)
         if group.purpose == "train" and is_stale(outcome.version_first, self.base, self.alpha):
             return self.fail(trajectory, "stale", "")
         self.leases.pop(trajectory, None)
@@ -245,16 +218,29 @@ class Groups:
             self._settle(group)
         return group.fate_of(index)
 
-    def fail(self, trajectory: str, fate: str, reason: str) -> str:
-        """A rollout ends without a sample; returns its fate."""
+    def fail(self, trajectory: str, fate: str, reason: str, spent: Outcome | None = None) -> str:
+        """A rollout ends without a sample, having `spent` that much more than was told; returns its fate."""
         group, index = self._place(trajectory)
         self.leases.pop(trajectory, None)
+        if spent is not None:
+            group.members[index].outcome = spent
+            self._tell(group, spent.tokens)
         ends = group.fail(index, fate, reason)
         if group.purpose == "train":
-            self.changes.ends += ends
+            self._note(ends)
             self._changed(group)
             self._settle(group)
         return fate
+
+    def late(self, ticket: Ticket, spent: Outcome) -> None:
+        """Note what a rollout sampled whose group ended while it ran; told again, or of a former attempt, it is ignored."""
+        found = self._look_up(ticket.trajectory_id)
+        if found is None or found[0].state != "ended":
+            return
+        member = found[0].members[found[1]]
+        if member.state == "running" and member.attempt == ticket.attempt:
+            member.state = "failed"
+            self._tell(found[0], spent.tokens, found[0].fate)
 
     def drop_old(self, oldest: int) -> None:
         """End the groups, open or ready, that hold a first token older than `oldest`: they would never train."""
@@ -270,7 +256,7 @@ class Groups:
     def lose(self, group: Group, members: Iterable[int]) -> None:
         """The samples of these members of a ready group are gone: the rest trains without them, if enough are left."""
         for index in members:
-            self.changes.ends += group.fail(index, "lost", "its payload is gone or damaged")
+            self._note(group.fail(index, "lost", "its payload is gone or damaged"))
         self._changed(group)
         self._settle(group)
 
@@ -403,8 +389,10 @@ class Groups:
         for index, member in enumerate(group.members):
             self.leases.pop(trajectory_id(name, index), None)
             self.changes.payloads[trajectory_id(name, index)] = None
+            known = 0 if older is group else older.members[index].outcome.tokens
+            self._tell(group, member.outcome.tokens - known)
             if member.state == "failed" and (older is group or older.members[index].state != "failed"):
-                self.changes.ends.append(ends[index])
+                self._note([ends[index]])
         self.trained[name] = group
         self._changed(group)
         return group
@@ -485,8 +473,18 @@ class Groups:
         self._ended[group.id] = group
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
-        self.changes.ends += ends
+        self._note(ends)
         self._changed(group)
+
+    def _note(self, ends: Iterable[SampleEnd]) -> None:
+        for end in ends:
+            self.changes.ends.append(end)
+            self.training.tally.end(end.fate, end.outcome.tokens)
+
+    def _tell(self, group: Group, tokens: int, fate: str = "") -> None:
+        """So many tokens were sampled for `group`, which the tally does not know of yet."""
+        self.training.tally.tell(tokens, fate if group.purpose == "train" else "eval")
+        self.changes.training = True
 
     def _lease(self, trajectory: str, now: float) -> None:
         self.leases[trajectory] = now + self.limits.ticket_ttl_s

@@ -130,12 +130,16 @@ def why_unfinished(group: Group) -> tuple[str, str]:
 
 
 def gauges(groups: Groups, metrics: "Metrics") -> None:
-    """Depths in samples: held in groups that still run, ready to be claimed, bound to a step not trained yet."""
+    """Depths in samples: held in groups that still run, ready to be claimed, bound to a step not trained yet. And what became of all tokens."""
     for queue, state in (("held", "open"), ("ready", "ready"), ("bound", "bound")):
         depth = sum(group.num_scored for group in groups.live.values() if group.state == state)
         metrics.gauge(f"queue/{queue}/depth", depth)
     metrics.gauge("groups/ready", sum(1 for _ in groups.ready()))
     metrics.gauge("groups/in_flight", sum(1 for _ in groups.open()))
+    held = sum(sum(group.held_tokens) for group in groups.live.values())
+    trained = [tokens for group in groups.trained.values() for tokens in group.held_tokens]
+    for name, value in groups.training.tally.figures(held + sum(trained), trained):
+        metrics.gauge(name, value)
 
 
 def _holders(group: Group) -> list[str]:

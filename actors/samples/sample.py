@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from actors.checkpoint import digest_of, sync_folder, write_through
-from actors.messages.samples import Segment, Trajectory, flaw_of_reward
+from actors.messages.samples import GiveUp, Segment, Trajectory, flaw_of_reward
+from runtime.errors import RubatoError
 
 INLINE_BYTES = 64 * 1024
 """Payloads up to this size lie in the Store; larger ones in a file."""
@@ -32,6 +33,14 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 FUTURE_VERSION = "future_version"
+
+
+class StaleEpoch(RubatoError):
+    """A trainer that was replaced wants something. Nothing was changed."""
+
+
+class OutOfOrder(RubatoError):
+    """A step was claimed that is committed already, or one behind a step that has no groups. No group was bound."""
 
 
 class PayloadLost(Exception):
@@ -71,16 +80,18 @@ def noise_of(run_seed: int, trajectory: str, failures: int) -> int:
 
 
 def outcome_of(trajectory: Trajectory) -> Outcome:
-    """What the ledger tells of a trajectory."""
-    return Outcome(
-        version_first=trajectory.version_first,
-        reward=trajectory.reward,
-        tokens=sum(segment.mask.count(1) for segment in trajectory.segments),
-        turns=trajectory.turns,
-        wall_s=trajectory.wall_s,
-        finish_reasons=trajectory.finish_reasons,
-        cut=trajectory.cut,
+    """What the ledger tells of a trajectory. Raises ValueError where nothing was sampled."""
+    return msgspec.structs.replace(
+        spent_of(trajectory), version_first=trajectory.version_first, reward=trajectory.reward
     )
+
+
+def spent_of(came: Trajectory | GiveUp) -> Outcome:
+    """What the ledger tells of a rollout that is no sample."""
+    if isinstance(came, GiveUp):
+        return Outcome(-1, None, came.tokens, came.turns)
+    tokens = sum(segment.mask.count(1) for segment in came.segments)
+    return Outcome(-1, None, tokens, came.turns, came.wall_s, came.finish_reasons, came.cut)
 
 
 def flaw(trajectory: Trajectory, *, newest: int, vocab_size: int | None) -> str:

@@ -29,7 +29,7 @@ from runtime.courier import Ref
 from runtime.observe.figures import busy_seconds, cpu_seconds
 from runtime.registry import ActorRecord
 
-OWN_PREFIXES = ("queue/", "fabric/")
+OWN_PREFIXES = ("queue/", "fabric/", "tokens/", "attempts/", "length/")
 """Figures of other actors that a row carries under their own names."""
 
 

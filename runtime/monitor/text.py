@@ -52,6 +52,9 @@ NETWORK = (
 )
 """A line of its own, where any of them is known."""
 
+LENGTH, TRAINED_FRAC, ENDED = "length/", "/trained_frac", "/ended"
+"""How the metrics of one length of samples begin and end."""
+
 PHASE = "fabric/phase/"
 """Gauges whose names begin so, one of them 1: the phase of the network, at the name's end."""
 
@@ -77,6 +80,7 @@ def once(shown: Snapshot, rows: Sequence[Row], *, width: int = 80) -> str:
     if shown["actors"]:
         parts += [" ".join(cells(COLUMNS)), *(" ".join(cells(actor_row(a))) for a in shown["actors"]), ""]
     parts += [*_hung("flow", flow(shown), width), *_hung("weights", versions(shown), width)]
+    parts += _hung("trained", lengths(shown), width)
     parts += _hung("fabric", network(shown), width)
     for index, line in enumerate(failure_lines(shown)):
         parts += _hung("" if index else "failed", line, width)
@@ -137,6 +141,17 @@ def network(shown: Snapshot) -> str:
     phase = f"{phases[0].removeprefix(PHASE)}: " if phases else ""
     down = " (electrical path only)" if total(shown, "fabric/electrical") else ""
     return f"{phase}{told}{down}" if told else ""
+
+
+def lengths(shown: Snapshot) -> str:
+    """The share of the samples of each length that was trained: where these differ, long ones are missing, or short ones."""
+    known = {name for at in (shown["metrics"], *(actor["metrics"] for actor in shown["actors"])) for name in at}
+    found = sorted(int(name.split("/")[1]) for name in known if name.startswith(LENGTH) and name.endswith(TRAINED_FRAC))
+    told = [
+        (n, total(shown, f"{LENGTH}{n}{TRAINED_FRAC}") or 0.0, total(shown, f"{LENGTH}{n}{ENDED}") or 0.0)
+        for n in found
+    ]
+    return ", ".join(f"{share:.1%} of {num:,.0f} ≤ {n}" for n, share, num in told) + (" tokens" if told else "")
 
 
 def _totals(shown: Snapshot, figures: Sequence[Shown]) -> list[str]:
@@ -261,7 +276,17 @@ def flow_panel(shown: Snapshot, failed: Sequence[str] = ()) -> str:
 def flow_page(shown: Snapshot, failed: Sequence[str] = ()) -> str:
     """The whole page: flow, weight versions, queues, what fails and how often."""
     queues = [f"  {name:<16}{depth:>10,.0f}" for name, depth in shown["queues"].items()] or ["  none yet"]
-    lines = [flow_panel(shown), "", "queues", *queues, "", "failures"]
+    lines = [
+        flow_panel(shown),
+        "",
+        "queues",
+        *queues,
+        "",
+        "trained",
+        f"  {lengths(shown) or 'nothing yet'}",
+        "",
+        "failures",
+    ]
     return "\n".join([*lines, *(f"  {line}" for line in failed or ["none"])])
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from actors.samples.group import TRAINED
+from actors.samples.tally import TRAINED
 from actors.training.trainer import CheckpointSection
 from runtime.config import RunSection
 from runtime.config.source import read

@@ -7,7 +7,7 @@ from actors.config import RolloutSection, SamplesSection, StalenessSection, Trai
 from actors.engines.section import EngineSection
 from actors.envs.section import EnvSection
 from actors.messages.samples import Ticket
-from actors.samples.groups import GroupLimits
+from actors.samples.group import GroupLimits
 from actors.training.trainer import CheckpointSection
 from planning.routing import RequestView
 from runtime.config import RunSection

@@ -235,6 +235,20 @@ class InvariantChecks:
         for name, attempt in self.timeline.acknowledged.items():
             self._check_kept(name, attempt, fates.get(name))
 
+    def balanced(self, training: Training, groups: Sequence[Group], log: Sequence[tuple[int, bytes]]) -> None:
+        """Every token that was told of is held by a group that lives, or has its fate, as the log of ends says."""
+        tokens, held = training.tally.tokens, sum(sum(group.held_tokens) for group in groups)
+        if training.tally.generated != sum(tokens.values()) + held:
+            self.fail("tokens balance", f"{training.tally.generated} were generated, {held} are held, and {tokens}")
+        told: dict[str, int] = {}
+        for end in (msgspec.msgpack.decode(value, type=SampleEnd) for _, value in log):
+            told[end.fate] = told.get(end.fate, 0) + end.outcome.tokens
+        for fate in ("trained", "zero_spread", "failed", "lost", "poisoned"):  # the others may be told of late
+            if told.get(fate, 0) != tokens.get(fate, 0):
+                self.fail(
+                    "tokens balance", f"{tokens.get(fate, 0)} tokens are {fate}; the ends have {told.get(fate, 0)}"
+                )
+
     def _check_kept(self, name: str, attempt: int, end: SampleEnd | None) -> None:
         if end is None:
             self.fail("no acknowledged sample is lost", f"{name} was acknowledged and has no fate")

@@ -14,7 +14,7 @@ import actors.envs.manager
 import bus.link
 import runtime.courier
 import runtime.observe.figures
-from actors.samples.journal import ENDS
+from actors.samples.journal import ENDS, read_records
 from sim.simtest import faults as drawn
 from sim.simtest import setup as setups
 from sim.simtest.checks import InvariantChecks, Violation
@@ -196,6 +196,7 @@ class SeedJob:
         while found := await state.read(ENDS, len(entries)):
             entries += found
         self.monitor.ended(entries, _lines(self.folder / "samples.jsonl"))
+        self.monitor.balanced(*await read_records(state), entries)
         rows = [row["step"] for row in _lines(self.folder / "metrics.jsonl")]
         if rows != list(range(1, self.setup.steps + 1)):
             fail("gapless steps", f"metrics.jsonl has rows {rows}")

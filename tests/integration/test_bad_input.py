@@ -323,7 +323,9 @@ def test_where_four_tasks_in_seven_fail_the_user_is_told_and_the_others_are_trai
     assert len(_rows(place / "run")) == 10
     for what in ("raised in step", "hung in step", "a reward of nan", "crashed in step"):
         assert what in ended.out
-    assert re.search(r"\d of the last \d+ tasks failed in their environment; the job goes on with the others", ended.out)
+    assert re.search(
+        r"\d of the last \d+ tasks failed in their environment; the job goes on with the others", ended.out
+    )
     samples = [json.loads(line) for line in (place / "run" / "samples.jsonl").read_text().splitlines()]
     assert {line["reason"] for line in samples if line["fate"] == "failed"} == {
         "env_step_failed", "env_timeout", "env_bad_result"

@@ -37,7 +37,13 @@ class Life:
         self.receipts = {}
         self.stored = {}
         self.payloads = set()
+        self.generated = 0
         self.draw(0)
+
+    def spent(self, number):
+        """Somebody sampled so much."""
+        self.generated += number
+        return Outcome(-1, None, number, 1)
 
     # -- what managers do -------------------------------------------------------------------------------------
 
@@ -51,21 +57,34 @@ class Life:
                 return
             ticket = self.held.pop(0 if number % 5 else -1)
             if self.groups.settled_fate(ticket) is not None:
+                self.late(ticket, number)
                 continue
             first = min(ticket.version + number % 3, self.groups.training.version)
             payload, digest = (None, "digest") if number % 7 == 0 else (b"payload", "")
-            self.groups.score(ticket.trajectory_id, Outcome(first, float((number + each) % 2)), payload, digest)
+            outcome = Outcome(first, float((number + each) % 2), self.spent(number % 50).tokens)
+            self.groups.score(ticket.trajectory_id, outcome, payload, digest)
 
     def give_up(self, number):
         if not self.held:
             return
         ticket = self.held.pop(number % len(self.held))
         if self.groups.settled_fate(ticket) is not None:
+            self.late(ticket, number)
             return
+        spent = self.spent(number % 40)
         if number % 2:
-            self.groups.take_back(ticket.trajectory_id, "env_timeout", counted=True)
+            self.groups.take_back(ticket.trajectory_id, "env_timeout", counted=True, spent=spent)
         else:
-            self.groups.fail(ticket.trajectory_id, "failed", "env_step_failed")
+            self.groups.fail(ticket.trajectory_id, "failed", "env_step_failed", spent)
+
+    def late(self, ticket, number):
+        """Told twice, it counts once; of an attempt that was replaced, not at all."""
+        ended = self.groups._ended.get(ticket.group_id)
+        member = ended and ended.members[int(ticket.trajectory_id.rpartition(".")[2])]
+        if member and member.state == "running" and member.attempt == ticket.attempt:
+            self.spent(number % 30)
+        for _ in range(2):
+            self.groups.late(ticket, Outcome(-1, None, number % 30))
 
     def unsend(self, number):
         if self.held:
@@ -177,6 +196,15 @@ class Life:
         self.check_ends()
         self.check_slots()
         self.check_steps()
+        self.check_tokens()
+
+    def check_tokens(self):
+        """What was sampled is held, or has a fate; and every sample that ended has the length it was sampled to."""
+        tally, alive = self.groups.training.tally, (*self.groups.live.values(), *self.groups.trained.values())
+        held = sum(sum(group.held_tokens) for group in alive)
+        assert tally.generated == sum(tally.tokens.values()) + held == self.generated
+        ended = Counter(end.fate != "unused" for end in [*self.logged, *self.groups.changes.ends])
+        assert sum(length.ended for length in tally.lengths.values()) == ended[True]
 
     def check_ends(self):
         """One end per sample: of each that can't train any more, and of no other."""

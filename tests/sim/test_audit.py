@@ -100,3 +100,23 @@ def test_a_counter_that_goes_backwards_is_found(problems, ledger, what):
     ledger[0][what] = ledger[1][what] = 3
 
     assert any(f"the {what} goes backwards in samples.jsonl (first at g00000001.0)" in p for p in problems(ledger))
+
+
+def test_rows_whose_tokens_do_not_balance_are_found(tmp_path, ledger):
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(x | {"tokens": 10}) + "\n" for x in ledger))
+
+    def found(*rows):
+        lines = [
+            json.dumps({"step": 1 + n, **{f"tokens/{k}": v for k, v in row.items()}}) for n, row in enumerate(rows)
+        ]
+        (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+        return audit(tmp_path, EXPECTED).problems
+
+    assert (
+        found({"generated": 50, "held": 30, "retried": 20}, {"generated": 90, "trained": 40, "held": 30, "retried": 20})
+        == []
+    )
+    assert found({"generated": 50, "held": 30}, {}) == ["the tokens of 1 rows don't balance (steps 1)"]
+    assert found({}, {"generated": 41, "trained": 41}) == [
+        "metrics.jsonl says that 41 tokens ended as trained, samples.jsonl knows of 40"
+    ]

@@ -312,6 +312,8 @@ def trajectory_of(ticket, reward=1.0, version_first=None, num_tokens=4):
         turns=3,
         truncated=False,
         wall_s=0.25,
+        finish_reasons=("stop", "length", "stop"),
+        cut=True,
     )
 
 

@@ -638,7 +638,7 @@ def test_the_ledger_tells_what_became_of_each_sample(stage):
         await trainer.start()
         tickets = await stage.admit()
         await fill(stage, tickets[:4])
-        await stage.buffer.give_up(GiveUp(tickets[4], "env_reset_failed"))
+        await stage.buffer.give_up(GiveUp(tickets[4], "env_step_failed", tokens=40, turns=2))
         await trainer.claim(1)
         await trainer.advance(1)
         await trainer.commit(1)
@@ -659,10 +659,12 @@ def test_the_ledger_tells_what_became_of_each_sample(stage):
             "version_from": None,
             "age": None,
             "reward": None,
-            "tokens": 0,
-            "turns": 0,
+            "tokens": 40,
+            "turns": 2,
             "wall_s": 0.0,
-            "reason": "env_reset_failed",
+            "finish_reasons": [],
+            "cut": False,
+            "reason": "env_step_failed",
         }
         assert lines[2] == {
             "trajectory_id": "g00000000.1",
@@ -679,8 +681,44 @@ def test_the_ledger_tells_what_became_of_each_sample(stage):
             "tokens": 3,
             "turns": 3,
             "wall_s": 0.25,
+            "finish_reasons": ["stop", "length", "stop"],
+            "cut": True,
             "reason": "",
         }
+
+    stage.run(scene)
+
+
+def test_every_sampled_token_is_held_or_has_its_fate(stage):
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        tickets = await stage.admit()
+        await stage.buffer.give_up(GiveUp(tickets[0], "env_timeout", retry=True, tokens=100, turns=1))
+        (again,) = await stage.admit(num=1)
+        await fill(stage, [again, *tickets[1:6]])
+        await stage.put(again)
+        await stage.put(tickets[0])
+        await stage.buffer.give_up(GiveUp(tickets[6], "env_step_failed", tokens=40, turns=2))
+        await trainer.claim(1)
+        await trainer.advance(1)
+        await trainer.commit(1)
+        figures = stage.buffer.metrics.snapshot()
+        await stage.buffer.close(Close())
+        await stage.put(tickets[7])
+        tally = stage.buffer._groups.training.tally
+
+        tokens = {name: value for name, value in figures.items() if name.startswith("tokens/")}
+        assert tokens == {
+            "tokens/generated": 158.0, "tokens/trained": 12.0, "tokens/retried": 100.0, "tokens/failed": 40.0, "tokens/held": 6.0
+        }  # fmt: skip
+        assert figures["tickets/refused_tokens"] == 3.0
+        assert {name: value for name, value in figures.items() if name.startswith("length/")} == {
+            "length/4/ended": 4.0, "length/4/trained_frac": 1.0, "length/64/ended": 1.0, "length/64/trained_frac": 0.0
+        }  # fmt: skip
+        assert tally.generated == 161 == sum(tally.tokens.values())
+        assert tally.tokens["unused"] + tally.tokens.get("group_too_small", 0) == 9
 
     stage.run(scene)
 

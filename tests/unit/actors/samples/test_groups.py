@@ -61,7 +61,7 @@ def test_every_change_is_noted_once(groups):
 
     names = [t.trajectory_id for t in tickets]
     assert (list(first.groups), first.payloads, first.ends, first.training) == (["g00000000"], {}, [], True)
-    assert (list(second.groups), list(second.payloads), second.training) == (["g00000000"], names, False)
+    assert (list(second.groups), list(second.payloads), second.training) == (["g00000000"], names, True)
     assert (nothing.groups, nothing.payloads, nothing.ends, nothing.training) == ({}, {}, [], False)
     assert list(third.groups) == ["g00000000"]
     assert fourth.payloads == dict.fromkeys(names)

@@ -47,6 +47,25 @@ def test_the_network_has_a_line_of_its_own_where_there_is_one(make_record):
     assert "fabric" not in once(snapshot("r", [], [], {}), [])
 
 
+def test_the_share_that_was_trained_is_told_by_length(make_record):
+    figures = {
+        "length/16/ended": 2048.0,
+        "length/16/trained_frac": 1.0,
+        "length/1024/ended": 40.0,
+        "length/1024/trained_frac": 0.95,
+    }
+
+    live = snapshot(
+        "r", [make_record("sample_buffer-1", **{k.replace("/", "__"): v for k, v in figures.items()})], [], {}
+    )
+    ended = snapshot("r", [], [{"step": 1, **figures}], {})
+
+    for shown in (live, ended):
+        assert "trained  100.0% of 2,048 ≤ 16, 95.0% of 40 ≤ 1024 tokens" in once(shown, [])
+        assert "100.0% of 2,048 ≤ 16, 95.0% of 40 ≤ 1024 tokens" in flow_page(shown)
+    assert "trained" not in once(snapshot("r", [], [], {}), [])
+
+
 def test_a_run_before_its_first_step_is_no_error():
     text = once(snapshot("new", [], [], {}), [])
 
