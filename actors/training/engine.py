@@ -29,7 +29,10 @@ class TrainEngine(Protocol):
         ...
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Log-probability of each token given those before it (first token: 0.0) at this temperature; 0, greedy, counts as 1."""
+        """Log-probability of each token given those before it (first token: 0.0), by the forward pass of `train`.
+
+        At `temperature`, where 0 (greedy) counts as 1.
+        """
         ...
 
     def export(self) -> list[memoryview | bytes]:

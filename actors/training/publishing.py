@@ -1,31 +1,27 @@
-"""What the trainer gives out: weights, the rows of metrics.jsonl, one check that engines see the same policy, and held-out evaluations."""
+"""What the trainer gives out: weights, the rows of metrics.jsonl, and held-out evaluations."""
 
 import asyncio
 import json
 import math
 import os
-import random
 import socket
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import msgspec
 from pydantic import Field
 
 from actors.messages.fabric import Phase, PhaseIntent
-from actors.messages.generation import Aborted, Completion, Generate, Sampling
 from actors.messages.samples import Advance, EvalResult, Evaluate, PolicyState, Trajectory
 from actors.messages.weights import WeightsPublished, WeightsTaken
-from actors.training.engine import StepResult, TrainEngine, TrainError
+from actors.training.engine import StepResult
 from bus.errors import AskFailed
-from bus.message import pack_i32, unpack_f32, unpack_i32
 from runtime.actor import Actor
 from runtime.config import Section
-from runtime.courier import Ref
 from runtime.observe.figures import busy_seconds, cpu_seconds
 from runtime.registry import ActorRecord
 
@@ -182,31 +178,11 @@ BUFFER, NODE, FABRIC = "sample_buffer", "node", "fabric_controller"
 WEIGHTS = "weights"
 """Name of the weights' blob."""
 
-PROMPT_TOKENS = 8
-WORST_SHOWN = 5
-
 FAILED_SHARE = 0.01
 """Above this share of tasks without a score the user is told: the reward says nothing about them."""
 
 REPLY_S = 30.0
 """Beyond the time that the sample buffer may hold the ask back."""
-
-
-class CheckSection(Section):
-    """The start-up check that trainer and engine agree on log-probabilities."""
-
-    enabled: bool = True
-    """Compare before the first step."""
-    num_prompts: int = Field(default=16, ge=1)
-    """Random prompts to sample from."""
-    num_tokens: int = Field(default=32, ge=1)
-    """Tokens sampled after each."""
-    limit_float32: float = Field(default=1e-3, gt=0)
-    """Largest mean |Δ log-prob| in float32."""
-    limit_bfloat16: float = Field(default=3e-2, gt=0)
-    """Largest mean |Δ log-prob| in bfloat16, whose 8-bit mantissa makes two orders of summation differ by this much."""
-    timeout_s: float = Field(default=120.0, gt=0)
-    """Longest the engines may take to answer."""
 
 
 class EvalSection(Section):
@@ -273,87 +249,6 @@ class Publisher:
         with suppress(AskFailed, TimeoutError):
             async with asyncio.timeout(INTEND_S):
                 await actor.ref(FABRIC).tell(PhaseIntent(phase, step, in_s, traffic))
-
-    async def check_agreement(self, step: int, engine: TrainEngine, section: CheckSection) -> None:
-        """Stop the run where trainer and engine do not see the same policy."""
-        actor = self._actor
-        path = actor.run.folder / actor.config.model.path / "config.json"
-        vocab_size = int(msgspec.json.decode(await actor.offload(path.read_bytes))["vocab_size"])
-        proxy, key, seed = actor.ref("llm_proxy"), f"{actor.incarnation}", actor.run.seed
-        with actor.waits.on("agreement", stage="check", holder="llm_proxy", blocks_actor=True) as wait:
-            sampled = await sample_random_prompts(
-                proxy, section, vocab_size=vocab_size, version=step, key=key, seed=seed
-            )
-            wait.update(holder="")
-            found = await actor.offload(compare_logprobs, sampled, engine.logprobs)
-        actor.notice(require_agreement(found, section, actor.config.model.dtype), good=True)
-
-
-# -- the start-up check: do trainer and engine give the same tokens the same log-probabilities? ------------------------
-
-
-class Difference(NamedTuple):
-    """One sampled token as both sides see it (log-probabilities, nats)."""
-
-    prompt: int
-    position: int
-    token: int
-    engine: float
-    trainer: float
-
-    @property
-    def gap(self) -> float:
-        return abs(self.engine - self.trainer)
-
-
-async def sample_random_prompts(
-    proxy: Ref, section: CheckSection, *, vocab_size: int, version: int, key: str, seed: int
-) -> list[tuple[list[int], Completion]]:
-    """Completions of random prompts under weights no older than `version`: off any task, so every weight matters."""
-    chance = random.Random(seed)
-    found: list[tuple[list[int], Completion]] = []
-    for index in range(section.num_prompts):
-        prompt = [chance.randrange(vocab_size) for _ in range(PROMPT_TOKENS)]
-        name = f"check.{key}.{index}"
-        sampling = Sampling(section.num_tokens, seed=chance.randrange(2**31))
-        request = Generate(name, name, pack_i32(prompt), sampling, min_version=version)
-        reply = await proxy.ask(request, timeout=section.timeout_s)
-        if isinstance(reply, Aborted):
-            raise TrainError(f"the engine aborted the start-up check ({reply.reason})")
-        found.append((prompt, reply))
-    return found
-
-
-def compare_logprobs(
-    sampled: Sequence[tuple[list[int], Completion]], logprobs: Callable[[list[list[int]]], list[list[float]]]
-) -> list[Difference]:
-    """Recompute what the engine reported; the tokens that differ most come first. Blocks: offload it."""
-    completions = [unpack_i32(reply.tokens.ids) for _, reply in sampled]
-    recomputed = logprobs([prompt + ids for (prompt, _), ids in zip(sampled, completions, strict=True)])
-    found: list[Difference] = []
-    for index, ((prompt, reply), ids) in enumerate(zip(sampled, completions, strict=True)):
-        ours = recomputed[index][len(prompt) :]
-        both = zip(ids, unpack_f32(reply.tokens.logprobs), ours, strict=True)
-        found += [Difference(index, at, token, engine, trainer) for at, (token, engine, trainer) in enumerate(both)]
-    return sorted(found, key=lambda d: -d.gap)
-
-
-def require_agreement(found: Sequence[Difference], section: CheckSection, dtype: str) -> str:
-    """A sentence for the user. Raises TrainError, with the tokens that differ most, where the two do not see the same policy."""
-    limit = section.limit_float32 if dtype == "float32" else section.limit_bfloat16
-    mean = sum(d.gap for d in found) / max(1, len(found))
-    measured = f"mean |Δlogp| {mean:.1e} over {len(found)} tokens"
-    if mean <= limit:
-        return f"trainer and engine agree: {measured}"
-    worst = [
-        f"{d.prompt:6d}  {d.position:8d}  {d.token:5d}  {d.engine:10.5f}  {d.trainer:10.5f}  {d.gap:.2e}"
-        for d in found[:WORST_SHOWN]
-    ]
-    lines = ["prompt  position  token   engine      trainer     |Δ|", *worst]
-    raise TrainError(
-        f"trainer and engine disagree: {measured}, limit {limit:.0e} ({dtype}). "
-        "Check that both load the same model folder and dtype.\n" + "\n".join(lines)
-    )
 
 
 # -- held-out evaluations ----------------------------------------------------------------------------------------------

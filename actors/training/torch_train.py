@@ -175,13 +175,14 @@ class TorchTrainEngine:
         )
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        found: list[list[float]] = []
+        sequences = [list(tokens) for tokens in sequences]
+        found = [[0.0] for _ in sequences]
         with torch.inference_mode():
-            for tokens in sequences:
-                size = len(tokens)
-                sequence = TokenSequence(list(tokens), [1] * size, [0.0] * size, [0] * size, 0.0, temperature or 1.0)
-                logprobs_N, _ = forward.policy_logprobs(self._model, micro_batch([sequence], self._device))
-                found.append([0.0, *logprobs_N.tolist()])
+            for run in pack([len(tokens) for tokens in sequences], self._train_section.micro_batch_tokens):
+                batch = micro_batch([_whole(sequences[i], temperature or 1.0) for i in run], self._device)
+                logprobs_N, _ = forward.policy_logprobs(self._model, batch)
+                for row, logprob in zip(batch.rows_N.tolist(), logprobs_N.tolist(), strict=True):
+                    found[run[row]].append(logprob)
         return found
 
     def export(self) -> list[memoryview | bytes]:
@@ -264,6 +265,12 @@ class TorchTrainEngine:
         self._lr_steps = self._train_section.lr_steps or lr_steps
         self._rng.setstate((python_state[0], tuple(python_state[1]), python_state[2]))
         torch.set_rng_state(torch.tensor(torch_state, dtype=torch.uint8))
+
+
+def _whole(tokens: list[int], temperature: float) -> TokenSequence:
+    """Every token of it counts as sampled; only what a forward pass reads is filled in."""
+    size = len(tokens)
+    return TokenSequence(tokens, [1] * size, [0.0] * size, [0] * size, 0.0, temperature)
 
 
 def _advantaged(group: Sequence[Trajectory], version: int) -> list[TokenSequence]:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from actors import checkpoint as checkpoints
 from actors.checkpoint import CheckpointError, Replaced
-from actors.config import ModelSection, StalenessSection, TrainSection
+from actors.config import ModelSection, RolloutSection, StalenessSection, TrainSection
 from actors.messages.samples import (
     Advance,
     Batch,
@@ -27,11 +27,11 @@ from actors.messages.samples import (
 )
 from actors.messages.weights import WeightsTaken
 from actors.model_folder import check_device, check_model_folder
+from actors.training.agreement import Agreement, CheckSection, coarser_dtype
 from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from actors.training.publishing import (
     ASK_S,
     BUFFER,
-    CheckSection,
     EvalSection,
     HeldOut,
     Publisher,
@@ -39,6 +39,7 @@ from actors.training.publishing import (
     cpu_used,
     own_metrics,
 )
+from planning.agreement import MOST_KL, PATIENCE, begins_to_part, why_parted
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig, Section
 from runtime.errors import ActorFailed
@@ -84,6 +85,7 @@ class Trainer(Actor):
         eval: EvalSection = Field(default_factory=EvalSection)
         checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
         check: CheckSection = Field(default_factory=CheckSection)
+        rollout: RolloutSection = Field(default_factory=RolloutSection)
 
     config: Config
 
@@ -104,10 +106,12 @@ class Trainer(Actor):
         self._buffer: Ref = self.ref(BUFFER)
         self._rows = Rows(self.run.folder / "metrics.jsonl")
         self._checkpoints = self.run.folder / "checkpoints"
-        self._out = Publisher(self)
+        self._out, self._agreement = Publisher(self), Agreement(self)
         self._policy = PolicyState(0, config.staleness.bound)
         self._step = self._saved = self._epoch = 0
-        self._checked = self._training = False
+        self._training = False
+        self._num_published = 0
+        self._mismatches = deque([0.0], maxlen=PATIENCE + 1)
         self._took_s: deque[float] = deque(maxlen=REMEMBERED)
         self._began = self._last_row = 0.0
         self._receipts: deque[tuple[int, float, bytes]] = deque()
@@ -189,6 +193,7 @@ class Trainer(Actor):
     async def _train_to_the_end(self) -> None:
         try:
             await self._publish()
+            await self._compare(self._step)
             self._began = self._last_row = asyncio.get_running_loop().time()
             while self._step < self.run.steps and not self._leaving.is_set():
                 await self._one_step(self._step + 1)
@@ -227,6 +232,7 @@ class Trainer(Actor):
             "time/train": trained - claimed,
             "time/publish": loop.time() - trained,
         }
+        times |= await self._compare(step, result.metrics.get("policy/mismatch_kl"))
         if not _virtual():
             times["time/train_cpu"] = cpu_s
         await self._evaluate_when_due(step)
@@ -279,9 +285,21 @@ class Trainer(Actor):
         if self._policy.version > self._step:
             return
         self._policy = await self._out.publish(self._step, self._epoch, self._engine.export)
-        if not self._checked and self.config.check.enabled:
-            await self._out.check_agreement(self._step, self._engine, self.config.check)
-        self._checked = True
+        self._num_published += 1
+
+    async def _compare(self, step: int, mismatch_kl: float | None = None) -> dict[str, float]:
+        """Compare log-probs with the engines where that is due, or the last steps' mismatch asks for it; returns what it took."""
+        if mismatch_kl is not None:
+            self._mismatches.append(mismatch_kl)
+        most = MOST_KL[coarser_dtype(self.config.model, self.config.train)]
+        alarmed = mismatch_kl is not None and begins_to_part(tuple(self._mismatches), most)
+        section, began = self.config.check, asyncio.get_running_loop().time()
+        published = self._policy.version == step
+        compared = published and (section.due(self._num_published, step) or (alarmed and section.enabled))
+        agreed = compared and await self._agreement.check(step, self._engine)
+        if alarmed and mismatch_kl is not None:
+            self.notice(why_parted(mismatch_kl, most, compared=agreed))
+        return {"time/check": asyncio.get_running_loop().time() - began} if compared else {}
 
     def _save_due(self, step: int) -> bool:
         section = self.config.checkpoint

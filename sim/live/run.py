@@ -12,7 +12,8 @@ from actors.config import RolloutSection
 from actors.engines.worker import EngineWorker
 from actors.envs.manager import EnvManager
 from actors.envs.section import EnvSection
-from actors.training.publishing import CheckSection, EvalSection
+from actors.training.agreement import CheckSection
+from actors.training.publishing import EvalSection
 from actors.training.trainer import CheckpointSection
 from sim.cluster import ClusterJobSpec
 from sim.live.engine import RooflineSection

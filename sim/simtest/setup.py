@@ -12,7 +12,8 @@ from actors.envs.manager import EnvManager
 from actors.envs.section import EnvSection
 from actors.proxy.proxy import LLMProxy
 from actors.rewards.service import RewardService
-from actors.training.publishing import CheckSection, EvalSection
+from actors.training.agreement import CheckSection
+from actors.training.publishing import EvalSection
 from actors.training.trainer import CheckpointSection
 from runtime.actor import Actor
 from runtime.config import ActorSpec, Config

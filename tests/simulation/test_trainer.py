@@ -23,7 +23,8 @@ from actors.messages.samples import (
     Ticket,
     Trajectory,
 )
-from actors.training.publishing import CheckSection, EvalSection
+from actors.training.agreement import CheckSection
+from actors.training.publishing import EvalSection
 from actors.training.trainer import CheckpointSection, Trainer
 from bus.link import Identity
 from bus.message import Ack

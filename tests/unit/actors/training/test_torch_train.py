@@ -415,3 +415,15 @@ def test_sequences_of_like_length_share_a_run():
     runs = pack([10, 100, 11, 99], 200)
 
     assert [sorted(run) for run in runs] == [[1, 3], [0, 2]]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_log_probs_for_the_comparison_come_in_micro_batches_as_in_training(engine, temperature):
+    rows = [[4, 5, 6, 7, 8, 9], [3, 1], [9, 8, 7, 6], [5], [2, 2, 2]]
+
+    alone = [engine(micro_batch_tokens=1).logprobs([row], temperature)[0] for row in rows]
+    together = engine(micro_batch_tokens=12).logprobs(rows, temperature)
+
+    assert [len(found) for found in together] == [6, 2, 4, 1, 3]
+    assert [found[0] for found in together] == [0.0] * 5
+    assert all(a == pytest.approx(b, abs=1e-5) for a, b in zip(alone, together, strict=True))
