@@ -176,6 +176,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
+def last(folder: Path) -> Path | None:
+    """The newest checkpoint under `folder`, whether complete or not."""
+    return next(reversed(by_step(folder)), None)
+
+
 def write_through(path: Path, content: bytes) -> str:
     """Write a file, on disk when this returns, and return its hex BLAKE2b-256. Blocks; raises OSError."""
     with path.open("wb") as file:

@@ -1,9 +1,11 @@
 """Whether this host has what `model` in the config asks for: a folder in HF format, as far as its file names tell, and a device."""
 
+import math
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -48,6 +50,43 @@ def vocab_size_of(folder: Path) -> int | None:
         return None
     size = config.get("vocab_size") if isinstance(config, dict) else None
     return size if isinstance(size, int) else None
+
+
+DESCRIBED = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+"""Of config.json: what two folders of one model have in common, whatever wrote them."""
+
+
+def same_model(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same kind of model with the same tokenizer; True where one of them does not say. Blocks."""
+    try:
+        configs = [
+            msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any]) for folder in (one, other)
+        ]
+        tokens = [(folder / "tokenizer.json").read_bytes() for folder in (one, other)]
+    except (OSError, msgspec.MsgspecError):
+        return True
+    described = [[config.get(key) for key in DESCRIBED] for config in configs]
+    return described[0] == described[1] and tokens[0] == tokens[1]
+
+
+def num_parameters(folder: Path) -> int:
+    """Of the model in `folder`, as the headers of its *.safetensors say; 0 where they don't. Blocks, reads no weights."""
+    count = 0
+    try:
+        for path in folder.glob("*.safetensors"):
+            with path.open("rb") as file:
+                header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")), type=dict[str, Any])
+            count += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    except (OSError, msgspec.MsgspecError, KeyError, TypeError, OverflowError, MemoryError):
+        return 0
+    return count
 
 
 def check_device(device: str) -> None:

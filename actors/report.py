@@ -1,4 +1,4 @@
-"""Draws report.png and prints the three closing lines of a run: `python -m actors.report RUN_DIR`."""
+"""Draws report.png and prints the closing lines of a run: `python -m actors.report RUN_DIR`."""
 
 import json
 import os
@@ -34,6 +34,8 @@ class Run(NamedTuple):
     model: str
     task: str
     deaths: list[tuple[float, str]]
+    reasons: Counter[str] = Counter()
+    """Why the samples failed that did."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,33 +56,78 @@ def read_run(folder: Path) -> Run:
 
     config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
     rows = _lines(folder / "metrics.jsonl")
-    fates = Counter(str(line["fate"]) for line in _lines(folder / "samples.jsonl"))
+    ends = _lines(folder / "samples.jsonl")
+    fates = Counter(str(end["fate"]) for end in ends)
+    reasons = Counter(str(end.get("reason", "")) for end in ends if end["fate"] == "failed")
     log = _lines(folder / "logs" / "node-1.jsonl")
     deaths = [(_on_axis(line["t"], rows), str(line["actor"])) for line in log if line.get("event") == "died"]
     env = str(config.get("env", {}).get("class", "")).rsplit(":", 1)[-1]
     model = str(config.get("model", {}).get("path", ""))
     alpha = int(config["staleness"]["alpha"]) if config["staleness"].get("bounded", True) else UNBOUNDED
-    return Run(folder, rows, fates, alpha, int(config["run"]["steps"]), model, env, deaths)
+    return Run(folder, rows, fates, alpha, int(config["run"]["steps"]), model, env, deaths, reasons)
 
 
 def summary(run: Run) -> list[str]:
-    """Three lines: what was reached, who was busy and what that suggests, where to look next."""
+    """What was reached, what spoils it where something does, who was busy and what that suggests, where to look next."""
     rows = run.rows
     first, last = rows[0], rows[-10:]
     reward = fmean(r["reward/mean"] for r in last)
     evaluations = [r for r in rows if "eval/num" in r or "eval/reward" in r]
     wall = last[-1].get("time/wall_s", 0.0)
-    dropped = run.fates.get("stale", 0)
     age = max(r.get("staleness/max", 0.0) for r in rows)
     eval_text = f" ({_held_out(evaluations[-1])})" if evaluations else ""
     steps, wanted = int(rows[-1]["step"]), run.steps
     reached = "done" if steps >= wanted else f"stopped at step {steps} of {wanted}"
     return [
         f"{reached}: reward {first['reward/mean']:.2f} → {reward:.2f}{eval_text} in {steps} steps, {_duration(wall)}"
-        f" · {sum(run.fates.values()):,} samples, {dropped} dropped, age ≤ {age:.0f} · {len(run.deaths)} restarts",
+        f" · {_counted(run.fates)}, age ≤ {age:.0f} · {len(run.deaths)} restarts",
+        *concerns(run),
         _busy_line(rows),
         f"report {run.folder / 'report.png'} · trace.json opens in ui.perfetto.dev · next: edit configs/quickstart.yaml or read docs/embedding.md",
     ]
+
+
+LOST = {
+    "failed": "failed",
+    "stale": "dropped",
+    "group_too_small": "left in groups too small to train",
+    "poisoned": "poisoned",
+    "lost": "lost",
+}
+"""Fates of samples that were not trained, and what they are called; those `unused` at the end are no loss."""
+
+NOTABLE_SHARE = 0.05
+"""Above this share of all samples, or steps, the closing lines say what it means."""
+
+
+def _counted(fates: Counter[str]) -> str:
+    """`384 samples, 128 failed (33 %), 0 dropped`: the first two always, other losses where there are any."""
+    total = sum(fates.values())
+    told = [
+        f"{num:,} {word}" + (f" ({num / total:.1%})" if num else "")
+        for fate, word in LOST.items()
+        if (num := fates.get(fate, 0)) or fate in ("failed", "stale")
+    ]
+    return ", ".join([f"{total:,} samples", *told])
+
+
+def concerns(run: Run) -> list[str]:
+    """A line for whatever makes the figures mean less than they seem to."""
+    found: list[str] = []
+    total, failed = sum(run.fates.values()), run.fates.get("failed", 0)
+    if failed > NOTABLE_SHARE * total:
+        reason, num = run.reasons.most_common(1)[0]
+        what = f", {num:,} of them as {reason}" if reason else ""
+        found.append(
+            f"! {failed / total:.0%} of the samples failed{what}: the reward above is that of the others alone. "
+            f"Why: {run.folder / 'samples.jsonl'} and logs/"
+        )
+    flat = sum(row.get("reward/zero_std_frac", 0.0) >= 1.0 for row in run.rows)
+    if flat > NOTABLE_SHARE * len(run.rows):
+        found.append(
+            f"! in {flat} of {len(run.rows)} steps nothing was learned: within every group all rewards were equal (reward/zero_std_frac = 1)"
+        )
+    return found
 
 
 def _held_out(row: Row) -> str:

@@ -86,7 +86,8 @@ def guarded(run: Callable[[list[str]], int], argv: list[str]) -> int:
         if error.errno != errno.ENOSPC:
             raise
         sys.stdout = None  # or the interpreter tries once more as it ends
-        print(f"what this command writes could not be written: {error.strerror}.", file=sys.stderr)  # noqa: T201
+        what = error.filename or "what this command writes"
+        print(f"{what} could not be written: {error.strerror}.", file=sys.stderr)  # noqa: T201
         return ExitCode.FAILED
     except ExceptionGroup as group:
         meant, others = group.split(RubatoError)

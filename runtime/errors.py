@@ -35,6 +35,18 @@ class ActorFailed(RubatoError):
     """An actor raised or its process ended; its supervisor restarts it while its budget lasts."""
 
 
+PERMANENT = (
+    ConfigError, ImportError, SyntaxError, ValueError, TypeError, AttributeError, LookupError, FileNotFoundError, NotADirectoryError,
+    IsADirectoryError, PermissionError,
+)  # fmt: skip
+"""What an actor that has never been ready would meet again at its next start."""
+
+
+def said_by(error: BaseException) -> str:
+    """What an error says, with its type where it is none of ours."""
+    return str(error) if isinstance(error, RubatoError) else f"{type(error).__name__}: {error}"
+
+
 def first_cause(error: BaseException) -> BaseException:
     """What failed first, out of the groups that task groups wrap it in."""
     found = error

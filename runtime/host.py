@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
-from runtime.errors import ActorFailed, RubatoError, first_cause
-from runtime.kernel import Kernel
+from runtime.errors import ActorFailed, first_cause, said_by
+from runtime.kernel import Kernel, is_permanent
 from runtime.observe.log import logger
 
 # -- what a back end is -----------------------------------------------------------------------------------------
@@ -24,6 +24,8 @@ class Ending(NamedTuple):
     how: str
     sentence: str = ""
     log: str = ""
+    permanent: bool = False
+    """It never got ready, for a reason that another start would meet again."""
 
 
 class Instance(Protocol):
@@ -106,6 +108,7 @@ class _Hosted:
     def __init__(self, budget: RestartBudget, rank: int) -> None:
         self.budget, self.rank = budget, rank
         self.instance: Instance | None = None
+        self.lives = 0
         self.leaving = False
         self.restarting = False
         """It was asked to end, and is to be started again at once."""
@@ -119,7 +122,10 @@ class _Hosted:
 
 
 class JobHost:
-    """Keeps actors running over `backend`. Its tasks are made by `spawn`; `died` hears of every end before anything follows from it."""
+    """Keeps actors running over `backend`. Its tasks are made by `spawn`; `died` hears of every end before anything follows from it.
+
+    An actor whose first life ends for good is not started again.
+    """
 
     def __init__(
         self,
@@ -209,6 +215,7 @@ class JobHost:
             hosted.gone.set()
 
     async def _run(self, name: str, hosted: _Hosted) -> Ending:
+        hosted.lives += 1
         try:
             hosted.instance = instance = await self._backend.start(name)
         except ActorFailed as error:
@@ -225,7 +232,8 @@ class JobHost:
             await self._died(Death(name, Ending("restart"), after_s, 0, hosted.budget.limit, 0.0, expected=True))
             return True
         plan = hosted.budget.died(asyncio.get_running_loop().time())
-        pause_s = None if expected else plan.delay_s
+        hopeless = ending.permanent and hosted.lives == 1
+        pause_s = None if expected or hopeless else plan.delay_s
         await self._died(Death(name, ending, after_s, plan.attempt, hosted.budget.limit, pause_s, expected))
         if pause_s is None:
             return False
@@ -292,8 +300,9 @@ class HostedTask:
             self._ending = Ending("exit 0")
         except Exception as group:  # noqa: BLE001 - what ends an actor may be anything; it is named and handed on
             error = first_cause(group)
-            said = str(error) if isinstance(error, RubatoError) else f"{type(error).__name__}: {error}"
-            self._ending = Ending("raised", said if said.startswith(f"{self.name}:") else f"{self.name}: {said}")
+            said = said_by(error)
+            told = said if said.startswith(f"{self.name}:") else f"{self.name}: {said}"
+            self._ending = Ending("raised", told, permanent=is_permanent(error, self.kernel))
             self.failed(error)
 
 

@@ -16,7 +16,7 @@ from runtime.actor import Actor, RunInfo, current_kernel
 from runtime.blobs.blob import BlobStore
 from runtime.courier import Courier, Ref, current_deadline, current_trace
 from runtime.dispatch import Dispatcher
-from runtime.errors import ActorFailed
+from runtime.errors import PERMANENT, ActorFailed
 from runtime.messages import Drain, Finish, Notice, Progress, Tap
 from runtime.observe.figures import Metrics, Waits, measure_loop_lag
 from runtime.observe.trace import Trace
@@ -255,6 +255,11 @@ class Kernel:
             else:
                 return
             await asyncio.sleep(BEAT_S)
+
+
+def is_permanent(error: BaseException, kernel: Kernel | None) -> bool:
+    """Whether `error` kept the actor of `kernel` (None: not even built) from getting ready, and would do so again."""
+    return isinstance(error, PERMANENT) and not (kernel is not None and kernel.ready.is_set())
 
 
 class _Presence:

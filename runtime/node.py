@@ -10,8 +10,8 @@ from runtime.observe.lean import import_structlog
 
 import_structlog()
 
-from runtime.errors import RubatoError, first_cause  # noqa: E402
-from runtime.kernel import Kernel  # noqa: E402
+from runtime.errors import ExitCode, first_cause, said_by  # noqa: E402
+from runtime.kernel import Kernel, is_permanent  # noqa: E402
 from runtime.launch.children import allow_many_files  # noqa: E402
 from runtime.launch.connection import connect  # noqa: E402
 from runtime.observe.log import configure, logger  # noqa: E402
@@ -22,22 +22,25 @@ def main(argv: list[str]) -> int:
     allow_many_files()
     configure(folder / "logs" / f"{name}.jsonl", actor=name)
     sys.setswitchinterval(0.0005)  # a thread that computes gives the event loop its turn ten times sooner
+    kernels: list[Kernel] = []
     try:
-        asyncio.Runner(loop_factory=_loop_factory()).run(_serve(folder, name))
+        asyncio.Runner(loop_factory=_loop_factory()).run(_serve(folder, name, kernels))
     except Exception as group:  # noqa: BLE001 - the boundary of the process: named, logged, and the supervisor's
         error = first_cause(group)
-        said = str(error) if isinstance(error, RubatoError) else f"{type(error).__name__}: {error}"
+        said = " ".join(said_by(error).split())
         logger("node").error("actor_failed", error=said, exc_info=group)
         print(f"{name}: {said}", file=sys.stderr)  # noqa: T201 - the launcher quotes it
-        return 1
-    return 0
+        return ExitCode.REFUSED if is_permanent(error, kernels[0] if kernels else None) else ExitCode.FAILED
+    return ExitCode.DONE
 
 
-async def _serve(folder: Path, name: str) -> None:
+async def _serve(folder: Path, name: str, kernels: list[Kernel]) -> None:
+    """`kernels` gets the actor's, once there is one."""
     role = name.rsplit("-", 1)[0]
     async with connect(folder) as connection:
         actor_class = connection.config.actor_class(role)
         kernel = await connection.kernel(actor_class, connection.config.actor_config(role), name)
+        kernels.append(kernel)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, kernel.stop)
         async with asyncio.TaskGroup() as tasks:
             freezing = tasks.create_task(_freeze(kernel))

@@ -26,8 +26,9 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.messages.weights import WeightsTaken
-from actors.model_folder import check_device, check_model_folder
+from actors.model_folder import check_device, check_model_folder, num_parameters, same_model
 from actors.training.agreement import Agreement, CheckSection, coarser_dtype
+from actors.training.concerns import SpreadWatch, lr_concern
 from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from actors.training.publishing import (
     ASK_S,
@@ -41,8 +42,8 @@ from actors.training.publishing import (
 )
 from planning.agreement import MOST_KL, PATIENCE, begins_to_part, why_parted
 from runtime.actor import Actor, handler
-from runtime.config import ActorConfig, Section
-from runtime.errors import ActorFailed
+from runtime.config import ActorConfig, RunSection, Section
+from runtime.errors import ActorFailed, ConfigError
 from runtime.importer import load_object
 from runtime.kernel import Kernel
 from runtime.observe.trace import wall_s
@@ -79,6 +80,7 @@ class Trainer(Actor):
     needs = ("sample_buffer",)
 
     class Config(ActorConfig):
+        run: RunSection = RunSection()
         model: ModelSection = Field(default_factory=ModelSection)
         train: TrainSection = Field(default_factory=TrainSection)
         staleness: StalenessSection = Field(default_factory=StalenessSection)
@@ -96,9 +98,20 @@ class Trainer(Actor):
 
     @classmethod
     def preflight(cls, config: Any, folder: Path) -> None:
-        """The model must be there before torch is even imported."""
+        """The model must be there before torch is even imported, and a run that goes on must fit what it has trained."""
+        newest = checkpoints.last(folder / "checkpoints")
+        if newest is not None and (step := checkpoints.step_of(newest)) > config.run.steps:
+            raise ConfigError(
+                f"run.steps is {config.run.steps}, and {folder} has trained {step} steps already. Give run.steps={step + 1} or more to go on."
+            )
         if config.train.kind != "scripted":
-            check_model_folder(folder / config.model.path)
+            model = folder / config.model.path
+            check_model_folder(model)
+            if newest is not None and not same_model(model, newest):
+                raise ConfigError(
+                    f"model.path={config.model.path} is another model than the one that {newest} was trained from: its config.json or "
+                    "tokenizer.json differs. Start another run for it."
+                )
 
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)
@@ -118,6 +131,7 @@ class Trainer(Actor):
         """(step, loop time of its binding, receipt) of the steps that the next checkpoint has to name."""
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
         self._held_out = HeldOut(self, config.eval)
+        self._spread = SpreadWatch()
 
     async def on_start(self) -> None:
         """Load the newest complete checkpoint (or the base model), take a new epoch, and start to train."""
@@ -127,7 +141,7 @@ class Trainer(Actor):
         except REFUSED as error:
             self.finish(str(error), failed=True)
             return
-        for sentence in passed_over:
+        for sentence in (*passed_over, *await self.offload(self._concerns)):
             self.notice(sentence)
         self._saved, self._epoch = self._step, drawn.epoch
         # When these were bound is not known: the Store may still forget it.
@@ -226,6 +240,8 @@ class Trainer(Actor):
         self._training = False
         if num := result.metrics.get("optim/skipped"):
             self.notice(f"step {step}: {num:.0f} optimiser steps were left out, their gradient was not finite")
+        if said := self._spread.step(result.metrics.get("reward/zero_std_frac", 0.0), groups):
+            self.notice(said)
         await self._publish()
         times = {
             "time/wait_for_batch": claimed - asked,
@@ -344,6 +360,12 @@ class Trainer(Actor):
         sure_until = asyncio.get_running_loop().time() - self.run.window_s
         while self._receipts and self._receipts[0][0] <= self._saved and self._receipts[0][1] <= sure_until:
             self._receipts.popleft()
+
+    def _concerns(self) -> list[str]:
+        """What in the config may spoil the result without an error."""
+        count = 0 if self.config.train.kind == "scripted" else num_parameters(self.run.folder / self.config.model.path)
+        said = lr_concern(self.config.train.lr, count) if count else ""
+        return [said] if said else []
 
     def _build(self) -> TrainEngine:
         config = self.config

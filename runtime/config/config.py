@@ -1,8 +1,10 @@
 """A job's config: the sections that its actor classes declare, composed into one tree, and a user's file checked against it."""
 
 import difflib
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +16,7 @@ from runtime.config.explain import sentences
 from runtime.config.sections import ActorConfig, ActorSpec, BaseRoot, Section
 from runtime.config.source import ConfigSource, given, read
 from runtime.errors import ConfigError
-from runtime.importer import absolute, load_class
+from runtime.importer import absolute, check_module, has_module, load_class
 
 ROLE = re.compile(r"^[a-z][a-z0-9_]*$")
 RESERVED_ROLES = frozenset({"node"})
@@ -58,17 +60,37 @@ class Config:
         return str(getattr(getattr(self._root, "model", None), "path", ""))
 
     def check_host(self) -> None:
-        """Let every role look whether this host has what the config names. Raises ConfigError; nothing was written."""
-        for role, spec in self.actors.items():
-            if spec.count:
-                self._classes[role].check_host(self._configs[role])
+        """Let every role look whether this host has what the config names. Raises ConfigError with all that is missing; nothing was written."""
+        console = partial(check_module, self.report.console, key="report.console")
+        _look_at_all(
+            [self._check_modules, console, *(partial(cls.check_host, config) for cls, config in self._in_use())]
+        )
 
     def preflight(self, folder: Path) -> None:
         """`check_host`, and let every role look at what it will need in the run folder `folder`. Raises ConfigError; nothing was started."""
         self.check_host()
-        for role, spec in self.actors.items():
-            if spec.count:
-                self._classes[role].preflight(self._configs[role], folder)
+        _look_at_all([partial(cls.preflight, config, folder) for cls, config in self._in_use()])
+
+    def problems(self, folder: Path) -> list[str]:
+        """All that a launch in `folder` would be refused for, a sentence each; a model that `prepare` will make there is not missed."""
+        model = Path(os.path.normpath(folder / self.model_path))
+        made_later = self.prepare and not model.exists() and model.is_relative_to(folder)
+        roles = [] if made_later else [partial(cls.preflight, config, folder) for cls, config in self._in_use()]
+        try:
+            _look_at_all([self.check_host, *roles])
+        except ConfigError as error:
+            return str(error).splitlines()
+        return []
+
+    def _in_use(self) -> list[tuple[type[Actor], ActorConfig]]:
+        return [(self._classes[role], self._configs[role]) for role, spec in self.actors.items() if spec.count]
+
+    def _check_modules(self) -> None:
+        """Those that run by themselves, as `python -m`."""
+        finish = [self.report.finish] if self.report.finish else []
+        named = [("prepare", name) for name in self.prepare] + [("report.finish", name) for name in finish]
+        if missing := [f"{key}: there is no module {name}." for key, name in named if not has_module(name)]:
+            raise ConfigError("\n".join(missing))
 
     def tree(self) -> dict[str, Any]:
         """Everything resolved, defaults included, as plain data; files of code by their whole path."""
@@ -83,6 +105,18 @@ class Config:
             tree["bus"] = {"ports": tree["bus"]["ports"]}
             tree["state"]["url"] = ""
         return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _look_at_all(looks: Iterable[Callable[[], None]]) -> None:
+    """Raises one ConfigError with all that they raise, each sentence once."""
+    found: list[str] = []
+    for look in looks:
+        try:
+            look()
+        except ConfigError as error:
+            found += str(error).splitlines()
+    if found:
+        raise ConfigError("\n".join(dict.fromkeys(found)))
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

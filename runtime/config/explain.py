@@ -9,11 +9,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from runtime.config.source import ConfigSource, Keys
+from runtime.config.source import MAX_SHOWN, ConfigSource, Keys
 
 MAX_SENTENCES = 5
-MAX_SHOWN = 60
-"""Characters of a wrong value that are quoted."""
 
 WORDS: dict[object, str] = {
     int: "a whole number",

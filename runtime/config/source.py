@@ -1,6 +1,5 @@
 """What the user wrote: a YAML file plus `key.sub=value` overrides, as one tree that remembers where each key stands."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -18,6 +17,9 @@ COMMAND_LINE = "command line"
 
 FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 """YAML 1.1 takes 5e-4 for a string, for want of a dot; people write it and mean a number."""
+
+MAX_SHOWN = 60
+"""Characters of a value that are quoted."""
 
 
 class ConfigSource(NamedTuple):
@@ -54,6 +56,10 @@ def read(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not a text file in UTF-8.") from None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{path} is a folder, and a config is a file. To go on with the run in it: rubato launch --resume {path}"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from error
     return _overridden(parse(text, str(path)), overrides)
@@ -96,17 +102,34 @@ def parse(text: str, file: str) -> ConfigSource:
     return ConfigSource(cast("Tree", tree), file, lines)
 
 
-def differing(tree: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]:
-    """Keys that `tree` sets to another value than `resolved` has, dotted."""
-    found: list[str] = []
-    for key, value in tree.items():
-        other = resolved.get(key)
-        if isinstance(value, dict) and isinstance(other, dict):
-            inner = differing(cast("Tree", value), cast("Tree", other))
-            found += [f"{key}.{name}" for name in inner]
-        elif value is not None and other not in (value, os.path.expanduser(value) if isinstance(value, str) else value):
-            found.append(key)
+class ChangedKey(NamedTuple):
+    """A dotted key whose value was `old` and is `new`; None on the side that lacks it."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def sentence(self, form: str) -> str:
+        """`form` with its {key}, {old} and {new}; addresses are not spelt out, for one may hold a password."""
+        return form.format(key=self.key, old=_briefly(self.old), new=_briefly(self.new))
+
+
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[ChangedKey]:
+    """Every key on which two resolved trees differ, in the order of `old`."""
+    found: list[ChangedKey] = []
+    for key in dict.fromkeys([*old, *new]):
+        ours, theirs = old.get(key), new.get(key)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            inner = differing(cast("Tree", ours), cast("Tree", theirs))
+            found += [each._replace(key=f"{key}.{each.key}") for each in inner]
+        elif ours != theirs:
+            found.append(ChangedKey(key, ours, theirs))
     return found
+
+
+def _briefly(value: Any) -> str:
+    text = "not set" if value in (None, "", [], {}) else str(value).lower() if isinstance(value, bool) else str(value)
+    return "another address" if "://" in text else text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
 
 
 def _parsed(override: str) -> tuple[Keys, Any]:

@@ -204,8 +204,9 @@ class NodeAgent(HostBlobs):
         because = f": {ending.sentence}" if ending.sentence and not ending.how.startswith("signal") else ""
         if death.restart_in_s is None:
             log = f". Log: {ending.log}" if ending.log else ""
-            often = f"{death.attempt} times" if death.attempt > 1 else "once"
-            self.end(JobOutcome("failed", f"{death.name} died {often} ({ending.how}){because}{log}", death.name))
+            often = f"died {death.attempt} times" if death.attempt > 1 else "died once"
+            what = "can't start" if ending.permanent and death.attempt <= death.limit else often
+            self.end(JobOutcome("failed", f"{death.name} {what} ({ending.how}){because}{log}", death.name))
             return
         again = f"restarting in {death.restart_in_s:.1f} s ({death.attempt} of {death.limit})"
         self.screen.notice(f"{death.name} died ({ending.how}) after {death.after_s:.1f} s{because}; {again}")

@@ -12,16 +12,21 @@ from typing import Any
 from bus.message import Request
 from runtime.config import Config, load
 from runtime.config.source import differing, parse, read
-from runtime.errors import ExitCode, LaunchError, RubatoError, first_cause
+from runtime.errors import ConfigError, ExitCode, LaunchError, RubatoError, first_cause
 from runtime.guest import ask_node
 from runtime.importer import FOLDER as CODE
-from runtime.importer import KeptCode, absolute, use
+from runtime.importer import KeptCode, use
 from runtime.launch.connection import connect
-from runtime.launch.folder import read_card
+from runtime.launch.folder import RunFolder, read_card
 from runtime.launch.token import read_token
 from runtime.messages import AddActors, Added, DrainActors, StopJob
 from runtime.observe.trace import wall_s
 from runtime.registry import NODE, list_actors
+
+FIXED = {
+    "run.seed": "{key} is {old} in this run and can't become {new}: groups under way would mix two tasks. Start another run for it."
+}
+"""Keys that a run keeps for its life, and why."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,62 +37,120 @@ def main(argv: Sequence[str]) -> int:
 
 def launch(argv: list[str]) -> int:
     """Start a run, or go on with one."""
-    parser = argparse.ArgumentParser("rubato launch", description="Run the job that a config describes.")
-    parser.add_argument("config", type=Path, help="a YAML file, e.g. configs/quickstart.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key.sub=value", help="change single keys of the config"
+    parser = argparse.ArgumentParser(
+        "rubato launch",
+        usage="%(prog)s CONFIG [key.sub=value …] [options]\n       %(prog)s --resume RUN [key.sub=value …] [options]",
+        description="Run the job that a config describes, or go on with a run.",
     )
+    help_words = "a YAML file, e.g. configs/quickstart.yaml; with --resume the run's folder; changes of single keys"
+    parser.add_argument("words", nargs="*", default=[], metavar="CONFIG, RUN, key.sub=value", help=help_words)
     parser.add_argument("--run-dir", type=_run_dir, help="folder of the run (default: runs/NAME-DATE)")
     for flag, text in {
-        "--resume": "go on with the run in --run-dir, under its own config.yaml and the overrides given here",
+        "--resume": "go on with the run in the folder named, under its own config.yaml and the changes given here",
         "--update-code": "with --resume: take your own files as they are now, not as the run keeps them",
         "--force": "replace the run in the folder; other files there stay",
-        "--dry-run": "print the resolved config and stop",
+        "--dry-run": "print the resolved config, say all that is wrong with it or missing, and stop",
     }.items():
         parser.add_argument(flag, action="store_true", help=text)
     given = parser.parse_intermixed_args(argv)
-    config, folder = _chosen(given)
+    config, folder, told = _chosen(given)
     if given.dry_run:
-        print(config.dump(), end="")  # noqa: T201
-        return ExitCode.DONE
+        return _dry_run(config, folder, told, resume=given.resume, force=given.force)
     from runtime.launch.launcher import Launcher
 
     async def run() -> int:
-        started = Launcher(config, folder, resume=given.resume, force=given.force, update_code=given.update_code)
+        started = Launcher(
+            config, folder, resume=given.resume, force=given.force, update_code=given.update_code, told=told
+        )
         return await started.run()
 
-    return _run_in(folder, run(), made=given.run_dir is None and not config.run.dir)
+    return _run_in(folder, run(), made=given.run_dir is None and not config.run.dir and not given.resume)
 
 
-def _chosen(given: argparse.Namespace) -> tuple[Config, Path]:
-    """The config to run and the run's folder; says so where a resumed run's own config differs from the one named."""
-    config, folder = None, given.run_dir
+def _dry_run(config: Config, folder: Path, told: list[str], *, resume: bool, force: bool) -> int:
+    """Print the resolved config, and everything that a launch would be refused for."""
+    print(config.dump(), end="")  # noqa: T201
+    held = RunFolder(folder.resolve())
+    wrong = [*held.problems(resume=resume, force=force, model=config.model_path), *config.problems(held.path)]
+    for sentence in (*told, *wrong):
+        print(sentence, file=sys.stderr)  # noqa: T201
+    return ExitCode.REFUSED if wrong else ExitCode.DONE
+
+
+def _places(given: argparse.Namespace) -> tuple[Path | None, Path | None, list[str]]:
+    """The config file and the run folder that were named, and the changes of keys."""
+    words, folder = list(given.words), given.run_dir
+    file = Path(words.pop(0)) if words and ("=" not in words[0] or os.path.exists(words[0])) else None
+    if given.resume and folder is None:
+        if words and "=" not in words[0]:
+            folder = Path(words.pop(0))
+        elif file is not None and not os.path.isfile(file):
+            file, folder = None, file
+    return file, folder, words
+
+
+def _chosen(given: argparse.Namespace) -> tuple[Config, Path, list[str]]:
+    """The config to run, the run's folder, and sentences on what a resumed run does not follow, or follows from here on."""
+    file, folder, overrides = _places(given)
     if given.update_code and not given.resume:
         raise LaunchError("--update-code goes with --resume: a new run takes your files as they are.")
+    if given.resume:
+        if folder is None and file is not None:
+            folder = file.parent if file.name == "config.yaml" else Path(load(file, overrides).run.dir)
+        if folder in (None, Path()):
+            raise LaunchError("--resume: which run? Name its folder: rubato launch --resume runs/NAME-DATE")
+        if os.path.exists(folder / "config.yaml"):  # unlike Path.exists, it takes a name too long for an answer
+            return _resumed(folder, file, overrides, update_code=given.update_code)
+    if file is None:
+        if given.resume:
+            raise LaunchError(f"{folder} holds no run to resume. Leave --resume out to start one there.")
+        raise LaunchError(
+            "launch needs a config, e.g. rubato launch configs/quickstart.yaml, or --resume and a run's folder."
+        )
+    config = load(file, overrides)
     if folder is None:
-        config = load(given.config, given.overrides)
-        folder = Path(config.run.dir or "runs") if config.run.dir or given.dry_run else _fresh_folder(config.run.name)
+        fresh = Path(config.run.dir or f"runs/{config.run.name}-DATE")
+        folder = fresh if config.run.dir or given.dry_run else _fresh_folder(config.run.name)
+    return config, folder, []
+
+
+def _resumed(
+    folder: Path, file: Path | None, overrides: list[str], *, update_code: bool
+) -> tuple[Config, Path, list[str]]:
+    """The run's own config with `overrides`; what differs from before, or in `file`, is told. Raises ConfigError for what can't change."""
     own = folder / "config.yaml"
-    if not (given.resume and os.path.exists(own)):  # unlike Path.exists, it takes a name too long for an answer
-        return config or load(given.config, given.overrides), folder
-    if not given.update_code:
-        _use_kept(folder.resolve() / CODE)
-    config = load(own, given.overrides)
-    keys = differing(absolute(read(given.config, given.overrides).tree), parse(config.dump(), str(own)).tree)
-    if keys:
-        told = f"{given.config} differs from {own} in {', '.join(keys)}: the run goes on under its own config."
-        print(f"{told} Give what shall change as key.sub=value.", file=sys.stderr)  # noqa: T201
-    return config, folder
-
-
-def _use_kept(code: Path) -> None:
-    """Go on under the user's files as the run keeps them; says so where they have changed since."""
-    changed = KeptCode(code).changed()
+    told = [] if update_code else _use_kept(folder.resolve() / CODE)
+    config = load(own, overrides)
+    tree = parse(config.dump(), str(own)).tree
+    changed = [each for each in differing(read(own).tree, tree) if each.old is not None]
+    if fixed := [each for each in changed if each.key in FIXED]:
+        raise ConfigError(fixed[0].sentence(FIXED[fixed[0].key]))
     if changed:
-        told = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
-        told += f" {'have' if len(changed) > 1 else 'has'} changed since the run began: it goes on under the code kept"
-        print(f"{told} in {code}. Add --update-code to take the changed files.", file=sys.stderr)  # noqa: T201
+        told.append(
+            "changed from here on: " + "; ".join(each.sentence("{key} was {old}, is {new}") for each in changed)
+        )
+    if file is not None and file.resolve() != own.resolve():
+        keys = differing(tree, parse(load(file, overrides).dump(), str(file)).tree)
+        if keys:
+            said = "; ".join(each.sentence("{key} is {old}, not {new}") for each in keys)
+            told.append(
+                f"{file} differs from the run's own config, under which it goes on: {said}. "
+                "Give what shall change as key.sub=value."
+            )
+    return config, folder, told
+
+
+def _use_kept(code: Path) -> list[str]:
+    """Go on under the user's files as the run keeps them; a sentence where they have changed since."""
+    changed = KeptCode(code).changed()
     use(code)
+    if not changed:
+        return []
+    files = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
+    return [
+        f"{files} {'have' if len(changed) > 1 else 'has'} changed since the run began: it goes on under the code kept "
+        f"in {code}. Add --update-code to take the changed files."
+    ]
 
 
 def _run_dir(text: str) -> Path:

@@ -9,6 +9,7 @@ from rich.console import Console as Rich
 from runtime.errors import ConfigError
 from runtime.importer import load_configured
 from runtime.messages import Progress
+from runtime.observe.log import logger
 
 
 class ConsoleTable(Protocol):
@@ -69,6 +70,8 @@ class Console:
             self._draw("  steps", message.step, message.steps, bars.MofNCompleteColumn(), bars.TimeRemainingColumn())
 
     def notice(self, text: str, *, good: bool = False) -> None:
+        """Said now, and kept in the log of this host's node agent, where the monitor finds it."""
+        logger("launch").info("notice", text=text, good=good)
         self._rich.print(f" [{'green' if good else 'yellow'}]{'✓' if good else '!'}[/] ", end="")
         self._rich.print(text, markup=False)
 

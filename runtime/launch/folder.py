@@ -99,41 +99,67 @@ class RunFolder:
             raise
         except OSError as error:
             self.close()
-            path = str(self.path)
-            shown = path if len(path) < 200 else f"{path[:80]}…"
-            raise LaunchError(
-                f"{shown} can't be used as a run folder: {error.strerror}. Choose {self._words.other}."
-            ) from error
+            raise self._unusable(error) from error
+
+    def problems(self, *, resume: bool, force: bool, model: str) -> list[str]:
+        """The sentence that `open` would refuse with, if any; nothing is made or changed."""
+        try:
+            self._check(resume=resume, force=force, model=model)
+            self._check_new(resume=resume, force=force)
+            there = next(place for place in (self.path, *self.path.parents) if os.path.exists(place))
+            if not (there.is_dir() and os.access(there, os.W_OK)):
+                return [
+                    f"{self.path} can't be used as a run folder: {there} can't be written. Choose {self._words.other}."
+                ]
+        except LaunchError as error:
+            return [str(error)]
+        except OSError as error:
+            return [str(self._unusable(error))]
+        return []
+
+    def _unusable(self, error: OSError) -> LaunchError:
+        path = str(self.path)
+        shown = path if len(path) < 200 else f"{path[:80]}…"
+        at = f" ({error.filename})" if error.filename and str(error.filename) != path and len(path) < 200 else ""
+        return LaunchError(f"{shown} can't be used as a run folder: {error.strerror}{at}. Choose {self._words.other}.")
 
     def _open(self, *, resume: bool, force: bool, model: str, update_code: bool) -> RunCard:
         temporary = tempfile.gettempdir()
         if not self._embedded and len(os.fsencode(temporary)) > MAX_TEMPORARY_BYTES:
             raise LaunchError(f"{temporary} is too long for the paths of sockets. Set TMPDIR=/tmp.")
-        ours = self._is_ours()
-        if resume and not (ours and self.config.exists()):
-            raise LaunchError(f"{self.path} holds no run to resume. Leave {self._words.resume} out to start one there.")
-        if not ours:
-            self._check_foreign(force=force, model=model)
+        self._check(resume=resume, force=force, model=model)
         self._take_lock()
         self._bring_back()  # of a launch that was killed before it started
-        began = any(self._holds(name) for name in ("metrics.jsonl", "checkpoints", "samples.jsonl", "samples"))
-        if began and not (resume or force):
-            raise LaunchError(
-                f"{self.path} already holds a run{self._standing()}. "
-                f"Add {self._words.resume} to go on, {self._words.force} to overwrite, or {self._words.other}."
-            )
+        self._check_new(resume=resume, force=force)
         previous = self._previous(needed=resume)
         if not resume:
             self._set_aside(MADE, model)
             previous = None
-        elif update_code:
-            self._set_aside((CODE,), "")
+        else:
+            self._set_aside((CODE,) if update_code else (), "", copied=self.config)
         (self.path / "logs").mkdir(exist_ok=True)
         if not self._embedded:
             self._sockets = Path(tempfile.mkdtemp(prefix=PREFIX))
         run_id = previous.id if previous else f"{self.path.name}-{secrets.token_hex(4)}"
         gate = previous.gate if previous else ""
         return RunCard(run_id, str(self._sockets or ""), "", os.getpid(), wall_s(), gate=gate)
+
+    def _check(self, *, resume: bool, force: bool, model: str) -> None:
+        """Raises LaunchError where there is nothing to resume, or the folder is somebody else's."""
+        ours = self._is_ours()
+        if resume and not (ours and self.config.exists()):
+            raise LaunchError(f"{self.path} holds no run to resume. Leave {self._words.resume} out to start one there.")
+        if not ours:
+            self._check_foreign(force=force, model=model)
+
+    def _check_new(self, *, resume: bool, force: bool) -> None:
+        """Raises LaunchError where there is a run that nobody allowed to go on, or to be replaced."""
+        began = any(self._holds(name) for name in ("metrics.jsonl", "checkpoints", "samples.jsonl", "samples"))
+        if began and not (resume or force):
+            raise LaunchError(
+                f"{self.path} already holds a run{self._standing()}. "
+                f"Add {self._words.resume} to go on, {self._words.force} to overwrite, or {self._words.other}."
+            )
 
     def commit(self) -> None:
         """The launch is sure to start: what it replaces goes."""
@@ -210,8 +236,8 @@ class RunFolder:
         path = self.path / name
         return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
 
-    def _set_aside(self, names: Sequence[str], model: str) -> None:
-        """Move what the run before made under `names` out of the way, so that it can come back."""
+    def _set_aside(self, names: Sequence[str], model: str, copied: Path | None = None) -> None:
+        """Move what the run before made under `names` out of the way, so that it can come back; of `copied` a copy."""
         found = [name for name in names if os.path.lexists(self.path / name)]
         place = Path(os.path.normpath(self.path / model))
         for name in found:
@@ -220,10 +246,12 @@ class RunFolder:
                     f"model.path={model} lies in {self.path / name}, which belongs to the run to be replaced. "
                     f"Copy the model elsewhere, or choose {self._words.other}."
                 )
-        if found:
+        if found or copied:
             (self.path / REPLACED).mkdir()
             for name in reversed(found):
                 (self.path / name).rename(self.path / REPLACED / name)
+        if copied:
+            shutil.copy2(copied, self.path / REPLACED)
 
     def _bring_back(self) -> None:
         aside = self.path / REPLACED
@@ -256,9 +284,7 @@ def running(folder: Path) -> RunCard:
     """The card of the run in `folder`, which is up. Raises LaunchError when there is none, it is over, or it can't be reached yet."""
     card = read_card(folder)
     if not is_up(card):
-        raise LaunchError(
-            f"the run in {folder} is not running. Start it again with: rubato launch {folder}/config.yaml --run-dir {folder} --resume"
-        )
+        raise LaunchError(f"the run in {folder} is not running. Start it again with: rubato launch --resume {folder}")
     if not card.state_url:
         raise LaunchError(f"the run in {folder} is just starting. Try again in a moment.")
     return card

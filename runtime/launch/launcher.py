@@ -5,6 +5,7 @@ import ipaddress
 import shlex
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,17 @@ EXIT_CODES = {"done": ExitCode.DONE, "failed": ExitCode.FAILED, "interrupted": E
 class Launcher:
     """Runs `config` in `folder`; `run` returns the exit code."""
 
-    def __init__(self, config: Config, folder: Path, *, resume: bool, force: bool, update_code: bool = False) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        *,
+        resume: bool,
+        force: bool,
+        update_code: bool = False,
+        told: Sequence[str] = (),
+    ) -> None:
+        self._config, self._told = config, told
         self._folder = RunFolder(folder.resolve())
         self._resume, self._force, self._update_code = resume, force, update_code
         self._console = Console(step_table(config.report.console))
@@ -78,6 +88,8 @@ class Launcher:
             keep(self._folder.path / CODE, self._config.tree())
             self._folder.write(card)  # whoever resumes a launch that was killed from here on knows what to clear away
             self._console.say(f"rubato · run {self._folder.path.name} · {self._folder.path}")
+            for sentence in self._told:
+                self._console.notice(sentence)
             async with AsyncExitStack() as stack:
                 outcome = await self._serve(card, stack)
         finally:
@@ -210,7 +222,7 @@ class Launcher:
         else:
             self._console.notice("stopping: what runs is drained and saved; once more to stop now")
             folder = str(self._folder.path)
-            again = shlex.join(["rubato", "launch", f"{folder}/config.yaml", "--run-dir", folder, "--resume"])
+            again = shlex.join(["rubato", "launch", "--resume", folder])
             agent.end(JobOutcome("interrupted", f"stopped. Go on with: {again}"))
 
     async def _finish(self, outcome: JobOutcome) -> int:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from runtime.blobs.server import BlobServer
-from runtime.errors import ActorFailed
+from runtime.errors import ActorFailed, ExitCode
 from runtime.host import Ending, role_of
 from runtime.importer import FOLDER as CODE
 from runtime.importer import VARIABLE as CODE_VARIABLE
@@ -34,7 +34,8 @@ class ActorChild:
 
     async def ended(self) -> Ending:
         code = await self._process.wait()
-        return Ending(f"signal {-code}" if code < 0 else f"exit {code}", last_line(self._stderr)[:300], str(self._log))
+        how = f"signal {-code}" if code < 0 else f"exit {code}"
+        return Ending(how, last_line(self._stderr)[:300], str(self._log), permanent=code == ExitCode.REFUSED)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:
@@ -67,7 +68,7 @@ class ProcessBackend:
                     start_new_session=True,
                 )
         except OSError as error:
-            raise ActorFailed(f"its process can't be started: {error.strerror}") from error
+            raise ActorFailed(f"its process can't be started: {error}") from error
         logger("host").info("started", actor=name, pid=process.pid)
         return ActorChild(process, path, self._logs / f"{name}.jsonl")
 

@@ -238,7 +238,8 @@ class MonitorApp(App[None]):
 
     def _failures(self, view: View) -> list[str]:
         then, before = self._failed[0]
-        return failure_lines(view.shown, before, asyncio.get_running_loop().time() - then)
+        counted = failure_lines(view.shown, before, asyncio.get_running_loop().time() - then)
+        return [*counted, *(f"! {notice}" for notice in view.shown["notices"])]
 
     def _page_text(self, view: View) -> str:
         match self._page:

@@ -30,6 +30,7 @@ def snapshot(
     trouble: str = "",
     elapsed_s: float = 0.0,
     silent: Mapping[str, float] | None = None,
+    notices: Sequence[str] = (),
 ) -> Snapshot:
     """The run now. `rows` are the lines of metrics.jsonl, oldest first; `metrics` holds the newest value of each name in them.
 
@@ -59,6 +60,7 @@ def snapshot(
         waits=waits,
         blocked=Diagnosis(actors, waits).rows(),
         metrics=metrics,
+        notices=list(notices),
     )
     for name in sorted({name for held in everywhere for name in held}):
         if name.startswith(QUEUE) and name.endswith(DEPTH):

@@ -21,7 +21,7 @@ from runtime.monitor.blocked import seconds
 from runtime.monitor.snapshot import Row, snapshot
 from runtime.monitor.views import RunState, Snapshot
 from runtime.observe.trace import wall_s
-from runtime.registry import Seen, list_seen
+from runtime.registry import NODE, Seen, list_seen
 from runtime.store.errors import StoreUnavailable
 from runtime.store.redis import RedisStore
 from runtime.store.store import Store
@@ -66,6 +66,7 @@ class RunSource:
             trouble=trouble,
             elapsed_s=elapsed_s,
             silent={one.record.name: one.silent_s for one in seen},
+            notices=notices(self.folder / "logs" / f"{card.node if card else NODE}.jsonl"),
         )
         return View(shown, rows)
 
@@ -121,6 +122,9 @@ MAX_ROWS = 10_000
 LOG_BYTES = 32 * 1024
 """Read from the end of a log: some hundred lines, more than a screen holds."""
 
+MAX_NOTICES = 3
+"""A screen has room for; the log has all."""
+
 BASIC = ("t", "level", "logger", "actor", "event", "incarnation")
 """Fields of a log line that are written by position or left out."""
 
@@ -174,6 +178,17 @@ def _parsed(path: Path, _changed_ns: int) -> dict[str, Any]:
 
 def log_tail(path: Path, lines: int) -> list[str]:
     """The newest `lines` of a log, each as `HH:MM:SS event field=value …`; empty where there is none."""
+    return [_formatted(entry) for entry in _entries(path)][-lines:]
+
+
+def notices(path: Path) -> list[str]:
+    """The newest bad news in a node agent's log, oldest first."""
+    told = [entry for entry in _entries(path) if entry.get("event") == "notice" and not entry.get("good")]
+    return [str(entry.get("text", "")) for entry in told][-MAX_NOTICES:]
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """The end of a log; empty where there is none."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -182,7 +197,7 @@ def log_tail(path: Path, lines: int) -> list[str]:
     except OSError:
         return []
     whole = found[1:] if size > LOG_BYTES else found
-    return [_formatted(entry) for line in whole if (entry := _object(line))][-lines:]
+    return [entry for line in whole if (entry := _object(line))]
 
 
 def _formatted(entry: dict[str, Any]) -> str:

@@ -86,6 +86,8 @@ def once(shown: Snapshot, rows: Sequence[Row], *, width: int = 80) -> str:
         parts += _hung("" if index else "failed", line, width)
     for index, line in enumerate(wait_lines(shown)):
         parts += _hung("" if index else "waits", line, width)
+    for index, line in enumerate(shown["notices"]):
+        parts += _hung("" if index else "told", line, width)
     return "\n".join(clip(line, width) for line in parts)
 
 

@@ -74,3 +74,5 @@ class Snapshot(TypedDict):
     waits: list[WaitRow]
     blocked: list[BlockedRow]
     metrics: dict[str, float]
+    notices: list[str]
+    """What the launcher told lately that was no good news, oldest first."""

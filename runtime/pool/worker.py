@@ -226,9 +226,10 @@ def clean(text: str) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Its repr, or its type where the repr can't be had."""
+    """Its repr, with the file that it is about, which an OSError's own leaves out; or its type where the repr can't be had."""
     with Caught():
-        return clean(repr(error))
+        about_file = isinstance(error, OSError) and error.filename is not None
+        return clean(f"{type(error).__name__}: {error}" if about_file else repr(error))
     return name_of(error)
 
 

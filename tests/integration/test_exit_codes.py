@@ -1,5 +1,6 @@
 """Each exit code, from a command as a user gives it; docs/running.md has the table."""
 
+import json
 import re
 import signal
 import subprocess
@@ -49,6 +50,37 @@ def test_a_job_that_can_not_go_on_has_failed(place):
     overrides = ("env.isolation=auto", "env.class=env.py:Env", "env.workers=1")
 
     assert rubato("launch", "acting.yaml", "--run-dir", "run", *overrides, cwd=place).code == ExitCode.FAILED
+
+
+BROKEN = """
+from runtime.actor import Actor
+
+class Broken(Actor):
+    role = "broken"
+
+    async def on_start(self):
+        {raises}
+"""
+
+PERMANENT = {
+    "open('/no/such/model.bin')": "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/model.bin'",
+    "import rubato_missing": "ModuleNotFoundError: No module named 'rubato_missing'",
+    "raise ValueError('a vocabulary of 0')": "ValueError: a vocabulary of 0",
+}
+
+
+@pytest.mark.parametrize("raises", PERMANENT)
+def test_an_actor_that_can_never_start_ends_the_job_at_once(raises, place):
+    (place / "broken.py").write_text(BROKEN.format(raises=raises))
+
+    ended = rubato("launch", "idle.yaml", "actors.broken={class: 'broken.py:Broken'}", "--run-dir", "run", cwd=place)
+
+    log = f"{place}/run/logs/broken-1.jsonl"
+    assert ended.code == ExitCode.FAILED
+    assert ended.err == f"broken-1 can't start (exit 2): broken-1: {PERMANENT[raises]}. Log: {log}\n"
+    entries = [json.loads(line) for line in (place / "run" / "logs" / "node-1.jsonl").read_text().splitlines()]
+    assert [e["event"] for e in entries if e["actor"] == "broken-1"] == ["started", "died"]
+    assert "restarting" not in ended.out
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import msgspec
 
 from actors import checkpoint as checkpoints
+from actors.config import ModelSection, TrainSection
 from actors.messages.generation import VersionSpan
 from actors.messages.samples import (
     Advance,
@@ -227,3 +228,44 @@ def test_a_trainer_whose_training_raised_tells_the_buffer_and_begins_again(tmp_p
 
     assert raised == [(1, "IndexError: token 151999 is out of range")]
     assert "training on step 1 raised IndexError" in ended
+
+
+class Flat(ToyTrainEngine):
+    """No group ever has spread."""
+
+    def train(self, step, groups):
+        result = super().train(step, groups)
+        return result._replace(metrics={**result.metrics, "reward/zero_std_frac": 1.0})
+
+
+class FlatTrainer(ToyTrainer):
+    def _build(self):
+        return Flat(lambda *_: None, lambda *_: None)
+
+
+def test_what_spoils_a_result_without_an_error_is_told_once_each(tmp_path):
+    header = json.dumps({"w": {"dtype": "F32", "shape": [100, 7_000_000], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+    async def main():
+        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 12)
+        off = {"check": CheckSection(enabled=False), "eval": EvalSection(every=0)}
+        config = FlatTrainer.Config(**off, model=ModelSection(path="model"), train=TrainSection(lr=1e-3))
+        told = []
+        async with asyncio.TaskGroup() as tasks:
+            buffer, trainer = (
+                kernel_of(*what, network, store, run) for what in ((Buffer, ActorConfig()), (FlatTrainer, config))
+            )
+            evaluating = buffer.build().evaluating
+            trainer.build().notice = lambda text, good=False: told.append(text)
+            serving = [tasks.create_task(kernel.serve()) for kernel in (buffer, trainer)]
+            await evaluating.wait()
+            for task in serving:
+                task.cancel()
+        return told
+
+    rate, spread = run_virtual(main)
+
+    assert rate.startswith("train.lr=0.001 is 189 times above what a model of 0.7 B parameters is usually trained with")
+    assert spread.startswith("nothing was learned in the last 5 steps")

@@ -12,6 +12,24 @@ def run_of(folder, *rows, staleness="alpha: 1"):
     return read_run(folder)
 
 
+CONFIG = "run: {steps: 4}\nstaleness: {alpha: 1}\n"
+
+
+@pytest.fixture
+def closing_lines(tmp_path):
+    """Makes the closing lines of a run whose samples had `fates` (fate, reason), and whose steps had `flat` as share without spread."""
+
+    def make(fates, flat=(0.0, 0.0, 0.0, 0.0)):
+        rows = [{"step": i + 1, "reward/mean": 0.5, "reward/zero_std_frac": share} for i, share in enumerate(flat)]
+        ends = [{"fate": fate, "reason": reason} for fate, reason in fates]
+        (tmp_path / "config.yaml").write_text(CONFIG)
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "samples.jsonl").write_text("".join(json.dumps(end) + "\n" for end in ends))
+        return summary(read_run(tmp_path))
+
+    return make
+
+
 def test_a_job_whose_bound_was_lifted_is_reported_without_one(tmp_path):
     run = run_of(tmp_path, {}, staleness="alpha: 1, bounded: false")
     draw(run, "", tmp_path / "report.png")
@@ -33,3 +51,24 @@ def test_the_bound_of_a_run_is_where_its_rollouts_spend_their_time(env_frac, wor
     _, busy, _ = summary(run_of(tmp_path, WAITED | {"rollout/env_frac": env_frac}))
 
     assert busy.startswith(f"busy: engine 90%, env_manager 25% — {words}")
+
+
+def test_samples_that_failed_are_never_hidden(closing_lines):
+    lines = closing_lines([("trained", "")] * 240 + [("failed", "env_raised")] * 100 + [("failed", "reward_failed")] * 28
+                          + [("stale", "")] * 4 + [("group_too_small", "")] * 12)  # fmt: skip
+
+    assert "384 samples, 128 failed (33.3%), 4 dropped (1.0%), 12 left in groups too small to train (3.1%)" in lines[0]
+    assert lines[1].startswith("! 33% of the samples failed, 100 of them as env_raised: ")
+
+
+def test_a_run_without_losses_says_so_and_nothing_else(closing_lines):
+    lines = closing_lines([("trained", "")] * 380 + [("unused", "")] * 4)
+
+    assert "384 samples, 0 failed, 0 dropped, age ≤ 0" in lines[0]
+    assert len(lines) == 3
+
+
+def test_steps_in_which_nothing_could_be_learned_are_counted(closing_lines):
+    lines = closing_lines([("zero_spread", "")] * 32, flat=(0.5, 1.0, 1.0, 1.0))
+
+    assert lines[1].startswith("! in 3 of 4 steps nothing was learned: within every group all rewards were equal")

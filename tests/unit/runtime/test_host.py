@@ -39,6 +39,7 @@ class Scripted:
         self.starts: list[str] = []
         self.running: dict[str, asyncio.Event] = {}
         self.refuse = ""
+        self.ending = Ending("exit 1", "it broke")
 
     async def start(self, name: str) -> "Instance":
         if self.refuse:
@@ -66,7 +67,7 @@ class Instance:
 
     async def ended(self) -> Ending:
         await self._over.wait()
-        return Ending("exit 1", "it broke")
+        return self._backend.ending
 
 
 @asynccontextmanager
@@ -93,6 +94,33 @@ async def test_what_ends_is_started_again_until_its_budget_is_spent():
     assert backend.starts == ["engine-1"] * 3
     assert [(death.attempt, death.restart_in_s) for death in deaths] == [(1, 0.5), (2, 1.0), (3, None)]
     assert host.names() == []
+
+
+@virtual
+async def test_what_another_start_would_meet_again_is_not_started_again():
+    backend = Scripted()
+    backend.ending = Ending("exit 2", "no such file: model.bin", permanent=True)
+    async with hosting(backend) as (host, deaths):
+        host.start("engine-1", RestartBudget(5, 60.0))
+        await asyncio.sleep(10.0)
+        backend.running["engine-1"].set()
+
+    assert backend.starts == ["engine-1"]
+    assert [death.restart_in_s for death in deaths] == [None]
+
+
+@virtual
+async def test_what_ran_before_is_started_again_whatever_ends_it_now():
+    backend = Scripted()
+    async with hosting(backend) as (host, deaths):
+        host.start("engine-1", RestartBudget(1, 60.0))
+        await asyncio.sleep(10.0)
+        backend.running["engine-1"].set()
+        await asyncio.sleep(10.0)
+        backend.ending = Ending("exit 2", "no such file", permanent=True)
+        backend.running["engine-1"].set()
+
+    assert [death.restart_in_s for death in deaths] == [0.5, None]
 
 
 @virtual

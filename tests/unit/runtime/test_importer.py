@@ -1,6 +1,7 @@
 """Import paths in a config, and a user's code as the run began with it: what is loaded, what is kept, and what a wrong one is answered with."""
 
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -130,15 +131,53 @@ def test_a_module_that_is_nowhere_is_told_without_importing(target, words):
         find_module(target)
 
 
-@pytest.mark.parametrize("target", ["json:loads", "json.decoder:JSONDecoder", f"{__file__}:anything"])
+@pytest.mark.parametrize(
+    "target",
+    ["json:loads", "json.decoder:JSONDecoder", "email:message", f"{__file__}:test_a_module_path_loads_its_object"],
+)
 def test_a_module_that_is_somewhere_is_found(target):
     find_module(target)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("class Mine: pass", "mine.py defines no Min. Did you mean Mine?"),
+        ("def broken(:", "can't be imported: SyntaxError: invalid syntax"),
+        ("import rubato_missing.part\nMin = 3", "it imports rubato_missing, and there is no such module"),
+        ("from rubato_missing import Min", "it imports rubato_missing, and there is no such module"),
+    ],
+)
+def test_a_file_whose_text_shows_that_it_can_not_serve_is_told_without_running_it(text, words, tmp_path):
+    (tmp_path / "mine.py").write_text(f"{text}\nraise SystemExit(3)\n")
+
+    with pytest.raises(LoadError, match=re.escape(words)):
+        find_module(f"{tmp_path}/mine.py:Min")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from os import *",
+        "globals()['Min'] = 3",
+        "def __getattr__(name): return 3",
+        "import beside\nMin = beside.Min",
+        "try:\n    import rubato_missing\nexcept ImportError:\n    Min = 3",
+        "for Min in (): pass",
+        "import os as Min",
+    ],
+)
+def test_a_file_whose_text_can_not_tell_is_taken_on_trust(text, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "beside.py").touch()
+
+    find_module(f"{tmp_path}/mine.py:Min")
 
 
 def test_looking_for_a_module_runs_nothing_of_its_package(tmp_path, monkeypatch):
     (tmp_path / "looked_at").mkdir()
     (tmp_path / "looked_at" / "__init__.py").write_text("raise SystemExit(3)")
-    (tmp_path / "looked_at" / "inner.py").write_text("raise SystemExit(3)")
+    (tmp_path / "looked_at" / "inner.py").write_text("f = 3\nraise SystemExit(3)")
     monkeypatch.syspath_prepend(tmp_path)
 
     find_module("looked_at.inner:f")

@@ -224,7 +224,10 @@ def test_a_missing_file_is_one_sentence(tmp_path):
 
 
 def test_a_folder_is_no_config(tmp_path):
-    assert refusal(tmp_path) == "job.yaml can't be read: Is a directory."
+    assert (
+        refusal(tmp_path)
+        == "job.yaml is a folder, and a config is a file. To go on with the run in it: rubato launch --resume job.yaml"
+    )
 
 
 def test_several_mistakes_are_several_sentences(write):

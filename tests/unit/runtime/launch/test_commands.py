@@ -5,9 +5,11 @@ import os
 import pytest
 
 from runtime import cli
+from runtime.config import load
 from runtime.launch import commands
 from runtime.launch.folder import KEYS_FILE, RunFolder, RunKeys, make_keys
 from runtime.launch.token import JoinToken, write_token
+from tests.jobs import SMALL
 
 GATE = "tcp://127.0.0.1:7788"
 STATE = "unix:///tmp/s?password=p"
@@ -185,3 +187,116 @@ def test_a_folder_made_for_a_launch_that_was_refused_goes_again(tmp_path, keys, 
     refused(["add", "engine", "--join", token, "-n", "0"], capsys)
 
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+# -- going on with a run ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch):
+    """The folder of a run that trained two of four steps, seen from another folder, where its config lies too."""
+    (tmp_path / "small.yaml").write_text(SMALL.replace("steps: 2", "steps: 4") + "\nmodel: {path: m}\n")
+    held = RunFolder(tmp_path / "run")
+    held.write(held.open(resume=False, force=False))
+    held.config.write_text(load(tmp_path / "small.yaml", ["train.kind=scripted", "train.lr=0.001"]).dump())
+    (held.path / "checkpoints" / "step_2").mkdir(parents=True)
+    (held.path / "metrics.jsonl").write_text('{"step": 2}\n')
+    held.close()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return held.path
+
+
+def dry(*command, capsys):
+    """(exit code, printed config, sentences) of `rubato launch … --dry-run`."""
+    code = cli.main(["launch", *map(str, command), "--dry-run"])
+    said = capsys.readouterr()
+    return code, said.out, said.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    "named", [["--resume", "{run}"], ["--resume", "--run-dir", "{run}"], ["{run}/config.yaml", "--resume"],
+              ["{run}/config.yaml", "--run-dir", "{run}", "--resume"], ["--resume", "{run}", "run.watch_s=30"]]
+)  # fmt: skip
+def test_a_run_is_resumed_from_any_folder_without_a_config(named, stopped, capsys):
+    code, out, said = dry(*(part.format(run=stopped) for part in named), capsys=capsys)
+
+    assert (code, said) == (0, [])
+    assert "lr: 0.001" in out
+
+
+def test_changes_of_a_resumed_run_are_told_with_what_was(stopped, capsys):
+    code, out, said = dry("--resume", stopped, "train.lr=0.5", "run.steps=9", capsys=capsys)
+
+    assert code == 0
+    assert "lr: 0.5" in out
+    assert said == ["changed from here on: run.steps was 4, is 9; train.lr was 0.001, is 0.5"]
+
+
+def test_all_keys_on_which_a_named_config_differs_are_told_also_those_it_does_not_set(stopped, capsys):
+    code, _, (said,) = dry(stopped.parent / "small.yaml", "--resume", stopped, capsys=capsys)
+
+    assert code == 0
+    assert said.startswith(f"{stopped.parent}/small.yaml differs from the run's own config, under which it goes on: ")
+    assert "train.kind is scripted, not torch; train.lr is 0.001, not 0.0005." in said
+    assert said.endswith("Give what shall change as key.sub=value.")
+
+
+REFUSED_CHANGES = [
+    pytest.param(["run.seed=7"], "run.seed is 1 in this run and can't become 7: groups under way would mix", id="seed"),
+    pytest.param(
+        ["run.steps=1"], "run.steps is 1, and {run} has trained 2 steps already. Give run.steps=3", id="steps"
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), REFUSED_CHANGES)
+def test_a_change_that_would_ruin_a_resumed_run_is_refused(changes, sentence, stopped, capsys):
+    before = (stopped / "config.yaml").read_text()
+
+    code = cli.main(["launch", "--resume", str(stopped), *changes])
+
+    assert code == 2
+    assert capsys.readouterr().err.startswith(sentence.format(run=stopped))
+    assert (stopped / "config.yaml").read_text() == before
+
+
+NOWHERE = [
+    pytest.param(["--resume"], "--resume: which run? Name its folder", id="no folder"),
+    pytest.param(["--resume", "gone"], "gone holds no run to resume.", id="no such folder"),
+    pytest.param(["{run}"], "is a folder, and a config is a file. To go on with the run in it: rubato launch --resume", id="no flag"),
+    pytest.param(["run.steps=2"], "launch needs a config", id="no config"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "sentence"), NOWHERE)
+def test_a_launch_that_names_nothing_says_what_to_name(command, sentence, stopped, capsys):
+    assert sentence in refused(["launch", *(part.format(run=stopped) for part in command)], capsys)
+
+
+def test_a_dry_run_says_all_that_is_wrong(stopped, capsys):
+    wrong = [
+        "env.class=gone.py:Env",
+        "prepare=[no.such.module]",
+        "train.kind=torch",
+        "report.console=nope:X",
+        "model.path=/m",
+    ]
+    code, _, said = dry(stopped.parent / "small.yaml", *wrong, "--run-dir", stopped, capsys=capsys)
+
+    assert code == 2
+    assert len(said) == 5
+    assert f"{stopped} already holds a run (step 2). Add --resume" in said[0]
+    assert said[1:3] == [
+        "prepare: there is no module no.such.module.",
+        "report.console: nope:X does not exist: there is no module nope.",
+    ]
+    assert said[3].startswith("env.class: gone.py:Env does not exist: there is no file")
+    assert said[4] == "model folder /m does not exist. Set model.path to a folder in HF format."
+
+
+def test_a_dry_run_does_not_miss_the_model_that_the_launch_will_make(stopped, capsys):
+    prepared = ["train.kind=torch", "prepare=[actors.training.base_model]"]
+
+    assert dry(stopped.parent / "small.yaml", *prepared, capsys=capsys)[0] == 0
+    assert dry(stopped.parent / "small.yaml", *prepared, "model.path=/no/such", capsys=capsys)[0] == 2

@@ -74,6 +74,44 @@ def finished(tmp_path):
     return folder.path
 
 
+@pytest.mark.parametrize("how", ["refused", "killed", "started"])
+def test_a_resumed_launch_that_does_not_start_leaves_the_config_as_it_was(finished, how):
+    folder = RunFolder(finished)
+    folder.open(resume=True, force=False)
+    folder.config.write_text("run: {steps: 1}\n")
+    if how == "started":
+        folder.commit()
+    if how == "killed":
+        folder._lock.close()
+        folder = RunFolder(finished)
+        folder.open(resume=True, force=False)
+    folder.close()
+
+    assert folder.config.read_text() == ("run: {steps: 1}\n" if how == "started" else "run: {}\n")
+    assert not (finished / ".replaced").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"), [({}, ["already holds a run (step 2)"]), ({"resume": True}, []), ({"force": True}, [])]
+)
+def test_what_a_launch_would_be_refused_for_is_told_without_touching_anything(finished, flags, said):
+    before = sorted(finished.rglob("*"))
+
+    found = RunFolder(finished).problems(**{"resume": False, "force": False, "model": "", **flags})
+
+    assert len(found) == len(said)
+    assert all(part in sentence for part, sentence in zip(said, found, strict=True))
+    assert sorted(finished.rglob("*")) == before
+
+
+def test_a_place_that_can_not_be_a_folder_is_told(tmp_path):
+    (tmp_path / "file").touch()
+
+    (found,) = RunFolder(tmp_path / "file" / "run").problems(resume=False, force=False, model="")
+
+    assert "can't be used as a run folder" in found
+
+
 def test_force_takes_away_what_the_run_wrote_and_nothing_else(finished):
     folder = RunFolder(finished)
     folder.open(resume=False, force=True, model="model")

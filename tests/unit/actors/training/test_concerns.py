@@ -1,0 +1,72 @@
+"""What may spoil a result without any error."""
+
+import pytest
+
+from actors.training.concerns import SPREADLESS_STEPS, SpreadWatch, lr_concern, usual_lr
+
+FLAT = 1.0
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "lr"),
+    [(0.5e6, 1e-3), (0.5e6, 5e-4), (1.5e9, 1e-6), (7e9, 1e-6), (32e9, 1e-6), (0.6e9, 1e-5), (70e9, 5e-7)],
+)
+def test_rates_that_were_published_for_a_size_are_no_news(num_parameters, lr):
+    assert lr_concern(lr, int(num_parameters)) == ""
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "lr", "said"),
+    [
+        (0.6e9, 5e-4, "above what a model of 0.6 B parameters is usually trained with: training is likely to collapse"),
+        (7e9, 1e-3, "train.lr=0.001 is 1,000 times above"),
+        (0.5e6, 1e-6, "below what a model of 0.5 M parameters is usually trained with: little may be learned"),
+    ],
+)
+def test_a_rate_far_from_what_suits_the_size_is_told(num_parameters, lr, said):
+    assert said in lr_concern(lr, int(num_parameters))
+
+
+def test_the_usual_rate_goes_through_its_two_anchors():
+    assert usual_lr(500_000) == pytest.approx(1e-3)
+    assert usual_lr(7_000_000_000) == pytest.approx(1e-6)
+
+
+@pytest.fixture
+def group(trajectory):
+    """Makes a group of members with these rewards; `same` says whether their tokens are the same."""
+
+    def make(*rewards, same=False):
+        return [trajectory([1, 2 if same else 2 + i], [0, 1], reward=r) for i, r in enumerate(rewards)]
+
+    return make
+
+
+def test_steps_without_spread_are_told_once_and_only_in_a_row(group):
+    watch, groups = SpreadWatch(), [group(0.0, 0.0)]
+
+    few = [watch.step(FLAT, groups) for _ in range(SPREADLESS_STEPS - 1)]
+    broken = watch.step(0.5, groups)
+    many = [watch.step(FLAT, groups) for _ in range(2 * SPREADLESS_STEPS)]
+
+    assert [*few, broken] == [""] * SPREADLESS_STEPS
+    assert [bool(said) for said in many].index(True) == SPREADLESS_STEPS - 1
+    assert sum(map(bool, many)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rewards", "same", "cause"),
+    [
+        ([(0.0, 0.0), (0.0, 0.0)], False, "Every rollout gets 0: the task is too hard"),
+        ([(1.0, 1.0), (1.0, 1.0)], False, "Every rollout gets 1: the task is solved"),
+        ([(1.0, 1.0), (0.0, 0.0)], False, "Rewards differ between tasks only"),
+        ([(1.0, 1.0), (0.0, 0.0)], True, "is rollout.temperature 0?"),
+    ],
+)
+def test_the_likely_cause_is_named(rewards, same, cause, group):
+    watch, groups = SpreadWatch(), [group(*each, same=same) for each in rewards]
+
+    said = [watch.step(FLAT, groups) for _ in range(SPREADLESS_STEPS)][-1]
+
+    assert said.startswith("nothing was learned in the last 5 steps")
+    assert cause in said
