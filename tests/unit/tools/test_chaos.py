@@ -95,7 +95,7 @@ def test_the_last_line_names_the_roles_that_were_never_hit():
 
 def test_a_config_named_from_another_folder_is_the_one_that_is_launched(place):
     async def ended():
-        job = chaos_job.Job(chaos.Path("small.yaml"), place / "run", ["--dry-run"])
+        job = chaos_job.Job(chaos.Path("small.yaml"), place / "run", ["--dry-run", "train.kind=scripted"])
         await job.start()
         return await job.launcher.wait(), job.output.read_text()
 
