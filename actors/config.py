@@ -1,9 +1,12 @@
 """Config sections that more than one actor reads, and short ones; the others lie with their actors."""
 
+import difflib
 import os
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from runtime.config import Section
 
@@ -55,8 +58,45 @@ class ScriptedTrainSection(Section):
     """Size of the weights that it publishes."""
 
 
+CLIPS: Mapping[str, tuple[float, float]] = {
+    "grpo": (0.2, 0.2),
+    "dr_grpo": (0.2, 0.2),
+    "dapo": (0.2, 0.28),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (1.0, 0.28),
+    "ppo": (0.2, 0.2),
+}
+"""`train.loss` → the `clip_low, clip_high` of its paper. CISPO bounds weights from above alone: 1 leaves the lower side open."""
+
+ADVANTAGES = ("group", "rloo", "reinforce_pp")
+
+
+def _one_of(value: str, names: tuple[str, ...], other: str = "") -> str:
+    if value in names:
+        return value
+    near = difflib.get_close_matches(value, names, n=1)
+    raise ValueError(f"{value!r} is none of {', '.join(names)}{other}" + (f". Did you mean {near[0]}?" if near else ""))
+
+
+def _loss(value: str) -> str:
+    return value if ":" in value else _one_of(value, tuple(CLIPS), ", and no path/to/file.py:function")
+
+
+class ImportanceSection(Section):
+    """How samples that older weights made are weighed: by π/μ, the step's first policy over the one that sampled."""
+
+    mode: Annotated[
+        Literal["auto", "off", "truncate", "mask"], BeforeValidator(lambda given: "off" if given is False else given)
+    ] = "auto"
+    """truncate: weights end at `cap`; mask: what weighs more is left out; off: none; auto: truncate where staleness.alpha is above 0."""
+    level: Literal["token", "sequence"] = "token"
+    """sequence: the weight of all its sampled tokens together, for each of them."""
+    cap: float = Field(default=2.0, ge=1)
+    """Largest weight."""
+
+
 class TrainSection(Section):
-    """GRPO: the shape of a batch, which the sample buffer reads too, and the optimiser."""
+    """The shape of a batch, which the sample buffer reads too, what is learned from it, and the optimiser."""
 
     kind: Literal["torch", "scripted"] = "torch"
     """torch, or scripted: weights of a given size whose content nobody uses, where only their way matters."""
@@ -79,10 +119,32 @@ class TrainSection(Section):
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The policy ratio is clipped below 1 - this."""
+    loss: Annotated[str, AfterValidator(_loss)] = "dapo"
+    """grpo, dr_grpo, dapo, gspo, cispo, ppo, or your own as path/to/file.py:function; see docs/learning.md."""
+    advantage: Annotated[str, AfterValidator(lambda given: _one_of(given, ADVANTAGES))] = "group"
+    """group: against the group's mean, over its deviation (dr_grpo: not over it). rloo: against the others' mean. reinforce_pp: over the batch."""
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The policy ratio is clipped below 1 - this; where it is not given, what the loss's paper has."""
     clip_high: float = Field(default=0.28, ge=0)
-    """The policy ratio is clipped above 1 + this."""
+    """The policy ratio is clipped above 1 + this; where it is not given, what the loss's paper has."""
+    dual_clip: float = Field(default=3.0, gt=1)
+    """ppo alone: a bad token's ratio counts up to this."""
+    budget_tokens: int = Field(default=1024, ge=1)
+    """dr_grpo alone: sums over tokens are divided by this, however long sequences are."""
+    proximal: Literal["auto", "recomputed", "behaviour"] = "auto"
+    """Clipping is around this policy: the step's first one, recomputed, or the one that sampled. auto: recomputed with importance weights
+    or where staleness.alpha is above 0."""
+    importance: ImportanceSection = ImportanceSection()
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from the reference model."""
+    reference: Annotated[str, AfterValidator(os.path.expanduser)] = ""
+    """Folder of the reference model, read like model.path; empty takes the base model."""
+    dynamic_sampling: bool = False
+    """Groups without reward spread end as `filtered`, and others take their place in the batch."""
+    overlong: Literal["keep", "mask", "penalty"] = "keep"
+    """Samples that were cut at their token limit: trained like others; not trained; with `overlong_penalty` off their reward."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """Taken off the reward before advantages, with overlong=penalty."""
     minibatches: int = Field(default=2, ge=1)
     """Optimiser updates per step, where every group has reward spread; fewer of the same size where not."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
@@ -94,6 +156,44 @@ class TrainSection(Section):
     In bfloat16 a step below 1/256 of a weight is lost: 8 bytes per parameter, where float32 takes 18."""
     gradient_checkpointing: bool = False
     """Keep no activations within layers and compute them again: a third more time, and memory for far longer micro-batches."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clips_of_the_paper(cls, given: object) -> object:
+        if not isinstance(given, dict):
+            return given
+        tree = cast("dict[str, Any]", given)
+        low, high = CLIPS.get(str(tree.get("loss")), CLIPS["dapo"])
+        return {"clip_low": low, "clip_high": high, **tree}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.clip_low > self.clip_high and self.loss != "cispo":
+            raise ValueError(
+                f"clip_low={self.clip_low:g} is above clip_high={self.clip_high:g}: the ratio stays within 1 - clip_low and "
+                "1 + clip_high, and the lower side may not be the wider one. Swap them"
+            )
+        if self.reference and not self.kl_coef:
+            raise ValueError(f"reference={self.reference} has no effect with kl_coef=0. Set train.kl_coef")
+        if self.proximal == "behaviour" and self.importance.mode in ("truncate", "mask"):
+            raise ValueError(
+                f"importance.mode={self.importance.mode} weighs the recomputed policy against the one that sampled, and "
+                "proximal=behaviour leaves no such policy. Set train.proximal=recomputed"
+            )
+        return self
+
+    def resolved(self, *, alpha: int, folder: Path) -> Self:
+        """Without `auto`, for a job with the staleness bound `alpha` (-1: none) whose paths start at `folder`."""
+        auto = "truncate" if alpha and self.proximal != "behaviour" else "off"
+        mode = auto if self.importance.mode == "auto" else self.importance.mode
+        proximal = "recomputed" if alpha or mode != "off" else "behaviour"
+        return self.model_copy(
+            update={
+                "importance": self.importance.model_copy(update={"mode": mode}),
+                "proximal": proximal if self.proximal == "auto" else self.proximal,
+                "reference": str(folder / self.reference) if self.reference else "",
+            }
+        )
 
 
 class RolloutSection(Section):

@@ -18,6 +18,10 @@ MOST_REWARD = 1e30
 """Training computes in float32, and statistics with squares: beyond this the weights would end as infinities."""
 
 
+SPREAD = 1e-6
+"""A group whose rewards differ by less teaches nothing: its advantages are exactly zero."""
+
+
 def flaw_of_reward(reward: float) -> Literal["", "not_finite", "out_of_range"]:
     """Why this can't be a reward."""
     if not math.isfinite(reward):
@@ -188,13 +192,19 @@ class Batch(Message, frozen=True):
     """The groups as MessagePack, cut into pieces: together they may be larger than a frame."""
     receipt: bytes
     """For the checkpoint that covers the step: by it the SampleBuffer ends these samples should the Store forget them."""
+    num_filtered: int = 0
+    """Samples that dynamic sampling left out since the batch before; a restart of the SampleBuffer forgets them."""
+    filtered_reward: float = 0.0
+    """The sum of their rewards."""
 
     @classmethod
-    def of(cls, step: int, groups: Sequence[Sequence[bytes]], receipt: bytes) -> "Batch":
-        """A batch of these `groups`, each of MessagePack-encoded Trajectory."""
+    def of(
+        cls, step: int, groups: Sequence[Sequence[bytes]], receipt: bytes, filtered: tuple[int, float] = (0, 0.0)
+    ) -> "Batch":
+        """A batch of these `groups`, each of MessagePack-encoded Trajectory; `filtered` is the number and reward of what was left out."""
         whole = memoryview(msgspec.msgpack.encode(groups))
         parts = tuple(Buffer(whole[at : at + PART_BYTES]) for at in range(0, len(whole), PART_BYTES))
-        return cls(step, parts, receipt)
+        return cls(step, parts, receipt, *filtered)
 
     @property
     def groups(self) -> tuple[tuple[bytes, ...], ...]:

@@ -68,6 +68,11 @@ HINT_S = 1.0
 UNCOUNTED = ("drained", "env_lost")
 """Reasons of an attempt's end that cost no try: whoever made a worker end has failed itself, and what else ran on it is innocent."""
 
+BARREN_BATCHES = 10
+"""Batches' worth of groups that dynamic sampling leaves out one after another before it gives up: it would go on for ever."""
+
+NO_SPREAD = "every rollout of a task earns the same. Try other tasks or rewards, or train.dynamic_sampling=false."
+
 EPOCH = "samples/epoch"
 """Counter of trainers' epochs: it leaps where the Store forgot, so none is drawn twice."""
 
@@ -339,6 +344,10 @@ class SampleBuffer(Actor):
             return settled
         fate = change()
         self._moved()
+        filtered = self._groups.filtered
+        if (barren := filtered.in_a_row) >= BARREN_BATCHES * self.config.train.batch_groups:
+            filtered.in_a_row = 0
+            self.finish(f"{barren} groups in a row had no reward spread: {NO_SPREAD}", failed=True)
         if fate == "" and self._groups.settled_fate(ticket) == "":
             self.metrics.count("samples/put")
         return fate
@@ -380,7 +389,7 @@ class SampleBuffer(Actor):
         gauges(groups, self.metrics)
         ends = tuple(end for group in bound for end in group.ends(request.epoch))
         receipt = msgspec.msgpack.encode(Receipt(request.step, groups.training.cursor, ends))
-        return Batch.of(request.step, samples, receipt)
+        return Batch.of(request.step, samples, receipt, groups.filtered.take())
 
     async def _bind(self, request: Claim, chosen: list[Group]) -> list[list[bytes]] | None:
         """The payloads of the chosen groups, which are bound now; None where some are gone, or something came between."""
@@ -482,6 +491,7 @@ class SampleBuffer(Actor):
             max_attempts=self.config.samples.max_attempts,
             unbounded_batches=self.config.samples.unbounded_batches,
             ticket_ttl_s=self.config.samples.ticket_ttl_s,
+            dynamic_sampling=self.config.train.dynamic_sampling,
         )
 
     def _now(self) -> float:

@@ -5,7 +5,7 @@
       │                │  ◀──────unbind──────┼────────────────┘
       │                │                     ├──commit─────────────────────▶ ENDED  trained, zero_spread
       │                │                     └──poison─────────────────────▶ ENDED  poisoned
-      └────discard─────┴───────────────────────────────────────────────────▶ ENDED  stale, group_too_small, unused
+      └────discard─────┴───────────────────────────────────────────────────▶ ENDED  stale, group_too_small, filtered, unused
 
 A member's fate is told once, in the SampleEnd that a move returns: where it failed alone, as it fails (`failed`, `stale`, `lost`; its group
 is open or ready then); otherwise as its group ends. No fate is ever taken back.
@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from actors.messages.samples import Purpose, Ticket
+from actors.messages.samples import SPREAD, Purpose, Ticket
 from actors.samples.sample import Outcome, noise_of, seed_of, trajectory_id
 from actors.samples.tally import TRAINED, Tally
 
@@ -160,11 +160,13 @@ class Group(msgspec.Struct, array_like=True):
         member.reason = reason
         return [self._end_of(index, fate)]
 
-    def settle(self) -> list[SampleEnd]:
-        """Every member of an open group has its outcome: it may be claimed, unless too few were scored."""
+    def settle(self, *, filtering: bool = False) -> list[SampleEnd]:
+        """Every member of an open group has its outcome: it may be claimed, unless too few were scored, or (`filtering`) all scored the same."""
         self._expect("open", "ready")
         if self.num_scored < MIN_SCORED:
             return self.discard("group_too_small")
+        if filtering and self.verdict == "zero_spread":
+            return self.discard("filtered")
         self.state = "ready"
         return []
 
@@ -237,8 +239,8 @@ class Group(msgspec.Struct, array_like=True):
     @property
     def verdict(self) -> str:
         """The fate of its scored members once they are trained."""
-        rewards = {member.outcome.reward for member in self.members if member.state == "scored"}
-        return "zero_spread" if len(rewards) == 1 else "trained"
+        rewards = [m.outcome.reward or 0.0 for m in self.members if m.state == "scored"]
+        return "trained" if max(rewards, default=0.0) - min(rewards, default=0.0) >= SPREAD else "zero_spread"
 
     def fate_of(self, index: int) -> str:
         """What the holder of a member is told: empty while its sample may train, or has trained."""
@@ -301,6 +303,7 @@ class GroupLimits:
     max_attempts: int
     unbounded_batches: int
     ticket_ttl_s: float
+    dynamic_sampling: bool = False
 
 
 @dataclass
@@ -311,3 +314,28 @@ class Changes:
     payloads: dict[str, bytes | None] = field(default_factory=dict)
     ends: list[SampleEnd] = field(default_factory=list)
     training: bool = False
+
+
+@dataclass
+class Filtered:
+    """What dynamic sampling left out since the last batch: samples, and the sum of their rewards. A restart forgets it."""
+
+    num: int = 0
+    reward: float = 0.0
+    in_a_row: int = 0
+    """Groups since the last one with spread."""
+
+    def note(self, group: Group) -> None:
+        """A group is complete."""
+        if group.fate == "filtered":
+            rewards = [m.outcome.reward or 0.0 for m in group.members if m.state == "scored"]
+            self.num += len(rewards)
+            self.reward += sum(rewards)
+            self.in_a_row += 1
+        elif group.state == "ready":
+            self.in_a_row = 0
+
+    def take(self) -> tuple[int, float]:
+        """Samples and reward, for the batch that is bound now."""
+        found, self.num, self.reward = (self.num, self.reward), 0, 0.0
+        return found

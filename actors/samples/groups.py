@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from actors.messages.samples import PolicyState, Ticket
-from actors.samples.group import Changes, Group, GroupLimits, Member, Receipt, SampleEnd, Training
+from actors.samples.group import Changes, Filtered, Group, GroupLimits, Member, Receipt, SampleEnd, Training
 from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, group_id, split_id, trajectory_id
 from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, admit, hand_over, is_stale, min_version
 
@@ -39,6 +39,7 @@ class Groups:
         """Held-out evaluations by group id. They are not durable: they can be run again."""
         self.leases: dict[str, float] = {}
         """Running trajectory → loop time at which its ticket lapses."""
+        self.filtered = Filtered()
         self.changes = Changes()
         self._ended: OrderedDict[str, Group] = OrderedDict()
         self._pending: list[tuple[bool, str, int]] = []
@@ -459,7 +460,8 @@ class Groups:
 
     def _settle(self, group: Group) -> None:
         if group.complete:
-            ends = group.settle()
+            ends = group.settle(filtering=self.limits.dynamic_sampling)
+            self.filtered.note(group)
             if group.state == "ended":
                 self._end(group, ends)
 

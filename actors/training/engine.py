@@ -25,7 +25,10 @@ class TrainEngine(Protocol):
         ...
 
     def train(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> StepResult:
-        """One GRPO update over whole groups; groups without reward spread count in the statistics and train nothing."""
+        """One step over whole groups. Those that teach nothing count in the statistics.
+
+        Raises TrainError where a loss of the user's own is none.
+        """
         ...
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:

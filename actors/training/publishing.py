@@ -134,6 +134,16 @@ def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str
     }
 
 
+def filtered_metrics(groups: Sequence[Sequence[Trajectory]], num: int, total: float) -> dict[str, float]:
+    """With dynamic sampling `reward/mean` knows only groups with spread; this is the reward of all that finished for the step.
+
+    `num` samples of groups without spread were left out, of `total` reward.
+    """
+    rewards = [t.reward for group in groups for t in group]
+    count = num + len(rewards)
+    return {"reward/unconditioned": (total + sum(rewards)) / count, "reward/filtered_frac": num / count}
+
+
 def own_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """What a row carries of the trainer's own figures."""
     return {name: metrics.get(name, 0.0) for name in ("loop/lag_p99", "staleness/publish_lag")}

@@ -1,4 +1,4 @@
-"""One rank of training: a transformers model, AdamW, and one GRPO update at a time."""
+"""One rank of training: a transformers model, AdamW, and one step at a time."""
 
 import math
 import random
@@ -17,7 +17,8 @@ from actors.messages.samples import Trajectory
 from actors.model_folder import files_beside_weights
 from actors.training import forward
 from actors.training.engine import StepResult, TrainError
-from actors.training.losses import clipped_policy_loss, group_advantages
+from actors.training.losses import has_spread
+from actors.training.objective import Figures, Objective, Policies
 from bus.message import unpack_f32, unpack_i32, unpack_u8
 
 
@@ -30,8 +31,17 @@ class TokenSequence(NamedTuple):
     fresh: list[int]
     """1 where the token was sampled under the weights that are being updated."""
     advantage: float
+    length: int
+    """Trained tokens of the whole trajectory."""
     temperature: float = 1.0
     """Of the distribution that its log-probabilities are of."""
+    weight: float = 1.0
+    """What each of its tokens counts in the minibatch's loss."""
+
+    @property
+    def num_trained(self) -> int:
+        """Trained tokens: a sampled first token has nothing before it to predict it from, and is left out."""
+        return sum(self.trained[1:])
 
 
 class MicroBatch(NamedTuple):
@@ -45,20 +55,24 @@ class MicroBatch(NamedTuple):
     advantages_N: torch.Tensor
     fresh_N: torch.Tensor
     temperatures_N: torch.Tensor
+    weights_N: torch.Tensor
+    start_N: torch.Tensor | None = None
+    """Log-probabilities under the policy that the step began with, where they were recomputed."""
 
 
 def sequences_of(trajectory: Trajectory, advantage: float, version: int) -> list[TokenSequence]:
     """A trajectory's segments. `version` is the weight version the update starts from."""
     found: list[TokenSequence] = []
     temperature = trajectory.temperature or 1.0  # a greedy choice has log-probabilities, and they are of temperature 1
+    length = sum(segment.mask.count(1, 1) for segment in trajectory.segments)
     for segment in trajectory.segments:
         tokens = unpack_i32(segment.tokens)
         fresh = [0] * len(tokens)
         for span in segment.spans:
             if span.version == version:
                 fresh[span.start : span.end] = [1] * (span.end - span.start)
-        behaviour = unpack_f32(segment.logprobs)
-        found.append(TokenSequence(tokens, unpack_u8(segment.mask), behaviour, fresh, advantage, temperature))
+        mask, behaviour = unpack_u8(segment.mask), unpack_f32(segment.logprobs)
+        found.append(TokenSequence(tokens, mask, behaviour, fresh, advantage, length, temperature))
     return found
 
 
@@ -78,7 +92,7 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def micro_batch(sequences: Sequence[TokenSequence], device: torch.device) -> MicroBatch:
-    """Pad and index. A sampled first token has nothing before it to predict it from, and is left out."""
+    """Pad and index."""
     longest = max(len(s.tokens) for s in sequences)
     padded = [s.tokens + [0] * (longest - len(s.tokens)) for s in sequences]
     places = [(row, i, s) for row, s in enumerate(sequences) for i, trained in enumerate(s.trained) if trained and i]
@@ -98,6 +112,7 @@ def micro_batch(sequences: Sequence[TokenSequence], device: torch.device) -> Mic
         floats([s.advantage for _, _, s in places]),
         floats([s.fresh[i] for _, i, s in places]),
         floats([s.temperature for _, _, s in places]),
+        floats([s.weight for _, _, s in places]),
     )
 
 
@@ -116,7 +131,9 @@ class TorchTrainEngine:
         self._train_section = train
         self._lr_steps = train.lr_steps or steps
         self._rng = random.Random(seed)
+        self._objective = Objective(train)
         self._model: Any = None
+        self._reference: Any = None
         self._masters: dict[str, torch.nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer
         self._described: dict[str, bytes] = {}
@@ -140,6 +157,11 @@ class TorchTrainEngine:
             forward.checkpoint_layers(self._model)
         # Held, not copied at each save: the checkpoint they come from is pruned some steps later.
         self._described = {k: v for k, v in files_beside_weights(source).items() if k not in OWN_FILES}
+        if section.kl_coef:
+            reference = Path(section.reference) if section.reference else model_dir
+            self._reference = forward.read_model(reference, "bfloat16" if narrow else "float32", self._device)
+            if self._reference.config.vocab_size != self._model.config.vocab_size:
+                raise TrainError(f"reference model {reference} has another vocabulary than the policy model.")
         self._optimizer = torch.optim.AdamW(
             self._masters.values(), lr=section.lr, betas=section.betas, weight_decay=section.weight_decay, fused=True
         )
@@ -154,25 +176,22 @@ class TorchTrainEngine:
         lr = self._learning_rate(step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        useful = [g for g in (_advantaged(group, step - 1) for group in groups) if g]
+        useful = self._useful(groups, step - 1)
         self._rng.shuffle(useful)
         # Minibatches keep their size: late in training few groups have spread, and updates on two of them are noise.
         count = max(1, math.ceil(self._train_section.minibatches * len(useful) / len(groups)))
-        totals: dict[str, float] = {}
-        num_tokens = 0
-        num_skipped = 0
-        norm = 0.0
-        for index in range(count):
-            sequences = [s for group in useful[index::count] for s in group]
-            if not sequences:
-                continue
-            norm = self._update(sequences, totals, first=index == 0)
+        minibatches = [[s for group in useful[index::count] for s in group] for index in range(count)]
+        figures, num_skipped, norm = Figures(), 0, 0.0
+        updates = [self._micro_batches(sequences) for sequences in minibatches if sequences]
+        if self._train_section.proximal == "recomputed":
+            updates[1:] = [[self._with_start(batch) for batch in batches] for batches in updates[1:]]
+        for index, batches in enumerate(updates):
+            norm = self._update(batches, figures, first=index == 0)
             num_skipped += not math.isfinite(norm)
-            num_tokens += sum(len(s.tokens) for s in sequences)
         self._step = step
-        return StepResult(
-            _metrics(totals, norm, lr) | _reward_metrics(groups) | {"optim/skipped": num_skipped}, num_tokens
-        )
+        measured = {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped": num_skipped}
+        num_tokens = sum(len(s.tokens) for sequences in minibatches for s in sequences)
+        return StepResult(figures.metrics() | measured | _reward_metrics(groups), num_tokens)
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         sequences = [list(tokens) for tokens in sequences]
@@ -198,37 +217,48 @@ class TorchTrainEngine:
         }
         checkpoints.write(folder, files | self._described, step=self._step, epoch=epoch, receipts=receipts)
 
-    def _update(self, sequences: list[TokenSequence], totals: dict[str, float], *, first: bool) -> float:
-        """One optimiser step on the token-level mean loss of `sequences`; returns the gradient's norm before clipping.
+    def _useful(self, groups: Sequence[Sequence[Trajectory]], version: int) -> list[list[TokenSequence]]:
+        """The groups that have something to teach, or to keep near the reference: their sequences with their advantages."""
+        section = self._train_section
+        penalty = section.overlong_penalty if section.overlong == "penalty" else 0.0
+        rewards = [[t.reward - penalty * t.cut for t in group] for group in groups]
+        found: list[list[TokenSequence]] = []
+        for group, advantages in zip(groups, self._objective.advantages(rewards), strict=True):
+            if any(advantages) or section.kl_coef:
+                kept = [
+                    (t, a) for t, a in zip(group, advantages, strict=True) if section.overlong != "mask" or not t.cut
+                ]
+                found.append([s for t, a in kept for s in sequences_of(t, a, version) if s.num_trained])
+        return [sequences for sequences in found if sequences]
+
+    def _micro_batches(self, sequences: Sequence[TokenSequence]) -> list[MicroBatch]:
+        """A minibatch, cut: its tokens' weights are of the whole."""
+        weights = self._objective.weights([s.num_trained for s in sequences], [s.length for s in sequences])
+        weighed = [s._replace(weight=weight) for s, weight in zip(sequences, weights, strict=True)]
+        runs = pack([len(s.tokens) for s in weighed], self._train_section.micro_batch_tokens)
+        return [micro_batch([weighed[i] for i in run], self._device) for run in runs]
+
+    def _with_start(self, batch: MicroBatch) -> MicroBatch:
+        with torch.no_grad():
+            return batch._replace(start_N=forward.policy_logprobs(self._model, batch)[0])
+
+    def _update(self, batches: Sequence[MicroBatch], figures: Figures, *, first: bool) -> float:
+        """One optimiser step on a minibatch; returns the gradient's norm before clipping.
 
         A norm that is not finite changes no weight: one such step would end every one of them.
         """
-        section = self._train_section
-        num_trained = sum(sum(s.trained) for s in sequences)
         self._optimizer.zero_grad(set_to_none=True)
-        for run in pack([len(s.tokens) for s in sequences], section.micro_batch_tokens):
-            batch = micro_batch([sequences[i] for i in run], self._device)
+        figures.num_updates += 1
+        for batch in batches:
             logprobs_N, entropy_N = forward.policy_logprobs(self._model, batch)
-            loss = clipped_policy_loss(
-                logprobs_N,
-                batch.behaviour_N,
-                batch.advantages_N,
-                clip_low=section.clip_low,
-                clip_high=section.clip_high,
-            )
-            (loss.total / num_trained).backward()
-            _add(totals, n=len(logprobs_N), entropy=entropy_N.sum(), clipped=loss.clipped, loss=loss.total.detach())
-            if first:
-                mismatch = ((batch.behaviour_N - logprobs_N.detach()) * batch.fresh_N).sum()
-                _add(
-                    totals,
-                    first_n=len(logprobs_N),
-                    ratio=loss.ratio,
-                    kl=loss.kl,
-                    fresh=batch.fresh_N.sum(),
-                    mismatch=mismatch,
-                )
-        norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), section.max_grad_norm)
+            figures.add(entropy=entropy_N.sum())
+            reference_N = None
+            if self._reference is not None:
+                with torch.no_grad():
+                    reference_N, _ = forward.policy_logprobs(self._reference, batch)
+            policies = Policies(logprobs_N, logprobs_N.detach() if first else batch.start_N, reference_N)
+            self._objective.loss(batch, policies, figures).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self._train_section.max_grad_norm)
         if norm.isfinite():
             self._optimizer.step()
             forward.take_masters(self._model, self._masters)
@@ -270,40 +300,12 @@ class TorchTrainEngine:
 def _whole(tokens: list[int], temperature: float) -> TokenSequence:
     """Every token of it counts as sampled; only what a forward pass reads is filled in."""
     size = len(tokens)
-    return TokenSequence(tokens, [1] * size, [0.0] * size, [0] * size, 0.0, temperature)
-
-
-def _advantaged(group: Sequence[Trajectory], version: int) -> list[TokenSequence]:
-    advantages = group_advantages([t.reward for t in group])
-    if not any(advantages):
-        return []
-    return [s for t, a in zip(group, advantages, strict=True) for s in sequences_of(t, a, version)]
-
-
-def _add(totals: dict[str, float], **values: "float | torch.Tensor") -> None:
-    for name, value in values.items():
-        totals[name] = totals.get(name, 0.0) + float(value)
-
-
-def _metrics(totals: dict[str, float], norm: float, lr: float) -> dict[str, float]:
-    n = totals.get("n", 0.0) or 1.0
-    first = totals.get("first_n", 0.0) or 1.0
-    fresh = totals.get("fresh", 0.0) or 1.0
-    return {
-        "policy/loss": totals.get("loss", 0.0) / n,
-        "policy/entropy": totals.get("entropy", 0.0) / n,
-        "policy/kl": totals.get("kl", 0.0) / first,
-        "policy/mismatch_kl": totals.get("mismatch", 0.0) / fresh,
-        "policy/ratio_mean": totals["ratio"] / first if "ratio" in totals else 1.0,
-        "policy/clip_frac": totals.get("clipped", 0.0) / n,
-        "optim/grad_norm": norm,
-        "optim/lr": lr,
-    }
+    return TokenSequence(tokens, [1] * size, [0.0] * size, [0] * size, 0.0, size, temperature)
 
 
 def _reward_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     rewards = torch.tensor([t.reward for group in groups for t in group], dtype=torch.float64)
-    flat = sum(1 for group in groups if not any(group_advantages([t.reward for t in group])))
+    flat = sum(not has_spread([t.reward for t in group]) for group in groups)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()) if len(rewards) > 1 else 0.0,

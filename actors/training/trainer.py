@@ -38,13 +38,14 @@ from actors.training.publishing import (
     Publisher,
     Rows,
     cpu_used,
+    filtered_metrics,
     own_metrics,
 )
 from planning.agreement import MOST_KL, PATIENCE, begins_to_part, why_parted
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig, RunSection, Section
 from runtime.errors import ActorFailed, ConfigError
-from runtime.importer import load_object
+from runtime.importer import check_module, load_object
 from runtime.kernel import Kernel
 from runtime.observe.trace import wall_s
 from runtime.registry import list_actors
@@ -93,8 +94,10 @@ class Trainer(Actor):
 
     @classmethod
     def check_host(cls, config: Any) -> None:
-        """A device that is not there would be found only after minutes of preparation."""
+        """What is not there would be found only after minutes of preparation: the device, and a loss of the user's own."""
         check_device(config.model.device)
+        if ":" in config.train.loss:
+            check_module(config.train.loss, key="train.loss")
 
     @classmethod
     def preflight(cls, config: Any, folder: Path) -> None:
@@ -112,6 +115,8 @@ class Trainer(Actor):
                     f"model.path={config.model.path} is another model than the one that {newest} was trained from: its config.json or "
                     "tokenizer.json differs. Start another run for it."
                 )
+        if config.train.reference:
+            check_model_folder(folder / config.train.reference, key="train.reference")
 
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)
@@ -135,8 +140,8 @@ class Trainer(Actor):
 
     async def on_start(self) -> None:
         """Load the newest complete checkpoint (or the base model), take a new epoch, and start to train."""
-        self._engine = await self.offload(self._build)
         try:
+            self._engine = await self.offload(self._build)
             newest, passed_over, drawn = await self._take_over()
         except REFUSED as error:
             self.finish(str(error), failed=True)
@@ -370,7 +375,8 @@ class Trainer(Actor):
     def _build(self) -> TrainEngine:
         config = self.config
         build = load_object(TRAIN_ENGINES[config.train.kind])
-        return build(config.model, config.train, steps=self.run.steps, seed=self.run.seed)
+        train = config.train.resolved(alpha=config.staleness.bound, folder=self.run.folder)
+        return build(config.model, train, steps=self.run.steps, seed=self.run.seed)
 
     async def _trained(self, step: int, batch: Batch) -> tuple[list[list[Trajectory]], StepResult]:
         """Train on a batch. What raises twice in the same step is held to lie in the batch, and its groups end as `poisoned`.
@@ -389,7 +395,10 @@ class Trainer(Actor):
     def _train(self, step: int, batch: Batch) -> tuple[list[list[Trajectory]], StepResult]:
         """Runs off the loop, decoding included: a batch is some MB of MessagePack."""
         groups = [[msgspec.msgpack.decode(t, type=Trajectory) for t in group] for group in batch.groups]
-        return groups, self._engine.train(step, groups)
+        metrics, num_tokens = self._engine.train(step, groups)
+        if self.config.train.dynamic_sampling:
+            metrics = {**metrics, **filtered_metrics(groups, batch.num_filtered, batch.filtered_reward)}
+        return groups, StepResult(metrics, num_tokens)
 
     def _save_to(self, folder: Path) -> None:
         receipts = [receipt for step, _, receipt in self._receipts if step <= self._step]

@@ -25,6 +25,11 @@ BAD_ENVS = Path(__file__).parent / "bad_envs.py"
 
 LAUNCH = ("launch", "small.yaml", "--run-dir", "run")
 
+OWN_LOSS = """
+def fn(logprobs_N, *rest, **clips):
+    return logprobs_N.sum()
+"""
+
 BAD_REWARDS = """
 def raises(completions, **columns):
     raise KeyError("answer")
@@ -127,6 +132,11 @@ CONFIGS = [
     pytest.param((*LAUNCH, "env.class=envs.py:Godo"), "env.class: envs.py:Godo does not exist: envs.py defines no Godo", id="env class missing"),
     pytest.param((*LAUNCH, "env.class=unfinished.py:Env"), "env.class: unfinished.py:Env can't be imported: SyntaxError: invalid syntax", id="env file broken"),
     pytest.param((*LAUNCH, "prepare=[no.such.module]"), "prepare: there is no module no.such.module.", id="preparation missing"),
+    pytest.param((*LAUNCH, "train.loss=gsppo"), "train.loss: 'gsppo' is none of grpo, dr_grpo, dapo, gspo, cispo, ppo, and no path/to/file.py:function. Did you mean gspo?", id="unknown loss"),
+    pytest.param((*LAUNCH, "train.loss=gone.py:fn"), "train.loss: gone.py:fn does not exist: there is no file", id="loss file missing"),
+    pytest.param((*LAUNCH, "train.advantage=rlo"), "train.advantage: 'rlo' is none of group, rloo, reinforce_pp. Did you mean rloo?", id="unknown advantage"),
+    pytest.param((*LAUNCH, "train.clip_low=0.5"), "train: clip_low=0.5 is above clip_high=0.28", id="clip bounds the wrong way round"),
+    pytest.param((*LAUNCH, "train.importance.cap=0.5"), "train.importance.cap is 0.5; it must be a number at least 1.", id="importance cap below 1"),
     pytest.param((*LAUNCH, "train.betas=[1.5,0.9]"), "train.betas.0 is 1.5; it must be below 1.", id="betas out of range"),
     pytest.param((*LAUNCH, "actors.reward_service={class: 'actors.rewards.service:RewardService'}", "reward.functions=[nope:f]"), "reward.functions: nope:f does not exist: there is no module nope.", id="reward module missing"),
     pytest.param((*LAUNCH, "reward.functions=[nope:f]"), "reward.functions names nope:f, but actors has no reward_service to call it.", id="reward without a service"),
@@ -168,6 +178,7 @@ REFUSED = [
     pytest.param((*LAUNCH, "state.url=localhost"), "state.url", id="redis url malformed"),
     pytest.param((*LAUNCH, "model.path={place}/headless"), "headless has no *.safetensors. Set model.path", id="model without weights"),
     pytest.param((*LAUNCH, "model.path={place}/gone"), "gone does not exist. Set model.path", id="model folder missing"),
+    pytest.param((*LAUNCH, "train={{kl_coef: 0.1, reference: gone}}"), "run/gone does not exist. Set train.reference to a folder in HF format.", id="reference model missing"),
 ]  # fmt: skip
 
 
@@ -203,6 +214,21 @@ def test_a_broken_environment_ends_the_job_with_one_sentence(target, sentence, p
     _check_one_sentence(ended, sentence, place)
     assert ended.err.startswith(f"env {place}/{target} ")
     assert f"Log: {place}/run/logs/env_manager-1.jsonl" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("fn", "my_loss.py:fn returned (), not one number with a gradient for each of the "),
+        ("gone", "train.loss: {place}/my_loss.py:gone does not exist: {place}/my_loss.py defines no gone."),
+    ],
+)
+def test_a_loss_of_ones_own_that_is_none_ends_the_job_with_one_sentence(name, sentence, place):
+    (place / "my_loss.py").write_text(OWN_LOSS)
+
+    ended = rubato(*LAUNCH, f"train.loss=my_loss.py:{name}", cwd=place)
+
+    _check_one_sentence(ended, sentence.format(place=place), place)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

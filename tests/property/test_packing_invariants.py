@@ -23,7 +23,12 @@ def test_a_micro_batch_preserves_every_sampled_token(masks):
 
     sequences = [
         TokenSequence(
-            [10 * row + i for i in range(len(mask))], [int(m) for m in mask], [0.0] * len(mask), [0] * len(mask), 1.0
+            tokens=[10 * row + i for i in range(len(mask))],
+            trained=[int(m) for m in mask],
+            behaviour=[0.0] * len(mask),
+            fresh=[0] * len(mask),
+            advantage=1.0,
+            length=len(mask),
         )
         for row, mask in enumerate(masks)
     ]

@@ -1,4 +1,7 @@
-from actors.config import ModelSection
+import pytest
+from pydantic import ValidationError
+
+from actors.config import ModelSection, TrainSection
 
 
 def test_a_home_folder_is_written_out_once_for_everybody_who_reads_the_path(monkeypatch):
@@ -6,3 +9,64 @@ def test_a_home_folder_is_written_out_once_for_everybody_who_reads_the_path(monk
 
     assert ModelSection(path="~/models/a").path == "/home/u/models/a"
     assert ModelSection(path="models/~a").path == "models/~a"
+
+
+def test_off_is_a_word_though_yaml_reads_it_as_false():
+    assert TrainSection(importance={"mode": False}).importance.mode == "off"
+
+
+# -- what is learned -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"loss": "gsppo"}, "'gsppo' is none of grpo, dr_grpo, dapo, gspo, cispo, ppo, and no path/to/file.py:function. Did you mean gspo?"),
+        ({"advantage": "rlo"}, "'rlo' is none of group, rloo, reinforce_pp. Did you mean rloo?"),
+        ({"clip_low": 0.4}, "clip_low=0.4 is above clip_high=0.28"),
+        ({"proximal": "behaviour", "importance": {"mode": "mask"}}, "Set train.proximal=recomputed"),
+        ({"reference": "base"}, "reference=base has no effect with kl_coef=0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_learned_from_is_refused_in_one_sentence(given, sentence):
+    with pytest.raises(ValidationError) as refused:
+        TrainSection(**given)
+
+    assert sentence in refused.value.errors()[0]["msg"]
+
+
+def test_clips_are_those_of_the_losses_paper_where_none_are_given():
+    of = {loss: TrainSection(loss=loss) for loss in ("dapo", "gspo", "cispo")}
+
+    assert {loss: (s.clip_low, s.clip_high) for loss, s in of.items()} == {
+        "dapo": (0.2, 0.28),
+        "gspo": (3e-4, 4e-4),
+        "cispo": (1.0, 0.28),
+    }
+    assert TrainSection(loss="gspo", clip_high=0.5).clip_high == 0.5
+    assert TrainSection(loss="my_loss.py:fn").clip_high == 0.28
+
+
+@pytest.mark.parametrize(
+    ("alpha", "given", "proximal", "mode"),
+    [
+        (0, {}, "behaviour", "off"),
+        (1, {}, "recomputed", "truncate"),
+        (-1, {}, "recomputed", "truncate"),
+        (8, {"importance": {"mode": False}}, "recomputed", "off"),
+        (8, {"proximal": "behaviour"}, "behaviour", "off"),
+        (0, {"importance": {"mode": "mask"}}, "recomputed", "mask"),
+    ],
+)
+def test_older_samples_are_weighed_where_there_may_be_some(tmp_path, alpha, given, proximal, mode):
+    """YAML reads `off` as false."""
+    found = TrainSection(**given).resolved(alpha=alpha, folder=tmp_path)
+
+    assert (found.proximal, found.importance.mode) == (proximal, mode)
+
+
+def test_a_reference_lies_in_the_run_folder_unless_its_path_is_whole(tmp_path):
+    def of(reference):
+        return TrainSection(kl_coef=0.1, reference=reference).resolved(alpha=0, folder=tmp_path).reference
+
+    assert (of("base"), of("/models/base"), of("")) == (str(tmp_path / "base"), "/models/base", "")

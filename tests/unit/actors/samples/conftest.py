@@ -85,7 +85,7 @@ class Process:
         self.trace = Trace(None)
         self.node = "node-1"
         self.directory = SimpleNamespace(ready=self.peers, find=lambda _: None)
-        self.finish = None
+        self.finish = lambda reason, failed=False: stage.finished.append((reason, failed))
         self.progress = None
         self.notice = stage.notices.append
         self.dead = asyncio.Event()
@@ -155,13 +155,18 @@ class Stage:
         self.run_info = RunInfo("test", folder, 7, config.pop("steps", 100), config.pop("window_s", 0.0))
         self.config = SampleBuffer.Config(
             staleness=StalenessSection(alpha=config.pop("alpha", 1)),
-            train=TrainSection(batch_groups=config.pop("batch_groups", 2), group_size=config.pop("group_size", 2)),
+            train=TrainSection(
+                batch_groups=config.pop("batch_groups", 2),
+                group_size=config.pop("group_size", 2),
+                dynamic_sampling=config.pop("dynamic_sampling", False),
+            ),
             samples=SamplesSection(**config),
         )
         self.present = {"env_manager-1"}
         self.away = False
         self.incarnation = 0
         self.notices = []
+        self.finished = []
         self.process = None
         self.buffer = None
         self.ready = asyncio.Event()

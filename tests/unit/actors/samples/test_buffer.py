@@ -870,3 +870,66 @@ def test_a_buffer_that_was_replaced_answers_nothing_from_memory(stage, asked):
         asking.cancel()
 
     stage.run(scene)
+
+
+# -- dynamic sampling ------------------------------------------------------------------------------------------------
+
+
+def test_with_dynamic_sampling_others_take_the_place_of_groups_without_spread(make_stage):
+    stage = make_stage(alpha=0, dynamic_sampling=True)
+
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        first = await stage.admit()
+        for ticket, reward in zip(first, (1.0, 1.0, 0.0, 1.0), strict=True):
+            await stage.put(ticket, reward)
+
+        short = await trainer.claim(1)
+        fresh = await stage.admit()
+        await fill(stage, fresh)
+        batch = await trainer.claim(1)
+
+        assert isinstance(short, NotReady)
+        assert {t.group_id for t in fresh} == {"g00000002"}
+        assert ids(batch) == ["g00000001.0", "g00000001.1", "g00000002.0", "g00000002.1"]
+        assert (batch.num_filtered, batch.filtered_reward) == (2, 2.0)
+        assert await stage.fates() == {"g00000000.0": "filtered", "g00000000.1": "filtered"}
+        assert stage.finished == []
+
+    stage.run(scene)
+
+
+def test_what_was_left_out_is_told_with_the_batch_that_it_was_left_out_of(make_stage):
+    stage = make_stage(alpha=1, batch_groups=1, dynamic_sampling=True)
+
+    async def scene():
+        await stage.start()
+        trainer = Trainer(stage)
+        await trainer.start()
+        for ticket, reward in zip(await stage.admit(), (1.0, 1.0, 0.0, 1.0), strict=True):
+            await stage.put(ticket, reward)
+        first = await trainer.claim(1, groups=1)
+        await fill(stage, await stage.admit())
+        second = await trainer.claim(2, groups=1)
+
+        assert (first.num_filtered, second.num_filtered) == (2, 0)
+
+    stage.run(scene)
+
+
+def test_a_job_without_any_spread_ends_with_a_sentence_instead_of_never(make_stage):
+    stage = make_stage(batch_groups=1, alpha=0, dynamic_sampling=True)
+
+    async def scene():
+        await stage.start()
+        for _ in range(10):
+            for ticket in await stage.admit():
+                await stage.put(ticket, 0.5)
+
+        assert [(reason[:42], failed) for reason, failed in stage.finished] == [
+            ("10 groups in a row had no reward spread: e", True)
+        ]
+
+    stage.run(scene)

@@ -91,6 +91,16 @@ def test_a_group_with_fewer_than_two_scores_is_too_small(rewards):
     assert [end.fate for end in ends] == ["group_too_small"] * sum(reward is not None for reward in rewards)
 
 
+@pytest.mark.parametrize(("rewards", "fate"), [((1.0, 1.0, None), "filtered"), ((1.0, 0.0, 1.0), "")])
+def test_with_filtering_a_group_without_spread_ends_as_it_completes(rewards, fate):
+    group = group_of(*rewards)
+
+    ends = group.settle(filtering=True)
+
+    assert (group.state, group.fate) == (("ended", fate) if fate else ("ready", ""))
+    assert [end.fate for end in ends] == ["filtered"] * (2 if fate else 0)
+
+
 @pytest.mark.parametrize("fate", ["stale", "unused"])
 def test_a_member_that_failed_keeps_the_fate_that_was_told(fate):
     group = Group("g00000005", 5, [Member("running", attempt=1) for _ in range(3)])

@@ -10,7 +10,7 @@ import pytest
 
 from actors.messages.fabric import PhaseIntent
 from actors.messages.weights import WeightsPublished, WeightsTaken
-from actors.training.publishing import Publisher, Rows, batch_metrics, cpu_used, others_metrics
+from actors.training.publishing import Publisher, Rows, batch_metrics, cpu_used, filtered_metrics, others_metrics
 from runtime.actor import Actor
 from runtime.registry import ActorRecord
 
@@ -125,6 +125,14 @@ def record(name, **fields) -> ActorRecord:
     return ActorRecord(
         name, role, "", 1, **({"pid": os.getpid(), "host": socket.gethostname(), "state": "ready"} | fields)
     )
+
+
+def test_with_dynamic_sampling_the_reward_of_all_that_finished_stands_beside(trajectory):
+    groups = [[trajectory([1, 2], [0, 1], reward=r) for r in (0.0, 1.0)]]
+
+    row = filtered_metrics(groups, 6, 6.0)
+
+    assert row == {"reward/unconditioned": 7 / 8, "reward/filtered_frac": 0.75}
 
 
 def test_cpu_seconds_are_of_this_host_alone():
