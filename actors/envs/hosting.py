@@ -1,12 +1,13 @@
 """Decides where an environment's code runs, and turns whatever it does into a checked result or a named failure."""
 
 import asyncio
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 from actors.envs.environment import Observation, Step
 from actors.envs.section import EnvSection
@@ -187,8 +188,8 @@ class EnvHost:
 class HostedEnv:
     """One environment instance, whose failures are EnvFailure and whose results are checked."""
 
-    in_worker: ClassVar[bool] = False
-    """Its calls keep a worker process busy while they are waited for."""
+    asynchronous = False
+    """While it is waited for, the manager and its workers are free for others."""
 
     def __init__(self, section: EnvSection) -> None:
         self._section = section
@@ -221,6 +222,7 @@ class InlineEnv(HostedEnv):
     def __init__(self, section: EnvSection, env: Any) -> None:
         super().__init__(section)
         self._env = env
+        self.asynchronous = inspect.iscoroutinefunction(getattr(env, "step", None))
 
     async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
         scope = asyncio.timeout(limit_s)
@@ -238,8 +240,6 @@ class InlineEnv(HostedEnv):
 
 class PooledEnv(HostedEnv):
     """Runs in a worker process, which is killed when a call outlives its deadline."""
-
-    in_worker = True
 
     def __init__(self, section: EnvSection, pool: WorkerPool, name: str) -> None:
         super().__init__(section)

@@ -201,7 +201,7 @@ class EnvManager(Actor):
         ticket = rollout.ticket
         try:
             with self.trace.span("rollout", "env", trajectory=ticket.trajectory_id):
-                trajectory = await self.metrics.busy_while_running(rollout.play())
+                trajectory = await rollout.play()
         except GaveUp as end:
             await self._failed(rollout, end)
         except Exception as error:

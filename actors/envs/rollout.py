@@ -156,7 +156,8 @@ class Rollout:
             text = context.renderer.decode(tokens.ids)
             self._texts.append(text)
             began = loop.time()
-            with self._waiting("env.step", limit), context.metrics.busy() if env.in_worker else nullcontext():
+            busy = nullcontext() if env.asynchronous else context.metrics.busy()
+            with self._waiting("env.step", limit), busy:
                 observation, reward, terminated, truncated, info = await env.step(text)
             took_s = loop.time() - began
             self._env_s += took_s

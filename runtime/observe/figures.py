@@ -8,16 +8,12 @@ import asyncio
 import math
 import os
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import coroutine
-from typing import Any, TypeVar
 
 import msgspec
-
-ResultT = TypeVar("ResultT")
 
 WINDOW_S = 10.0
 """The idle share looks back this far: long enough to smooth over one training step, short enough to be live."""
@@ -84,22 +80,6 @@ class Metrics:
             self._busy_depth -= 1
             if self._busy_depth == 0:
                 self._busy_s += self._now() - self._busy_since
-
-    @coroutine
-    def busy_while_running(self, work: Coroutine[Any, Any, ResultT]) -> Generator[Any, Any, ResultT]:
-        """Await this to await `work`, whose time counts as busy where it runs, and not where it waits."""
-        proceed: Callable[[Any], Any] = work.send
-        given: Any = None
-        while True:
-            with self.busy():
-                try:
-                    awaited = proceed(given)
-                except StopIteration as end:
-                    return end.value
-            try:
-                proceed, given = work.send, (yield awaited)
-            except BaseException as error:  # noqa: BLE001 - the coroutine is to have it
-                proceed, given = work.throw, error
 
     def idle(self) -> float:
         """Share of about the last `WINDOW_S` seconds spent outside `busy()`, 0 to 1; the marks move on at each call."""

@@ -135,6 +135,11 @@ MUTATIONS: dict[str, Mutation] = {
             Edit(Groups, "score", "is_stale(outcome.version_first, self.base, self.alpha)", "False"),
         ),
     ),
+    "tally": Mutation(
+        "the count of tokens that only a checkpoint still knows of",
+        (Edit(Groups, "_bring_back", "self._tell(group, member.outcome.tokens - known)", "pass"),),
+        ("store_loss_kill", "store_loss"),
+    ),
     "digest": Mutation(
         "the digest check of weights",
         (Edit(BlobInfo, "check", "!= self.digest", "== ''"),),

@@ -110,6 +110,7 @@ STEP_MISTAKES = [
     ("HangsInStep", "auto", "env_timeout", "hung in step: no answer within 0.5 s"),
     ("HangsAsync", "auto", "env_timeout", "hung in step: no answer within 0.5 s"),
     ("Exits", "auto", "env_step_failed", "crashed in step: its process ended with exit code 7"),
+    ("ExitsAsync", "auto", "env_step_failed", "raised in step: SystemExit(7)"),
     ("WrongShape", "auto", "env_bad_result", "returned a wrong result from step: 3 values"),
     ("WrongShape", "inline", "env_bad_result", "returned a wrong result from step: 3 values"),
     ("NaN", "auto", "env_bad_result", "a reward of nan, which is not finite"),
@@ -208,3 +209,11 @@ async def test_an_idle_environment_whose_worker_died_is_never_lent_again(host_of
 
     assert fresh is not idle
     assert (await fresh.reset(5))[0] == "at 0, task 5"
+
+
+async def test_seeds_that_fail_in_the_trial_are_told_and_one_that_works_is_enough(host_of):
+    host = await host_of(**{"class": f"{USER}:FussyReset"})
+
+    failures = await host.try_out(4211)
+
+    assert [failure.what for failure in failures] == ["raised in reset: KeyError('goal')"] * 3

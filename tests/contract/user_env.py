@@ -41,6 +41,11 @@ class Messages(Plain):
         return [{"role": "system", "content": "walk"}, {"role": "user", "content": text}], info
 
 
+class ExitsAsync(Async):
+    async def step(self, action):
+        raise SystemExit(7)
+
+
 class RaisesInInit(Plain):
     def __init__(self):
         raise KeyError("goal")
@@ -49,6 +54,15 @@ class RaisesInInit(Plain):
 class RaisesInReset(Plain):
     def reset(self, *, seed):
         raise KeyError("goal")
+
+
+class FussyReset(Plain):
+    """Of tasks with other seeds than 4214."""
+
+    def reset(self, *, seed):
+        if seed != 4214:
+            raise KeyError("goal")
+        return super().reset(seed=seed)
 
 
 class RaisesInStep(Plain):

@@ -391,14 +391,15 @@ def test_a_rollout_that_fails_every_attempt_is_failed_and_its_group_shrinks(make
     stage.run(scene)
 
 
-def test_a_drained_manager_costs_no_attempt(make_stage):
+@pytest.mark.parametrize("reason", ["drained", "env_lost"])
+def test_what_ends_an_attempt_through_no_fault_of_its_own_costs_no_try(make_stage, reason):
     stage = make_stage(max_attempts=1)
 
     async def scene():
         await stage.start()
         (ticket,) = await stage.admit(num=1)
 
-        reply = await stage.buffer.give_up(GiveUp(ticket, "drained", retry=True))
+        reply = await stage.buffer.give_up(GiveUp(ticket, reason, retry=True))
         (again,) = await stage.admit(num=1)
 
         assert reply.fate == ""

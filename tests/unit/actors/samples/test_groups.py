@@ -454,3 +454,12 @@ def test_held_out_rounds_are_issued_first_and_hold_no_slots(groups):
         groups.round(f"eval-{number}", 0)
     assert groups.settled_fate(tickets[0]) == "superseded"
     assert not [name for name in groups.leases if name.startswith("eval")]
+
+
+def test_of_an_attempt_whose_holder_died_nobody_knows_what_it_sampled(groups):
+    lost, _ = issue(groups, 2)
+
+    groups.take_back(lost.trajectory_id, "holder_left", counted=True)
+
+    tally = groups.training.tally
+    assert (tally.lost_attempts, tally.generated) == (1, 0)

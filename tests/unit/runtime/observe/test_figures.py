@@ -113,47 +113,6 @@ def test_overlapping_busy_tasks_count_once():
     run_virtual(main)
 
 
-def test_what_a_coroutine_waits_for_is_not_its_busy_time():
-    async def main():
-        loop = asyncio.get_running_loop()
-        metrics = Metrics()
-
-        async def work():
-            loop._now += 1.0
-            await asyncio.sleep(2.0)
-            loop._now += 1.0
-            return "done"
-
-        assert await metrics.busy_while_running(work()) == "done"
-        assert metrics.idle() == 0.5
-
-    run_virtual(main)
-
-
-def test_a_coroutine_that_is_counted_hears_what_is_thrown_into_it():
-    async def main():
-        metrics, heard = Metrics(), []
-
-        async def work():
-            try:
-                await asyncio.sleep(5.0)
-            except asyncio.CancelledError:
-                heard.append("cancelled")
-                await asyncio.sleep(0)
-                raise
-
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(metrics.busy_while_running(work()))
-            await asyncio.sleep(1.0)
-            running.cancel()
-        assert heard == ["cancelled"]
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await metrics.busy_while_running(asyncio.sleep(2.0))
-
-    run_virtual(main)
-
-
 def test_idle_looks_back_over_the_window_only():
     async def main():
         metrics = Metrics()
