@@ -312,7 +312,8 @@ class RolloutRecord:
         )
         if is_hopeless(shares, ever_good=self._ever_good):
             return notices, f"{text}. {of_last}"
-        if self._shares_told < len(SHARES_AFTER) and len(shares) >= SHARES_AFTER[self._shares_told] and self._ever_good:
+        enough = self._shares_told < len(SHARES_AFTER) and len(shares) >= SHARES_AFTER[self._shares_told]
+        if enough and self._ever_good and sum(shares) >= 1:
             self._shares_told += 1
             notices.append(f"{of_last}; the job goes on with the others")
         return notices, ""

@@ -125,6 +125,23 @@ def test_the_share_of_failing_tasks_is_told_and_the_job_goes_on():
     ]
 
 
+def test_a_rollout_that_fails_here_and_there_is_no_share_of_tasks():
+    found = record()
+
+    told = []
+    for task in range(7):
+        for member in range(8):
+            found.begun(ticket(task, member))
+            if member:
+                found.good(ticket(task))
+        told += found.bad(ticket(task), RAISED)[0]
+    pass_(found, 7)
+    told += fail(found, 7)[0]
+
+    assert len(told) == 2
+    assert told[1] == "1 of the last 8 tasks failed in their environment; the job goes on with the others"
+
+
 def test_a_lost_worker_says_nothing_about_the_environment():
     found = record()
     failure = EnvFailure("env_lost", "step", "was lost in step: its process was killed")
