@@ -206,7 +206,7 @@ class RolloutSection(Section):
     max_len: int = Field(default=512, ge=2)
     """Tokens of a whole trajectory; it is cut when the next turn may not fit. At most engine.max_len."""
     temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature of training rollouts; held-out tasks are greedy."""
+    """Sampling temperature of training rollouts; held-out tasks have their own, `eval.temperature`."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Must be 1: the trainer has the whole vocabulary's log-probs, and could not tell what a cut left out."""
     system_prompt: str = ""
@@ -249,6 +249,27 @@ class SamplesSection(Section):
     """Batches' worth of groups that may be under way where `staleness.bounded` is false."""
     unsettled_mb: int = Field(default=256, ge=1)
     """MiB of samples that are kept in memory for as long as the Store may forget them; beyond that a put waits."""
+
+
+class EvalSection(Section):
+    """Held-out evaluation, on tasks that are never trained on. Rewards are over the rollouts that finished; see `failed`."""
+
+    every: int = Field(default=10, ge=0)
+    """Steps between evaluations, the first of the base model; 0 leaves only the final one."""
+    num_tasks: int = Field(default=64, ge=1)
+    """Tasks of each evaluation."""
+    final_num_tasks: int = Field(default=200, ge=0)
+    """Tasks of the evaluation after the last step; 0 leaves it out."""
+    samples: int = Field(default=1, ge=1)
+    """Rollouts of each task: one is greedy; more are sampled, for avg@k and pass@k."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature where there are several samples."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling where there are several samples."""
+    pass_reward: float = 1.0
+    """A rollout of at least this reward passes."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Longest an evaluation may take. One that takes longer is given up."""
 
 
 class ProxySection(Section):

@@ -36,6 +36,8 @@ class Run(NamedTuple):
     deaths: list[tuple[float, str]]
     reasons: Counter[str] = Counter()
     """Why the samples failed that did."""
+    evals: Sequence[tuple[float, Row]] = ()
+    """Seconds on the rows' time axis, and a row of evals.jsonl."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_run(folder: Path) -> Run:
-    """Read metrics.jsonl, samples.jsonl, config.yaml and the node agent's log. Torn and damaged lines are left out."""
+    """Read metrics.jsonl, evals.jsonl, samples.jsonl, config.yaml and the node agent's log. Torn and damaged lines are left out."""
     import yaml
 
     config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
@@ -60,11 +62,13 @@ def read_run(folder: Path) -> Run:
     fates = Counter(str(end["fate"]) for end in ends)
     reasons = Counter(str(end.get("reason", "")) for end in ends if end["fate"] == "failed")
     log = _lines(folder / "logs" / "node-1.jsonl")
-    deaths = [(_on_axis(line["t"], rows), str(line["actor"])) for line in log if line.get("event") == "died"]
+    died = [line for line in log if line.get("event") == "died"]
+    deaths = [(_on_axis(datetime.fromisoformat(line["t"]).timestamp(), rows), str(line["actor"])) for line in died]
+    evals = [(_on_axis(row.get("unix_s", 0.0), rows), row) for row in _lines(folder / "evals.jsonl")]
     env = str(config.get("env", {}).get("class", "")).rsplit(":", 1)[-1]
     model = str(config.get("model", {}).get("path", ""))
     alpha = int(config["staleness"]["alpha"]) if config["staleness"].get("bounded", True) else UNBOUNDED
-    return Run(folder, rows, fates, alpha, int(config["run"]["steps"]), model, env, deaths, reasons)
+    return Run(folder, rows, fates, alpha, int(config["run"]["steps"]), model, env, deaths, reasons, evals)
 
 
 def summary(run: Run) -> list[str]:
@@ -72,10 +76,9 @@ def summary(run: Run) -> list[str]:
     rows = run.rows
     first, last = rows[0], rows[-10:]
     reward = fmean(r["reward/mean"] for r in last)
-    evaluations = [r for r in rows if "eval/num" in r or "eval/reward" in r]
     wall = last[-1].get("time/wall_s", 0.0)
     age = max(r.get("staleness/max", 0.0) for r in rows)
-    eval_text = f" ({_held_out(evaluations[-1])})" if evaluations else ""
+    eval_text = f" ({_held_out(run.evals[-1][1])})" if run.evals else ""
     steps, wanted = int(rows[-1]["step"]), run.steps
     reached = "done" if steps >= wanted else f"stopped at step {steps} of {wanted}"
     return [
@@ -131,10 +134,10 @@ def concerns(run: Run) -> list[str]:
 
 
 def _held_out(row: Row) -> str:
-    """The reward, and of how many tasks where some failed."""
-    reward = f"held-out {row['eval/reward']:.2f}" if "eval/reward" in row else "held-out: no reward"
-    num, failed = int(row.get("eval/num", 0)), int(row.get("eval/failed", 0))
-    return f"{reward} over {num} of {num + failed} tasks; {failed} failed" if failed else reward
+    """The reward, and of how many rollouts where some failed."""
+    reward = f"held-out {row['reward']:.2f}" if "reward" in row else "held-out: no reward"
+    num, failed = int(row.get("num", 0)), int(row.get("failed", 0))
+    return f"{reward} over {num} of {num + failed} rollouts; {failed} failed" if failed else reward
 
 
 def _busy_line(rows: list[Row]) -> str:
@@ -164,7 +167,7 @@ def draw(run: Run, verdict: str, target: Path) -> None:
 
     seconds = [r.get("time/wall_s", r["step"]) for r in run.rows]
     figure, axes = plt.subplots(4, 1, figsize=(10, 11), sharex=True, height_ratios=(3, 1.5, 2, 2))
-    _draw_reward(axes[0], run.rows, seconds)
+    _draw_reward(axes[0], run, seconds)
     _draw_age(axes[1], run, seconds)
     _draw_idle(axes[2], run.rows, seconds)
     _draw_queues(axes[3], run.rows, seconds)
@@ -186,13 +189,14 @@ def draw(run: Run, verdict: str, target: Path) -> None:
     figure.savefig(target, dpi=110)
 
 
-def _draw_reward(axis: "Axes", rows: list[Row], seconds: list[float]) -> None:
-    axis.plot(seconds, [r["reward/mean"] for r in rows], color=REWARD, label="reward (mean of the step's samples)")
-    held_out = [(t, r["eval/reward"]) for t, r in zip(seconds, rows, strict=True) if "eval/reward" in r]
+def _draw_reward(axis: "Axes", run: Run, seconds: list[float]) -> None:
+    rewards = [r["reward/mean"] for r in run.rows]
+    axis.plot(seconds, rewards, color=REWARD, label="reward (mean of the step's samples)")
+    held_out = [(t, row["reward"]) for t, row in run.evals if "reward" in row]
     if held_out:
-        axis.plot(*zip(*held_out, strict=True), "o", color=EVAL, label="held-out reward (greedy)")
+        axis.plot(*zip(*held_out, strict=True), "o", color=EVAL, label="held-out reward")
     axis.set_ylabel("reward")
-    axis.set_ylim(bottom=min(0.0, min(r["reward/mean"] for r in rows)))
+    axis.set_ylim(bottom=min(0.0, *rewards))
     axis.legend(loc="lower right", frameon=False)
 
 
@@ -236,12 +240,11 @@ def _idle_by_role(rows: list[Row]) -> dict[str, list[float]]:
     return found
 
 
-def _on_axis(t: str, rows: list[Row]) -> float:
-    """When something logged at `t` happened, on the axis of training time: the first row written after it."""
-    unix_s = datetime.fromisoformat(t).timestamp()
+def _on_axis(unix_s: float, rows: list[Row]) -> float:
+    """When something happened, on the axis of training time: the first row written after it."""
     return next(
         (r["time/wall_s"] for r in rows if r.get("time/unix_s", 0.0) >= unix_s),
-        rows[-1]["time/wall_s"] if rows else 0.0,
+        rows[-1].get("time/wall_s", 0.0) if rows else 0.0,
     )
 
 

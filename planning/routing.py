@@ -17,6 +17,8 @@ class EngineView(NamedTuple):
     """Requests given to it and not yet answered, running or waiting inside."""
     suspended: bool = False
     """It takes no new request: paused, drained, or it refused the last one."""
+    held: bool = False
+    """It stays on `version` for an evaluation."""
 
 
 class RequestView(NamedTuple):
@@ -27,6 +29,8 @@ class RequestView(NamedTuple):
     min_version: int = 0
     num_resumed: int = 0
     """Tokens that it has already, from an engine that died or handed it back."""
+    exact: bool = False
+    """It belongs to an evaluation of `min_version`: only an engine that is held there serves it."""
 
 
 QUEUE_FACTOR: Final = 0.125
@@ -39,7 +43,15 @@ that much of a turn."""
 
 MASK: Final = 0xFFFFFFFF
 
-Why = Literal["sticky", "least loaded", "session's engine is overloaded", "session's engine is gone", "no room"]
+Why = Literal[
+    "sticky",
+    "least loaded",
+    "session's engine is overloaded",
+    "session's engine is gone",
+    "no room",
+    "engines with room are held",
+    "no engine holds its version",
+]
 
 
 class Route(NamedTuple):
@@ -62,14 +74,15 @@ def goes_first(request: RequestView) -> bool:
 def choose(request: RequestView, engines: Collection[EngineView], sticky: str | None = None) -> Route:
     """Route one request over `engines`; `sticky` names the engine that served the session last.
 
-    Never an engine that is suspended or full. Otherwise least loaded by in_flight / num_slots, those that already hold
+    Never an engine that is suspended or full, nor one that is held at an older version; for an exact request only those that are held at its
+    version. Otherwise least loaded by in_flight / num_slots, those that already hold
     `min_version` before those that must pull first. Equals are spread by rendezvous hashing of the session, so the same
     session meets the same engine and no engine is everybody's first choice. Depends on nothing but its arguments, and not on
     the order of `engines`.
     """
     best, least, kept_load, kept_slots = _scan(request, engines, sticky)
     if not best:
-        return Route(None, "no room")
+        return Route(None, _why_none(request, engines))
     if not sticky:
         return Route(best, "least loaded")
     if kept_load is None:
@@ -89,8 +102,10 @@ def _scan(
     kept_slots, least = 1, 2.0
     for engine in engines:
         # Unpacked, because this loop is most of the cost of a request with many engines.
-        name, version, num_slots, in_flight, suspended = engine
+        name, version, num_slots, in_flight, suspended, held = engine
         if suspended or (in_flight >= num_slots and in_flight >= capacity(engine)):
+            continue
+        if not _serves(version, request) if held else request.exact:
             continue
         load, stale, weight = in_flight / num_slots, version < request.min_version, -1
         if load < least:
@@ -110,6 +125,20 @@ def _scan(
                         continue
         best, best_load, best_stale, best_weight = name, load, stale, weight
     return best, least, kept_load, kept_slots
+
+
+def _serves(version: int, request: RequestView) -> bool:
+    """Whether an engine that is held at `version` may take it."""
+    return version == request.min_version if request.exact else version >= request.min_version
+
+
+def _why_none(request: RequestView, engines: Collection[EngineView]) -> Why:
+    held = [engine for engine in engines if engine.held]
+    if request.exact:
+        there = any(engine.version == request.min_version for engine in held)
+        return "no room" if there else "no engine holds its version"
+    has_room = any(not engine.suspended and engine.in_flight < capacity(engine) for engine in held)
+    return "engines with room are held" if has_room else "no room"
 
 
 def _weight(session: str, name: str) -> int:

@@ -23,6 +23,7 @@ LAUNCH = "runtime.launch.commands"
 
 COMMANDS = {
     "launch": Command(LAUNCH, False, "run the job that a config describes, or go on with one"),
+    "eval": Command("actors.evaluate", False, "evaluate a model, or a run's checkpoints, on held-out tasks"),
     "add": Command(LAUNCH, True, "start more actors of a role in a running job"),
     "drain": Command(
         LAUNCH, True, "let actors of a running job finish and end, or hosts that joined it; nothing is lost"

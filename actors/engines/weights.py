@@ -52,6 +52,24 @@ class WeightsPuller:
         """Requests that are held up, and the version that each needs."""
         self._wake = asyncio.Event()
         self._swapped = asyncio.Event()
+        self._hold = (-1, -1)
+        """(epoch, version) that an evaluation wants to be kept, and until when."""
+        self._hold_until = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the engine stays on what it has, for an evaluation."""
+        return self._held == self._hold and asyncio.get_running_loop().time() < self._hold_until
+
+    async def hold(self, version: int, epoch: int, for_s: float) -> bool:
+        """Take nothing newer of `epoch` than `version` for `for_s` from now; 0 lets go. True once it is in place, False where the engine is
+        past it."""
+        self._hold, self._hold_until = (epoch, version), asyncio.get_running_loop().time() + for_s
+        self._wake.set()
+        while for_s and self._held < self._hold:
+            self._swapped.clear()
+            await self._swapped.wait()
+        return self.is_held
 
     @property
     def version(self) -> int:
@@ -109,6 +127,8 @@ class WeightsPuller:
         """Bring the engine to the newest version, if it isn't there. A damaged or vanished blob is left for the next time."""
         newest = await self._blobs.newest(self._blob)
         if newest is None or (newest.epoch, newest.version) <= self._held:
+            return
+        if self.is_held and newest.epoch == self._held[0]:
             return
         with self._waits.on(f"weights {newest.version}", stage="pull", holder=BLOBS) as wait:
             self._blame(ITSELF)

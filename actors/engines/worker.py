@@ -16,6 +16,7 @@ from actors.messages.generation import (
     Abort,
     Aborted,
     Completion,
+    EngineHolds,
     EngineStatus,
     Generate,
     Inspect,
@@ -25,7 +26,7 @@ from actors.messages.generation import (
     TokensSampled,
     VersionSpan,
 )
-from actors.messages.weights import WeightsPublished, WeightsTaken
+from actors.messages.weights import HoldWeights, WeightsHeld, WeightsPublished, WeightsTaken
 from actors.model_folder import check_device, check_model_folder
 from actors.requests import SharedRequest, SharedRequests
 from bus.errors import AskFailed, NotSent
@@ -39,6 +40,9 @@ from runtime.kernel import Kernel
 
 GAUGES_S = 0.5
 """Period of the load gauges: twice per status snapshot."""
+
+TELL_S = 5.0
+"""Limit of one ask of a proxy, which is asked again while it is there."""
 
 RATE_PERIODS = 10
 """Tokens per second are over so many of these: several steps of a slow engine, and yet a stall shows soon."""
@@ -115,6 +119,8 @@ class EngineWorker(Actor):
         self._draining = False
         self._engine: Engine | None = None
         self._weights: WeightsPuller | None = None
+        self._telling = asyncio.Lock()
+        self._told_held = False
         self._gauging: asyncio.Task[None] | None = None
         self._num_tokens = 0
 
@@ -172,6 +178,8 @@ class EngineWorker(Actor):
         try:
             while weights.version < request.min_version and not shared.abort_reason:
                 await weights.wait_for(request.min_version, request.request_id)
+            if request.exact and not (weights.is_held and weights.version == request.min_version):
+                shared.abort_reason = f"{self.name} does not hold version {request.min_version} any more"
             if not shared.abort_reason:
                 with self.metrics.busy():
                     finish_reason = await self._generate(shared, work)
@@ -239,13 +247,38 @@ class EngineWorker(Actor):
         engine, weights = self._started()
         load = engine.load()
         running, finished = tuple(self._requests.running), self._requests.finished()
-        return EngineStatus(self.name, weights.version, load.num_slots, running, finished, load.suspended)
+        return EngineStatus(
+            self.name, weights.version, load.num_slots, running, finished, load.suspended, weights.is_held
+        )
 
     @handler
     async def weights_published(self, message: WeightsPublished) -> None:
         self._started()[1].hint(message)
 
+    @handler(concurrency=16)
+    async def hold_weights(self, request: HoldWeights) -> WeightsHeld:
+        """The proxies know before the asker does: they give this engine no request that needs newer weights, nor another one an exact one."""
+        held = await self._started()[1].hold(request.version, request.epoch, request.for_s)
+        await self._tell_proxies()
+        return WeightsHeld(self.name, held)
+
+    async def _tell_proxies(self) -> None:
+        """Whether it is held now: one after the other, so that no old word comes last, and until each has it or is gone."""
+        async with self._telling:
+            weights = self._started()[1]
+            self._told_held = weights.is_held
+            message = EngineHolds(self.name, weights.version, self._told_held)
+            for proxy in self.peers("llm_proxy"):
+                while proxy in self.peers("llm_proxy"):
+                    try:
+                        await self.ref(proxy).ask(message, timeout=TELL_S)
+                        break
+                    except AskFailed as error:
+                        self.log.warning("hold_not_told", proxy=proxy, error=str(error))
+
     def _swapped(self, info: BlobInfo) -> None:
+        if self._told_held:
+            self.spawn(self._tell_proxies(), name=f"{self.name}.let_go")
         self.spawn(self._tell_taken(WeightsTaken(self.name, info.version, info.epoch)), name=f"{self.name}.taken")
 
     async def _tell_taken(self, message: WeightsTaken) -> None:

@@ -15,6 +15,9 @@ class Environment(Protocol):
 
     A plain (not async) class runs in worker processes that are killed when a call outlives its deadline. Raising anything is
     allowed: the rollout ends as a named outcome and leaves its group's statistics.
+
+    A class with a split of its own declares `held_out`, a dict: the arguments that replace those of `env.kwargs` for held-out tasks, where
+    `env.eval_kwargs` names none. Where another seed is always another task, it is empty.
     """
 
     def reset(

@@ -23,12 +23,15 @@ from runtime.pool.errors import (
     WorkerKilled,
     WorkerTimeout,
 )
-from runtime.pool.pool import Unsendable, WorkerPool, decode, encode_call
+from runtime.pool.pool import Traits, Unsendable, WorkerPool, decode, encode_call
 from runtime.pool.sandbox import WorkerLimits
 from runtime.pool.worker import place_of, text_of
 
 BUILT_IN = "actors.envs."
 """Classes from here are trusted to import quickly, so no worker is started to look at them."""
+
+HELD_OUT = "held_out"
+"""Attribute of an environment class: see Environment."""
 
 CLOSE_S = 5.0
 """An environment that can't close by then is left to its fate: nobody waits for it."""
@@ -83,18 +86,25 @@ class EnvHost:
         self._idle: dict[Purpose, list[HostedEnv]] = {"train": [], "eval": []}
         self._num_built = 0
         self._held_out: Mapping[str, Any] = section.eval_kwargs
+        self.has_split = False
+        """Whether held-out tasks have arguments of their own, or the class says that they need none; known once it has started."""
 
     async def start(self) -> None:
         """Find the class and decide where it runs. Raises EnvFailure when it can't be loaded."""
         target, isolation = self._section.target, self._section.isolation
-        built_in = target.startswith(BUILT_IN)
-        if built_in and not self._held_out:
-            self._held_out = getattr(_load(target), "held_out", {})
-        if isolation == "process" or (isolation == "auto" and not built_in and not await self._prefers_inline()):
-            return
-        found = _load(target)
-        if isolation == "inline" or not built_in or getattr(found, "inline", False):
-            self._class = found
+        if isolation == "inline" or target.startswith(BUILT_IN):
+            found = _load(target)
+            declared = {HELD_OUT: getattr(found, HELD_OUT)} if hasattr(found, HELD_OUT) else {}
+            traits = Traits(getattr(found, "inline", False) is True, False, declared)
+        else:
+            traits = await self._inspected()
+        if isolation == "inline" or (isolation == "auto" and (traits.inline or traits.asynchronous)):
+            self._class = _load(target)
+        self.has_split = bool(self._held_out) or HELD_OUT in traits.declared
+        self._held_out = self._held_out or traits.declared.get(HELD_OUT, {})
+        if not isinstance(self._held_out, Mapping):
+            what = f"declares held_out as {_kind(self._held_out)} instead of a dict of constructor arguments"
+            raise EnvFailure("env_reset_failed", "import", what)
 
     async def borrow(self, purpose: Purpose) -> "HostedEnv":
         """An idle instance, or a new one. Raises EnvFailure when the constructor fails."""
@@ -135,7 +145,7 @@ class EnvHost:
 
         `seed` is tried, and those after it while they fail; returns how they did. Raises the first EnvFailure where all fail.
         """
-        purposes: tuple[Purpose, ...] = ("train", "eval") if self._section.eval_kwargs else ("train",)
+        purposes: tuple[Purpose, ...] = ("train", "eval") if self._held_out else ("train",)
         return [failure for purpose in purposes for failure in await self._try_seeds(purpose, seed)]
 
     async def _try_seeds(self, purpose: Purpose, seed: int) -> list[EnvFailure]:
@@ -162,16 +172,16 @@ class EnvHost:
                 await idle.pop().close()
         await self._pool.close()
 
-    async def _prefers_inline(self) -> bool:
+    async def _inspected(self) -> Traits:
         """Asked in a worker: importing a user's module may hang or crash too."""
+        target, limit_s = self._section.target, self._section.build_timeout_s
         for tries_left in reversed(range(self._section.reset_tries)):
             try:
-                traits = await self._pool.inspect(self._section.target, deadline_s=self._section.build_timeout_s)
+                return await self._pool.inspect(target, deadline_s=limit_s, attributes=(HELD_OUT,))
             except PoolError as error:
                 if tries_left and isinstance(error, WorkerDied | WorkerKilled):
                     continue  # somebody else may have killed it
                 raise _failed(error, "import", "env_reset_failed") from error
-            return traits.inline or traits.asynchronous
         raise AssertionError
 
     async def _build_in_pool(self, kwargs: Mapping[str, Any]) -> "HostedEnv":

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import msgspec
 
-from actors.config import ModelSection, RewardSection, RolloutSection
+from actors.config import EvalSection, ModelSection, RewardSection, RolloutSection
 from actors.envs.chat import ChatRenderer
 from actors.envs.hosting import EnvFailure, EnvHost, sentence
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext, RolloutRecord
@@ -41,6 +41,9 @@ for ever. A buffer that is merely away fails none."""
 LEAST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this, and its log-probs would be of a temperature that nobody asked for."""
 
+NO_SPLIT = "env/no_split"
+"""Counts the managers that found no held-out split: the first tells."""
+
 DEAD_LETTERS, DEAD_LETTERS_KEPT = "dead_letters", 1000
 """The Store's stream of them, each a MessagePack map, and how many of the newest stay."""
 
@@ -58,6 +61,7 @@ class EnvManager(Actor):
         rollout: RolloutSection = RolloutSection()
         model: ModelSection = ModelSection()
         reward: RewardSection = RewardSection()
+        eval: EvalSection = EvalSection()
 
     config: Config
 
@@ -151,6 +155,7 @@ class EnvManager(Actor):
         if failures:
             text = sentence(self.config.env, failures[0], seed=self.run.seed, log=self._log)
             self.notice(f"{text}. The job goes on: another seed works (tried: {len(failures) + 1})")
+        await self._tell_of_split()
         self._rollouts = RolloutContext(
             env=self.config.env,
             rollout=limits,
@@ -161,8 +166,18 @@ class EnvManager(Actor):
             policy=lambda: self._policy,
             metrics=self.metrics,
             waits=self.waits,
+            eval=self.config.eval,
         )
         return ""
+
+    async def _tell_of_split(self) -> None:
+        """Once in a run, however many managers it has: held-out tasks may be no others than those of training."""
+        wanted = self.config.eval.every or self.config.eval.final_num_tasks
+        if wanted and not self._host.has_split and await self.store.increment(NO_SPLIT) == 1:
+            self.notice(
+                f"env {self.config.env.target} has no held-out split: evaluations use other seeds, which may give tasks that are trained on. "
+                "Set env.eval_kwargs, or declare held_out in the class (docs/embedding.md)"
+            )
 
     async def _admit(self) -> None:
         """Keep as many rollouts running as there are tickets and room for."""

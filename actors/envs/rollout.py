@@ -5,13 +5,13 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 import msgspec
 
-from actors.config import RolloutSection
+from actors.config import EvalSection, RolloutSection
 from actors.envs.chat import TOKEN_BYTES, ChatRenderer, Transcript
 from actors.envs.environment import Observation
 from actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, sentence
@@ -62,6 +62,7 @@ class RolloutContext:
     policy: Callable[[], PolicyState]
     metrics: Metrics
     waits: Waits
+    eval: EvalSection = field(default_factory=EvalSection)
 
 
 class Rollout:
@@ -71,10 +72,13 @@ class Rollout:
         self._context = context
         self._ticket = ticket
         self._key = f"{ticket.trajectory_id}.{ticket.attempt}"
-        greedy = ticket.purpose == "eval"
+        held_out = ticket.purpose == "eval"
+        section = context.eval if held_out else context.rollout
+        greedy = held_out and context.eval.samples == 1
         self._sampling = Sampling(
             max_new_tokens=context.rollout.max_new_tokens,
-            temperature=0.0 if greedy else context.rollout.temperature,
+            temperature=0.0 if greedy else section.temperature,
+            top_p=1.0 if greedy else section.top_p,
             stop_token_ids=context.renderer.stop_token_ids,
             seed=ticket.noise,
         )
@@ -205,6 +209,7 @@ class Rollout:
                 # Nothing older than what this trajectory began with: its age counts from there.
                 min_version=max(self._ticket.version, transcript.version_first),
                 resumed=resumed,
+                exact=self._ticket.purpose == "eval",
             )
             reply = await self._ask_proxy(request)
             self._num_sampled += (len(reply.tokens.ids) - len(resumed.ids)) // TOKEN_BYTES

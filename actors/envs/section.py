@@ -15,7 +15,7 @@ class EnvSection(Section):
     kwargs: dict[str, Any] = {}
     """Arguments of the constructor."""
     eval_kwargs: dict[str, Any] = {}
-    """Arguments that replace those above for held-out tasks; empty takes what a class of ours declares for them."""
+    """Arguments that replace those above for held-out tasks; empty takes what the class declares as `held_out`."""
     concurrency: int = Field(default=64, ge=1)
     """Rollouts in flight per environment manager."""
     isolation: Literal["auto", "inline", "process"] = "auto"

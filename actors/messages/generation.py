@@ -72,6 +72,8 @@ class Generate(Request[Completion | Aborted], frozen=True):
     resumed: Tokens = Tokens()
     """Tokens already sampled elsewhere (a dead or drained engine): they count towards the completion and are not sampled again.
     The reply begins with them."""
+    exact: bool = False
+    """Every token is sampled under `min_version` itself; Aborted where no engine holds it."""
 
 
 class Abort(Request[Ack], frozen=True):
@@ -104,6 +106,17 @@ class EngineStatus(Message, frozen=True):
     finished: tuple[str, ...]
     """Request ids whose result is still kept for an asker that lost its reply."""
     suspended: bool = False
+    held: bool = False
+    """It stays on `version` for an evaluation."""
+
+
+class EngineHolds(Request[Ack], frozen=True):
+    """Engine → proxies: it stays on `version` for an evaluation, or (`held` false) no longer does."""
+
+    idempotent: ClassVar[bool] = True
+    engine: str
+    version: int
+    held: bool
 
 
 class Inspect(Request[EngineStatus], frozen=True):

@@ -256,21 +256,24 @@ class Commit(Request[Ack], frozen=True):
 
 
 class EvalResult(Message, frozen=True):
-    """Mean greedy reward over the `num` held-out tasks that finished; the `failed` ones are no part of it."""
+    """What the held-out rollouts came to, every token of them sampled under `version`; the `failed` ones have no reward."""
 
     version: int
-    reward: float
-    num: int
+    rewards: tuple[tuple[float, ...], ...]
+    """Of each task, those of its rollouts that finished."""
     failed: int
 
 
 class Evaluate(Request[EvalResult | NotReady], frozen=True):
-    """Run held-out task ids 0…num-1 once each, greedily, on the newest weights. Asking again with the same `key` joins it."""
+    """Run held-out task ids 0…num-1 under weight version `version`, each `samples` times. Asking again with the same `key` joins it;
+    another key ends what is unfinished."""
 
     idempotent: ClassVar[bool] = True
     key: str
     num: int
-    wait_s: float = 30.0
+    wait_s: float = 10.0
+    version: int = 0
+    samples: int = 1
 
 
 class Close(Request[Ack], frozen=True):

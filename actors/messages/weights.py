@@ -1,6 +1,8 @@
 """Weights: announced as a hint, pulled by whoever needs them."""
 
-from bus.message import Message
+from typing import ClassVar
+
+from bus.message import Message, Request
 
 
 class WeightsPublished(Message, frozen=True):
@@ -19,3 +21,22 @@ class WeightsTaken(Message, frozen=True):
     engine: str
     version: int
     epoch: int
+
+
+class WeightsHeld(Message, frozen=True):
+    """Reply to HoldWeights: whether `engine` samples under that version, and will for as long as was asked."""
+
+    engine: str
+    held: bool
+
+
+class HoldWeights(Request[WeightsHeld], frozen=True):
+    """Swap in nothing newer than `version` of `epoch` for `for_s` from now: an evaluation runs under it. 0 lets go.
+
+    Answered once the version is in place, and the proxies know. A higher epoch ends the hold.
+    """
+
+    idempotent: ClassVar[bool] = True
+    version: int
+    epoch: int
+    for_s: float

@@ -11,7 +11,7 @@ import msgspec
 from actors.messages.generation import Abort, Aborted, Completion, Generate, Inspect, Resume, Suspend
 from actors.requests import SharedRequest, SharedRequests
 from bus.errors import AskFailed, Failed
-from planning.routing import EngineView, RequestView, choose, goes_first
+from planning.routing import EngineView, RequestView, Route, choose, goes_first
 from runtime.actor import Actor
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ProxyRequest(SharedRequest):
         return len(self.tokens.ids) // 4
 
     def view(self) -> RequestView:
-        return RequestView(self.request.session, self.request.min_version, self.num_tokens)
+        return RequestView(self.request.session, self.request.min_version, self.num_tokens, self.request.exact)
 
     def to_send(self) -> Generate:
         """The request as the next engine gets it: with the tokens sampled so far."""
@@ -85,6 +85,8 @@ class EngineSeat:
     num_slots: int
     version: int
     suspended: bool
+    held: bool = False
+    """It stays on `version` for an evaluation."""
     resting: bool = False
     """It refused or could not be reached a moment ago."""
     requests: dict[str, ProxyRequest] = field(default_factory=dict)
@@ -98,7 +100,8 @@ class EngineSeat:
     """Prompts and tokens since the last rollout phase began."""
 
     def view(self) -> EngineView:
-        return EngineView(self.name, self.version, self.num_slots, len(self.requests), self.suspended or self.resting)
+        stopped = self.suspended or self.resting
+        return EngineView(self.name, self.version, self.num_slots, len(self.requests), stopped, self.held)
 
 
 class Placement:
@@ -109,7 +112,10 @@ class Placement:
         self.located: dict[str, str] = {}
         """Request id → engine, for requests that engines ran or kept when this proxy started."""
         self._views: dict[str, EngineView] = {}
+        self._exact: deque[ProxyRequest] = deque()
         self._waiting: deque[ProxyRequest] = deque()
+        self._passed: deque[ProxyRequest] = deque()
+        """Who wait: exact requests, others, and of these the ones at whose turn only engines had room that are held at an older version."""
         self._max_waiting = max_waiting
         self._sessions: dict[str, str] = {}
         """Session → engine of its last turn, the newest last. Forgetting one costs a recomputed cache, nothing else."""
@@ -117,11 +123,11 @@ class Placement:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._exact) + len(self._waiting) + len(self._passed)
 
     @property
     def full(self) -> bool:
-        return len(self._waiting) >= self._max_waiting
+        return self.num_waiting >= self._max_waiting
 
     def join(self, seat: EngineSeat) -> None:
         """The engine may be given requests from now on."""
@@ -131,6 +137,7 @@ class Placement:
     def remove(self, name: str) -> EngineSeat | None:
         """The engine gets no more requests; those it has keep their seat until they are taken away."""
         self._views.pop(name, None)
+        self._advance()  # an exact request may wait for it in vain
         for request_id in [r for r, engine in self.located.items() if engine == name]:
             del self.located[request_id]
         return self.seats.pop(name, None)
@@ -146,20 +153,21 @@ class Placement:
             known = self.seats.get(self.located.pop(shared.request.request_id, ""))
             if known is not None:
                 return self._seat(shared, known)
-        return None if self._waiting else self._route(shared)
+        route = None if self._lane(shared) else self._route(shared)
+        return self._seat(shared, self.seats[route.engine]) if route and route.engine else None
 
     async def take(self, shared: ProxyRequest) -> EngineSeat | None:
         """A seat once it is the request's turn and an engine has room; None when it was aborted meanwhile."""
         shared.turn = asyncio.get_running_loop().create_future()
         if goes_first(shared.view()):
-            self._waiting.appendleft(shared)
+            self._lane(shared).appendleft(shared)
         else:
-            self._waiting.append(shared)
+            self._lane(shared).append(shared)
+        self._advance()
         try:
             return await shared.turn
         except asyncio.CancelledError:
-            if shared in self._waiting:
-                self._waiting.remove(shared)
+            self._leave(shared)
             if shared.turn.done() and not shared.turn.cancelled() and (seat := shared.turn.result()) is not None:
                 self.release(seat, shared)
             raise
@@ -171,19 +179,26 @@ class Placement:
 
     def abort(self, shared: ProxyRequest) -> None:
         """Wake the request if it waits; its `abort_reason` is set."""
-        if shared in self._waiting:
-            self._waiting.remove(shared)
-            if not shared.turn.done():
-                shared.turn.set_result(None)
+        if self._leave(shared) and not shared.turn.done():
+            shared.turn.set_result(None)
+
+    def _lane(self, shared: ProxyRequest) -> deque[ProxyRequest]:
+        return self._exact if shared.request.exact else self._waiting
+
+    def _leave(self, shared: ProxyRequest) -> bool:
+        for queue in (self._exact, self._waiting, self._passed):
+            if shared in queue:
+                queue.remove(shared)
+                return True
+        return False
 
     def _see(self, seat: EngineSeat) -> None:
         if self.seats.get(seat.name) is seat:
             self._views[seat.name] = seat.view()
 
-    def _route(self, shared: ProxyRequest) -> EngineSeat | None:
+    def _route(self, shared: ProxyRequest) -> Route:
         sticky = self._sessions.get(shared.request.session)
-        route = choose(shared.view(), self._views.values(), sticky)
-        return None if route.engine is None else self._seat(shared, self.seats[route.engine])
+        return choose(shared.view(), self._views.values(), sticky)
 
     def _seat(self, shared: ProxyRequest, seat: EngineSeat) -> EngineSeat:
         shared.engine = seat.name
@@ -196,15 +211,27 @@ class Placement:
         return seat
 
     def _advance(self) -> None:
-        """Seat those who wait, in order, until no engine has room."""
-        while self._waiting:
-            shared = self._waiting[0]
-            if not shared.turn.done():
-                seat = self._route(shared)
-                if seat is None:
-                    return
-                shared.turn.set_result(seat)
-            self._waiting.popleft()
+        """Seat those who wait, in order, until no engine has room; evaluations go first."""
+        for lane in (self._exact, self._passed, self._waiting):
+            while lane:
+                why = "" if lane[0].turn.done() else self._seat_or_why(lane[0])
+                if why == "engines with room are held" and lane is self._waiting:
+                    self._passed.append(lane[0])
+                elif why:
+                    break
+                lane.popleft()
+
+    def _seat_or_why(self, shared: ProxyRequest) -> str:
+        """End its wait, with a seat or because nobody holds its version, or say why not."""
+        route = self._route(shared)
+        if route.engine is not None:
+            shared.turn.set_result(self._seat(shared, self.seats[route.engine]))
+            return ""
+        if route.why == "no engine holds its version":
+            shared.abort_reason = f"no engine holds version {shared.request.min_version} any more"
+            shared.turn.set_result(None)
+            return ""
+        return route.why
 
 
 @dataclass(eq=False)
@@ -304,7 +331,7 @@ class Roster:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, INSPECT_S)
         self._inspections.pop(name, None)
-        seat = EngineSeat(name, ref, max(1, status.num_slots), status.version, status.suspended)
+        seat = EngineSeat(name, ref, max(1, status.num_slots), status.version, status.suspended, status.held)
         for request_id in (*status.running, *status.finished):
             if request_id not in self.requests.running:
                 self.placement.located[request_id] = name

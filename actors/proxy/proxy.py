@@ -9,6 +9,7 @@ from actors.messages.generation import (
     Abort,
     Aborted,
     Completion,
+    EngineHolds,
     Generate,
     Resume,
     Suspend,
@@ -179,7 +180,14 @@ class LLMProxy(Actor):
         if version > seat.version:
             seat.version = version
             self._placement.changed(seat)
-            self._begin_phase(version)
+        self._begin_phase(version)
+
+    @handler(concurrency=16)
+    async def engine_holds(self, message: EngineHolds) -> Ack:
+        if (seat := self._placement.seats.get(message.engine)) is not None:
+            seat.version, seat.held = message.version, message.held
+            self._placement.changed(seat)
+        return Ack()
 
     def _begin_phase(self, version: int) -> None:
         """The first token under a new version, on any engine, begins its rollout phase: the fabric hears of it, and of the last one's traffic."""

@@ -248,7 +248,7 @@ class SampleBuffer(Actor):
 
     @handler(concurrency=16)
     async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:
-        group = self._groups.round(f"eval-{request.key}", request.num)
+        group = self._groups.round(f"eval-{request.key}", request.num, request.version, request.samples)
         self._slots.set()
         wait = self.waits.on(f"evaluation {request.key}", stage="evaluation", idle=True)
         with wait.described_by(lambda: why_unfinished(group)), suppress(TimeoutError):
@@ -257,11 +257,12 @@ class SampleBuffer(Actor):
                     await self._outcomes.event.wait()
         await self._journal.sync()
         if not group.complete:
-            why = f"{group.num_settled} of {request.num} held-out tasks have an outcome"
-            return NotReady(ready=group.num_settled, wanted=request.num, why=why)
-        rewards = [m.outcome.reward for m in group.members if m.outcome.reward is not None]
-        mean = sum(rewards) / len(rewards) if rewards else 0.0
-        return EvalResult(version=group.begun, reward=mean, num=len(rewards), failed=len(group.members) - len(rewards))
+            why = f"{group.num_settled} of {len(group.members)} held-out rollouts have an outcome"
+            return NotReady(ready=group.num_settled, wanted=len(group.members), why=why)
+        found = [member.outcome.reward for member in group.members]
+        tasks = [found[at : at + request.samples] for at in range(0, len(found), request.samples)]
+        rewards = tuple(tuple(reward for reward in task if reward is not None) for task in tasks)
+        return EvalResult(version=group.begun, rewards=rewards, failed=found.count(None))
 
     @handler(concurrency=16)
     async def close(self, request: Close) -> Ack:

@@ -115,11 +115,13 @@ class Group(msgspec.Struct, array_like=True):
     members: list[Member]
     purpose: Purpose = "train"
     begun: int = 0
-    """Weight version when it was opened."""
+    """Weight version when it was opened; of a held-out round the only one that samples it."""
     state: GroupState = "open"
     step: int = 0
     fate: str = ""
     """Of an ended one."""
+    samples: int = 1
+    """Rollouts of each task, next to each other, in a held-out round."""
 
     @classmethod
     def trained_in(cls, name: str, step: int, ends: list[SampleEnd]) -> "Group":
@@ -257,7 +259,7 @@ class Group(msgspec.Struct, array_like=True):
 
     def ticket(self, index: int, run_seed: int) -> Ticket:
         """The newest ticket of member `index`."""
-        member, task = self.members[index], self.task if self.purpose == "train" else index
+        member, task = self.members[index], self.task if self.purpose == "train" else index // self.samples
         seed = seed_of(self.purpose, run_seed, task)
         name = trajectory_id(self.id, index)
         noise = noise_of(run_seed, name, member.failures)

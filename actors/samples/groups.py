@@ -134,7 +134,8 @@ class Groups:
             group = self.live.get(name) or self.rounds.get(name)
             if group is None or group.state != "open" or group.members[index].state != "pending":
                 continue
-            group.run(index, holder, incarnation, self.training.version)
+            version = self.training.version if group.purpose == "train" else group.begun
+            group.run(index, holder, incarnation, version)
             ticket = group.ticket(index, self.limits.run_seed)
             self._lease(ticket.trajectory_id, now)
             self._changed(group)
@@ -409,17 +410,18 @@ class Groups:
 
     # -- held-out rounds ----------------------------------------------------------------------------------------
 
-    def round(self, name: str, num: int) -> Group:
-        """The round of this name, begun now where it is new: tasks 0 … num - 1, under the present weight version or newer.
+    def round(self, name: str, num: int, version: int = 0, samples: int = 1) -> Group:
+        """The round of this name, begun now where it is new: tasks 0 … num - 1, each `samples` times, under `version` alone.
 
-        They go before training and hold no slots.
+        They go before training and hold no slots. There is one at a time: what is unfinished of another one ends.
         """
         if name not in self.rounds:
             complete = [old for old, group in self.rounds.items() if group.complete]
-            for old in complete[: max(0, len(complete) + 1 - ROUNDS_KEPT)]:
-                del self.rounds[old]
-            members = [Member() for _ in range(num)]
-            group = self.rounds[name] = Group(name, 0, members, purpose="eval", begun=self.training.version)
+            for old in set(self.rounds) - set(complete[max(0, len(complete) + 1 - ROUNDS_KEPT) :]):
+                for index in range(len(self.rounds.pop(old).members)):
+                    self.leases.pop(trajectory_id(old, index), None)
+            members = [Member() for _ in range(num * samples)]
+            group = self.rounds[name] = Group(name, 0, members, purpose="eval", begun=version, samples=samples)
             self._queue(group, 0.0)
         return self.rounds[name]
 

@@ -125,7 +125,7 @@ def why_no_tickets(groups: Groups) -> tuple[str, str]:
 
 def why_unfinished(group: Group) -> tuple[str, str]:
     """How far a held-out evaluation is."""
-    detail = f"{group.num_settled} of {len(group.members)} held-out tasks of {group.id}"
+    detail = f"{group.num_settled} of {len(group.members)} held-out rollouts of {group.id}"
     return detail, next(iter(_holders(group)), ENV_MANAGER)
 
 

@@ -1,4 +1,4 @@
-"""What the trainer gives out: weights, the rows of metrics.jsonl, and held-out evaluations."""
+"""What the trainer gives out: weights, and the rows of metrics.jsonl."""
 
 import asyncio
 import json
@@ -13,15 +13,13 @@ from types import MappingProxyType
 from typing import BinaryIO
 
 import msgspec
-from pydantic import Field
 
 from actors.messages.fabric import Phase, PhaseIntent
-from actors.messages.samples import Advance, EvalResult, Evaluate, PolicyState, Trajectory
+from actors.messages.samples import Advance, PolicyState, Trajectory
 from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.training.engine import StepResult
 from bus.errors import AskFailed
 from runtime.actor import Actor
-from runtime.config import Section
 from runtime.observe.figures import busy_seconds, cpu_seconds
 from runtime.registry import ActorRecord
 
@@ -32,14 +30,16 @@ OWN_PREFIXES = ("queue/", "fabric/", "tokens/", "attempts/", "length/")
 class Rows:
     """Owned by the trainer alone: `truncate` takes the file over, and what a replaced trainer still adds lands in a file nobody reads."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, key: str = "step") -> None:
+        self._path, self._key = path, key
         self._file: BinaryIO | None = None
+        self.newest = -1.0
+        """`key` of the last row that was kept or added."""
         self.wall_s = 0.0
         """Training time that earlier launches took."""
 
     def truncate(self, step: int) -> int:
-        """Forget the rows after `step` (they will be written again) and a torn last line, in one atomic replacement.
+        """Forget the rows whose `key` is after `step` (they will be written again) and a torn last line, in one atomic replacement.
 
         Lines that are no row are left out too; returns how many.
         """
@@ -49,10 +49,11 @@ class Rows:
         for line in lines:
             if not line.endswith(b"\n"):
                 continue
-            row = _row(line)
+            row = _row(line, self._key)
             num_damaged += row is None
-            if row is not None and row["step"] <= step:
+            if row is not None and row[self._key] <= step:
                 kept.append(line)
+                self.newest = row[self._key]
                 self.wall_s = row.get("time/wall_s", 0.0)
         temporary = self._path.with_suffix(".tmp")
         with temporary.open("wb") as file:
@@ -94,6 +95,7 @@ class Rows:
         finite = {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items() if math.isfinite(v)}
         file = self._file or self._open()
         file.write(json.dumps(finite).encode() + b"\n")
+        self.newest = row[self._key]
         os.fsync(file.fileno())
 
     def _open(self) -> BinaryIO:
@@ -105,12 +107,12 @@ class Rows:
         return file
 
 
-def _row(line: bytes) -> dict[str, float] | None:
+def _row(line: bytes, key: str) -> dict[str, float] | None:
     try:
         row = msgspec.json.decode(line, type=dict[str, float])
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    return row if "step" in row else None
+    return row if key in row else None
 
 
 def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:
@@ -188,25 +190,6 @@ BUFFER, NODE, FABRIC = "sample_buffer", "node", "fabric_controller"
 WEIGHTS = "weights"
 """Name of the weights' blob."""
 
-FAILED_SHARE = 0.01
-"""Above this share of tasks without a score the user is told: the reward says nothing about them."""
-
-REPLY_S = 30.0
-"""Beyond the time that the sample buffer may hold the ask back."""
-
-
-class EvalSection(Section):
-    """Held-out evaluation: greedy, on tasks that are never trained on. `eval/reward` is over those that finished; see `eval/failed`."""
-
-    every: int = Field(default=10, ge=0)
-    """Steps between evaluations; 0 leaves only the final one."""
-    num_tasks: int = Field(default=64, ge=1)
-    """Tasks of each evaluation."""
-    final_num_tasks: int = Field(default=200, ge=0)
-    """Tasks of the evaluation after the last step; 0 leaves it out."""
-    timeout_s: float = Field(default=300.0, gt=0)
-    """Longest the final evaluation is waited for."""
-
 
 class Publisher:
     """One trainer's outgoing side."""
@@ -259,63 +242,3 @@ class Publisher:
         with suppress(AskFailed, TimeoutError):
             async with asyncio.timeout(INTEND_S):
                 await actor.ref(FABRIC).tell(PhaseIntent(phase, step, in_s, traffic))
-
-
-# -- held-out evaluations ----------------------------------------------------------------------------------------------
-
-
-class HeldOut:
-    """Asks the sample buffer for evaluations and keeps the newest result until a row takes it."""
-
-    def __init__(self, actor: Actor, section: EvalSection) -> None:
-        self._actor = actor
-        self._section = section
-        self._result: dict[str, float] = {}
-
-    def due(self, step: int, last: int) -> int:
-        """Tasks to evaluate after `step`; 0 where none is due."""
-        if step == last:
-            return self._section.final_num_tasks
-        return self._section.num_tasks if self._section.every and step % self._section.every == 0 else 0
-
-    def take(self) -> dict[str, float]:
-        """What was found since the last call, for the row that is written next."""
-        result, self._result = self._result, {}
-        return result
-
-    async def evaluate_last(self, step: int, epoch: int, num: int, leaving: asyncio.Event) -> bool:
-        """Like `evaluate`, but False at once when the actor is `leaving`: environments are drained by then, and the step is to be saved."""
-        async with asyncio.TaskGroup() as tasks:
-            waiting = (tasks.create_task(self.evaluate(step, epoch, num)), tasks.create_task(leaving.wait()))
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in waiting:
-                task.cancel()
-        return not leaving.is_set()
-
-    async def evaluate(self, step: int, epoch: int, num: int) -> None:
-        """Returns when there is a result, or none to be had in time; never raises for the latter."""
-        log, buffer = self._actor.log, self._actor.ref(BUFFER)
-        deadline = asyncio.get_running_loop().time() + self._section.timeout_s
-        request = Evaluate(f"{epoch}.{step}", num)
-        while asyncio.get_running_loop().time() < deadline:
-            try:
-                reply = await buffer.ask(request, timeout=request.wait_s + REPLY_S)
-            except AskFailed as error:
-                log.warning("evaluation_failed", step=step, error=str(error))
-                return
-            if isinstance(reply, EvalResult):
-                self._keep(step, reply)
-                log.info("evaluated", step=step, reward=reply.reward, num=reply.num, failed=reply.failed)
-                return
-        log.warning("evaluation_timed_out", step=step)
-
-    def _keep(self, step: int, found: EvalResult) -> None:
-        """For the next row. A failed task has no reward: it is counted beside, since 0 would mix broken with unsolved."""
-        self._result = {"eval/num": found.num, "eval/failed": found.failed, "eval/version": found.version}
-        if found.num:
-            self._result["eval/reward"] = found.reward
-        tasks = found.num + found.failed
-        if found.failed > FAILED_SHARE * tasks:
-            self._actor.notice(
-                f"evaluation after step {step}: {found.failed} of {tasks} tasks failed, and eval/reward leaves them out"
-            )

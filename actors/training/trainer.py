@@ -12,7 +12,7 @@ from pydantic import Field
 
 from actors import checkpoint as checkpoints
 from actors.checkpoint import CheckpointError, Replaced
-from actors.config import ModelSection, RolloutSection, StalenessSection, TrainSection
+from actors.config import EvalSection, ModelSection, RolloutSection, StalenessSection, TrainSection
 from actors.messages.samples import (
     Advance,
     Batch,
@@ -30,11 +30,10 @@ from actors.model_folder import check_device, check_model_folder, num_parameters
 from actors.training.agreement import Agreement, CheckSection, coarser_dtype
 from actors.training.concerns import SpreadWatch, lr_concern
 from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
+from actors.training.evaluation import HeldOut
 from actors.training.publishing import (
     ASK_S,
     BUFFER,
-    EvalSection,
-    HeldOut,
     Publisher,
     Rows,
     cpu_used,
@@ -157,9 +156,9 @@ class Trainer(Actor):
             return
         self._policy = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
         checkpoints.take_over(self._checkpoints, self._epoch)  # one that was replaced leaves its successor's rows alone
-        damaged = self._rows.truncate(self._step)
-        if damaged:
-            self.notice(f"{damaged} damaged lines of {self.run.folder}/metrics.jsonl were left out")
+        for file, take in (("metrics", self._rows.truncate), ("evals", self._held_out.take_over)):
+            if damaged := take(self._step):
+                self.notice(f"{damaged} damaged lines of {self.run.folder}/{file}.jsonl were left out")
         self.log.info("epoch", epoch=self._epoch, step=self._step, bound=drawn.bound, version=self._policy.version)
         self.spawn(self._train_to_the_end(), name="trainer.steps")
 
@@ -196,10 +195,14 @@ class Trainer(Actor):
     async def on_drain(self) -> None:
         """Finish the step under way, save it and commit it."""
         self._leaving.set()
+        self._held_out.settle()
         if self._epoch:
             await self._left.wait()
             if self._step > self._saved:
                 await self._save()
+
+    async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
+        self._held_out.left(left)
 
     @handler
     async def weights_taken(self, message: WeightsTaken) -> None:
@@ -214,6 +217,7 @@ class Trainer(Actor):
             await self._publish()
             await self._compare(self._step)
             self._began = self._last_row = asyncio.get_running_loop().time()
+            await self._evaluate_when_due(self._step)
             while self._step < self.run.steps and not self._leaving.is_set():
                 await self._one_step(self._step + 1)
             if self._step >= self.run.steps and not self._leaving.is_set():
@@ -262,14 +266,17 @@ class Trainer(Actor):
             await self._save()
 
     async def _evaluate_when_due(self, step: int) -> None:
-        num = self._held_out.due(step, self.run.steps)
-        if num and step == self.run.steps:
+        """The last version on all engines before the run ends, any other one beside training."""
+        num, published = self._held_out.due(step, self.run.steps), self._out.published
+        if step == self.run.steps:
             with self.waits.on(f"evaluation {step}", stage="evaluation", holder=BUFFER, blocks_actor=True):
-                whole = await self._held_out.evaluate_last(step, self._epoch, num, self._leaving)
+                whole = await self._held_out.last(step, self._epoch, num, self._leaving)
             if not whole:
                 self.notice(f"the evaluation after step {step} was cut short: the run is being saved")
-        elif num:
-            self.spawn(self._held_out.evaluate(step, self._epoch, num), name="trainer.evaluate")
+        elif num and (published is None or published.version != step):
+            self._held_out.put_off()
+        elif num and not self._leaving.is_set():
+            self._held_out.begin(step, self._epoch, num)
 
     async def _append_row(
         self, step: int, result: StepResult, groups: list[list[Trajectory]], times: dict[str, float]
@@ -305,6 +312,8 @@ class Trainer(Actor):
             self._policy = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
         if self._policy.version > self._step:
             return
+        with self.waits.on(f"evaluation {self._step}", stage="evaluation", holder="engine", blocks_actor=True):
+            await self._held_out.settled()
         self._policy = await self._out.publish(self._step, self._epoch, self._engine.export)
         self._num_published += 1
 

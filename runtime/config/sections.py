@@ -32,8 +32,8 @@ class RunSection(Section):
     """Names the run folder under runs/; letters, digits, and _ . - inside."""
     seed: int = Field(default=1, ge=0)
     """Everything drawn at random in the run follows from it."""
-    steps: int = Field(default=60, ge=1)
-    """Training steps, after which the job is done."""
+    steps: int = Field(default=60, ge=0)
+    """Training steps, after which the job is done; 0 trains nothing."""
     dir: str = ""
     """Folder of the run; empty makes one under runs/ from the name and the date. --run-dir wins."""
     watch_s: float = Field(default=30.0, gt=0)

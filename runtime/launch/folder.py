@@ -25,7 +25,7 @@ KEYS_FILE = "keys.json"
 PREFIX = "rubato-"
 """Of folders of sockets."""
 MADE = (
-    "checkpoints", CODE, "config.yaml", "logs", "metrics.jsonl", "report.png", "run.json", "run.tmp", "samples", "samples.jsonl",
+    "checkpoints", CODE, "config.yaml", "evals.jsonl", "logs", "metrics.jsonl", "report.png", "run.json", "run.tmp", "samples", "samples.jsonl",
     "samples.lost.jsonl", "state", "trace", "trace.json", "trace.json.tmp",
 )  # fmt: skip
 """What a run writes into its folder, and all that `force` takes away: a model made there, the keys and a user's files stay."""

@@ -1,7 +1,7 @@
 """Runs user code in worker processes that may be killed at any time, so that no user mistake reaches an actor."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +24,8 @@ class Traits(NamedTuple):
     inline: bool
     """It declares `inline = True`: it never blocks and may share the actor's process."""
     asynchronous: bool
+    declared: Mapping[str, Any]
+    """Those of the attributes asked for that it has."""
 
 
 class WorkerPool:
@@ -68,11 +70,11 @@ class WorkerPool:
         for worker in workers:
             await worker.gone()
 
-    async def inspect(self, target: str, *, deadline_s: float) -> Traits:
+    async def inspect(self, target: str, *, deadline_s: float, attributes: Sequence[str] = ()) -> Traits:
         """Load `target` in a worker and say what it is. Raises TargetMissing, or what `apply` raises."""
         worker = await self._least_loaded()
-        found = decode(await worker.request("check", target, "", b"", deadline_s))
-        return Traits(found["inline"], found["asynchronous"])
+        payload = msgspec.msgpack.encode(attributes)
+        return Traits(**decode(await worker.request("check", target, "", payload, deadline_s)))
 
     async def preload(self, target: str, *, deadline_s: float) -> None:
         """Load `target` in every worker, and in each that is started later: a call's own deadline is not spent on imports.

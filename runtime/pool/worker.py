@@ -89,7 +89,7 @@ class UserCode:
         if verb == "drop":
             return self._instances.pop(instance, None) and None
         if verb == "check":
-            return _describe(_load(target))
+            return _describe(_load(target), msgspec.msgpack.decode(payload, type=list[str]) if payload else [])
         positional, keyword = msgspec.msgpack.decode(payload, type=tuple[list[Any], dict[str, Any]])
         if verb == "call":
             return self._finish(getattr(self._instances[instance], target)(*positional, **keyword))
@@ -162,12 +162,14 @@ def _load(target: str) -> Callable[..., Any]:
     return found
 
 
-def _describe(found: Any) -> dict[str, bool]:
-    """What decides where a class runs: `inline` as the class promises it, `asynchronous` where `step` is a coroutine function."""
+def _describe(found: Any, names: list[str]) -> dict[str, Any]:
+    """What decides where a class runs: `inline` as the class promises it, `asynchronous` where `step` is a coroutine function; and what it
+    declares of `names`."""
     import inspect
 
     asynchronous = inspect.iscoroutinefunction(getattr(found, "step", found))
-    return {"inline": getattr(found, "inline", False) is True, "asynchronous": asynchronous}
+    declared = {name: getattr(found, name) for name in names if hasattr(found, name)}
+    return {"inline": getattr(found, "inline", False) is True, "asynchronous": asynchronous, "declared": declared}
 
 
 def _receive(channel: socket.socket) -> bytes:

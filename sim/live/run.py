@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actors.config import RolloutSection
+from actors.config import EvalSection, RolloutSection
 from actors.engines.worker import EngineWorker
 from actors.envs.manager import EnvManager
 from actors.envs.section import EnvSection
 from actors.training.agreement import CheckSection
-from actors.training.publishing import EvalSection
 from actors.training.trainer import CheckpointSection
 from sim.cluster import ClusterJobSpec
 from sim.live.engine import RooflineSection

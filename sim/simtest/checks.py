@@ -150,6 +150,9 @@ class InvariantChecks:
                 )
             if fate == "":
                 self.timeline.acknowledged[ticket.trajectory_id] = ticket.attempt
+        versions = {span.version for segment in trajectory.segments for span in segment.spans}
+        if ticket.purpose == "eval" and fate == "" and versions != {ticket.version}:
+            self.fail("exact evaluations", f"{ticket.trajectory_id} evaluates {ticket.version} with {sorted(versions)}")
 
     def trainer_answered(self, what: str, step: int, epoch: int, newest: int) -> None:
         """The buffer gave a trainer of `epoch` its batch, or told it that its checkpoint counts; `newest` is the epoch it knows of."""

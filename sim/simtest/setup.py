@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.config import ModelSection, RewardSection, RolloutSection, SamplesSection, StalenessSection, TrainSection
+from actors.config import (
+    EvalSection,
+    ModelSection,
+    RewardSection,
+    RolloutSection,
+    SamplesSection,
+    StalenessSection,
+    TrainSection,
+)
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.envs.manager import EnvManager
@@ -13,7 +21,6 @@ from actors.envs.section import EnvSection
 from actors.proxy.proxy import LLMProxy
 from actors.rewards.service import RewardService
 from actors.training.agreement import CheckSection
-from actors.training.publishing import EvalSection
 from actors.training.trainer import CheckpointSection
 from runtime.actor import Actor
 from runtime.config import ActorSpec, Config

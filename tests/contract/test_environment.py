@@ -104,6 +104,36 @@ async def test_held_out_tasks_get_their_own_arguments(host_of):
     assert infos == [{"goal": 3}, {"goal": 1}]
 
 
+@pytest.mark.parametrize("isolation", ["auto", "inline", "process"])
+async def test_a_class_declares_the_arguments_of_its_held_out_tasks(host_of, isolation):
+    host = await host_of(**{"class": f"{USER}:WithSplit", "isolation": isolation})
+    given = await host_of(**{"class": f"{USER}:WithSplit", "isolation": isolation, "eval_kwargs": {"goal": 2}})
+
+    infos = [(await (await each.borrow("eval")).reset(1))[1] for each in (host, given)]
+
+    assert infos == [{"goal": 1}, {"goal": 2}]
+    assert host.has_split
+
+
+@pytest.mark.parametrize(
+    ("target", "has_split"),
+    [
+        (f"{USER}:Plain", False),
+        (f"{USER}:Disjoint", True),
+        ("actors.envs.frozen_lake:FrozenLakeText", True),
+        ("actors.envs.gymnasium:GymnasiumText", False),
+    ],
+)
+async def test_whether_there_is_a_held_out_split_is_known(host_of, target, has_split):
+    assert (await host_of(**{"class": target})).has_split is has_split
+
+
+async def test_a_split_that_is_no_dict_is_a_mistake():
+    problem = await check_environment(section(**{"class": f"{USER}:WrongSplit"}), 1)
+
+    assert "declares held_out as list instead of a dict of constructor arguments" in problem
+
+
 STEP_MISTAKES = [
     ("RaisesInStep", "auto", "env_step_failed", "raised in step: KeyError('goal')"),
     ("RaisesInStep", "inline", "env_step_failed", "raised in step: KeyError('goal')"),

@@ -22,6 +22,18 @@ class Plain:
         print("closed")
 
 
+class WithSplit(Plain):
+    held_out = {"goal": 1}
+
+
+class Disjoint(Plain):
+    held_out = {}
+
+
+class WrongSplit(Plain):
+    held_out = ["goal"]
+
+
 class Async(Plain):
     async def reset(self, *, seed):
         await asyncio.sleep(0)

@@ -12,6 +12,7 @@ from actors.messages.generation import (
     Abort,
     Aborted,
     Completion,
+    EngineHolds,
     Generate,
     Inspect,
     Resume,
@@ -20,10 +21,10 @@ from actors.messages.generation import (
     TokensSampled,
     VersionSpan,
 )
-from actors.messages.weights import WeightsPublished
+from actors.messages.weights import HoldWeights, WeightsPublished
 from bus.errors import Failed
 from bus.link import Identity
-from bus.message import unpack_i32
+from bus.message import Ack, unpack_i32
 from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import BlobMissing, MemoryBlobStore
@@ -42,10 +43,16 @@ class Proxy(Actor):
     def __init__(self, config, kernel):
         super().__init__(config, kernel)
         self.reports: list[TokensSampled] = []
+        self.holds: list[tuple[int, bool]] = []
 
     @handler
     async def tokens_sampled(self, message: TokensSampled) -> None:
         self.reports.append(message)
+
+    @handler
+    async def engine_holds(self, message: EngineHolds) -> Ack:
+        self.holds.append((message.version, message.held))
+        return Ack()
 
 
 class CutBlobs(MemoryBlobStore):
@@ -366,3 +373,41 @@ async def test_more_requests_than_slots_all_finish(bench, worker):
 
     assert all(len(reply.tokens.ids) == 20 for reply in replies)
     assert (await bench.ask(Inspect())).running == ()
+
+
+@simulated()
+async def test_a_held_engine_takes_nothing_newer_until_it_is_let_go_and_its_proxy_knows(bench, worker):
+    asking = bench.tasks.create_task(bench.ask(HoldWeights(1, 1, 60.0)))
+    await asyncio.sleep(0.01)
+    assert not asking.done()  # the version is not there yet
+    await bench.publish(1)
+    assert (await asking).held
+    assert bench.proxy.holds == [(1, True)]
+
+    await bench.publish(2)
+    exact = await bench.ask(request("exact", 100, min_version=1, exact=True))
+    assert exact.tokens.spans == (VersionSpan(1, 0, 100),)
+    assert (await bench.ask(Inspect())).held
+
+    assert not (await bench.ask(HoldWeights(1, 1, 0.0))).held
+    newer = await bench.ask(request("newer", 1, min_version=2))
+    assert newer.tokens.spans[0].version == 2
+    assert bench.proxy.holds[:2] == [(1, True), (1, False)]
+    late = await bench.ask(request("late", 1, min_version=1, exact=True))
+    assert late.reason == "engine-1 does not hold version 1 any more"
+
+
+@simulated(check_s=1.0)
+async def test_a_hold_that_is_not_renewed_ends_by_itself_and_so_does_one_of_an_older_epoch(bench, worker):
+    await bench.publish(1)
+    assert (await bench.ask(HoldWeights(1, 1, 5.0))).held
+    await bench.publish(2)
+    await asyncio.sleep(8.0)
+    assert worker.metrics.snapshot()["weights/version"] == 2
+    assert bench.proxy.holds[-1] == (2, False)
+
+    assert not (await bench.ask(HoldWeights(1, 1, 5.0))).held
+    assert (await bench.ask(HoldWeights(2, 1, 500.0))).held
+    await bench.publish(2, epoch=2)
+    await asyncio.sleep(1.0)
+    assert (await bench.ask(HoldWeights(2, 2, 5.0))).held

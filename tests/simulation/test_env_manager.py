@@ -4,6 +4,7 @@ import asyncio
 import threading
 from array import array
 from contextlib import asynccontextmanager
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -152,6 +153,7 @@ class Raising:
     """Raises in its resets."""
 
     inline = True
+    held_out: ClassVar = {}
     good_resets = 0
 
     def reset(self, *, seed):
@@ -359,6 +361,41 @@ async def test_an_environment_that_breaks_later_is_told_once_and_ends_the_job(tm
         assert "32 of the last 32 tasks failed in their environment" in finish.reason
         assert len(Node.notices) == 1
         assert {g.reason for g in Buffer.given_up} == {"env_reset_failed"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"env": {"class": f"{__file__}:Bandit"}}, 1),
+        ({"env": {"class": f"{__file__}:Bandit", "eval_kwargs": {"arms": 3}}}, 0),
+        ({"env": {"class": f"{__file__}:Bandit"}, "eval": {"every": 0, "final_num_tasks": 0}}, 0),
+        ({"env": {}}, 0),
+    ],
+    ids=["none", "arguments", "no evaluation", "frozen lake"],
+)
+async def test_an_environment_without_a_held_out_split_is_told_of_once_in_a_run(tmp_path, settings, told):
+    settings["env"]["isolation"] = "inline"
+    async with cluster(tmp_path, tickets=1, **settings) as made:
+        await made.start(EnvManager, "env_manager-2", made.manager.config)
+        await made.buffer.until(lambda: len(Buffer.put) == 1)
+
+        assert len(Node.notices) == told
+        if told:
+            assert "Bandit has no held-out split: evaluations use other seeds" in Node.notices[0]
+
+
+class Bandit:
+    def __init__(self, arms=2):
+        pass
+
+    def reset(self, *, seed):
+        return "x", {}
+
+    def step(self, action):
+        return "x", 1.0, True, False, {}
+
+    def close(self):
+        pass
 
 
 async def test_prompts_that_never_fit_end_the_job_with_one_sentence(tmp_path):

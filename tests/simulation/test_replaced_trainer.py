@@ -5,9 +5,9 @@ import asyncio
 import msgspec
 
 from actors import checkpoint as checkpoints
+from actors.config import EvalSection
 from actors.messages.samples import Batch, Claim, Close, NotReady
 from actors.training.agreement import CheckSection
-from actors.training.publishing import EvalSection
 from actors.training.trainer import CheckpointSection
 from bus.message import Ack
 from bus.transport import MemoryNetwork

@@ -6,12 +6,13 @@ import json
 import msgspec
 
 from actors import checkpoint as checkpoints
-from actors.config import ModelSection, TrainSection
+from actors.config import EvalSection, ModelSection, TrainSection
 from actors.messages.generation import VersionSpan
 from actors.messages.samples import (
     Advance,
     Batch,
     Claim,
+    Close,
     Commit,
     DrawEpoch,
     Epoch,
@@ -24,8 +25,8 @@ from actors.messages.samples import (
     Ticket,
     Trajectory,
 )
+from actors.messages.weights import HoldWeights, WeightsHeld
 from actors.training.agreement import CheckSection
-from actors.training.publishing import EvalSection
 from actors.training.trainer import CheckpointSection, Trainer
 from bus.link import Identity
 from bus.message import Ack
@@ -76,6 +77,14 @@ class Buffer(Actor):
         return Ack()
 
 
+class HeldEngine(Actor):
+    role = "engine"
+
+    @handler
+    async def hold(self, request: HoldWeights) -> WeightsHeld:
+        return WeightsHeld(self.name, request.for_s > 0)
+
+
 class ToyTrainer(Trainer):
     def _build(self):
         return ToyTrainEngine(lambda *_: None, lambda *_: None)
@@ -104,11 +113,12 @@ def test_a_drain_in_the_last_evaluation_saves_the_last_step_with_its_row_and_doe
         )
         async with asyncio.TaskGroup() as tasks:
             made = {}
-            for cls, settings in ((Buffer, ActorConfig()), (ToyTrainer, config)):
+            for cls, settings in ((Buffer, ActorConfig()), (HeldEngine, ActorConfig()), (ToyTrainer, config)):
                 kernel = kernel_of(cls, settings, network, store, run)
                 made[cls] = kernel.build(), tasks.create_task(kernel.serve())
                 await kernel.ready.wait()
             buffer, serving = made[Buffer]
+            engine = made[HeldEngine][1]
             await buffer.evaluating.wait()
             began = asyncio.get_running_loop().time()
 
@@ -116,6 +126,7 @@ def test_a_drain_in_the_last_evaluation_saves_the_last_step_with_its_row_and_doe
             await asyncio.wait([made[ToyTrainer][1]])
 
             serving.cancel()
+            engine.cancel()
             return buffer.committed, asyncio.get_running_loop().time() - began
 
     committed, took_s = run_virtual(main)
@@ -127,59 +138,75 @@ def test_a_drain_in_the_last_evaluation_saves_the_last_step_with_its_row_and_doe
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
-def steps_kept(folder, steps, **section):
-    """Steps whose checkpoints are there after a run of `steps` steps."""
+def run_to_the_last_evaluation(folder, steps, window_s=0.0, **section):
+    """Train `steps` steps, and drain while the last evaluation is under way; returns the folder of the checkpoints."""
+    folder.mkdir(exist_ok=True)
 
     async def main():
-        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", folder, 7, steps)
+        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", folder, 7, steps, window_s=window_s)
         config = ToyTrainer.Config(
             check=CheckSection(enabled=False), eval=EvalSection(every=0), checkpoint=CheckpointSection(**section)
         )
         async with asyncio.TaskGroup() as tasks:
-            buffer, trainer = (
-                kernel_of(*what, network, store, run) for what in ((Buffer, ActorConfig()), (ToyTrainer, config))
-            )
+            actors = ((Buffer, ActorConfig()), (HeldEngine, ActorConfig()), (ToyTrainer, config))
+            buffer, engine, trainer = (kernel_of(*what, network, store, run) for what in actors)
             evaluating = buffer.build().evaluating
-            serving = [tasks.create_task(kernel.serve()) for kernel in (buffer, trainer)]
+            serving = [tasks.create_task(kernel.serve()) for kernel in (buffer, engine, trainer)]
             await evaluating.wait()
             await buffer.ref("trainer-1").ask(Drain(), timeout=30)
-            await asyncio.wait(serving[1:])
-            serving[0].cancel()
+            await asyncio.wait(serving[2:])
+            for task in serving[:2]:
+                task.cancel()
 
     run_virtual(main)
-    return [checkpoints.step_of(path) for path in checkpoints.by_step(folder / "checkpoints")]
+    return folder / "checkpoints"
+
+
+def test_a_resumed_run_does_the_evaluation_that_was_cut_short_and_none_twice(tmp_path):
+    class Evaluating(Buffer):
+        @handler(concurrency=4)
+        async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:
+            self.evaluating.set()
+            return EvalResult(request.version, ((1.0,),), 0)
+
+        @handler
+        async def close(self, request: Close) -> Ack:
+            return Ack()
+
+    def resume():
+        async def main():
+            network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 2)
+            config = ToyTrainer.Config(check=CheckSection(enabled=False), eval=EvalSection(every=0))
+            actors = ((Evaluating, ActorConfig()), (HeldEngine, ActorConfig()), (ToyTrainer, config))
+            async with asyncio.TaskGroup() as tasks:
+                kernels = [kernel_of(*what, network, store, run) for what in actors]
+                serving = [tasks.create_task(kernel.serve()) for kernel in kernels]
+                await asyncio.sleep(100.0)
+                for task in serving:
+                    task.cancel()
+
+        run_virtual(main)
+        return [json.loads(line)["version"] for line in (tmp_path / "evals.jsonl").read_text().splitlines()]
+
+    run_to_the_last_evaluation(tmp_path, 2, every=5)
+    assert (tmp_path / "evals.jsonl").read_text() == ""
+
+    assert resume() == [2]
+    assert resume() == [2]
 
 
 def test_milestones_stay_beside_the_newest_checkpoints(tmp_path):
-    assert steps_kept(tmp_path, 11, every=2, keep=2, milestones=3) == [3, 6, 9, 10, 11]
+    kept = checkpoints.by_step(run_to_the_last_evaluation(tmp_path, 11, every=2, keep=2, milestones=3))
+
+    assert [checkpoints.step_of(path) for path in kept] == [3, 6, 9, 10, 11]
 
 
 def test_a_checkpoint_names_the_steps_since_the_one_before_and_those_that_the_store_may_forget(tmp_path):
-    def receipts(window_s):
-        (tmp_path / str(window_s)).mkdir()
+    forgetting = run_to_the_last_evaluation(tmp_path / "0", 3, every=1)
+    keeping = run_to_the_last_evaluation(tmp_path / "1000", 3, window_s=1000.0, every=1)
 
-        async def main():
-            network, store = MemoryNetwork(), MemoryStore()
-            run = RunInfo("test", tmp_path / str(window_s), 7, 3, window_s=window_s)
-            config = ToyTrainer.Config(
-                check=CheckSection(enabled=False), eval=EvalSection(every=0), checkpoint=CheckpointSection(every=1)
-            )
-            async with asyncio.TaskGroup() as tasks:
-                buffer, trainer = (
-                    kernel_of(*what, network, store, run) for what in ((Buffer, ActorConfig()), (ToyTrainer, config))
-                )
-                evaluating = buffer.build().evaluating
-                serving = [tasks.create_task(kernel.serve()) for kernel in (buffer, trainer)]
-                await evaluating.wait()
-                await buffer.ref("trainer-1").ask(Drain(), timeout=30)
-                await asyncio.wait(serving[1:])
-                serving[0].cancel()
-
-        run_virtual(main)
-        return checkpoints.newest_receipts(tmp_path / str(window_s) / "checkpoints")
-
-    assert len(receipts(0.0)) == 1
-    assert len(receipts(1000.0)) > 1
+    assert len(checkpoints.newest_receipts(forgetting)) == 1
+    assert len(checkpoints.newest_receipts(keeping)) > 1
 
 
 class Failing(ToyTrainEngine):
@@ -254,12 +281,11 @@ def test_what_spoils_a_result_without_an_error_is_told_once_each(tmp_path):
         config = FlatTrainer.Config(**off, model=ModelSection(path="model"), train=TrainSection(lr=1e-3))
         told = []
         async with asyncio.TaskGroup() as tasks:
-            buffer, trainer = (
-                kernel_of(*what, network, store, run) for what in ((Buffer, ActorConfig()), (FlatTrainer, config))
-            )
+            actors = ((Buffer, ActorConfig()), (HeldEngine, ActorConfig()), (FlatTrainer, config))
+            buffer, engine, trainer = (kernel_of(*what, network, store, run) for what in actors)
             evaluating = buffer.build().evaluating
             trainer.build().notice = lambda text, good=False: told.append(text)
-            serving = [tasks.create_task(kernel.serve()) for kernel in (buffer, trainer)]
+            serving = [tasks.create_task(kernel.serve()) for kernel in (buffer, engine, trainer)]
             await evaluating.wait()
             for task in serving:
                 task.cancel()

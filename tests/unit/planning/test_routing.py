@@ -3,8 +3,8 @@
 from planning.routing import EngineView, RequestView, capacity, choose, goes_first
 
 
-def engine(name, in_flight=0, *, num_slots=8, version=0, suspended=False):
-    return EngineView(name, version, num_slots, in_flight, suspended)
+def engine(name, in_flight=0, *, num_slots=8, version=0, suspended=False, held=False):
+    return EngineView(name, version, num_slots, in_flight, suspended, held)
 
 
 def test_the_least_loaded_engine_is_chosen():
@@ -69,3 +69,25 @@ def test_idle_engines_are_shared_out_by_session():
 def test_a_request_that_has_tokens_waits_at_the_head():
     assert goes_first(RequestView("s", num_resumed=1))
     assert not goes_first(RequestView("s", min_version=3))
+
+
+def test_an_exact_request_goes_to_an_engine_that_is_held_at_its_version_alone():
+    exact = RequestView("s", min_version=2, exact=True)
+
+    assert choose(exact, [engine("a", 5, version=2, held=True), engine("b", version=2)]).engine == "a"
+    assert choose(exact, [engine("a", 9, version=2, held=True), engine("b", version=2)]) == (None, "no room")
+    assert choose(exact, [engine("a", version=1, held=True), engine("b", version=2)]) == (
+        None,
+        "no engine holds its version",
+    )
+
+
+def test_an_engine_that_is_held_serves_what_needs_nothing_newer():
+    held = engine("held", version=2, held=True)
+
+    assert choose(RequestView("s", min_version=2), [held, engine("b", 5, version=3)]).engine == "held"
+    assert choose(RequestView("s", min_version=3), [held, engine("b", 5, version=2)]).engine == "b"
+    assert choose(RequestView("s", min_version=3), [held, engine("b", 9, version=3)]) == (
+        None,
+        "engines with room are held",
+    )

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from actors.config import RolloutSection
+from actors.config import EvalSection, RolloutSection
 from actors.envs.chat import ChatRenderer
 from actors.envs.hosting import EnvHost
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext
@@ -126,7 +126,17 @@ async def play(renderer, words, **settings):
 
 
 def prepare(
-    renderer, words, *, env="Corridor", reward=None, ticket=None, policy=(5, 1), kwargs=None, proxy=None, **limits
+    renderer,
+    words,
+    *,
+    env="Corridor",
+    reward=None,
+    ticket=None,
+    policy=(5, 1),
+    kwargs=None,
+    proxy=None,
+    evaluation=None,
+    **limits,
 ):
     section = EnvSection.model_validate({"class": f"{HERE}:{env}", "isolation": "inline", "kwargs": kwargs or {}})
     host = EnvHost(section)
@@ -135,7 +145,16 @@ def prepare(
     rollout = RolloutSection(**{"max_new_tokens": 8, "max_len": 4096, **limits})
     silent = Silent()
     stage = RolloutContext(
-        section, rollout, host, renderer, proxy, reward, lambda: PolicyState(*policy), silent, silent
+        section,
+        rollout,
+        host,
+        renderer,
+        proxy,
+        reward,
+        lambda: PolicyState(*policy),
+        silent,
+        silent,
+        evaluation or EvalSection(),
     )
     ticket = ticket or Ticket("t1", "g1", 1, 17, 4211, 5)
     return Rollout(stage, ticket), proxy
@@ -255,6 +274,17 @@ async def test_held_out_tasks_are_played_greedily(renderer):
     _, proxy = await play(renderer, ["go", "go", "go"], ticket=ticket, policy=(99, 1))
 
     assert proxy.requests[0].sampling.temperature == 0.0
+    assert [(r.exact, r.min_version) for r in proxy.requests] == [(True, 5)] * 3
+
+
+async def test_several_samples_of_a_held_out_task_have_the_evaluations_own_sampling(renderer):
+    section = EvalSection(samples=2, temperature=0.6, top_p=0.95)
+
+    for purpose, expected in (("eval", (0.6, 0.95)), ("train", (1.0, 1.0))):
+        ticket = Ticket("e1", "g1", 1, 0, 1, 5, purpose)
+        _, proxy = await play(renderer, ["go", "go", "go"], ticket=ticket, evaluation=section)
+
+        assert (proxy.requests[0].sampling.temperature, proxy.requests[0].sampling.top_p) == expected
 
 
 async def test_scores_are_added_and_the_functions_see_turns_and_info(renderer):

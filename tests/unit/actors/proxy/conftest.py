@@ -119,7 +119,7 @@ class Scene:
         for _ in range(20):
             await asyncio.sleep(0)
 
-    async def ask(self, request_id, session="", min_version=0, max_new_tokens=8, resumed=None):
+    async def ask(self, request_id, session="", min_version=0, max_new_tokens=8, resumed=None, exact=False):
         """An asker's task, begun."""
         request = Generate(
             request_id,
@@ -128,6 +128,7 @@ class Scene:
             Sampling(max_new_tokens, stop_token_ids=(99,)),
             min_version,
             resumed or Tokens(),
+            exact,
         )
         task = self.context.tasks.create_task(self.proxy.generate(request))
         await self.settle()

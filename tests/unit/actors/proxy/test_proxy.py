@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from actors.messages.fabric import PhaseIntent
-from actors.messages.generation import Abort, Aborted, Generate, Resume, Suspend, VersionSpan
+from actors.messages.generation import Abort, Aborted, EngineHolds, Generate, Resume, Suspend, VersionSpan
 from bus.errors import Failed
 
 
@@ -361,5 +361,64 @@ def test_the_fabric_hears_of_each_version_once_with_the_traffic_since(scene):
 
         traffic = (("llm_proxy-1", "engine-1", 24), ("engine-1", "llm_proxy-1", 16))
         assert told == [PhaseIntent("rollout", 0, 0.0), PhaseIntent("rollout", 1, 0.0, traffic)]
+
+    scene(play)
+
+
+def test_a_held_engine_goes_on_with_what_it_may_serve_and_evaluations_go_first(scene):
+    async def play(stage):
+        engine = await stage.joins("engine-1", num_slots=1, version=1)
+        await stage.proxy.engine_holds(EngineHolds("engine-1", 1, True))
+        newer = [await stage.ask(f"new{i}", min_version=2) for i in range(3)]
+        older = await stage.ask("old", min_version=1)
+        running, waiting = [await stage.ask(f"more{i}", min_version=1) for i in range(2)]
+        exact = await stage.ask("exact", min_version=1, exact=True)
+        assert engine.asked == ["old", "more0"]
+
+        engine.complete("old", [99])
+        await stage.settle()
+        assert engine.asked[-1] == "exact"
+        for name in ("more0", "exact", "more1"):
+            engine.complete(name, [99])
+            await stage.settle()
+        assert engine.asked == ["old", "more0", "exact", "more1"]
+
+        await stage.proxy.engine_holds(EngineHolds("engine-1", 2, False))
+        await stage.settle()
+        assert engine.asked[4:] == ["new0", "new1"]
+        await asyncio.gather(older, running, waiting, exact)
+        for task in newer:
+            task.cancel()
+
+    scene(play)
+
+
+def test_an_exact_request_ends_at_once_where_nobody_holds_its_version_any_more(scene):
+    async def play(stage):
+        engine = await stage.joins("engine-1", num_slots=1, version=1)
+        early = await stage.ask("early", min_version=1, exact=True)
+        await stage.proxy.engine_holds(EngineHolds("engine-1", 1, True))
+        asking = [await stage.ask(f"r{i}", min_version=1, exact=True) for i in range(3)]
+        assert engine.asked == ["r0", "r1"]
+
+        await stage.proxy.engine_holds(EngineHolds("engine-1", 2, False))
+
+        assert [(await task).reason for task in (early, asking[2])] == ["no engine holds version 1 any more"] * 2
+        for task in asking[:2]:
+            task.cancel()
+
+    scene(play)
+
+
+def test_an_exact_request_whose_engine_died_does_not_go_on_under_other_weights(scene):
+    async def play(stage):
+        await stage.joins("engine-1", version=1)
+        await stage.proxy.engine_holds(EngineHolds("engine-1", 1, True))
+        asking = await stage.ask("r", min_version=1, exact=True)
+        await stage.joins("engine-2", version=2)
+
+        await stage.leaves("engine-1")
+
+        assert (await asking).reason == "no engine holds version 1 any more"
 
     scene(play)

@@ -588,10 +588,42 @@ def test_an_evaluation_goes_before_training_and_takes_no_slots(stage):
 
         assert [(t.purpose, t.task) for t in exam] == [("eval", n) for n in range(3)]
         assert [t.purpose for t in train] == ["train"] * 2
-        assert early == NotReady(0, 3, "0 of 3 held-out tasks have an outcome")
-        assert result == EvalResult(version=0, reward=0.5, num=2, failed=1)
+        assert early == NotReady(0, 3, "0 of 3 held-out rollouts have an outcome")
+        assert result == EvalResult(version=0, rewards=((1.0,), (0.0,), ()), failed=1)
         assert len(await stage.admit()) == 6
         assert await stage.fates() == {}
+
+    stage.run(scene)
+
+
+def test_the_samples_of_a_held_out_task_share_its_seed_and_come_back_together(stage):
+    async def scene():
+        await stage.start()
+        await stage.buffer.evaluate(Evaluate("a", 2, wait_s=0.0, samples=2))
+
+        tickets = await stage.admit(num=4)
+        for ticket, reward in zip(tickets, (1.0, 0.0, 0.5, 0.25), strict=True):
+            await stage.put(ticket, reward)
+        result = await stage.buffer.evaluate(Evaluate("a", 2, samples=2))
+
+        assert [t.task for t in tickets] == [0, 0, 1, 1]
+        assert tickets[0].seed == tickets[1].seed != tickets[2].seed
+        assert result.rewards == ((1.0, 0.0), (0.5, 0.25))
+
+    stage.run(scene)
+
+
+def test_a_held_out_rollout_keeps_its_version_while_training_goes_on(stage):
+    async def scene():
+        await stage.start()
+        await stage.buffer.evaluate(Evaluate("a", 1, wait_s=0.0))
+        (ticket,) = await stage.admit(num=1)
+        await stage.buffer.advance(Advance(1, 1))
+        await stage.buffer.give_up(GiveUp(ticket, "drained", retry=True))
+
+        (again,) = await stage.admit(num=1)
+
+        assert (again.purpose, again.version) == ("eval", 0)
 
     stage.run(scene)
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from actors.messages.generation import VersionSpan
-from actors.messages.samples import Batch, Claim, DrawEpoch, Evaluate, Put, Segment, Ticket, Trajectory
+from actors.messages.samples import Advance, Batch, Claim, DrawEpoch, Evaluate, Put, Segment, Ticket, Trajectory
 from actors.samples.sample import flaw
 
 VOCABULARY, NEWEST = 100, 5
@@ -236,7 +236,28 @@ def test_a_flawed_held_out_rollout_is_a_failed_one(stage, trajectory):
         result = await asking
 
         assert reply.fate == "failed"
-        assert (result.reward, result.num, result.failed) == (1.0, 1, 1)
+        assert (result.rewards, result.failed) == (((), (1.0,)), 1)
+
+    stage.run(scene)
+
+
+def test_a_held_out_rollout_of_which_a_token_is_of_another_version_does_not_count(stage, trajectory):
+    async def scene():
+        await stage.start()
+        await stage.buffer.evaluate(Evaluate("step-0", 1, wait_s=0.0))
+        await stage.buffer.advance(Advance(1, 1))
+        (ticket,) = await stage.admit(num=1)
+        whole = trajectory(ticket, 1.0)
+        segment = whole.segments[0]
+        (span,) = segment.spans
+        middle = (span.start + span.end) // 2
+        assert span.start < middle < span.end
+        spans = (VersionSpan(0, span.start, middle), VersionSpan(1, middle, span.end))
+        segments = (msgspec.structs.replace(segment, spans=spans),)
+
+        reply = await stage.buffer.put(Put(msgspec.structs.replace(whole, segments=segments)))
+
+        assert reply.fate == "failed"
 
     stage.run(scene)
 

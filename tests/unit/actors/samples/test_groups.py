@@ -463,3 +463,14 @@ def test_of_an_attempt_whose_holder_died_nobody_knows_what_it_sampled(groups):
 
     tally = groups.training.tally
     assert (tally.lost_attempts, tally.generated) == (1, 0)
+
+
+def test_a_new_held_out_round_ends_the_one_that_is_not_finished(groups):
+    groups.round("eval-a", 3)
+    (ticket,) = issue(groups, 1)
+
+    groups.round("eval-b", 1, version=0)
+
+    assert groups.settled_fate(ticket) == "superseded"
+    assert [t.group_id for t in issue(groups) if t.purpose == "eval"] == ["eval-b"]
+    assert not [name for name in groups.leases if name.startswith("eval-a")]

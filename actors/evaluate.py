@@ -1,0 +1,104 @@
+"""`rubato eval MODEL CONFIG`: the evaluation that a run does, outside a run, as a job of the same actors with an Evaluator for a trainer."""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from actors import checkpoint as checkpoints
+from actors.model_folder import check_model_folder
+from runtime.config.config import compose
+from runtime.config.source import read
+from runtime.errors import LaunchError
+from runtime.launch import commands
+
+KEPT = ("sample_buffer", "llm_proxy", "engine", "env_manager", "reward_service")
+"""Roles that an evaluation needs, as the config has them; of all others none is started."""
+
+SHOWN = ("version", "reward", "num", "failed")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluate, and print a table or JSON; RubatoError is the caller's to print."""
+    parser = argparse.ArgumentParser("rubato eval", description="Evaluate a model on a config's held-out tasks.")
+    parser.add_argument("model", type=Path, help="a model folder, a checkpoint, or a run: its newest checkpoint")
+    parser.add_argument("config", type=Path, help="a YAML file, e.g. configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="e.g. eval.samples=8")
+    parser.add_argument("--all", action="store_true", help="every checkpoint of the run MODEL")
+    parser.add_argument("--json", action="store_true", help="print JSON, one line for each model")
+    parser.add_argument("--out", type=Path, help="add the rows to this file too")
+    given = parser.parse_intermixed_args(argv)
+    models = find_models(given.model, every=given.all)
+    text = job_of(given.config, given.overrides, models)
+    Path("runs").mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="eval-", dir="runs"))
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file, redirect_stdout(sys.stderr):
+        file.write(text)
+        file.flush()
+        code = commands.launch([file.name, "--run-dir", str(folder)])
+    rows = [json.loads(line) for line in _lines(folder / "evals.jsonl")]
+    told = [{"model": str(model), **row} for model, row in zip(models, rows, strict=False)]
+    if given.out is not None:
+        with given.out.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in told)
+    if told:
+        print("\n".join(map(json.dumps, told)) if given.json else table(told))  # noqa: T201
+    return code
+
+
+def find_models(given: Path, *, every: bool) -> list[Path]:
+    """The model folders to evaluate, checkpoints in the order of their steps. Raises LaunchError."""
+    if not given.is_dir():
+        raise LaunchError(f"{given} is no folder. Name a model folder, a checkpoint, or the folder of a run.")
+    folder = given / "checkpoints"
+    if not folder.is_dir():
+        if every:
+            raise LaunchError(f"{given} has no checkpoints: --all goes with the folder of a run.")
+        check_model_folder(given)
+        return [given.resolve()]
+    found = checkpoints.by_step(folder) if every else [path for path in [checkpoints.newest(folder)[0]] if path]
+    if not found:
+        raise LaunchError(f"{folder} holds no checkpoint that is whole. Name a model folder.")
+    for path in found:
+        try:
+            checkpoints.check(path)
+        except checkpoints.CheckpointError as error:
+            raise LaunchError(f"{error}. Evaluate the others one by one.") from error
+    return [path.resolve() for path in found]
+
+
+def job_of(config: Path, overrides: Sequence[str], models: Sequence[Path]) -> str:
+    """The job that evaluates `models` as `config` says, as YAML. Raises ConfigError with one sentence per mistake."""
+    source = read(config, overrides)
+    whole = compose(source)  # what is wrong in it is told in its own words
+    tree: dict[str, Any] = whole.tree()
+    for role, spec in tree["actors"].items():
+        spec["count"] = spec["count"] if role in KEPT else whole.actor_class(role).least
+    tree["actors"]["trainer"] = {"class": "actors.training.evaluator:Evaluator"}
+    tree["evaluate"] = {"models": [str(model) for model in models]}
+    tree["model"]["path"] = str(models[0])
+    tree["run"] |= {"steps": 0, "dir": ""}
+    tree["report"]["finish"] = ""
+    tree["prepare"] = []
+    tree["bus"] = {}
+    tree["state"]["url"] = ""
+    return compose(source._replace(tree=tree)).dump()
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line for each model; figures of several samples between the counts and the model's name."""
+    more = [name for name in rows[0] if "@" in name]
+    lines = [" ".join([*(f"{name:>8}" for name in (*SHOWN, *more)), " model"])]
+    for row in rows:
+        found = [row.get(name, "-") for name in (*SHOWN, *more)]
+        cells = [f"{value:.3f}" if isinstance(value, float) else str(value) for value in found]
+        lines.append(" ".join([*(f"{cell:>8}" for cell in cells), f" {row['model']}"]))
+    return "\n".join(lines)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []

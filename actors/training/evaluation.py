@@ -1,0 +1,221 @@
+"""Held-out evaluations: exact in their version, beside training, and kept in evals.jsonl.
+
+An evaluation of version v needs engines that sample under v from its first token to its last. So before anything newer is published, one engine
+in `SHARE` is asked to hold v; the others go on with training. The SampleBuffer accepts no held-out rollout with a token of another version, so
+that a hold that was lost can spoil an evaluation, which is then done again, but never its exactness.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Final
+
+from actors.config import EvalSection
+from actors.messages.samples import EvalResult, Evaluate
+from actors.messages.weights import HoldWeights
+from actors.training.publishing import BUFFER, Rows
+from bus.errors import AskFailed
+from runtime.actor import Actor
+from runtime.observe.trace import wall_s
+
+SHARE: Final = 8
+"""One engine in this many evaluates while training goes on; the least is one. After the last step all do."""
+
+HOLD_S: Final = 90.0
+"""A hold that is not renewed ends by itself; it is renewed with each ask of the sample buffer."""
+
+TRIES: Final = 5
+"""Evaluations of one version that are begun, where engines that held it died, before there is none."""
+
+REPLY_S: Final = 30.0
+"""Beyond the time that the sample buffer may hold the ask back."""
+
+FAILED_SHARE: Final = 0.01
+"""Above this share of rollouts without a score the user is told: the reward says nothing about them."""
+
+
+def figures(found: EvalResult, section: EvalSection) -> dict[str, float]:
+    """A row of evals.jsonl: `version`, `reward` (absent where all failed), `num` rollouts that finished, `failed` ones.
+
+    With `eval.samples` k > 1 also `avg@k`, the mean over tasks of their mean reward, and `pass@j` for the powers of two up to k and k itself,
+    over the tasks of which at least j rollouts finished.
+    """
+    rewards = [reward for task in found.rewards for reward in task]
+    row: dict[str, float] = {"version": found.version}
+    if rewards:
+        row["reward"] = fmean(rewards)
+    row |= {"num": len(rewards), "failed": found.failed}
+    if section.samples == 1 or not rewards:
+        return row
+    row[f"avg@{section.samples}"] = fmean(fmean(task) for task in found.rewards if task)
+    for j in sorted({section.samples, *(2**n for n in range(section.samples.bit_length()))}):
+        tasks = [[r >= section.pass_reward for r in task] for task in found.rewards if len(task) >= j]
+        if tasks:
+            row[f"pass@{j}"] = fmean(pass_at(j, len(task), sum(task)) for task in tasks)
+    return row
+
+
+def pass_at(k: int, num: int, passed: int) -> float:
+    """Probability that one of `k` ≤ `num` rollouts passes where `passed` of `num` did, without bias: 1 - C(num - passed, k) / C(num, k).
+
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
+    """
+    return 1.0 - math.comb(num - passed, k) / math.comb(num, k)
+
+
+class HeldOut:
+    """Evaluates versions one at a time, and keeps the newest result until a row takes it."""
+
+    def __init__(self, actor: Actor, section: EvalSection) -> None:
+        self._actor = actor
+        self._section = section
+        self._rows = Rows(actor.run.folder / "evals.jsonl", "version")
+        self._result: dict[str, float] = {}
+        self._under_way: asyncio.Task[None] | None = None
+        self._overdue = False
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._held_by: Sequence[str] = ()
+        self._asked: dict[str, asyncio.Task[str]] = {}
+
+    def take_over(self, step: int) -> int:
+        """Own evals.jsonl from here on, as far as version `step`; returns how many damaged lines were left out. Blocks."""
+        return self._rows.truncate(step)
+
+    def due(self, step: int, last: int) -> int:
+        """Tasks to evaluate version `step` on; 0 where that is not due, or done."""
+        if self._rows.newest >= step:
+            return 0
+        if step == last:
+            return self._section.final_num_tasks
+        every = self._section.every
+        return self._section.num_tasks if every and (step % every == 0 or self._overdue) else 0
+
+    def take(self) -> dict[str, float]:
+        """What was found since the last call, for the training row that is written next."""
+        result, self._result = self._result, {}
+        return result
+
+    def begin(self, version: int, epoch: int, num: int) -> None:
+        """Evaluate `version`, the newest, while training goes on. Where an evaluation is under way the next one waits for its end."""
+        self._overdue = self._under_way is not None and not self._under_way.done()
+        if not self._overdue:
+            self._settled.clear()
+            work = self.evaluate(version, epoch, num)
+            self._under_way = self._actor.spawn(work, name=f"{self._actor.name}.evaluate")
+
+    def put_off(self) -> None:
+        """The version is older than what engines hold: the next one that is published is evaluated instead."""
+        self._overdue = True
+
+    async def settled(self) -> None:
+        """Return once the engines of the evaluation that began last hold its version, or `settle`: nothing newer is to be published before."""
+        await self._settled.wait()
+
+    def settle(self) -> None:
+        """Whoever is about to leave waits for no engine."""
+        self._settled.set()
+
+    def left(self, names: Sequence[str]) -> None:
+        """These actors went away: they will not answer."""
+        for name in names:
+            if task := self._asked.get(name):
+                task.cancel()
+
+    async def last(self, version: int, epoch: int, num: int, leaving: asyncio.Event) -> bool:
+        """Wait for the evaluation under way, then evaluate `version` on all engines where `num` is not 0.
+
+        False at once when the actor is `leaving`: environments are drained by then, and the step is to be saved.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            work = tasks.create_task(self._last(version, epoch, num))
+            waiting = (work, tasks.create_task(leaving.wait()))
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in waiting:
+                task.cancel()
+        return not leaving.is_set()
+
+    async def _last(self, version: int, epoch: int, num: int) -> None:
+        if self._under_way is not None:
+            await asyncio.wait([self._under_way])
+        if num:
+            await self.evaluate(version, epoch, num, share=1)
+
+    async def evaluate(self, version: int, epoch: int, num: int, *, share: int = SHARE) -> None:
+        """Returns when there is a row of `version`, or none to be had; never raises for the latter.
+
+        Where engines died, the last version is evaluated again at once; another one may be gone, and the next published takes its place.
+        """
+        log = self._actor.log
+        try:
+            async with asyncio.timeout(self._section.timeout_s):
+                await self._evaluate(version, epoch, num, share)
+        except TimeoutError:
+            log.warning("evaluation_timed_out", version=version)
+            self._actor.notice(f"the evaluation of version {version} took longer than eval.timeout_s and was given up")
+        except AskFailed as error:
+            log.warning("evaluation_failed", version=version, error=str(error))
+        finally:
+            self._settled.set()
+        await self._ask_all(self._held_by, HoldWeights(version, epoch, 0.0))
+
+    async def _evaluate(self, version: int, epoch: int, num: int, share: int) -> None:
+        for attempt in range(TRIES if share == 1 else 1):
+            engines = self._actor.peers("engine")
+            # Without any, the first that is ready answers.
+            self._held_by = engines[-max(1, len(engines) // share) :] or ("engine",)
+            key, samples = f"{epoch}.{version}.{attempt}", self._section.samples
+            if await self._evaluate_once(Evaluate(key, num, version=version, samples=samples), epoch):
+                return
+        self._actor.log.warning("evaluation_lost", version=version)
+        self._overdue = share > 1
+
+    async def _evaluate_once(self, request: Evaluate, epoch: int) -> bool:
+        """False where it is to be done again: the engines that held the version died."""
+        began = asyncio.get_running_loop().time()
+        hold = HoldWeights(request.version, epoch, HOLD_S)
+        holding = await self._ask_all(self._held_by, hold)
+        self._settled.set()
+        if not holding:
+            return False
+        buffer, limit_s, lost = self._actor.ref(BUFFER), request.wait_s + REPLY_S, False
+        while not isinstance(found := await buffer.ask(request, timeout=limit_s), EvalResult):
+            held = await self._ask_all(self._held_by, hold)
+            lost = lost or not holding <= held
+            if not held:
+                return False
+        if found.failed and lost:
+            return False
+        await self._keep(found, asyncio.get_running_loop().time() - began)
+        return True
+
+    async def _ask_all(self, names: Sequence[str], request: HoldWeights) -> set[str]:
+        """Those that hold the version. One that dies meanwhile does not."""
+
+        async def ask(name: str) -> str:
+            try:
+                reply = await self._actor.ref(name).ask(
+                    request, timeout=self._section.timeout_s, retry=name == "engine"
+                )
+            except AskFailed as error:
+                self._actor.log.warning("weights_not_held", engine=name, version=request.version, error=str(error))
+                return ""
+            return reply.engine if reply.held else ""
+
+        async with asyncio.TaskGroup() as tasks:
+            asked = {name: tasks.create_task(ask(name)) for name in names}
+            self._asked |= asked
+        return {task.result() for task in asked.values() if not task.cancelled()} - {""}
+
+    async def _keep(self, found: EvalResult, seconds: float) -> None:
+        """One row, and its figures for the next training row. A failed rollout has no reward: 0 would mix broken with unsolved."""
+        row = figures(found, self._section)
+        self._result = {f"eval/{name}": value for name, value in row.items()}
+        self._actor.log.info("evaluated", **row)
+        await self._actor.offload(self._rows.append, row | {"time_s": seconds, "unix_s": wall_s()})
+        total = row["num"] + row["failed"]
+        if found.failed > FAILED_SHARE * total:
+            self._actor.notice(
+                f"evaluation of version {found.version}: {found.failed} of {total:.0f} rollouts failed, and eval/reward leaves them out"
+            )

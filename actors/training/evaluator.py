@@ -1,0 +1,79 @@
+"""Stands where a job has its trainer, and trains nothing: it evaluates one model after the other, each under its own version."""
+
+from pathlib import Path
+from typing import Any
+
+from actors import checkpoint as checkpoints
+from actors.messages.weights import WeightsTaken
+from actors.model_folder import check_model_folder
+from actors.training.evaluation import HeldOut
+from actors.training.publishing import Publisher
+from actors.training.trainer import Trainer
+from runtime.actor import Actor, handler
+from runtime.config import Section
+from runtime.kernel import Kernel
+
+EPOCH = 1
+"""Of what it publishes: above that of the model with which engines begin."""
+
+
+class EvaluateSection(Section):
+    """What `rubato eval` evaluates."""
+
+    models: tuple[str, ...] = ()
+    """Model folders, checkpoints in the order of their steps; engines begin with the first."""
+
+
+class Evaluator(Actor):
+    """Publishes each checkpoint as the version that its step is; a model that is none is version 0, which engines begin with."""
+
+    role = "trainer"
+    drain_order = 20
+    least = most = 1
+    needs = ("sample_buffer",)
+
+    class Config(Trainer.Config):
+        evaluate: EvaluateSection = EvaluateSection()
+
+    config: Config
+
+    @classmethod
+    def preflight(cls, config: Any, folder: Path) -> None:
+        """The model that engines begin with."""
+        if config.train.kind != "scripted":
+            check_model_folder(folder / config.model.path)
+
+    def __init__(self, config: Any, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
+        self._out = Publisher(self)
+        self._held_out = HeldOut(self, config.eval)
+
+    async def on_start(self) -> None:
+        """Begin with the first."""
+        self._held_out.take_over(-1)
+        self.spawn(self._evaluate_all(), name="trainer.evaluate")
+
+    async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
+        self._held_out.left(left)
+
+    @handler
+    async def weights_taken(self, message: WeightsTaken) -> None:
+        """Nothing follows: who holds a version is asked."""
+
+    async def _evaluate_all(self) -> None:
+        section = self.config.eval
+        num = section.final_num_tasks or section.num_tasks
+        for model in map(Path, self.config.evaluate.models):
+            step = await self.offload(step_of, model)
+            if step:
+                await self._out.publish(step, EPOCH, lambda model=model: [(model / "model.safetensors").read_bytes()])
+            await self._held_out.evaluate(step, EPOCH if step else 0, num, share=1)
+            if not self._held_out.take():
+                self.finish(f"{model} has no result after eval.timeout_s={section.timeout_s:g} s", failed=True)
+                return
+        self.finish(f"evaluated {len(self.config.evaluate.models)} models")
+
+
+def step_of(model: Path) -> int:
+    """Of a checkpoint; 0 of any other model folder. Raises CheckpointError for a damaged one. Blocks."""
+    return checkpoints.check(model).step if (model / checkpoints.MANIFEST).exists() else 0

@@ -1,0 +1,67 @@
+"""`rubato eval` as a user types it."""
+
+import json
+
+import pytest
+
+from actors import checkpoint as checkpoints
+from runtime.errors import ExitCode
+from tests.jobs import SMALL, rubato, write_model
+
+SMALLEST = SMALL.replace("kind: scripted, scripted: {token_s: 0.0}", "kind: torch, num_slots: 16").replace(
+    "final_num_tasks: 0", "final_num_tasks: 4"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run with two checkpoints, one of other weights, and the model that it began with."""
+    folder = tmp_path_factory.mktemp("eval")
+    (folder / "small.yaml").write_text(SMALLEST)
+    model = write_model(folder / "model")
+    for step in (2, 4):
+        files = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
+        files["optimizer.safetensors"] = b"no tensors of a model"
+        checkpoints.write(folder / "run" / "checkpoints" / f"step_{step}", files, step=step, epoch=1)
+    return folder
+
+
+def test_every_checkpoint_of_a_run_is_evaluated_as_the_version_that_it_is(place):
+    ended = rubato("eval", "run", "small.yaml", "--all", "--json", "--out", "all.jsonl", "eval.samples=2", cwd=place)
+
+    assert ended.code == ExitCode.DONE, ended.err
+    rows = [json.loads(line) for line in ended.out.splitlines()]
+    assert [(row["version"], row["num"], row["failed"]) for row in rows] == [(2, 8, 0), (4, 8, 0)]
+    assert {"reward", "avg@2", "pass@1", "pass@2"} <= rows[0].keys()
+    assert [json.loads(line) for line in (place / "all.jsonl").read_text().splitlines()] == rows
+
+
+def test_a_model_folder_and_the_newest_checkpoint_of_a_run_make_a_table(place):
+    for name, version in (("model", 0), ("run", 4)):
+        ended = rubato("eval", name, "small.yaml", cwd=place)
+
+        assert ended.code == ExitCode.DONE, ended.err
+        head, row = ended.out.splitlines()
+        assert head.split() == ["version", "reward", "num", "failed", "model"]
+        assert [int(float(cell)) for cell in (row.split()[0], *row.split()[2:4])] == [version, 4, 0]
+        assert row.split()[-1].startswith(str(place / name))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("gone", "small.yaml"), "gone is no folder. Name a model folder, a checkpoint, or the folder of a run."),
+        (("model", "gone.yaml"), "gone.yaml does not exist."),
+        (("model", "small.yaml", "eval.sample=2"), "eval.sample is not a key. Did you mean eval.samples?"),
+        (("model", "small.yaml", "eval.samples=0"), "eval.samples"),
+        (("model", "small.yaml", "--all"), "model has no checkpoints: --all goes with the folder of a run."),
+        ((".", "small.yaml"), "has no config.json"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, words, place):
+    ended = rubato("eval", *arguments, cwd=place)
+
+    assert ended.code != ExitCode.DONE
+    assert words in ended.err
+    assert len(ended.err.strip().splitlines()) == 1
+    assert ended.out == ""
