@@ -7,7 +7,7 @@ that a hold that was lost can spoil an evaluation, which is then done again, but
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import fmean
 from typing import Final
 
@@ -72,6 +72,8 @@ class HeldOut:
         self._section = section
         self._rows = Rows(actor.run.folder / "evals.jsonl", "version")
         self._result: dict[str, float] = {}
+        self.version = 0
+        """Evaluated last, or now."""
         self._under_way: asyncio.Task[None] | None = None
         self._overdue = False
         self._settled = asyncio.Event()
@@ -97,10 +99,17 @@ class HeldOut:
         result, self._result = self._result, {}
         return result
 
+    def worth_keeping(self, versions: Collection[int]) -> set[int]:
+        """Of these the version with the best reward, the newer of equals, and the one that is evaluated now. Blocks."""
+        rewards = {int(row["version"]): row.get("reward", -math.inf) for row in self._rows.read()}
+        best = max(rewards.keys() & set(versions), key=lambda v: (rewards[v], v), default=self.version)
+        return {best} if self.version in rewards else {best, self.version}
+
     def begin(self, version: int, epoch: int, num: int) -> None:
         """Evaluate `version`, the newest, while training goes on. Where an evaluation is under way the next one waits for its end."""
         self._overdue = self._under_way is not None and not self._under_way.done()
         if not self._overdue:
+            self.version = version
             self._settled.clear()
             work = self.evaluate(version, epoch, num)
             self._under_way = self._actor.spawn(work, name=f"{self._actor.name}.evaluate")

@@ -64,6 +64,10 @@ class Rows:
         self._open()
         return num_damaged
 
+    def read(self) -> list[dict[str, float]]:
+        """All rows so far. Blocks."""
+        return [row for line in self._path.read_bytes().splitlines() if (row := _row(line, self._key))]
+
     def append_step(
         self,
         step: int,

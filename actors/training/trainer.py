@@ -69,6 +69,8 @@ class CheckpointSection(Section):
     """Newest checkpoints that stay on disk."""
     milestones: int = Field(default=0, ge=0)
     """Checkpoints of each step that this divides stay too, for good; 0: none."""
+    keep_best: bool = False
+    """The checkpoint with the best held-out reward stays too: every version that is evaluated gets one. See evals.jsonl."""
 
 
 class Trainer(Actor):
@@ -333,7 +335,8 @@ class Trainer(Actor):
 
     def _save_due(self, step: int) -> bool:
         section = self.config.checkpoint
-        return step % section.every == 0 or step == self.run.steps or _divides(section.milestones, step)
+        evaluated = section.keep_best and self._held_out.version == step
+        return step % section.every == 0 or step == self.run.steps or evaluated or _divides(section.milestones, step)
 
     async def _save(self) -> None:
         """Write a checkpoint, give it its name, and commit its steps.
@@ -365,8 +368,10 @@ class Trainer(Actor):
 
     def _prune(self, epoch: int) -> None:
         section = self.config.checkpoint
-        steps = map(checkpoints.step_of, checkpoints.by_step(self._checkpoints))
+        steps = [checkpoints.step_of(path) for path in checkpoints.by_step(self._checkpoints)]
         stay = {step for step in steps if _divides(section.milestones, step)}
+        if section.keep_best:
+            stay |= self._held_out.worth_keeping(steps)
         checkpoints.prune(self._checkpoints, section.keep, epoch, stay)
 
     def _forget_receipts(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import msgspec
+import pytest
 
 from actors import checkpoint as checkpoints
 from actors.config import EvalSection, ModelSection, TrainSection
@@ -162,37 +163,66 @@ def run_to_the_last_evaluation(folder, steps, window_s=0.0, **section):
     return folder / "checkpoints"
 
 
+class Evaluating(Buffer):
+    """Version 4 is the best, and the further from it the worse. A batch and an evaluation each take their time."""
+
+    @handler
+    async def claim(self, request: Claim) -> Batch | NotReady:
+        await asyncio.sleep(1.0)
+        return await super().claim(request)
+
+    @handler(concurrency=4)
+    async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:
+        await asyncio.sleep(3.5)
+        return EvalResult(request.version, ((10.0 - abs(request.version - 4),),), 0)
+
+    @handler
+    async def close(self, request: Close) -> Ack:
+        return Ack()
+
+
+def run_to_the_end(folder, steps, eval_every=0, **section):
+    """Train `steps` steps with their evaluations; returns the rewards of the versions that were evaluated."""
+
+    async def main():
+        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", folder, 7, steps)
+        config = ToyTrainer.Config(
+            check=CheckSection(enabled=False),
+            eval=EvalSection(every=eval_every),
+            checkpoint=CheckpointSection(**section),
+        )
+        actors = ((Evaluating, ActorConfig()), (HeldEngine, ActorConfig()), (ToyTrainer, config))
+        async with asyncio.TaskGroup() as tasks:
+            kernels = [kernel_of(*what, network, store, run) for what in actors]
+            serving = [tasks.create_task(kernel.serve()) for kernel in kernels]
+            await asyncio.sleep(100.0)
+            for task in serving:
+                task.cancel()
+
+    run_virtual(main)
+    rows = [json.loads(line) for line in (folder / "evals.jsonl").read_text().splitlines()]
+    return {row["version"]: row["reward"] for row in rows}
+
+
 def test_a_resumed_run_does_the_evaluation_that_was_cut_short_and_none_twice(tmp_path):
-    class Evaluating(Buffer):
-        @handler(concurrency=4)
-        async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:
-            self.evaluating.set()
-            return EvalResult(request.version, ((1.0,),), 0)
-
-        @handler
-        async def close(self, request: Close) -> Ack:
-            return Ack()
-
-    def resume():
-        async def main():
-            network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 2)
-            config = ToyTrainer.Config(check=CheckSection(enabled=False), eval=EvalSection(every=0))
-            actors = ((Evaluating, ActorConfig()), (HeldEngine, ActorConfig()), (ToyTrainer, config))
-            async with asyncio.TaskGroup() as tasks:
-                kernels = [kernel_of(*what, network, store, run) for what in actors]
-                serving = [tasks.create_task(kernel.serve()) for kernel in kernels]
-                await asyncio.sleep(100.0)
-                for task in serving:
-                    task.cancel()
-
-        run_virtual(main)
-        return [json.loads(line)["version"] for line in (tmp_path / "evals.jsonl").read_text().splitlines()]
-
     run_to_the_last_evaluation(tmp_path, 2, every=5)
     assert (tmp_path / "evals.jsonl").read_text() == ""
 
-    assert resume() == [2]
-    assert resume() == [2]
+    assert list(run_to_the_end(tmp_path, 2)) == [2]
+    assert list(run_to_the_end(tmp_path, 2)) == [2]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_checkpoint_of_the_best_evaluation_stays(tmp_path, resumed):
+    if resumed:
+        run_to_the_end(tmp_path, 8, 2, every=5, keep=1, keep_best=True)
+    rewards = run_to_the_end(tmp_path, 14, 2, every=5, keep=1, keep_best=True)
+
+    del rewards[0]  # the base model has no checkpoint
+    assert len(rewards) > 3
+    assert list(rewards) != sorted(rewards, key=rewards.get)
+    kept = [checkpoints.step_of(path) for path in checkpoints.by_step(tmp_path / "checkpoints")]
+    assert kept == [max(rewards, key=rewards.get), 14]
 
 
 def test_milestones_stay_beside_the_newest_checkpoints(tmp_path):
