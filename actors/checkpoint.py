@@ -178,7 +178,7 @@ def step_of(path: Path) -> int:
 
 def last(folder: Path) -> Path | None:
     """The newest checkpoint under `folder`, whether complete or not."""
-    return next(reversed(by_step(folder)), None)
+    return next(reversed(by_step(folder)), None) if os.path.isdir(folder) else None
 
 
 def write_through(path: Path, content: bytes) -> str:

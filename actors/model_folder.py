@@ -1,6 +1,7 @@
 """Whether this host has what `model` in the config asks for: a folder in HF format, as far as its file names tell, and a device."""
 
 import math
+import os
 import subprocess
 import sys
 from functools import cache
@@ -16,7 +17,7 @@ NEEDED = ("config.json", "*.safetensors", "tokenizer.json")
 
 def check_model_folder(folder: Path, *, key: str = "model.path") -> None:
     """Raises ConfigError, one sentence, for a folder that is missing or lacks a part; `key` of the config names it."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path.is_dir, it takes a name too long for an answer
         raise ConfigError(f"model folder {folder} does not exist. Set {key} to a folder in HF format.")
     missing = [pattern for pattern in NEEDED if not any(folder.glob(pattern))]
     if missing:

@@ -1,5 +1,6 @@
 """What a user is told when the runtime can't go on: each error is one sentence that says what, which and what to do."""
 
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import cast
 
@@ -33,6 +34,18 @@ class LaunchError(RubatoError):
 
 class ActorFailed(RubatoError):
     """An actor raised or its process ended; its supervisor restarts it while its budget lasts."""
+
+
+def check_all(checks: Iterable[Callable[[], None]]) -> None:
+    """Raises one ConfigError with all that `checks` raise, each sentence once."""
+    found: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            found += str(error).splitlines()
+    if found:
+        raise ConfigError("\n".join(dict.fromkeys(found)))
 
 
 PERMANENT = (

@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, cast
 
@@ -14,6 +15,7 @@ from actors.messages.samples import MOST_REWARD, NotScored, Score, Scores, flaw_
 from planning.hopeless import RECENT, is_hopeless
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
+from runtime.errors import check_all
 from runtime.importer import check_module
 from runtime.kernel import Kernel
 from runtime.observe.figures import ITSELF
@@ -64,8 +66,7 @@ class RewardService(Actor):
     @classmethod
     def check_host(cls, config: Config) -> None:
         """The functions' modules; what is in them shows when a worker loads them."""
-        for target in config.reward.functions:
-            check_module(target, key="reward.functions")
+        check_all(partial(check_module, target, key="reward.functions") for target in config.reward.functions)
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)

@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ from runtime.actor import Actor
 from runtime.config.explain import sentences
 from runtime.config.sections import ActorConfig, ActorSpec, BaseRoot, Section
 from runtime.config.source import ConfigSource, given, read
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, check_all
 from runtime.importer import absolute, check_module, has_module, load_class
 
 ROLE = re.compile(r"^[a-z][a-z0-9_]*$")
@@ -62,22 +62,24 @@ class Config:
     def check_host(self) -> None:
         """Let every role look whether this host has what the config names. Raises ConfigError with all that is missing; nothing was written."""
         console = partial(check_module, self.report.console, key="report.console")
-        _look_at_all(
-            [self._check_modules, console, *(partial(cls.check_host, config) for cls, config in self._in_use())]
-        )
+        check_all([self._check_modules, console, *(partial(cls.check_host, config) for cls, config in self._in_use())])
 
     def preflight(self, folder: Path) -> None:
         """`check_host`, and let every role look at what it will need in the run folder `folder`. Raises ConfigError; nothing was started."""
         self.check_host()
-        _look_at_all([partial(cls.preflight, config, folder) for cls, config in self._in_use()])
+        check_all([partial(cls.preflight, config, folder) for cls, config in self._in_use()])
 
-    def problems(self, folder: Path) -> list[str]:
-        """All that a launch in `folder` would be refused for, a sentence each; a model that `prepare` will make there is not missed."""
+    def problems(self, folder: Path, *, replaced: bool = False) -> list[str]:
+        """All that a launch in `folder` would be refused for, a sentence each.
+
+        A model that `prepare` will make there is not missed, and a run there that will be `replaced` is not looked at.
+        """
         model = Path(os.path.normpath(folder / self.model_path))
-        made_later = self.prepare and not model.exists() and model.is_relative_to(folder)
-        roles = [] if made_later else [partial(cls.preflight, config, folder) for cls, config in self._in_use()]
+        made_later = self.prepare and not os.path.exists(model) and model.is_relative_to(folder)
+        looks = not made_later and not (replaced and os.path.exists(folder / "checkpoints"))
+        roles = [partial(cls.preflight, config, folder) for cls, config in self._in_use() if looks]
         try:
-            _look_at_all([self.check_host, *roles])
+            check_all([self.check_host, *roles])
         except ConfigError as error:
             return str(error).splitlines()
         return []
@@ -105,18 +107,6 @@ class Config:
             tree["bus"] = {"ports": tree["bus"]["ports"]}
             tree["state"]["url"] = ""
         return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
-
-
-def _look_at_all(looks: Iterable[Callable[[], None]]) -> None:
-    """Raises one ConfigError with all that they raise, each sentence once."""
-    found: list[str] = []
-    for look in looks:
-        try:
-            look()
-        except ConfigError as error:
-            found += str(error).splitlines()
-    if found:
-        raise ConfigError("\n".join(dict.fromkeys(found)))
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -150,6 +140,7 @@ def compose(source: ConfigSource) -> Config:
     tree = {key: value for key, value in source.tree.items() if value is not None}
     if not tree.get("actors"):
         raise ConfigError(f"{source.file} names no actors. Add a section actors with a class for each role.")
+    _check_classes(source, tree["actors"])
     roles = _validated(_Roles, {"actors": tree["actors"]}, source, BaseRoot).actors
     for role in roles:
         if not ROLE.match(role) or role in RESERVED_ROLES:
@@ -196,6 +187,16 @@ def root_model(classes: Mapping[str, type[Actor]]) -> type[BaseRoot]:
                 found[name] = (role, field)
     fields: dict[str, Any] = {name: (field.annotation, field) for name, (_, field) in found.items()}
     return create_model("Root", __base__=BaseRoot, **fields)
+
+
+def _check_classes(source: ConfigSource, actors: object) -> None:
+    """A role without a class is most likely another one, mistyped."""
+    specs = cast("dict[str, object]", actors) if isinstance(actors, dict) else {}
+    known = [role for role, spec in specs.items() if isinstance(spec, dict) and "class" in spec]
+    for role in specs.keys() - known:
+        if near := difflib.get_close_matches(role, known, n=1):
+            text = f"actors.{role} names no class. Did you mean actors.{near[0]}?"
+            raise ConfigError(source.sentence(("actors", role), text))
 
 
 def _load(source: ConfigSource, role: str, spec: ActorSpec) -> type[Actor]:

@@ -56,8 +56,11 @@ def _sentence(detail: ErrorDetails, keys: Keys, known: Mapping[Keys, FieldInfo])
         near = nearest(keys, known)
         if near:
             return f"{name} is not a key. Did you mean {'.'.join(near)}?"
-        unread = len(keys) == 1 and isinstance(detail["input"], dict)
-        return f"{name} is not a key" + (": no role under actors reads it. Is one missing there?" if unread else ".")
+        if len(keys) == 1 and isinstance(detail["input"], dict):
+            return f"{name} is not a key: no role under actors reads it. Is one missing there?"
+        beside = [key[-1] for key in known if len(key) == len(keys) and key[:-1] == _matched(keys[:-1], key[:-1])]
+        whose = ".".join(keys[:-1])
+        return f"{name} is not a key" + (f". {whose} has {', '.join(beside)}." if whose and beside else ".")
     if detail["type"] == "missing":
         return f"{name} is missing."
     if detail["type"] in ("value_error", "assertion_error"):

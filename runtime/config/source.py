@@ -136,7 +136,7 @@ def _parsed(override: str) -> tuple[Keys, Any]:
     name, equals, text = override.partition("=")
     keys = tuple(name.strip().split("."))
     if not equals or not all(keys):
-        raise ConfigError(f"{override} is not of the form key.sub=value, e.g. staleness.alpha=1.")
+        raise ConfigError(f"{override} is not of the form key.sub=value without spaces, e.g. staleness.alpha=1.")
     try:
         return keys, yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError) as error:

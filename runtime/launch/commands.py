@@ -71,7 +71,10 @@ def _dry_run(config: Config, folder: Path, told: list[str], *, resume: bool, for
     """Print the resolved config, and everything that a launch would be refused for."""
     print(config.dump(), end="")  # noqa: T201
     held = RunFolder(folder.resolve())
-    wrong = [*held.problems(resume=resume, force=force, model=config.model_path), *config.problems(held.path)]
+    wrong = [
+        *held.problems(resume=resume, force=force, model=config.model_path),
+        *config.problems(held.path, replaced=force),
+    ]
     for sentence in (*told, *wrong):
         print(sentence, file=sys.stderr)  # noqa: T201
     return ExitCode.REFUSED if wrong else ExitCode.DONE
@@ -103,7 +106,12 @@ def _chosen(given: argparse.Namespace) -> tuple[Config, Path, list[str]]:
             return _resumed(folder, file, overrides, update_code=given.update_code)
     if file is None:
         if given.resume:
-            raise LaunchError(f"{folder} holds no run to resume. Leave --resume out to start one there.")
+            why = (
+                "holds no run to resume"
+                if os.path.exists(folder or "")
+                else "does not exist: there is no run to resume"
+            )
+            raise LaunchError(f"{folder} {why}. A run is started with: rubato launch CONFIG")
         raise LaunchError(
             "launch needs a config, e.g. rubato launch configs/quickstart.yaml, or --resume and a run's folder."
         )

@@ -105,6 +105,8 @@ class RunFolder:
         """The sentence that `open` would refuse with, if any; nothing is made or changed."""
         try:
             self._check(resume=resume, force=force, model=model)
+            if is_held(self.path):
+                raise self._held()
             self._check_new(resume=resume, force=force)
             there = next(place for place in (self.path, *self.path.parents) if os.path.exists(place))
             if not (there.is_dir() and os.access(there, os.W_OK)):
@@ -116,6 +118,11 @@ class RunFolder:
         except OSError as error:
             return [str(self._unusable(error))]
         return []
+
+    def _held(self) -> LaunchError:
+        return LaunchError(
+            f"{self.path} is running already. Watch it with: rubato monitor {shlex.quote(str(self.path))}"
+        )
 
     def _unusable(self, error: OSError) -> LaunchError:
         path = str(self.path)
@@ -202,9 +209,7 @@ class RunFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
-            raise LaunchError(
-                f"{self.path} is running already. Watch it with: rubato monitor {shlex.quote(str(self.path))}"
-            ) from None
+            raise self._held() from None
         lock.truncate(0)
         lock.write(MARK)
         lock.flush()

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from bus.address import is_loopback
 from bus.errors import AskFailed, BadAddress
 from runtime.config import Config, load
-from runtime.errors import ExitCode, LaunchError
+from runtime.errors import ConfigError, ExitCode, LaunchError
 from runtime.host import RestartBudget
 from runtime.importer import FOLDER as CODE
 from runtime.importer import keep, pack, unpack, use
@@ -73,7 +73,7 @@ class Launcher:
     async def run(self) -> int:
         """Raises CancelledError where a signal came before there was anything to drain."""
         allow_many_files()
-        self._config.check_host()
+        self._refuse_what_shows_now()
         self._main = asyncio.current_task()
         on_signals(self._interrupt)
         card = self._folder.open(
@@ -96,6 +96,13 @@ class Launcher:
             self._console.close()
             self._folder.close()
         return await self._finish(outcome)
+
+    def _refuse_what_shows_now(self) -> None:
+        """Raises LaunchError or ConfigError before anything is made or written."""
+        if wrong := self._folder.problems(resume=self._resume, force=self._force, model=self._config.model_path):
+            raise LaunchError(wrong[0])
+        if wrong := self._config.problems(self._folder.path, replaced=self._force):
+            raise ConfigError("\n".join(wrong))
 
     async def _serve(self, card: RunCard, stack: AsyncExitStack) -> JobOutcome:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

@@ -214,7 +214,10 @@ def test_a_mistake_in_an_override_is_one_sentence(write, override, said):
 
 
 def test_an_override_without_an_equals_sign_is_refused(write):
-    assert refusal(write(), "staleness") == "staleness is not of the form key.sub=value, e.g. staleness.alpha=1."
+    assert (
+        refusal(write(), "staleness")
+        == "staleness is not of the form key.sub=value without spaces, e.g. staleness.alpha=1."
+    )
 
 
 def test_a_missing_file_is_one_sentence(tmp_path):

@@ -263,7 +263,7 @@ def test_a_change_that_would_ruin_a_resumed_run_is_refused(changes, sentence, st
 
 NOWHERE = [
     pytest.param(["--resume"], "--resume: which run? Name its folder", id="no folder"),
-    pytest.param(["--resume", "gone"], "gone holds no run to resume.", id="no such folder"),
+    pytest.param(["--resume", "gone"], "gone does not exist: there is no run to resume.", id="no such folder"),
     pytest.param(["{run}"], "is a folder, and a config is a file. To go on with the run in it: rubato launch --resume", id="no flag"),
     pytest.param(["run.steps=2"], "launch needs a config", id="no config"),
 ]  # fmt: skip
