@@ -38,6 +38,8 @@ class Run(NamedTuple):
     """Why the samples failed that did."""
     evals: Sequence[tuple[float, Row]] = ()
     """Seconds on the rows' time axis, and a row of evals.jsonl."""
+    flat_steps: int = 0
+    """Steps whose rewards had no spread that the advantage could use."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,6 +63,9 @@ def read_run(folder: Path) -> Run:
     ends = _lines(folder / "samples.jsonl")
     fates = Counter(str(end["fate"]) for end in ends)
     reasons = Counter(str(end.get("reason", "")) for end in ends if end["fate"] == "failed")
+    over_batch = config.get("train", {}).get("advantage") == "reinforce_pp"
+    no_spread = [row for row in rows if row.get("reward/zero_std_frac", 0.0) >= 1.0]
+    flat = sum(not (over_batch and row.get("reward/std", 0.0) > 0) for row in no_spread)
     log = _lines(folder / "logs" / "node-1.jsonl")
     died = [line for line in log if line.get("event") == "died"]
     deaths = [(_on_axis(datetime.fromisoformat(line["t"]).timestamp(), rows), str(line["actor"])) for line in died]
@@ -68,7 +73,7 @@ def read_run(folder: Path) -> Run:
     env = str(config.get("env", {}).get("class", "")).rsplit(":", 1)[-1]
     model = str(config.get("model", {}).get("path", ""))
     alpha = int(config["staleness"]["alpha"]) if config["staleness"].get("bounded", True) else UNBOUNDED
-    return Run(folder, rows, fates, alpha, int(config["run"]["steps"]), model, env, deaths, reasons, evals)
+    return Run(folder, rows, fates, alpha, int(config["run"]["steps"]), model, env, deaths, reasons, evals, flat)
 
 
 def summary(run: Run) -> list[str]:
@@ -125,10 +130,9 @@ def concerns(run: Run) -> list[str]:
             f"! {failed / total:.0%} of the samples failed{what}: the reward above is that of the others alone. "
             f"Why: {run.folder / 'samples.jsonl'} and logs/"
         )
-    flat = sum(row.get("reward/zero_std_frac", 0.0) >= 1.0 for row in run.rows)
-    if flat > NOTABLE_SHARE * len(run.rows):
+    if run.flat_steps > NOTABLE_SHARE * len(run.rows):
         found.append(
-            f"! in {flat} of {len(run.rows)} steps nothing was learned: within every group all rewards were equal (reward/zero_std_frac = 1)"
+            f"! in {run.flat_steps} of {len(run.rows)} steps nothing was learned from rewards: within every group all rewards were equal (reward/zero_std_frac = 1)"
         )
     return found
 

@@ -1,7 +1,7 @@
 """What may spoil a result without any error: judged here, told to the user by the trainer. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from actors.messages.samples import Trajectory
 
@@ -39,20 +39,27 @@ def lr_concern(lr: float, num_parameters: int) -> str:
 
 
 class SpreadWatch:
-    """Looks at each step's batch; says once that nothing can be learned from the rewards."""
+    """Looks at each step's batch; says once that nothing can be learned from the rewards.
 
-    def __init__(self) -> None:
+    Where `advantage` is taken over the batch (reinforce_pp), spread between groups is enough.
+    """
+
+    def __init__(self, advantage: str) -> None:
+        self._over_batch = advantage == "reinforce_pp"
         self._flat = 0
         self._told = False
 
-    def step(self, zero_std_share: float, groups: Sequence[Sequence[Trajectory]]) -> str:
-        """A sentence after `SPREADLESS_STEPS` steps in a row in which no group had spread; else empty."""
-        self._flat = self._flat + 1 if zero_std_share >= 1.0 and groups else 0
+    def step(self, metrics: Mapping[str, float], groups: Sequence[Sequence[Trajectory]]) -> str:
+        """A sentence after `SPREADLESS_STEPS` steps in a row without spread; else empty. `metrics`: `reward/*` of the step."""
+        flat = metrics.get("reward/zero_std_frac", 0.0) >= 1.0 and bool(groups)
+        if self._over_batch and metrics.get("reward/std", 0.0) > 0:
+            flat = False
+        self._flat = self._flat + 1 if flat else 0
         if self._told or self._flat < SPREADLESS_STEPS:
             return ""
         self._told = True
         return (
-            f"nothing was learned in the last {self._flat} steps: within every group all rewards are equal "
+            f"nothing was learned from rewards in the last {self._flat} steps: within every group all rewards are equal "
             f"(reward/zero_std_frac = 1). {spreadless_cause(groups)}"
         )
 

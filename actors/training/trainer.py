@@ -137,7 +137,7 @@ class Trainer(Actor):
         """(step, loop time of its binding, receipt) of the steps that the next checkpoint has to name."""
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
         self._held_out = HeldOut(self, config.eval)
-        self._spread = SpreadWatch()
+        self._spread = SpreadWatch(config.train.advantage)
 
     async def on_start(self) -> None:
         """Load the newest complete checkpoint (or the base model), take a new epoch, and start to train."""
@@ -251,7 +251,7 @@ class Trainer(Actor):
         self._training = False
         if num := result.metrics.get("optim/skipped"):
             self.notice(f"step {step}: {num:.0f} optimiser steps were left out, their gradient was not finite")
-        if said := self._spread.step(result.metrics.get("reward/zero_std_frac", 0.0), groups):
+        if said := self._spread.step(result.metrics, groups):
             self.notice(said)
         await self._publish()
         times = {

@@ -442,6 +442,45 @@ def test_resume_says_what_of_the_config_it_does_not_follow(stopped, place, monke
     ]
 
 
+BAD_CHANGES = [
+    pytest.param(["train.loss=grop"], "train.loss: 'grop' is none of grpo,", id="unknown loss"),
+    pytest.param(["train.advantage=roo"], "train.advantage: 'roo' is none of group, rloo, reinforce_pp. Did you mean rloo?", id="unknown advantage"),
+    pytest.param(["train.loss=gone.py:fn"], "train.loss: gone.py:fn does not exist: there is no file", id="loss file missing"),
+    pytest.param(["train.loss=envs.py:fn"], "train.loss: envs.py:fn does not exist: envs.py defines no fn", id="loss function missing"),
+    pytest.param(["train.clip_low=0.9"], "train: clip_low=0.9 is above clip_high=", id="clip bounds the wrong way round"),
+    pytest.param(["train.kl_coef=0.1", "train.reference=/gone"], "model folder /gone does not exist. Set train.reference", id="reference model missing"),
+    pytest.param(["rollout.top_p=0.5"], "rollout.top_p is 0.5; it must be 1", id="top-p in training"),
+    pytest.param(["eval.samples=0"], "eval.samples is 0; it must be a whole number", id="k below 1"),
+    pytest.param(["engine.kind=tensorflow"], "engine.kind: tensorflow is not torch, vllm or scripted", id="unknown engine"),
+    pytest.param(["env.class=gone.py:Env"], "env.class: gone.py:Env does not exist: there is no file", id="env missing"),
+    pytest.param(["model.path=/gone"], "model folder /gone does not exist. Set model.path", id="model missing"),
+    pytest.param(["model.path={place}/other"], "is another model than the one that", id="another model"),
+    pytest.param(["run.steps=1"], "has trained 2 steps already. Give run.steps=3 or more to go on.", id="steps below what is trained"),
+    pytest.param(["run.seed=9"], "run.seed is 1 in this run and can't become 9", id="another seed"),
+    pytest.param(["run.stpes=9"], "run.stpes is not a key. Did you mean run.steps?", id="mistyped key"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dry", [True, False])
+@pytest.mark.parametrize(("changes", "sentence"), BAD_CHANGES)
+def test_a_run_that_is_resumed_with_a_mistake_stays_as_it_was(
+    changes, sentence, dry, stopped, place, monkeypatch, capsys
+):
+    monkeypatch.chdir(place)
+    shutil.copytree(place / "headless", place / "other")
+    (place / "other" / "model.safetensors").touch()
+    (place / "other" / "tokenizer.json").write_text("{}")
+    before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+
+    given = ["launch", "--resume", "run", *(change.format(place=place) for change in changes)]
+    code = cli.main([*given, "--dry-run"] if dry else given)
+
+    said = capsys.readouterr()
+    told = [line for line in said.err.splitlines() if not line.startswith("changed from here on")]
+    _check_one_sentence(Ended(code, said.out, "\n".join(told)), sentence, place)
+    assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
+
+
 def test_without_an_intact_checkpoint_a_run_is_not_resumed(stopped, place):
     for step in (1, 2):
         _truncate(stopped / "checkpoints" / f"step_{step}")

@@ -324,4 +324,4 @@ def test_what_spoils_a_result_without_an_error_is_told_once_each(tmp_path):
     rate, spread = run_virtual(main)
 
     assert rate.startswith("train.lr=0.001 is 189 times above what a model of 0.7 B parameters is usually trained with")
-    assert spread.startswith("nothing was learned in the last 5 steps")
+    assert spread.startswith("nothing was learned from rewards in the last 5 steps")

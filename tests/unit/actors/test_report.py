@@ -71,4 +71,6 @@ def test_a_run_without_losses_says_so_and_nothing_else(closing_lines):
 def test_steps_in_which_nothing_could_be_learned_are_counted(closing_lines):
     lines = closing_lines([("zero_spread", "")] * 32, flat=(0.5, 1.0, 1.0, 1.0))
 
-    assert lines[1].startswith("! in 3 of 4 steps nothing was learned: within every group all rewards were equal")
+    assert lines[1].startswith(
+        "! in 3 of 4 steps nothing was learned from rewards: within every group all rewards were equal"
+    )

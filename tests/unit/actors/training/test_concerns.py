@@ -4,7 +4,7 @@ import pytest
 
 from actors.training.concerns import SPREADLESS_STEPS, SpreadWatch, lr_concern, usual_lr
 
-FLAT = 1.0
+FLAT = {"reward/zero_std_frac": 1.0, "reward/std": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -43,15 +43,25 @@ def group(trajectory):
 
 
 def test_steps_without_spread_are_told_once_and_only_in_a_row(group):
-    watch, groups = SpreadWatch(), [group(0.0, 0.0)]
+    watch, groups = SpreadWatch("group"), [group(0.0, 0.0)]
 
     few = [watch.step(FLAT, groups) for _ in range(SPREADLESS_STEPS - 1)]
-    broken = watch.step(0.5, groups)
+    broken = watch.step({"reward/zero_std_frac": 0.5}, groups)
     many = [watch.step(FLAT, groups) for _ in range(2 * SPREADLESS_STEPS)]
 
     assert [*few, broken] == [""] * SPREADLESS_STEPS
     assert [bool(said) for said in many].index(True) == SPREADLESS_STEPS - 1
     assert sum(map(bool, many)) == 1
+
+
+def test_spread_between_groups_is_enough_where_the_advantage_is_taken_over_the_batch(group):
+    between = FLAT | {"reward/std": 0.5}
+    groups = [group(0.0, 0.0), group(1.0, 1.0)]
+
+    over_batch, within = SpreadWatch("reinforce_pp"), SpreadWatch("rloo")
+
+    assert not any(over_batch.step(between, groups) for _ in range(2 * SPREADLESS_STEPS))
+    assert any(within.step(between, groups) for _ in range(2 * SPREADLESS_STEPS))
 
 
 @pytest.mark.parametrize(
@@ -64,9 +74,9 @@ def test_steps_without_spread_are_told_once_and_only_in_a_row(group):
     ],
 )
 def test_the_likely_cause_is_named(rewards, same, cause, group):
-    watch, groups = SpreadWatch(), [group(*each, same=same) for each in rewards]
+    watch, groups = SpreadWatch("group"), [group(*each, same=same) for each in rewards]
 
     said = [watch.step(FLAT, groups) for _ in range(SPREADLESS_STEPS)][-1]
 
-    assert said.startswith("nothing was learned in the last 5 steps")
+    assert said.startswith("nothing was learned from rewards in the last 5 steps")
     assert cause in said
