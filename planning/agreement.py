@@ -17,7 +17,10 @@ def begins_to_part(mismatch_kl: Sequence[float], most: float) -> bool:
 
 def why_parted(kl: float, most: float, *, compared: bool) -> str:
     """What the user is told when it begins; `compared`: on prompts of their own, trainer and engines agreed just now."""
-    told = f"policy/mismatch_kl has been above {most:g} for {PATIENCE} steps, {kl:.1e} now: engines sample from another policy than is trained. "
+    told = (
+        f"policy/mismatch_kl has been above {most:g} for {PATIENCE} steps, {kl:.1e} now: "
+        "engines sample from another policy than is trained. "
+    )
     if compared:
         return told + (
             "On fresh prompts they agree, so rollouts most likely go on with KV caches of older weights: "
@@ -31,7 +34,10 @@ def why_parted(kl: float, most: float, *, compared: bool) -> str:
 def why_apart(engine: str, *, agreed_before: bool, agrees_at_1: bool, temperature: float) -> str:
     """The likely cause where `engine` and the trainer differ; `agrees_at_1`: not where the trainer takes temperature 1."""
     if agrees_at_1:
-        return f"{engine} gives log-probs of temperature 1: they must be of the distribution sampled from, at rollout.temperature={temperature:g}."
+        return (
+            f"{engine} gives log-probs of temperature 1: they must be of the distribution sampled from, "
+            f"at rollout.temperature={temperature:g}."
+        )
     if agreed_before:
         return f"They agreed before this update, so its weights most likely never reached {engine}, or not whole: see its log."
     return "Check that both load the same model folder, and compute in the same dtype."

@@ -34,6 +34,7 @@ from bus.message import Ack, unpack_i32
 from runtime.actor import Actor, handler
 from runtime.blobs.blob import BlobInfo
 from runtime.config import ActorConfig
+from runtime.config import Config as Job
 from runtime.errors import ConfigError
 from runtime.importer import check_module, load_object
 from runtime.kernel import Kernel
@@ -91,6 +92,17 @@ class EngineWorker(Actor):
         weights: WeightsSection = WeightsSection()
 
     config: Config
+
+    @classmethod
+    def check(cls, job: Job) -> None:
+        """Refuse evaluations that the engine can't sample."""
+        if job.has("eval") and job.section("engine").kind == "scripted":
+            held_out = job.section("eval")
+            if held_out.samples > 1 and held_out.top_p < 1.0:
+                raise ValueError(
+                    f"eval.top_p is {held_out.top_p:g}, but engine.kind=scripted has no top-p: "
+                    "set eval.top_p=1, or engine.kind=torch"
+                )
 
     @classmethod
     def check_host(cls, config: Any) -> None:
