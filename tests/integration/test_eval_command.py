@@ -21,7 +21,7 @@ def place(tmp_path_factory):
     model = write_model(folder / "model")
     for step in (2, 4):
         files = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
-        files["optimizer.safetensors"] = b"no tensors of a model"
+        files["optimizer.state"] = b"no tensors of a model"
         checkpoints.write(folder / "run" / "checkpoints" / f"step_{step}", files, step=step, epoch=1)
     return folder
 
