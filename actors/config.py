@@ -88,7 +88,7 @@ class ImportanceSection(Section):
     mode: Annotated[
         Literal["auto", "off", "truncate", "mask"], BeforeValidator(lambda given: "off" if given is False else given)
     ] = "auto"
-    """truncate: weights end at `cap`; mask: what weighs more is left out; off: none; auto: truncate where staleness.alpha is above 0."""
+    """truncate: weights end at `cap`; mask: what weighs more is left out; off: none; auto: mask where staleness.alpha is above 0."""
     level: Literal["token", "sequence"] = "token"
     """sequence: the weight of all its sampled tokens together, for each of them."""
     cap: float = Field(default=2.0, ge=1)
@@ -184,7 +184,7 @@ class TrainSection(Section):
 
     def resolved(self, *, alpha: int, folder: Path) -> Self:
         """Without `auto`, for a job with the staleness bound `alpha` (-1: none) whose paths start at `folder`."""
-        auto = "truncate" if alpha and self.proximal != "behaviour" else "off"
+        auto = "mask" if alpha and self.proximal != "behaviour" else "off"
         mode = auto if self.importance.mode == "auto" else self.importance.mode
         proximal = "recomputed" if alpha or mode != "off" else "behaviour"
         return self.model_copy(

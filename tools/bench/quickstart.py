@@ -3,6 +3,7 @@
 python tools/bench/quickstart.py                         both, one after the other, and the ratio of their times to 0.8
 python tools/bench/quickstart.py --only loop             the one-process loop alone
 python tools/bench/quickstart.py --run RUN_DIR           the loop beside a run that is there already
+python tools/bench/quickstart.py --only loop --age 8     the loop, each batch played by weights eight versions old
 Any `key.sub=value` changes the config for both.
 """
 
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -146,21 +148,29 @@ class _Episode:
         return Trajectory(ticket, segments, self._reward + penalty, self._turns, False, 0.0, temperature)
 
 
-def loop(settings: Settings, folder: Path, threads: int) -> Iterator[Point]:
-    """Synchronous GRPO in this process; each step samples, trains and hands the weights over. Prints the held-out reward."""
+def loop(settings: Settings, folder: Path, threads: int, age: int) -> Iterator[Point]:
+    """Each step trains the oldest of `age` + 1 batches, hands the weights over and plays another; age 0 is synchronous.
+
+    The first batches are all played by the base model. Prints the held-out reward.
+    """
     train, run = settings.train, settings.run
     model = ModelSection(path=str(folder), torch_threads=threads)
-    engine = TorchTrainEngine(model, train, steps=run.steps, seed=run.seed)
+    engine = TorchTrainEngine(model, train.resolved(alpha=age, folder=folder), steps=run.steps, seed=run.seed)
     engine.load(folder, None)
     num = train.batch_groups * train.group_size
     sampler = Sampler(folder, settings.rollout, episodes=max(num, HELD_OUT), threads=threads, seed=run.seed)
     seeds = random.Random(run.seed)
     began = time.perf_counter()
-    for step in range(1, run.steps + 1):
+
+    def play(version: int) -> list[Trajectory]:
         tasks = [seeds.randrange(1 << 31) for _ in range(train.batch_groups)]
-        played = sampler.play([t for t in tasks for _ in range(train.group_size)], version=step - 1, split="train")
-        groups = [played[i : i + train.group_size] for i in range(0, num, train.group_size)]
-        engine.train(step, groups)
+        return sampler.play([t for t in tasks for _ in range(train.group_size)], version=version, split="train")
+
+    waiting = deque(play(0) for _ in range(age))
+    for step in range(1, run.steps + 1):
+        waiting.append(play(step - 1))
+        played = waiting.popleft()
+        engine.train(step, [played[i : i + train.group_size] for i in range(0, num, train.group_size)])
         sampler.update(engine.export())
         yield Point(step, sum(t.reward for t in played) / num, time.perf_counter() - began)
     held_out = sampler.play(range(HELD_OUT), version=run.steps, split="eval", greedy=True)
@@ -208,8 +218,11 @@ def settings_of(config: Path, overrides: Sequence[str]) -> Settings:
     raw = yaml.safe_load(config.read_text())
     for override in overrides:
         key, _, value = override.partition("=")
-        section, _, name = key.partition(".")
-        raw.setdefault(section, {})[name] = yaml.safe_load(value)
+        *above, name = key.split(".")
+        section = raw
+        for part in above:
+            section = section.setdefault(part, {})
+        section[name] = yaml.safe_load(value)
     return Settings(
         RunSection(**raw.get("run", {})), TrainSection(**raw.get("train", {})), RolloutSection(**raw.get("rollout", {}))
     )
@@ -220,6 +233,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
     parser.add_argument("--threads", type=int, default=2, help="torch threads of the one-process loop")
+    parser.add_argument("--age", type=int, default=0, help="of the loop's samples, in weight versions")
     parser.add_argument("--only", choices=("loop", "actors"))
     parser.add_argument("--run", type=Path, help="a finished run to compare with, instead of a new one")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
@@ -230,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
             settings = settings_of(asked.config, asked.overrides)
             make(Path(scratch) / "model", settings.run.seed, lambda _, __: None)
             points: list[Point] = []
-            for point in loop(settings, Path(scratch) / "model", asked.threads):
+            for point in loop(settings, Path(scratch) / "model", asked.threads, asked.age):
                 points.append(point)
                 if point.step % 5 == 0 or point.step == 1:
                     print(f"{point.step:4d}  {point.reward:.3f}  {point.seconds:6.1f} s", flush=True)

@@ -51,11 +51,11 @@ def test_clips_are_those_of_the_losses_paper_where_none_are_given():
     ("alpha", "given", "proximal", "mode"),
     [
         (0, {}, "behaviour", "off"),
-        (1, {}, "recomputed", "truncate"),
-        (-1, {}, "recomputed", "truncate"),
+        (1, {}, "recomputed", "mask"),
+        (-1, {}, "recomputed", "mask"),
         (8, {"importance": {"mode": False}}, "recomputed", "off"),
         (8, {"proximal": "behaviour"}, "behaviour", "off"),
-        (0, {"importance": {"mode": "mask"}}, "recomputed", "mask"),
+        (0, {"importance": {"mode": "truncate"}}, "recomputed", "truncate"),
     ],
 )
 def test_older_samples_are_weighed_where_there_may_be_some(tmp_path, alpha, given, proximal, mode):
