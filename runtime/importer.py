@@ -104,7 +104,7 @@ def _check_defines(spec: ModuleSpec, place: str, name: str, target: str) -> None
     get_source = getattr(spec.loader, "get_source", None)
     try:
         text = get_source(spec.name) if get_source else None
-        tree = ast.parse(text) if text is not None else None
+        tree = ast.parse(text, spec.origin or place) if text is not None else None
     except (SyntaxError, ValueError) as error:
         raise LoadError(f"{target} can't be imported: {type(error).__name__}: {error}") from error
     if tree is not None and (gone := _missing_import(tree, Path(place).expanduser().resolve())):

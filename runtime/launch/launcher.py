@@ -101,6 +101,8 @@ class Launcher:
         """Raises LaunchError or ConfigError before anything is made or written."""
         if wrong := self._folder.problems(resume=self._resume, force=self._force, model=self._config.model_path):
             raise LaunchError(wrong[0])
+        self._keys = find_keys(self._folder.path)
+        self._host_address()
         if wrong := self._config.problems(self._folder.path, replaced=self._force):
             raise ConfigError("\n".join(wrong))
 

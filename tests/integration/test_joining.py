@@ -192,7 +192,7 @@ def test_an_address_that_stands_for_all_is_refused(place, host):
 def test_an_address_of_another_host_is_refused(place):
     run = place / "foreign"
     assert rubato("keys", "new", "--run", run, cwd=place).code == 0
-    ended = rubato("launch", "small.yaml", "--run-dir", run, "bus.host=192.0.2.1", cwd=place)
+    ended = rubato("launch", "small.yaml", "--run-dir", run, "bus.host=192.0.2.1", "model.path=../model", cwd=place)
 
     assert ended.code == 2
     assert ended.err.startswith("the gate for other hosts: tcp://192.0.2.1:* cannot be bound")

@@ -135,8 +135,8 @@ def test_a_stopped_run_goes_on_from_another_folder_under_the_code_it_began_with(
     mended = rubato(*again, f"run.steps={steps + 4}", "--update-code", cwd=elsewhere)
 
     assert resumed.code == 0, resumed.err + resumed.out
-    assert f"{running / 'graded_env.py'} has changed since the run began" in resumed.err
-    assert broken.code == 1
+    assert f"{running / 'graded_env.py'} has changed since the run began" in resumed.out
+    assert broken.code == 2
     assert f"{running / 'graded_env.py'}" in broken.err
     assert mended.code == 0, mended.err + mended.out
     assert int(rows(run)[-1]["step"]) == steps + 4
