@@ -224,7 +224,7 @@ def test_a_broken_environment_ends_the_job_with_one_sentence(target, sentence, p
     ("name", "sentence"),
     [
         ("fn", "my_loss.py:fn returned (), not one number with a gradient for each of the "),
-        ("gone", "train.loss: {place}/my_loss.py:gone does not exist: {place}/my_loss.py defines no gone."),
+        ("gone", "train.loss: my_loss.py:gone does not exist: my_loss.py defines no gone."),
     ],
 )
 def test_a_loss_of_ones_own_that_is_none_ends_the_job_with_one_sentence(name, sentence, place):
