@@ -83,14 +83,14 @@ def _loss(value: str) -> str:
 
 
 class ImportanceSection(Section):
-    """How samples that older weights made are weighed: by π/μ, the step's first policy over the one that sampled."""
+    """How samples that older weights made are weighed: by the policy's probability over that of the one that sampled."""
 
     mode: Annotated[
         Literal["auto", "off", "truncate", "mask"], BeforeValidator(lambda given: "off" if given is False else given)
     ] = "auto"
-    """truncate: weights end at `cap`; mask: what weighs more is left out; off: none; auto: mask where staleness.alpha is above 0."""
+    """truncate: weights end at `cap`; mask: what weighs more is left out; off: no bound; auto: truncate where staleness.alpha is above 0."""
     level: Literal["token", "sequence"] = "token"
-    """sequence: the weight of all its sampled tokens together, for each of them."""
+    """sequence: the weight of all its sampled tokens together, for each of them; wants proximal=recomputed."""
     cap: float = Field(default=2.0, ge=1)
     """Largest weight."""
 
@@ -132,8 +132,8 @@ class TrainSection(Section):
     budget_tokens: int = Field(default=1024, ge=1)
     """dr_grpo alone: sums over tokens are divided by this, however long sequences are."""
     proximal: Literal["auto", "recomputed", "behaviour"] = "auto"
-    """Clipping is around this policy: the step's first one, recomputed, or the one that sampled. auto: recomputed with importance weights
-    or where staleness.alpha is above 0."""
+    """Clipping is around this policy: the step's first one, recomputed, or the one that sampled; around that one the clipped ratio is the
+    importance weight too. auto: behaviour, or recomputed with importance.level=sequence."""
     importance: ImportanceSection = ImportanceSection()
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the reference model."""
@@ -175,18 +175,18 @@ class TrainSection(Section):
             )
         if self.reference and not self.kl_coef:
             raise ValueError(f"reference={self.reference} has no effect with kl_coef=0. Set train.kl_coef")
-        if self.proximal == "behaviour" and self.importance.mode in ("truncate", "mask"):
+        if self.proximal == "behaviour" and self.importance.level == "sequence":
             raise ValueError(
-                f"importance.mode={self.importance.mode} weighs the recomputed policy against the one that sampled, and "
+                "importance.level=sequence weighs the recomputed policy against the one that sampled, and "
                 "proximal=behaviour leaves no such policy. Set train.proximal=recomputed"
             )
         return self
 
     def resolved(self, *, alpha: int, folder: Path) -> Self:
         """Without `auto`, for a job with the staleness bound `alpha` (-1: none) whose paths start at `folder`."""
-        auto = "mask" if alpha and self.proximal != "behaviour" else "off"
+        auto = "truncate" if alpha else "off"
         mode = auto if self.importance.mode == "auto" else self.importance.mode
-        proximal = "recomputed" if alpha or mode != "off" else "behaviour"
+        proximal = "recomputed" if self.importance.level == "sequence" else "behaviour"
         return self.model_copy(
             update={
                 "importance": self.importance.model_copy(update={"mode": mode}),

@@ -86,40 +86,55 @@ class Objective:
 
     def loss(self, tokens: LossTokens, policies: Policies, figures: Figures) -> torch.Tensor:
         """What the tokens of a micro-batch add to the minibatch's loss, a scalar with a gradient; measured into `figures`."""
-        section, now_N = self._section, policies.now_N
-        start_N = policies.start_N
-        proximal_N = start_N if section.proximal == "recomputed" and start_N is not None else tokens.behaviour_N
+        section, (now_N, start_N, reference_N) = self._section, policies
+        if start_N is not None:
+            _measure(tokens, start_N, figures)
+        proximal_N, factor_N = self._corrected(tokens, policies, figures)
         loss_N, clipped_N = self._loss(now_N, proximal_N, tokens.advantages_N, tokens.rows_N)
-        if policies.reference_N is not None:
-            divergence_N = k3(policies.reference_N - now_N)
+        if reference_N is not None:
+            divergence_N = k3(reference_N - now_N)
             loss_N = loss_N + section.kl_coef * divergence_N
             figures.add(kl_ref=divergence_N.detach().sum())
-        if start_N is not None:
-            loss_N = loss_N * self._importance(tokens, start_N, figures)
-        total = (loss_N * tokens.weights_N).sum()
+        total = (loss_N * factor_N * tokens.weights_N).sum()
         above, all_clipped = (clipped_N > 0).sum(), clipped_N.count_nonzero()
         figures.add(n=len(now_N), loss=total.detach(), clip_frac=all_clipped, clip_high_frac=above)
         return total
 
-    def _importance(self, tokens: LossTokens, start_N: torch.Tensor, figures: Figures) -> torch.Tensor | float:
-        """What samples of older policies weigh, and how far these are from the one that the step began with."""
-        section, difference_N = self._section.importance, start_N - tokens.behaviour_N
-        weights_N = importance_weights(start_N, tokens.behaviour_N, tokens.rows_N, level=section.level)
-        figures.add(
-            known=len(start_N),
-            ratio_mean=difference_N.exp().sum(),
-            kl=k3(difference_N).sum(),
-            fresh_frac=tokens.fresh_N.sum(),
-            mismatch_kl=k3(difference_N)[tokens.fresh_N > 0].sum(),
-            weights=weights_N.sum(),
-            squares=weights_N.square().sum(),
-        )
+    def _corrected(
+        self, tokens: LossTokens, policies: Policies, figures: Figures
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """Log-probs of the policy that ratios are taken to, and a constant that the loss of each token is multiplied by.
+
+        Around the policy that sampled, the ratio is the importance weight itself: a weight that is cut is a ratio to a policy closer by.
+        """
+        section, behaviour_N = self._section.importance, tokens.behaviour_N
+        start_N = policies.start_N if self._section.proximal == "recomputed" else None
         if section.mode in ("auto", "off"):
-            return 1.0
+            return (behaviour_N if start_N is None else start_N), 1.0
+        policy_N = policies.now_N.detach() if start_N is None else start_N
+        weights_N = importance_weights(policy_N, behaviour_N, tokens.rows_N, level=section.level)
         bounded_N = bounded(weights_N, mode=section.mode, cap=section.cap)
-        capped_N = weights_N > section.cap
-        figures.add(weighed=len(start_N), is_mean=bounded_N.sum(), is_capped_frac=capped_N.sum())
-        return bounded_N
+        figures.add(weighed=len(bounded_N), is_mean=bounded_N.sum(), is_capped_frac=(weights_N > section.cap).sum())
+        if start_N is not None:
+            return start_N, bounded_N
+        if section.mode == "truncate":
+            return behaviour_N + (weights_N / bounded_N).log(), 1.0
+        return behaviour_N, bounded_N.sign()
+
+
+def _measure(tokens: LossTokens, start_N: torch.Tensor, figures: Figures) -> None:
+    """How far the policies that sampled are from the one that the step began with."""
+    difference_N = start_N - tokens.behaviour_N
+    weights_N = importance_weights(start_N, tokens.behaviour_N, tokens.rows_N, level="token")
+    figures.add(
+        known=len(start_N),
+        ratio_mean=difference_N.exp().sum(),
+        kl=k3(difference_N).sum(),
+        fresh_frac=tokens.fresh_N.sum(),
+        mismatch_kl=k3(difference_N)[tokens.fresh_N > 0].sum(),
+        weights=weights_N.sum(),
+        squares=weights_N.square().sum(),
+    )
 
 
 class LossFunction(Protocol):

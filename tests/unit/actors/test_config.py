@@ -24,7 +24,7 @@ def test_off_is_a_word_though_yaml_reads_it_as_false():
         ({"loss": "gsppo"}, "'gsppo' is none of grpo, dr_grpo, dapo, gspo, cispo, ppo, and no path/to/file.py:function. Did you mean gspo?"),
         ({"advantage": "rlo"}, "'rlo' is none of group, rloo, reinforce_pp. Did you mean rloo?"),
         ({"clip_low": 0.4}, "clip_low=0.4 is above clip_high=0.28"),
-        ({"proximal": "behaviour", "importance": {"mode": "mask"}}, "Set train.proximal=recomputed"),
+        ({"proximal": "behaviour", "importance": {"level": "sequence"}}, "Set train.proximal=recomputed"),
         ({"reference": "base"}, "reference=base has no effect with kl_coef=0"),
     ],
 )  # fmt: skip
@@ -51,11 +51,12 @@ def test_clips_are_those_of_the_losses_paper_where_none_are_given():
     ("alpha", "given", "proximal", "mode"),
     [
         (0, {}, "behaviour", "off"),
-        (1, {}, "recomputed", "mask"),
-        (-1, {}, "recomputed", "mask"),
-        (8, {"importance": {"mode": False}}, "recomputed", "off"),
-        (8, {"proximal": "behaviour"}, "behaviour", "off"),
-        (0, {"importance": {"mode": "truncate"}}, "recomputed", "truncate"),
+        (1, {}, "behaviour", "truncate"),
+        (-1, {}, "behaviour", "truncate"),
+        (8, {"importance": {"mode": False}}, "behaviour", "off"),
+        (8, {"proximal": "recomputed"}, "recomputed", "truncate"),
+        (8, {"importance": {"level": "sequence"}}, "recomputed", "truncate"),
+        (0, {"importance": {"mode": "mask"}}, "behaviour", "mask"),
     ],
 )
 def test_older_samples_are_weighed_where_there_may_be_some(tmp_path, alpha, given, proximal, mode):
