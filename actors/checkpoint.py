@@ -35,7 +35,7 @@ class Manifest(msgspec.Struct):
     step: int
     epoch: int
     files: dict[str, str]
-    """File name → hex BLAKE2b-256."""
+    """Path within it → hex BLAKE2b-256."""
 
 
 def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int, receipts: Sequence[bytes] = ()) -> None:
@@ -48,9 +48,13 @@ def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int, re
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         contents = {**files, RECEIPTS: msgspec.msgpack.encode(receipts)}
+        folders = {(building / name).parent for name in contents}
+        for each in folders:
+            each.mkdir(parents=True, exist_ok=True)
         digests = {name: write_through(building / name, content) for name, content in contents.items()}
         write_through(building / MANIFEST, msgspec.json.encode(Manifest(step, epoch, digests)))
-        sync_folder(building)
+        for each in folders:
+            sync_folder(each)
         rename(building, folder)
     except OSError as error:
         shutil.rmtree(building, ignore_errors=True)

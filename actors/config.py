@@ -4,7 +4,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -97,6 +97,8 @@ class ImportanceSection(Section):
 
 class TrainSection(Section):
     """The shape of a batch, which the sample buffer reads too, what is learned from it, and the optimiser."""
+
+    follows: ClassVar[Mapping[str, str]] = {"clip_low": "loss", "clip_high": "loss"}
 
     kind: Literal["torch", "scripted"] = "torch"
     """torch, or scripted: weights of a given size whose content nobody uses, where only their way matters."""

@@ -31,16 +31,27 @@ LARGEST_BESIDE = 64 * 1024 * 1024
 
 
 def files_beside_weights(folder: Path) -> dict[str, bytes]:
-    """Everything in a model folder that makes weights a model: configs, tokenizer, chat template, code, licence. Blocks."""
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if path.suffix not in WEIGHT_SUFFIXES
-        and not path.name.startswith(".")
-        and not path.name.endswith(".index.json")  # of weights in several files
-        and path.is_file()
-        and path.stat().st_size <= LARGEST_BESIDE
-    }
+    """Everything in a model folder that makes weights a model, by path within it: configs, tokenizer, chat templates, code, licence. Blocks.
+
+    A folder in it belongs to the model unless it holds weights, which are of the base model in another form, or more than `LARGEST_BESIDE`.
+    """
+    found: dict[str, bytes] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            inner = [each for each in sorted(path.rglob("*")) if each.is_file()]
+            if not any(map(_is_weights, inner)) and sum(each.stat().st_size for each in inner) <= LARGEST_BESIDE:
+                found |= {str(each.relative_to(folder)): each.read_bytes() for each in inner}
+        elif path.is_file() and not _is_weights(path):
+            found[path.name] = path.read_bytes()
+    return found
+
+
+def _is_weights(path: Path) -> bool:
+    """The index of weights in several files too."""
+    named = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+    return named or path.stat().st_size > LARGEST_BESIDE
 
 
 def vocab_size_of(folder: Path) -> int | None:

@@ -273,13 +273,15 @@ class _TaskRecord:
     running: int = 0
     good: int = 0
     failed: int = 0
+    hung: bool = False
 
 
 class RolloutRecord:
     """How tasks fared lately, in the order in which they began: failing is quicker than playing, so those that end first say little.
 
     Only failures that another attempt would meet again count: a lost worker or engine says nothing. Rollouts of a task fail together, so
-    tasks are counted, each by the share of its rollouts that failed, and none before all that began before it are over.
+    tasks are counted, each by the share of its rollouts that failed, and none before all that began before it are over. One that hangs counts
+    at once: its other rollouts would take as long each.
     """
 
     def __init__(self, env: EnvSection, log: str) -> None:
@@ -307,6 +309,7 @@ class RolloutRecord:
         if end.reason == "reward_failed" or (end.retry and end.reason != "crashed"):
             return [], ""  # the reward service judges its own functions
         task.failed += 1
+        task.hung |= end.reason == "env_timeout"
         text, kind = self._described(ticket, end)
         known = kind in self._noticed or len(self._noticed) >= MAX_NOTICES
         self._noticed.add(kind)
@@ -315,8 +318,10 @@ class RolloutRecord:
         of_last = (
             f"{sum(shares):.0f} of the last {len(shares)} tasks failed{' in their environment' if end.failure else ''}"
         )
-        if is_hopeless(shares, ever_good=self._ever_good):
-            return notices, f"{text}. {of_last}"
+        hung = sum(task.hung for task in self._tasks.values())
+        if is_hopeless(shares, ever_good=self._ever_good, hung=hung):
+            of_hung = f"{hung} tasks hung, and no rollout of any task got through"
+            return notices, f"{text}. {of_last if is_hopeless(shares, ever_good=self._ever_good) else of_hung}"
         enough = self._shares_told < len(SHARES_AFTER) and len(shares) >= SHARES_AFTER[self._shares_told]
         if enough and self._ever_good and sum(shares) >= 1:
             self._shares_told += 1

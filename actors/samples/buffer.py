@@ -35,7 +35,7 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.model_folder import vocab_size_of
-from actors.samples.group import MIN_SCORED, Group, GroupLimits, Member, Receipt
+from actors.samples.group import MIN_SCORED, Group, Member, Receipt, limits_of
 from actors.samples.groups import Groups
 from actors.samples.holders import ENV_MANAGER, NOBODY, Holders, gauges, why_no_batch, why_no_tickets, why_unfinished
 from actors.samples.journal import Journal, Wake
@@ -98,7 +98,9 @@ class SampleBuffer(Actor):
         self._slots = Wake()
         self._outcomes = Wake()
         self._claiming = asyncio.Lock()
-        self._groups = groups = Groups(self._limits(), self.config.staleness.bound)
+        self._groups = groups = Groups(
+            limits_of(self.config.train, self.config.samples, self.run), self.config.staleness.bound
+        )
         self._journal = journal = Journal(
             self.store,
             Fence(self.role, self.incarnation),
@@ -345,7 +347,7 @@ class SampleBuffer(Actor):
             return settled
         fate = change()
         self._moved()
-        filtered = self._groups.filtered
+        filtered = self._groups.training.filtered
         if (barren := filtered.in_a_row) >= BARREN_BATCHES * self.config.train.batch_groups:
             filtered.in_a_row = 0
             self.finish(f"{barren} groups in a row had no reward spread: {NO_SPREAD}", failed=True)
@@ -386,11 +388,12 @@ class SampleBuffer(Actor):
                 raise OutOfOrder(
                     f"the samples of step {request.step} are gone: only the checkpoint that covers it knows them"
                 )
+            self._lose_gone(bound, found)
         await self._journal.sync()
         gauges(groups, self.metrics)
         ends = tuple(end for group in bound for end in group.ends(request.epoch))
         receipt = msgspec.msgpack.encode(Receipt(request.step, groups.training.cursor, ends))
-        return Batch.of(request.step, samples, receipt, groups.filtered.take())
+        return Batch.of(request.step, samples, receipt, groups.training.filtered.bound.get(request.step, (0, 0.0)))
 
     async def _bind(self, request: Claim, chosen: list[Group]) -> list[list[bytes]] | None:
         """The payloads of the chosen groups, which are bound now; None where some are gone, or something came between."""
@@ -398,14 +401,18 @@ class SampleBuffer(Actor):
         self._groups.check_epoch(request.epoch)
         if any(group.state != "ready" for group in chosen):
             return None
-        gone = [(group, samples) for group, samples in zip(chosen, found, strict=True) if None in samples]
-        for group, samples in gone:
-            self._groups.lose(group, [at for at, s in zip(group.scored, samples, strict=True) if s is None])
-        if gone:
+        if self._lose_gone(chosen, found):
             return None
         self._groups.bind(request.step, chosen)
         self.metrics.count("groups/shrunk", sum(group.num_scored < len(group.members) for group in chosen))
         return [[sample for sample in samples if sample is not None] for samples in found]
+
+    def _lose_gone(self, groups: list[Group], found: list[list[bytes | None]]) -> bool:
+        """End the samples of which nothing was found; whether there are any."""
+        gone = [(group, samples) for group, samples in zip(groups, found, strict=True) if None in samples]
+        for group, samples in gone:
+            self._groups.lose(group, [at for at, s in zip(group.scored, samples, strict=True) if s is None])
+        return bool(gone)
 
     async def _payloads(self, groups: list[Group]) -> list[list[bytes | None]]:
         """Of each group's scored members, in order; None for one that is gone or damaged."""
@@ -482,18 +489,6 @@ class SampleBuffer(Actor):
         name = f"actor/{holder}"
         lease = (await self._journal.retried(lambda: self.store.leases(name))).get(name)
         return lease.token if lease is not None else NOBODY
-
-    def _limits(self) -> GroupLimits:
-        return GroupLimits(
-            group_size=self.config.train.group_size,
-            batch_groups=self.config.train.batch_groups,
-            steps=self.run.steps,
-            run_seed=self.run.seed,
-            max_attempts=self.config.samples.max_attempts,
-            unbounded_batches=self.config.samples.unbounded_batches,
-            ticket_ttl_s=self.config.samples.ticket_ttl_s,
-            dynamic_sampling=self.config.train.dynamic_sampling,
-        )
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -8,23 +8,32 @@
       └────discard─────┴───────────────────────────────────────────────────▶ ENDED  stale, group_too_small, filtered, unused
 
 A member's fate is told once, in the SampleEnd that a move returns: where it failed alone, as it fails (`failed`, `stale`, `lost`; its group
-is open or ready then); otherwise as its group ends. No fate is ever taken back.
+is open or ready then, or bound where its payload is lost); otherwise as its group ends. No fate is ever taken back.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
+from actors.config import SamplesSection, TrainSection
 from actors.messages.samples import SPREAD, Purpose, Ticket
 from actors.samples.sample import Outcome, noise_of, seed_of, trajectory_id
 from actors.samples.tally import TRAINED, Tally
+from runtime.actor import RunInfo
 
 NOTHING = Outcome(-1, None)
 """No trajectory came."""
 
+UNKNOWN = Outcome(-1, None, -1, -1)
+"""Nobody told how much was sampled: it still runs, or its holder is gone."""
+
 GroupState = Literal["open", "ready", "bound", "trained", "ended"]
 MemberState = Literal["pending", "running", "scored", "failed"]
+
+POISON_RAISES = 2
+"""A step whose training raised so often is not tried again: its groups end as `poisoned`."""
 
 MIN_SCORED = 2
 """A single reward has no advantage over anything."""
@@ -42,6 +51,33 @@ class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     outcome: Outcome
     reason: str
+
+
+class Filtered(msgspec.Struct, array_like=True):
+    """What dynamic sampling leaves out: samples and the sum of their rewards since the newest step was bound, and those of bound steps."""
+
+    num: int = 0
+    reward: float = 0.0
+    in_a_row: int = 0
+    """Groups since the last one with spread."""
+    bound: dict[int, tuple[int, float]] = {}
+    """Step → samples and reward: its batch says so whenever it is claimed."""
+
+    def note(self, group: "Group") -> None:
+        """A group is complete."""
+        if group.fate == "filtered":
+            rewards = [m.outcome.reward or 0.0 for m in group.members if m.state == "scored"]
+            self.num += len(rewards)
+            self.reward += sum(rewards)
+            self.in_a_row += 1
+        elif group.state == "ready":
+            self.in_a_row = 0
+
+    def bind(self, step: int) -> None:
+        """`step` gets its groups, maybe others than before."""
+        num, reward = self.bound.get(step, (0, 0.0))
+        self.bound[step] = (num + self.num, reward + self.reward)
+        self.num, self.reward = 0, 0.0
 
 
 class Training(msgspec.Struct):
@@ -63,6 +99,14 @@ class Training(msgspec.Struct):
     raised_epoch: int = 0
     """The epoch in which it raised last."""
     tally: Tally = msgspec.field(default_factory=Tally)
+    filtered: Filtered = msgspec.field(default_factory=Filtered)
+
+    def note_raise(self, step: int, epoch: int) -> bool:
+        """Training on `step` raised; whether that is not tried again."""
+        self.raises = self.raises + 1 if self.raised_step == step else 1
+        self.raised_step = step
+        self.raised_epoch = epoch
+        return self.raises >= POISON_RAISES
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
@@ -86,6 +130,7 @@ class Member(msgspec.Struct, array_like=True):
     version: int = 0
     """Weight version when the newest ticket was issued."""
     holder: str = ""
+    """Of the newest ticket; empty once it said that nothing came of it."""
     incarnation: int = 0
     fate: str = ""
     """Of a failed one."""
@@ -122,6 +167,8 @@ class Group(msgspec.Struct, array_like=True):
     """Of an ended one."""
     samples: int = 1
     """Rollouts of each task, next to each other, in a held-out round."""
+    teaches: bool | None = None
+    """Whether its step learns from it; None: where its rewards have spread."""
 
     @classmethod
     def trained_in(cls, name: str, step: int, ends: list[SampleEnd]) -> "Group":
@@ -132,7 +179,8 @@ class Group(msgspec.Struct, array_like=True):
             else Member("failed", end.attempt, outcome=end.outcome, reason=end.reason, fate=end.fate)
             for end in ends
         ]
-        return cls(name, ends[0].task, members, state="trained", step=step)
+        teaches = any(end.fate == "trained" for end in ends)
+        return cls(name, ends[0].task, members, state="trained", step=step, teaches=teaches)
 
     # -- moves --------------------------------------------------------------------------------------------------
 
@@ -155,7 +203,7 @@ class Group(msgspec.Struct, array_like=True):
 
     def fail(self, index: int, fate: str, reason: str) -> list[SampleEnd]:
         """Member `index` ends without training; the others go on without it."""
-        self._expect("open", "ready")
+        self._expect("open", "ready", "bound")
         member = self.members[index]
         member.state = "failed"
         member.fate = fate
@@ -167,22 +215,24 @@ class Group(msgspec.Struct, array_like=True):
         self._expect("open", "ready")
         if self.num_scored < MIN_SCORED:
             return self.discard("group_too_small")
-        if filtering and self.verdict == "zero_spread":
+        if filtering and not has_spread(self.rewards()):
             return self.discard("filtered")
         self.state = "ready"
         return []
 
-    def bind(self, step: int) -> None:
+    def bind(self, step: int, teaches: bool | None = None) -> None:
         """`step` trains it."""
         self._expect("ready")
         self.state = "bound"
         self.step = step
+        self.teaches = teaches
 
     def unbind(self) -> None:
         """A checkpoint shows that its step trained other groups: the Store had forgotten them."""
         self._expect("bound", "trained")
         self.state = "ready"
         self.step = 0
+        self.teaches = None
 
     def train(self) -> None:
         """Its step was trained; a checkpoint that covers it is still to come."""
@@ -238,11 +288,16 @@ class Group(msgspec.Struct, array_like=True):
         """Samples that train and whose payloads lie in the Store."""
         return [trajectory_id(self.id, index) for index in self.scored if not self.members[index].digest]
 
+    def rewards(self, cut_penalty: float = 0.0) -> list[float]:
+        """Of its scored members, in order, less `cut_penalty` where a turn was cut at its limit."""
+        outcomes = [member.outcome for member in self.members if member.state == "scored"]
+        return [(outcome.reward or 0.0) - cut_penalty * outcome.cut for outcome in outcomes]
+
     @property
     def verdict(self) -> str:
         """The fate of its scored members once they are trained."""
-        rewards = [m.outcome.reward or 0.0 for m in self.members if m.state == "scored"]
-        return "trained" if max(rewards, default=0.0) - min(rewards, default=0.0) >= SPREAD else "zero_spread"
+        teaches = has_spread(self.rewards()) if self.teaches is None else self.teaches
+        return "trained" if teaches else "zero_spread"
 
     def fate_of(self, index: int) -> str:
         """What the holder of a member is told: empty while its sample may train, or has trained."""
@@ -289,7 +344,7 @@ class Group(msgspec.Struct, array_like=True):
             fate=fate,
             step=self.step if is_trained else 0,
             epoch=epoch if is_trained else 0,
-            outcome=member.outcome,
+            outcome=UNKNOWN if member.state == "running" else member.outcome,
             reason=member.reason,
         )
 
@@ -306,6 +361,12 @@ class GroupLimits:
     unbounded_batches: int
     ticket_ttl_s: float
     dynamic_sampling: bool = False
+    over_batch: bool = False
+    """Advantages are taken over the batch, not within groups."""
+    all_teach: bool = False
+    """Groups without spread are trained too: they are kept near a reference."""
+    cut_penalty: float = 0.0
+    """Off the reward of a sample of which a turn was cut, before advantages."""
 
 
 @dataclass
@@ -318,26 +379,31 @@ class Changes:
     training: bool = False
 
 
-@dataclass
-class Filtered:
-    """What dynamic sampling left out since the last batch: samples, and the sum of their rewards. A restart forgets it."""
+def has_spread(rewards: Sequence[float]) -> bool:
+    """Whether they differ enough to say which rollout was better."""
+    return max(rewards, default=0.0) - min(rewards, default=0.0) >= SPREAD
 
-    num: int = 0
-    reward: float = 0.0
-    in_a_row: int = 0
-    """Groups since the last one with spread."""
 
-    def note(self, group: Group) -> None:
-        """A group is complete."""
-        if group.fate == "filtered":
-            rewards = [m.outcome.reward or 0.0 for m in group.members if m.state == "scored"]
-            self.num += len(rewards)
-            self.reward += sum(rewards)
-            self.in_a_row += 1
-        elif group.state == "ready":
-            self.in_a_row = 0
+def teach(groups: Sequence[Group], limits: GroupLimits) -> None:
+    """Note which of the groups of a step teach, as the trainer's advantages have it."""
+    rewards = [group.rewards(limits.cut_penalty) for group in groups]
+    whole = has_spread([reward for rewards_G in rewards for reward in rewards_G])
+    for group, rewards_G in zip(groups, rewards, strict=True):
+        group.teaches = limits.all_teach or (whole if limits.over_batch else has_spread(rewards_G))
 
-    def take(self) -> tuple[int, float]:
-        """Samples and reward, for the batch that is bound now."""
-        found, self.num, self.reward = (self.num, self.reward), 0, 0.0
-        return found
+
+def limits_of(train: TrainSection, samples: SamplesSection, run: RunInfo) -> GroupLimits:
+    """As the configuration has them."""
+    return GroupLimits(
+        group_size=train.group_size,
+        batch_groups=train.batch_groups,
+        steps=run.steps,
+        run_seed=run.seed,
+        max_attempts=samples.max_attempts,
+        unbounded_batches=samples.unbounded_batches,
+        ticket_ttl_s=samples.ticket_ttl_s,
+        dynamic_sampling=train.dynamic_sampling,
+        over_batch=train.advantage == "reinforce_pp",
+        all_teach=train.kl_coef > 0,
+        cut_penalty=train.overlong_penalty if train.overlong == "penalty" else 0.0,
+    )

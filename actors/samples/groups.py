@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from actors.messages.samples import PolicyState, Ticket
-from actors.samples.group import Changes, Filtered, Group, GroupLimits, Member, Receipt, SampleEnd, Training
+from actors.samples.group import UNKNOWN, Changes, Group, GroupLimits, Member, Receipt, SampleEnd, Training, teach
 from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, group_id, split_id, trajectory_id
 from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, admit, hand_over, is_stale, min_version
 
@@ -17,9 +17,6 @@ ENDED_KEPT = 4096
 
 ROUNDS_KEPT = 8
 """Results of held-out evaluations that are kept for an asker that lost its reply."""
-
-POISON_RAISES = 2
-"""A step whose training raised so often is not tried again: its groups end as `poisoned`."""
 
 
 class Groups:
@@ -39,7 +36,6 @@ class Groups:
         """Held-out evaluations by group id. They are not durable: they can be run again."""
         self.leases: dict[str, float] = {}
         """Running trajectory → loop time at which its ticket lapses."""
-        self.filtered = Filtered()
         self.changes = Changes()
         self._ended: OrderedDict[str, Group] = OrderedDict()
         self._pending: list[tuple[bool, str, int]] = []
@@ -80,13 +76,8 @@ class Groups:
     def supply(self, step: int, num_groups: int) -> SupplyView:
         """What there is for the batch of `step`."""
         now = self.training.version
-        return SupplyView(
-            step=step,
-            alpha=self.alpha,
-            batch_groups=num_groups,
-            ready=tuple(group.version(now) for group in self.ready()),
-            in_flight=tuple(group.version(now) for group in self.open()),
-        )
+        ready, in_flight = (tuple(group.version(now) for group in each) for each in (self.ready(), self.open()))
+        return SupplyView(step=step, alpha=self.alpha, batch_groups=num_groups, ready=ready, in_flight=in_flight)
 
     def ready(self) -> Iterator[Group]:
         """Groups that may be claimed, oldest first."""
@@ -111,10 +102,8 @@ class Groups:
 
     def settled_fate(self, ticket: Ticket) -> str | None:
         """What the holder of `ticket` is told where nothing more may come of it ("": its own sample, taken before); else None."""
-        if (found := self._look_up(ticket.trajectory_id)) is None:
-            return "superseded"
-        group, index = found
-        if group.members[index].attempt != ticket.attempt:
+        group, index = self._look_up(ticket.trajectory_id) or (None, 0)
+        if group is None or group.members[index].attempt != ticket.attempt:
             return "superseded"
         return group.fate_of(index) if group.members[index].settled or group.state != "open" else None
 
@@ -180,13 +169,23 @@ class Groups:
         somebody tells.
         """
         found = self.find(trajectory)
-        if found is None or found[1].state != "running":
+        if found is None or found[1].settled:
             return ""
         group, member = found
+        if member.state == "pending":  # it lapsed before: only what it had sampled is new
+            if spent is not None and member.holder:
+                member.holder = ""
+                self.training.tally.lost_attempts -= 1
+                self._tell(group, spent.tokens, "retried")
+                self._changed(group)
+            return ""
+        if spent is not None:
+            member.holder = ""
         member.tries += counted
         member.failures += failed
         self.training.tally.lost_attempts += spent is None
         if member.tries >= self.limits.max_attempts:
+            member.outcome = UNKNOWN
             return self.fail(trajectory, "failed", reason, spent)
         self._tell(group, spent.tokens if spent else 0, "retried")
         self._issue_again(group, trajectory)
@@ -256,11 +255,14 @@ class Groups:
             self._end(group, group.discard("unused"))
 
     def lose(self, group: Group, members: Iterable[int]) -> None:
-        """The samples of these members of a ready group are gone: the rest trains without them, if enough are left."""
+        """The samples of these members of a ready or bound group are gone: the rest trains without them, if enough are left."""
         for index in members:
             self._note(group.fail(index, "lost", "its payload is gone or damaged"))
         self._changed(group)
-        self._settle(group)
+        if group.state == "ready":
+            self._settle(group)
+        else:
+            teach(self.steps[group.step], self.limits)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -301,6 +303,9 @@ class Groups:
         for group in groups:
             group.bind(step)
             self._changed(group)
+        teach(groups, self.limits)
+        self.training.filtered.bind(step)
+        self.changes.training = True
 
     def advance(self, step: int) -> None:
         """Steps up to `step` are trained, maybe anew: their slots are free."""
@@ -328,6 +333,7 @@ class Groups:
         for each in range(self.training.committed + 1, step + 1):
             for group in self.steps.pop(each, ()):
                 self._end(group, group.commit(epoch))
+            self.training.filtered.bound.pop(each, None)
             self.training.committed = each
             self.changes.training = True
 
@@ -340,11 +346,8 @@ class Groups:
         training = self.training
         if epoch == training.raised_epoch:
             return []
-        training.raised_epoch = epoch
-        training.raises = training.raises + 1 if training.raised_step == step else 1
-        training.raised_step = step
         self.changes.training = True
-        if training.raises < POISON_RAISES or any(group.state != "bound" for group in self.steps.get(step, ())):
+        if not training.note_raise(step, epoch) or any(group.state != "bound" for group in self.steps.get(step, ())):
             return []
         training.raises = 0
         poisoned = self.steps.pop(step, [])
@@ -386,13 +389,12 @@ class Groups:
     def _bring_back(self, name: str, receipt: Receipt) -> Group:
         """A group as the checkpoint knows it, in place of what the Store remembers of it, which is older."""
         ends = [end for end in receipt.ends if end.group_id == name]
-        group = Group.trained_in(name, receipt.step, ends)
-        older = self.live.pop(name, group)
+        older = self.live.pop(name, group := Group.trained_in(name, receipt.step, ends))
         for index, member in enumerate(group.members):
             self.leases.pop(trajectory_id(name, index), None)
             self.changes.payloads[trajectory_id(name, index)] = None
-            known = 0 if older is group else older.members[index].outcome.tokens
-            self._tell(group, member.outcome.tokens - known)
+            known = 0 if older is group else max(0, older.members[index].outcome.tokens)
+            self._tell(group, max(0, member.outcome.tokens) - known)
             if member.state == "failed" and (older is group or older.members[index].state != "failed"):
                 self._note([ends[index]])
         self.trained[name] = group
@@ -404,9 +406,8 @@ class Groups:
         for number in range(self.training.cursor, cursor):
             if group_id(number) not in self.trained and group_id(number) not in self.live:
                 self._open(number)
-        if cursor > self.training.cursor:
-            self.training.cursor = cursor
-            self.changes.training = True
+        self.training.cursor = max(cursor, self.training.cursor)
+        self.changes.training = True
 
     # -- held-out rounds ----------------------------------------------------------------------------------------
 
@@ -463,7 +464,7 @@ class Groups:
     def _settle(self, group: Group) -> None:
         if group.complete:
             ends = group.settle(filtering=self.limits.dynamic_sampling)
-            self.filtered.note(group)
+            self.training.filtered.note(group)
             if group.state == "ended":
                 self._end(group, ends)
 
@@ -483,7 +484,7 @@ class Groups:
     def _note(self, ends: Iterable[SampleEnd]) -> None:
         for end in ends:
             self.changes.ends.append(end)
-            self.training.tally.end(end.fate, end.outcome.tokens)
+            self.training.tally.end(end.fate, max(0, end.outcome.tokens))
 
     def _tell(self, group: Group, tokens: int, fate: str = "") -> None:
         """So many tokens were sampled for `group`, which the tally does not know of yet."""

@@ -130,6 +130,8 @@ def line_of(end: SampleEnd) -> dict[str, Any]:
     came, trained = end.outcome.version_first >= 0, end.step > 0
     if not came:
         row["version_first"] = None
+    if end.outcome.tokens < 0:
+        row |= {"tokens": None, "turns": None}
     if not trained:
         row |= {"step": None, "epoch": None}
     row["version_from"] = end.step - 1 if trained else None

@@ -23,7 +23,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     version_first: int
     reward: float | None
     tokens: int = 0
-    """Sampled tokens."""
+    """Sampled tokens; -1 where nobody told."""
     turns: int = 0
     wall_s: float = 0.0
     finish_reasons: tuple[str, ...] = ()

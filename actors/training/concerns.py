@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from actors.config import CLIPS, TrainSection
 from actors.messages.samples import Trajectory
 
 SPREADLESS_STEPS = 5
@@ -35,6 +36,17 @@ def lr_concern(lr: float, num_parameters: int) -> str:
     return (
         f"train.lr={lr:g} is {max(lr / usual, usual / lr):,.0f} times {'above' if lr > usual else 'below'} what a model of {size} "
         f"parameters is usually trained with: {risk}. Around {usual:.0e} is usual."
+    )
+
+
+def clip_concern(train: TrainSection) -> str:
+    """A sentence where a clip is so far above that of the loss's paper that it holds nothing; else empty."""
+    _, usual = CLIPS.get(train.loss, (0.0, math.inf))
+    if train.clip_high <= usual * FAR:
+        return ""
+    return (
+        f"train.clip_high={train.clip_high:g} is {train.clip_high / usual:,.0f} times what the paper of {train.loss} has ({usual:g}): it will "
+        "clip nothing."
     )
 
 

@@ -28,7 +28,7 @@ from actors.messages.samples import (
 from actors.messages.weights import WeightsTaken
 from actors.model_folder import check_device, check_model_folder, num_parameters, same_model
 from actors.training.agreement import Agreement, CheckSection, coarser_dtype
-from actors.training.concerns import SpreadWatch, lr_concern
+from actors.training.concerns import SpreadWatch, clip_concern, lr_concern
 from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from actors.training.evaluation import HeldOut
 from actors.training.publishing import (
@@ -383,8 +383,12 @@ class Trainer(Actor):
     def _concerns(self) -> list[str]:
         """What in the config may spoil the result without an error."""
         count = 0 if self.config.train.kind == "scripted" else num_parameters(self.run.folder / self.config.model.path)
-        said = lr_concern(self.config.train.lr, count) if count else ""
-        return [said] if said else []
+        said = [lr_concern(self.config.train.lr, count) if count else "", clip_concern(self.config.train)]
+        if self.config.checkpoint.keep_best and not self.config.eval.every:
+            said.append(
+                "checkpoint.keep_best keeps no checkpoint: eval.every is 0, and no version before the last is evaluated. Set eval.every."
+            )
+        return [each for each in said if each]
 
     def _build(self) -> TrainEngine:
         config = self.config

@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from runtime.actor import Actor
 from runtime.config.explain import sentences
 from runtime.config.sections import ActorConfig, ActorSpec, BaseRoot, Section
-from runtime.config.source import ConfigSource, given, read
+from runtime.config.source import ConfigSource, Keys, Tree, given, read
 from runtime.errors import ConfigError, check_all
 from runtime.importer import absolute, check_module, has_module, load_class
 
@@ -109,12 +109,13 @@ class Config:
         return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), *, resumed: bool = False) -> Config:
     """Read `path`, apply `key.sub=value` overrides (values are YAML), import the actors it names and check the whole.
 
+    `resumed`: it is a run's own, which has every default resolved; those that depend on a key that changes are taken anew.
     Raises ConfigError with one sentence per mistake; nothing has been started or written then.
     """
-    return compose(read(Path(path), overrides))
+    return compose(read(Path(path), overrides), before=read(Path(path)).tree if resumed else None)
 
 
 def load_without_types(path: str | Path) -> Config:
@@ -135,8 +136,11 @@ class _Roles(BaseModel):
     actors: dict[str, ActorSpec]
 
 
-def compose(source: ConfigSource) -> Config:
-    """Import the actor classes that `source` names and check the whole tree. Raises ConfigError."""
+def compose(source: ConfigSource, *, before: Tree | None = None) -> Config:
+    """Import the actor classes that `source` names and check the whole tree. Raises ConfigError.
+
+    `before` is the resolved tree of the run that goes on, if one does.
+    """
     tree = {key: value for key, value in source.tree.items() if value is not None}
     if not tree.get("actors"):
         raise ConfigError(f"{source.file} names no actors. Add a section actors with a class for each role.")
@@ -150,6 +154,8 @@ def compose(source: ConfigSource) -> Config:
     for role in roles:
         _check_role(source, role, classes)
     root_class = root_model(classes)
+    if before is not None:
+        tree = _following(root_class, tree, before, source.overridden)
     root = _validated(root_class, tree, source, root_class)
     for role, spec in roles.items():
         _check_count(source, role, spec.count, classes[role], others=bool(root.bus.host))
@@ -161,6 +167,19 @@ def compose(source: ConfigSource) -> Config:
         except ValueError as error:
             raise ConfigError(f"{source.file}: {error}.") from error
     return config
+
+
+def _following(root: type[BaseRoot], tree: Tree, before: Tree, overridden: Collection[Keys]) -> Tree:
+    """Without the defaults that a run resolved from keys that have changed since: they follow anew."""
+    tree = dict(tree)
+    for name, field in root.model_fields.items():
+        follows: Mapping[str, str] = getattr(field.annotation, "follows", {})
+        old, new = before.get(name), tree.get(name)
+        if follows and isinstance(old, dict) and isinstance(new, dict):
+            was, now = cast("Tree", old), cast("Tree", new)
+            changed = {key for key, other in follows.items() if was.get(other) != now.get(other)}
+            tree[name] = {k: v for k, v in now.items() if k not in changed or (name, k) in overridden}
+    return tree
 
 
 def root_model(classes: Mapping[str, type[Actor]]) -> type[BaseRoot]:

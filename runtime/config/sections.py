@@ -1,6 +1,7 @@
 """The sections of a config that the runtime itself reads, and the bases that actors make theirs from."""
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -14,6 +15,9 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True, allow_inf_nan=False
     )
+
+    follows: ClassVar[Mapping[str, str]] = {}
+    """Key → the key of this section that its default depends on: a resumed run that changes the latter takes the default anew."""
 
     @field_validator("*", mode="before")
     @classmethod

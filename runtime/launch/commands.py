@@ -128,7 +128,7 @@ def _resumed(
     """The run's own config with `overrides`; what differs from before, or in `file`, is told. Raises ConfigError for what can't change."""
     own = folder / "config.yaml"
     told = [] if update_code else _use_kept(folder.resolve() / CODE)
-    config = load(own, overrides)
+    config = load(own, overrides, resumed=True)
     tree = parse(config.dump(), str(own)).tree
     changed = [each for each in differing(read(own).tree, tree) if each.old is not None]
     if fixed := [each for each in changed if each.key in FIXED]:

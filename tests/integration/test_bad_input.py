@@ -443,6 +443,27 @@ def test_resume_says_what_of_the_config_it_does_not_follow(stopped, place, monke
     ]
 
 
+LOSS_CHANGES = [
+    (["train.loss=gspo"], ["clip_low was 0.2, is 0.0003", "clip_high was 0.28, is 0.0004"]),
+    (["train.loss=cispo", "train.clip_high=2"], ["clip_high was 0.28, is 2.0", "clip_low was 0.2, is 1.0"]),
+    (["train.loss=dapo"], []),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), LOSS_CHANGES)
+def test_a_resumed_run_with_another_loss_has_the_clip_bounds_of_that_loss(
+    changes, told, stopped, place, monkeypatch, capsys
+):
+    monkeypatch.chdir(place)
+
+    code = cli.main(("launch", "--resume", "run", "--dry-run", *changes))
+
+    said = capsys.readouterr().err
+    assert code == 0
+    assert [each in said for each in told] == [True] * len(told)
+    assert ("clip" in said) == bool(told)
+
+
 BAD_CHANGES = [
     pytest.param(["train.loss=grop"], "train.loss: 'grop' is none of grpo,", id="unknown loss"),
     pytest.param(["train.advantage=roo"], "train.advantage: 'roo' is none of group, rloo, reinforce_pp. Did you mean rloo?", id="unknown advantage"),

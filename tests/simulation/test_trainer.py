@@ -308,7 +308,11 @@ def test_what_spoils_a_result_without_an_error_is_told_once_each(tmp_path):
     async def main():
         network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 12)
         off = {"check": CheckSection(enabled=False), "eval": EvalSection(every=0)}
-        config = FlatTrainer.Config(**off, model=ModelSection(path="model"), train=TrainSection(lr=1e-3))
+        spoilt = {
+            "train": TrainSection(lr=1e-3, loss="gspo", clip_high=0.3),
+            "checkpoint": CheckpointSection(keep_best=True),
+        }
+        config = FlatTrainer.Config(**off, **spoilt, model=ModelSection(path="model"))
         told = []
         async with asyncio.TaskGroup() as tasks:
             actors = ((Buffer, ActorConfig()), (HeldEngine, ActorConfig()), (FlatTrainer, config))
@@ -321,7 +325,9 @@ def test_what_spoils_a_result_without_an_error_is_told_once_each(tmp_path):
                 task.cancel()
         return told
 
-    rate, spread = run_virtual(main)
+    rate, clip, best, spread = run_virtual(main)
 
     assert rate.startswith("train.lr=0.001 is 189 times above what a model of 0.7 B parameters is usually trained with")
+    assert clip.startswith("train.clip_high=0.3 is 750 times what the paper of gspo has (0.0004)")
+    assert best.startswith("checkpoint.keep_best keeps no checkpoint: eval.every is 0")
     assert spread.startswith("nothing was learned from rewards in the last 5 steps")

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from actors.model_folder import num_parameters, same_model
+from actors import checkpoint as checkpoints
+from actors.model_folder import files_beside_weights, num_parameters, same_model
 
 
 def write_weights(path, **shapes):
@@ -42,3 +43,35 @@ def test_a_model_is_known_by_its_shape_and_tokenizer(tmp_path):
     assert same_model(one, tmp_path / "gone")
     assert not same_model(one, write_model(tmp_path / "wider", hidden_size=16))
     assert not same_model(one, write_model(tmp_path / "other words", tokens='{"a": 1}'))
+
+
+def test_folders_of_a_model_belong_to_its_checkpoints_unless_they_hold_weights(tmp_path):
+    model = write_model(tmp_path / "model")
+    for name in (
+        "additional_chat_templates/tools.jinja", "code/deep/layers.py", "original/params.json", "original/consolidated.00.pth",
+        "checkpoint-5/model.safetensors", ".cache/huggingface/x.lock", "model.safetensors", "model.safetensors.index.json",
+    ):  # fmt: skip
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / name).write_bytes(name.encode())
+    with (model / "data.arrow").open("wb") as file:
+        file.truncate(65 * 1024 * 1024)
+
+    found = files_beside_weights(model)
+    checkpoints.write(tmp_path / "step_1", found, step=1, epoch=1)
+
+    assert found.keys() == {
+        "config.json",
+        "tokenizer.json",
+        "additional_chat_templates/tools.jinja",
+        "code/deep/layers.py",
+    }
+    assert checkpoints.check(tmp_path / "step_1").files.keys() == {*found, "receipts.msgpack"}
+    assert (tmp_path / "step_1/code/deep/layers.py").read_bytes() == b"code/deep/layers.py"
+
+
+def test_a_checkpoint_whose_inner_file_is_gone_is_damaged(tmp_path):
+    checkpoints.write(tmp_path / "step_1", {"a/b.txt": b"x"}, step=1, epoch=1)
+    (tmp_path / "step_1/a/b.txt").unlink()
+
+    with pytest.raises(checkpoints.CheckpointError, match="can't be read"):
+        checkpoints.check(tmp_path / "step_1")

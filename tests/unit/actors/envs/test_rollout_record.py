@@ -9,6 +9,7 @@ TICKET = Ticket("t1", "g1", 1, 17, 4211, 0)
 RAISED = GaveUp(
     "env_reset_failed", failure=EnvFailure("env_reset_failed", "reset", "raised in reset: KeyError('goal')")
 )
+HUNG = GaveUp("env_timeout", failure=EnvFailure("env_timeout", "step", "hung in step: no answer within 60 s"))
 CRASHED = GaveUp("crashed", "KeyError('x')", retry=True)
 
 
@@ -61,6 +62,25 @@ def test_rollouts_of_one_task_fail_together_and_count_once():
     found = record()
 
     assert [fail(found, task=3)[1] for _ in range(100)] == [""] * 100
+
+
+def test_an_environment_in_which_every_task_hangs_ends_the_job_before_their_rollouts_all_hung_one_after_another():
+    found = record()
+    for task in range(10):
+        for member in range(8):
+            found.begun(ticket(task, member))
+
+    verdicts = [found.bad(ticket(task), HUNG)[1] for task in range(8)]
+
+    assert verdicts[:7] == [""] * 7
+    assert verdicts[7].endswith(". 8 tasks hung, and no rollout of any task got through")
+
+
+def test_tasks_that_hang_end_no_job_in_which_others_get_through():
+    found = record()
+    pass_(found, 100)
+
+    assert [fail(found, task, HUNG)[1] for task in range(40)] == [""] * 40
 
 
 def test_an_environment_that_worked_once_is_judged_by_its_last_64_tasks():

@@ -1,15 +1,21 @@
 """The life of one group: which moves there are, and what ends are told."""
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
-from actors.samples.group import Group, Member, SampleEnd
+from actors.config import SamplesSection, TrainSection
+from actors.samples.group import Group, Member, SampleEnd, limits_of, teach
+from actors.samples.ledger import line_of
 from actors.samples.sample import Outcome
+from runtime.actor import RunInfo
 
 STATES = ("open", "ready", "bound", "trained", "ended")
 
 MOVES = {
     "take": (lambda group: group.take(0, ""), {"open"}),
-    "fail": (lambda group: group.fail(0, "failed", "why"), {"open", "ready"}),
+    "fail": (lambda group: group.fail(0, "failed", "why"), {"open", "ready", "bound"}),
     "settle": (lambda group: group.settle(), {"open", "ready"}),
     "bind": (lambda group: group.bind(3), {"ready"}),
     "unbind": (lambda group: group.unbind(), {"bound", "trained"}),
@@ -79,6 +85,51 @@ def test_a_complete_group_has_one_verdict(rewards, fate):
     group.settle()
     group.bind(2)
     assert [end.fate for end in group.commit(1)] == [fate] * sum(reward is not None for reward in rewards)
+
+
+LIMITS = limits_of(TrainSection(), SamplesSection(), RunInfo("r", Path(), seed=1, steps=9))
+FLAT, OTHER = (1.0, 1.0), (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "rewards", "fates"),
+    [
+        ({}, (FLAT, (0.0, 1.0)), ["zero_spread", "trained"]),
+        ({"over_batch": True}, (FLAT, OTHER), ["trained", "trained"]),
+        ({"over_batch": True}, (FLAT, FLAT), ["zero_spread", "zero_spread"]),
+        ({"all_teach": True}, (FLAT, FLAT), ["trained", "trained"]),
+    ],
+    ids=["within groups", "over the batch", "a batch without spread", "near a reference"],
+)
+def test_a_group_is_trained_where_its_step_learns_from_it(limits, rewards, fates):
+    groups = [group_of(*each, state="bound", step=2) for each in rewards]
+
+    teach(groups, dataclasses.replace(LIMITS, **limits))
+    receipts = [group.ends(1) for group in groups]
+    again = [Group.trained_in(group.id, 2, ends) for group, ends in zip(groups, receipts, strict=True)]
+
+    assert [group.verdict for group in groups] == fates
+    assert [end.fate for ends in receipts for end in ends] == [fate for fate in fates for _ in range(2)]
+    assert [group.verdict for group in again] == fates
+
+
+def test_a_penalty_on_cut_samples_is_spread_too():
+    group = group_of(1.0, 1.0, state="bound", step=2)
+    group.members[1].outcome = Outcome(0, 1.0, cut=True)
+
+    teach([group], dataclasses.replace(LIMITS, cut_penalty=0.5))
+
+    assert group.verdict == "trained"
+
+
+def test_what_a_running_rollout_sampled_is_not_known_as_its_group_ends():
+    group = Group(
+        "g00000005", 5, [Member("running", attempt=1), Member("scored", attempt=1, outcome=Outcome(0, 1.0, 7, 2))]
+    )
+
+    lines = [line_of(end) for end in group.discard("stale")]
+
+    assert [(line["tokens"], line["turns"]) for line in lines] == [(None, None), (7, 2)]
 
 
 @pytest.mark.parametrize("rewards", [(1.0, None, None), (None, None, None)])

@@ -474,3 +474,26 @@ def test_a_new_held_out_round_ends_the_one_that_is_not_finished(groups):
     assert groups.settled_fate(ticket) == "superseded"
     assert [t.group_id for t in issue(groups) if t.purpose == "eval"] == ["eval-b"]
     assert not [name for name in groups.leases if name.startswith("eval-a")]
+
+
+def test_a_rollout_that_lapsed_and_gives_up_before_another_begins_tells_its_tokens_once(groups):
+    (ticket,) = issue(groups, 1)
+    groups.take_back(ticket.trajectory_id, "lease_lapsed", counted=True)
+
+    for _ in range(2):
+        groups.take_back(ticket.trajectory_id, "drained", counted=False, spent=Outcome(-1, None, 30, 2))
+
+    tally = groups.training.tally
+    assert (tally.generated, tally.tokens["retried"], tally.lost_attempts) == (30, 30, 0)
+    assert groups.find(ticket.trajectory_id)[1].tries == 1
+
+
+def test_what_was_sampled_by_a_rollout_whose_last_holder_died_is_not_known(groups):
+    (ticket,) = issue(groups, 1)
+    for _ in range(groups.limits.max_attempts):
+        groups.take_back(ticket.trajectory_id, "holder_left", counted=True)
+        issue(groups, 1)
+
+    (end,) = groups.take_changes().ends
+    assert (end.fate, end.outcome.tokens) == ("failed", -1)
+    assert groups.training.tally.lengths[0].ended == 1

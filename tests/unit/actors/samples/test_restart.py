@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from actors.messages.samples import Advance, Batch, Claim, DrawEpoch, GiveUp, Put
+from actors.messages.samples import Advance, Batch, Claim, Commit, DrawEpoch, GiveUp, Put
 
 
 async def begin(stage):
@@ -324,5 +324,29 @@ def test_payloads_of_a_bound_step_that_were_damaged_since_are_told_too_and_an_em
             "and end where fewer than 2 are left"
         ]
         assert stage.process.metrics.snapshot()["samples/damaged"] == 3
+
+        await stage.buffer.commit(Commit(1, 2))
+        fates = await stage.fates()
+        assert [fates[f"g0000000{n // 2}.{n % 2}"] for n in range(4)] == ["lost", "lost", "zero_spread", "lost"]
+
+    stage.run(scene)
+
+
+def test_what_dynamic_sampling_left_out_outlives_a_restart_and_is_told_whenever_the_step_is_claimed(make_stage):
+    stage = make_stage(alpha=1, batch_groups=1, dynamic_sampling=True)
+
+    async def scene():
+        await stage.start()
+        await stage.buffer.draw_epoch(DrawEpoch(0, 0))
+        for ticket, reward in zip(await stage.admit(), (1.0, 1.0, 0.0, 1.0), strict=True):
+            await stage.put(ticket, reward)
+
+        await stage.start()
+        first = await stage.buffer.claim(Claim(1, 1, 1, 0.0))
+        await stage.start()
+        again = await stage.buffer.claim(Claim(1, 1, 1, 0.0))
+
+        assert (first.num_filtered, first.filtered_reward) == (2, 2.0)
+        assert (again.num_filtered, again.filtered_reward) == (2, 2.0)
 
     stage.run(scene)

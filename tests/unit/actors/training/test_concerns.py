@@ -2,7 +2,8 @@
 
 import pytest
 
-from actors.training.concerns import SPREADLESS_STEPS, SpreadWatch, lr_concern, usual_lr
+from actors.config import TrainSection
+from actors.training.concerns import SPREADLESS_STEPS, SpreadWatch, clip_concern, lr_concern, usual_lr
 
 FLAT = {"reward/zero_std_frac": 1.0, "reward/std": 0.0}
 
@@ -25,6 +26,19 @@ def test_rates_that_were_published_for_a_size_are_no_news(num_parameters, lr):
 )
 def test_a_rate_far_from_what_suits_the_size_is_told(num_parameters, lr, said):
     assert said in lr_concern(lr, int(num_parameters))
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"loss": "gspo"}, {"loss": "dapo", "clip_high": 0.5}, {"loss": "cispo", "clip_high": 4}]
+)
+def test_clips_of_a_paper_or_near_it_are_no_news(given):
+    assert clip_concern(TrainSection(**given)) == ""
+
+
+@pytest.mark.parametrize("clip", [0.28, 0.05])
+def test_a_clip_that_another_loss_is_used_to_is_told(clip):
+    assert f"train.clip_high={clip:g} is " in clip_concern(TrainSection(loss="gspo", clip_high=clip))
+    assert clip_concern(TrainSection(loss="my.py:fn", clip_low=0, clip_high=clip)) == ""
 
 
 def test_the_usual_rate_goes_through_its_two_anchors():
