@@ -109,8 +109,8 @@ MUTATIONS: dict[str, Mutation] = {
             Edit(
                 Trainer,
                 "on_start",
-                "self._rows.truncate(self._step)",
-                "self._step = max((self._step + 1, *drawn.bound)) - 1; self._rows.truncate(self._step)",
+                "checkpoints.take_over(self._checkpoints, self._epoch)",
+                "checkpoints.take_over(self._checkpoints, self._epoch); self._step = max((self._step + 1, *drawn.bound)) - 1",
             ),
         ),
     ),
@@ -137,7 +137,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "tally": Mutation(
         "the count of tokens that only a checkpoint still knows of",
-        (Edit(Groups, "_bring_back", "self._tell(group, member.outcome.tokens - known)", "pass"),),
+        (Edit(Groups, "_bring_back", "self._tell(group, max(0, member.outcome.tokens) - known)", "pass"),),
         ("store_loss_kill", "store_loss"),
     ),
     "digest": Mutation(

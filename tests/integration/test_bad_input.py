@@ -144,7 +144,7 @@ CONFIGS = [
     pytest.param((*LAUNCH, "train.betas=[1.5,0.9]"), "train.betas.0 is 1.5; it must be below 1.", id="betas out of range"),
     pytest.param((*LAUNCH, "actors.reward_service={class: 'actors.rewards.service:RewardService'}", "reward.functions=[nope:f]"), "reward.functions: nope:f does not exist: there is no module nope.", id="reward module missing"),
     pytest.param((*LAUNCH, "reward.functions=[nope:f]"), "reward.functions names nope:f, but actors has no reward_service to call it.", id="reward without a service"),
-    pytest.param((*LAUNCH, "run.steps=true"), "run.steps is true; it must be a whole number at least 1.", id="true for a count"),
+    pytest.param((*LAUNCH, "run.steps=true"), "run.steps is true; it must be a whole number at least 0.", id="true for a count"),
     pytest.param((*LAUNCH, "train.lr=yes"), "train.lr is true; it must be a number above 0.", id="yes for a number"),
     pytest.param(("launch", "nowhere.yaml"), "nowhere.yaml does not exist.", id="missing config file"),
     pytest.param(("launch", "broken.yaml"), "broken.yaml: not valid YAML", id="broken config file"),

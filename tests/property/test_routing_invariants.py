@@ -23,12 +23,23 @@ requests = st.builds(RequestView, st.text(max_size=5), st.integers(0, 5))
 stickies = st.one_of(st.none(), st.sampled_from(NAMES))
 
 
+def usable(request, engines):
+    """Name → engine of those that may take it: one that is held at a version serves what that version may, and exact requests no other does."""
+
+    def serves(engine):
+        if not engine.held:
+            return not request.exact
+        return engine.version == request.min_version if request.exact else engine.version >= request.min_version
+
+    return {e.name: e for e in engines if not e.suspended and e.in_flight < capacity(e) and serves(e)}
+
+
 @given(requests, views, stickies)
-def test_a_suspended_full_or_dead_engine_is_never_chosen(request, engines, sticky):
+def test_a_suspended_full_held_or_dead_engine_is_never_chosen(request, engines, sticky):
     route = choose(request, engines, sticky)
 
-    usable = {e.name for e in engines if not e.suspended and e.in_flight < capacity(e)}
-    assert route.engine in usable if usable else route.engine is None
+    able = usable(request, engines)
+    assert route.engine in able if able else route.engine is None
 
 
 @given(requests, views, stickies, st.randoms())
@@ -43,10 +54,10 @@ def test_the_choice_depends_on_nothing_but_the_views_and_not_on_their_order(requ
 def test_a_session_keeps_its_engine_unless_that_is_unfair(request, engines, sticky):
     route = choose(request, engines, sticky)
 
-    usable = {e.name: e for e in engines if not e.suspended and e.in_flight < capacity(e)}
-    if sticky in usable:
-        own = usable[sticky]
-        least = min(e.in_flight / e.num_slots for e in usable.values())
+    able = usable(request, engines)
+    if sticky in able:
+        own = able[sticky]
+        least = min(e.in_flight / e.num_slots for e in able.values())
         fair = own.in_flight / own.num_slots - least <= max(STICKY_SLACK, 1 / own.num_slots)
         assert (route.why == "sticky") == fair
         assert (route.engine == sticky) or not fair
@@ -56,9 +67,7 @@ def test_a_session_keeps_its_engine_unless_that_is_unfair(request, engines, stic
 def test_an_engine_that_holds_the_version_is_preferred(request, engines):
     route = choose(request, engines)
 
-    fresh = {
-        e.name for e in engines if not e.suspended and e.in_flight < capacity(e) and e.version >= request.min_version
-    }
+    fresh = {name for name, e in usable(request, engines).items() if e.version >= request.min_version}
     assert not fresh or route.engine in fresh
 
 
