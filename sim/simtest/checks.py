@@ -245,7 +245,7 @@ class InvariantChecks:
             self.fail("tokens balance", f"{training.tally.generated} were generated, {held} are held, and {tokens}")
         told: dict[str, int] = {}
         for end in (msgspec.msgpack.decode(value, type=SampleEnd) for _, value in log):
-            told[end.fate] = told.get(end.fate, 0) + end.outcome.tokens
+            told[end.fate] = told.get(end.fate, 0) + max(0, end.outcome.tokens)  # below 0: nobody told
         for fate in ("trained", "zero_spread", "failed", "lost", "poisoned"):  # the others may be told of late
             if told.get(fate, 0) != tokens.get(fate, 0):
                 self.fail(
