@@ -80,6 +80,10 @@ class EngineRequest(SharedRequest):
         return shifted(tokens, (len(self.tokens.ids) - len(tokens.ids)) // 4)
 
 
+VLLM_HOTTEST = 2.0
+"""Temperature above which vLLM refuses a request."""
+
+
 class EngineWorker(Actor):
     """One engine per worker. A second ask with the same request id joins the first, or gets its result."""
 
@@ -95,8 +99,14 @@ class EngineWorker(Actor):
 
     @classmethod
     def check(cls, job: Job) -> None:
-        """Refuse evaluations that the engine can't sample."""
-        if job.has("eval") and job.section("engine").kind == "scripted":
+        """Refuse what the engine can't sample."""
+        kind = job.section("engine").kind
+        for section in ("rollout", "eval"):
+            if kind == "vllm" and job.has(section) and (given := job.section(section).temperature) > VLLM_HOTTEST:
+                raise ValueError(
+                    f"{section}.temperature is {given:g}, but engine.kind=vllm takes {VLLM_HOTTEST:g} at most: lower it, or set engine.kind=torch"
+                )
+        if job.has("eval") and kind == "scripted":
             held_out = job.section("eval")
             if held_out.samples > 1 and held_out.top_p < 1.0:
                 raise ValueError(

@@ -124,6 +124,7 @@ CONFIGS = [
     pytest.param((*LAUNCH, "rollout.max_len=4096"), "rollout.max_len is 4096; it must be at most engine.max_len, which is 1024.", id="trajectories longer than the engine takes"),
     pytest.param((*LAUNCH, "rollout.hold_s=20"), "rollout.hold_s is 20; it must be at most a third of samples.ticket_ttl_s, which is 30.", id="tickets that lapse"),
     pytest.param((*LAUNCH, "rollout.top_p=0.9"), "rollout.top_p is 0.9; it must be 1, since the trainer can't recompute", id="top-p in training"),
+    pytest.param((*LAUNCH, "engine.kind=vllm", "rollout.temperature=2.5"), "rollout.temperature is 2.5, but engine.kind=vllm takes 2 at most: lower it", id="hotter than vLLM samples"),
     pytest.param((*LAUNCH, "eval.samples=4", "eval.top_p=0.9"), "eval.top_p is 0.9, but engine.kind=scripted has no top-p: set eval.top_p=1", id="top-p with an engine that has none"),
     pytest.param((*LAUNCH, "rollout.top_k=20"), "rollout.top_k is not a key.", id="top-k in training"),
     pytest.param((*LAUNCH, "rollout.temperature=0.001"), "rollout.temperature is 0.001; it must be 0 (greedy) or at least 0.01.", id="temperature that an engine would raise"),
