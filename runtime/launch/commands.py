@@ -208,7 +208,8 @@ def _run_in(folder: Path, work: Awaitable[int], *, made: bool) -> int:
     import uvloop
 
     try:
-        return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(_flat(work))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_flat(work))
     finally:
         if made:
             with suppress(OSError):

@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import json
+import os
 import re
 import shutil
 import signal
@@ -169,6 +170,17 @@ def test_a_mistake_in_a_command_or_config_is_refused_at_once(command, sentence, 
 
     _check_one_sentence(Ended(code, *capsys.readouterr()), sentence, place)
     assert not (place / "run").exists()
+
+
+def test_a_refused_launch_leaves_no_file_or_loop_open(place, monkeypatch):
+    monkeypatch.chdir(place)
+    refused = (*LAUNCH, "env.class=gone.py:Env")
+    cli.main(refused)  # what a process opens once stays open
+    fds = os.listdir("/proc/self/fd")
+
+    cli.main(refused)
+
+    assert len(os.listdir("/proc/self/fd")) == len(fds)
 
 
 REFUSED = [
