@@ -25,7 +25,7 @@ TOKEN_BYTES = 4
 class ChatRenderer:
     """Reads `tokenizer.json`, the chat template and the stop tokens of a Hugging Face model folder.
 
-    Token ids are int32 little-endian bytes. Raises ValueError, one sentence, for a folder that lacks a part.
+    Token ids are int32 little-endian bytes. Raises ValueError, one sentence, for a folder that lacks a part or has a damaged one.
     """
 
     def __init__(self, folder: Path, *, system_prompt: str = "") -> None:
@@ -34,7 +34,10 @@ class ChatRenderer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"model folder {folder} has no tokenizer.json")
-        self._tokenizer: Any = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer: Any = Tokenizer.from_file(str(path))
+        except Exception as error:  # it raises nothing narrower
+            raise ValueError(f"{path} can't be read as a tokenizer: {error}") from error
         config = _read_json(folder / "tokenizer_config.json")
         self._special = {
             key: _content(value)
@@ -166,7 +169,13 @@ def _messages(key: str) -> list[dict[str, str]]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds {type(found).__name__} instead of an object")
+    return cast("dict[str, Any]", found)
 
 
 def _content(token: Any) -> str:

@@ -95,3 +95,19 @@ def test_a_template_in_its_own_file_wins(model_folder):
     renderer = ChatRenderer(model_folder)
 
     assert text_of(renderer, renderer.opening("hello")) == "hello!"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("tokenizer.json", "{}", "can't be read as a tokenizer"),
+        ("config.json", "{", "is not valid JSON"),
+        ("tokenizer_config.json", "[]", "holds list instead of an object"),
+    ],
+)
+def test_a_damaged_file_of_a_model_is_named(name, content, sentence, tmp_path, write_model):
+    folder = write_model(tmp_path / "m")
+    (folder / name).write_text(content)
+
+    with pytest.raises(ValueError, match=f"{name} {sentence}"):
+        ChatRenderer(folder)
