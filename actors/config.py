@@ -225,6 +225,10 @@ class RolloutSection(Section):
     """Period at which the tickets of running trajectories are renewed; at most a third of samples.ticket_ttl_s."""
 
 
+RESERVED_SCORES = frozenset({"mean", "std", "zero_std_frac", "unconditioned", "filtered_frac"})
+"""`reward/<name>` of these is something else than what a reward function gave."""
+
+
 class RewardSection(Section):
     """Reward functions, added to what environments give."""
 
@@ -239,6 +243,17 @@ class RewardSection(Section):
     max_processes: int = Field(default=256, ge=1)
     """Processes and threads that each of them may have, itself included."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each function is called in metrics and in samples.jsonl: its own name, with its place in the list where that is taken."""
+        names: list[str] = []
+        for place, target in enumerate(self.functions, 1):
+            name = target.rpartition(":")[2]
+            while name in names or name in RESERVED_SCORES or name == "env":
+                name += f"_{place}"
+            names.append(name)
+        return tuple(names)
+
 
 class SamplesSection(Section):
     """Tickets: how long they last and how often they are handed out."""
@@ -251,6 +266,8 @@ class SamplesSection(Section):
     """Batches' worth of groups that may be under way where `staleness.bounded` is false."""
     unsettled_mb: int = Field(default=256, ge=1)
     """MiB of samples that are kept in memory for as long as the Store may forget them; beyond that a put waits."""
+    keep: int = Field(default=2048, ge=0)
+    """Trajectories that stay in RUN/trajectories for `rubato samples`, whole groups spread over the run; 0: none. One takes five bytes a token."""
 
 
 class EvalSection(Section):

@@ -167,6 +167,7 @@ class EnvManager(Actor):
             metrics=self.metrics,
             waits=self.waits,
             eval=self.config.eval,
+            score_names=self.config.reward.names,
         )
         return ""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from actors.breakdown import numbers_of
 from actors.config import EvalSection, RolloutSection
 from actors.envs.chat import TOKEN_BYTES, ChatRenderer, Transcript
 from actors.envs.environment import Observation
@@ -63,6 +64,8 @@ class RolloutContext:
     metrics: Metrics
     waits: Waits
     eval: EvalSection = field(default_factory=EvalSection)
+    score_names: tuple[str, ...] = ()
+    """Of the reward functions, in their order."""
 
 
 class Rollout:
@@ -117,11 +120,11 @@ class Rollout:
             await env.close()
             raise
         self._context.host.give_back(env, self._ticket.purpose)
-        reward = self._reward + await self._score()
+        scores = {"env": self._reward, **await self._score()}
         return Trajectory(
             ticket=self._ticket,
             segments=(transcript.segment(),),
-            reward=reward,
+            reward=sum(scores.values()),
             turns=len(self._texts),
             truncated=self._truncated,
             wall_s=loop.time() - began,
@@ -129,6 +132,8 @@ class Rollout:
             finish_reasons=tuple(self._finish_reasons),
             cut=self._sampling.max_new_tokens > 1 and "length" in self._finish_reasons,
             env_s=self._env_s,
+            scores=scores,
+            info=numbers_of(self._info),
         )
 
     async def _reset(self) -> tuple[HostedEnv, Observation]:
@@ -232,11 +237,11 @@ class Rollout:
         except AskFailed as error:
             raise GaveUp("generation_failed", str(error), retry=not isinstance(error, Failed)) from error
 
-    async def _score(self) -> float:
-        """What the reward functions add. The environment is no longer held here."""
+    async def _score(self) -> dict[str, float]:
+        """What each reward function adds, by its name. The environment is no longer held here."""
         context = self._context
         if context.reward is None:
-            return 0.0
+            return {}
         request = Score(self._key, tuple(self._texts), self._columns())
         timeout_s = context.rollout.reward_timeout_s
         try:
@@ -246,7 +251,9 @@ class Rollout:
             raise GaveUp("reward_failed", str(error), retry=not isinstance(error, Failed)) from error
         if isinstance(reply, NotScored):
             raise GaveUp("reward_failed", f"{reply.reason}: {reply.detail}")
-        return sum(reply.scores)
+        # A reward service of the user's own may have more to say than there are functions.
+        names = [*context.score_names, *(f"score_{at}" for at in range(len(context.score_names), len(reply.scores)))]
+        return dict(zip(names, reply.scores, strict=False))
 
     def _columns(self) -> bytes:
         """For the reward functions, as MessagePack: ours, and of the environment's info what can be sent."""

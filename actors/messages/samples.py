@@ -18,6 +18,9 @@ MOST_REWARD = 1e30
 """Training computes in float32, and statistics with squares: beyond this the weights would end as infinities."""
 
 
+MOST_FIGURES = 64
+"""Scores that a trajectory may have, and numbers of its environment's info."""
+
 SPREAD = 1e-6
 """A group whose rewards differ by less teaches nothing: its advantages are exactly zero."""
 
@@ -95,6 +98,10 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
     """Some turn ended at its limit, where that was more than one token."""
     env_s: float = 0.0
     """Of `wall_s`, what resets and steps of the environment took."""
+    scores: dict[str, float] = {}
+    """What `reward` is the sum of: `env`, the step rewards, and what each reward function gave, by its name."""
+    info: dict[str, float] = {}
+    """The numbers of the environment's info, each the newest under its key. No more than `MOST_FIGURES`, and the same for `scores`."""
 
     @property
     def version_first(self) -> int:
@@ -262,6 +269,8 @@ class EvalResult(Message, frozen=True):
     rewards: tuple[tuple[float, ...], ...]
     """Of each task, those of its rollouts that finished."""
     failed: int
+    figures: dict[str, float] = {}
+    """Means over the rollouts that finished, as `breakdown` names them."""
 
 
 class Evaluate(Request[EvalResult | NotReady], frozen=True):

@@ -10,6 +10,7 @@ from contextlib import suppress
 import msgspec
 from pydantic import Field
 
+from actors.breakdown import breakdown
 from actors.checkpoint import newest_receipts
 from actors.config import ModelSection, SamplesSection, StalenessSection, TrainSection
 from actors.messages.samples import (
@@ -39,6 +40,7 @@ from actors.samples.group import MIN_SCORED, Group, Member, Receipt, limits_of
 from actors.samples.groups import Groups
 from actors.samples.holders import ENV_MANAGER, NOBODY, Holders, gauges, why_no_batch, why_no_tickets, why_unfinished
 from actors.samples.journal import Journal, Wake
+from actors.samples.kept import KeptTrajectories
 from actors.samples.ledger import SampleLedger
 from actors.samples.sample import (
     FUTURE_VERSION,
@@ -95,12 +97,10 @@ class SampleBuffer(Actor):
         """Rebuild from the Store and the newest checkpoint, then serve."""
         self._closed = False
         self._draining = False
-        self._slots = Wake()
-        self._outcomes = Wake()
+        self._slots, self._outcomes = Wake(), Wake()
         self._claiming = asyncio.Lock()
-        self._groups = groups = Groups(
-            limits_of(self.config.train, self.config.samples, self.run), self.config.staleness.bound
-        )
+        limits = limits_of(self.config.train, self.config.samples, self.run)
+        self._groups = groups = Groups(limits, self.config.staleness.bound)
         self._journal = journal = Journal(
             self.store,
             Fence(self.role, self.incarnation),
@@ -112,7 +112,9 @@ class SampleBuffer(Actor):
             store_back=self._slots.set,
         )
         self._holders = Holders(groups, self._incarnation_of, self._slots.set, self.log)
-        self._ledger = SampleLedger(self.run.folder, journal, self.incarnation, self.offload, self.log)
+        self._ledger = SampleLedger(self.run.folder, journal, self.incarnation, self.offload, self.log, self.run.seed)
+        keep, size = self.config.samples.keep, limits.group_size
+        self._kept = KeptTrajectories(self.run.folder, keep, size, self.offload, self.log)
         self._vocab_size = await self.offload(vocab_size_of, self.run.folder / self.config.model.path)
         training, stored = await journal.take_over()
         groups.restore(training, stored, self._now())
@@ -124,6 +126,7 @@ class SampleBuffer(Actor):
         await self._holders.check_all()
         self.spawn(self._holders.watch_leases(), name="leases")
         self.spawn(self._ledger.follow(), name="ledger")
+        self.spawn(self._kept.follow(), name="trajectories")
         gauges(groups, self.metrics)
         self.log.info("rebuilt", version=groups.training.version, groups=len(groups.live), lines=self._ledger.index)
 
@@ -131,6 +134,7 @@ class SampleBuffer(Actor):
         """Admit nothing more. Everything acknowledged is durable already; the ledger is brought up to date."""
         self._draining = True
         await self._journal.sync()
+        await self._kept.catch_up()
         with suppress(OSError):
             await self._ledger.check()
 
@@ -264,7 +268,8 @@ class SampleBuffer(Actor):
         found = [member.outcome.reward for member in group.members]
         tasks = [found[at : at + request.samples] for at in range(0, len(found), request.samples)]
         rewards = tuple(tuple(reward for reward in task if reward is not None) for task in tasks)
-        return EvalResult(version=group.begun, rewards=rewards, failed=found.count(None))
+        scored = [m.outcome for m in group.members if m.outcome.reward is not None]
+        return EvalResult(group.begun, rewards, found.count(None), breakdown(scored))
 
     @handler(concurrency=16)
     async def close(self, request: Close) -> Ack:
@@ -310,6 +315,7 @@ class SampleBuffer(Actor):
                     lambda: self._groups.take_back(name, found, counted=True, spent=spent) or "superseded",
                 )
             return self._change(ticket, spent, lambda: self._groups.fail(name, "failed", found, spent))
+        self._kept.offer(trajectory)
         outcome = outcome_of(trajectory)
         if ticket.purpose == "eval":
             return self._change(ticket, spent, lambda: self._groups.score(name, outcome))

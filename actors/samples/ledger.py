@@ -19,7 +19,7 @@ import msgspec
 
 from actors.samples.group import SampleEnd
 from actors.samples.journal import ENDS_KEPT, Journal
-from actors.samples.sample import remove_payloads
+from actors.samples.sample import remove_payloads, seed_of
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -45,6 +45,7 @@ class SampleLedger:
     offload: Callable[..., Awaitable[Any]]
     """Runs a blocking function away from the event loop."""
     log: "FilteringBoundLogger"
+    run_seed: int = 0
 
     def __post_init__(self) -> None:
         self._path = self.folder / "samples.jsonl"
@@ -76,7 +77,7 @@ class SampleLedger:
         """Return once the file has every end so far. Raises OSError, then nothing was written."""
         async with self._turn:
             while entries := await self.journal.ends(self.index):
-                text = b"".join(msgspec.json.encode(line_of(end)) + b"\n" for _, end in entries)
+                text = b"".join(msgspec.json.encode(line_of(end, self.run_seed)) + b"\n" for _, end in entries)
                 if self._file is None or not await self.offload(self._file.write_lines, text):
                     await self.journal.sync()  # a buffer that was replaced ends here
                     await self._take()
@@ -120,13 +121,15 @@ class SampleLedger:
         return num
 
 
-def line_of(end: SampleEnd) -> dict[str, Any]:
+def line_of(end: SampleEnd, run_seed: int = 0) -> dict[str, Any]:
     """One object of samples.jsonl: null is what a sample that was never trained, or of which no trajectory came, does not have.
 
-    Age counts from the first token's version to the one that the step started from.
+    Age counts from the first token's version to the one that the step started from. `seed` is that of the environment. `purpose` is always
+    `train`: held-out rollouts have no fate.
     """
     row = msgspec.structs.asdict(end) | msgspec.structs.asdict(end.outcome)
-    del row["outcome"]
+    del row["outcome"], row["info"]
+    row |= {"purpose": "train", "seed": seed_of("train", run_seed, end.task)}
     came, trained = end.outcome.version_first >= 0, end.step > 0
     if not came:
         row["version_first"] = None

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from actors.checkpoint import digest_of, sync_folder, write_through
-from actors.messages.samples import GiveUp, Segment, Trajectory, flaw_of_reward
+from actors.messages.samples import MOST_FIGURES, GiveUp, Segment, Trajectory, flaw_of_reward
 from runtime.errors import RubatoError
 
 INLINE_BYTES = 64 * 1024
@@ -30,6 +30,10 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """Of each turn: `stop` or `length`."""
     cut: bool = False
     """Some turn ended at its limit, where that was more than one token."""
+    scores: dict[str, float] = {}
+    """What the reward is the sum of: see Trajectory."""
+    info: dict[str, float] = {}
+    """Of held-out rollouts alone, whose trajectories nobody keeps for the trainer."""
 
 
 FUTURE_VERSION = "future_version"
@@ -82,7 +86,11 @@ def noise_of(run_seed: int, trajectory: str, failures: int) -> int:
 def outcome_of(trajectory: Trajectory) -> Outcome:
     """What the ledger tells of a trajectory. Raises ValueError where nothing was sampled."""
     return msgspec.structs.replace(
-        spent_of(trajectory), version_first=trajectory.version_first, reward=trajectory.reward
+        spent_of(trajectory),
+        version_first=trajectory.version_first,
+        reward=trajectory.reward,
+        scores=trajectory.scores,
+        info=trajectory.info if trajectory.ticket.purpose == "eval" else {},
     )
 
 
@@ -106,6 +114,9 @@ def flaw(trajectory: Trajectory, *, newest: int, vocab_size: int | None) -> str:
         return (
             f"bad_trajectory: its temperature is {trajectory.temperature}, which is not 0 and not within 1e-6 and 1e6"
         )
+    for what, figures in (("scores", trajectory.scores), ("numbers of info", trajectory.info)):
+        if len(figures) > MOST_FIGURES or not all(map(math.isfinite, figures.values())):
+            return f"bad_trajectory: its {what} are more than {MOST_FIGURES}, or one of them is not finite"
     for segment in trajectory.segments:
         if found := _flaw_of_segment(segment, vocab_size):
             return found

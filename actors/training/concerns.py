@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from actors.breakdown import SHOWN, left_out
 from actors.config import CLIPS, TrainSection
 from actors.messages.samples import Trajectory
 
@@ -90,3 +91,19 @@ def spreadless_cause(groups: Sequence[Sequence[Trajectory]]) -> str:
 
 def _said(trajectory: Trajectory) -> tuple[bytes, ...]:
     return tuple(segment.tokens for segment in trajectory.segments)
+
+
+class InfoWatch:
+    """Says once that the environment's info has more numbers than there are metrics for."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def step(self, groups: Sequence[Sequence[Trajectory]]) -> str:
+        """The sentence, when it is to be told now."""
+        gone = [] if self._told else left_out([t for group in groups for t in group])
+        if not gone:
+            return ""
+        self._told = True
+        shown = ", ".join(gone[:3]) + (", …" if len(gone) > 3 else "")
+        return f"the environment's info has {SHOWN + len(gone)} numbers: env/… shows the first {SHOWN} by name, without {shown}"

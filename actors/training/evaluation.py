@@ -36,7 +36,8 @@ FAILED_SHARE: Final = 0.01
 
 
 def figures(found: EvalResult, section: EvalSection) -> dict[str, float]:
-    """A row of evals.jsonl: `version`, `reward` (absent where all failed), `num` rollouts that finished, `failed` ones.
+    """A row of evals.jsonl: `version`, `reward` (absent where all failed), `num` rollouts that finished, `failed` ones, and the means of
+    what the rewards consist of and of what the environment told (see `breakdown`).
 
     With `eval.samples` k > 1 also `avg@k`, the mean over tasks of their mean reward, and `pass@j` for the powers of two up to k and k itself,
     over the tasks of which at least j rollouts finished.
@@ -45,6 +46,7 @@ def figures(found: EvalResult, section: EvalSection) -> dict[str, float]:
     row: dict[str, float] = {"version": found.version}
     if rewards:
         row["reward"] = fmean(rewards)
+        row |= found.figures
     row |= {"num": len(rewards), "failed": found.failed}
     if section.samples == 1 or not rewards:
         return row

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from actors.breakdown import breakdown
 from actors.messages.fabric import Phase, PhaseIntent
 from actors.messages.samples import Advance, PolicyState, Trajectory
 from actors.messages.weights import WeightsPublished, WeightsTaken
@@ -120,7 +121,7 @@ def _row(line: bytes, key: str) -> dict[str, float] | None:
 
 
 def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:
-    """Of the trajectories that step `step` trains on: ages, lengths in tokens (`len` with what was shown, `sampled` without), how many were
+    """Of the trajectories that step `step` trains on: what their rewards consist of, what their environments told, ages, lengths in tokens (`len` with what was shown, `sampled` without), how many were
     cut, and the share of their time that went into their environments."""
     trajectories = [t for group in groups for t in group]
     ages = [step - 1 - t.version_first for t in trajectories]
@@ -137,6 +138,7 @@ def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str
         "rollout/truncated_frac": sum(t.truncated for t in trajectories) / count,
         "rollout/wall_s_p99": sorted(t.wall_s for t in trajectories)[int(0.99 * (count - 1))],
         "rollout/env_frac": sum(t.env_s for t in trajectories) / max(1e-9, sum(t.wall_s for t in trajectories)),
+        **breakdown(trajectories),
     }
 
 

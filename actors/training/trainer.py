@@ -28,7 +28,7 @@ from actors.messages.samples import (
 from actors.messages.weights import WeightsTaken
 from actors.model_folder import check_device, check_model_folder, num_parameters, same_model
 from actors.training.agreement import Agreement, CheckSection, coarser_dtype
-from actors.training.concerns import SpreadWatch, clip_concern, lr_concern
+from actors.training.concerns import InfoWatch, SpreadWatch, clip_concern, lr_concern
 from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from actors.training.evaluation import HeldOut
 from actors.training.publishing import (
@@ -137,7 +137,7 @@ class Trainer(Actor):
         """(step, loop time of its binding, receipt) of the steps that the next checkpoint has to name."""
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
         self._held_out = HeldOut(self, config.eval)
-        self._spread = SpreadWatch(config.train.advantage)
+        self._spread, self._info = SpreadWatch(config.train.advantage), InfoWatch()
 
     async def on_start(self) -> None:
         """Load the newest complete checkpoint (or the base model), take a new epoch, and start to train."""
@@ -251,8 +251,9 @@ class Trainer(Actor):
         self._training = False
         if num := result.metrics.get("optim/skipped"):
             self.notice(f"step {step}: {num:.0f} optimiser steps were left out, their gradient was not finite")
-        if said := self._spread.step(result.metrics, groups):
-            self.notice(said)
+        for said in (self._spread.step(result.metrics, groups), self._info.step(groups)):
+            if said:
+                self.notice(said)
         await self._publish()
         times = {
             "time/wait_for_batch": claimed - asked,

@@ -26,7 +26,7 @@ PREFIX = "rubato-"
 """Of folders of sockets."""
 MADE = (
     "checkpoints", CODE, "config.yaml", "evals.jsonl", "logs", "metrics.jsonl", "report.png", "run.json", "run.tmp", "samples", "samples.jsonl",
-    "samples.lost.jsonl", "state", "trace", "trace.json", "trace.json.tmp",
+    "samples.lost.jsonl", "state", "trace", "trace.json", "trace.json.tmp", "trajectories",
 )  # fmt: skip
 """What a run writes into its folder, and all that `force` takes away: a model made there, the keys and a user's files stay."""
 MARK = "rubato\n"

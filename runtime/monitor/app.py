@@ -17,6 +17,7 @@ from textual.screen import ModalScreen
 from textual.widgets import ContentSwitcher, DataTable, Static
 
 from runtime.errors import LaunchError, RubatoError
+from runtime.importer import load_object
 from runtime.launch.folder import read_card
 from runtime.messages import AddActors, Added, DrainActors, RestartActors
 from runtime.monitor.source import RunSource, View
@@ -110,7 +111,10 @@ STYLES = {"ready": "green", "draining": "yellow", "starting": "yellow", "stopped
 
 PAGES = {"f": "flow", "w": "waits", "m": "metrics", "i": "in flight", "l": "log", "question_mark": "help"}
 ACTS = {"d": "drain", "r": "restart", "k": "kill", "plus": "add"}
-KEYS = "q quit a actors f flow w waits m metrics i in flight l log d drain r restart k kill + ?"
+KEYS = "q quit a actors s samples f flow w waits m metrics i in flight l log d drain r restart k kill + ?"
+
+SAMPLES = "actors.transcripts.screen:SamplesScreen"
+"""Made with the run's folder: the runtime itself knows no word of what a job samples."""
 
 
 class ConfirmScreen(ModalScreen[bool]):
@@ -143,6 +147,7 @@ class MonitorApp(App[None]):
         Binding("a,escape", "overview", "actors"),
         *(Binding(key, f"page('{page}')", page) for key, page in PAGES.items()),
         *(Binding(key, f"act('{what}')", what) for key, what in ACTS.items()),
+        Binding("s", "samples", "samples"),
     ]
 
     def __init__(self, source: RunSource, actions: RunActions | None = None) -> None:
@@ -271,6 +276,10 @@ class MonitorApp(App[None]):
             self._show(self._view)
         elif page == "help":
             self._write("#text", HELP)
+
+    def action_samples(self) -> None:
+        """What the model wrote, over everything else."""
+        self.push_screen(load_object(SAMPLES)(self._source.folder))
 
     def action_overview(self) -> None:
         self._page = ""

@@ -252,6 +252,7 @@ def _labelled(figure: Shown, value: float) -> str:
 
 HELP = """\
 q quit          a actors (back to the overview; Esc too)
+s samples       what the model wrote, turn by turn, and what became of it
 f flow          where the work is, queues, weight versions
 w waits         what waits for what, and why
 m metrics       newest value of everything, of the run and of the selected actor

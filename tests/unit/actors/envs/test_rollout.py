@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from actors.config import EvalSection, RolloutSection
+from actors.config import EvalSection, RewardSection, RolloutSection
 from actors.envs.chat import ChatRenderer
 from actors.envs.hosting import EnvHost
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext
@@ -136,6 +136,7 @@ def prepare(
     kwargs=None,
     proxy=None,
     evaluation=None,
+    score_names=(),
     **limits,
 ):
     section = EnvSection.model_validate({"class": f"{HERE}:{env}", "isolation": "inline", "kwargs": kwargs or {}})
@@ -155,6 +156,7 @@ def prepare(
         silent,
         silent,
         evaluation or EvalSection(),
+        score_names,
     )
     ticket = ticket or Ticket("t1", "g1", 1, 17, 4211, 5)
     return Rollout(stage, ticket), proxy
@@ -297,6 +299,25 @@ async def test_scores_are_added_and_the_functions_see_turns_and_info(renderer):
     columns = msgspec.msgpack.decode(reward.requests[0].columns)
     assert columns.items() >= {"turns": 4, "invalid_turns": 1, "task": 17, "env_reward": 1.0, "answer": 42}.items()
     assert "odd" not in columns
+
+
+async def test_a_trajectory_says_what_its_reward_is_the_sum_of_and_what_the_environment_told_in_numbers(renderer):
+    names = RewardSection(functions=("a.py:exact", "b:mean")).names
+
+    trajectory, _ = await play(renderer, ["go"] * 3, reward=FakeReward(Scores((0.5, -0.25))), score_names=names)
+    plain, _ = await play(renderer, ["go"] * 3)
+
+    assert trajectory.scores == {"env": 0.75, "exact": 0.5, "mean_2": -0.25}
+    assert sum(trajectory.scores.values()) == trajectory.reward
+    assert trajectory.info == {"answer": 42.0, "invalid": 0.0}
+    assert plain.scores == {"env": 0.75}
+
+
+async def test_a_reward_service_that_says_more_than_there_are_functions_loses_nothing(renderer):
+    trajectory, _ = await play(renderer, ["go"] * 3, reward=FakeReward(Scores((0.5, 1.0))), score_names=("exact",))
+
+    assert trajectory.scores == {"env": 0.75, "exact": 0.5, "score_1": 1.0}
+    assert trajectory.reward == 2.25
 
 
 async def test_a_trajectory_that_is_not_scored_is_given_up_and_never_worth_zero(renderer):

@@ -319,6 +319,7 @@ def trajectory_of(ticket, reward=1.0, version_first=None, num_tokens=4):
         wall_s=0.25,
         finish_reasons=("stop", "length", "stop"),
         cut=True,
+        scores={"env": 0.75 * reward, "exact": 0.25 * reward},
     )
 
 

@@ -26,6 +26,8 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.samples.groups import OutOfOrder, StaleEpoch
+from actors.samples.kept import read_kept
+from actors.samples.sample import seed_of
 from runtime.store.store import Fence
 
 
@@ -589,7 +591,8 @@ def test_an_evaluation_goes_before_training_and_takes_no_slots(stage):
         assert [(t.purpose, t.task) for t in exam] == [("eval", n) for n in range(3)]
         assert [t.purpose for t in train] == ["train"] * 2
         assert early == NotReady(0, 3, "0 of 3 held-out rollouts have an outcome")
-        assert result == EvalResult(version=0, rewards=((1.0,), (0.0,), ()), failed=1)
+        figures = {"reward/env": 0.375, "reward/exact": 0.125}
+        assert result == EvalResult(version=0, rewards=((1.0,), (0.0,), ()), failed=1, figures=figures)
         assert len(await stage.admit()) == 6
         assert await stage.fates() == {}
 
@@ -697,7 +700,10 @@ def test_the_ledger_tells_what_became_of_each_sample(stage):
             "wall_s": 0.0,
             "finish_reasons": [],
             "cut": False,
+            "scores": {},
             "reason": "env_step_failed",
+            "purpose": "train",
+            "seed": seed_of("train", 7, 2),
         }
         assert lines[2] == {
             "trajectory_id": "g00000000.1",
@@ -717,6 +723,9 @@ def test_the_ledger_tells_what_became_of_each_sample(stage):
             "finish_reasons": ["stop", "length", "stop"],
             "cut": True,
             "reason": "",
+            "scores": {"env": 0.75, "exact": 0.25},
+            "purpose": "train",
+            "seed": seed_of("train", 7, 0),
         }
 
     stage.run(scene)
@@ -965,4 +974,34 @@ def test_a_job_without_any_spread_ends_with_a_sentence_instead_of_never(make_sta
             ("10 groups in a row had no reward spread: e", True)
         ]
 
+    stage.run(scene)
+
+
+def test_what_is_put_stays_readable_in_the_run_folder_and_what_is_flawed_does_not(stage, trajectory):
+    async def scene():
+        await stage.start()
+        tickets = await stage.admit()
+        await fill(stage, tickets[:2])
+        flawed = trajectory(tickets[2], reward=float("nan"))
+        await stage.buffer.put(Put(flawed))
+        await stage.buffer.on_drain()
+
+        kept = {t.ticket.trajectory_id: t for t in read_kept(stage.folder)}
+
+        assert sorted(kept) == ["g00000000.0", "g00000000.1"]
+        assert kept["g00000000.0"].segments[0].tokens == trajectory(tickets[0]).segments[0].tokens
+        assert kept["g00000000.0"].segments[0].logprobs == b""
+
+    stage.run(scene)
+
+
+def test_where_nothing_is_to_be_kept_nothing_is(make_stage):
+    async def scene():
+        await stage.start()
+        await fill(stage, (await stage.admit())[:2])
+        await stage.buffer.on_drain()
+
+        assert not (stage.folder / "trajectories").exists()
+
+    stage = make_stage(keep=0)
     stage.run(scene)

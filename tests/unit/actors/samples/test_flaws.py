@@ -46,6 +46,14 @@ def spans(*spans):
 
 
 FLAWED = {
+    "a score that is no number": (
+        trajectory_with(scores={"env": math.nan}),
+        "bad_trajectory: its scores are more than 64, or one of them is not finite",
+    ),
+    "too many numbers of the environment": (
+        trajectory_with(info={f"k{n}": 0.0 for n in range(65)}),
+        "bad_trajectory: its numbers of info are more than 64, or one of them is not finite",
+    ),
     "a token outside the vocabulary": (
         segment_with(tokens=ints(1, 2, 100, 0, 5, 6)),
         "bad_trajectory: token 100 is outside the vocabulary of 100",

@@ -1,9 +1,10 @@
 """What may spoil a result without any error."""
 
+import msgspec
 import pytest
 
 from actors.config import TrainSection
-from actors.training.concerns import SPREADLESS_STEPS, SpreadWatch, clip_concern, lr_concern, usual_lr
+from actors.training.concerns import SPREADLESS_STEPS, InfoWatch, SpreadWatch, clip_concern, lr_concern, usual_lr
 
 FLAT = {"reward/zero_std_frac": 1.0, "reward/std": 0.0}
 
@@ -94,3 +95,17 @@ def test_the_likely_cause_is_named(rewards, same, cause, group):
 
     assert said.startswith("nothing was learned from rewards in the last 5 steps")
     assert cause in said
+
+
+def test_numbers_of_the_environment_that_no_metric_shows_are_told_once(trajectory):
+    many = msgspec.structs.replace(trajectory([1, 2], [0, 1]), info={f"k{n:02d}": 0.0 for n in range(35)})
+    few = msgspec.structs.replace(many, info={"k00": 1.0})
+    watch = InfoWatch()
+
+    said = [watch.step(groups) for groups in ([[few]], [[few, many]], [[many]])]
+
+    assert said == [
+        "",
+        "the environment's info has 35 numbers: env/… shows the first 32 by name, without k32, k33, k34",
+        "",
+    ]

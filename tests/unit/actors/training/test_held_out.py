@@ -218,6 +218,14 @@ def test_several_samples_give_avg_and_pass_at_k():
     assert figures(found, EvalSection(samples=4, pass_reward=1.5))["pass@4"] == 0.0
 
 
+def test_a_row_has_what_the_rewards_consist_of_and_what_the_environment_told():
+    found = EvalResult(7, ((1.0,),), 0, {"reward/exact": 0.5, "env/moves": 3.0})
+
+    row = figures(found, EvalSection())
+
+    assert row == {"version": 7, "reward": 1.0, "reward/exact": 0.5, "env/moves": 3.0, "num": 1, "failed": 0}
+
+
 @pytest.mark.parametrize(("num", "passed", "k"), [(5, 0, 2), (5, 2, 1), (5, 2, 3), (6, 4, 3), (4, 4, 4)])
 def test_pass_at_k_is_the_share_of_all_choices_of_k_rollouts_with_one_that_passes(num, passed, k):
     rollouts = [True] * passed + [False] * (num - passed)

@@ -212,3 +212,15 @@ async def test_the_view_reads_again_every_second(source):
         await app.has_read.wait()
 
     assert source.num_reads >= 2
+
+
+async def test_what_the_model_wrote_is_one_key_away(source, tmp_path):
+    source.folder = tmp_path
+    app = MonitorApp(source)
+    async with app.run_test(size=SIZE) as pilot:
+        await begun(app, pilot)
+        await press(app, pilot, "s")
+
+        assert "holds no run" in str(app.screen.query_one("#told", Static).content)
+        await press(app, pilot, "s")
+        assert text_of(app, "#head")

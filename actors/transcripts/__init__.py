@@ -1,0 +1,1 @@
+"""What the model wrote: reads a run folder, live, finished or killed."""
