@@ -114,3 +114,12 @@ def sees_cuda() -> bool:
     """Asks torch in a process of its own: it is too heavy for a launcher."""
     look = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
     return subprocess.run([sys.executable, "-c", look], capture_output=True, check=False).returncode == 0
+
+
+GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""NVIDIA's, AMD's, and either under WSL."""
+
+
+def may_use_cuda(device: str) -> bool:
+    """Whether a process under `model.device` may: with auto it does where torch can, which takes seconds to ask."""
+    return device == "cuda" or (device == "auto" and any(map(os.path.exists, GPUS)))

@@ -110,6 +110,14 @@ class Actor:
         Raises ConfigError, the sentence that ends the launch.
         """
 
+    @classmethod
+    def preload(cls, config: Any) -> tuple[str, ...] | None:
+        """Modules that its process needs besides the one of its class. They are imported once per host, in a process of which it is forked.
+
+        None for an actor that needs a process of its own from the start, such as one that uses CUDA.
+        """
+        return ()
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if hidden := sorted(name for name in OWN if hasattr(cls, name)):

@@ -22,7 +22,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rest", type=int, metavar="STEPS", help="steps after the chaos, where the run has more left")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--kill", default="all", metavar="ROLES", help="roles, `redis`, `launcher`, `worker`, by commas"
+        "--kill", default="all", metavar="ROLES", help="roles, `redis`, `launcher`, `warm_parent`, `worker`, by commas"
     )
     parser.add_argument("--kinds", default="kill,stop,restart", help="what is done to them, by commas")
     parser.add_argument("--pause", nargs=2, type=float, default=(2.0, 10.0), metavar="S", help="between two events")
@@ -53,7 +53,13 @@ def _check(given: argparse.Namespace) -> None:
 
 def chosen(kill: str, config: Config) -> list[str]:
     """The roles to hit. Raises RubatoError for one that the job does not have."""
-    known = [*(role for role, spec in config.actors.items() if spec.count), "redis", "launcher", "worker"]
+    known = [
+        *(role for role, spec in config.actors.items() if spec.count),
+        "redis",
+        "launcher",
+        "warm_parent",
+        "worker",
+    ]
     if config.state.url:
         known.remove("redis")
     roles = known if kill == "all" else kill.split(",")

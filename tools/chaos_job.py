@@ -21,7 +21,7 @@ SHARED = ("rubato", "torch_")
 
 
 class Victim(NamedTuple):
-    """A process of the job. `role` is an actor's role, `redis`, `launcher`, or `worker` for what actors start themselves."""
+    """A process of the job. `role` is an actor's role, `redis`, `launcher`, `warm_parent`, or `worker` for what actors start themselves."""
 
     pid: int
     role: str
@@ -103,6 +103,8 @@ class Job:
                 found.append(Victim(process.pid, "worker", f"a worker of {names[process.parent]}"))
             elif process.parent == self.launcher.pid and _is_redis(process):
                 found.append(Victim(process.pid, "redis", "redis"))
+            elif process.parent == self.launcher.pid and "runtime.launch.warm" in process.words:
+                found.append(Victim(process.pid, "warm_parent", "the warm parent"))
         return found
 
     def left(self) -> list[Process]:

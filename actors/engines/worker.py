@@ -27,7 +27,7 @@ from actors.messages.generation import (
     VersionSpan,
 )
 from actors.messages.weights import HoldWeights, WeightsHeld, WeightsPublished, WeightsTaken
-from actors.model_folder import check_device, check_model_folder
+from actors.model_folder import check_device, check_model_folder, may_use_cuda
 from actors.requests import SharedRequest, SharedRequests
 from bus.errors import AskFailed, NotSent
 from bus.message import Ack, unpack_i32
@@ -130,6 +130,16 @@ class EngineWorker(Actor):
         """An engine with a model needs its weights."""
         if config.engine.kind in ENGINES and config.engine.kind != "scripted":
             check_model_folder(folder / config.model.path)
+
+    @classmethod
+    def preload(cls, config: Any) -> tuple[str, ...] | None:
+        """A user's engine and vLLM may start threads or CUDA as they are imported."""
+        kind = config.engine.kind
+        if kind == "scripted":
+            return ()
+        return (
+            None if kind != "torch" or may_use_cuda(config.model.device) else ("torch", ENGINES[kind].partition(":")[0])
+        )
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)

@@ -26,7 +26,7 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.messages.weights import WeightsTaken
-from actors.model_folder import check_device, check_model_folder, num_parameters, same_model
+from actors.model_folder import check_device, check_model_folder, may_use_cuda, num_parameters, same_model
 from actors.training.agreement import Agreement, CheckSection, coarser_dtype
 from actors.training.concerns import InfoWatch, SpreadWatch, clip_concern, lr_concern
 from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
@@ -118,6 +118,18 @@ class Trainer(Actor):
                 )
         if config.train.reference:
             check_model_folder(folder / config.train.reference, key="train.reference")
+
+    @classmethod
+    def preload(cls, config: Any) -> tuple[str, ...] | None:
+        """What it trains with; a loss of the user's own is not imported before."""
+        if config.train.kind != "torch":
+            return ()
+        transformers = "transformers.models.auto.modeling_auto"
+        return (
+            None
+            if may_use_cuda(config.model.device)
+            else ("torch", TRAIN_ENGINES["torch"].partition(":")[0], transformers)
+        )
 
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)

@@ -18,6 +18,8 @@ MANY_FILES = 16 * 1024
 
 PR_SET_PDEATHSIG = 1
 """Linux: deliver a signal to this process when the thread that started it ends."""
+PR_SET_CHILD_SUBREAPER = 36
+"""Linux: processes below this one that lose their parent become its children."""
 
 LONGEST_LINE = 1 << 20
 """Bytes; what is longer tells no progress."""
@@ -36,23 +38,34 @@ except (OSError, AttributeError):
 
 def die_with_parent() -> None:
     """Run in the child between fork and exec. Elsewhere than on Linux it does nothing: such a child notices EOF on its pipe instead."""
+    die_with(_PARENT)
+
+
+def die_with(parent: int) -> None:
+    """End this process with `parent`, of which it is a child."""
     if _prctl is None:
         return
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != _PARENT:  # it died before the call above, and init or a subreaper took its place
+    if os.getppid() != parent:  # it died before the call above, and init or a subreaper took its place
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans(adopts: bool) -> bool:
+    """Whether processes below this one that lose their parent become its children from here on; False where the system can't do that."""
+    return _prctl is not None and _prctl(PR_SET_CHILD_SUBREAPER, int(adopts)) == 0
 
 
 async def start_module(
     module: str, *arguments: str, more: Mapping[str, str] | None = None, **options: Any
 ) -> asyncio.subprocess.Process:
-    """`python -m module arguments…`, which reads no input and takes no module from the folder that it starts in. `more` is added to its
-    environment; `options` are those of `create_subprocess_exec`.
+    """`python -m module arguments…`, which takes no module from the folder that it starts in. `more` is added to its environment;
+    `options` are those of `create_subprocess_exec`, and without `stdin` it reads no input.
     """
     environment = {**os.environ, "PYTHONSAFEPATH": "1", **(more or {})}
+    options.setdefault("stdin", asyncio.subprocess.DEVNULL)
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, *arguments,
-        stdin=asyncio.subprocess.DEVNULL, env=environment, preexec_fn=die_with_parent, **options,
+        env=environment, preexec_fn=die_with_parent, **options,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from runtime.launch.connection import RunAccess, reach
 from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder, RunKeys, command_for, find_keys, write_keys
 from runtime.launch.gate import GateClient, GateServer, way_through, way_to
-from runtime.launch.processes import process_host
+from runtime.launch.processes import ProcessBackend, process_backend, process_host
 from runtime.launch.token import JoinToken
 from runtime.messages import MOST_ADDED, AddActors, NotAdded
 from runtime.observe.log import configure, logger
@@ -108,6 +108,7 @@ class Launcher:
 
     async def _serve(self, card: RunCard, stack: AsyncExitStack) -> JobOutcome:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        backend = await stack.enter_async_context(process_backend(self._folder.path, self._config, tasks))
         await self._open_state(card, stack, tasks)
         self._folder.write(card)
         await self._prepare()
@@ -118,12 +119,12 @@ class Launcher:
             if record.node == NODE:
                 await connection.store.release(f"actor/{record.name}", record.incarnation)
         self._folder.commit()
-        return await self._host(connection, tasks)
+        return await self._host(connection, backend, tasks)
 
-    async def _host(self, connection: RunAccess, tasks: asyncio.TaskGroup) -> JobOutcome:
+    async def _host(self, connection: RunAccess, backend: ProcessBackend, tasks: asyncio.TaskGroup) -> JobOutcome:
         """Run the node agent and the actors until there is an outcome, then stop them."""
         began = self._clock()
-        async with process_host(connection, self._console, tasks) as agent:
+        async with process_host(connection, self._console, backend, tasks) as agent:
             shared, code = self._config.dump(shared=True).encode(), pack(self._folder.path / CODE)
             await connection.store.write({"config": shared, "code": code})
             self._agent = agent
@@ -295,8 +296,11 @@ class Joiner:
 
         Only a host that is let in keeps the job's keys and the way to its Store, for the actors that it starts.
         """
-        console = Console(step_table(connection.config.report.console))
-        async with process_host(connection, console, tasks) as agent:
+        console, folder = Console(step_table(connection.config.report.console)), self._folder.path
+        async with (
+            process_backend(folder, connection.config, tasks) as backend,
+            process_host(connection, console, backend, tasks) as agent,
+        ):
             agent.spawn(_follow(agent, connection.config.run.lease_s), name="follow_run")
             try:
                 names = await self._names_for(agent)

@@ -2,25 +2,28 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from runtime.blobs.server import BlobServer
+from runtime.config import Config
 from runtime.errors import ActorFailed, ExitCode
 from runtime.host import Ending, role_of
 from runtime.importer import FOLDER as CODE
+from runtime.importer import PACKAGES
 from runtime.importer import VARIABLE as CODE_VARIABLE
 from runtime.launch.agent import Hosting, NodeAgent, Screen
 from runtime.launch.children import is_stopped, last_line, start_module
 from runtime.launch.connection import RunAccess
+from runtime.launch.forks import ForkedProcess, Forks, NotForked, forks
 from runtime.observe.log import logger
 
 
 class ActorChild:
     """One process: an Instance."""
 
-    def __init__(self, process: asyncio.subprocess.Process, stderr: Path, log: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | ForkedProcess, stderr: Path, log: Path) -> None:
         self._process, self._stderr, self._log = process, stderr, log
 
     def drain(self) -> None:
@@ -46,43 +49,73 @@ class ActorChild:
 
 
 class ProcessBackend:
-    """Starts `python -m runtime.node` in the run `folder`; numeric libraries there may use `threads(role)` threads."""
+    """Starts the actors of `job`, each as `python -m runtime.node` in the run `folder`: forked by `warm` where its role may be."""
 
-    def __init__(self, folder: Path, threads: Callable[[str], int]) -> None:
+    def __init__(self, folder: Path, job: Config, warm: Forks | None) -> None:
         self._logs = folder / "logs"
-        self._folder, self._threads = folder, threads
+        self._folder, self._job, self._warm = folder, job, warm
+        self._needs = modules_of(job)
 
     async def start(self, name: str) -> ActorChild:
-        threads = str(self._threads(role_of(name)))
         path = self._logs / f"{name}.stderr"
-        more = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, CODE_VARIABLE: str(self._folder / CODE)}
         try:
-            with path.open("wb") as stderr:
-                process = await start_module(
-                    "runtime.node",
-                    str(self._folder),
-                    name,
-                    more=more,
-                    stdout=stderr,
-                    stderr=stderr,
-                    start_new_session=True,
-                )
+            path.open("wb").close()
+            process = await self._forked(name) or await self._executed(name, path)
         except OSError as error:
             raise ActorFailed(f"its process can't be started: {error}") from error
-        logger("host").info("started", actor=name, pid=process.pid)
+        logger("host").info("started", actor=name, pid=process.pid, forked=isinstance(process, ForkedProcess))
         return ActorChild(process, path, self._logs / f"{name}.jsonl")
+
+    async def _forked(self, name: str) -> ForkedProcess | None:
+        needs = self._needs.get(role_of(name))
+        if self._warm is None or needs is None:
+            return None
+        try:
+            return await self._warm.fork(name, needs)
+        except NotForked as error:
+            logger("host").warning("not_forked", actor=name, why=str(error))
+            return None
+
+    async def _executed(self, name: str, path: Path) -> asyncio.subprocess.Process:
+        threads = str(self._job.actors[role_of(name)].threads)
+        more = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, CODE_VARIABLE: str(self._folder / CODE)}
+        with path.open("wb") as stderr:
+            return await start_module(
+                "runtime.node", str(self._folder), name,
+                more=more, stdout=stderr, stderr=stderr, start_new_session=True,
+            )  # fmt: skip
+
+
+def modules_of(job: Config) -> Mapping[str, tuple[str, ...]]:
+    """What the actors of each role that may be forked begin with, imported. User code is not in it: it may start threads."""
+    found: dict[str, tuple[str, ...]] = {}
+    for role, spec in job.actors.items():
+        actor_class = job.actor_class(role)
+        preloads = actor_class.preload(job.actor_config(role)) if spec.threads == 1 else None
+        if preloads is not None:
+            own = actor_class.__module__
+            found[role] = (own, *preloads) if own.partition(".")[0] in PACKAGES else preloads
+    return found
 
 
 @asynccontextmanager
-async def process_host(connection: RunAccess, screen: Screen, tasks: asyncio.TaskGroup) -> AsyncGenerator[NodeAgent]:
+async def process_backend(folder: Path, job: Config, tasks: asyncio.TaskGroup) -> AsyncGenerator[ProcessBackend]:
+    """With a warm parent, which begins with its imports at once: what few actors wait for comes last."""
+    needed = sorted(modules_of(job).values(), key=len)
+    async with forks(folder, [module for modules in needed for module in modules], tasks) as warm:
+        yield ProcessBackend(folder, job, warm)
+
+
+@asynccontextmanager
+async def process_host(
+    connection: RunAccess, screen: Screen, backend: ProcessBackend, tasks: asyncio.TaskGroup
+) -> AsyncGenerator[NodeAgent]:
     """This host's blobs, and its node agent over processes, from when it is ready; both leave with the block, in which its actors are
     to be stopped.
     """
-    job = connection.config
     blobs = BlobServer(Path(connection.card.sockets) / "blobs.sock")
     await blobs.start()
-    backend = ProcessBackend(connection.run.folder, lambda role: job.actors[role].threads)
-    hosting = Hosting(job, screen, backend, watches=True)
+    hosting = Hosting(connection.config, screen, backend, watches=True)
     try:
         kernel = await connection.kernel(NodeAgent, hosting, connection.card.node)
         agent: NodeAgent = kernel.build()
