@@ -73,12 +73,16 @@ class Directory:
         self._records: dict[str, ActorRecord] = {}
         self.find: Callable[[str], ActorRecord | None] = self._records.get
         """The ready actor of that name. Every message asks this, so it is the dictionary's own method."""
+        self._ready: dict[str, tuple[str, ...]] = {}
         self._turn: dict[str, int] = {}
         self._suspects: dict[str, ActorRecord] = {}
         self._changed = asyncio.Event()
 
     def ready(self, role: str) -> tuple[str, ...]:
-        return tuple(sorted(name for name, r in self._records.items() if r.role == role))
+        found = self._ready.get(role)
+        if found is None:
+            found = self._ready[role] = tuple(sorted(name for name, r in self._records.items() if r.role == role))
+        return found
 
     def resolve(self, target: str) -> ActorRecord | None:
         """The ready actor of that name, or the next instance of a role in turn."""
@@ -152,6 +156,7 @@ class Directory:
         return {name: r.incarnation for name, r in self._records.items()}
 
     def _wake(self) -> None:
+        self._ready.clear()
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -1,8 +1,11 @@
 """The lake as text: maps, splits, moves."""
 
-import pytest
+import random
 
-from actors.envs.frozen_lake import FrozenLakeText, draw_map, split_of
+import pytest
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+
+from actors.envs.frozen_lake import ACTIONS, FrozenLakeText, draw_map, split_of
 
 MAPS = [draw_map(seed, size=4, p=0.8, split="train") for seed in range(300)]
 HELD_OUT = [draw_map(seed, size=4, p=0.8, split="eval") for seed in range(300)]
@@ -99,3 +102,19 @@ def test_arguments_that_make_no_lake_are_refused():
     for wrong in ({"size": 1}, {"p": 0.0}, {"split": "test"}):
         with pytest.raises(ValueError, match="FrozenLakeText needs"):
             FrozenLakeText(**wrong)
+
+
+def test_moves_rewards_and_ends_are_gymnasiums():
+    lake, chance = FrozenLakeText(), random.Random(1)
+    for seed in range(20):
+        rows = draw_map(seed, size=4, p=0.8, split="train")
+        twin = FrozenLakeEnv(desc=list(rows), is_slippery=False)
+        twin.reset(seed=seed)
+        lake.reset(seed=seed)
+        ended = False
+        while not ended:
+            word = chance.choice(list(ACTIONS))
+            view, reward, ended, truncated, _ = lake.step(word)
+            state, expected, over, _, _ = twin.step(ACTIONS[word])
+            assert (reward, ended, truncated) == (expected, over, False)
+            assert view.replace("\n", "").index("P") == state
