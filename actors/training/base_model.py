@@ -2,16 +2,24 @@
 
 `python -m actors.training.base_model RUN_DIR` reads the run's config and fills `model.path` in the run folder, once.
 Progress goes to standard output as JSON lines. The warm-up shows random walks on random boards: which answer is good on
-which board is not in it.
+which board is not in it. What was made is kept in the user's cache for later runs of this code and seed.
 """
 
+import gc
+import hashlib
 import itertools
 import json
+import os
+import platform
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 ACTIONS = ("left", "down", "right", "up")
 CELLS = "FHGP"
@@ -47,6 +55,11 @@ near 0.35, where the answer ignores the board, three times as long (measured on 
 WARM_UP_STEPS = 100
 WARM_UP_BATCH = 16
 LEARNING_RATE = 1e-3
+
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+"""Of a model folder, in the order in which they are written: the last one marks it as whole."""
+KEPT = 16
+"""Newest models that stay in the user's cache, of 2 MB each."""
 
 
 def make(folder: Path, seed: int, progress: Callable[[str, float], None], *, steps: int = WARM_UP_STEPS) -> int:
@@ -144,13 +157,55 @@ def _warm_up(
         longest = max(map(len, texts))
         tokens = torch.tensor([t + [0] * (longest - len(t)) for t in texts])
         asked = (tokens[:, :-1] == assistant) | (tokens[:, 1:] == end)
-        logits = model(tokens[:, :-1]).logits
-        loss = functional.cross_entropy(logits[asked], tokens[:, 1:][asked])
+        hidden = model.model(tokens[:, :-1]).last_hidden_state[asked]
+        loss = functional.cross_entropy(model.lm_head(hidden), tokens[:, 1:][asked])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         progress("learning the answer format from random walks", (step + 1) / steps)
+
+
+# -- the user's cache -----------------------------------------------------------------------------------------------
+
+
+def cache_entry(seed: int) -> Path:
+    """Where the model of `seed` is kept, by all that determines it: this code, its libraries, the kind of machine."""
+    parts = [Path(__file__).read_bytes(), *(version(name).encode() for name in ("torch", "transformers", "tokenizers"))]
+    digest = hashlib.blake2b(repr([*parts, platform.machine(), seed]).encode(), digest_size=12)
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root, "rubato", "base_models", digest.hexdigest())
+
+
+def keep(entry: Path, folder: Path) -> None:
+    """Keep the model in `folder` for later runs, of which several may do so at once; without room or leave for it nothing is kept."""
+    partial = entry.with_name(f"{entry.name}.{os.getpid()}.partial")
+    try:
+        content = msgspec.msgpack.encode({name: (folder / name).read_bytes() for name in FILES})
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(hashlib.blake2b(content).digest() + content)
+        partial.replace(entry)
+        for old in sorted(entry.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+            old.unlink()
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def take(entry: Path, folder: Path) -> bool:
+    """Fill `folder` with what `entry` keeps. False where that is nothing, or damaged."""
+    try:
+        data = entry.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.blake2b().digest_size
+    if hashlib.blake2b(data[size:]).digest() != data[:size]:
+        return False
+    files = msgspec.msgpack.decode(data[size:], type=dict[str, bytes])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        (folder / name).write_bytes(files[name])
+    return True
 
 
 def main(argv: Sequence[str]) -> int:
@@ -165,11 +220,14 @@ def main(argv: Sequence[str]) -> int:
     elif config.get("train", {}).get("kind") == "scripted":
         write_tokenizer(target)
         _tell("a tokenizer, and no model: the trainer is scripted", 1.0)
-    elif not (target / "tokenizer_config.json").exists():
-        count = make(target, int(config["run"]["seed"]), _tell)
-        _tell(f"tiny-qwen3 {count / 1e6:.1f} M parameters, made for this run", 1.0)
-    else:
+    elif (target / FILES[-1]).exists():
         _tell(f"{target.name}, found in the run folder; delete it for a new one", 1.0)
+    elif take(entry := cache_entry(int(config["run"]["seed"])), target):
+        _tell(f"tiny-qwen3 as made before, from {entry.parent}", 1.0)
+    else:
+        count = make(target, int(config["run"]["seed"]), _tell)
+        keep(entry, target)
+        _tell(f"tiny-qwen3 {count / 1e6:.1f} M parameters, made for this run", 1.0)
     return 0
 
 
@@ -178,4 +236,5 @@ def _tell(what: str, progress: float) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # torch's import makes no garbage, and a fifth of its time goes into looking for it
     sys.exit(main(sys.argv[1:]))

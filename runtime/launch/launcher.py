@@ -108,7 +108,8 @@ class Launcher:
 
     async def _serve(self, card: RunCard, stack: AsyncExitStack) -> JobOutcome:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        backend = await stack.enter_async_context(process_backend(self._folder.path, self._config, tasks))
+        roles = [role for role, spec in self._config.actors.items() if spec.count]
+        backend = await stack.enter_async_context(process_backend(self._folder.path, self._config, roles, tasks))
         await self._open_state(card, stack, tasks)
         self._folder.write(card)
         await self._prepare()
@@ -298,7 +299,7 @@ class Joiner:
         """
         console, folder = Console(step_table(connection.config.report.console)), self._folder.path
         async with (
-            process_backend(folder, connection.config, tasks) as backend,
+            process_backend(folder, connection.config, [self._role], tasks) as backend,
             process_host(connection, console, backend, tasks) as agent,
         ):
             agent.spawn(_follow(agent, connection.config.run.lease_s), name="follow_run")

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -99,10 +99,13 @@ def modules_of(job: Config) -> Mapping[str, tuple[str, ...]]:
 
 
 @asynccontextmanager
-async def process_backend(folder: Path, job: Config, tasks: asyncio.TaskGroup) -> AsyncGenerator[ProcessBackend]:
-    """With a warm parent, which begins with its imports at once: what few actors wait for comes last."""
-    needed = sorted(modules_of(job).values(), key=len)
-    async with forks(folder, [module for modules in needed for module in modules], tasks) as warm:
+async def process_backend(
+    folder: Path, job: Config, roles: Iterable[str], tasks: asyncio.TaskGroup
+) -> AsyncGenerator[ProcessBackend]:
+    """With a warm parent, which begins at once with what this host's `roles` need: what few of them wait for comes last."""
+    modules = modules_of(job)
+    needed = sorted((modules[role] for role in roles if role in modules), key=len)
+    async with forks(folder, [module for needs in needed for module in needs], tasks) as warm:
         yield ProcessBackend(folder, job, warm)
 
 

@@ -41,6 +41,9 @@ class ForkReply(msgspec.Struct):
 def main(argv: Sequence[str]) -> int:
     """Serve until the launcher closes the input; in a child, be the actor that was asked for."""
     folder, modules = Path(argv[0]), argv[1:]
+    os.closerange(
+        3, os.sysconf("SC_OPEN_MAX")
+    )  # uvloop leaves copies of the replies' end: children would keep it from closing
     gc.disable()  # imports leave little garbage, and a fifth of their time went into looking for it
     name = WarmParent(folder, os.getppid()).serve(modules)
     return _be(folder, name) if name else 0

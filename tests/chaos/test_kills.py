@@ -37,6 +37,12 @@ def actors_of(run: Path) -> dict[str, dict]:
     return {a["name"]: a for a in json.loads(told.out)["actors"]} if told.code == 0 else {}
 
 
+def pids_of(run: Path, module: str) -> list[int]:
+    """Of processes that run `module` for the run."""
+    found = subprocess.run(["pgrep", "-f", f"{module} {run}"], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in found.stdout.split()]
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     write_model(tmp_path / "model")
@@ -62,6 +68,11 @@ def test_a_run_outlives_the_death_of_each_role_and_of_the_launcher(place):
     launcher = start(place, run)
     until(lambda: len(rows_of(run)) >= 2, "the second step")
 
+    warm = until(lambda: pids_of(run, "runtime.launch.warm"), "the warm parent")
+    lives = {name: actor["incarnation"] for name, actor in actors_of(run).items()}
+    os.kill(warm[0], signal.SIGKILL)
+    until(lambda: set(pids_of(run, "runtime.launch.warm")) - set(warm), "another warm parent")
+    assert {name: actor["incarnation"] for name, actor in actors_of(run).items()} == lives
     for role in order:
         victim = actors_of(run)[f"{role}-1"]
         os.kill(victim["pid"], signal.SIGKILL)

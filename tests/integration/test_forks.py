@@ -13,7 +13,7 @@ from runtime.launch import forks as module
 from runtime.launch.children import is_stopped
 from runtime.launch.forks import Forks, NotForked, forks
 from runtime.launch.processes import ProcessBackend
-from tests.jobs import clean_environment, left_behind
+from tests.jobs import clean_environment, import_path, left_behind
 
 pytestmark = pytest.mark.skipif(not module.can_fork(), reason="needs Linux")
 
@@ -132,15 +132,52 @@ async def test_a_module_that_can_not_be_imported_is_left_to_the_actor_that_needs
     assert "no such chip" in (run / "logs" / "warm.stderr").read_text()
 
 
+async def test_nobody_is_left_of_a_fork_that_is_called_off(run, modules):
+    modules("slow", "import pathlib; pathlib.Path(__file__).with_name('gate').read_text()")
+    os.mkfifo(run / "gate")
+    async with asyncio.TaskGroup() as tasks, forks(run, ["slow"], tasks) as kept:
+        asking = tasks.create_task(kept.fork("engine-1", ["slow"]))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await asyncio.to_thread((run / "gate").write_text, "go")
+        await kept._imported
+
+        child = await kept.fork("engine-2", [])  # told of after the other one
+
+        child.send_signal(signal.SIGKILL)
+        await child.wait()
+        async with asyncio.timeout(20):
+            while any("engine-1" in line for line in left_behind(run)):  # noqa: ASYNC110 - others can only be watched
+                await asyncio.sleep(0.05)
+
+
+async def test_sigterm_ends_the_warm_parent_also_while_it_imports(run, modules):
+    modules("never", "import time\ntime.sleep(600)")
+    async with asyncio.TaskGroup() as tasks, forks(run, ["never"], tasks) as kept:
+        parent = parent_of(kept)
+        child = await kept.fork("engine-1", [])
+
+        parent.terminate()
+
+        assert await parent.wait() == -signal.SIGTERM
+        child.send_signal(signal.SIGKILL)
+        await child.wait()
+    assert not left_behind(run)
+
+
 LAUNCHER = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from runtime.launch.forks import forks
 
 async def main(run):
-    async with asyncio.TaskGroup() as tasks, forks(run, [], tasks) as kept:
+    async with asyncio.TaskGroup() as tasks, forks(run, sys.argv[2:], tasks) as kept:
         children = [await kept.fork(name, []) for name in ("engine-1", "engine-2")]
-        kept._parent.kill()
+        if len(sys.argv) == 2:
+            kept._parent.kill()
+        else:
+            kept._parent.send_signal(signal.SIGSTOP)
         children[1].send_signal(signal.SIGSTOP)
         print("up", flush=True)
         await asyncio.sleep(600)
@@ -149,10 +186,13 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
-async def test_children_end_with_the_launcher_stopped_or_not_also_after_the_warm_parent(run):
+@pytest.mark.parametrize("imports", [[], ["never"]], ids=["killed warm parent", "stopped while it imports"])
+async def test_all_end_with_the_launcher_stopped_or_not_also_after_the_warm_parent(run, modules, imports):
+    modules("never", "import time\ntime.sleep(600)")
     launcher = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", LAUNCHER, str(run), env=clean_environment(), stdout=asyncio.subprocess.PIPE
-    )
+        sys.executable, "-c", LAUNCHER, str(run), *imports, stdout=asyncio.subprocess.PIPE,
+        env={**clean_environment(), "PYTHONPATH": f"{run}{os.pathsep}{import_path()}"},
+    )  # fmt: skip
     assert launcher.stdout is not None
     assert await launcher.stdout.readline() == b"up\n"
 
