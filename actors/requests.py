@@ -7,25 +7,35 @@ joins the run, under that of a finished one it gets the result that was kept.
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from actors.messages.generation import Aborted, Completion, Generate
 from runtime.courier import current_trace
 
+Answer = asyncio.Future[Completion | Aborted]
+
+Run = asyncio.Future[Completion | Aborted | Exception]
+"""A run of a request: an exception that is its result is its askers' to hear."""
+
 
 class SharedRequest:
     """One request while it runs."""
 
+    run: Run
+
     def __init__(self, request: Generate) -> None:
         self.request = request
+        self.trace = current_trace.get()
+        """Of its first asker."""
         self.tokens = request.resumed
         """All of its tokens that are known so far."""
         self.abort_reason = ""
         self.ending = False
         """Its last asker went away, or it was aborted: whoever asks now waits for its end, then it runs anew."""
-        self.askers = 0
-        self.result: asyncio.Future[Completion | Aborted] = asyncio.get_running_loop().create_future()
-        self.task: asyncio.Task[Any]
+        self.askers: list[Answer] = []
+        self.next: list[tuple[Generate, Answer]] = []
+        """Who asked while it was ending."""
 
     def keeps(self, result: Completion | Aborted) -> bool:
         """Whether whoever asks again gets this `result`; else it runs anew."""
@@ -37,19 +47,20 @@ RequestT = TypeVar("RequestT", bound=SharedRequest)
 
 @dataclass(eq=False)
 class SharedRequests(Generic[RequestT]):
-    """Each request runs in a task of its own, which ends early when its last asker went away.
+    """Each request runs once for all who ask, and ends early when the last of them went away.
 
-    Up to `max_results` results are kept, of at most `max_mb` MiB together; the oldest is forgotten first. An error of a run is its
-    askers' to hear; one of class `fatal` ends the actor too.
+    `begin` starts a run; `cancel` ends one, whose future is cancelled then or soon. Up to `max_results` results are kept, of at most
+    `max_mb` MiB together; the oldest is forgotten first.
     """
 
     new: Callable[[Generate], RequestT]
-    run: Callable[[RequestT], Awaitable[Completion | Aborted]]
-    spawn: Callable[..., asyncio.Task[Any]]
+    begin: Callable[[RequestT], Run]
     max_results: int
     max_mb: int = 64
     """Enough for some thousand long completions."""
-    fatal: tuple[type[Exception], ...] = ()
+    cancel: Callable[[RequestT], object] = lambda shared: shared.run.cancel()
+    too_late: Callable[[Generate], Aborted] | None = None
+    """What an asker hears whose time is over."""
 
     def __post_init__(self) -> None:
         self.running: dict[str, RequestT] = {}
@@ -64,54 +75,65 @@ class SharedRequests(Generic[RequestT]):
         """Ids whose result is kept."""
         return tuple(self._results)
 
-    async def ask(self, request: Generate) -> Completion | Aborted:
-        """The result, by a run that is in progress, or that begins now, or that ended lately."""
-        while (result := self._results.get(request.request_id)) is None:
-            shared = self.running.get(request.request_id)
-            if shared is None or not shared.ending:
-                return await self._join(shared or self._start(request))
-            await asyncio.wait([shared.task])
-        return result
-
-    def _start(self, request: Generate) -> RequestT:
-        shared = self.running[request.request_id] = self.new(request)
-        self.idle.clear()
-        work = self._run_for_all(shared, current_trace.get())
-        shared.task = self.spawn(work, name=f"request {request.request_id}")
-        shared.task.add_done_callback(lambda _: self._ended(shared))
-        return shared
-
-    async def _join(self, shared: RequestT) -> Completion | Aborted:
-        shared.askers += 1
+    def ask(self, request: Generate, within_s: float | None = None) -> Answer:
+        """The result, by a run that is in progress, or that begins now, or that ended lately. To cancel it is to go away."""
+        loop = asyncio.get_running_loop()
+        asker: Answer = loop.create_future()
+        self._admit(request, asker)
+        timer = None if within_s is None else loop.call_later(within_s, self._time_is_over, request, asker)
         self._num_askers += 1
-        try:
-            return await asyncio.shield(shared.result)
-        finally:
-            shared.askers -= 1
-            self._num_askers -= 1
-            if not shared.askers and not shared.result.done():
+        self.idle.clear()
+        asker.add_done_callback(partial(self._left, request.request_id, timer))
+        return asker
+
+    def _admit(self, request: Generate, asker: Answer) -> None:
+        request_id = request.request_id
+        if (result := self._results.get(request_id)) is not None:
+            asker.set_result(result)
+            return
+        shared = self.running.get(request_id)
+        if shared is not None and shared.ending:
+            shared.next.append((request, asker))
+            return
+        if shared is None:
+            shared = self.running[request_id] = self.new(request)
+            shared.run = self.begin(shared)
+            shared.run.add_done_callback(partial(self._ended, shared))
+        shared.askers.append(asker)
+
+    def _time_is_over(self, request: Generate, asker: Answer) -> None:
+        if self.too_late is not None and not asker.done():
+            asker.set_result(self.too_late(request))
+
+    def _left(self, request_id: str, timer: asyncio.TimerHandle | None, asker: Answer) -> None:
+        """It has its answer, or went away without one."""
+        if timer is not None:
+            timer.cancel()
+        shared = self.running.get(request_id)
+        if shared is not None and asker in shared.askers:
+            shared.askers.remove(asker)
+            if not shared.askers:
                 shared.ending = True
-                shared.task.cancel()
-            self._settle()
+                self.cancel(shared)
+        self._num_askers -= 1
+        self._settle()
 
-    async def _run_for_all(self, shared: RequestT, trace: bytes) -> None:
-        current_trace.set(trace)
-        try:
-            result = await self.run(shared)
-        except Exception as error:
-            shared.result.set_exception(error)
-            shared.result.exception()  # seen here: there may be no asker left to see it
-            if isinstance(error, self.fatal):
-                raise
-        else:
-            shared.result.set_result(result)
-            if shared.keeps(result):
-                self._keep(shared.request.request_id, result)
-
-    def _ended(self, shared: RequestT) -> None:
-        """Also where the task was cancelled before it began."""
-        shared.result.cancel()
+    def _ended(self, shared: RequestT, run: Run) -> None:
         del self.running[shared.request.request_id]
+        askers = [asker for asker in shared.askers if not asker.done()]
+        result = None if run.cancelled() else run.exception() or run.result()
+        for asker in askers:
+            if result is None:
+                asker.cancel()
+            elif isinstance(result, BaseException):
+                asker.set_exception(result)
+            else:
+                asker.set_result(result)
+        if isinstance(result, Completion | Aborted) and shared.keeps(result):
+            self._keep(shared.request.request_id, result)
+        for request, asker in shared.next:
+            if not asker.done():
+                self._admit(request, asker)
         self._settle()
 
     def _keep(self, request_id: str, result: Completion | Aborted) -> None:
@@ -129,3 +151,23 @@ class SharedRequests(Generic[RequestT]):
 
 def _size(result: Completion | Aborted) -> int:
     return len(result.tokens.ids) + len(result.tokens.logprobs)
+
+
+def in_task(
+    run: Callable[[RequestT], Awaitable[Completion | Aborted]],
+    spawn: Callable[..., asyncio.Task[Any]],
+    *,
+    fatal: tuple[type[Exception], ...] = (),
+) -> Callable[[RequestT], Run]:
+    """`begin` for a `run` that is a coroutine: each has a task of its own. An error of class `fatal` ends the actor too."""
+
+    async def outcome(shared: RequestT) -> Completion | Aborted | Exception:
+        current_trace.set(shared.trace)
+        try:
+            return await run(shared)
+        except fatal:
+            raise
+        except Exception as error:  # noqa: BLE001 - its askers hear of it
+            return error
+
+    return lambda shared: spawn(outcome(shared), name=f"request {shared.request.request_id}")

@@ -1,5 +1,6 @@
 """Actor: state that only its own handlers touch, reached by typed messages."""
 
+import asyncio
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -45,11 +46,12 @@ class RunInfo(NamedTuple):
 
 
 class HandlerSpec(NamedTuple):
-    """One handler: which method takes which message, and how many run at once."""
+    """One handler: which method takes which message, whether it returns a future of its reply, and how many run at once."""
 
     method: str
     message: type[Message]
     replies: Mapping[str, type[Message]]
+    returns_future: bool
     concurrency: int
     outlives_asker: bool
 
@@ -60,6 +62,9 @@ def handler(method: Callable[..., Any] | None = None, *, concurrency: int = 1, o
     With `concurrency` 1 messages are handled one after another, in order per sender. Above, each runs as a task of the actor
     and up to `concurrency` at once; order is lost. When the link to the asker breaks, the handler is cancelled, unless it
     `outlives_asker`: then it goes on, because the asker's successor will ask for the same thing again.
+
+    A method that is not `async` returns a future of its reply, and costs no task: for what waits long and often, and does little itself.
+    It needs a `concurrency` above 1; to cancel the handler is to cancel the future.
     """
 
     def mark(function: Any) -> Any:
@@ -184,8 +189,14 @@ def _inspect(cls: type[Actor], name: str, member: Callable[..., Any]) -> Handler
     hints = get_type_hints(member)
     returned = hints.pop("return", None)
     parameters = [p for p in inspect.signature(member).parameters if p != "self"]
-    if len(parameters) != 1 or parameters[0] not in hints or not inspect.iscoroutinefunction(member):
-        raise TypeError(f"{where} must be async and take one annotated message")
+    returns_future = get_origin(returned) is asyncio.Future and member.__rubato_handler__[0] > 1  # type: ignore[attr-defined]
+    is_async = inspect.iscoroutinefunction(member)
+    if len(parameters) != 1 or parameters[0] not in hints or is_async == returns_future:
+        raise TypeError(
+            f"{where} must be async (or return a Future, with a concurrency above 1) and take one annotated message"
+        )
+    if returns_future:
+        (returned,) = get_args(returned)
     message = hints[parameters[0]]
     if not (isinstance(message, type) and issubclass(message, Message)):
         raise TypeError(f"{where} takes {message!r}, which is not a Message")
@@ -195,7 +206,7 @@ def _inspect(cls: type[Actor], name: str, member: Callable[..., Any]) -> Handler
     declared: set[str] = set() if returned in (None, type(None)) else {tag_of(t) for t in _members(returned)}
     if declared != set(replies):
         raise TypeError(f"{where} returns {sorted(declared)}, but {message.__name__} is answered by {sorted(replies)}")
-    return HandlerSpec(name, message, replies, *member.__rubato_handler__)  # type: ignore[attr-defined]
+    return HandlerSpec(name, message, replies, returns_future, *member.__rubato_handler__)  # type: ignore[attr-defined]
 
 
 def _members(annotation: Any) -> tuple[type[Message], ...]:

@@ -69,6 +69,15 @@ class Pending(msgspec.Struct):
     since: float
 
 
+_Encoded = tuple[str, msgspec.Raw, Sequence[memoryview]]
+"""Tag, body, and the buffers beside it."""
+
+
+def _size(encoded: _Encoded) -> int:
+    _, body, buffers = encoded
+    return len(body) + sum(map(len, buffers)) if buffers else len(body)
+
+
 class _Route:
     """The way to one actor: its account at this process, and who waits for credit, first come first served."""
 
@@ -104,37 +113,66 @@ class Courier:
 
     async def ask(self, record: ActorRecord, request: Request[ReplyT], deadline: float) -> ReplyT:
         """One attempt: the reply, or AskFailed by `deadline` (loop time)."""
-        loop = asyncio.get_running_loop()
-        tag, body, buffers = encode_body(request)
-        size = len(body) + sum(map(len, buffers)) if buffers else len(body)
-        route = self._latest.get(record.name)
-        if route is None or route.record is not record:
-            route = self._route(record)
+        encoded = encode_body(request)
+        route, size = self._way(record), _size(encoded)
         if route.waiting or not route.account.take(size):
-            await self._take_credit(route, size, deadline)
+            try:
+                await self._take_credit(route, size, deadline)
+            except NotSent as error:
+                self._refused(record, type(request), error)
+                raise
+        ask_id, future = self._send(record, request, encoded, deadline, current_trace.get())
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._withdraw(record, ask_id)
+            raise
+
+    def begin(
+        self, record: ActorRecord, request: Request[ReplyT], deadline: float, trace: bytes
+    ) -> "asyncio.Future[ReplyT] | None":
+        """As `ask`, without a task to wait in; None where there is no credit now. To cancel the future is to cancel the work."""
+        try:
+            encoded = encode_body(request)
+            route = self._way(record)
+            if route.waiting or not route.account.take(_size(encoded)):
+                return None
+            ask_id, future = self._send(record, request, encoded, deadline, trace)
+        except BusError as error:
+            failed: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()
+            failed.set_exception(error)
+            return failed
+        # Once it is answered or has failed it is not pending any more.
+        future.add_done_callback(lambda _: self._withdraw(record, ask_id))
+        return future
+
+    def _send(
+        self, record: ActorRecord, request: Request[ReplyT], encoded: _Encoded, deadline: float, trace: bytes
+    ) -> "tuple[int, asyncio.Future[ReplyT]]":
+        """Post an ask that is paid for."""
+        loop = asyncio.get_running_loop()
+        tag, body, buffers = encoded
         ask_id = next(self._ids)
         future: asyncio.Future[ReplyT] = loop.create_future()
         now = loop.time()
         self._pending[ask_id] = Pending(future, deadline, record, type(request), now)
         budget_us = max(1, int((deadline - now) * 1e6))
-        envelope = Envelope.ask(
-            ask_id, record.name, record.incarnation, tag, budget_us, current_trace.get(), body, self._sender
-        )
-        self._transport.post(record.address, envelope, buffers)
+        envelope = Envelope.ask(ask_id, record.name, record.incarnation, tag, budget_us, trace, body, self._sender)
         try:
-            return await future
-        except asyncio.CancelledError:
-            if self._pending.pop(ask_id, None) is not None:
-                self._cancel(record, ask_id)
+            self._transport.post(record.address, envelope, buffers)
+        except BusError:
+            del self._pending[ask_id]
             raise
+        return ask_id, future
+
+    def _withdraw(self, record: ActorRecord, ask_id: int) -> None:
+        if self._pending.pop(ask_id, None) is not None:
+            self._cancel(record, ask_id)
 
     def tell(self, record: ActorRecord, message: Message) -> Awaitable[None] | None:
         """Send and forget. What it returns is to be awaited first: there is no credit now."""
-        tag, body, buffers = encode_body(message)
-        size = len(body) + sum(map(len, buffers)) if buffers else len(body)
-        route = self._latest.get(record.name)
-        if route is None or route.record is not record:
-            route = self._route(record)
+        encoded = tag, body, buffers = encode_body(message)
+        route, size = self._way(record), _size(encoded)
         if route.waiting or not route.account.take(size):
             return self._tell_later(route, size, tag, body, buffers)
         envelope = Envelope.tell(record.name, record.incarnation, tag, current_trace.get(), body, self._sender)
@@ -156,6 +194,10 @@ class Courier:
             pending.future.set_result(_reply(pending, envelope, delivery.buffers))
         except BusError as error:
             pending.future.set_exception(error)
+            self._refused(pending.record, pending.kind, error)
+        else:
+            if self.waits.refusals:
+                self.waits.answered(pending.record.name)
 
     def lost(self, address: str, reason: str) -> None:
         """The link is gone: every ask on it may or may not have run, and its credit starts anew."""
@@ -194,6 +236,13 @@ class Courier:
 
     def _cancel(self, record: ActorRecord, ask_id: int) -> None:
         self._transport.post(record.address, Envelope.cancel(ask_id, record.name, record.incarnation, self._sender))
+
+    def _refused(self, record: ActorRecord, kind: type[Message], error: BusError) -> None:
+        self.waits.refused(record.name, kind.__name__, str(error))
+
+    def _way(self, record: ActorRecord) -> _Route:
+        route = self._latest.get(record.name)
+        return self._route(record) if route is None or route.record is not record else route
 
     def _route(self, record: ActorRecord) -> _Route:
         """The account belongs to the link, so it stays when only the incarnation at its end is another."""
@@ -258,26 +307,28 @@ class Ref:
         While no instance is ready the request waits. NotSent and Refused are retried until the deadline; Unknown too where
         the request is idempotent, which may run it again; `retry=False` leaves that to the caller. Cancelling the ask cancels the work.
         """
-        loop, waits = asyncio.get_running_loop(), self._courier.waits
+        loop = asyncio.get_running_loop()
         deadline = loop.time() + budget(timeout)
         pause = BACKOFF_S
         while True:
             record = self._directory.resolve(self.name) or await self._find(deadline)
             try:
-                reply = await self._courier.ask(record, request, deadline)
-                if waits.refusals:
-                    waits.answered(record.name)
-                return reply
-            except (Failed, NotSent, Refused, Unknown) as error:
-                if not isinstance(error, Unknown):
-                    waits.refused(record.name, type(request).__name__, str(error))
-                if isinstance(error, Failed):
-                    raise
+                return await self._courier.ask(record, request, deadline)
+            except (NotSent, Refused, Unknown) as error:
                 final = isinstance(error, Unknown) and not request.idempotent
                 if final or not retry or loop.time() + pause >= deadline:
                     raise
             await self._pause(pause)
             pause = min(2 * pause, BACKOFF_MAX_S)
+
+    def begin(self, request: Request[ReplyT], *, timeout: float, trace: bytes) -> "asyncio.Future[ReplyT] | None":
+        """One attempt, without a task to wait in: the future fails as `ask` raises, and to cancel it is to cancel the work.
+
+        None where no instance is ready or granted credit: then `ask` waits for it. The caller's own deadline does not count.
+        """
+        record = self._directory.resolve(self.name)
+        deadline = asyncio.get_running_loop().time() + timeout
+        return None if record is None else self._courier.begin(record, request, deadline, trace)
 
     async def tell(self, message: Message) -> None:
         """Send and forget; waits only for credit. Raises NotSent when no instance is ready."""

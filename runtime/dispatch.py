@@ -6,7 +6,8 @@ stand for members of `EnvelopeKind`, because looking a member up costs as much a
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -45,7 +46,7 @@ class Handler(NamedTuple):
     """A handler of the actor that lives here: what it declared, and the bound method."""
 
     spec: HandlerSpec
-    run: Callable[[Any], Awaitable[Any]]
+    run: Callable[[Any], Any]
     decode: Callable[[msgspec.Raw], Message]
 
 
@@ -177,6 +178,10 @@ class Dispatcher:
                     self._unknown(actor, delivery)
                 elif handler.spec.concurrency > 1:
                     self._concurrent.admit(handler, delivery)
+                    deadline, trace = (
+                        current_deadline.get(),
+                        current_trace.get(),
+                    )  # one that returns a future sets them too
                 else:
                     self.consumed(delivery)
                     message = self.open(handler, delivery)
@@ -280,7 +285,7 @@ class _Run(NamedTuple):
 
     delivery: Delivery
     outlives_asker: bool
-    task: "asyncio.Task[Any]"
+    work: "asyncio.Future[Any]"
 
 
 class ConcurrentHandlers:
@@ -316,13 +321,13 @@ class ConcurrentHandlers:
             run = self._running.pop(where)
             run.delivery.peer = NOBODY
             if not run.outlives_asker:
-                run.task.cancel()
+                run.work.cancel()
 
     def cancel(self, peer: Peer, ask_id: int) -> bool:
         """Whether the ask was here."""
         run = self._running.pop((peer, ask_id), None)
         if run is not None:
-            run.task.cancel()
+            run.work.cancel()
             return True
         for parked in self._parked.values():
             for letter in parked:
@@ -339,11 +344,25 @@ class ConcurrentHandlers:
             return
         spec = handler.spec
         self._counts[spec.method] = self._counts.get(spec.method, 0) + 1
-        task = self._spawn(self._run(handler, delivery, message), name=f"{self._name}.{spec.method}")
+        if spec.returns_future:
+            work = self._begin(handler, delivery, message)
+        else:
+            work = self._spawn(self._run(handler, delivery, message), name=f"{self._name}.{spec.method}")
         if delivery.envelope.kind == _ASK and delivery.peer != NOBODY:
             where = (delivery.peer, delivery.envelope.id)
-            self._running[where] = _Run(delivery, spec.outlives_asker, task)
-        task.add_done_callback(lambda _: self._ended(handler, delivery))
+            self._running[where] = _Run(delivery, spec.outlives_asker, work)
+        work.add_done_callback(partial(self._ended, handler, delivery))
+
+    def _begin(self, handler: Handler, delivery: Delivery, message: Message) -> "asyncio.Future[Any]":
+        """The future of the handler's reply; what it raises at once fails the ask like any other error."""
+        current_deadline.set(delivery.deadline)
+        current_trace.set(delivery.envelope.trace)
+        try:
+            return handler.run(message)
+        except Exception as error:  # noqa: BLE001 - as in _run
+            failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            failed.set_exception(error)
+            return failed
 
     async def _run(self, handler: Handler, delivery: Delivery, message: Message) -> None:
         current_deadline.set(delivery.deadline)
@@ -358,7 +377,20 @@ class ConcurrentHandlers:
         finally:
             self._dispatcher.handled += 1
 
-    def _ended(self, handler: Handler, delivery: Delivery) -> None:
+    def _answer(self, handler: Handler, delivery: Delivery, work: "asyncio.Future[Any]") -> None:
+        """The future is done: what `_run` does for a task."""
+        self._dispatcher.handled += 1
+        if work.cancelled():
+            return
+        error = work.exception()
+        if isinstance(error, Exception):
+            self._dispatcher.failed(handler, delivery, error)
+        elif delivery.envelope.kind == _ASK:
+            self._dispatcher.reply(delivery, work.result())
+
+    def _ended(self, handler: Handler, delivery: Delivery, work: "asyncio.Future[Any]") -> None:
+        if handler.spec.returns_future:
+            self._answer(handler, delivery, work)
         self._running.pop((delivery.peer, delivery.envelope.id), None)
         method = handler.spec.method
         self._counts[method] -= 1

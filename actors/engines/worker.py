@@ -28,7 +28,7 @@ from actors.messages.generation import (
 )
 from actors.messages.weights import HoldWeights, WeightsHeld, WeightsPublished, WeightsTaken
 from actors.model_folder import check_device, check_model_folder, may_use_cuda
-from actors.requests import SharedRequest, SharedRequests
+from actors.requests import SharedRequest, SharedRequests, in_task
 from bus.errors import AskFailed, NotSent
 from bus.message import Ack, unpack_i32
 from runtime.actor import Actor, handler
@@ -144,7 +144,7 @@ class EngineWorker(Actor):
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
         self._requests = SharedRequests(
-            EngineRequest, self._run, self.spawn, max_results=config.engine.results_kept, fatal=(EngineDead,)
+            EngineRequest, in_task(self._run, self.spawn, fatal=(EngineDead,)), max_results=config.engine.results_kept
         )
         self._reports: set[str] = set()
         self._report_due = asyncio.Event()
@@ -195,9 +195,9 @@ class EngineWorker(Actor):
     # -- requests ---------------------------------------------------------------------------------------------------
 
     @handler(concurrency=1024, outlives_asker=True)
-    async def generate(self, request: Generate) -> Completion | Aborted:
+    def generate(self, request: Generate) -> asyncio.Future[Completion | Aborted]:
         """Bounded by `concurrency`; of these `num_slots` decode and the rest wait in the engine."""
-        return await self._requests.ask(request)
+        return self._requests.ask(request)
 
     async def _run(self, shared: EngineRequest) -> Completion | Aborted:
         """Run one request to its end, under weights that are new enough."""

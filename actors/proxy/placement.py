@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,6 +13,7 @@ from actors.requests import SharedRequest, SharedRequests
 from bus.errors import AskFailed, Failed
 from planning.routing import EngineView, RequestView, Route, choose, goes_first
 from runtime.actor import Actor
+from runtime.observe.figures import Wait
 
 if TYPE_CHECKING:
     from runtime.courier import Ref
@@ -38,10 +39,12 @@ class ProxyRequest(SharedRequest):
         super().__init__(request)
         self.engine = ""
         """The one engine it lives on; empty until it got a seat."""
-        self.asking: asyncio.Timeout | None = None
-        """Open while an engine is asked; ended early to take the request away from it."""
-        self.turn: asyncio.Future[EngineSeat | None]
-        """While it waits for a seat."""
+        self.asking: asyncio.Future[Any] | None = None
+        """While an engine is asked, for its answer or what failed; cancelled to take the request away from it."""
+        self.taken_away = False
+        self.wait: Wait
+        """For a seat, or for the engine's answer."""
+        self.began = asyncio.get_running_loop().time()
         self.deaths = 0
         """Engines that died while they ran it."""
 
@@ -72,8 +75,9 @@ class ProxyRequest(SharedRequest):
 
     def take_away(self) -> None:
         """End the ask that runs now: the request goes on elsewhere, or ends with `abort_reason`."""
-        if self.asking is not None and not self.asking.expired():
-            self.asking.reschedule(0.0)
+        if self.asking is not None:
+            self.taken_away = True
+            self.asking.cancel()
 
 
 @dataclass(eq=False, slots=True)
@@ -107,7 +111,11 @@ class EngineSeat:
 class Placement:
     """Gives each request one seat. A seat is taken before the engine is asked, so that a burst never overshoots."""
 
-    def __init__(self, max_waiting: int, sessions_kept: int) -> None:
+    def __init__(
+        self, max_waiting: int, sessions_kept: int, on_turn: Callable[[ProxyRequest, EngineSeat | None], None]
+    ) -> None:
+        """`on_turn` ends the wait of a request in line: with its seat, or with None where `abort_reason` says why there is none."""
+        self._on_turn = on_turn
         self.seats: dict[str, EngineSeat] = {}
         self.located: dict[str, str] = {}
         """Request id → engine, for requests that engines ran or kept when this proxy started."""
@@ -156,41 +164,29 @@ class Placement:
         route = None if self._lane(shared) else self._route(shared)
         return self._seat(shared, self.seats[route.engine]) if route and route.engine else None
 
-    async def take(self, shared: ProxyRequest) -> EngineSeat | None:
-        """A seat once it is the request's turn and an engine has room; None when it was aborted meanwhile."""
-        shared.turn = asyncio.get_running_loop().create_future()
+    def line_up(self, shared: ProxyRequest) -> None:
+        """Stand in line until an engine has room; its turn may come at once."""
         if goes_first(shared.view()):
             self._lane(shared).appendleft(shared)
         else:
             self._lane(shared).append(shared)
         self._advance()
-        try:
-            return await shared.turn
-        except asyncio.CancelledError:
-            self._leave(shared)
-            if shared.turn.done() and not shared.turn.cancelled() and (seat := shared.turn.result()) is not None:
-                self.release(seat, shared)
-            raise
+
+    def leave(self, shared: ProxyRequest) -> bool:
+        """Leave the line; False where it did not stand in it."""
+        for queue in (self._exact, self._waiting, self._passed):
+            if shared in queue:
+                queue.remove(shared)
+                return True
+        return False
 
     def release(self, seat: EngineSeat, shared: ProxyRequest) -> None:
         """The request left the engine, answered or not."""
         seat.requests.pop(shared.request.request_id, None)
         self.changed(seat)
 
-    def abort(self, shared: ProxyRequest) -> None:
-        """Wake the request if it waits; its `abort_reason` is set."""
-        if self._leave(shared) and not shared.turn.done():
-            shared.turn.set_result(None)
-
     def _lane(self, shared: ProxyRequest) -> deque[ProxyRequest]:
         return self._exact if shared.request.exact else self._waiting
-
-    def _leave(self, shared: ProxyRequest) -> bool:
-        for queue in (self._exact, self._waiting, self._passed):
-            if shared in queue:
-                queue.remove(shared)
-                return True
-        return False
 
     def _see(self, seat: EngineSeat) -> None:
         if self.seats.get(seat.name) is seat:
@@ -214,24 +210,18 @@ class Placement:
         """Seat those who wait, in order, until no engine has room; evaluations go first."""
         for lane in (self._exact, self._passed, self._waiting):
             while lane:
-                why = "" if lane[0].turn.done() else self._seat_or_why(lane[0])
-                if why == "engines with room are held" and lane is self._waiting:
-                    self._passed.append(lane[0])
-                elif why:
+                engine, why = self._route(lane[0])
+                if engine is not None:
+                    shared = lane.popleft()
+                    self._on_turn(shared, self._seat(shared, self.seats[engine]))
+                elif why == "no engine holds its version":
+                    shared = lane.popleft()
+                    shared.abort_reason = f"no engine holds version {shared.request.min_version} any more"
+                    self._on_turn(shared, None)
+                elif why == "engines with room are held" and lane is self._waiting:
+                    self._passed.append(lane.popleft())
+                else:
                     break
-                lane.popleft()
-
-    def _seat_or_why(self, shared: ProxyRequest) -> str:
-        """End its wait, with a seat or because nobody holds its version, or say why not."""
-        route = self._route(shared)
-        if route.engine is not None:
-            shared.turn.set_result(self._seat(shared, self.seats[route.engine]))
-            return ""
-        if route.why == "no engine holds its version":
-            shared.abort_reason = f"no engine holds version {shared.request.min_version} any more"
-            shared.turn.set_result(None)
-            return ""
-        return route.why
 
 
 @dataclass(eq=False)
@@ -317,14 +307,20 @@ class Roster:
     async def _inspect(self, name: str) -> None:
         """Ask a new engine for its status until it answers or leaves; then it gets requests."""
         ref, pause_s = self.actor.ref(name), REST_S
+        dropped: set[str] = set()
         while True:
             try:
                 if self._suspended:
                     await ref.ask(Suspend(), timeout=COMMAND_S)
                 status = await ref.ask(Inspect(), timeout=INSPECT_S)
-                if status.suspended == self._suspended:
+                # What lives elsewhere now is dropped before it can come back: the engine would take it for what it runs.
+                strays = [i for i in status.running if i in self.requests.running and i not in dropped]
+                for request_id in strays:
+                    await ref.ask(Abort(request_id, "it lives on another engine now"), timeout=COMMAND_S)
+                    dropped.add(request_id)
+                if status.suspended == self._suspended and not strays:
                     break
-                if status.suspended:
+                if status.suspended and not self._suspended:
                     await ref.ask(Resume(), timeout=COMMAND_S)
             except AskFailed as error:
                 self.actor.log.warning("engine_not_inspected", engine=name, error=str(error))
@@ -335,9 +331,6 @@ class Roster:
         for request_id in (*status.running, *status.finished):
             if request_id not in self.requests.running:
                 self.placement.located[request_id] = name
-            elif request_id in status.running:
-                drop = self.command(seat, Abort(request_id, "it lives on another engine now"))
-                self.actor.spawn(drop, name=f"{self.actor.name}.abort")
         self.placement.join(seat)
         self.actor.log.info("engine_joined", engine=name, version=seat.version, num_slots=seat.num_slots)
         self.on_joined(seat)

@@ -1,6 +1,8 @@
 """LLMProxy: routes requests to engines; every request lives on exactly one engine and outlives it."""
 
 import asyncio
+from functools import partial
+from typing import Any
 
 from actors.config import ProxySection
 from actors.messages.fabric import PhaseIntent
@@ -18,13 +20,14 @@ from actors.messages.generation import (
     VersionSpan,
 )
 from actors.proxy.placement import EngineSeat, Placement, ProxyRequest, Roster
-from actors.requests import SharedRequests
-from bus.errors import NotSent, Refused, Unknown
+from actors.requests import Run, SharedRequests
+from bus.errors import AskFailed, NotSent, Refused, Unknown
 from bus.message import Ack, Message
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
-from runtime.courier import budget
+from runtime.courier import budget, current_trace
 from runtime.kernel import Kernel
+from runtime.observe.figures import Wait
 
 
 class LLMProxy(Actor):
@@ -43,10 +46,11 @@ class LLMProxy(Actor):
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
         self._section = section = config.proxy
+        self._limit = f"proxy.request_timeout_s={section.request_timeout_s:g}"
         self._requests = SharedRequests(
-            ProxyRequest, self._run, self.spawn, max_results=section.results_kept, max_mb=section.results_mb
+            ProxyRequest, self._begin, section.results_kept, section.results_mb, self._cancel, self._too_late
         )
-        self._placement = Placement(section.max_waiting, section.sessions_kept)
+        self._placement = Placement(section.max_waiting, section.sessions_kept, self._turn)
         self._roster = Roster(self, self._placement, self._requests, lambda seat: self._begin_phase(seat.version))
         self._phase = -1
         """The newest weight version whose rollout phase was announced to the fabric."""
@@ -64,76 +68,110 @@ class LLMProxy(Actor):
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         self._roster.changed(joined, left)
 
-    # -- requests ---------------------------------------------------------------------------------------------------
+    # -- requests: no task for any of them, since there are more of these than of anything else ---------------------
 
     @handler(concurrency=4096)
-    async def generate(self, request: Generate) -> Completion | Aborted:
+    def generate(self, request: Generate) -> asyncio.Future[Completion | Aborted]:
         """Bounded by `concurrency`: above, requests stay in the mailbox and their senders run out of credit."""
-        try:
-            async with asyncio.timeout(budget(self._section.request_timeout_s)):
-                return await self._requests.ask(request)
-        except TimeoutError:
-            # Its deadline passed, which says nothing against the request: it may come again.
-            return self._too_late(request)
+        return self._requests.ask(request, within_s=budget(self._section.request_timeout_s))
 
     def _too_late(self, request: Generate) -> Aborted:
+        """Its deadline passed, which says nothing against the request: it may come again."""
         shared = self._requests.running.get(request.request_id)
         what = f"{shared.engine} had not finished it" if shared and shared.engine else "no engine had room"
         tokens = shared.tokens if shared else request.resumed
         return Aborted(request.request_id, tokens, f"{request.request_id}: {what} before the deadline")
 
-    async def _run(self, shared: ProxyRequest) -> Completion | Aborted:
+    def _begin(self, shared: ProxyRequest) -> Run:
         """See the request through, from engine to engine if need be."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        shared.run = asyncio.get_running_loop().create_future()
         self.metrics.gauge("proxy/in_flight", len(self._requests.running))
-        try:
-            while (outcome := shared.outcome()) is None:
-                seat = self._placement.try_take(shared) or await self._wait_for_seat(shared)
-                if seat is not None and (outcome := await self._run_on(seat, shared)) is not None:
-                    break
-            self.metrics.observe("proxy/latency_s", loop.time() - began)
-            return outcome
-        finally:
-            self.metrics.gauge("proxy/in_flight", len(self._requests.running) - 1)
+        self._go_on(shared)
+        return shared.run
 
-    async def _wait_for_seat(self, shared: ProxyRequest) -> EngineSeat | None:
-        if self._placement.full:
+    def _go_on(self, shared: ProxyRequest) -> None:
+        """One step further: it has its answer, or gets a seat, or stands in line for one."""
+        outcome = shared.outcome()
+        if outcome is not None:
+            self._end(shared, outcome)
+        elif (seat := self._placement.try_take(shared)) is not None:
+            self._ask(seat, shared)
+        elif self._placement.full:
             num = self._placement.num_waiting
-            shared.abort_reason = f"{num} requests wait for an engine already: add engines, or raise proxy.max_waiting"
-            return None
-        self.metrics.gauge("proxy/queued", self._placement.num_waiting + 1)
-        limit = f"proxy.request_timeout_s={self._section.request_timeout_s:g}"
-        try:
-            with self.waits.on(shared.request.request_id, stage="a free slot", holder="engine", limit=limit):
-                return await self._placement.take(shared)
-        finally:
+            why = f"{num} requests wait for an engine already: add engines, or raise proxy.max_waiting"
+            self._end(shared, Aborted(shared.request.request_id, shared.tokens, why))
+        else:
+            shared.wait = self._waiting(shared, "a free slot", "engine")
+            self._placement.line_up(shared)
             self.metrics.gauge("proxy/queued", self._placement.num_waiting)
 
-    async def _run_on(self, seat: EngineSeat, shared: ProxyRequest) -> Completion | Aborted | None:
-        """The engine's answer; None when the request has to go on elsewhere (or ends by its own `outcome`)."""
-        if seat.gone or shared.abort_reason:
-            self._placement.release(seat, shared)
-            return None
-        request = shared.to_send()
+    def _turn(self, shared: ProxyRequest, seat: EngineSeat | None) -> None:
+        """Its wait in line is over."""
+        shared.wait.close()
+        self.metrics.gauge("proxy/queued", self._placement.num_waiting)
+        if seat is None:
+            self._go_on(shared)
+        else:
+            self._ask(seat, shared)
+
+    def _ask(self, seat: EngineSeat, shared: ProxyRequest) -> None:
+        request, limit_s = shared.to_send(), self._section.request_timeout_s
         seat.bytes_in += len(request.prompt) + len(request.resumed.ids)
-        limit_s = self._section.request_timeout_s
-        limit = f"proxy.request_timeout_s={limit_s:g}"
+        shared.wait = self._waiting(shared, "decode", seat.name)
+        asking: asyncio.Future[Any] | None = seat.ref.begin(request, timeout=limit_s, trace=shared.trace)
+        if asking is None:
+            asking = self.spawn(self._ask_later(seat, shared, request), name=f"{self.name}.ask.{seat.name}")
+        shared.asking, shared.taken_away = asking, False
+        asking.add_done_callback(partial(self._replied, seat, shared))
+
+    async def _ask_later(
+        self, seat: EngineSeat, shared: ProxyRequest, request: Generate
+    ) -> Completion | Aborted | AskFailed:
+        """The engine is away just now, or granted no credit."""
+        current_trace.set(shared.trace)
         try:
-            with self.waits.on(request.request_id, stage="decode", holder=seat.name, limit=limit):
-                async with asyncio.timeout(None) as shared.asking:
-                    reply = await seat.ref.ask(request, timeout=limit_s, retry=False)
-        except TimeoutError:
-            self._moved(seat, shared, died=True)
-            return None
-        except (NotSent, Refused, Unknown) as error:
-            self._roster.rest(seat, str(error))
-            self._moved(seat, shared, died=isinstance(error, Unknown))
-            return None
-        finally:
-            shared.asking = None
-            self._placement.release(seat, shared)
-        return self._answered(seat, shared, reply)
+            return await seat.ref.ask(request, timeout=self._section.request_timeout_s, retry=False)
+        except AskFailed as error:
+            return error
+
+    def _replied(self, seat: EngineSeat, shared: ProxyRequest, asking: "asyncio.Future[Any]") -> None:
+        """The engine answered or failed, or the request was taken away from it, or this actor stops."""
+        shared.asking = None
+        shared.wait.close()
+        if asking.cancelled() and not shared.taken_away:
+            shared.run.cancel()
+        found: Any = None if asking.cancelled() else asking.exception() or asking.result()
+        lost = found is None or isinstance(found, NotSent | Refused | Unknown)
+        if lost and not shared.run.done():
+            if found is not None:
+                self._roster.rest(seat, str(found))
+            self._moved(seat, shared, died=found is None or isinstance(found, Unknown))
+        self._placement.release(seat, shared)
+        if shared.run.done():
+            return
+        if isinstance(found, Completion | Aborted):
+            found = self._answered(seat, shared, found)
+        if lost or found is None:
+            self._go_on(shared)
+        else:
+            self._end(shared, found)
+
+    def _cancel(self, shared: ProxyRequest) -> None:
+        """Nobody waits for it any more."""
+        shared.run.cancel()
+        if self._placement.leave(shared):
+            shared.wait.close()
+            self.metrics.gauge("proxy/queued", self._placement.num_waiting)
+        else:
+            shared.take_away()
+
+    def _end(self, shared: ProxyRequest, outcome: Completion | Aborted | Exception) -> None:
+        self.metrics.observe("proxy/latency_s", asyncio.get_running_loop().time() - shared.began)
+        self.metrics.gauge("proxy/in_flight", len(self._requests.running) - 1)
+        shared.run.set_result(outcome)
+
+    def _waiting(self, shared: ProxyRequest, stage: str, holder: str) -> Wait:
+        return self.waits.on(shared.request.request_id, stage=stage, holder=holder, limit=self._limit).open()
 
     def _answered(
         self, seat: EngineSeat, shared: ProxyRequest, reply: Completion | Aborted
@@ -220,7 +258,8 @@ class LLMProxy(Actor):
         shared.abort_reason = request.reason
         seat = self._placement.seats.get(shared.engine)
         if shared.asking is None:
-            self._placement.abort(shared)
+            if self._placement.leave(shared):
+                self._turn(shared, None)
         elif seat is None or not await self._roster.command(seat, request):
             shared.take_away()
         return Ack()

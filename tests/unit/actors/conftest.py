@@ -50,6 +50,9 @@ class FakeRef:
             raise NotSent(f"no ready actor {self.name!r} before the deadline") from None
         return await self._context.actors[self.name](request)
 
+    def begin(self, request, *, timeout, trace):
+        """Always has to wait first, and so is asked in a task."""
+
     async def tell(self, message):
         if self.name not in self._context.actors:
             raise NotSent(f"no ready actor {self.name!r}")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from actors.messages.generation import Aborted, Completion, Generate, Sampling, Tokens
-from actors.requests import SharedRequest, SharedRequests
+from actors.requests import SharedRequest, SharedRequests, in_task
 
 
 class Fatal(Exception):
@@ -18,7 +18,8 @@ class Bench:
     def __init__(self, tasks, **limits):
         self.runs: list[str] = []
         self.ends: dict[str, asyncio.Future] = {}
-        self.table = SharedRequests(SharedRequest, self._run, tasks.create_task, fatal=(Fatal,), **limits)
+        begin = in_task(self._run, tasks.create_task, fatal=(Fatal,))
+        self.table = SharedRequests(SharedRequest, begin, **limits)
 
     async def _run(self, shared):
         request_id = shared.request.request_id
@@ -27,7 +28,7 @@ class Bench:
         return await end
 
     def ask(self, request_id):
-        return asyncio.create_task(self.table.ask(Generate(request_id, "s", b"", Sampling(1))))  # noqa: TID251
+        return self.table.ask(Generate(request_id, "s", b"", Sampling(1)))
 
     async def finish(self, request_id, num_tokens=1):
         """Ask for it, and have it run to its end."""

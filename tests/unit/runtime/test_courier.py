@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
+import msgspec
 import pytest
 
 from bus.codec import Envelope, EnvelopeKind, decode_body, encode_body
-from bus.errors import NotSent, Unknown
+from bus.errors import BadFrame, NotSent, Unknown
 from bus.link import WINDOW_MESSAGES, Peer
 from bus.message import Message, Request
 from bus.transport import Delivery
 from runtime.actor import Actor, handler
-from runtime.courier import Courier, Ref
+from runtime.courier import Courier, Ref, current_deadline
 from runtime.dispatch import NOBODY, Dispatcher
 from runtime.observe.figures import Waits
 from runtime.observe.log import logger
@@ -36,6 +37,11 @@ class CountToTheEnd(Request[Counted], frozen=True):
     idempotent: ClassVar[bool] = True
 
 
+class CountLater(Request[Counted], frozen=True):
+    idempotent: ClassVar[bool] = True
+    refused: bool = False
+
+
 class Once(Request[Counted], frozen=True):
     """Not idempotent."""
 
@@ -47,6 +53,7 @@ class Counter(Actor):
         """Its handlers need nothing of a kernel."""
         self.num = 0
         self.began, self.go = asyncio.Event(), asyncio.Event()
+        self.later: list[asyncio.Future[Counted]] = []
 
     @handler
     async def count(self, request: Count) -> Counted:
@@ -60,6 +67,14 @@ class Counter(Actor):
     @handler(concurrency=1 + 1, outlives_asker=True)
     async def count_to_the_end(self, request: CountToTheEnd) -> Counted:
         return await self._slowly()
+
+    @handler(concurrency=2)
+    def count_later(self, request: CountLater) -> asyncio.Future[Counted]:
+        if request.refused:
+            raise ValueError("not today")
+        self.num += 1
+        self.later.append(asyncio.get_running_loop().create_future())
+        return self.later[-1]
 
     async def _slowly(self) -> Counted:
         self.num += 1
@@ -161,6 +176,76 @@ async def test_parked_requests_keep_their_credit_and_run_in_turn():
     assert [number for _, number, _ in posted.replies()] == [1, 2, 3, 4, 5, 6]
 
 
+async def test_a_handler_that_returns_a_future_answers_when_that_is_done_and_has_no_task():
+    async with dispatching() as (dispatcher, posted, actor):
+        tasks = len(asyncio.all_tasks())
+        for number in (1, 2, 3):
+            dispatcher.arrived(asked(CountLater(), b"\0one", number))
+        await settle()
+        assert (len(actor.later), dispatcher.depth, len(asyncio.all_tasks())) == (2, 1, tasks)
+
+        actor.later[1].set_result(Counted(7))
+        await settle()
+        actor.later[2].set_result(Counted(8))
+        await settle()
+
+    assert posted.replies() == [(b"\0one", 2, 7), (b"\0one", 3, 8)]
+    assert dispatcher.handled == 2
+
+
+@pytest.mark.parametrize("leave", ["forget", "cancel"])
+async def test_whose_asker_went_away_has_its_future_cancelled(leave):
+    async with dispatching() as (dispatcher, posted, actor):
+        dispatcher.arrived(asked(CountLater(), b"\0one", 1))
+        await settle()
+        if leave == "forget":
+            dispatcher.forget(b"\0one")
+        else:
+            dispatcher.arrived(Delivery(b"\0one", Envelope.cancel(1, "counter-1", 0, "client-1"), ()))
+        await settle()
+
+    assert actor.later[0].cancelled()
+    assert posted.sent == []
+
+
+async def test_what_fails_in_a_future_or_before_there_is_one_fails_the_ask():
+    async with dispatching() as (dispatcher, posted, actor):
+        dispatcher.arrived(asked(CountLater(refused=True), b"\0one", 1))
+        dispatcher.arrived(asked(CountLater(), b"\0one", 2))
+        await settle()
+        actor.later[0].set_exception(ValueError("not now"))
+        await settle()
+
+    found = [(envelope.kind, msgspec.msgpack.decode(envelope.body)) for _, envelope in posted.sent]
+    assert found == [
+        (EnvelopeKind.ERROR, "counter-1: ValueError: not today"),
+        (EnvelopeKind.ERROR, "counter-1: ValueError: not now"),
+    ]
+
+
+async def test_a_handler_after_one_that_returned_a_future_has_its_own_deadline():
+    seen: list[float] = []
+
+    class Timed(Counter):
+        @handler
+        async def count(self, request: Count) -> Counted:
+            seen.append(current_deadline.get())
+            return Counted(0)
+
+    posted = Posted()
+    async with asyncio.TaskGroup() as tasks:
+        dispatcher = Dispatcher(posted, "counter-1", logger("test"), tasks.create_task, {}, lambda _: None)  # type: ignore[arg-type]
+        consumer = tasks.create_task(dispatcher.consume(Timed()))
+        for number, (request, budget_us) in enumerate([(Count(), 0), (CountLater(), 60_000_000), (Count(), 0)]):
+            tag, body, _ = encode_body(request)
+            ask = Envelope.ask(number, "counter-1", 0, tag, budget_us, b"", body, "client-1")
+            dispatcher.arrived(Delivery(b"\0one", ask, ()))
+        await settle()
+        consumer.cancel()
+
+    assert seen == [0.0, 0.0]
+
+
 RECORD = ActorRecord("counter-1", "counter", "mem://counter-1", 1, 1, "host", "ready")
 
 
@@ -205,6 +290,46 @@ async def test_an_ask_that_may_not_run_twice_is_sent_once(question, retry):
         await Ref("counter-1", courier, Found()).ask(question, timeout=60, retry=retry)
 
     assert len(posted.sent) == 1
+
+
+def begun(courier: Courier, request: Request[Counted]) -> "asyncio.Future[Counted] | None":
+    return Ref("counter-1", courier, Found()).begin(request, timeout=60, trace=b"trace")
+
+
+async def test_what_was_begun_without_a_task_ends_like_an_ask():
+    posted = Posted()
+    courier = Courier(posted, "client-1", Waits())  # type: ignore[arg-type]
+    answered, cancelled, lost = (begun(courier, Count()) for _ in range(3))
+    asked_of = [envelope for _, envelope in posted.sent]
+    assert [envelope.trace for envelope in asked_of] == [b"trace"] * 3
+    tag, body, _ = encode_body(Counted(5))
+    courier.arrived(Delivery(RECORD.address, asked_of[0].reply(EnvelopeKind.OK, 1, tag, body), ()))
+    cancelled.cancel()
+    await settle()
+    courier.lost(RECORD.address, "it died")
+
+    assert await answered == Counted(5)
+    with pytest.raises(Unknown, match="it died"):
+        await lost
+    assert [(e.kind, e.id) for _, e in posted.sent[3:]] == [(EnvelopeKind.CANCEL, asked_of[1].id)]
+
+
+async def test_nothing_begins_without_credit_and_what_cannot_be_sent_fails_its_future():
+    posted = Posted()
+    courier = Courier(posted, "client-1", Waits())  # type: ignore[arg-type]
+
+    def refuse(*_: object) -> None:
+        raise BadFrame("too large")
+
+    posted.post = refuse  # type: ignore[method-assign]
+    with pytest.raises(BadFrame, match="too large"):
+        await begun(courier, Count())
+    assert courier.open_asks(1e9) == []
+    del posted.post
+    while begun(courier, Count()) is not None:
+        pass
+
+    assert len(posted.sent) == WINDOW_MESSAGES - 1
 
 
 async def test_credit_that_was_granted_to_a_cancelled_sender_passes_to_the_next():

@@ -120,7 +120,7 @@ class Scene:
             await asyncio.sleep(0)
 
     async def ask(self, request_id, session="", min_version=0, max_new_tokens=8, resumed=None, exact=False):
-        """An asker's task, begun."""
+        """An asker's future."""
         request = Generate(
             request_id,
             session or request_id,
@@ -130,9 +130,9 @@ class Scene:
             resumed or Tokens(),
             exact,
         )
-        task = self.context.tasks.create_task(self.proxy.generate(request))
+        asking = self.proxy.generate(request)
         await self.settle()
-        return task
+        return asking
 
     async def sampled(self, name, request_id, ids, version=0, start=0):
         await self.proxy.tokens_sampled(TokensSampled(name, ((request_id, tokens(ids, version, start)),)))

@@ -236,6 +236,21 @@ def test_a_cancelled_ask_frees_its_slot(scene):
     scene(play)
 
 
+def test_a_request_whose_ask_is_ended_by_a_stop_begins_no_other(scene):
+    async def play(stage):
+        await stage.joins("engine-1")
+        asking = await stage.ask("r1")
+        spawned = len(stage.context.spawned)
+
+        stage.context.spawned[-1].cancel()
+        await stage.settle()
+
+        assert asking.cancelled()
+        assert len(stage.context.spawned) == spawned
+
+    scene(play)
+
+
 def test_a_restarted_proxy_finds_running_and_finished_requests_on_their_engines(scene):
     async def play(stage):
         one, two = stage.engine("engine-1"), stage.engine("engine-2")

@@ -5,7 +5,7 @@ from actors.proxy.placement import EngineSeat, Placement, ProxyRequest
 
 
 async def test_the_least_recently_used_session_is_forgotten_first():
-    placement = Placement(max_waiting=1, sessions_kept=2)
+    placement = Placement(max_waiting=1, sessions_kept=2, on_turn=print)
     placement.join(EngineSeat("engine-1", ref=None, num_slots=8, version=0, suspended=False))
 
     for session in "abac":
