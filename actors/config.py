@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
@@ -71,7 +71,8 @@ CLIPS: Mapping[str, tuple[float, float]] = {
 ADVANTAGES = ("group", "rloo", "reinforce_pp")
 
 
-def _one_of(value: str, names: tuple[str, ...], other: str = "") -> str:
+def one_of(value: str, names: Collection[str], other: str = "") -> str:
+    """`value`, which must be among `names`. Raises ValueError, a sentence with the nearest name."""
     if value in names:
         return value
     near = difflib.get_close_matches(value, names, n=1)
@@ -79,7 +80,7 @@ def _one_of(value: str, names: tuple[str, ...], other: str = "") -> str:
 
 
 def _loss(value: str) -> str:
-    return value if ":" in value else _one_of(value, tuple(CLIPS), ", and no path/to/file.py:function")
+    return value if ":" in value else one_of(value, tuple(CLIPS), ", and no path/to/file.py:function")
 
 
 class ImportanceSection(Section):
@@ -123,7 +124,7 @@ class TrainSection(Section):
     """Gradients are scaled down to this global norm."""
     loss: Annotated[str, AfterValidator(_loss)] = "dapo"
     """grpo, dr_grpo, dapo, gspo, cispo, ppo, or your own as path/to/file.py:function; see docs/learning.md."""
-    advantage: Annotated[str, AfterValidator(lambda given: _one_of(given, ADVANTAGES))] = "group"
+    advantage: Annotated[str, AfterValidator(lambda given: one_of(given, ADVANTAGES))] = "group"
     """group: against the group's mean, over its deviation (dr_grpo: not over it). rloo: against the others' mean. reinforce_pp: over the batch."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """The policy ratio is clipped below 1 - this; where it is not given, what the loss's paper has."""
@@ -213,6 +214,10 @@ class RolloutSection(Section):
     """Must be 1: the trainer has the whole vocabulary's log-probs, and could not tell what a cut left out."""
     system_prompt: str = ""
     """First message of every trajectory, where set."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables for the model's chat template, such as enable_thinking: false."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Tool schemas for the model's chat template; empty takes what the environment's class declares as `tools`."""
     generate_timeout_s: float = Field(default=300.0, gt=0)
     """Longest wait for one completion, engine restarts included."""
     generate_tries: int = Field(default=3, ge=1)
@@ -276,11 +281,11 @@ class EvalSection(Section):
     every: int = Field(default=10, ge=0)
     """Steps between evaluations, the first of the base model; 0 leaves only the final one."""
     num_tasks: int = Field(default=64, ge=1)
-    """Tasks of each evaluation."""
+    """Held-out prompts of each evaluation, of each of `tasks`; a data set shows each held-out row once, and no more than it has."""
     final_num_tasks: int = Field(default=200, ge=0)
-    """Tasks of the evaluation after the last step; 0 leaves it out."""
+    """The same in the evaluation after the last step; 0 leaves it out."""
     samples: int = Field(default=1, ge=1)
-    """Rollouts of each task: one is greedy; more are sampled, for avg@k and pass@k."""
+    """Rollouts of each prompt: one is greedy; more are sampled, for avg@k and pass@k."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature where there are several samples."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -1,8 +1,9 @@
 """A trajectory's tokens: messages become ids by the model's own chat template, and what the model sampled is never tokenised again."""
 
+import difflib
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +29,15 @@ class ChatRenderer:
     Token ids are int32 little-endian bytes. Raises ValueError, one sentence, for a folder that lacks a part or has a damaged one.
     """
 
-    def __init__(self, folder: Path, *, system_prompt: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        system_prompt: str = "",
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """`variables` and `tools` go to the template. Raises ValueError too for one of them that it never reads."""
         from tokenizers import Tokenizer
 
         path = folder / "tokenizer.json"
@@ -44,7 +53,9 @@ class ChatRenderer:
             for key, value in config.items()
             if key.endswith("_token") and isinstance(value, str | dict)
         }
-        self._template = _compile(_template_of(folder, config))
+        given = {**(variables or {}), **({"tools": [*tools]} if tools else {})}
+        self._template = _compile(template_of(folder, config), given, folder)
+        self._variables = {"tools": None, **given}
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self.stop_token_ids = self._stop_tokens(folder)
         self._opening = lru_cache(CACHED)(self._render_opening)
@@ -83,7 +94,7 @@ class ChatRenderer:
         return ids[_after(stop_token, ids) :].tobytes()
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        return self._template.render(messages=messages, add_generation_prompt=True, tools=None, **self._special)
+        return self._template.render(**self._special, **self._variables, messages=messages, add_generation_prompt=True)
 
     def _encode(self, text: str) -> "array[int]":
         return array("i", self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -182,7 +193,9 @@ def _content(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else str(token)
 
 
-def _template_of(folder: Path, config: Mapping[str, Any]) -> str:
+def template_of(folder: Path, config: Mapping[str, Any] | None = None) -> str:
+    """The chat template of a model folder, whose tokenizer_config.json is `config`. Raises ValueError, one sentence, where it has none."""
+    config = _read_json(folder / "tokenizer_config.json") if config is None else config
     file = folder / "chat_template.jinja"
     found = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
     if isinstance(found, list):  # several named templates
@@ -195,9 +208,9 @@ def _template_of(folder: Path, config: Mapping[str, Any]) -> str:
     return cast("str", found)
 
 
-def _compile(template: str) -> Any:
+def _compile(template: str, variables: Collection[str], folder: Path) -> Any:
     """Templates come with models, from anywhere: they run in jinja's sandbox."""
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(message: str) -> None:
@@ -206,4 +219,9 @@ def _compile(template: str) -> Any:
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     env.globals["raise_exception"] = refuse
+    read = meta.find_undeclared_variables(env.parse(template))
+    for name in set(variables) - read:
+        near = difflib.get_close_matches(name, read, n=1)
+        guess = f"Did you mean {near[0]}?" if near else f"It reads {', '.join(sorted(read))}"
+        raise ValueError(f"the chat template of {folder} does not read {name}. {guess}")
     return env.from_string(template)

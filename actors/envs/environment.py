@@ -17,7 +17,12 @@ class Environment(Protocol):
     allowed: the rollout ends as a named outcome and leaves its group's statistics.
 
     A class with a split of its own declares `held_out`, a dict: the arguments that replace those of `env.kwargs` for held-out tasks, where
-    `env.eval_kwargs` names none. Where another seed is always another task, it is empty.
+    `env.eval_kwargs` names none. Where another seed is always another task, it is empty. `tools`, a list of tool schemas, goes to the model's
+    chat template.
+
+    `reset` is also given those of these that its signature names: `task` (its name in the config's `tasks`), `row` (of the task's data set;
+    without one, how many groups of the task there were before), `purpose` ("train" or "eval"), `trajectory` (its id) and `version` (of the
+    weights, at admission).
     """
 
     def reset(

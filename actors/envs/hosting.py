@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
@@ -25,13 +25,17 @@ from runtime.pool.errors import (
 )
 from runtime.pool.pool import Traits, Unsendable, WorkerPool, decode, encode_call
 from runtime.pool.sandbox import WorkerLimits
-from runtime.pool.worker import place_of, text_of
+from runtime.pool.worker import place_of, taken_by, text_of
 
 BUILT_IN = "actors.envs."
 """Classes from here are trusted to import quickly, so no worker is started to look at them."""
 
-HELD_OUT = "held_out"
-"""Attribute of an environment class: see Environment."""
+HELD_OUT, TOOLS = "held_out", "tools"
+DECLARED = (HELD_OUT, TOOLS)
+"""Attributes of an environment class: see Environment."""
+
+TOLD: Mapping[str, Any] = {"task": "", "row": 0, "purpose": "train", "trajectory": "", "version": 0}
+"""What a `reset` may be told besides the seed, as it is where no rollout asks."""
 
 CLOSE_S = 5.0
 """An environment that can't close by then is left to its fate: nobody waits for it."""
@@ -60,17 +64,17 @@ class EnvFailure(Exception):
     trials: int = 0
 
 
-def sentence(section: EnvSection, failure: EnvFailure, *, task: int | None = None, seed: int, log: str) -> str:
+def sentence(section: EnvSection, failure: EnvFailure, *, task: str = "", seed: int, log: str) -> str:
     """One line for the user: which environment did what, on which task, how often, and the `log` to look into."""
     raised, colon, cause = failure.what.partition(": ")
-    on = "" if failure.method == "import" else f" (seed {seed})" if task is None else f" (task {task}, seed {seed})"
+    on = "" if failure.method == "import" else f" (seed {seed})" if not task else f" ({task}, seed {seed})"
     parts = [f"env {section.target} {raised}{on}{colon}{cause}"]
     if failure.trials:
         what = "tries" if failure.method == "__init__" else "seeds"
         parts.append(f"{failure.trials} of {failure.trials} {what} failed")
-    elif task is not None and failure.method != "step":
+    elif task and failure.method != "step":
         parts.append(f"{section.reset_tries} of {section.reset_tries} tries failed; its group is dropped")
-    elif task is not None:
+    elif task:
         parts.append("The rollout leaves its group")
     return ". ".join([*parts, f"Log: {log}"])
 
@@ -78,13 +82,25 @@ def sentence(section: EnvSection, failure: EnvFailure, *, task: int | None = Non
 class EnvHost:
     """Makes environments and keeps those that finished well for the next rollout of the same purpose."""
 
-    def __init__(self, section: EnvSection, *, on_output: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        section: EnvSection,
+        *,
+        on_output: Callable[[str], None] | None = None,
+        pool: WorkerPool | None = None,
+        task: str = "",
+    ) -> None:
+        """`pool`: the workers of another task's host, where they share them."""
         self._section = section
+        self._task = task
         limits = WorkerLimits(section.memory_mb, max_processes=section.max_processes)
-        self._pool = WorkerPool(workers=section.workers, limits=limits, on_output=on_output)
+        self.pool = pool or WorkerPool(workers=section.workers, limits=limits, on_output=on_output)
         self._class: Callable[..., Any] | None = None
         self._idle: dict[Purpose, list[HostedEnv]] = {"train": [], "eval": []}
         self._num_built = 0
+        self._takes: Sequence[str] = ()
+        self.declared: Mapping[str, Any] = {}
+        """Of `DECLARED`, what the class has; known once it has started."""
         self._held_out: Mapping[str, Any] = section.eval_kwargs
         self.has_split = False
         """Whether held-out tasks have arguments of their own, or the class says that they need none; known once it has started."""
@@ -94,12 +110,14 @@ class EnvHost:
         target, isolation = self._section.target, self._section.isolation
         if isolation == "inline" or target.startswith(BUILT_IN):
             found = _load(target)
-            declared = {HELD_OUT: getattr(found, HELD_OUT)} if hasattr(found, HELD_OUT) else {}
-            traits = Traits(getattr(found, "inline", False) is True, False, declared)
+            declared = {name: getattr(found, name) for name in DECLARED if hasattr(found, name)}
+            reset = getattr(found, "reset", None)
+            traits = Traits(getattr(found, "inline", False) is True, False, declared, taken_by(reset))
         else:
             traits = await self._inspected()
         if isolation == "inline" or (isolation == "auto" and (traits.inline or traits.asynchronous)):
             self._class = _load(target)
+        self._takes, self.declared = traits.takes, traits.declared
         self.has_split = bool(self._held_out) or HELD_OUT in traits.declared
         self._held_out = self._held_out or traits.declared.get(HELD_OUT, {})
         if not isinstance(self._held_out, Mapping):
@@ -121,21 +139,28 @@ class EnvHost:
         except Exception as error:
             raise _raised(error, "__init__", "env_reset_failed") from error
 
-    async def begin(self, purpose: Purpose, seed: int) -> "tuple[HostedEnv, Observation, Mapping[str, Any]]":
-        """An environment that was reset, after up to `env.reset_tries` tries, each on another instance. Raises the last EnvFailure."""
+    async def begin(
+        self, purpose: Purpose, seed: int, told: Mapping[str, Any] = TOLD
+    ) -> "tuple[HostedEnv, Observation, Mapping[str, Any]]":
+        """An environment that was reset, after up to `env.reset_tries` tries, each on another instance. Raises the last EnvFailure.
+
+        Its `reset` is given what it takes of `told`.
+        """
         tries_left = self._section.reset_tries
         while True:
             tries_left -= 1
             try:
-                return await self._begin_once(purpose, seed)
+                return await self._begin_once(purpose, seed, told)
             except EnvFailure:
                 if not tries_left:
                     raise
 
-    async def _begin_once(self, purpose: Purpose, seed: int) -> "tuple[HostedEnv, Observation, Mapping[str, Any]]":
+    async def _begin_once(
+        self, purpose: Purpose, seed: int, told: Mapping[str, Any]
+    ) -> "tuple[HostedEnv, Observation, Mapping[str, Any]]":
         env = await self.borrow(purpose)
         try:
-            return env, *await env.reset(seed)
+            return env, *await env.reset(seed, {name: value for name, value in told.items() if name in self._takes})
         except EnvFailure:
             await env.close()
             raise
@@ -152,7 +177,8 @@ class EnvHost:
         failures: list[EnvFailure] = []
         while len(failures) < TRIAL_SEEDS and sum(_is_dear(failure) for failure in failures) < DEAR_TRIALS:
             try:
-                env, _, _ = await self._begin_once(purpose, seed + len(failures))
+                told = {**TOLD, "row": len(failures), "purpose": purpose}
+                env, _, _ = await self._begin_once(purpose, seed + len(failures), told)
             except EnvFailure as failure:
                 failures.append(failure)
             else:
@@ -170,14 +196,14 @@ class EnvHost:
         for idle in self._idle.values():
             while idle:
                 await idle.pop().close()
-        await self._pool.close()
+        await self.pool.close()
 
     async def _inspected(self) -> Traits:
         """Asked in a worker: importing a user's module may hang or crash too."""
         target, limit_s = self._section.target, self._section.build_timeout_s
         for tries_left in reversed(range(self._section.reset_tries)):
             try:
-                return await self._pool.inspect(target, deadline_s=limit_s, attributes=(HELD_OUT,))
+                return await self.pool.inspect(target, deadline_s=limit_s, attributes=DECLARED)
             except PoolError as error:
                 if tries_left and isinstance(error, WorkerDied | WorkerKilled):
                     continue  # somebody else may have killed it
@@ -186,13 +212,13 @@ class EnvHost:
 
     async def _build_in_pool(self, kwargs: Mapping[str, Any]) -> "HostedEnv":
         self._num_built += 1
-        name = f"env-{self._num_built}"
+        name = f"env-{self._task}-{self._num_built}"
         deadline_s = self._section.build_timeout_s
         try:
-            await self._pool.build(name, self._section.target, encode_call(**kwargs), deadline_s=deadline_s)
+            await self.pool.build(name, self._section.target, encode_call(**kwargs), deadline_s=deadline_s)
         except PoolError as error:
             raise _failed(error, "__init__", "env_reset_failed") from error
-        return PooledEnv(self._section, self._pool, name)
+        return PooledEnv(self._section, self.pool, name)
 
 
 class HostedEnv:
@@ -209,9 +235,10 @@ class HostedEnv:
         """False once it can't be called any more."""
         return True
 
-    async def reset(self, seed: int) -> tuple[Observation, Mapping[str, Any]]:
-        """Start an episode."""
-        return check_reset(await self._call("reset", "env_reset_failed", self._section.reset_timeout_s, seed=seed))
+    async def reset(self, seed: int, told: Mapping[str, Any] = {}) -> tuple[Observation, Mapping[str, Any]]:
+        """Start an episode; `told` goes to `reset` beside the seed."""
+        limit_s = self._section.reset_timeout_s
+        return check_reset(await self._call("reset", "env_reset_failed", limit_s, seed=seed, **told))
 
     async def step(self, action: str) -> Step:
         """Apply the model's text."""

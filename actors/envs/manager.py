@@ -1,20 +1,26 @@
 """Owns trajectories from their ticket until their scored Put, or their end without one, is acknowledged."""
 
 import asyncio
+import os
+from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
 from actors.config import EvalSection, ModelSection, RewardSection, RolloutSection
-from actors.envs.chat import ChatRenderer
-from actors.envs.hosting import EnvFailure, EnvHost, sentence
+from actors.envs.chat import ChatRenderer, template_of
+from actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection
+from actors.envs.tasks import Task, check_tasks, resolved
 from actors.messages.samples import Admit, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
+from actors.tasks import Tasks, TaskSection
 from bus.errors import AskFailed, Failed
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
 from runtime.config import Config as Job
+from runtime.errors import ConfigError
 from runtime.importer import check_module
 from runtime.kernel import Kernel
 from runtime.store.errors import StoreUnavailable
@@ -62,27 +68,21 @@ class EnvManager(Actor):
         model: ModelSection = ModelSection()
         reward: RewardSection = RewardSection()
         eval: EvalSection = EvalSection()
+        tasks: Tasks = {}
 
     config: Config
 
     @classmethod
     def check(cls, job: Job) -> None:
         """Refuse what makes every rollout fail, or gives it to another manager while it runs."""
-        functions = job.section("reward").functions
-        if functions and "reward_service" not in job.actors:
-            raise ValueError(f"reward.functions names {functions[0]}, but actors has no reward_service to call it")
         limits: RolloutSection = job.section("rollout")
-        turn, whole, held = limits.max_new_tokens, limits.max_len, limits.hold_s
-        if turn >= whole:
-            raise ValueError(f"rollout.max_new_tokens is {turn}; it must be below rollout.max_len, which is {whole}")
+        whole, held = limits.max_len, limits.hold_s
+        for task in resolved(job.section("tasks"), job.section("env"), limits, job.section("reward")).values():
+            _check_task(task, job)
         if limits.top_p < 1.0:
             raise ValueError(
                 f"rollout.top_p is {limits.top_p:g}; it must be 1, since the trainer can't recompute log-probs of a cut distribution: "
                 "set rollout.top_p=1, and rollout.temperature below 1 for likelier tokens"
-            )
-        if 0.0 < limits.temperature < LEAST_TEMPERATURE:
-            raise ValueError(
-                f"rollout.temperature is {limits.temperature:g}; it must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}"
             )
         if job.has("engine") and whole > (most := job.section("engine").max_len):
             raise ValueError(f"rollout.max_len is {whole}; it must be at most engine.max_len, which is {most}")
@@ -93,20 +93,34 @@ class EnvManager(Actor):
 
     @classmethod
     def check_host(cls, config: Config) -> None:
-        """The environment's module; what is in it shows when a manager tries it."""
-        check_module(config.env.target, key="env.class")
+        """The environments' modules, whose content shows when a manager tries them, and data sets."""
+        if config.tasks:
+            check_tasks(config.tasks)
+        else:
+            check_module(config.env.target, key="env.class")
+
+    @classmethod
+    def preflight(cls, config: Config, folder: Path) -> None:
+        """The model's chat template."""
+        model = folder / config.model.path
+        try:
+            template_of(model)
+        except ValueError as error:
+            if os.path.isdir(model):  # one that is not there is told of by others
+                raise ConfigError(f"{error}.") from error
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
         self._limits = config.rollout
         self._log = str(self.run.folder / "logs" / f"{self.name}.jsonl")
-        self._record = RolloutRecord(config.env, self._log)
-        self._host = EnvHost(config.env, on_output=lambda line: self.log.info("user_output", text=line))
+        self._tasks = resolved(config.tasks, config.env, config.rollout, config.reward)
+        self._hosts = self._hosts_of()
+        self._records = {name: RolloutRecord(task.env, self._log) for name, task in self._tasks.items()}
         self._policy = PolicyState(version=0, alpha=-1)
         self._running: dict[tuple[str, int], tuple[Rollout, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
-        self._rollouts: RolloutContext | None = None
+        self._rollouts: dict[str, RolloutContext] = {}
         self._ended = False
 
     async def on_start(self) -> None:
@@ -134,35 +148,61 @@ class EnvManager(Actor):
 
     async def on_stop(self) -> None:
         """Kill environment workers."""
-        await self._host.close()
+        for host in self._hosts.values():
+            await host.close()
 
     @handler
     async def policy_changed(self, message: PolicyState) -> None:
         """A hint of the sample buffer: training moved on, or α did."""
         self._policy = message
 
+    def _hosts_of(self) -> dict[str, EnvHost]:
+        """They share their workers."""
+        hosts: dict[str, EnvHost] = {}
+        for name, task in self._tasks.items():
+            pool = next(iter(hosts.values())).pool if hosts else None
+            hosts[name] = EnvHost(task.env, on_output=self._output, pool=pool, task=name)
+        return hosts
+
+    def _output(self, line: str) -> None:
+        self.log.info("user_output", text=line)
+
     async def _prepare(self) -> str:
-        """Read the tokenizer and try the environment; returns the sentence that ends the job, if any."""
-        folder, limits = self.run.folder / self.config.model.path, self._limits
+        """Read the tokenizer and try the environments; returns the sentence that ends the job, if any."""
+        for name, task in self._tasks.items():
+            if problem := await self._prepare_task(name, task, self._hosts[name]):
+                return problem
+        await self._tell_of_split()
+        return ""
+
+    async def _prepare_task(self, name: str, task: Task, host: EnvHost) -> str:
+        folder, limits = self.run.folder / self.config.model.path, task.rollout
         try:
-            renderer = await self.offload(lambda: ChatRenderer(folder, system_prompt=limits.system_prompt))
-            await self._host.start()
-            failures = await self._host.try_out(self.run.seed)
+            await host.start()
+            tools = limits.tools or host.declared.get(TOOLS, ())
+            make = partial(
+                ChatRenderer,
+                folder,
+                system_prompt=limits.system_prompt,
+                variables=limits.chat_template_kwargs,
+                tools=tools,
+            )
+            renderer = await self.offload(make)
+            failures = await host.try_out(self.run.seed)
         except ValueError as error:
             return str(error)
         except EnvFailure as failure:
-            return sentence(self.config.env, failure, seed=self.run.seed, log=self._log)
+            return sentence(task.env, failure, seed=self.run.seed, log=self._log)
         if failures:
-            text = sentence(self.config.env, failures[0], seed=self.run.seed, log=self._log)
+            text = sentence(task.env, failures[0], seed=self.run.seed, log=self._log)
             self.notice(f"{text}. The job goes on: another seed works (tried: {len(failures) + 1})")
-        await self._tell_of_split()
-        self._rollouts = RolloutContext(
-            env=self.config.env,
+        self._rollouts[name] = RolloutContext(
+            env=task.env,
             rollout=limits,
-            host=self._host,
+            host=host,
             renderer=renderer,
             proxy=self.ref("llm_proxy"),
-            reward=self.ref("reward_service") if self.config.reward.functions else None,
+            reward=self.ref("reward_service") if task.rewards else None,
             policy=lambda: self._policy,
             metrics=self.metrics,
             waits=self.waits,
@@ -174,11 +214,10 @@ class EnvManager(Actor):
     async def _tell_of_split(self) -> None:
         """Once in a run, however many managers it has: held-out tasks may be no others than those of training."""
         wanted = self.config.eval.every or self.config.eval.final_num_tasks
-        if wanted and not self._host.has_split and await self.store.increment(NO_SPLIT) == 1:
-            self.notice(
-                f"env {self.config.env.target} has no held-out split: evaluations use other seeds, which may give tasks that are trained on. "
-                "Set env.eval_kwargs, or declare held_out in the class (docs/embedding.md)"
-            )
+        without = [name for name, host in self._hosts.items() if not host.has_split]
+        if wanted and without and await self.store.increment(NO_SPLIT) == 1:
+            for name in without:
+                self.notice(_told_of_split(self._tasks[name], self.config.tasks.get(name)))
 
     async def _admit(self) -> None:
         """Keep as many rollouts running as there are tickets and room for."""
@@ -207,9 +246,8 @@ class EnvManager(Actor):
     def _begin(self, ticket: Ticket) -> None:
         key = (ticket.trajectory_id, ticket.attempt)
         if key not in self._running:
-            assert self._rollouts is not None
-            self._record.begun(ticket)
-            rollout = Rollout(self._rollouts, ticket)
+            self._records[ticket.task].begun(ticket)
+            rollout = Rollout(self._rollouts[ticket.task], ticket)
             self._running[key] = (rollout, self.spawn(self._run(rollout), name=f"{self.name}.{ticket.trajectory_id}"))
             self.metrics.gauge("rollout/in_flight", len(self._running))
 
@@ -231,7 +269,7 @@ class EnvManager(Actor):
             self.metrics.gauge("rollout/in_flight", len(self._running))
 
     async def _finished(self, rollout: Rollout, trajectory: Trajectory) -> None:
-        self._record.good(rollout.ticket)
+        self._records[rollout.ticket.task].good(rollout.ticket)
         self.metrics.count("rollout/finished")
         self.metrics.observe("rollout/turns", trajectory.turns)
         self.metrics.observe("rollout/wall_s", trajectory.wall_s)
@@ -251,7 +289,7 @@ class EnvManager(Actor):
             where=end.failure.where if end.failure else "",
             retry=end.retry,
         )
-        notices, verdict = self._record.bad(ticket, end)
+        notices, verdict = self._records[ticket.task].bad(ticket, end)
         for notice in notices:
             self.notice(notice)
         if verdict:
@@ -326,3 +364,29 @@ class EnvManager(Actor):
         if not self._ended:
             self._ended = True
             self.finish(why, failed=True)
+
+
+def _check_task(task: Task, job: Job) -> None:
+    """Raises ValueError for limits that make every rollout of it fail."""
+    own, limits, plain = task.key if task.key != "env" else "rollout", task.rollout, task.key == "env"
+    if task.rewards and "reward_service" not in job.actors:
+        key = "reward.functions" if plain else f"{own}.rewards"
+        raise ValueError(f"{key} names {task.rewards[0]}, but actors has no reward_service to call it")
+    if limits.max_new_tokens >= limits.max_len:
+        said = f"{own}.max_new_tokens is {limits.max_new_tokens}"
+        raise ValueError(f"{said}; it must be below rollout.max_len, which is {limits.max_len}")
+    if 0.0 < limits.temperature < LEAST_TEMPERATURE:
+        said = f"{own}.temperature is {limits.temperature:g}"
+        raise ValueError(f"{said}; it must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}")
+
+
+def _told_of_split(task: Task, section: TaskSection | None) -> str:
+    if section is not None and section.data is not None:
+        return (
+            f"{task.key}.data has no held-out rows: evaluations show rows that are trained on. "
+            "Set its eval_path, or eval_rows to hold some of them out (docs/tasks.md)"
+        )
+    return (
+        f"env {task.env.target} has no held-out split: evaluations use other seeds, which may give tasks that are trained on. "
+        f"Set {task.key}.eval_kwargs, or declare held_out in the class (docs/embedding.md)"
+    )

@@ -36,8 +36,8 @@ MAX_NOTICES = 5
 SHARES_AFTER = (8, RECENT)
 """After so many tasks the user is told which share of them failed."""
 
-TASKS_KEPT = 4 * RECENT
-"""Tasks remembered; one that still runs when so many began after it is forgotten."""
+PROMPTS_KEPT = 4 * RECENT
+"""Prompts remembered; one that still runs when so many began after it is forgotten."""
 
 
 @dataclass(eq=False)
@@ -142,7 +142,7 @@ class Rollout:
         began = loop.time()
         try:
             with self._waiting("env.reset", f"env.reset_timeout_s={context.env.reset_timeout_s:g}"):
-                env, observation, info = await context.host.begin(ticket.purpose, ticket.seed)
+                env, observation, info = await context.host.begin(ticket.purpose, ticket.seed, self._told())
         except EnvFailure as failure:
             raise _given_up(failure) from failure
         self._env_s += loop.time() - began
@@ -215,6 +215,7 @@ class Rollout:
                 min_version=max(self._ticket.version, transcript.version_first),
                 resumed=resumed,
                 exact=self._ticket.purpose == "eval",
+                task=self._ticket.task,
             )
             reply = await self._ask_proxy(request)
             self._num_sampled += (len(reply.tokens.ids) - len(resumed.ids)) // TOKEN_BYTES
@@ -242,7 +243,7 @@ class Rollout:
         context = self._context
         if context.reward is None:
             return {}
-        request = Score(self._key, tuple(self._texts), self._columns())
+        request = Score(self._key, tuple(self._texts), self._columns(), self._ticket.task)
         timeout_s = context.rollout.reward_timeout_s
         try:
             with self._waiting("score", f"rollout.reward_timeout_s={timeout_s:g}", "reward_service"):
@@ -258,7 +259,6 @@ class Rollout:
     def _columns(self) -> bytes:
         """For the reward functions, as MessagePack: ours, and of the environment's info what can be sent."""
         columns = {
-            "task": self._ticket.task,
             "seed": self._ticket.seed,
             "turns": len(self._texts),
             "invalid_turns": self._num_invalid,
@@ -267,15 +267,26 @@ class Rollout:
             "finish_reasons": self._finish_reasons,
         }
         plain = {key: value for key, value in self._info.items() if isinstance(key, str) and _is_plain(value)}
-        return msgspec.msgpack.encode(plain | columns)
+        return msgspec.msgpack.encode(self._told() | plain | columns)
+
+    def _told(self) -> dict[str, Any]:
+        """Whose rollout it is, for the environment and the reward functions; keys as in TOLD."""
+        ticket = self._ticket
+        return {
+            "task": ticket.task,
+            "row": ticket.row,
+            "purpose": ticket.purpose,
+            "trajectory": ticket.trajectory_id,
+            "version": ticket.version,
+        }
 
     def _waiting(self, stage: str, limit: str, holder: str = "") -> AbstractContextManager[Any]:
         return self._context.waits.on(self._ticket.trajectory_id, stage=stage, holder=holder, limit=limit)
 
 
 @dataclass(slots=True)
-class _TaskRecord:
-    """How the rollouts of one task fare."""
+class _PromptRecord:
+    """How the rollouts of one prompt fare: of a task at one seed."""
 
     running: int = 0
     good: int = 0
@@ -294,16 +305,16 @@ class RolloutRecord:
     def __init__(self, env: EnvSection, log: str) -> None:
         self._env = env
         self._log = log
-        self._tasks: OrderedDict[tuple[str, int], _TaskRecord] = OrderedDict()
+        self._prompts: OrderedDict[tuple[str, int], _PromptRecord] = OrderedDict()
         self._ever_good = False
         self._noticed: set[tuple[str, str]] = set()
         self._shares_told = 0
 
     def begun(self, ticket: Ticket) -> None:
         """A rollout begins."""
-        self._tasks.setdefault((ticket.group_id, ticket.task), _TaskRecord()).running += 1
-        if len(self._tasks) > TASKS_KEPT:
-            self._tasks.popitem(last=False)
+        self._prompts.setdefault((ticket.group_id, ticket.row), _PromptRecord()).running += 1
+        if len(self._prompts) > PROMPTS_KEPT:
+            self._prompts.popitem(last=False)
 
     def good(self, ticket: Ticket) -> None:
         """A rollout got through."""
@@ -335,24 +346,25 @@ class RolloutRecord:
             notices.append(f"{of_last}; the job goes on with the others")
         return notices, ""
 
-    def _over(self, ticket: Ticket) -> _TaskRecord:
-        task = self._tasks.get((ticket.group_id, ticket.task)) or _TaskRecord()
-        task.running -= 1
-        return task
+    def _over(self, ticket: Ticket) -> _PromptRecord:
+        prompt = self._prompts.get((ticket.group_id, ticket.row)) or _PromptRecord()
+        prompt.running -= 1
+        return prompt
 
     def _shares(self) -> list[float]:
         """The failed share of each of the newest tasks of which nothing runs, nor of any task before them."""
-        over = takewhile(lambda task: task.running <= 0, self._tasks.values())
-        shares = [task.failed / (task.failed + task.good) for task in over if task.failed or task.good]
+        over = takewhile(lambda prompt: prompt.running <= 0, self._prompts.values())
+        shares = [prompt.failed / (prompt.failed + prompt.good) for prompt in over if prompt.failed or prompt.good]
         return shares[-RECENT:]
 
     def _described(self, ticket: Ticket, end: GaveUp) -> tuple[str, tuple[str, str]]:
         """The sentence, and what makes two failures the same to a reader."""
+        which = f"task {ticket.task}, row {ticket.row}" if ticket.task else f"task {ticket.row}"
         if (failure := end.failure) is not None:
-            text = sentence(self._env, failure, task=ticket.task, seed=ticket.seed, log=self._log)
+            text = sentence(self._env, failure, task=which, seed=ticket.seed, log=self._log)
             return text, (failure.outcome, failure.what.partition("(")[0])
         detail = " ".join(end.detail.split())[:MAX_DETAIL]
-        text = f"a rollout ended as {end.reason} (task {ticket.task}, seed {ticket.seed}): {detail}"
+        text = f"a rollout ended as {end.reason} ({which}, seed {ticket.seed}): {detail}"
         return f"{text}. Log: {self._log}", (end.reason, DIGITS.sub("", detail))
 
 

@@ -74,6 +74,8 @@ class Generate(Request[Completion | Aborted], frozen=True):
     The reply begins with them."""
     exact: bool = False
     """Every token is sampled under `min_version` itself; Aborted where no engine holds it."""
+    task: str = ""
+    """Name of the task; empty where the config names none."""
 
 
 class Abort(Request[Ack], frozen=True):

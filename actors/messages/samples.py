@@ -52,6 +52,8 @@ class Score(Request[Scores | NotScored], frozen=True):
     trajectory_id: str
     completions: tuple[str, ...]
     columns: bytes
+    task: str = ""
+    """Whose reward functions are asked."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +62,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     trajectory_id: str
     group_id: str
     attempt: int
-    task: int
+    row: int
+    """Of the task's data set; where it has none, how many groups of the task there were before."""
     seed: int
     """Seed of the environment: the same for every member of a group."""
     version: int
@@ -68,6 +71,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     purpose: Purpose = "train"
     noise: int = 0
     """Seed of the sampling: of run seed, trajectory and counted tries, so that an attempt that was lost draws the same tokens again."""
+    task: str = ""
+    """Name of the task, as the config's `tasks` has it; empty where it names none."""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
@@ -267,15 +272,17 @@ class EvalResult(Message, frozen=True):
 
     version: int
     rewards: tuple[tuple[float, ...], ...]
-    """Of each task, those of its rollouts that finished."""
+    """Of each held-out prompt, those of its rollouts that finished."""
     failed: int
     figures: dict[str, float] = {}
     """Means over the rollouts that finished, as `breakdown` names them."""
+    tasks: tuple[str, ...] = ()
+    """Of each held-out prompt, the name of its task; empty where tasks have none."""
 
 
 class Evaluate(Request[EvalResult | NotReady], frozen=True):
-    """Run held-out task ids 0…num-1 under weight version `version`, each `samples` times. Asking again with the same `key` joins it;
-    another key ends what is unfinished."""
+    """Run up to `num` held-out prompts of each task under weight version `version`, each `samples` times. Asking again with the same
+    `key` joins it; another key ends what is unfinished."""
 
     idempotent: ClassVar[bool] = True
     key: str

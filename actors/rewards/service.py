@@ -2,16 +2,18 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import msgspec
 
 from actors.config import RewardSection
 from actors.messages.samples import MOST_REWARD, NotScored, Score, Scores, flaw_of_reward
+from actors.tasks import Tasks, TaskSection, rewards_of
 from planning.hopeless import RECENT, is_hopeless
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
@@ -60,18 +62,23 @@ class RewardService(Actor):
 
     class Config(ActorConfig):
         reward: RewardSection = RewardSection()
+        tasks: Tasks = {}
 
     config: Config
 
     @classmethod
     def check_host(cls, config: Config) -> None:
         """The functions' modules; what is in them shows when a worker loads them."""
-        check_all(partial(check_module, target, key="reward.functions") for target in config.reward.functions)
+        own = {t: f"tasks.{name}.rewards" for name, task in config.tasks.items() for t in task.rewards or ()}
+        named = own | dict.fromkeys(config.reward.functions, "reward.functions")
+        check_all(partial(check_module, target, key=key) for target, key in named.items())
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
         self._section = config.reward
-        self._scorer = LocalScorer(config.reward, on_output=lambda line: self.log.info("user_output", text=line))
+        self._scorer = LocalScorer(
+            config.reward, config.tasks, on_output=lambda line: self.log.info("user_output", text=line)
+        )
         self._waiting: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
         self._noticed: set[str] = set()
@@ -92,7 +99,7 @@ class RewardService(Actor):
     @handler(concurrency=1024)
     async def score(self, request: Score) -> Scores | NotScored:
         """The functions' numbers for one trajectory, or why there are none."""
-        if not self._section.functions:
+        if not self._scorer.functions_of(request):
             return Scores(())
         reply: asyncio.Future[Scores | NotScored] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, reply))
@@ -145,10 +152,18 @@ class RewardService(Actor):
 
 
 class LocalScorer:
-    """Runs `reward.functions` one after another over a batch of requests."""
+    """Runs reward functions one after another, each over those of a batch of requests whose task has it."""
 
-    def __init__(self, section: RewardSection, *, on_output: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        section: RewardSection,
+        tasks: Mapping[str, TaskSection] = MappingProxyType({}),
+        *,
+        on_output: Callable[[str], None] | None = None,
+    ) -> None:
         self._section = section
+        self._functions = rewards_of(tasks, section)
+        self._takes: dict[str, Sequence[str]] = {}
         self._pool = WorkerPool(
             workers=section.workers,
             limits=WorkerLimits(section.memory_mb, max_processes=section.max_processes, writes=False),
@@ -157,7 +172,7 @@ class LocalScorer:
 
     async def start(self) -> str:
         """Load every function in every worker; returns "" or the sentence that says which one can't be used."""
-        for name in self._section.functions:
+        for name in dict.fromkeys(name for names in self._functions.values() for name in names):
             try:
                 await self._load(name)
             except TargetMissing as error:
@@ -170,11 +185,15 @@ class LocalScorer:
         """A worker that ended meanwhile may have been killed by somebody else: no reason to end a job at the first time."""
         for tries_left in reversed(range(LOAD_TRIES)):
             try:
-                await self._pool.preload(name, deadline_s=LOAD_S)
+                self._takes[name] = (await self._pool.preload(name, deadline_s=LOAD_S)).takes
                 return
             except (WorkerDied, WorkerKilled):
                 if not tries_left:
                     raise
+
+    def functions_of(self, request: Score) -> tuple[str, ...]:
+        """Those of its task; a task that the config does not name has what all others have."""
+        return self._functions.get(request.task, self._section.functions)
 
     async def close(self) -> None:
         """Kill the workers."""
@@ -202,12 +221,14 @@ class LocalScorer:
         return replies
 
     async def _score(self, requests: Sequence[Score]) -> list[Scores]:
-        found: list[tuple[float, ...]] = [() for _ in requests]
-        arguments = _arguments(requests)
-        for name in self._section.functions:
-            numbers = await self._call(name, arguments, len(requests))
-            found = [(*scores, number) for scores, number in zip(found, numbers, strict=True)]
-        return [Scores(scores) for scores in found]
+        wanted = [self.functions_of(request) for request in requests]
+        found: list[dict[str, float]] = [{} for _ in requests]
+        for name in dict.fromkeys(name for names in wanted for name in names):
+            at = [index for index, names in enumerate(wanted) if name in names]
+            arguments = _arguments([requests[index] for index in at], self._takes.get(name, ("**",)))
+            for index, number in zip(at, await self._call(name, arguments, len(at)), strict=True):
+                found[index][name] = number
+        return [Scores(tuple(scores[name] for name in names)) for scores, names in zip(found, wanted, strict=True)]
 
     async def _call(self, name: str, arguments: bytes, num: int) -> list[float]:
         for tries_left in reversed(range(KILLED_TRIES)):
@@ -247,13 +268,14 @@ def describe(error: PoolError) -> str:
             return str(error)
 
 
-def _arguments(requests: Sequence[Score]) -> bytes:
-    """Completions, then one list per column that any of the requests has."""
+def _arguments(requests: Sequence[Score], takes: Sequence[str]) -> bytes:
+    """Completions, then one list per column that any of the requests has and the function `takes`."""
     rows: list[dict[str, Any]] = []
     for request in requests:
         row = msgspec.msgpack.decode(request.columns, type=dict[str, Any])
         rows.append({**row, "texts": list(request.completions)})
-    names = dict.fromkeys(name for row in rows for name in row if name != "completions")
+    names = dict.fromkeys(name for row in rows for name in row if name in takes or "**" in takes)
+    names.pop("completions", None)
     columns = {name: [row.get(name) for row in rows] for name in names}
     return encode_call(completions=["\n".join(request.completions) for request in requests], **columns)
 

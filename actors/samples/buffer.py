@@ -10,7 +10,6 @@ from contextlib import suppress
 import msgspec
 from pydantic import Field
 
-from actors.breakdown import breakdown
 from actors.checkpoint import newest_receipts
 from actors.config import ModelSection, SamplesSection, StalenessSection, TrainSection
 from actors.messages.samples import (
@@ -42,6 +41,7 @@ from actors.samples.holders import ENV_MANAGER, NOBODY, Holders, gauges, why_no_
 from actors.samples.journal import Journal, Wake
 from actors.samples.kept import KeptTrajectories
 from actors.samples.ledger import SampleLedger
+from actors.samples.prompts import mixture_of
 from actors.samples.sample import (
     FUTURE_VERSION,
     INLINE_BYTES,
@@ -56,11 +56,13 @@ from actors.samples.sample import (
     sweep_payloads,
     trajectory_id,
 )
+from actors.tasks import Tasks
 from bus.errors import AskFailed
 from bus.message import Ack
 from planning.staleness import HandOver, min_version
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
+from runtime.errors import ConfigError
 from runtime.observe.figures import STORE
 from runtime.store.store import Fence
 
@@ -90,6 +92,7 @@ class SampleBuffer(Actor):
         staleness: StalenessSection = Field(default_factory=StalenessSection)
         train: TrainSection = Field(default_factory=TrainSection)
         samples: SamplesSection = Field(default_factory=SamplesSection)
+        tasks: Tasks = {}
 
     config: Config
 
@@ -99,7 +102,8 @@ class SampleBuffer(Actor):
         self._draining = False
         self._slots, self._outcomes = Wake(), Wake()
         self._claiming = asyncio.Lock()
-        limits = limits_of(self.config.train, self.config.samples, self.run)
+        mixture = await self.offload(mixture_of, self.config.tasks, self.run.seed)
+        limits = limits_of(self.config.train, self.config.samples, self.run, mixture)
         self._groups = groups = Groups(limits, self.config.staleness.bound)
         self._journal = journal = Journal(
             self.store,
@@ -265,11 +269,7 @@ class SampleBuffer(Actor):
         if not group.complete:
             why = f"{group.num_settled} of {len(group.members)} held-out rollouts have an outcome"
             return NotReady(ready=group.num_settled, wanted=len(group.members), why=why)
-        found = [member.outcome.reward for member in group.members]
-        tasks = [found[at : at + request.samples] for at in range(0, len(found), request.samples)]
-        rewards = tuple(tuple(reward for reward in task if reward is not None) for task in tasks)
-        scored = [m.outcome for m in group.members if m.outcome.reward is not None]
-        return EvalResult(group.begun, rewards, found.count(None), breakdown(scored))
+        return group.result()
 
     @handler(concurrency=16)
     async def close(self, request: Close) -> Ack:
@@ -285,7 +285,11 @@ class SampleBuffer(Actor):
     def _issue(self, request: Admit) -> list[Ticket]:
         if not self._journal.is_healthy or self._closed or self._draining:
             return []
-        tickets = self._groups.issue(request.num, request.holder, request.incarnation, self._now())
+        try:
+            tickets = self._groups.issue(request.num, request.holder, request.incarnation, self._now())
+        except ConfigError as error:  # a sampler of the user's
+            self.finish(str(error), failed=True)
+            return []
         if tickets:
             self._holders.granted()
         return tickets

@@ -17,8 +17,10 @@ from typing import Literal
 
 import msgspec
 
+from actors.breakdown import breakdown
 from actors.config import SamplesSection, TrainSection
-from actors.messages.samples import SPREAD, Purpose, Ticket
+from actors.messages.samples import SPREAD, EvalResult, Purpose, Ticket
+from actors.samples.prompts import Mixture, TaskCursor
 from actors.samples.sample import Outcome, noise_of, seed_of, trajectory_id
 from actors.samples.tally import TRAINED, Tally
 from runtime.actor import RunInfo
@@ -45,12 +47,13 @@ class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
     trajectory_id: str
     group_id: str
     attempt: int
-    task: int
+    row: int
     fate: str
     step: int
     epoch: int
     outcome: Outcome
     reason: str
+    task: str = ""
 
 
 class Filtered(msgspec.Struct, array_like=True):
@@ -89,7 +92,8 @@ class Training(msgspec.Struct):
     """Steps that a durable checkpoint covers."""
     epoch: int = 0
     cursor: int = 0
-    """Groups admitted so far: the next one's number and task."""
+    """Groups admitted so far: the next one's number."""
+    tasks: dict[str, TaskCursor] = {}
     ended: int = 0
     """Index of the newest end."""
     raised_step: int = 0
@@ -153,10 +157,10 @@ class Member(msgspec.Struct, array_like=True):
 
 
 class Group(msgspec.Struct, array_like=True):
-    """Members of one task. `step` is what it is bound to."""
+    """Members that play the same row of one task. `step` is what it is bound to."""
 
     id: str
-    task: int
+    row: int
     members: list[Member]
     purpose: Purpose = "train"
     begun: int = 0
@@ -166,9 +170,12 @@ class Group(msgspec.Struct, array_like=True):
     fate: str = ""
     """Of an ended one."""
     samples: int = 1
-    """Rollouts of each task, next to each other, in a held-out round."""
+    """Rollouts of each prompt, next to each other, in a held-out round."""
     teaches: bool | None = None
     """Whether its step learns from it; None: where its rewards have spread."""
+    task: str = ""
+    exam: tuple[tuple[str, int], ...] = ()
+    """Task and row of each prompt of a held-out round."""
 
     @classmethod
     def trained_in(cls, name: str, step: int, ends: list[SampleEnd]) -> "Group":
@@ -180,7 +187,7 @@ class Group(msgspec.Struct, array_like=True):
             for end in ends
         ]
         teaches = any(end.fate == "trained" for end in ends)
-        return cls(name, ends[0].task, members, state="trained", step=step, teaches=teaches)
+        return cls(name, ends[0].row, members, state="trained", step=step, teaches=teaches, task=ends[0].task)
 
     # -- moves --------------------------------------------------------------------------------------------------
 
@@ -304,6 +311,15 @@ class Group(msgspec.Struct, array_like=True):
         fate = self.members[index].fate or self.fate
         return "" if fate in TRAINED else fate
 
+    def result(self) -> EvalResult:
+        """Of a complete held-out round."""
+        found = [member.outcome.reward for member in self.members]
+        prompts = [found[at : at + self.samples] for at in range(0, len(found), self.samples)]
+        rewards = tuple(tuple(reward for reward in prompt if reward is not None) for prompt in prompts)
+        tasks = tuple(task for task, _ in self.exam) if any(task for task, _ in self.exam) else ()
+        scored = [member.outcome for member in self.members if member.outcome.reward is not None]
+        return EvalResult(self.begun, rewards, found.count(None), breakdown(scored), tasks)
+
     def version(self, now: int) -> int:
         """The oldest version that a first token of the group has or may still get, at weight version `now`."""
         return min((m.oldest_version(now) for m in self.members if m.state != "failed"), default=now)
@@ -314,11 +330,12 @@ class Group(msgspec.Struct, array_like=True):
 
     def ticket(self, index: int, run_seed: int) -> Ticket:
         """The newest ticket of member `index`."""
-        member, task = self.members[index], self.task if self.purpose == "train" else index // self.samples
-        seed = seed_of(self.purpose, run_seed, task)
+        member = self.members[index]
+        task, row = (self.task, self.row) if self.purpose == "train" else self.exam[index // self.samples]
+        seed = seed_of(self.purpose, run_seed, row, task)
         name = trajectory_id(self.id, index)
         noise = noise_of(run_seed, name, member.failures)
-        return Ticket(name, self.id, member.attempt, task, seed, member.version, self.purpose, noise)
+        return Ticket(name, self.id, member.attempt, row, seed, member.version, self.purpose, noise, task)
 
     def _expect(self, *states: GroupState) -> None:
         if self.state not in states:
@@ -340,12 +357,13 @@ class Group(msgspec.Struct, array_like=True):
             trajectory_id=trajectory_id(self.id, index),
             group_id=self.id,
             attempt=member.attempt,
-            task=self.task,
+            row=self.row,
             fate=fate,
             step=self.step if is_trained else 0,
             epoch=epoch if is_trained else 0,
             outcome=UNKNOWN if member.state == "running" else member.outcome,
             reason=member.reason,
+            task=self.task,
         )
 
 
@@ -367,6 +385,7 @@ class GroupLimits:
     """Groups without spread are trained too: they are kept near a reference."""
     cut_penalty: float = 0.0
     """Off the reward of a sample of which a turn was cut, before advantages."""
+    mixture: Mixture = field(default_factory=Mixture)
 
 
 @dataclass
@@ -392,7 +411,7 @@ def teach(groups: Sequence[Group], limits: GroupLimits) -> None:
         group.teaches = limits.all_teach or (whole if limits.over_batch else has_spread(rewards_G))
 
 
-def limits_of(train: TrainSection, samples: SamplesSection, run: RunInfo) -> GroupLimits:
+def limits_of(train: TrainSection, samples: SamplesSection, run: RunInfo, mixture: Mixture) -> GroupLimits:
     """As the configuration has them."""
     return GroupLimits(
         group_size=train.group_size,
@@ -405,5 +424,6 @@ def limits_of(train: TrainSection, samples: SamplesSection, run: RunInfo) -> Gro
         dynamic_sampling=train.dynamic_sampling,
         over_batch=train.advantage == "reinforce_pp",
         all_teach=train.kl_coef > 0,
+        mixture=mixture,
         cut_penalty=train.overlong_penalty if train.overlong == "penalty" else 0.0,
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from actors.messages.samples import PolicyState, Ticket
 from actors.samples.group import UNKNOWN, Changes, Group, GroupLimits, Member, Receipt, SampleEnd, Training, teach
-from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, group_id, split_id, trajectory_id
+from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, group_id, group_number, split_id, trajectory_id
 from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, admit, hand_over, is_stale, min_version
 
 ENDED_KEPT = 4096
@@ -116,9 +116,7 @@ class Groups:
             if not self._pending:
                 if not self.admission().num_groups:
                     break
-                self._open(self.training.cursor)
-                self.training.cursor += 1
-                self.changes.training = True
+                self._open()
             _, name, index = heapq.heappop(self._pending)
             group = self.live.get(name) or self.rounds.get(name)
             if group is None or group.state != "open" or group.members[index].state != "pending":
@@ -367,7 +365,8 @@ class Groups:
                 self._add(group, now)
             if group.step:
                 self.steps.setdefault(group.step, []).append(group)
-            training.cursor = max(training.cursor, group.task + 1)
+            while training.cursor <= group_number(group.id):
+                self._draw()
         for bound in self.steps.values():
             bound.sort(key=lambda group: (group.version(0), group.id))
 
@@ -384,7 +383,8 @@ class Groups:
                 self._add(group)
             known = [name for name in names if name not in self._ended]
             self.steps[receipt.step] = [held.get(name) or self._bring_back(name, receipt) for name in known]
-            self._open_up_to(receipt.cursor)
+            while self.training.cursor < receipt.cursor:
+                self._open()  # it was admitted before the step was handed out
 
     def _bring_back(self, name: str, receipt: Receipt) -> Group:
         """A group as the checkpoint knows it, in place of what the Store remembers of it, which is older."""
@@ -401,18 +401,10 @@ class Groups:
         self._changed(group)
         return group
 
-    def _open_up_to(self, cursor: int) -> None:
-        """Groups that were admitted before a step was handed out, and that the Store forgot altogether, run again."""
-        for number in range(self.training.cursor, cursor):
-            if group_id(number) not in self.trained and group_id(number) not in self.live:
-                self._open(number)
-        self.training.cursor = max(cursor, self.training.cursor)
-        self.changes.training = True
-
     # -- held-out rounds ----------------------------------------------------------------------------------------
 
     def round(self, name: str, num: int, version: int = 0, samples: int = 1) -> Group:
-        """The round of this name, begun now where it is new: tasks 0 … num - 1, each `samples` times, under `version` alone.
+        """The round of this name, begun now where it is new: `num` prompts of each task, each `samples` times, under `version` alone.
 
         They go before training and hold no slots. There is one at a time: what is unfinished of another one ends.
         """
@@ -421,16 +413,27 @@ class Groups:
             for old in set(self.rounds) - set(complete[max(0, len(complete) + 1 - ROUNDS_KEPT) :]):
                 for index in range(len(self.rounds.pop(old).members)):
                     self.leases.pop(trajectory_id(old, index), None)
-            members = [Member() for _ in range(num * samples)]
-            group = self.rounds[name] = Group(name, 0, members, purpose="eval", begun=version, samples=samples)
+            exam = tuple(self.limits.mixture.exam(num))
+            members = [Member() for _ in range(len(exam) * samples)]
+            group = Group(name, 0, members, purpose="eval", begun=version, samples=samples, exam=exam)
+            self.rounds[name] = group
             self._queue(group, 0.0)
         return self.rounds[name]
 
     # -- within -------------------------------------------------------------------------------------------------
 
-    def _open(self, number: int) -> None:
-        members = [Member() for _ in range(self.limits.group_size)]
-        self._add(Group(group_id(number), number, members, begun=self.training.version))
+    def _open(self) -> None:
+        """The next group, unless it is there: a Store that forgot that it was admitted may not have forgotten the group."""
+        name, members = group_id(self.training.cursor), [Member() for _ in range(self.limits.group_size)]
+        task, row = self._draw()
+        if name not in self.trained and name not in self.live:
+            self._add(Group(name, row, members, begun=self.training.version, task=task))
+
+    def _draw(self) -> tuple[str, int]:
+        """Task and row of the next number."""
+        self.training.cursor += 1
+        self.changes.training = True
+        return self.limits.mixture.draw(self.training.tasks)
 
     def _add(self, group: Group, now: float = 0.0) -> None:
         """Give it a slot, at its place: groups are kept oldest first."""
@@ -484,7 +487,7 @@ class Groups:
     def _note(self, ends: Iterable[SampleEnd]) -> None:
         for end in ends:
             self.changes.ends.append(end)
-            self.training.tally.end(end.fate, max(0, end.outcome.tokens))
+            self.training.tally.end(end.fate, max(0, end.outcome.tokens), end.task)
 
     def _tell(self, group: Group, tokens: int, fate: str = "") -> None:
         """So many tokens were sampled for `group`, which the tally does not know of yet."""

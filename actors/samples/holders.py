@@ -137,8 +137,8 @@ def gauges(groups: Groups, metrics: "Metrics") -> None:
     metrics.gauge("groups/ready", sum(1 for _ in groups.ready()))
     metrics.gauge("groups/in_flight", sum(1 for _ in groups.open()))
     held = sum(sum(group.held_tokens) for group in groups.live.values())
-    trained = [tokens for group in groups.trained.values() for tokens in group.held_tokens]
-    for name, value in groups.training.tally.figures(held + sum(trained), trained):
+    trained = [(tokens, group.task) for group in groups.trained.values() for tokens in group.held_tokens]
+    for name, value in groups.training.tally.figures(held + sum(tokens for tokens, _ in trained), trained):
         metrics.gauge(name, value)
 
 

@@ -129,7 +129,7 @@ def line_of(end: SampleEnd, run_seed: int = 0) -> dict[str, Any]:
     """
     row = msgspec.structs.asdict(end) | msgspec.structs.asdict(end.outcome)
     del row["outcome"], row["info"]
-    row |= {"purpose": "train", "seed": seed_of("train", run_seed, end.task)}
+    row |= {"purpose": "train", "seed": seed_of("train", run_seed, end.row, end.task)}
     came, trained = end.outcome.version_first >= 0, end.step > 0
     if not came:
         row["version_first"] = None

@@ -68,9 +68,15 @@ def split_id(trajectory: str) -> tuple[str, int]:
     return group, int(member)
 
 
-def seed_of(purpose: str, run_seed: int, task: int) -> int:
-    """31-bit seed of a task's environment. Held-out tasks are the same in every run, so that their results compare."""
-    text = f"eval/{task}" if purpose == "eval" else f"{purpose}/{run_seed}/{task}"
+def group_number(name: str) -> int:
+    """What `group_id` named."""
+    return int(name[1:])
+
+
+def seed_of(purpose: str, run_seed: int, row: int, task: str = "") -> int:
+    """31-bit seed of the environment of a task's row. Held-out rows have the same in every run, so that their results compare."""
+    name = f"{task}/{row}" if task else str(row)
+    text = f"eval/{name}" if purpose == "eval" else f"{purpose}/{run_seed}/{name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) >> 1
 
 

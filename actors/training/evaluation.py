@@ -39,22 +39,25 @@ def figures(found: EvalResult, section: EvalSection) -> dict[str, float]:
     """A row of evals.jsonl: `version`, `reward` (absent where all failed), `num` rollouts that finished, `failed` ones, and the means of
     what the rewards consist of and of what the environment told (see `breakdown`).
 
-    With `eval.samples` k > 1 also `avg@k`, the mean over tasks of their mean reward, and `pass@j` for the powers of two up to k and k itself,
-    over the tasks of which at least j rollouts finished.
+    With `eval.samples` k > 1 also `avg@k`, the mean over prompts of their mean reward, and `pass@j` for the powers of two up to k and k
+    itself, over the prompts of which at least j rollouts finished. Named tasks have `task/NAME/reward`, where not all failed.
     """
-    rewards = [reward for task in found.rewards for reward in task]
+    rewards = [reward for prompt in found.rewards for reward in prompt]
     row: dict[str, float] = {"version": found.version}
     if rewards:
         row["reward"] = fmean(rewards)
         row |= found.figures
     row |= {"num": len(rewards), "failed": found.failed}
+    for task in dict.fromkeys(found.tasks):
+        own = [r for name, prompt in zip(found.tasks, found.rewards, strict=True) if name == task for r in prompt]
+        row |= {f"task/{task}/reward": fmean(own)} if own else {}
     if section.samples == 1 or not rewards:
         return row
-    row[f"avg@{section.samples}"] = fmean(fmean(task) for task in found.rewards if task)
+    row[f"avg@{section.samples}"] = fmean(fmean(prompt) for prompt in found.rewards if prompt)
     for j in sorted({section.samples, *(2**n for n in range(section.samples.bit_length()))}):
-        tasks = [[r >= section.pass_reward for r in task] for task in found.rewards if len(task) >= j]
-        if tasks:
-            row[f"pass@{j}"] = fmean(pass_at(j, len(task), sum(task)) for task in tasks)
+        prompts = [[r >= section.pass_reward for r in prompt] for prompt in found.rewards if len(prompt) >= j]
+        if prompts:
+            row[f"pass@{j}"] = fmean(pass_at(j, len(prompt), sum(prompt)) for prompt in prompts)
     return row
 
 

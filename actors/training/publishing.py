@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 from typing import BinaryIO
 
@@ -24,7 +25,7 @@ from runtime.actor import Actor
 from runtime.observe.figures import busy_seconds, cpu_seconds
 from runtime.registry import ActorRecord
 
-OWN_PREFIXES = ("queue/", "fabric/", "tokens/", "attempts/", "length/")
+OWN_PREFIXES = ("queue/", "fabric/", "tokens/", "attempts/", "length/", "task/")
 """Figures of other actors that a row carries under their own names."""
 
 
@@ -121,14 +122,17 @@ def _row(line: bytes, key: str) -> dict[str, float] | None:
 
 
 def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:
-    """Of the trajectories that step `step` trains on: what their rewards consist of, what their environments told, ages, lengths in tokens (`len` with what was shown, `sampled` without), how many were
-    cut, and the share of their time that went into their environments."""
+    """Of the trajectories that step `step` trains on: what their rewards consist of, what their environments told, ages, lengths in tokens
+    (`len` with what was shown, `sampled` without), how many were cut, the share of their time that went into their environments, and each
+    named task's reward."""
     trajectories = [t for group in groups for t in group]
     ages = [step - 1 - t.version_first for t in trajectories]
     lengths = [sum(len(s.mask) for s in t.segments) for t in trajectories]
     sampled = [sum(s.mask.count(1) for s in t.segments) for t in trajectories]
     count = len(trajectories)
+    tasks = sorted({t.ticket.task for t in trajectories} - {""})
     return {
+        **{f"task/{name}/reward": fmean(t.reward for t in trajectories if t.ticket.task == name) for name in tasks},
         "staleness/mean": sum(ages) / count,
         "staleness/max": float(max(ages)),
         "rollout/len_mean": sum(lengths) / count,

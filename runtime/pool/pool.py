@@ -26,6 +26,8 @@ class Traits(NamedTuple):
     asynchronous: bool
     declared: Mapping[str, Any]
     """Those of the attributes asked for that it has."""
+    takes: Sequence[str] = ()
+    """What a class's `reset`, or a function, can be given by keyword; `**` where it takes any."""
 
 
 class WorkerPool:
@@ -76,18 +78,21 @@ class WorkerPool:
         payload = msgspec.msgpack.encode(attributes)
         return Traits(**decode(await worker.request("check", target, "", payload, deadline_s)))
 
-    async def preload(self, target: str, *, deadline_s: float) -> None:
-        """Load `target` in every worker, and in each that is started later: a call's own deadline is not spent on imports.
+    async def preload(self, target: str, *, deadline_s: float) -> Traits:
+        """Load `target` in every worker, and in each that is started later: a call's own deadline is not spent on imports. Says what it is.
 
         Raises as `inspect`.
         """
         await self.start()
         workers = [worker for worker in self._workers if worker is not None]
         replies = [worker.request("check", target, "", b"", deadline_s) for worker in workers]
+        found = b""
         for ended in await asyncio.gather(*replies, return_exceptions=True):
             if isinstance(ended, BaseException):
                 raise ended
+            found = ended
         self._preloaded[target] = deadline_s
+        return Traits(**decode(found))
 
     async def apply(self, target: str, payload: bytes, *, deadline_s: float) -> bytes:
         """Call the function `target` with `encode_call(...)`; returns its result for `decode`.

@@ -162,14 +162,27 @@ def _load(target: str) -> Callable[..., Any]:
     return found
 
 
+def taken_by(function: Any) -> list[str]:
+    """Names of the arguments that a function can be given by keyword; `**` where it takes any, or its signature can't be had."""
+    import inspect
+
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ["**"]
+    keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name if p.kind in keyword else "**" for p in parameters if p.kind in (*keyword, p.VAR_KEYWORD)]
+
+
 def _describe(found: Any, names: list[str]) -> dict[str, Any]:
-    """What decides where a class runs: `inline` as the class promises it, `asynchronous` where `step` is a coroutine function; and what it
-    declares of `names`."""
+    """What decides where a class runs: `inline` as the class promises it, `asynchronous` where `step` is a coroutine function; what it
+    declares of `names`; and what its `reset`, or the function itself, takes by keyword."""
     import inspect
 
     asynchronous = inspect.iscoroutinefunction(getattr(found, "step", found))
     declared = {name: getattr(found, name) for name in names if hasattr(found, name)}
-    return {"inline": getattr(found, "inline", False) is True, "asynchronous": asynchronous, "declared": declared}
+    inline, takes = getattr(found, "inline", False) is True, taken_by(getattr(found, "reset", found))
+    return {"inline": inline, "asynchronous": asynchronous, "declared": declared, "takes": takes}
 
 
 def _receive(channel: socket.socket) -> bytes:

@@ -1,7 +1,7 @@
 """When failures become a sentence, and when they end the job."""
 
 from actors.envs.hosting import EnvFailure
-from actors.envs.rollout import TASKS_KEPT, GaveUp, RolloutRecord
+from actors.envs.rollout import PROMPTS_KEPT, GaveUp, RolloutRecord
 from actors.envs.section import EnvSection
 from actors.messages.samples import Ticket
 
@@ -121,9 +121,9 @@ def test_a_rollout_that_never_ends_does_not_keep_a_job_from_its_verdict_for_ever
     found = record()
     found.begun(ticket(0))
 
-    verdicts = [bool(fail(found, task)[1]) for task in range(1, 2 * TASKS_KEPT)]
+    verdicts = [bool(fail(found, task)[1]) for task in range(1, 2 * PROMPTS_KEPT)]
 
-    assert verdicts.index(True) == TASKS_KEPT - 1
+    assert verdicts.index(True) == PROMPTS_KEPT - 1
 
 
 def test_the_share_of_failing_tasks_is_told_and_the_job_goes_on():

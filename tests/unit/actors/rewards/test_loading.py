@@ -7,6 +7,7 @@ import pytest
 from actors.config import RewardSection
 from actors.rewards.service import LocalScorer
 from runtime.pool.errors import PoolError, UserCodeRaised, WorkerDied, WorkerKilled
+from runtime.pool.pool import Traits
 
 
 class DyingPool:
@@ -21,6 +22,7 @@ class DyingPool:
         self.calls += 1
         if self.failures:
             raise self.failures.pop(0)
+        return Traits(False, False, {})
 
 
 def scorer(*failures):

@@ -1,0 +1,183 @@
+"""Data sets: rows of a JSONL or Parquet file or of a folder that `datasets` saved, and in which order groups get them."""
+
+import json
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from actors.config import one_of
+from actors.tasks import EXTRA, DataSection
+from planning.epochs import Epochs, shuffled
+from runtime.errors import ConfigError
+from runtime.importer import load_configured
+
+Row = Mapping[str, Any]
+
+KEPT = 8
+"""Files whose rows stay in memory, in each process that plays them."""
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+
+HELD_OUT_SEED = 0
+"""The rows that `eval_rows` holds out are the same in every run, so that their results compare."""
+
+
+class Split(NamedTuple):
+    """Row numbers of a data set: `train` in `path`, `held_out` in `eval_path`, or in `path` where there is none."""
+
+    train: Sequence[int]
+    held_out: Sequence[int]
+
+
+def split_of(data: DataSection) -> Split:
+    """What is trained on, and what is held out; where nothing is, evaluations show rows that are trained on. Blocks; raises ConfigError."""
+    num = len(read_rows(data.path))
+    if data.eval_path:
+        return Split(range(num), range(len(read_rows(data.eval_path))))
+    if data.eval_rows >= num:
+        raise ConfigError(
+            f"data file {data.path} has {num} rows, and eval_rows={data.eval_rows} leaves none to train on."
+        )
+    drawn = shuffled(num, HELD_OUT_SEED, 0) if data.eval_rows else []
+    held_out = drawn[: data.eval_rows]
+    out = set(held_out)
+    return Split([row for row in range(num) if row not in out], held_out or range(num))
+
+
+def epochs_of(data: DataSection, train: Sequence[int], seed: int) -> Epochs:
+    """The rows of `train` in the order in which groups get them: that of `data.sampler`, which may leave out and repeat, else shuffled.
+
+    Drawing from it raises ConfigError where the sampler fails, or names a row that there is not. Blocks.
+    """
+    if not data.sampler:
+        return Epochs(lambda epoch: [train[at] for at in shuffled(len(train), seed, epoch)])
+    rows = read_rows(data.path)
+    ask = load_configured(data.sampler)
+
+    def order(epoch: int) -> Sequence[int]:
+        try:
+            found = [train[operator.index(at)] for at in ask([rows[row] for row in train], epoch=epoch, seed=seed)]
+        except Exception as error:
+            raise ConfigError(f"sampler {data.sampler} failed in epoch {epoch}: {error!r}.") from error
+        if not found:
+            raise ConfigError(f"sampler {data.sampler} gave no rows for epoch {epoch}.")
+        return found
+
+    return Epochs(order)
+
+
+def check_data(data: DataSection, key: str) -> None:
+    """Raises ConfigError, one sentence, where rows or columns are missing or can't be read. Blocks: reads the files."""
+    for path in filter(None, (data.path, data.eval_path)):
+        rows = read_rows(path)
+        for name in ("prompt", "answer"):
+            column = getattr(data, name)
+            try:
+                one_of(column, [*rows[0]])
+            except ValueError as error:
+                raise ConfigError(f"{key}.{name}: data file {path} has no column {column}: {error}.") from None
+        if isinstance(rows, list):  # a table has all columns in all rows
+            _check_each(cast("list[Row]", rows), data, path)
+    split_of(data)
+
+
+def _check_each(rows: Sequence[Row], data: DataSection, path: str) -> None:
+    for number, row in enumerate(rows, 1):
+        for column in (data.prompt, data.answer):
+            if row.get(column) is None:
+                raise ConfigError(f"data file {path}: row {number} has no {column}.")
+
+
+@lru_cache(KEPT)
+def read_rows(path: str) -> Sequence[Row]:
+    """All rows, at least one. Blocks; raises ConfigError, one sentence, with the line where one is malformed."""
+    place = Path(path)
+    if place.is_dir():
+        rows = _saved(place)
+    elif not place.is_file():
+        raise ConfigError(f"data file {path} does not exist. Relative paths start at the working folder.")
+    elif place.suffix == ".parquet":
+        rows = _table(place)
+    elif place.suffix in SUFFIXES:
+        rows = [*_lines(place)]
+    else:
+        raise ConfigError(f"data file {path} is none of {', '.join(SUFFIXES)}, and no folder that datasets saved.")
+    if not rows:
+        raise ConfigError(f"data file {path} is empty: it has no rows.")
+    return rows
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = msgspec.json.decode(line)
+            except msgspec.MsgspecError as error:
+                raise ConfigError(f"data file {path}, line {number}: not valid JSON: {error}.") from error
+            if not isinstance(row, dict):
+                raise ConfigError(
+                    f"data file {path}, line {number}: a row is an object with columns, not {line[:40]!r}."
+                )
+            yield row
+
+
+class _Rows(Sequence[Row]):
+    """Of an Arrow table, made into Python's objects one at a time."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._table.slice(at, 1).to_pylist()[0]
+
+
+def _table(path: Path) -> Sequence[Row]:
+    check_extra("pyarrow", f"data file {path} is Parquet, which")
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        return _Rows(parquet.read_table(path))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"data file {path} can't be read as Parquet: {_first_line(error)}.") from error
+
+
+def _saved(folder: Path) -> Sequence[Row]:
+    """What `Dataset.save_to_disk` writes: Arrow streams, named in state.json."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        raise ConfigError(
+            f"data folder {folder} holds the splits {', '.join(splits)}: name one, as {folder / splits[0]}."
+        )
+    if not (folder / "state.json").is_file():
+        raise ConfigError(f"data folder {folder} has no state.json: it is none that datasets saved. Name a file in it.")
+    check_extra("pyarrow", f"data folder {folder} is of Arrow files, which")
+    import pyarrow
+
+    try:
+        named = json.loads((folder / "state.json").read_text())["_data_files"]
+        files = [pyarrow.memory_map(os.fspath(folder / file["filename"])) for file in named]
+        return _Rows(pyarrow.concat_tables([pyarrow.ipc.open_stream(file).read_all() for file in files]))
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"data folder {folder} can't be read: {_first_line(error)}.") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
+
+
+def check_extra(module: str, what: str) -> None:
+    """Raises ConfigError where the package of `module` is not installed; `what` begins the sentence."""
+    if find_spec(module) is None:
+        raise ConfigError(f"{what} needs the package {module.replace('_', '-')}, which is not installed: {EXTRA}")

@@ -1,0 +1,56 @@
+"""A data set with a verifier as an environment: the prompt is the observation, the verifier's number the reward."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from actors.datasets import Row, read_rows
+from actors.envs.environment import Observation, Step
+from actors.tasks import VERIFIERS
+from runtime.importer import load_object
+from runtime.pool.worker import taken_by
+
+
+class DataSetEnv:
+    """One row per trajectory; see actors/envs/verifiers.py for what a verifier may answer."""
+
+    def __init__(self, *, path: str, prompt: str, answer: str, verifier: str) -> None:
+        self._path = path
+        self._prompt = prompt
+        self._answer = answer
+        self._verify: Callable[..., Any] = load_object(VERIFIERS.get(verifier, verifier))
+        self._takes = taken_by(self._verify)
+        self._row: Row = {}
+        self._told: Mapping[str, Any] = {}
+        self._turn = 0
+
+    def reset(
+        self, *, seed: int, task: str, row: int, purpose: str, trajectory: str, version: int
+    ) -> tuple[Observation, Mapping[str, Any]]:
+        """Show the prompt of `row`; the info has the row's other columns, for reward functions."""
+        self._row = read_rows(self._path)[row]
+        self._turn = 0
+        columns = {key: value for key, value in self._row.items() if key != self._prompt}
+        told = {"task": task, "row": row, "purpose": purpose, "trajectory": trajectory, "version": version}
+        self._told = {key: value for key, value in (told | columns).items() if key not in ("completion", "answer")}
+        return self._row[self._prompt], columns
+
+    def step(self, action: str) -> Step:
+        """What the verifier says; the end, unless it replies."""
+        self._turn += 1
+        told = self._told | {"turn": self._turn}
+        named = {key: value for key, value in told.items() if key in self._takes or "**" in self._takes}
+        found = self._verify(action, self._row[self._answer], **named)
+        if asyncio.iscoroutine(found):
+            found = asyncio.run(found)
+        worth, reply = found if isinstance(found, tuple) else (found, "")
+        return reply, worth, not reply, False, {}
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class QuickDataSetEnv(DataSetEnv):
+    """With one of the verifiers that may run in the manager's own process."""
+
+    inline = True

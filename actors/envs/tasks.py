@@ -1,0 +1,84 @@
+"""What a manager plays each task of the config with."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+from actors.config import RewardSection, RolloutSection
+from actors.datasets import check_data
+from actors.envs.reasoning import generator
+from actors.envs.section import EnvSection
+from actors.tasks import EXTRA, VERIFIERS, TaskSection, rewards_of
+from runtime.errors import ConfigError, check_all
+from runtime.importer import check_module, has_module
+
+QUICK = ("exact", "number", "places")
+"""Verifiers that answer in microseconds and never hang."""
+
+LIMITS = ("max_turns", "max_new_tokens", "temperature", "system_prompt")
+
+
+class Task(NamedTuple):
+    """One task with everything resolved."""
+
+    key: str
+    """Where the config has it: `env`, or `tasks.NAME`."""
+    env: EnvSection
+    rollout: RolloutSection
+    rewards: tuple[str, ...]
+
+
+def resolved(
+    tasks: Mapping[str, TaskSection], env: EnvSection, rollout: RolloutSection, reward: RewardSection
+) -> dict[str, Task]:
+    """By name; a config without `tasks` has one, whose name is empty."""
+    if not tasks:
+        return {"": Task("env", env, rollout, reward.functions)}
+    rewards = rewards_of(tasks, reward)
+    found: dict[str, Task] = {}
+    for name, task in tasks.items():
+        limits = {key: value for key in LIMITS if (value := getattr(task, key)) is not None}
+        found[name] = Task(f"tasks.{name}", _env_of(task, env), rollout.model_copy(update=limits), rewards[name])
+    return found
+
+
+def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:
+    if (data := task.data) is not None:
+        quick = data.verifier in QUICK
+        target = f"actors.envs.dataset:{'QuickDataSetEnv' if quick else 'DataSetEnv'}"
+        kwargs = {"path": data.path, "prompt": data.prompt, "answer": data.answer, "verifier": data.verifier}
+        held_out = data.eval_path or (data.path if data.eval_rows else "")
+        return _with(env, target, kwargs, {"path": held_out} if held_out else {})
+    if task.reasoning_gym:
+        kwargs = {**task.kwargs, "name": task.reasoning_gym}
+        return _with(env, "actors.envs.reasoning:ReasoningGymEnv", kwargs, task.eval_kwargs)
+    return _with(env, task.target, task.kwargs, task.eval_kwargs)
+
+
+def _with(env: EnvSection, target: str, kwargs: Mapping[str, object], eval_kwargs: Mapping[str, object]) -> EnvSection:
+    return env.model_copy(update={"target": target, "kwargs": dict(kwargs), "eval_kwargs": dict(eval_kwargs)})
+
+
+def check_tasks(tasks: Mapping[str, TaskSection]) -> None:
+    """Look for everything that the tasks name. Raises ConfigError with a sentence for each mistake. Blocks: reads data files."""
+    check_all(partial(_check_task, f"tasks.{name}", task) for name, task in tasks.items())
+
+
+def _check_task(key: str, task: TaskSection) -> None:
+    if task.target:
+        check_module(task.target, key=f"{key}.class")
+    elif task.reasoning_gym:
+        try:
+            generator(task.reasoning_gym, **task.kwargs)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.reasoning_gym: {error}") from None
+    elif (data := task.data) is not None:
+        if data.verifier not in VERIFIERS:
+            check_module(data.verifier, key=f"{key}.data.verifier")
+        if data.verifier == "math" and not has_module("math_verify"):
+            raise ConfigError(
+                f"{key}.data.verifier: math needs the package math-verify, which is not installed: {EXTRA}"
+            )
+        if data.sampler:
+            check_module(data.sampler, key=f"{key}.data.sampler")
+        check_data(data, f"{key}.data")
