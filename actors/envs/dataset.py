@@ -38,7 +38,7 @@ class DataSetEnv:
     def step(self, action: str) -> Step:
         """What the verifier says; the end, unless it replies."""
         self._turn += 1
-        told = self._told | {"turn": self._turn}
+        told = {**self._told, "turn": self._turn}
         named = {key: value for key, value in told.items() if key in self._takes or "**" in self._takes}
         found = self._verify(action, self._row[self._answer], **named)
         if asyncio.iscoroutine(found):

@@ -11,7 +11,6 @@ A member's fate is told once, in the SampleEnd that a move returns: where it fai
 is open or ready then, or bound where its payload is lost); otherwise as its group ends. No fate is ever taken back.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -297,7 +297,9 @@ async def test_scores_are_added_and_the_functions_see_turns_and_info(renderer):
     assert trajectory.reward == 1.25
     assert reward.requests[0].completions == ("go", "huh", "go", "go")
     columns = msgspec.msgpack.decode(reward.requests[0].columns)
-    assert columns.items() >= {"turns": 4, "invalid_turns": 1, "task": 17, "env_reward": 1.0, "answer": 42}.items()
+    assert columns.items() >= {"turns": 4, "invalid_turns": 1, "env_reward": 1.0, "answer": 42}.items()
+    told = {"task": "", "row": 17, "purpose": "train", "trajectory": "t1", "version": 5}
+    assert columns.items() >= told.items()
     assert "odd" not in columns
 
 

@@ -81,15 +81,15 @@ def test_tickets_come_oldest_group_first_up_to_the_slots(stage):
     stage.run(scene)
 
 
-def test_members_of_a_group_share_task_and_seed_and_groups_do_not(stage):
+def test_members_of_a_group_share_row_and_seed_and_groups_do_not(stage):
     async def scene():
         await stage.start()
 
         tickets = await stage.admit()
 
-        assert len({(t.group_id, t.task, t.seed) for t in tickets}) == 4
+        assert len({(t.group_id, t.row, t.seed) for t in tickets}) == 4
         assert len({t.seed for t in tickets}) == 4
-        assert [t.task for t in tickets] == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert [t.row for t in tickets] == [0, 0, 1, 1, 2, 2, 3, 3]
 
     stage.run(scene)
 
@@ -588,7 +588,7 @@ def test_an_evaluation_goes_before_training_and_takes_no_slots(stage):
         await stage.buffer.give_up(GiveUp(exam[2], "env_step_failed"))
         result = await stage.buffer.evaluate(Evaluate("step-0", 3))
 
-        assert [(t.purpose, t.task) for t in exam] == [("eval", n) for n in range(3)]
+        assert [(t.purpose, t.row) for t in exam] == [("eval", n) for n in range(3)]
         assert [t.purpose for t in train] == ["train"] * 2
         assert early == NotReady(0, 3, "0 of 3 held-out rollouts have an outcome")
         figures = {"reward/env": 0.375, "reward/exact": 0.125}
@@ -599,7 +599,7 @@ def test_an_evaluation_goes_before_training_and_takes_no_slots(stage):
     stage.run(scene)
 
 
-def test_the_samples_of_a_held_out_task_share_its_seed_and_come_back_together(stage):
+def test_the_samples_of_a_held_out_row_share_its_seed_and_come_back_together(stage):
     async def scene():
         await stage.start()
         await stage.buffer.evaluate(Evaluate("a", 2, wait_s=0.0, samples=2))
@@ -609,7 +609,7 @@ def test_the_samples_of_a_held_out_task_share_its_seed_and_come_back_together(st
             await stage.put(ticket, reward)
         result = await stage.buffer.evaluate(Evaluate("a", 2, samples=2))
 
-        assert [t.task for t in tickets] == [0, 0, 1, 1]
+        assert [t.row for t in tickets] == [0, 0, 1, 1]
         assert tickets[0].seed == tickets[1].seed != tickets[2].seed
         assert result.rewards == ((1.0, 0.0), (0.5, 0.25))
 
@@ -631,7 +631,7 @@ def test_a_held_out_rollout_keeps_its_version_while_training_goes_on(stage):
     stage.run(scene)
 
 
-def test_held_out_tasks_have_the_same_seeds_in_every_run(make_stage):
+def test_held_out_rows_have_the_same_seeds_in_every_run(make_stage):
     stage = make_stage()
     seeds = []
 
@@ -687,7 +687,8 @@ def test_the_ledger_tells_what_became_of_each_sample(stage):
             "trajectory_id": "g00000002.0",
             "group_id": "g00000002",
             "attempt": 1,
-            "task": 2,
+            "row": 2,
+            "task": "",
             "fate": "failed",
             "step": None,
             "epoch": None,
@@ -709,7 +710,8 @@ def test_the_ledger_tells_what_became_of_each_sample(stage):
             "trajectory_id": "g00000000.1",
             "group_id": "g00000000",
             "attempt": 1,
-            "task": 0,
+            "row": 0,
+            "task": "",
             "fate": "trained",
             "step": 1,
             "epoch": 1,

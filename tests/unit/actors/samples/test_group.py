@@ -214,10 +214,10 @@ def test_a_group_comes_back_from_what_a_checkpoint_says_of_its_ends():
     assert again.commit(8) == group.commit(8)
 
 
-def test_held_out_tickets_have_a_task_each():
-    group = Group("eval-x", 0, [Member(attempt=1), Member(attempt=1)], purpose="eval")
+def test_held_out_tickets_have_task_row_and_seed_each():
+    group = Group("eval-x", 0, [Member(attempt=1), Member(attempt=1)], purpose="eval", exam=(("", 0), ("sums", 0)))
 
     tickets = [group.ticket(index, run_seed=1) for index in range(2)]
 
-    assert [(t.task, t.purpose) for t in tickets] == [(0, "eval"), (1, "eval")]
+    assert [(t.task, t.row, t.purpose) for t in tickets] == [("", 0, "eval"), ("sums", 0, "eval")]
     assert tickets[0].seed != tickets[1].seed

@@ -117,7 +117,7 @@ def test_version_and_cursor_survive(stage):
         await stage.start()
         tickets = await stage.admit()
 
-        assert [(t.group_id, t.task, t.version) for t in tickets[::2]] == [("g00000004", 4, 1), ("g00000005", 5, 1)]
+        assert [(t.group_id, t.row, t.version) for t in tickets[::2]] == [("g00000004", 4, 1), ("g00000005", 5, 1)]
 
     stage.run(scene)
 
