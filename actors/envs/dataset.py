@@ -32,7 +32,9 @@ class DataSetEnv:
         self._turn = 0
         columns = {key: value for key, value in self._row.items() if key != self._prompt}
         told = {"task": task, "row": row, "purpose": purpose, "trajectory": trajectory, "version": version}
-        self._told = {key: value for key, value in (told | columns).items() if key not in ("completion", "answer")}
+        self._told = {
+            key: value for key, value in (told | {**self._row}).items() if key not in ("completion", "answer")
+        }
         return self._row[self._prompt], columns
 
     def step(self, action: str) -> Step:

@@ -245,7 +245,12 @@ class EnvManager(Actor):
 
     def _begin(self, ticket: Ticket) -> None:
         key = (ticket.trajectory_id, ticket.attempt)
-        if key not in self._running:
+        if ticket.task not in self._tasks:
+            named = f"tasks.{ticket.task}" if ticket.task else "no task"
+            self._end(
+                f"the run has unfinished groups of {named}, which its config had before: put that back, or start another run"
+            )
+        elif key not in self._running:
             self._records[ticket.task].begun(ticket)
             rollout = Rollout(self._rollouts[ticket.task], ticket)
             self._running[key] = (rollout, self.spawn(self._run(rollout), name=f"{self.name}.{ticket.trajectory_id}"))

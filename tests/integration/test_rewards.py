@@ -5,10 +5,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
+from pydantic import TypeAdapter
 
 from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.service import LocalScorer
+from actors.tasks import Tasks
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"
 PENALTY = "actors.rewards.functions:malformed_penalty"
@@ -90,3 +93,22 @@ async def test_a_slow_import_is_not_charged_to_the_first_call_after_a_restart(tm
     await scorer.close()
     assert died[0].reason == "exited"
     assert replies == [Scores((1.0,))]
+
+
+async def test_a_function_is_asked_for_the_tasks_that_have_it_and_given_what_its_signature_names():
+    named = {name: f"{USER}:{name}" for name in ("lengths", "strict")}
+    tasks = TypeAdapter(Tasks).validate_python(
+        {
+            "a": {"class": "m:A", "rewards": [named["strict"]]},
+            "b": {"class": "m:B"},
+            "c": {"class": "m:C", "rewards": []},
+        }
+    )
+    scorer = LocalScorer(RewardSection(functions=(named["lengths"],)), tasks)
+    try:
+        assert await scorer.start() == ""
+        requests = [replace(request("xyz", task=name, row=4, other=1), task=name) for name in ("a", "b", "c")]
+
+        assert await scorer.score(requests) == [Scores((4.0,)), Scores((3.0,)), Scores(())]
+    finally:
+        await scorer.close()

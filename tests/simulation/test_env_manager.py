@@ -42,22 +42,25 @@ POLICY = PolicyState(0, 1)
 
 
 class Buffer(Actor):
-    """Hands `left` tickets out, as many as asked for, and keeps what comes back."""
+    """Hands `left` tickets out, as many as asked for, and those of `tickets`; keeps what comes back."""
 
     role = "sample_buffer"
     left, put, given_up, held, most = 0, [], [], [], 0
+    tickets = []
     poison = ""
 
     def __init__(self, config, kernel):
         super().__init__(config, kernel)
         self.issued = 0
         self.changed = asyncio.Event()
-        Buffer.put, Buffer.given_up, Buffer.held, Buffer.most = [], [], [], 0
+        Buffer.put, Buffer.given_up, Buffer.held, Buffer.most, Buffer.tickets = [], [], [], 0, []
 
     @handler(concurrency=4)
     async def admit(self, request: Admit) -> Tickets:
         if Buffer.left == 0:
             await asyncio.sleep(0.05)
+            named, Buffer.tickets = tuple(Buffer.tickets), []
+            return Tickets(named, POLICY)
         num = min(request.num, Buffer.left)
         Buffer.left -= num
         first, self.issued = self.issued, self.issued + num
@@ -98,9 +101,11 @@ class Proxy(Actor):
 
     role = "llm_proxy"
     mute = False
+    asked: ClassVar[list[Generate]] = []
 
     @handler(concurrency=1024)
     async def generate(self, request: Generate) -> Completion | Aborted:
+        Proxy.asked.append(request)
         if Proxy.mute:
             await asyncio.get_running_loop().create_future()
         text = b"right" if int(request.request_id.rpartition(".")[2]) % 2 else b"down"
@@ -115,9 +120,11 @@ class Proxy(Actor):
 
 class Reward(Actor):
     role = "reward_service"
+    asked: ClassVar[list[Score]] = []
 
     @handler(concurrency=64)
     async def score(self, request: Score) -> Scores | NotScored:
+        Reward.asked.append(request)
         return Scores((0.25,))
 
 
@@ -147,6 +154,21 @@ class Node(Actor):
                 self.changed.clear()
                 await self.changed.wait()
         return Node.finishes[0]
+
+
+class Told:
+    """Says in its info what its reset was told."""
+
+    inline = True
+
+    def reset(self, *, seed, row, purpose, task="none", **options):
+        return "go", {"seen": [row, purpose, task, *options]}
+
+    def step(self, action):
+        return "", 1.0, True, False, {}
+
+    def close(self):
+        pass
 
 
 class Raising:
@@ -246,7 +268,7 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(tmp_path, *, tickets, mute=False, **sections):
-    Buffer.left, Proxy.mute = tickets, mute
+    Buffer.left, Proxy.mute, Proxy.asked, Reward.asked = tickets, mute, [], []
     write_model(tmp_path / "model")
     settings = {"model": {"path": "model"}, "env": {}, "rollout": {"max_new_tokens": 8, "max_turns": 6}}
     settings = {key: {**settings.get(key, {}), **sections.get(key, {})} for key in {*settings, *sections}}
@@ -410,14 +432,14 @@ async def test_prompts_that_never_fit_end_the_job_with_one_sentence(tmp_path):
 
 async def test_a_crash_of_one_rollout_is_an_outcome_and_the_manager_lives_on(tmp_path):
     async with cluster(tmp_path, tickets=0) as made:
-        whole, failures = made.manager._rollouts.renderer.decode, iter([True])
+        whole, failures = made.manager._rollouts[""].renderer.decode, iter([True])
 
         def decode(ids):
             if next(failures, False):
                 raise ZeroDivisionError
             return whole(ids)
 
-        made.manager._rollouts.renderer.decode = decode
+        made.manager._rollouts[""].renderer.decode = decode
         Buffer.left = 5
         await made.buffer.until(lambda: len(Buffer.put) + len(Buffer.given_up) == 5)
 
@@ -442,3 +464,33 @@ async def test_a_manager_whose_workers_are_asked_is_busy(tmp_path):
         await made.buffer.until(lambda: len(Buffer.put) == 4)
 
         assert made.kernel.metrics.idle() < 0.9
+
+
+async def test_a_reset_is_told_what_its_signature_names_and_each_task_has_its_own_limits(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "x"}\n{"prompt": "b", "answer": "y"}\n')
+    tasks = {
+        "told": {"class": f"{__file__}:Told", "rewards": ["m:f"], "max_new_tokens": 3},
+        "rows": {"data": {"path": str(rows)}, "system_prompt": "be brief"},
+    }
+    env = {"isolation": "inline"}
+    async with cluster(tmp_path, tickets=0, env=env, tasks=tasks) as made:
+        Buffer.tickets = [Ticket(f"t{n}", f"g{n}", 1, n, 9, 4, task=("told", "rows")[n % 2]) for n in range(2)]
+        await made.buffer.until(lambda: len(Buffer.put) == 2)
+
+        told, row = sorted(Buffer.put, key=lambda each: each.ticket.task == "rows")
+        scored = {request.task: msgspec.msgpack.decode(request.columns) for request in Reward.asked}
+        limits = {request.task: request.sampling.max_new_tokens for request in Proxy.asked}
+
+        assert scored.keys() == {"told"}
+        assert scored["told"]["seen"] == [0, "train", "told"]
+        assert limits == {"told": 3, "rows": 8}
+        assert (told.ticket.row, row.ticket.row) == (0, 1)
+
+
+async def test_a_ticket_of_a_task_that_the_config_has_no_more_ends_the_job(tmp_path):
+    async with cluster(tmp_path, tickets=0) as made:
+        Buffer.tickets = [Ticket("t0", "g0", 1, 0, 9, 0, task="sums")]
+        finish = await made.node.end_of_job()
+
+        assert finish.reason.startswith("the run has unfinished groups of tasks.sums, which its config had before")

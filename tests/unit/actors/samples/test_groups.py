@@ -7,7 +7,10 @@ import pytest
 
 from actors.samples.group import NOTHING, Group, Member, Receipt, SampleEnd, Training
 from actors.samples.groups import ENDED_KEPT, ROUNDS_KEPT, GroupLimits, Groups, OutOfOrder, StaleEpoch
+from actors.samples.prompts import Mixture, Prompts
 from actors.samples.sample import Outcome
+from actors.samples.tally import Tally
+from planning.epochs import Epochs, shuffled
 
 LIMITS = GroupLimits(
     group_size=2, batch_groups=1, steps=100, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0
@@ -476,6 +479,7 @@ def test_a_new_held_out_round_ends_the_one_that_is_not_finished(groups):
     assert not [name for name in groups.leases if name.startswith("eval-a")]
 
 
+<<<<<<< HEAD
 def test_a_rollout_that_lapsed_and_gives_up_before_another_begins_tells_its_tokens_once(groups):
     (ticket,) = issue(groups, 1)
     groups.take_back(ticket.trajectory_id, "lease_lapsed", counted=True)
@@ -497,3 +501,48 @@ def test_what_was_sampled_by_a_rollout_whose_last_holder_died_is_not_known(group
     (end,) = groups.take_changes().ends
     assert (end.fate, end.outcome.tokens) == ("failed", -1)
     assert groups.training.tally.lengths[0].ended == 1
+=======
+def test_a_store_that_forgot_its_newest_groups_gives_each_row_once_all_the_same():
+    rows = Mixture({"sums": Prompts(2.0, Epochs(lambda epoch: shuffled(5, 1, epoch))), "walk": Prompts(1.0)})
+    limits = replace(LIMITS, mixture=rows)
+    groups = Groups(limits, 20)
+    first = {(t.task, t.row, t.group_id) for t in issue(groups, 12)}
+    kept = stored(groups)
+    later = {(t.task, t.row, t.group_id) for t in issue(groups, 18)}
+    again = Groups(limits, 20)
+
+    again.restore(*kept, 0.0)
+
+    assert {(t.task, t.row, t.group_id) for t in issue(again, 18)} == later
+    sums = [row for task, row, _ in sorted(first | later, key=lambda found: found[2]) if task == "sums"]
+    assert [sorted(sums[at : at + 5]) for at in (0, 5)] == [[0, 1, 2, 3, 4]] * 2
+    assert [row for task, row, _ in sorted(first | later, key=lambda found: found[2]) if task == "walk"] == [*range(5)]
+
+
+def test_a_held_out_round_shows_each_held_out_row_of_each_task_once():
+    rows = Mixture({"sums": Prompts(held_out=[7, 3]), "walk": Prompts(weight=0.0)})
+    groups = Groups(replace(LIMITS, mixture=rows), 2)
+    groups.round("eval-a", 3)
+
+    tickets = issue(groups, 5)
+
+    assert [(t.task, t.row) for t in tickets] == [("sums", 7), ("sums", 3), ("walk", 0), ("walk", 1), ("walk", 2)]
+    assert len({t.seed for t in tickets}) == 5
+
+
+def test_trained_and_ended_are_counted_by_task_too():
+    tally = Tally()
+    tally.tell(12)
+    tally.end("trained", 4, "sums")
+    tally.end("stale", 4, "sums")
+    tally.end("unused", 4, "walk")
+
+    found = dict(tally.figures(0, [(4, "walk")]))
+
+    assert {name: value for name, value in found.items() if name.startswith("task/")} == {
+        "task/sums/ended": 2,
+        "task/sums/trained_frac": 0.5,
+        "task/walk/ended": 1,
+        "task/walk/trained_frac": 1.0,
+    }
+>>>>>>> 8898c0a (Tasks, data sets and their mistakes are tested end to end)

@@ -232,3 +232,11 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_rollouts_with_one_that_passe
     chosen = [c for c in product(range(num), repeat=k) if len(set(c)) == k]
 
     assert pass_at(k, num, passed) == pytest.approx(sum(any(rollouts[i] for i in c) for c in chosen) / len(chosen))
+
+
+def test_each_task_has_its_reward_in_an_evaluation():
+    found = EvalResult(7, ((1.0, 0.5), (0.0,), (), ()), 3, ("sums", "sums", "walk", "walk"))
+
+    row = figures(found, EvalSection())
+
+    assert row == {"version": 7, "reward": 0.5, "num": 3, "failed": 3, "task/sums/reward": 0.5}

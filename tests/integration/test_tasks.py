@@ -1,0 +1,91 @@
+"""A mixture of tasks in one run, as a user starts it, and everything that can be wrong with one."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from runtime.errors import ExitCode
+from tests.jobs import SMALL, rubato, write_model
+
+TASKS = """
+tasks:
+  lake: {class: "actors.envs.frozen_lake:FrozenLakeText", max_turns: 2}
+  sums: {weight: 2, data: {path: sums.jsonl, prompt: question, eval_rows: 3, verifier: places}, max_turns: 1}
+"""
+
+SAMPLER = """
+def nothing(rows, *, epoch, seed):
+    return []
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    config = SMALL.replace("final_num_tasks: 0", "final_num_tasks: 5") + TASKS + f"model: {{path: {write_model(folder / 'model')}}}\n"
+    (folder / "small.yaml").write_text(config)
+    rows = [{"question": f"{n} + {n} =", "answer": f"left {n}"} for n in range(8)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "own.py").write_text(SAMPLER)
+    (folder / "torn.jsonl").write_text('{"question": "1", "answer": "1"}\n{"question": \n')
+    (folder / "empty.jsonl").touch()
+    return folder
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_task_gets_its_share_and_each_row_its_turn_in_a_run_and_after_its_resumption(place):
+    first = rubato("launch", "small.yaml", "--run-dir", "run", "run.steps=3", cwd=place)
+    assert first.code == ExitCode.DONE, first.err
+    second = rubato("launch", "--resume", "run", "run.steps=6", cwd=place)
+    assert second.code == ExitCode.DONE, second.err
+
+    given = {s["group_id"]: (s["task"], s["row"]) for s in lines(place / "run" / "samples.jsonl")}
+    shares = Counter(task for task, _ in given.values())
+    assert abs(shares["sums"] - 2 * shares["lake"]) <= 2
+    rows = [row for _, (task, row) in sorted(given.items()) if task == "sums"]
+    assert len({*rows[:5]}) == 5
+    assert len({*rows[5:10]}) == len(rows[5:10])
+    row = lines(place / "run" / "metrics.jsonl")[-1]
+    assert {"task/sums/trained_frac", "task/lake/trained_frac"} <= row.keys()
+    assert any("task/sums/reward" in each for each in lines(place / "run" / "metrics.jsonl"))
+    held_out = lines(place / "run" / "evals.jsonl")[-1]
+    assert held_out["num"] == 3 + 5
+    assert {"task/sums/reward", "task/lake/reward"} <= held_out.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (("tasks.sums.weight=0", "tasks.lake.weight=0"), "the weights of lake, sums sum to 0"),
+        (("tasks.sum.weight=2",), "sum names no class, no data and no reasoning_gym. Did you mean sums?"),
+        (("tasks.sums.data.prompt=questoin",), "has no column questoin"),
+        (("tasks.sums.data.prompt=questoin",), "Did you mean question?"),
+        (("tasks.sums.data.verifier=place",), "Did you mean places?"),
+        (("tasks.sums.data.verifier=own.py:none",), "tasks.sums.data.verifier: "),
+        (("tasks.sums.data.path=torn.jsonl",), "torn.jsonl, line 2: not valid JSON"),
+        (("tasks.sums.data.path=empty.jsonl",), "empty.jsonl is empty"),
+        (("tasks.sums.data.pth=x",), "Did you mean tasks.sums.data.path?"),
+        (("tasks.sums.max_new_tokens=4096",), "tasks.sums.max_new_tokens is 4096; it must be below rollout.max_len"),
+        (("tasks.sums.rewards=[own.py:f]",), "tasks.sums.rewards names "),
+        (("tasks.gym.reasoning_gym=chain_sums",), "Did you mean chain_sum?"),
+    ],
+)
+def test_a_mistake_in_the_tasks_is_one_sentence_before_anything_starts(place, changes, words):
+    ended = rubato("launch", "small.yaml", "--dry-run", *changes, cwd=place)
+
+    assert ended.code == ExitCode.REFUSED, ended.out
+    assert words in ended.err
+    assert "Traceback" not in ended.err
+    assert len(ended.err.strip().splitlines()) == 1
+
+
+def test_a_sampler_that_gives_no_rows_ends_the_job_with_one_sentence(place):
+    ended = rubato("launch", "small.yaml", "--run-dir", "idle", "tasks.sums.data.sampler=own.py:nothing", cwd=place)
+
+    assert ended.code == ExitCode.FAILED
+    assert "gave no rows for epoch 0" in ended.err
+    assert "Traceback" not in ended.err

@@ -1,0 +1,70 @@
+"""Each prompt is given once per epoch, and each task its share, whatever is forgotten, restarted or resumed between."""
+
+from collections import Counter
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.samples.prompts import Mixture, Prompts, TaskCursor
+from planning.epochs import Epochs, shuffled
+from planning.mixture import next_task
+
+weights = st.dictionaries(
+    st.sampled_from("abcde"), st.floats(0.0, 10.0).filter(lambda w: w == 0.0 or w > 1e-3), min_size=1
+).filter(lambda found: sum(found.values()) > 0.0)
+
+
+def epochs_of(num, seed):
+    return Epochs(lambda epoch: shuffled(num, seed, epoch))
+
+
+@given(st.integers(1, 60), st.integers(0, 5), st.integers(1, 4))
+def test_every_epoch_gives_each_row_once(num, seed, epochs):
+    given_rows = [epochs_of(num, seed).row(number) for number in range(num * epochs)]
+
+    for epoch in range(epochs):
+        assert sorted(given_rows[epoch * num : (epoch + 1) * num]) == list(range(num))
+
+
+@given(st.integers(1, 40), st.lists(st.integers(0, 200), max_size=20))
+def test_a_number_gives_the_same_row_whatever_was_asked_before(num, numbers):
+    asked = epochs_of(num, 3)
+
+    assert [asked.row(number) for number in numbers] == [epochs_of(num, 3).row(number) for number in numbers]
+
+
+@given(weights, st.integers(1, 200))
+def test_no_task_is_ever_off_its_share_by_as_many_groups_as_there_are_tasks(shares, num):
+    owed, given_to = {}, Counter()
+    for total in range(1, num + 1):
+        name, owed = next_task(shares, owed)
+        given_to[name] += 1
+        for each, weight in shares.items():
+            assert abs(given_to[each] - total * weight / sum(shares.values())) < max(2, len(shares))
+    assert all(shares[name] > 0.0 for name in given_to)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.floats(0.1, 4.0)), min_size=1, max_size=4),
+    st.integers(0, 80),
+    st.sets(st.integers(0, 79)),
+)
+def test_a_restart_at_any_place_changes_nothing(tasks, num, restarts):
+    def mixture():
+        return Mixture({f"t{n}": Prompts(weight, epochs_of(rows, n)) for n, (rows, weight) in enumerate(tasks)})
+
+    unbroken, kept, whole, pieces, now = mixture(), {}, [], [], mixture()
+    cursors = {}
+    for number in range(num):
+        whole.append(unbroken.draw(cursors))
+        if number in restarts:
+            now = mixture()
+            kept = msgspec.msgpack.decode(msgspec.msgpack.encode(kept), type=dict[str, TaskCursor])
+        pieces.append(now.draw(kept))
+
+    assert pieces == whole
+    for n, (rows, _) in enumerate(tasks):
+        mine = [row for name, row in pieces if name == f"t{n}"]
+        for at in range(0, len(mine), rows):
+            assert len({*mine[at : at + rows]}) == len(mine[at : at + rows])

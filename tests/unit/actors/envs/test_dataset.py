@@ -1,0 +1,91 @@
+"""Data sets with a verifier, and reasoning-gym's tasks, as environments."""
+
+import json
+
+import pytest
+
+from actors.datasets import read_rows
+from actors.envs.dataset import DataSetEnv
+from actors.envs.verifiers import exact, math, number, places
+
+OWN = """
+def half(completion, answer, *, level, turn, task):
+    return 0.5 + level if completion == answer else 0.0, "" if turn == 2 else f"again, {task}"
+
+async def all_of(completion, answer, **columns):
+    return float(len(columns))
+"""
+
+TOLD = {"seed": 1, "task": "sums", "row": 1, "purpose": "train", "trajectory": "g0.1", "version": 3}
+
+
+def env(tmp_path, verifier):
+    (tmp_path / "own.py").write_text(OWN)
+    rows = [{"q": "1 + 1", "a": "2", "level": 1}, {"q": "2 + 2", "a": "4", "level": 2}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    read_rows.cache_clear()
+    named = verifier if verifier == "exact" else f"{tmp_path}/own.py:{verifier}"
+    return DataSetEnv(path=str(tmp_path / "x.jsonl"), prompt="q", answer="a", verifier=named)
+
+
+def test_the_row_is_shown_and_its_other_columns_are_the_info(tmp_path):
+    played = env(tmp_path, "exact")
+
+    assert played.reset(**TOLD) == ("2 + 2", {"a": "4", "level": 2})
+    assert played.step(" 4\n") == ("", 1.0, True, False, {})
+
+
+def test_a_verifier_is_given_what_its_signature_names_and_may_reply(tmp_path):
+    played = env(tmp_path, "half")
+    played.reset(**TOLD)
+
+    assert played.step("3") == ("again, sums", 0.0, False, False, {})
+    assert played.step("4") == ("", 2.5, True, False, {})
+
+
+def test_a_verifier_that_takes_any_argument_is_given_all(tmp_path):
+    played = env(tmp_path, "all_of")
+    played.reset(**TOLD)
+
+    given = {"task", "row", "purpose", "trajectory", "version", "turn", "q", "a", "level"}
+    assert played.step("4")[1] == len(given)
+
+
+@pytest.mark.parametrize(
+    ("verify", "completion", "answer", "worth"),
+    [
+        (exact, " 4 ", 4, 1.0),
+        (exact, "four", "4", 0.0),
+        (number, "so it is $1,042.00.", "steps #### 1042", 1.0),
+        (number, "1 or 2", "1", 0.0),
+        (number, "none", "1", 0.0),
+        (places, "abcd", "abzd", 0.75),
+        (places, "abcdabcd", "abcd", 0.5),
+        (places, "", "", 0.0),
+    ],
+)
+def test_a_completion_has_its_worth(verify, completion, answer, worth):
+    assert verify(completion, answer) == worth
+
+
+def test_math_verify_compares_expressions():
+    pytest.importorskip("math_verify")
+
+    assert math(r"thus \boxed{\frac{1}{2}}", "0.5") == 1.0
+    assert math("it is $x^2 + 2x + 1$", "(x+1)^2") == 1.0
+    assert math("it is 3", "4") == 0.0
+
+
+def test_reasoning_gym_holds_questions_out_by_their_text():
+    pytest.importorskip("reasoning_gym")
+    from actors.envs.reasoning import ReasoningGymEnv
+
+    train, held_out = (ReasoningGymEnv(name="chain_sum", split=split) for split in ("train", "eval"))
+    asked = {split: {each.reset(seed=n)[0] for n in range(60)} for split, each in (("t", train), ("e", held_out))}
+
+    assert not asked["t"] & asked["e"]
+    question, info = train.reset(seed=7)
+    assert train.reset(seed=7)[0] == question
+    assert train.step(f"I think <answer>{info['answer']}</answer>")[1:3] == (1.0, True)
+    train.reset(seed=7)
+    assert train.step("no idea")[1] < 1.0

@@ -1,0 +1,139 @@
+"""Files of rows, their splits and orders, and the sentence for everything that is wrong with them."""
+
+import json
+
+import pytest
+
+from actors.datasets import check_data, epochs_of, read_rows, split_of
+from actors.tasks import DataSection
+from runtime.errors import ConfigError
+
+ROWS = [{"question": f"{n} + {n}?", "answer": str(2 * n), "level": n % 3} for n in range(12)]
+
+SAMPLERS = """
+def easy_first(rows, *, epoch, seed):
+    return sorted(range(len(rows)), key=lambda at: rows[at]["level"])
+
+def beyond(rows, *, epoch, seed):
+    return [len(rows)]
+
+def nothing(rows, *, epoch, seed):
+    return []
+"""
+
+
+def jsonl(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def parquet(path, rows=ROWS):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def saved(folder, rows=ROWS):
+    """As Dataset.save_to_disk writes it, in two files."""
+    pyarrow = pytest.importorskip("pyarrow")
+    folder.mkdir()
+    names = []
+    for part in (rows[:5], rows[5:]):
+        table = pyarrow.Table.from_pylist(part)
+        names.append(f"data-{len(names):05d}-of-00002.arrow")
+        with pyarrow.OSFile(str(folder / names[-1]), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+            out.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    return str(folder)
+
+
+def data(path, **more):
+    return DataSection(path=path, **{"prompt": "question", **more})
+
+
+@pytest.mark.parametrize(
+    ("write", "name"), [(jsonl, "a.jsonl"), (parquet, "a.parquet"), (saved, "a")], ids=["jsonl", "parquet", "datasets"]
+)
+def test_rows_are_read_whatever_holds_them(tmp_path, write, name):
+    path = write(tmp_path / name)
+
+    rows = read_rows(path)
+
+    assert [rows[at] for at in range(len(rows))] == ROWS
+    check_data(data(path), "tasks.sums.data")
+
+
+def wrong(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", "", r"data file .*/a\.jsonl is empty: it has no rows\."),
+        ("a.jsonl", '{"question": "x"}\n{"question": \n', r"a\.jsonl, line 2: not valid JSON"),
+        ("a.jsonl", '{"question": "x", "answer": 1}\n[1]\n', r"a\.jsonl, line 2: a row is an object with columns"),
+        ("a.jsonl", '{"question": "x", "answer": 1}\n{"question": "y"}\n', r"a\.jsonl: row 2 has no answer\."),
+        (
+            "a.jsonl",
+            '{"questions": "x", "answer": 1}\n',
+            r"prompt: .* has no column question: .*Did you mean questions",
+        ),
+        ("a.parquet", "no table", r"a\.parquet can't be read as Parquet"),
+        ("a.csv", "x", r"a\.csv is none of \.jsonl"),
+    ],
+)
+def test_a_file_that_can_not_be_used_is_named_with_its_line(tmp_path, name, text, words):
+    with pytest.raises(ConfigError, match=words):
+        check_data(data(wrong(tmp_path / name, text)), "tasks.sums.data")
+
+
+def test_a_path_that_leads_nowhere_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.jsonl does not exist"):
+        read_rows(str(tmp_path / "nowhere.jsonl"))
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(ConfigError, match=r"plain has no state\.json"):
+        read_rows(str(tmp_path / "plain"))
+    (tmp_path / "both").mkdir()
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ConfigError, match=r"holds the splits train, test: name one, as .*both/train"):
+        read_rows(str(tmp_path / "both"))
+
+
+def test_held_out_rows_are_those_of_their_own_file_or_drawn_and_left_out_of_training(tmp_path):
+    path, other = jsonl(tmp_path / "a.jsonl"), jsonl(tmp_path / "b.jsonl", ROWS[:3])
+
+    alone, drawn = split_of(data(path)), split_of(data(path, eval_rows=4))
+
+    assert (list(alone.train), list(alone.held_out)) == (list(range(12)), list(range(12)))
+    assert sorted([*drawn.train, *drawn.held_out]) == list(range(12))
+    assert len(drawn.held_out) == 4
+    assert list(split_of(data(path, eval_path=other)).held_out) == [0, 1, 2]
+    with pytest.raises(ConfigError, match="has 12 rows, and eval_rows=12 leaves none"):
+        split_of(data(path, eval_rows=12))
+
+
+def test_a_sampler_orders_an_epoch(tmp_path):
+    (tmp_path / "own.py").write_text(SAMPLERS)
+    section = data(jsonl(tmp_path / "a.jsonl"), eval_rows=3, sampler=f"{tmp_path}/own.py:easy_first")
+    train = split_of(section).train
+
+    epochs = epochs_of(section, train, 1)
+
+    order = [epochs.row(number) for number in range(len(train))]
+    assert sorted(order) == sorted(train)
+    assert [ROWS[row]["level"] for row in order] == sorted(ROWS[row]["level"] for row in train)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("beyond", "failed in epoch 0: IndexError"), ("nothing", "gave no rows for epoch 0")]
+)
+def test_a_sampler_that_can_not_be_followed_is_named(tmp_path, name, words):
+    (tmp_path / "own.py").write_text(SAMPLERS)
+    section = data(jsonl(tmp_path / "a.jsonl"), sampler=f"{tmp_path}/own.py:{name}")
+
+    with pytest.raises(ConfigError, match=rf"sampler .*own\.py:{name} {words}"):
+        epochs_of(section, range(12), 1).row(0)

@@ -1,0 +1,92 @@
+"""The section `tasks`: what a task takes from the other sections, and what is refused."""
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from actors.config import RewardSection, RolloutSection
+from actors.envs.section import EnvSection
+from actors.envs.tasks import check_tasks, resolved
+from actors.tasks import Tasks, rewards_of
+from runtime.errors import ConfigError
+
+BANDIT = "tests.simulation.test_env_manager:Bandit"
+
+
+def tasks(**named):
+    return TypeAdapter(Tasks).validate_python(named)
+
+
+def refused(**named):
+    with pytest.raises(ValidationError) as caught:
+        tasks(**named)
+    return str(caught.value)
+
+
+def test_a_job_without_tasks_has_one_that_is_as_its_other_sections_say():
+    env, rollout, reward = EnvSection(), RolloutSection(), RewardSection(functions=("m:f",))
+
+    assert resolved({}, env, rollout, reward) == {"": ("env", env, rollout, ("m:f",))}
+    assert rewards_of({}, reward) == {"": ("m:f",)}
+
+
+def test_a_task_takes_what_it_does_not_say_itself_from_the_other_sections():
+    named = tasks(
+        walk={"class": BANDIT, "kwargs": {"arms": 3}, "max_turns": 2, "temperature": 0.5, "rewards": []},
+        sums={"data": {"path": "sums.jsonl", "prompt": "q", "verifier": "number", "eval_path": "held.jsonl"}},
+    )
+
+    found = resolved(named, EnvSection(step_timeout_s=9.0), RolloutSection(), RewardSection(functions=("m:f",)))
+
+    walk, sums = found["walk"], found["sums"]
+    assert (walk.env.target, walk.env.kwargs, walk.env.step_timeout_s) == (BANDIT, {"arms": 3}, 9.0)
+    assert (walk.rollout.max_turns, walk.rollout.temperature) == (2, 0.5)
+    assert (walk.rewards, sums.rewards) == ((), ("m:f",))
+    assert sums.rollout == RolloutSection()
+    assert sums.env.kwargs["path"].endswith("/sums.jsonl")
+    assert sums.env.eval_kwargs["path"].endswith("/held.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ({"a": {"class": BANDIT, "weight": 0}, "b": {"class": BANDIT, "weight": 0}}, "the weights of a, b sum to 0"),
+        (
+            {"sums": {"class": BANDIT}, "sum": {"weight": 2}},
+            "sum names no class, no data and no reasoning_gym. Did you",
+        ),
+        ({"a": {"class": BANDIT, "reasoning_gym": "chain_sum"}}, "a names class and reasoning_gym: a task has one"),
+        ({"a b": {"class": BANDIT}}, "'a b' can't be a task's name"),
+        ({"a": {"data": {"path": "x.jsonl", "verifier": "exakt"}}}, "Did you mean exact"),
+        ({"a": {"class": BANDIT, "weight": -1}}, "greater than or equal to 0"),
+    ],
+)
+def test_a_mixture_that_can_not_be_is_refused(named, words):
+    assert words in refused(**named)
+
+
+def test_what_a_task_names_and_is_not_there_is_refused_with_the_nearest_name(tmp_path):
+    named = tasks(
+        a={"reasoning_gym": "chain_sums"}, b={"data": {"path": str(tmp_path / "x.jsonl")}}, c={"class": "tests.no:X"}
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_tasks(named)
+
+    first, second, third = str(caught.value).splitlines()
+    assert first.startswith("tasks.a.reasoning_gym: ")
+    assert "x.jsonl does not exist" in second
+    assert third.startswith("tasks.c.class: ")
+
+
+def test_a_package_of_the_extra_that_is_missing_is_named(monkeypatch, tmp_path):
+    import actors.datasets
+    import actors.envs.tasks
+
+    monkeypatch.setattr(actors.datasets, "find_spec", lambda _: None)
+    monkeypatch.setattr(actors.envs.tasks, "has_module", lambda _: False)
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    named = tasks(a={"reasoning_gym": "chain_sum"}, b={"data": {"path": str(tmp_path / "x.jsonl"), "verifier": "math"}})
+    with pytest.raises(ConfigError) as caught:
+        check_tasks(named)
+
+    for sentence, package in zip(str(caught.value).splitlines(), ("reasoning-gym", "math-verify"), strict=True):
+        assert f"needs the package {package}, which is not installed: pip install 'rubato-rl[tasks]'" in sentence
