@@ -336,7 +336,7 @@ class RolloutRecord:
         of_last = (
             f"{sum(shares):.0f} of the last {len(shares)} tasks failed{' in their environment' if end.failure else ''}"
         )
-        hung = sum(task.hung for task in self._tasks.values())
+        hung = sum(task.hung for task in self._prompts.values())
         if is_hopeless(shares, ever_good=self._ever_good, hung=hung):
             of_hung = f"{hung} tasks hung, and no rollout of any task got through"
             return notices, f"{text}. {of_last if is_hopeless(shares, ever_good=self._ever_good) else of_hung}"

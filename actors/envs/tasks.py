@@ -25,7 +25,7 @@ class Task(NamedTuple):
     """Where the config has it: `env`, or `tasks.NAME`."""
     env: EnvSection
     rollout: RolloutSection
-    rewards: tuple[str, ...]
+    reward: RewardSection
 
 
 def resolved(
@@ -33,12 +33,13 @@ def resolved(
 ) -> dict[str, Task]:
     """By name; a config without `tasks` has one, whose name is empty."""
     if not tasks:
-        return {"": Task("env", env, rollout, reward.functions)}
+        return {"": Task("env", env, rollout, reward)}
     rewards = rewards_of(tasks, reward)
     found: dict[str, Task] = {}
     for name, task in tasks.items():
         limits = {key: value for key in LIMITS if (value := getattr(task, key)) is not None}
-        found[name] = Task(f"tasks.{name}", _env_of(task, env), rollout.model_copy(update=limits), rewards[name])
+        own = reward.model_copy(update={"functions": rewards[name]})
+        found[name] = Task(f"tasks.{name}", _env_of(task, env), rollout.model_copy(update=limits), own)
     return found
 
 

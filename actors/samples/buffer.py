@@ -98,30 +98,26 @@ class SampleBuffer(Actor):
 
     async def on_start(self) -> None:
         """Rebuild from the Store and the newest checkpoint, then serve."""
-        self._closed = False
-        self._draining = False
-        self._slots, self._outcomes = Wake(), Wake()
-        self._claiming = asyncio.Lock()
-        mixture = await self.offload(mixture_of, self.config.tasks, self.run.seed)
-        limits = limits_of(self.config.train, self.config.samples, self.run, mixture)
-        self._groups = groups = Groups(limits, self.config.staleness.bound)
+        self._closed = self._draining = False
+        self._slots, self._outcomes, self._claiming, config = Wake(), Wake(), asyncio.Lock(), self.config
+        mixture = await self.offload(mixture_of, config.tasks, self.run.seed)
+        limits = limits_of(config.train, config.samples, self.run, mixture)
+        self._groups = groups = Groups(limits, config.staleness.bound)
         self._journal = journal = Journal(
             self.store,
             Fence(self.role, self.incarnation),
             groups,
             window_s=self.run.window_s,
-            most_bytes=self.config.samples.unsettled_mb << 20,
+            most_bytes=config.samples.unsettled_mb << 20,
             metrics=self.metrics,
             log=self.log,
             store_back=self._slots.set,
         )
         self._holders = Holders(groups, self._incarnation_of, self._slots.set, self.log)
         self._ledger = SampleLedger(self.run.folder, journal, self.incarnation, self.offload, self.log, self.run.seed)
-        keep, size = self.config.samples.keep, limits.group_size
-        self._kept = KeptTrajectories(self.run.folder, keep, size, self.offload, self.log)
+        self._kept = KeptTrajectories(self.run.folder, config.samples.keep, limits.group_size, self.offload, self.log)
         self._vocab_size = await self.offload(vocab_size_of, self.run.folder / self.config.model.path)
-        training, stored = await journal.take_over()
-        groups.restore(training, stored, self._now())
+        groups.restore(*await journal.take_over(), self._now())
         await self._cover()
         self.spawn(journal.run(), name="journal")
         await journal.sync()
@@ -283,13 +279,13 @@ class SampleBuffer(Actor):
     # -- tickets and rollouts -----------------------------------------------------------------------------------
 
     def _issue(self, request: Admit) -> list[Ticket]:
+        tickets: list[Ticket] = []
         if not self._journal.is_healthy or self._closed or self._draining:
-            return []
+            return tickets
         try:
             tickets = self._groups.issue(request.num, request.holder, request.incarnation, self._now())
         except ConfigError as error:  # a sampler of the user's
             self.finish(str(error), failed=True)
-            return []
         if tickets:
             self._holders.granted()
         return tickets

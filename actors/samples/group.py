@@ -11,6 +11,7 @@ A member's fate is told once, in the SampleEnd that a move returns: where it fai
 is open or ready then, or bound where its payload is lost); otherwise as its group ends. No fate is ever taken back.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -93,6 +94,7 @@ class Training(msgspec.Struct):
     cursor: int = 0
     """Groups admitted so far: the next one's number."""
     tasks: dict[str, TaskCursor] = {}
+    """How far each task has come."""
     ended: int = 0
     """Index of the newest end."""
     raised_step: int = 0
@@ -103,6 +105,12 @@ class Training(msgspec.Struct):
     """The epoch in which it raised last."""
     tally: Tally = msgspec.field(default_factory=Tally)
     filtered: Filtered = msgspec.field(default_factory=Filtered)
+
+    def draw(self, mixture: Mixture) -> tuple[str, int]:
+        """Task and row of the next group. Raises ConfigError where a sampler of the user's fails."""
+        drawn = mixture.draw(self.tasks)
+        self.cursor += 1
+        return drawn
 
     def note_raise(self, step: int, epoch: int) -> bool:
         """Training on `step` raised; whether that is not tried again."""

@@ -366,7 +366,7 @@ class Groups:
             if group.step:
                 self.steps.setdefault(group.step, []).append(group)
             while training.cursor <= group_number(group.id):
-                self._draw()
+                training.draw(self.limits.mixture)
         for bound in self.steps.values():
             bound.sort(key=lambda group: (group.version(0), group.id))
 
@@ -414,26 +414,20 @@ class Groups:
                 for index in range(len(self.rounds.pop(old).members)):
                     self.leases.pop(trajectory_id(old, index), None)
             exam = tuple(self.limits.mixture.exam(num))
-            members = [Member() for _ in range(len(exam) * samples)]
-            group = Group(name, 0, members, purpose="eval", begun=version, samples=samples, exam=exam)
-            self.rounds[name] = group
-            self._queue(group, 0.0)
+            members = [Member() for _ in exam for _ in range(samples)]
+            self.rounds[name] = Group(name, 0, members, purpose="eval", begun=version, samples=samples, exam=exam)
+            self._queue(self.rounds[name], 0.0)
         return self.rounds[name]
 
     # -- within -------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         """The next group, unless it is there: a Store that forgot that it was admitted may not have forgotten the group."""
-        name, members = group_id(self.training.cursor), [Member() for _ in range(self.limits.group_size)]
-        task, row = self._draw()
-        if name not in self.trained and name not in self.live:
-            self._add(Group(name, row, members, begun=self.training.version, task=task))
-
-    def _draw(self) -> tuple[str, int]:
-        """Task and row of the next number."""
-        self.training.cursor += 1
+        name, (task, row) = group_id(self.training.cursor), self.training.draw(self.limits.mixture)
         self.changes.training = True
-        return self.limits.mixture.draw(self.training.tasks)
+        if name not in self.trained and name not in self.live:
+            members = [Member() for _ in range(self.limits.group_size)]
+            self._add(Group(name, row, members, begun=self.training.version, task=task))
 
     def _add(self, group: Group, now: float = 0.0) -> None:
         """Give it a slot, at its place: groups are kept oldest first."""

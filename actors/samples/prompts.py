@@ -43,13 +43,14 @@ class Mixture:
         self._weights = {name: prompts.weight for name, prompts in self._tasks.items()}
 
     def draw(self, cursors: dict[str, TaskCursor]) -> tuple[str, int]:
-        """Task and row of the next group. `cursors` are moved on."""
+        """Task and row of the next group. `cursors` are moved on. Raises ConfigError where a sampler fails."""
         name, owed = next_task(self._weights, {name: cursor.owed for name, cursor in cursors.items()})
+        number, epochs = cursors[name].given if name in cursors else 0, self._tasks[name].epochs
+        row = number if epochs is None else epochs.row(number)  # may raise: nothing has moved yet
         for each, value in owed.items():
             cursors.setdefault(each, TaskCursor()).owed = value
-        cursor, epochs = cursors[name], self._tasks[name].epochs
-        cursor.given += 1
-        return name, cursor.given - 1 if epochs is None else epochs.row(cursor.given - 1)
+        cursors[name].given += 1
+        return name, row
 
     def exam(self, num: int) -> Iterator[tuple[str, int]]:
         """Task and row of each prompt of an evaluation with at most `num` prompts of each task."""

@@ -23,7 +23,11 @@ def nothing(rows, *, epoch, seed):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
-    config = SMALL.replace("final_num_tasks: 0", "final_num_tasks: 5") + TASKS + f"model: {{path: {write_model(folder / 'model')}}}\n"
+    config = (
+        SMALL.replace("final_num_tasks: 0", "final_num_tasks: 5")
+        + TASKS
+        + f"model: {{path: {write_model(folder / 'model')}}}\n"
+    )
     (folder / "small.yaml").write_text(config)
     rows = [{"question": f"{n} + {n} =", "answer": f"left {n}"} for n in range(8)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

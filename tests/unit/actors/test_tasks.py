@@ -25,7 +25,7 @@ def refused(**named):
 def test_a_job_without_tasks_has_one_that_is_as_its_other_sections_say():
     env, rollout, reward = EnvSection(), RolloutSection(), RewardSection(functions=("m:f",))
 
-    assert resolved({}, env, rollout, reward) == {"": ("env", env, rollout, ("m:f",))}
+    assert resolved({}, env, rollout, reward) == {"": ("env", env, rollout, reward)}
     assert rewards_of({}, reward) == {"": ("m:f",)}
 
 
@@ -40,7 +40,7 @@ def test_a_task_takes_what_it_does_not_say_itself_from_the_other_sections():
     walk, sums = found["walk"], found["sums"]
     assert (walk.env.target, walk.env.kwargs, walk.env.step_timeout_s) == (BANDIT, {"arms": 3}, 9.0)
     assert (walk.rollout.max_turns, walk.rollout.temperature) == (2, 0.5)
-    assert (walk.rewards, sums.rewards) == ((), ("m:f",))
+    assert (walk.reward.functions, sums.reward.functions) == ((), ("m:f",))
     assert sums.rollout == RolloutSection()
     assert sums.env.kwargs["path"].endswith("/sums.jsonl")
     assert sums.env.eval_kwargs["path"].endswith("/held.jsonl")

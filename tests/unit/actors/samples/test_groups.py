@@ -479,7 +479,6 @@ def test_a_new_held_out_round_ends_the_one_that_is_not_finished(groups):
     assert not [name for name in groups.leases if name.startswith("eval-a")]
 
 
-<<<<<<< HEAD
 def test_a_rollout_that_lapsed_and_gives_up_before_another_begins_tells_its_tokens_once(groups):
     (ticket,) = issue(groups, 1)
     groups.take_back(ticket.trajectory_id, "lease_lapsed", counted=True)
@@ -501,7 +500,8 @@ def test_what_was_sampled_by_a_rollout_whose_last_holder_died_is_not_known(group
     (end,) = groups.take_changes().ends
     assert (end.fate, end.outcome.tokens) == ("failed", -1)
     assert groups.training.tally.lengths[0].ended == 1
-=======
+
+
 def test_a_store_that_forgot_its_newest_groups_gives_each_row_once_all_the_same():
     rows = Mixture({"sums": Prompts(2.0, Epochs(lambda epoch: shuffled(5, 1, epoch))), "walk": Prompts(1.0)})
     limits = replace(LIMITS, mixture=rows)
@@ -545,4 +545,3 @@ def test_trained_and_ended_are_counted_by_task_too():
         "task/walk/ended": 1,
         "task/walk/trained_frac": 1.0,
     }
->>>>>>> 8898c0a (Tasks, data sets and their mistakes are tested end to end)
