@@ -8,6 +8,7 @@ import pytest
 from actors.config import SamplesSection, TrainSection
 from actors.samples.group import Group, Member, SampleEnd, limits_of, teach
 from actors.samples.ledger import line_of
+from actors.samples.prompts import Mixture
 from actors.samples.sample import Outcome
 from runtime.actor import RunInfo
 
@@ -87,7 +88,7 @@ def test_a_complete_group_has_one_verdict(rewards, fate):
     assert [end.fate for end in group.commit(1)] == [fate] * sum(reward is not None for reward in rewards)
 
 
-LIMITS = limits_of(TrainSection(), SamplesSection(), RunInfo("r", Path(), seed=1, steps=9))
+LIMITS = limits_of(TrainSection(), SamplesSection(), RunInfo("r", Path(), seed=1, steps=9), Mixture())
 FLAT, OTHER = (1.0, 1.0), (0.0, 0.0)
 
 

@@ -235,7 +235,7 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_rollouts_with_one_that_passe
 
 
 def test_each_task_has_its_reward_in_an_evaluation():
-    found = EvalResult(7, ((1.0, 0.5), (0.0,), (), ()), 3, ("sums", "sums", "walk", "walk"))
+    found = EvalResult(7, ((1.0, 0.5), (0.0,), (), ()), 3, tasks=("sums", "sums", "walk", "walk"))
 
     row = figures(found, EvalSection())
 
