@@ -328,8 +328,9 @@ def _classes(faults: Faults):
     class Manager(EnvManager):
         def __init__(self, config, kernel):
             super().__init__(config, kernel)
-            self._host = Host(config.env)
-            self._host.suffer = lambda: faults.suffer(self.name)
+            host = Host(config.env)
+            host.suffer = lambda: faults.suffer(self.name)
+            self._hosts = {"": host}
 
     class Rewards(RewardService):
         def __init__(self, config, kernel):

@@ -76,6 +76,7 @@ class RewardService(Actor):
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
         self._section = config.reward
+        self._functions = rewards_of(config.tasks, config.reward)
         self._scorer = LocalScorer(
             config.reward, config.tasks, on_output=lambda line: self.log.info("user_output", text=line)
         )
@@ -99,7 +100,7 @@ class RewardService(Actor):
     @handler(concurrency=1024)
     async def score(self, request: Score) -> Scores | NotScored:
         """The functions' numbers for one trajectory, or why there are none."""
-        if not self._scorer.functions_of(request):
+        if not self._functions.get(request.task, self._section.functions):
             return Scores(())
         reply: asyncio.Future[Scores | NotScored] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, reply))

@@ -121,7 +121,13 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def renderer(
+    folder: Path, *, system_prompt: str = "", variables: Mapping[str, Any] | None = None, tools: Sequence[Any] = ()
+) -> ChatRenderer:
+    """Shared by every manager of this process: it keeps nothing but caches. Its template reads neither variables nor tools."""
+    return _shared(folder, system_prompt)
+
+
 @functools.cache
-def renderer(folder: Path, *, system_prompt: str = "") -> ChatRenderer:
-    """Shared by every manager of this process: it keeps nothing but caches."""
+def _shared(folder: Path, system_prompt: str) -> ChatRenderer:
     return ChatRenderer(folder, system_prompt=system_prompt)
