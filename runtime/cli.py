@@ -35,6 +35,7 @@ COMMANDS = {
         "runtime.monitor.command", False, "watch a run: live, as one table, as JSON, or what waits for what"
     ),
     "samples": Command("actors.transcripts.command", False, "show what the model wrote, and what became of it"),
+    "compare": Command("actors.compare", False, "compare the curves and final figures of several runs"),
     "tap": Command("runtime.monitor.tap", False, "print the messages of a running actor as they travel"),
     "sim": Command("sim.rlsim", False, "simulate a scenario of a cluster and check its claims"),
     "keys": Command("runtime.launch.token", False, "make a run's keys, or print the token with which a host joins it"),

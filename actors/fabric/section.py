@@ -49,6 +49,7 @@ class FabricSection(Section):
     switch_url: str = ""
     """https://host:port of the switch; ssh://user@host:830 for NETCONF. Empty: the actor `optical_switch`, an emulated SONiC switch."""
     switch_user: str = ""
+    """User name at the switch over RESTCONF."""
     switch_password_file: str = ""
     """File with the password alone. NETCONF takes keys from ssh's own configuration."""
     switch_ca_file: str = ""

@@ -41,6 +41,7 @@ class PrefillSection(Section):
     """What a prompt's cache weighs."""
 
     kv_bytes_per_token: int = Field(default=16384, ge=1)
+    """KV cache of one token, which travels to the engine."""
 
 
 class RemotePrefillWorker(EngineWorker):

@@ -70,7 +70,7 @@ def _sentence(detail: ErrorDetails, keys: Keys, known: Mapping[Keys, FieldInfo])
     if detail["type"] in ("too_short", "too_long"):
         return f"{name} is {_shown(detail['input'])}; it must have {_size(detail)}."
     field = next((field for pattern, field in known.items() if _matched(keys, pattern) == pattern), None)
-    wanted = _allowed(field) if field is not None else _bound(detail)
+    wanted = allowed(field) if field is not None else _bound(detail)
     must = f"it must be {wanted}" if wanted else _plain(detail["msg"])
     return f"{name} is {_shown(detail['input'])}; {must}."
 
@@ -101,20 +101,21 @@ def _known(model: type[BaseModel], above: Keys) -> Iterator[tuple[Keys, FieldInf
     for name, field in model.model_fields.items():
         keys = (*above, field.alias or name)
         yield keys, field
-        for inner, starred in _models(field.annotation):
+        for inner, starred in models(field.annotation):
             yield from _known(inner, (*keys, "*") if starred else keys)
 
 
-def _models(annotation: Any) -> list[tuple[type[BaseModel], bool]]:
+def models(annotation: Any) -> list[tuple[type[BaseModel], bool]]:
     """Models reachable from an annotation; True where they are values of a dict."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [(annotation, False)]
     starred = get_origin(annotation) is dict
     inner = get_args(annotation)
-    return [(model, starred or deeper) for part in inner for model, deeper in _models(part)] if inner else []
+    return [(model, starred or deeper) for part in inner for model, deeper in models(part)] if inner else []
 
 
-def _allowed(field: FieldInfo) -> str:
+def allowed(field: FieldInfo) -> str:
+    """What values a key takes, in words."""
     words = _words(field.annotation)
     bounds: list[str] = []
     for part in cast("list[object]", field.metadata):

@@ -1,0 +1,148 @@
+"""Every metric of a row of metrics.jsonl, in the one place that describes them; docs/metrics.md is made from it (tools/reference.py).
+
+`<…>` in a name stands for anything without a slash at its ends; what a user's own code names may have slashes within.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class MetricDoc(NamedTuple):
+    """One metric: `absent` says when a row lacks it, and is empty where every row has it."""
+
+    name: str
+    unit: str
+    meaning: str
+    absent: str = ""
+
+
+Section = Mapping[str, tuple[MetricDoc, ...]]
+
+NO_EVAL = "no evaluation ended since the row before"
+NO_TORCH = "`train.kind=scripted`"
+NO_SAMPLING = "`train.dynamic_sampling` is off"
+NO_FABRIC = "no fabric_controller"
+
+M = MetricDoc
+"""A short name: the table below is read, not the code."""
+
+METRICS: Section = {
+    "The step": (
+        M("step", "steps", "the step that the row is of, from 1"),
+        M("weights/version", "versions", "the version that the step published: its number"),
+        M("weights/bytes", "bytes", "size of the weights that were published"),
+        M("weights/transfer_s", "s", "median time that an engine took to pull a version: of the slowest engine", "no engine has told yet"),
+    ),
+    "Reward": (
+        M("reward/mean", "reward", "mean over the samples of the batch"),
+        M("reward/std", "reward", "their standard deviation (sample)", NO_TORCH),
+        M("reward/zero_std_frac", "share", "groups of the batch whose rewards are all equal", NO_TORCH),
+        M("reward/env", "reward", "part of the mean that came from the environment's steps", "an actor of one's own put the samples without it"),
+        M("reward/<function>", "reward", "part of the mean that this reward function gave; a second function of one name has its place in the list behind it", "no such function"),
+        M("reward/unconditioned", "reward", "mean over all that finished for the step, also what was left out", NO_SAMPLING),
+        M("reward/filtered_frac", "share", "samples that dynamic sampling left out", NO_SAMPLING),
+        M("env/<key>", "the environment's", "mean of a number in the environment's `info` (the newest of each rollout) over the samples that have it; true is 1. At most 32 keys, the first by name", "no sample has it"),
+    ),
+    "Evaluation": (
+        M("eval/version", "versions", "the version that was evaluated", NO_EVAL),
+        M("eval/reward", "reward", "mean over the held-out rollouts that finished", f"{NO_EVAL}, or none finished"),
+        M("eval/num", "rollouts", "those that finished", NO_EVAL),
+        M("eval/failed", "rollouts", "those that failed", NO_EVAL),
+        M("eval/avg@<k>", "reward", "mean over tasks of their mean reward", "`eval.samples` is 1"),
+        M("eval/pass@<k>", "share", "tasks of which one of k rollouts reaches `eval.pass_reward`, without bias", "`eval.samples` is 1"),
+        M("eval/reward/<function>", "reward", "as `reward/<function>` and `reward/env`, of the held-out rollouts", NO_EVAL),
+        M("eval/env/<key>", "the environment's", "as `env/<key>`, of the held-out rollouts", NO_EVAL),
+    ),
+    "What was learned": (
+        M("policy/loss", "loss", "loss of a minibatch, mean over the step's updates", NO_TORCH),
+        M("policy/entropy", "nats", "entropy of the policy, mean over tokens", NO_TORCH),
+        M("policy/clip_frac", "share", "tokens that a clip decides", NO_TORCH),
+        M("policy/clip_high_frac", "share", "tokens that the upper clip decides", NO_TORCH),
+        M("policy/ratio_mean", "ratio", "mean of π/μ before the step's first update: the policy over the one that sampled", NO_TORCH),
+        M("policy/kl", "nats", "the estimator k3 of KL(μ ‖ π), before the step's first update", NO_TORCH),
+        M("policy/fresh_frac", "share", "tokens that the step's own first weights sampled", NO_TORCH),
+        M("policy/mismatch_kl", "nats", "`policy/kl` over those alone: engine against trainer; never negative", "`policy/fresh_frac` is 0"),
+        M("policy/ess", "share", "effective sample size (Σw)² / (n·Σw²) of the importance weights before their cap, of n tokens", "no group taught"),
+        M("policy/is_mean", "ratio", "importance weights as they are used", "importance weights are off"),
+        M("policy/is_capped_frac", "share", "tokens whose weight is above `train.importance.cap`", "importance weights are off"),
+        M("policy/kl_ref", "nats", "k3 of KL(π ‖ reference)", "no reference model"),
+        M("optim/grad_norm", "norm", "global norm of the gradient before it is scaled down, mean over updates", NO_TORCH),
+        M("optim/lr", "1", "learning rate", NO_TORCH),
+        M("optim/skipped", "updates", "optimiser steps left out because their gradient was not finite", NO_TORCH),
+    ),
+    "Age": (
+        M("staleness/mean", "versions", "age of the batch's samples: the version that the step began with, less that of the first token"),
+        M("staleness/max", "versions", "age of the oldest"),
+        M("staleness/dropped", "samples", "samples that ended for their age, since the sample buffer started"),
+        M("staleness/publish_lag", "s", "from the end of the update until the version was announced"),
+        M("samples/damaged", "samples", "samples whose payload was gone or damaged, since the sample buffer started"),
+    ),
+    "Rollouts of the batch": (
+        M("rollout/len_mean", "tokens", "length, with what was shown to the model"),
+        M("rollout/sampled_mean", "tokens", "length of what the model sampled"),
+        M("rollout/turns_mean", "turns", "turns"),
+        M("rollout/cut_frac", "share", "of which a turn ended at its token limit, where that is more than one"),
+        M("rollout/truncated_frac", "share", "that ended at a limit of turns or tokens, or as the environment said"),
+        M("rollout/wall_s_p99", "s", "99th percentile of how long one took"),
+        M("rollout/env_frac", "share", "of their time in resets and steps of the environment"),
+        M("rollout/error_frac", "share", "of all rollouts since the environment managers started, those that failed"),
+    ),
+    "What became of every token": (
+        M("tokens/generated", "tokens", "sampled in rollouts that ended, however they did: the sum of the other `tokens/…`"),
+        M("tokens/held", "tokens", "of samples that have no fate yet: their group runs, waits, or no checkpoint covers its step"),
+        M("tokens/<fate>", "tokens", "of samples with that fate: `trained`, `zero_spread`, `stale`, `failed`, `filtered`, `unused`, …", "none yet"),
+        M("tokens/retried", "tokens", "of attempts that another one followed", "none yet"),
+        M("tokens/eval", "tokens", "of held-out rollouts", "none yet"),
+        M("attempts/lost", "attempts", "those whose holder was killed or fell silent: nobody told what they had sampled"),
+        M("length/<N>/ended", "samples", "that ended with at most N sampled tokens and more than N/2; `length/0`: of which no token is known", "none yet"),
+        M("length/<N>/trained_frac", "share", "of these that were in a step", "none yet"),
+        M("queue/held/depth", "samples", "scored samples of groups that are not complete"),
+        M("queue/ready/depth", "samples", "samples of groups that may be claimed"),
+        M("queue/bound/depth", "samples", "samples that a step is bound to"),
+    ),
+    "Time": (
+        M("time/step", "s", "since the row before"),
+        M("time/wall_s", "s", "training time so far, earlier launches included"),
+        M("time/unix_s", "s", "when the row was written, since 1970"),
+        M("time/wait_for_batch", "s", "the trainer waited for samples"),
+        M("time/train", "s", "of the update"),
+        M("time/train_cpu", "CPU s", "of the update, in the trainer's process"),
+        M("time/publish", "s", "until the new weights were announced, waits for an evaluation included"),
+        M("time/check", "s", "trainer and engines were compared", "no comparison was due"),
+        M("perf/samples_s", "samples/s", "samples of the batch ÷ `time/step`"),
+        M("perf/gen_tokens_s", "tokens/s", "sampled by all engines, as they reported last"),
+        M("perf/train_tokens_s", "tokens/s", "tokens of the batch ÷ `time/train`"),
+        M("loop/lag_p99", "ms", "99th percentile of how late the trainer's event loop runs"),
+    ),
+    "Processes": (
+        M("idle/<actor>", "share", "of the last 10 s in which the actor had nothing to do"),
+        M("cpu/<actor>", "CPU s", "of an actor of the trainer's host so far, with the processes that it started", "no /proc, or it shares its process"),
+        M("cpu/host", "CPU s", "all cores of the trainer's host were busy so far, whoever used them", "no /proc"),
+        M("cpu/cores", "cores", "of the trainer's host", "no /proc"),
+    ),
+    "Fabric": (
+        M("fabric/phase/<phase>", "0 or 1", "the phase of the network", NO_FABRIC),
+        M("fabric/reconfigurations", "changes", "of circuits so far", NO_FABRIC),
+        M("fabric/hidden_s", "s", "of reconfigurations that nobody waited for, so far", NO_FABRIC),
+        M("fabric/exposed_s", "s", "of reconfigurations that a phase waited for, so far", NO_FABRIC),
+        M("fabric/circuits", "circuits", "lit now", NO_FABRIC),
+        M("fabric/epoch", "changes", "number of the last change that was wanted", NO_FABRIC),
+        M("fabric/electrical", "0 or 1", "everything takes the electrical path", NO_FABRIC),
+        M("fabric/kept", "phases", "for which the circuits before were kept, so far", NO_FABRIC),
+        M("fabric/dead_ports", "ports", "taken for broken", "none yet"),
+    ),
+}  # fmt: skip
+
+
+def described(name: str) -> MetricDoc | None:
+    """What the table says of a metric of a row: an exact name before a pattern, a pattern with more words before others."""
+    return next((metric for pattern, metric in _patterns() if pattern.fullmatch(name)), None)
+
+
+@lru_cache(maxsize=1)
+def _patterns() -> list[tuple[re.Pattern[str], MetricDoc]]:
+    every = [metric for section in METRICS.values() for metric in section]
+    every.sort(key=lambda metric: (metric.name.count("<"), -len(metric.name)))
+    return [(re.compile(re.sub(r"<[^>]*>", r".+", re.escape(metric.name))), metric) for metric in every]
