@@ -1,7 +1,9 @@
 """Trainer: claims batches, trains, publishes weights, and makes steps durable before their samples are let go."""
 
 import asyncio
+import math
 from collections import deque
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -13,6 +15,7 @@ from pydantic import Field
 from actors import checkpoint as checkpoints
 from actors.checkpoint import CheckpointError, Replaced
 from actors.config import EvalSection, ModelSection, RolloutSection, StalenessSection, TrainSection
+from actors.loggers import Loggers, LoggingSection, check_loggers, start_loggers
 from actors.messages.samples import (
     Advance,
     Batch,
@@ -90,13 +93,15 @@ class Trainer(Actor):
         checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
         check: CheckSection = Field(default_factory=CheckSection)
         rollout: RolloutSection = Field(default_factory=RolloutSection)
+        logging: LoggingSection = LoggingSection()
 
     config: Config
 
     @classmethod
     def check_host(cls, config: Any) -> None:
-        """What is not there would be found only after minutes of preparation: the device, and a loss of the user's own."""
+        """What is not there would be found only after minutes of preparation: the device, loggers, and a loss of the user's own."""
         check_device(config.model.device)
+        check_loggers(config.logging)
         if ":" in config.train.loss:
             check_module(config.train.loss, key="train.loss")
 
@@ -150,6 +155,7 @@ class Trainer(Actor):
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
         self._held_out = HeldOut(self, config.eval)
         self._spread, self._info = SpreadWatch(config.train.advantage), InfoWatch()
+        self._loggers: Loggers | None = None
 
     async def on_start(self) -> None:
         """Load the newest complete checkpoint (or the base model), take a new epoch, and start to train."""
@@ -173,6 +179,9 @@ class Trainer(Actor):
         for file, take in (("metrics", self._rows.truncate), ("evals", self._held_out.take_over)):
             if damaged := take(self._step):
                 self.notice(f"{damaged} damaged lines of {self.run.folder}/{file}.jsonl were left out")
+        if self.config.logging.loggers:
+            told = partial(asyncio.get_running_loop().call_soon_threadsafe, self.notice)
+            self._loggers = await self.offload(start_loggers, self.config.logging, self.run, self._step, told)
         self.log.info("epoch", epoch=self._epoch, step=self._step, bound=drawn.bound, version=self._policy.version)
         self.spawn(self._train_to_the_end(), name="trainer.steps")
 
@@ -214,6 +223,8 @@ class Trainer(Actor):
             await self._left.wait()
             if self._step > self._saved:
                 await self._save()
+        if self._loggers is not None:
+            await self.offload(self._loggers.close)
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         self._held_out.left(left)
@@ -304,6 +315,8 @@ class Trainer(Actor):
         used = {} if _virtual() else await self.offload(cpu_used, others)
         row = await self.offload(self._rows.append_step, step, result, groups, times, own, others, used)
         self.progress(step, row)
+        if self._loggers is not None:
+            self._loggers.log({name: value for name, value in row.items() if math.isfinite(value)})
 
     async def _claim(self, step: int) -> Batch | None:
         """The batch of `step`, or None when the actor is to leave first."""

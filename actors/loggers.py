@@ -1,0 +1,268 @@
+"""Where the rows of metrics.jsonl go besides: TensorBoard, Weights & Biases, a Prometheus endpoint, or a class of one's own.
+
+metrics.jsonl stays the master: a logger that raises, hangs or is slow costs its own rows and never a training step.
+"""
+
+import importlib.util
+import queue
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+from pydantic import Field, model_validator
+
+from runtime.actor import RunInfo
+from runtime.config import Section
+from runtime.errors import ConfigError
+from runtime.importer import check_module, load_configured
+
+KEY = "logging.loggers"
+MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus": "prometheus_client"}
+"""Our loggers → the package that each needs: the extra of the same name brings it."""
+WAITING = 256
+"""Rows that may wait for a logger; more are left out."""
+CLOSE_S = 10.0
+"""Longest that the end of a run waits for a logger."""
+
+
+class LoggingSection(Section):
+    """Where metrics go besides RUN/metrics.jsonl."""
+
+    loggers: tuple[str, ...] = ()
+    """tensorboard, wandb, prometheus, or your own as path/to/file.py:Class; see docs/logging.md."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of the constructor of your own class."""
+    wandb_project: str = "rubato"
+    """Project of the run at Weights & Biases."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """offline: written to RUN/wandb alone, to be sent later by `wandb sync`."""
+    prometheus_listen: str = Field(default="127.0.0.1:9108", pattern=r"^[^:]*:\d{1,5}$")
+    """host:port of the endpoint /metrics; port 0 takes a free one."""
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        for name in self.loggers:
+            if name not in MODULES and ":" not in name:
+                near = _near(name)
+                raise ValueError(f"{name!r} is none of {', '.join(MODULES)}, and no path/to/file.py:Class{near}")
+        return self
+
+
+class LoggedRun(NamedTuple):
+    """What a logger is told about its run."""
+
+    name: str
+    id: str
+    """Never another run's; one that goes on keeps it."""
+    folder: Path
+    """Of the run; files of the logger belong into a folder of their own in it."""
+    config: Mapping[str, Any]
+    """As RUN/config.yaml has it."""
+    step: int
+    """The newest step that was trained already; rows after it may be logged anew by a run that goes on."""
+
+
+class MetricsLogger(Protocol):
+    """What takes the rows. All calls come from one thread of the trainer's process that no other logger shares."""
+
+    def start(self, run: LoggedRun) -> None:
+        """Once, before the first row; what it or `log` raises is told to the user, and only `close` follows."""
+        ...
+
+    def log(self, row: Mapping[str, float]) -> None:
+        """One training step, with its number as `step`: names and numbers as in metrics.jsonl."""
+        ...
+
+    def close(self) -> None:
+        """Once, after the last row or a failure; the run waits ten seconds for it."""
+        ...
+
+
+class TensorBoardLogger:
+    """Event files in RUN/tensorboard."""
+
+    def start(self, run: LoggedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)
+
+    def log(self, row: Mapping[str, float]) -> None:
+        for name, value in row.items():
+            self._writer.add_scalar(name, value, int(row["step"]))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """A run at Weights & Biases under this run's name; one that goes on, goes on there."""
+
+    def __init__(self, project: str, mode: Literal["online", "offline"]) -> None:
+        self._project = project
+        self._mode: Literal["online", "offline"] = mode
+
+    def start(self, run: LoggedRun) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=self._project,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            dir=run.folder,
+            mode=self._mode,
+            config=dict(run.config),
+            settings=wandb.Settings(silent=True),
+        )
+
+    def log(self, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row), step=int(row["step"]))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class PrometheusLogger:
+    """The newest row as gauges at http://HOST:PORT/metrics: `reward/mean` is rubato_reward_mean{run="…"}."""
+
+    def __init__(self, listen: str) -> None:
+        host, _, port = listen.rpartition(":")
+        self._address = (host or "127.0.0.1", int(port))
+        self._gauges: dict[str, Any] = {}
+
+    def start(self, run: LoggedRun) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._run, self._registry = run.name, CollectorRegistry()
+        host, port = self._address
+        self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
+        self.port = self._server.server_port
+
+    def log(self, row: Mapping[str, float]) -> None:
+        from prometheus_client import Gauge
+
+        for name, value in row.items():
+            if name not in self._gauges:
+                known_as = "rubato_" + re.sub(r"\W", "_", name)
+                self._gauges[name] = Gauge(known_as, name, ["run"], registry=self._registry)
+            self._gauges[name].labels(self._run).set(value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def check_loggers(section: LoggingSection) -> None:
+    """Raises ConfigError where a logger's package is not installed, or no module lies where one of the user's own should."""
+    for name in section.loggers:
+        if name not in MODULES:
+            check_module(name, key=KEY)
+        elif importlib.util.find_spec(MODULES[name]) is None:
+            raise ConfigError(
+                f"{KEY} has {name}, but {MODULES[name]} is not installed. Install it with: pip install -e '.[{name}]'"
+            )
+
+
+def start_loggers(section: LoggingSection, run: RunInfo, step: int, told: Callable[[str], object]) -> "Loggers":
+    """Those of `section`, each started in a thread of its own, for a run that has trained `step` steps.
+
+    `told` gets a sentence where one fails, from that thread. Raises ConfigError where one of the user's own can't be made. Blocks.
+    """
+    import yaml
+
+    loggers = {name: _loaded(name, section) for name in section.loggers}
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    logged = LoggedRun(run.folder.name, run.id, run.folder, config, step)
+    return Loggers([_LoggerThread(name, logger, logged, told) for name, logger in loggers.items()])
+
+
+class Loggers:
+    """Those of a run. Owned by the trainer: `log` never waits."""
+
+    def __init__(self, threads: Sequence["_LoggerThread"]) -> None:
+        self._threads = threads
+
+    def log(self, row: Mapping[str, float]) -> None:
+        for thread in self._threads:
+            thread.log(row)
+
+    def close(self) -> None:
+        """Wait until every row is out, ten seconds at most for each. Blocks."""
+        for thread in self._threads:
+            thread.close()
+
+
+class _LoggerThread:
+    def __init__(self, name: str, logger: MetricsLogger, run: LoggedRun, told: Callable[[str], object]) -> None:
+        self._name, self._logger, self._told = name, logger, told
+        self._rows: queue.Queue[Mapping[str, float] | None] = queue.Queue(WAITING)
+        self._failed = self._late = False
+        # A daemon: one that hangs must not keep the process.
+        self._thread = threading.Thread(target=self._work, args=(run,), name=f"logger {name}", daemon=True)
+        self._thread.start()
+
+    def log(self, row: Mapping[str, float]) -> None:
+        if self._failed:
+            return
+        try:
+            self._rows.put_nowait(row)
+        except queue.Full:
+            if not self._late:
+                self._late = True
+                self._told(f"the logger {self._name} is {WAITING} rows behind: rows are left out until it catches up")
+
+    def close(self) -> None:
+        try:
+            self._rows.put(None, timeout=CLOSE_S)
+        except queue.Full:
+            pass
+        else:
+            self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self._told(f"the logger {self._name} did not end within {CLOSE_S:g} s: its last rows may be missing")
+
+    def _work(self, run: LoggedRun) -> None:
+        try:
+            self._logger.start(run)
+            while (row := self._rows.get()) is not None:
+                self._logger.log(row)
+        except Exception as error:  # noqa: BLE001 - whatever it raises, training goes on
+            self._fail(error)
+        try:
+            self._logger.close()
+        except Exception as error:  # noqa: BLE001
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            why = f"{type(error).__name__}: {error}"
+            self._told(f"the logger {self._name} failed and gets no more rows: {why}. metrics.jsonl has them all")
+
+
+def _loaded(name: str, section: LoggingSection) -> MetricsLogger:
+    if name == "tensorboard":
+        return TensorBoardLogger()
+    if name == "wandb":
+        return WandbLogger(section.wandb_project, section.wandb_mode)
+    if name == "prometheus":
+        return PrometheusLogger(section.prometheus_listen)
+    own = load_configured(name, key=KEY)
+    missing: Sequence[str] = [verb for verb in ("start", "log", "close") if not callable(getattr(own, verb, None))]
+    if missing:
+        raise ConfigError(f"{KEY}: {name} has no {' and no '.join(missing)}: a logger has start, log and close.")
+    try:
+        return own(**section.kwargs)
+    except Exception as error:
+        raise ConfigError(f"{KEY}: {name} can't be made: {type(error).__name__}: {error}") from error
+
+
+def _near(name: str) -> str:
+    import difflib
+
+    found = difflib.get_close_matches(name, MODULES, n=1)
+    return f". Did you mean {found[0]}?" if found else ""
