@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     """Print a table, trajectories turn by turn, or JSON; RubatoError is the caller's to print."""
     given = _parser().parse_args(list(argv))
     purpose = given.purpose or ("" if given.name else "eval" if given.fate == EVAL else "train")
-    filters = Filters(group_or_trajectory(given.name), given.step, given.fate, given.task, purpose)
+    filters = Filters(group_or_trajectory(given.name), given.step, given.fate, given.task, given.row, purpose)
     found, decode = find(given.run, filters), decoder(given.run)
     most = given.n if given.n is not None else len(found) if given.json or given.name else SHOWN
     chosen = choose(found, most, best=given.best, worst=given.worst)
@@ -58,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--step", type=int, help="trained in this step; of held-out ones the version")
     parser.add_argument("--fate", default="", help="trained, zero_spread, stale, failed, …, eval")
-    parser.add_argument("--task", type=int, help="of this task")
+    parser.add_argument("--task", default="", help="of the task of this name")
+    parser.add_argument("--row", type=int, help="of this row of its task")
     parser.add_argument("--purpose", choices=("train", "eval"), help="training (the default), or held out")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--best", action="store_true", help="those with the highest reward")

@@ -48,7 +48,9 @@ class Sample(msgspec.Struct, frozen=True):
     group_id: str
     attempt: int
     purpose: str
-    task: int
+    task: str
+    """Empty where the config names none."""
+    row: int
     seed: int
     fate: str
     """As in samples.jsonl; `eval` of held-out rollouts, and empty where the sample has no fate yet."""
@@ -77,7 +79,8 @@ class Filters:
     """A trajectory, or a group."""
     step: int | None = None
     fate: str = ""
-    task: int | None = None
+    task: str = ""
+    row: int | None = None
     purpose: str = ""
 
     def take(self, row: dict[str, Any]) -> bool:
@@ -86,7 +89,8 @@ class Filters:
             (not self.name or self.name in (row["trajectory_id"], row["group_id"]))
             and (self.step is None or self.step == row["step"])
             and (not self.fate or self.fate == row["fate"])
-            and (self.task is None or self.task == row["task"])
+            and (not self.task or self.task == row["task"])
+            and (self.row is None or self.row == row["row"])
             and (not self.purpose or self.purpose == row["purpose"])
         )
 
@@ -189,6 +193,7 @@ def _line_of(trajectory: Trajectory) -> dict[str, Any]:
         "attempt": ticket.attempt,
         "purpose": ticket.purpose,
         "task": ticket.task,
+        "row": ticket.row,
         "seed": ticket.seed,
         "fate": EVAL if held_out else UNDER_WAY,
         "reason": "",
@@ -205,7 +210,7 @@ def _line_of(trajectory: Trajectory) -> dict[str, Any]:
 
 
 SHARED = (
-    "trajectory_id", "group_id", "attempt", "purpose", "task", "seed", "fate", "reason", "step", "age", "reward", "scores", "tokens", "cut",
+    "trajectory_id", "group_id", "attempt", "purpose", "task", "row", "seed", "fate", "reason", "step", "age", "reward", "scores", "tokens", "cut",
     "wall_s",
 )  # fmt: skip
 
@@ -275,7 +280,8 @@ def group_or_trajectory(text: str) -> str:
 def _nothing(folder: Path, filters: Filters, found: Found) -> str:
     if not found.others:
         return f"{folder} has no trajectory yet: none has ended, or samples.keep is 0."
-    wanted = {"step": filters.step, "fate": filters.fate, "task": filters.task, "purpose": filters.purpose}
+    names = ("step", "fate", "task", "row", "purpose")
+    wanted = {name: getattr(filters, name) for name in names}
     asked = " ".join([filters.name, *(f"--{key} {value}" for key, value in wanted.items() if value not in (None, ""))])
     asked = asked.strip() or "here"
     fates = ", ".join(f"{name or 'no fate yet'} {num:,}" for name, num in found.others.most_common())

@@ -97,7 +97,8 @@ def facts(sample: Sample) -> str:
     told = [f"{fate}{step}" + (f" ({sample.reason})" if sample.reason else "")]
     if sample.reward is not None:
         told.append(f"reward {_figure(sample.reward)}" + (f" ({apart})" if apart else ""))
-    told += [f"task {sample.task}, seed {sample.seed}", f"attempt {sample.attempt}"]
+    task = f"task {sample.task}, " if sample.task else ""
+    told += [f"{task}row {sample.row}, seed {sample.seed}", f"attempt {sample.attempt}"]
     told += [f"age {sample.age}"] if sample.age is not None else []
     told += [f"{len(sample.turns)} turns, {sample.tokens} tokens"] if sample.turns is not None else []
     told += ["ended at a limit of turns or tokens"] if sample.truncated else []

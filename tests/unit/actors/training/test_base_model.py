@@ -209,7 +209,7 @@ def test_two_runs_at_once_share_the_cache(run):
     command = [sys.executable, "-m", "actors.training.base_model"]
     makers = [subprocess.Popen([*command, str(folder)], stdout=subprocess.DEVNULL) for folder in folders]
 
-    assert [maker.wait(60) for maker in makers] == [0, 0]
+    assert [maker.wait(240) for maker in makers] == [0, 0]
 
     models = [{p.name: p.read_bytes() for p in (folder / "model").iterdir()} for folder in folders]
     assert models[0] == models[1]

@@ -30,7 +30,9 @@ class RunFolderMaker:
         (path / "config.yaml").write_text(yaml.safe_dump({"model": {"path": "model"}}))
         (path / "trajectories").mkdir()
 
-    def keep(self, name, *turns, reward=1.0, attempt=1, purpose="train", version=3, task=5, scores=None, **more):
+    def keep(
+        self, name, *turns, reward=1.0, attempt=1, purpose="train", version=3, row=5, task="", scores=None, **more
+    ):
         """Each turn is (shown, sampled, finish reason, [(version, tokens) …])."""
         tokens, mask, spans = [], b"", []
         for shown, sampled, _, versions in turns:
@@ -41,18 +43,18 @@ class RunFolderMaker:
                 mask += b"\1" * count
             tokens += ids(sampled)
         segment = Segment(array("i", tokens).tobytes(), mask, b"", tuple(spans))
-        ticket = Ticket(name, name.rpartition(".")[0], attempt, task, 77, version, purpose)
+        ticket = Ticket(name, name.rpartition(".")[0], attempt, row, 77, version, purpose, task=task)
         reasons = tuple(turn[2] for turn in turns)
         scores = {"env": reward} if scores is None else scores
         more = {"truncated": False, "finish_reasons": reasons, "scores": scores, **more}
         whole = Trajectory(ticket, (segment,), reward, len(turns), wall_s=0.5, **more)
         (self.path / "trajectories" / f"{name}.{attempt}").write_bytes(msgspec.msgpack.encode(whole))
 
-    def end(self, name, fate="trained", *, attempt=1, step=4, reward=1.0, scores=None, task=5, **more):
+    def end(self, name, fate="trained", *, attempt=1, step=4, reward=1.0, scores=None, row=5, task="", **more):
         """A line of samples.jsonl."""
         came = reward is not None
         line = {
-            "trajectory_id": name, "group_id": name.rpartition(".")[0], "attempt": attempt, "task": task, "fate": fate,
+            "trajectory_id": name, "group_id": name.rpartition(".")[0], "attempt": attempt, "task": task, "row": row, "fate": fate,
             "step": step, "epoch": 1, "reason": "", "version_first": 3 if came else None, "reward": reward, "tokens": 2,
             "turns": 1, "wall_s": 0.5, "finish_reasons": ["stop"], "cut": False, "scores": scores or {"env": reward},
             "purpose": "train", "seed": 77, "version_from": 3, "age": 0, **more,

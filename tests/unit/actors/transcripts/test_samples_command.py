@@ -48,12 +48,13 @@ def test_the_table_says_how_many_there_are_how_they_end_and_what_was_written(fol
 
 
 def test_a_whole_trajectory_shows_each_prompt_and_answer(folder, asked, capsys):
-    folder.keep("g00000012.3", asked, AGAIN, truncated=True)
+    folder.keep("g00000012.3", asked, AGAIN, truncated=True, task="maths")
 
     text = shown(capsys, folder.path, "g12.3")
 
     assert (
-        "g00000012.3   no fate yet · reward 1.00 (env 1.00) · task 5, seed 77 · attempt 1 · 2 turns, 4 tokens" in text
+        "g00000012.3   no fate yet · reward 1.00 (env 1.00) · task maths, row 5, seed 77 · attempt 1 · 2 turns, 4 tokens"
+        in text
     )
     assert "ended at a limit of turns or tokens" in text
     assert "turn 1 · 2 tokens · v3\ntwo and two is <|assistant|>\n▸ four <|end|>⏹\n" in text
@@ -95,7 +96,7 @@ def test_json_has_one_object_a_line_for_all_that_is_kept(folder, asked, capsys):
     [
         (["--step", "4"], ["g00000001.0"]),
         (["--fate", "stale"], ["g00000002.0"]),
-        (["--task", "9"], ["g00000003.0"]),
+        (["--row", "9"], ["g00000003.0"]),
         (["--purpose", "eval"], ["eval-1.8.0.0"]),
         (["--fate", "eval"], ["eval-1.8.0.0"]),
         (["--best", "-n", "2"], ["g00000003.0", "g00000001.0"]),
@@ -110,8 +111,8 @@ def test_filters_take_the_samples_that_were_asked_for(folder, asked, capsys, arg
     folder.end("g00000001.0")
     folder.keep("g00000002.0", asked, reward=0.25)
     folder.end("g00000002.0", "stale", step=None, reward=0.25)
-    folder.keep("g00000003.0", asked, task=9, reward=2.0)
-    folder.keep("eval-1.8.0.0", asked, purpose="eval", version=8, task=9)
+    folder.keep("g00000003.0", asked, row=9, reward=2.0)
+    folder.keep("eval-1.8.0.0", asked, purpose="eval", version=8, row=9)
     if "failed" in arguments:
         folder.end("g00000004.0", "failed", reward=None, step=None, reason="env_timeout")
 
