@@ -47,7 +47,8 @@ def test_a_job_that_reached_its_end_is_done(place):
 
 
 def test_a_job_that_can_not_go_on_has_failed(place):
-    overrides = ("env.isolation=auto", "env.class=env.py:Env", "env.workers=1")
+    write_model(place / "model")
+    overrides = (f"model.path={place}/model", "env.isolation=auto", "env.class=env.py:Env", "env.workers=1")
 
     assert rubato("launch", "acting.yaml", "--run-dir", "run", *overrides, cwd=place).code == ExitCode.FAILED
 
