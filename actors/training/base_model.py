@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ INIT_STD = 0.15
 """Ten times the usual: attention is sharp enough from the start for a few dozen updates to move it. With 0.02 the reward stays
 near 0.35, where the answer ignores the board, three times as long (measured on three seeds)."""
 
-WARM_UP_STEPS = 100
+WARM_UP_STEPS = 50
 WARM_UP_BATCH = 16
 LEARNING_RATE = 1e-3
 
@@ -62,8 +63,25 @@ KEPT = 16
 """Newest models that stay in the user's cache, of 2 MB each."""
 
 
-def make(folder: Path, seed: int, progress: Callable[[str, float], None], *, steps: int = WARM_UP_STEPS) -> int:
+Progress = Callable[[str, float], None]
+"""Told what is being done, and the share of it that is."""
+Maker = Callable[[Path, int, Progress], int]
+"""Writes a model folder from a seed; returns the number of parameters."""
+
+
+def make(folder: Path, seed: int, progress: Progress, *, steps: int = WARM_UP_STEPS) -> int:
     """Write a model folder in HF format, warmed up for `steps`; returns the number of parameters. The same seed gives the same files."""
+
+    def warm_up(model: Any, tokenizer: Any) -> None:
+        _compose_rows(model.model.embed_tokens.weight, tokenizer)
+        share = partial(progress, "learning the answer format from random walks")
+        teach(model, tokenizer, random_walks(random.Random(seed)), share, steps=steps, batch=WARM_UP_BATCH)
+
+    return build(folder, seed, warm_up)
+
+
+def build(folder: Path, seed: int, warm_up: Callable[[Any, Any], None]) -> int:
+    """Write a model folder in HF format of a model drawn from `seed` that went through `warm_up(model, tokenizer)`; returns its size."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -77,8 +95,7 @@ def make(folder: Path, seed: int, progress: Callable[[str, float], None], *, ste
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=INIT_STD)
-    _compose_rows(model.model.embed_tokens.weight, tokenizer)
-    _warm_up(model, tokenizer, random.Random(seed), progress, steps)
+    warm_up(model, tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[END], "pad_token_id": ids[END]}))
@@ -142,36 +159,46 @@ def _compose_rows(embeddings: Any, tokenizer: Any) -> None:
                 embeddings[tokenizer.token_to_id(line + "".join(row))] = sum(vectors[place] for place in enumerate(row))
 
 
-def _warm_up(
-    model: Any, tokenizer: Any, chance: random.Random, progress: Callable[[str, float], None], steps: int
+def teach(
+    model: Any,
+    tokenizer: Any,
+    texts: Iterator[str],
+    progress: Callable[[float], None],
+    *,
+    steps: int,
+    batch: int,
+    ramp: int = 1,
 ) -> None:
-    """Next-token training on the answer positions alone: a uniform choice of action, then the end of the turn."""
+    """Next-token training on what stands between ASSISTANT and END in `texts`; the learning rate rises over `ramp` steps."""
     import torch
     from torch.nn import functional
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    walks = random_walks(chance)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / ramp))
     assistant, end = tokenizer.token_to_id(ASSISTANT), tokenizer.token_to_id(END)
     for step in range(steps):
-        texts = [tokenizer.encode(next(walks)).ids for _ in range(WARM_UP_BATCH)]
-        longest = max(map(len, texts))
-        tokens = torch.tensor([t + [0] * (longest - len(t)) for t in texts])
-        asked = (tokens[:, :-1] == assistant) | (tokens[:, 1:] == end)
-        hidden = model.model(tokens[:, :-1]).last_hidden_state[asked]
-        loss = functional.cross_entropy(model.lm_head(hidden), tokens[:, 1:][asked])
+        encoded = [tokenizer.encode(next(texts)).ids for _ in range(batch)]
+        longest = max(map(len, encoded))
+        tokens = torch.tensor([t + [0] * (longest - len(t)) for t in encoded])
+        shown, wanted = tokens[:, :-1], tokens[:, 1:]
+        asked = (shown == assistant).cumsum(1) > (shown == end).cumsum(1)
+        hidden = model.model(shown).last_hidden_state[asked]
+        loss = functional.cross_entropy(model.lm_head(hidden), wanted[asked])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        progress("learning the answer format from random walks", (step + 1) / steps)
+        rate.step()
+        progress((step + 1) / steps)
 
 
 # -- the user's cache -----------------------------------------------------------------------------------------------
 
 
-def cache_entry(seed: int) -> Path:
-    """Where the model of `seed` is kept, by all that determines it: this code, its libraries, the kind of machine."""
-    parts = [Path(__file__).read_bytes(), *(version(name).encode() for name in ("torch", "transformers", "tokenizers"))]
+def cache_entry(seed: int, maker: Maker = make) -> Path:
+    """Where `maker`'s model of `seed` is kept, by all that determines it: its code and this, their libraries, the kind of machine."""
+    code = [Path(file).read_bytes() for file in (__file__, maker.__code__.co_filename)]
+    parts = [*code, *(version(name).encode() for name in ("torch", "transformers", "tokenizers"))]
     digest = hashlib.blake2b(repr([*parts, platform.machine(), seed]).encode(), digest_size=12)
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root, "rubato", "base_models", digest.hexdigest())
@@ -208,8 +235,8 @@ def take(entry: Path, folder: Path) -> bool:
     return True
 
 
-def main(argv: Sequence[str]) -> int:
-    """Make the model of the run in `argv[0]`, unless it is there already."""
+def main(argv: Sequence[str], maker: Maker = make) -> int:
+    """Make the model of the run in `argv[0]` by `maker`, unless it is there already."""
     import yaml
 
     folder = Path(argv[0])
@@ -222,10 +249,10 @@ def main(argv: Sequence[str]) -> int:
         _tell("a tokenizer, and no model: the trainer is scripted", 1.0)
     elif (target / FILES[-1]).exists():
         _tell(f"{target.name}, found in the run folder; delete it for a new one", 1.0)
-    elif take(entry := cache_entry(int(config["run"]["seed"])), target):
+    elif take(entry := cache_entry(int(config["run"]["seed"]), maker), target):
         _tell(f"tiny-qwen3 as made before, from {entry.parent}", 1.0)
     else:
-        count = make(target, int(config["run"]["seed"]), _tell)
+        count = maker(target, int(config["run"]["seed"]), _tell)
         keep(entry, target)
         _tell(f"tiny-qwen3 {count / 1e6:.1f} M parameters, made for this run", 1.0)
     return 0

@@ -69,7 +69,7 @@ def test_an_example_is_a_program_of_under_40_lines(example):
     assert len(example.read_text().splitlines()) < MAX_LINES
 
 
-def test_an_environment_named_in_the_config_is_trained_on(elsewhere, model):
+def test_an_environment_and_a_reward_named_in_the_config_are_trained_on(elsewhere, model):
     shutil.copy(QUICKSTART, elsewhere)
     small = (
         "run.steps=2",
@@ -85,6 +85,7 @@ def test_an_environment_named_in_the_config_is_trained_on(elsewhere, model):
         "--run-dir",
         "run",
         "env.class=my_env.py:MyEnv",
+        "reward.functions=[my_reward.py:brevity]",
         "prepare=[]",
         f"model.path={model}",
         *small,
@@ -94,6 +95,7 @@ def test_an_environment_named_in_the_config_is_trained_on(elsewhere, model):
     assert ended.code == 0, ended.err + ended.out
     assert [row["step"] for row in _rows(elsewhere / "run")] == [1, 2]
     assert all(row["rollout/turns_mean"] == 3.0 for row in _rows(elsewhere / "run"))
+    assert all(row["reward/brevity"] <= 0.0 for row in _rows(elsewhere / "run"))
     assert "eval/reward" in _rows(elsewhere / "run")[-1]
     assert left_behind(elsewhere / "run") == []
 
