@@ -145,13 +145,13 @@ def run(tmp_path, monkeypatch):
         return tmp_path / name
 
     run.made = []
-    monkeypatch.setattr(base_model, "make", make)
+    run.make = make
     return run
 
 
-def prepared(folder, capsys):
+def prepared(run, folder, capsys):
     """What was told of the model of the run in `folder`, which is whole."""
-    assert base_model.main([str(folder)]) == 0
+    assert base_model.main([str(folder)], run.make) == 0
     seed = (folder / "config.yaml").read_text().partition("seed: ")[2].partition("}")[0]
     assert {p.name: p.read_text() for p in (folder / "model").iterdir()} == {
         name: f"{name} of seed {seed}" for name in base_model.FILES
@@ -160,47 +160,47 @@ def prepared(folder, capsys):
 
 
 def test_a_run_s_model_is_made_once_and_later_runs_of_its_seed_take_it_from_the_cache(run, capsys):
-    assert prepared(run("one"), capsys) == "tiny-qwen3 0.5 M parameters, made for this run"
-    assert prepared(run("two"), capsys).startswith("tiny-qwen3 as made before")
-    assert "made for this run" in prepared(run("three", seed=8), capsys)
+    assert prepared(run, run("one"), capsys) == "tiny-qwen3 0.5 M parameters, made for this run"
+    assert prepared(run, run("two"), capsys).startswith("tiny-qwen3 as made before")
+    assert "made for this run" in prepared(run, run("three", seed=8), capsys)
 
     assert run.made == [7, 8]
 
 
 def test_a_model_that_lies_in_the_run_folder_is_left_alone(run, capsys):
-    prepared(folder := run("one"), capsys)
+    prepared(run, folder := run("one"), capsys)
 
-    assert "found in the run folder" in prepared(folder, capsys)
+    assert "found in the run folder" in prepared(run, folder, capsys)
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", None], ids=["empty", "short", "one byte"])
 def test_a_damaged_entry_is_made_again_and_replaced(run, capsys, damage):
-    prepared(run("one"), capsys)
-    entry = base_model.cache_entry(7)
+    prepared(run, run("one"), capsys)
+    entry = base_model.cache_entry(7, run.make)
     data = entry.read_bytes()
     entry.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if damage is None else damage)
 
-    assert "made for this run" in prepared(run("two"), capsys)
-    assert "as made before" in prepared(run("three"), capsys)
+    assert "made for this run" in prepared(run, run("two"), capsys)
+    assert "as made before" in prepared(run, run("three"), capsys)
 
 
 def test_without_leave_to_write_there_nothing_is_kept_and_nothing_fails(run, capsys, tmp_path):
     (tmp_path / "cache").write_text("a file where the cache would be")
 
     for name in ("one", "two"):
-        assert "made for this run" in prepared(run(name), capsys)
+        assert "made for this run" in prepared(run, run(name), capsys)
     assert (tmp_path / "cache").is_file()
 
 
 def test_the_cache_keeps_the_newest_and_no_half_written_ones(run, capsys, monkeypatch):
     monkeypatch.setattr(base_model, "KEPT", 2)
     for seed in (1, 2, 3):
-        prepared(run(f"run-{seed}", seed), capsys)
-        os.utime(base_model.cache_entry(seed), (seed, seed))
+        prepared(run, run(f"run-{seed}", seed), capsys)
+        os.utime(base_model.cache_entry(seed, run.make), (seed, seed))
 
-    kept = {path.name for path in base_model.cache_entry(1).parent.iterdir()}
+    kept = {path.name for path in base_model.cache_entry(1, run.make).parent.iterdir()}
 
-    assert kept == {base_model.cache_entry(seed).name for seed in (2, 3)}
+    assert kept == {base_model.cache_entry(seed, run.make).name for seed in (2, 3)}
 
 
 @slow
