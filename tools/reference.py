@@ -75,7 +75,7 @@ def config_page() -> str:
             lines += [f"## {name}", "", *TABLE, _key((name,), field), ""]
             continue
         ((section, starred),) = inner
-        path = (name, "<role>") if starred else (name,)
+        path = (name, "<role>" if name == "actors" else "<name>") if starred else (name,)
         lines += [f"## {name}", "", _wrapped(_first(section)), *TABLE, *_keys(section, path), ""]
     return "\n".join(lines)
 
