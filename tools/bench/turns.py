@@ -12,7 +12,6 @@ which take turns.
 import argparse
 import asyncio
 import json
-import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from runtime.launch.children import die_with_parent  # noqa: E402
 from runtime.launch.connection import connect  # noqa: E402
 from runtime.observe.figures import cpu_seconds  # noqa: E402
 from runtime.registry import ActorRecord, list_actors  # noqa: E402
@@ -124,13 +124,15 @@ def rubato(seconds: float, overrides: Sequence[str]) -> dict[str, Any]:
         folder, said = Path(scratch) / "run", Path(scratch) / "said"
         command = ["tools/launch.py", "configs/quickstart.yaml", *OVERRIDES, *overrides, "--run-dir", str(folder)]
         with said.open("w") as out:
-            launcher = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=out, stderr=out)
+            launcher = subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, stdout=out, stderr=out, preexec_fn=die_with_parent
+            )
         try:
             return asyncio.run(measure(folder, launcher, seconds))
         except TimeoutError:
             raise SystemExit(f"{WARM_STEPS} steps were not trained: {said.read_text()[-2000:]}") from None
         finally:
-            launcher.send_signal(signal.SIGINT)
+            launcher.terminate()
             launcher.wait(END_S)
 
 
