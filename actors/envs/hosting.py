@@ -177,7 +177,7 @@ class EnvHost:
         failures: list[EnvFailure] = []
         while len(failures) < TRIAL_SEEDS and sum(_is_dear(failure) for failure in failures) < DEAR_TRIALS:
             try:
-                told = {**TOLD, "row": len(failures), "purpose": purpose}
+                told = {**TOLD, "task": self._task, "row": len(failures), "purpose": purpose}
                 env, _, _ = await self._begin_once(purpose, seed + len(failures), told)
             except EnvFailure as failure:
                 failures.append(failure)

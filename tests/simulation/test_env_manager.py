@@ -171,6 +171,13 @@ class Told:
         pass
 
 
+class ByTask(Told):
+    """Plays the tasks that it knows by name."""
+
+    def reset(self, *, seed, task):
+        return {"near": "one step", "far": "ten steps"}[task], {}
+
+
 class Raising:
     """Raises in its resets."""
 
@@ -486,6 +493,15 @@ async def test_a_reset_is_told_what_its_signature_names_and_each_task_has_its_ow
         assert scored["told"]["seen"] == [0, "train", "told"]
         assert limits == {"told": 3, "rows": 8}
         assert (told.ticket.row, row.ticket.row) == (0, 1)
+
+
+async def test_an_environment_is_tried_as_the_task_that_it_is_to_play(tmp_path):
+    tasks = {name: {"class": f"{__file__}:ByTask"} for name in ("near", "far")}
+    async with cluster(tmp_path, tickets=0, env={"isolation": "inline"}, tasks=tasks) as made:
+        Buffer.tickets = [Ticket(f"t{n}", f"g{n}", 1, n, 9, 4, task=("near", "far")[n % 2]) for n in range(2)]
+        await made.buffer.until(lambda: len(Buffer.put) == 2)
+
+        assert Node.finishes == []
 
 
 async def test_a_ticket_of_a_task_that_the_config_has_no_more_ends_the_job(tmp_path):
