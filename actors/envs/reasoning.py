@@ -13,6 +13,9 @@ from runtime.errors import ConfigError
 EVAL_SHARE = 5
 """One question in this many belongs to the eval split."""
 
+HELD_OUT: Mapping[str, Any] = {"split": "eval"}
+"""Arguments for held-out questions: none of them is ever trained on, whatever else differs."""
+
 TRIES = 1000
 """Questions that are drawn for one of a split. Where so many have none, the task has too few."""
 
@@ -23,8 +26,7 @@ class ReasoningGymEnv:
     The reward is reasoning-gym's own score, mostly from 0 to 1. The seed makes the question.
     """
 
-    held_out = {"split": "eval"}
-    """Arguments for held-out questions: none of them is ever trained on."""
+    held_out = HELD_OUT
 
     def __init__(self, *, name: str, split: Literal["train", "eval"] = "train", **config: Any) -> None:
         self._name = name
@@ -64,10 +66,10 @@ def split_of(question: str) -> str:
     return "train" if int.from_bytes(digest, "little") % EVAL_SHARE else "eval"
 
 
-def generator(name: str, **config: Any) -> Any:
+def generator(name: str, /, **config: Any) -> Any:
     """reasoning-gym's data set of that name. Raises ConfigError, one sentence, for an unknown name or arguments it does not take."""
     check_extra("reasoning_gym", f"reasoning_gym={name}")
-    return _generator(name, json.dumps(config, sort_keys=True))
+    return _generator(name, json.dumps(config, sort_keys=True, default=str))
 
 
 @lru_cache(64)
@@ -82,5 +84,5 @@ def _generator(name: str, config: str) -> Any:
         raise ConfigError(f"reasoning-gym has no task {name}. {guess}")
     try:
         return create_dataset(name, **{"seed": 0, **json.loads(config)})
-    except (TypeError, AssertionError, ValueError) as error:
+    except Exception as error:
         raise ConfigError(f"reasoning-gym's {name} does not take {config}: {error}.") from error

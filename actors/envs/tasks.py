@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from actors.config import RewardSection, RolloutSection
 from actors.datasets import check_data
-from actors.envs.reasoning import generator
+from actors.envs.reasoning import HELD_OUT, generator
 from actors.envs.section import EnvSection
 from actors.tasks import EXTRA, VERIFIERS, TaskSection, rewards_of
 from runtime.errors import ConfigError, check_all
@@ -52,7 +52,7 @@ def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:
         return _with(env, target, kwargs, {"path": held_out} if held_out else {})
     if task.reasoning_gym:
         kwargs = {**task.kwargs, "name": task.reasoning_gym}
-        return _with(env, "actors.envs.reasoning:ReasoningGymEnv", kwargs, task.eval_kwargs)
+        return _with(env, "actors.envs.reasoning:ReasoningGymEnv", kwargs, {**HELD_OUT, **task.eval_kwargs})
     return _with(env, task.target, task.kwargs, task.eval_kwargs)
 
 
@@ -70,7 +70,8 @@ def _check_task(key: str, task: TaskSection) -> None:
         check_module(task.target, key=f"{key}.class")
     elif task.reasoning_gym:
         try:
-            generator(task.reasoning_gym, **task.kwargs)
+            for kwargs in (task.kwargs, task.kwargs | task.eval_kwargs):
+                generator(task.reasoning_gym, **{key: value for key, value in kwargs.items() if key not in HELD_OUT})
         except ConfigError as error:
             raise ConfigError(f"{key}.reasoning_gym: {error}") from None
     elif (data := task.data) is not None:

@@ -1,9 +1,12 @@
 """The section `tasks`: what a task takes from the other sections, and what is refused."""
 
+from datetime import date
+
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from actors.config import RewardSection, RolloutSection
+from actors.envs.reasoning import ReasoningGymEnv, split_of
 from actors.envs.section import EnvSection
 from actors.envs.tasks import check_tasks, resolved
 from actors.tasks import Tasks, rewards_of
@@ -75,6 +78,28 @@ def test_what_a_task_names_and_is_not_there_is_refused_with_the_nearest_name(tmp
     assert first.startswith("tasks.a.reasoning_gym: ")
     assert "x.jsonl does not exist" in second
     assert third.startswith("tasks.c.class: ")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"kwargs": {"max_term": 3}}, {"kwargs": {"name": "x"}}, {"kwargs": {"max_terms": date(2020, 1, 1)}}, {"eval_kwargs": {"max_term": 3}}],
+)  # fmt: skip
+def test_what_reasoning_gym_does_not_take_is_one_sentence(wrong):
+    pytest.importorskip("reasoning_gym")
+
+    with pytest.raises(ConfigError, match=r"^tasks\.a\.reasoning_gym: reasoning-gym's chain_sum does not take \{.*$"):
+        check_tasks(tasks(a={"reasoning_gym": "chain_sum", **wrong}))
+
+
+def test_questions_stay_held_out_where_evaluations_have_arguments_of_their_own():
+    pytest.importorskip("reasoning_gym")
+    named = tasks(a={"reasoning_gym": "chain_sum", "kwargs": {"max_terms": 2}, "eval_kwargs": {"max_terms": 3}})
+
+    check_tasks(tasks(a={"reasoning_gym": "chain_sum", "eval_kwargs": {"split": "eval"}}))
+    env = resolved(named, EnvSection(), RolloutSection(), RewardSection())["a"].env
+    held_out = ReasoningGymEnv(**env.kwargs | env.eval_kwargs)
+
+    assert {split_of(held_out.reset(seed=seed)[0]) for seed in range(40)} == {"eval"}
 
 
 def test_a_package_of_the_extra_that_is_missing_is_named(monkeypatch, tmp_path):
