@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -58,11 +58,12 @@ def epochs_of(data: DataSection, train: Sequence[int], seed: int) -> Epochs:
     if not data.sampler:
         return Epochs(lambda epoch: [train[at] for at in shuffled(len(train), seed, epoch)])
     rows = read_rows(data.path)
-    ask = load_configured(data.sampler)
+    ask, places = load_configured(data.sampler), range(len(train))
 
     def order(epoch: int) -> Sequence[int]:
         try:
-            found = [train[operator.index(at)] for at in ask([rows[row] for row in train], epoch=epoch, seed=seed)]
+            asked = ask([rows[row] for row in train], epoch=epoch, seed=seed)
+            found = [train[places.index(operator.index(at))] for at in asked]
         except Exception as error:
             raise ConfigError(f"sampler {data.sampler} failed in epoch {epoch}: {error!r}.") from error
         if not found:
@@ -81,17 +82,18 @@ def check_data(data: DataSection, key: str) -> None:
             try:
                 one_of(column, [*rows[0]])
             except ValueError as error:
-                raise ConfigError(f"{key}.{name}: data file {path} has no column {column}: {error}.") from None
-        if isinstance(rows, list):  # a table has all columns in all rows
-            _check_each(cast("list[Row]", rows), data, path)
+                said = str(error)
+                end = "" if said.endswith("?") else "."
+                raise ConfigError(f"{key}.{name}: data file {path} has no column {column}: {said}{end}") from None
+            without = rows.without(column) if isinstance(rows, _Rows) else _without(rows, column)
+            if without >= 0:
+                raise ConfigError(f"data file {path}: row {without + 1} has no {column}.")
     split_of(data)
 
 
-def _check_each(rows: Sequence[Row], data: DataSection, path: str) -> None:
-    for number, row in enumerate(rows, 1):
-        for column in (data.prompt, data.answer):
-            if row.get(column) is None:
-                raise ConfigError(f"data file {path}: row {number} has no {column}.")
+def _without(rows: Sequence[Row], column: str) -> int:
+    """The first row that has nothing there; -1 where all have something."""
+    return next((number for number, row in enumerate(rows) if row.get(column) is None), -1)
 
 
 @lru_cache(KEPT)
@@ -105,7 +107,10 @@ def read_rows(path: str) -> Sequence[Row]:
     elif place.suffix == ".parquet":
         rows = _table(place)
     elif place.suffix in SUFFIXES:
-        rows = [*_lines(place)]
+        try:
+            rows = [*_lines(place)]
+        except OSError as error:
+            raise ConfigError(f"data file {path} can't be read: {error.strerror}.") from error
     else:
         raise ConfigError(f"data file {path} is none of {', '.join(SUFFIXES)}, and no folder that datasets saved.")
     if not rows:
@@ -120,12 +125,12 @@ def _lines(path: Path) -> Iterator[Row]:
                 continue
             try:
                 row = msgspec.json.decode(line)
-            except msgspec.MsgspecError as error:
-                raise ConfigError(f"data file {path}, line {number}: not valid JSON: {error}.") from error
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                said = "not in UTF-8" if isinstance(error, UnicodeDecodeError) else f"not valid JSON: {error}"
+                raise ConfigError(f"data file {path}, line {number}: {said}. Each line is a row of its own.") from error
             if not isinstance(row, dict):
-                raise ConfigError(
-                    f"data file {path}, line {number}: a row is an object with columns, not {line[:40]!r}."
-                )
+                shown = line.decode().strip()[:40]
+                raise ConfigError(f"data file {path}, line {number}: a row is an object with columns, not {shown}.")
             yield row
 
 
@@ -140,6 +145,10 @@ class _Rows(Sequence[Row]):
 
     def __getitem__(self, at: Any) -> Any:
         return self._table.slice(at, 1).to_pylist()[0]
+
+    def without(self, column: str) -> int:
+        """As `_without`."""
+        return self._table.column(column).is_null().index(True).as_py()
 
 
 def _table(path: Path) -> Sequence[Row]:

@@ -4,9 +4,9 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from actors.config import RewardSection, one_of
 from runtime.config import Section
@@ -16,7 +16,7 @@ VERIFIERS: Mapping[str, str] = {name: f"actors.envs.verifiers:{name}" for name i
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
-EXTRA = "pip install 'rubato-rl[tasks]'"
+EXTRA = "pip install -e '.[tasks]'"
 
 
 def _path(given: str) -> str:
@@ -45,6 +45,14 @@ class DataSection(Section):
     """exact, number, places, math, or your own as path/to/file.py:function; see docs/tasks.md."""
     sampler: str = ""
     """Import path of the function that orders an epoch's rows; empty shuffles them."""
+
+    @model_validator(mode="after")
+    def _holds_out(self) -> Self:
+        if self.eval_path and self.eval_rows:
+            raise ValueError(f"eval_rows={self.eval_rows} has no effect beside eval_path. Give one of them")
+        if self.eval_path and os.path.realpath(self.eval_path) == os.path.realpath(self.path):
+            raise ValueError("eval_path is path itself, so what it holds out is trained on. Set eval_rows instead")
+        return self
 
 
 class TaskSection(Section):
@@ -85,6 +93,8 @@ def _mixture(tasks: dict[str, TaskSection]) -> dict[str, TaskSection]:
             raise ValueError(f"{name} names no class, no data and no reasoning_gym. {guess}")
         if len(found) > 1:
             raise ValueError(f"{name} names {' and '.join(found)}: a task has one of them. Make it two tasks")
+        if tasks[name].data and (idle := [key for key in ("kwargs", "eval_kwargs") if getattr(tasks[name], key)]):
+            raise ValueError(f"{name}.{idle[0]} has no effect beside data. Leave it out")
     if tasks and not sum(task.weight for task in tasks.values()):
         raise ValueError(
             f"the weights of {', '.join(tasks)} sum to 0, so there is nothing to train on. Give one of them a weight above 0"

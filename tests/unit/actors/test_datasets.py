@@ -17,6 +17,9 @@ def easy_first(rows, *, epoch, seed):
 def beyond(rows, *, epoch, seed):
     return [len(rows)]
 
+def before(rows, *, epoch, seed):
+    return [-1]
+
 def nothing(rows, *, epoch, seed):
     return []
 """
@@ -82,6 +85,12 @@ def wrong(path, text):
             '{"questions": "x", "answer": 1}\n',
             r"prompt: .* has no column question: .*Did you mean questions",
         ),
+        ("a.json", '[\n{"question": "x", "answer": 1}\n]\n', r"a\.json, line 1: .*Each line is a row of its own\.$"),
+        (
+            "a.jsonl",
+            '{"questoin": "x", "answer": 1}\n',
+            r"Did you mean questoin\?$",
+        ),
         ("a.parquet", "no table", r"a\.parquet can't be read as Parquet"),
         ("a.csv", "x", r"a\.csv is none of \.jsonl"),
     ],
@@ -89,6 +98,32 @@ def wrong(path, text):
 def test_a_file_that_can_not_be_used_is_named_with_its_line(tmp_path, name, text, words):
     with pytest.raises(ConfigError, match=words):
         check_data(data(wrong(tmp_path / name, text)), "tasks.sums.data")
+
+
+def test_a_line_that_is_not_in_utf_8_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"question": "x", "answer": 1}\n{"question": "caf\xe9", "answer": 1}\n')
+
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: not in UTF-8"):
+        read_rows(str(tmp_path / "a.jsonl"))
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    def refused(self, mode):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    path = jsonl(tmp_path / "a.jsonl")
+    monkeypatch.setattr("pathlib.Path.open", refused)  # root may read everything
+
+    with pytest.raises(ConfigError, match=r"a\.jsonl can't be read: Permission denied\."):
+        read_rows(path)
+
+
+@pytest.mark.parametrize("write", [parquet, saved], ids=["parquet", "datasets"])
+def test_a_cell_of_a_table_that_is_empty_is_named_with_its_row(tmp_path, write):
+    path = write(tmp_path / "a.parquet", [*ROWS[:7], {"question": "x", "answer": None}, *ROWS[7:]])
+
+    with pytest.raises(ConfigError, match=r"a\.parquet: row 8 has no answer\."):
+        check_data(data(path), "tasks.sums.data")
 
 
 def test_a_path_that_leads_nowhere_is_named(tmp_path):
@@ -129,7 +164,12 @@ def test_a_sampler_orders_an_epoch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("beyond", "failed in epoch 0: IndexError"), ("nothing", "gave no rows for epoch 0")]
+    ("name", "words"),
+    [
+        ("beyond", "failed in epoch 0: .*12 is not in range"),
+        ("before", "failed in epoch 0: .*-1 is not in range"),
+        ("nothing", "gave no rows for epoch 0"),
+    ],
 )
 def test_a_sampler_that_can_not_be_followed_is_named(tmp_path, name, words):
     (tmp_path / "own.py").write_text(SAMPLERS)

@@ -61,6 +61,13 @@ def test_a_task_takes_what_it_does_not_say_itself_from_the_other_sections():
         ({"a b": {"class": BANDIT}}, "'a b' can't be a task's name"),
         ({"a": {"data": {"path": "x.jsonl", "verifier": "exakt"}}}, "Did you mean exact"),
         ({"a": {"class": BANDIT, "weight": -1}}, "greater than or equal to 0"),
+        (
+            {"a": {"data": {"path": "x.jsonl", "eval_path": "y.jsonl", "eval_rows": 9}}},
+            "eval_rows=9 has no effect beside",
+        ),
+        ({"a": {"data": {"path": "x.jsonl", "eval_path": "./x.jsonl"}}}, "eval_path is path itself"),
+        ({"a": {"data": {"path": "x.jsonl"}, "kwargs": {"arms": 3}}}, "a.kwargs has no effect beside data"),
+        ({"a": {"data": {"path": "x.jsonl"}, "eval_kwargs": {"arms": 3}}}, "a.eval_kwargs has no effect beside data"),
     ],
 )
 def test_a_mixture_that_can_not_be_is_refused(named, words):
@@ -114,4 +121,4 @@ def test_a_package_of_the_extra_that_is_missing_is_named(monkeypatch, tmp_path):
         check_tasks(named)
 
     for sentence, package in zip(str(caught.value).splitlines(), ("reasoning-gym", "math-verify"), strict=True):
-        assert f"needs the package {package}, which is not installed: pip install 'rubato-rl[tasks]'" in sentence
+        assert f"needs the package {package}, which is not installed: pip install -e '.[tasks]'" in sentence
