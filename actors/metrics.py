@@ -45,6 +45,11 @@ METRICS: Section = {
         M("reward/filtered_frac", "share", "samples that dynamic sampling left out", NO_SAMPLING),
         M("env/<key>", "the environment's", "mean of a number in the environment's `info` (the newest of each rollout) over the samples that have it; true is 1. At most 32 keys, the first by name", "no sample has it"),
     ),
+    "Tasks": (
+        M("task/<name>/reward", "reward", "mean over the samples of the batch that are of this task", "none is, or the config names no `tasks`"),
+        M("task/<name>/ended", "samples", "of this task that ended so far, without those that the job's end left unused", "none yet"),
+        M("task/<name>/trained_frac", "share", "of these that were in a step", "none yet"),
+    ),
     "Evaluation": (
         M("eval/version", "versions", "the version that was evaluated", NO_EVAL),
         M("eval/reward", "reward", "mean over the held-out rollouts that finished", f"{NO_EVAL}, or none finished"),
@@ -53,6 +58,7 @@ METRICS: Section = {
         M("eval/avg@<k>", "reward", "mean over tasks of their mean reward", "`eval.samples` is 1"),
         M("eval/pass@<k>", "share", "tasks of which one of k rollouts reaches `eval.pass_reward`, without bias", "`eval.samples` is 1"),
         M("eval/reward/<function>", "reward", "as `reward/<function>` and `reward/env`, of the held-out rollouts", NO_EVAL),
+        M("eval/task/<name>/reward", "reward", "mean over the held-out rollouts of this task that finished", f"{NO_EVAL}, or none of it finished"),
         M("eval/env/<key>", "the environment's", "as `env/<key>`, of the held-out rollouts", NO_EVAL),
     ),
     "What was learned": (

@@ -43,8 +43,8 @@ A config is a YAML file; any key may be changed on the command line as `key.sub=
 resolved. A key that is not known is refused, with the nearest one.
 
 **Where relative paths start.** `model.path` and `train.reference` start at the run folder. Code, such as `path/to/file.py:Name`, starts at
-the folder in which `rubato launch` is called; so do RUN, CONFIG, `run.dir`, and paths that your own code opens. `~` in `model.path` and
-`train.reference` is your home.
+the folder in which `rubato launch` is called; so do RUN, CONFIG, `run.dir`, data files of `tasks`, and paths that your own code opens. `~`
+in `model.path`, `train.reference` and paths of data files is your home.
 
 **Evaluation is greedy by default**: one rollout of each held-out task at temperature 0. `eval.samples` above 1 samples instead, at
 `eval.temperature`. Training rollouts are sampled at `rollout.temperature`.

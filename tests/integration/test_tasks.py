@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from actors.metrics import described
 from runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model
 
@@ -53,6 +54,7 @@ def test_each_task_gets_its_share_and_each_row_its_turn_in_a_run_and_after_its_r
     rows = [row for _, (task, row) in sorted(given.items()) if task == "sums"]
     assert len({*rows[:5]}) == 5
     assert len({*rows[5:10]}) == len(rows[5:10])
+    assert [name for each in lines(place / "run" / "metrics.jsonl") for name in each if described(name) is None] == []
     row = lines(place / "run" / "metrics.jsonl")[-1]
     assert {"task/sums/trained_frac", "task/lake/trained_frac"} <= row.keys()
     assert any("task/sums/reward" in each for each in lines(place / "run" / "metrics.jsonl"))

@@ -36,6 +36,13 @@ def test_the_page_has_every_section_of_the_configs_that_come_along():
         assert [name for name in sections if f"\n## {name}\n" not in text] == [], path.name
 
 
+def test_a_key_below_a_name_of_the_users_says_whose_name_that_is():
+    text = PAGES["config"]()
+
+    assert "| `actors.<role>.class` |" in text
+    assert "| `tasks.<name>.weight` |" in text
+
+
 def test_each_metric_is_described_once():
     names = [metric.name for section in METRICS.values() for metric in section]
 
@@ -56,6 +63,9 @@ def test_each_metric_is_described_once():
         ("tokens/generated", "tokens/generated"),
         ("tokens/stale", "tokens/<fate>"),
         ("length/16/trained_frac", "length/<N>/trained_frac"),
+        ("task/sums/reward", "task/<name>/reward"),
+        ("task/sums/ended", "task/<name>/ended"),
+        ("eval/task/sums/reward", "eval/task/<name>/reward"),
     ],
 )
 def test_a_name_finds_its_own_line(name, expected):
