@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import msgspec
 
@@ -53,8 +54,12 @@ class Mixture:
         return name, row
 
     def exam(self, num: int) -> Iterator[tuple[str, int]]:
-        """Task and row of each prompt of an evaluation with at most `num` prompts of each task."""
-        return ((name, row) for name, prompts in self._tasks.items() for row in prompts.exam(num))
+        """Task and row of each prompt of an evaluation with at most `num` prompts of each task.
+
+        Tasks take turns: whoever looks at the first rollouts alone sees each of them.
+        """
+        exams = [[(name, row) for row in prompts.exam(num)] for name, prompts in self._tasks.items()]
+        return (prompt for turn in zip_longest(*exams) for prompt in turn if prompt is not None)
 
 
 def mixture_of(tasks: Mapping[str, TaskSection], seed: int) -> Mixture:

@@ -15,6 +15,15 @@ weights = st.dictionaries(
 ).filter(lambda found: sum(found.values()) > 0.0)
 
 
+def test_the_first_rollouts_of_an_evaluation_are_of_every_task():
+    """They are what stays on disk."""
+    mixture = Mixture({"few": Prompts(held_out=[7]), "many": Prompts(), "some": Prompts(held_out=[3, 1])})
+
+    exam = list(mixture.exam(3))
+
+    assert exam == [("few", 7), ("many", 0), ("some", 3), ("many", 1), ("some", 1), ("many", 2)]
+
+
 def epochs_of(num, seed):
     return Epochs(lambda epoch: shuffled(num, seed, epoch))
 

@@ -526,7 +526,7 @@ def test_a_held_out_round_shows_each_held_out_row_of_each_task_once():
 
     tickets = issue(groups, 5)
 
-    assert [(t.task, t.row) for t in tickets] == [("sums", 7), ("sums", 3), ("walk", 0), ("walk", 1), ("walk", 2)]
+    assert [(t.task, t.row) for t in tickets] == [("sums", 7), ("walk", 0), ("sums", 3), ("walk", 1), ("walk", 2)]
     assert len({t.seed for t in tickets}) == 5
 
 
