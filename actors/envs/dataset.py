@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from actors.datasets import Row, read_rows
@@ -19,7 +20,8 @@ class DataSetEnv:
         self._prompt = prompt
         self._answer = answer
         self._verify: Callable[..., Any] = load_object(VERIFIERS.get(verifier, verifier))
-        self._takes = taken_by(self._verify)
+        self._takes = taken_by(partial(self._verify, "", ""))
+        self._positional = {*taken_by(self._verify)} - {*self._takes}
         self._row: Row = {}
         self._told: Mapping[str, Any] = {}
         self._turn = 0
@@ -32,9 +34,7 @@ class DataSetEnv:
         self._turn = 0
         columns = {key: value for key, value in self._row.items() if key != self._prompt}
         told = {"task": task, "row": row, "purpose": purpose, "trajectory": trajectory, "version": version}
-        self._told = {
-            key: value for key, value in (told | {**self._row}).items() if key not in ("completion", "answer")
-        }
+        self._told = {key: value for key, value in (told | {**self._row}).items() if key not in self._positional}
         return self._row[self._prompt], columns
 
     def step(self, action: str) -> Step:

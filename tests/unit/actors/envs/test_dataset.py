@@ -12,6 +12,9 @@ OWN = """
 def half(completion, answer, *, level, turn, task):
     return 0.5 + level if completion == answer else 0.0, "" if turn == 2 else f"again, {task}"
 
+def other_names(q, gold, *, level, **columns):
+    return level if gold == "4" and "q" not in columns else 0.0
+
 async def all_of(completion, answer, **columns):
     return float(len(columns))
 """
@@ -41,6 +44,13 @@ def test_a_verifier_is_given_what_its_signature_names_and_may_reply(tmp_path):
 
     assert played.step("3") == ("again, sums", 0.0, False, False, {})
     assert played.step("4") == ("", 2.5, True, False, {})
+
+
+def test_the_first_two_arguments_of_a_verifier_may_be_called_like_columns(tmp_path):
+    played = env(tmp_path, "other_names")
+    played.reset(**TOLD)
+
+    assert played.step("4")[1] == 2
 
 
 def test_a_verifier_that_takes_any_argument_is_given_all(tmp_path):
