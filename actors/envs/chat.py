@@ -219,7 +219,10 @@ def _compile(template: str, variables: Collection[str], folder: Path) -> Any:
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     env.globals["raise_exception"] = refuse
-    read = meta.find_undeclared_variables(env.parse(template))
+    try:
+        read = meta.find_undeclared_variables(env.parse(template))
+    except TemplateError as error:
+        raise ValueError(f"the chat template of {folder} can't be used: {error}") from error
     for name in set(variables) - read:
         near = difflib.get_close_matches(name, read, n=1)
         guess = f"Did you mean {near[0]}?" if near else f"It reads {', '.join(sorted(read))}"

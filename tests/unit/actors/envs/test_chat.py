@@ -89,6 +89,11 @@ def test_a_folder_without_tokenizer_or_template_is_refused_with_a_sentence(tmp_p
         ChatRenderer(write_model(tmp_path / "m", template=""))
 
 
+def test_a_template_that_is_none_is_refused_with_a_sentence(tmp_path, write_model):
+    with pytest.raises(ValueError, match=r"the chat template of .* can't be used: Expected an expression"):
+        ChatRenderer(write_model(tmp_path / "m", template="{% if %}"))
+
+
 def test_a_template_in_its_own_file_wins(model_folder):
     (model_folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
 
