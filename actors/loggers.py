@@ -132,6 +132,7 @@ class PrometheusLogger:
         host, _, port = listen.rpartition(":")
         self._address = (host or "127.0.0.1", int(port))
         self._gauges: dict[str, Any] = {}
+        self._names: set[str] = set()
 
     def start(self, run: LoggedRun) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -147,6 +148,9 @@ class PrometheusLogger:
         for name, value in row.items():
             if name not in self._gauges:
                 known_as = "rubato_" + re.sub(r"\W", "_", name)
+                while known_as in self._names:  # task/a-b/… and task/a_b/… are two metrics
+                    known_as += "_"
+                self._names.add(known_as)
                 self._gauges[name] = Gauge(known_as, name, ["run"], registry=self._registry)
             self._gauges[name].labels(self._run).set(value)
 

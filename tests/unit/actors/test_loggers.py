@@ -12,6 +12,7 @@ from runtime.actor import RunInfo
 from runtime.errors import ConfigError
 
 ROWS = [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5, "policy/loss": -0.125}]
+ALIKE = {"env/a-b": 0.75, "env/a_b": 1.5}
 
 OWN = """
 import json
@@ -123,7 +124,7 @@ def endpoint(run):
     logger, taken = loggers._threads[0]._logger, threading.Event()
     take = logger.log
     logger.log = lambda row: (take(row), taken.set() if row["step"] == 2 else None)
-    for row in ROWS:
+    for row in (ALIKE | ROWS[0], ROWS[1]):
         loggers.log(row)
     assert taken.wait(30)
     yield logger.port
@@ -136,6 +137,8 @@ def test_prometheus_serves_the_newest_row(endpoint):
 
     assert 'rubato_reward_mean{run="run-7"} 0.5' in text
     assert 'rubato_policy_loss{run="run-7"} -0.125' in text
+    assert 'rubato_env_a_b{run="run-7"} 0.75' in text
+    assert 'rubato_env_a_b_{run="run-7"} 1.5' in text
 
 
 def test_a_port_that_is_taken_is_told_and_nothing_else_ends(endpoint, run):
