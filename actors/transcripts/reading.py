@@ -168,6 +168,9 @@ def _take(found: Found, filters: Filters, row: Row) -> None:
         found.textless.append(row)
 
 
+_LACKING = {"purpose": "train", "seed": 0, "scores": {}, "finish_reasons": (), "cut": False}
+
+
 def _ledger(folder: Path) -> Iterator[dict[str, Any]]:
     """The lines of samples.jsonl, those of older programs with what they lack. A torn or damaged line is passed over."""
     try:
@@ -178,7 +181,9 @@ def _ledger(folder: Path) -> Iterator[dict[str, Any]]:
                 except msgspec.MsgspecError:
                     continue
                 if "trajectory_id" in line:
-                    yield {"purpose": "train", "seed": 0, "scores": {}, "finish_reasons": (), "cut": False, **line}
+                    yield (
+                        _LACKING | line if "row" in line else _LACKING | line | {"task": "", "row": line.get("task", 0)}
+                    )
     except FileNotFoundError:
         return
 

@@ -80,7 +80,7 @@ def whole(sample: Sample) -> Text:
     text = Text(f"{sample.trajectory_id}", style="bold")
     text.append(f"   {facts(sample)}\n", style="not bold")
     for number, turn in enumerate(sample.turns or (), 1):
-        reason = {"stop": "", "length": " · cut at its limit", "": ""}[turn.finish_reason] if turn.tokens > 1 else ""
+        reason = " · cut at its limit" if turn.finish_reason == "length" and turn.tokens > 1 else ""
         many = "1 token" if turn.tokens == 1 else f"{turn.tokens} tokens"
         text.append(f"\nturn {number} · {many} · {_spans(turn.versions)}{reason}\n", style="dim")
         text.append(_safe(turn.prompt).rstrip("\n") + "\n", style="not bold")

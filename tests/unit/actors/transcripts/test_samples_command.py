@@ -61,6 +61,22 @@ def test_a_whole_trajectory_shows_each_prompt_and_answer(folder, asked, capsys):
     assert "turn 2 · 2 tokens · 1 by v3, 1 by v4 · cut at its limit\n" in text
 
 
+def test_an_engine_of_ones_own_may_end_a_turn_for_reasons_of_its_own(folder, capsys):
+    folder.keep("g00000001.0", ("two", "four <|end|>", "tool_calls", [(3, 2)]))
+
+    assert "turn 1 · 2 tokens · v3\n" in shown(capsys, folder.path, "g1.0")
+
+
+def test_a_ledger_from_before_tasks_had_names_is_read(folder, capsys):
+    line = {"trajectory_id": "g00000001.0", "group_id": "g00000001", "attempt": 1, "task": 5, "fate": "failed"}
+    line |= {"step": None, "reason": "env_timeout", "version_first": None, "reward": None, "tokens": 0, "wall_s": 0.5}
+    (folder.path / "samples.jsonl").write_text(json.dumps(line | {"age": None}) + "\n")
+
+    (sample,) = [json.loads(line) for line in shown(capsys, folder.path, "--json").splitlines()]
+
+    assert (sample["task"], sample["row"], sample["reason"]) == ("", 5, "env_timeout")
+
+
 def test_a_group_is_shown_whole(folder, asked, capsys):
     for member in range(3):
         folder.keep(f"g00000012.{member}", asked)
