@@ -208,6 +208,11 @@ def template_of(folder: Path, config: Mapping[str, Any] | None = None) -> str:
     return cast("str", found)
 
 
+def check_template(folder: Path, variables: Collection[str]) -> None:
+    """Raises ValueError, one sentence, where a model folder has no chat template that can be used, or one that never reads one of these."""
+    _compile(template_of(folder), variables, folder)
+
+
 def _compile(template: str, variables: Collection[str], folder: Path) -> Any:
     """Templates come with models, from anywhere: they run in jinja's sandbox."""
     from jinja2 import TemplateError, meta

@@ -9,7 +9,7 @@ from typing import ClassVar
 import msgspec
 
 from actors.config import EvalSection, ModelSection, RewardSection, RolloutSection
-from actors.envs.chat import ChatRenderer, template_of
+from actors.envs.chat import ChatRenderer, check_template
 from actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection
@@ -102,12 +102,13 @@ class EnvManager(Actor):
     @classmethod
     def preflight(cls, config: Config, folder: Path) -> None:
         """The model's chat template."""
-        model = folder / config.model.path
+        model, given = folder / config.model.path, config.rollout
         try:
-            template_of(model)
+            check_template(model, [*given.chat_template_kwargs, *(["tools"] if given.tools else [])])
         except ValueError as error:
             if os.path.isdir(model):  # one that is not there is told of by others
-                raise ConfigError(f"{error}.") from error
+                said = str(error)
+                raise ConfigError(said if said.endswith("?") else f"{said}.") from error
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)

@@ -6,6 +6,8 @@ from array import array
 import pytest
 
 from actors.envs.chat import ChatRenderer
+from actors.envs.manager import EnvManager
+from runtime.errors import ConfigError
 
 END, END_OF_TEXT = 257, 258
 
@@ -92,6 +94,26 @@ def test_a_folder_without_tokenizer_or_template_is_refused_with_a_sentence(tmp_p
 def test_a_template_that_is_none_is_refused_with_a_sentence(tmp_path, write_model):
     with pytest.raises(ValueError, match=r"the chat template of .* can't be used: Expected an expression"):
         ChatRenderer(write_model(tmp_path / "m", template="{% if %}"))
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "words"),
+    [
+        ("{% if %}", {}, r"the chat template of .* can't be used: Expected an expression"),
+        (
+            "{{ messages }}{{ enable_thinking }}",
+            {"chat_template_kwargs": {"enable_thinkin": False}},
+            r"does not read enable_thinkin\. Did you mean enable_thinking\?$",
+        ),
+        ("{{ messages }}", {"tools": [{"name": "search"}]}, r"does not read tools\."),
+    ],
+)
+def test_a_template_that_does_not_do_is_refused_before_anything_starts(tmp_path, write_model, template, given, words):
+    write_model(tmp_path / "model", template=template)
+    config = EnvManager.Config.model_validate({"model": {"path": "model"}, "rollout": given})
+
+    with pytest.raises(ConfigError, match=words):
+        EnvManager.preflight(config, tmp_path)
 
 
 def test_a_template_in_its_own_file_wins(model_folder):
