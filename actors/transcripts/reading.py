@@ -4,7 +4,7 @@ import difflib
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -122,6 +122,8 @@ class Found:
     counts: Counter[str] = field(default_factory=Counter)
     others: Counter[str] = field(default_factory=Counter)
     """Fates of the samples that were not asked for."""
+    tasks: set[str] = field(default_factory=set)
+    """Of all of them."""
 
     def __len__(self) -> int:
         return len(self.kept) + len(self.textless)
@@ -154,6 +156,7 @@ def find(folder: Path, filters: Filters) -> Found:
 
 def _take(found: Found, filters: Filters, row: Row) -> None:
     line = row.line
+    found.tasks.add(line["task"])
     if not filters.take(line):
         found.others[line["fate"]] += 1
         return
@@ -290,6 +293,10 @@ def _nothing(folder: Path, filters: Filters, found: Found) -> str:
     asked = " ".join([filters.name, *(f"--{key} {value}" for key, value in wanted.items() if value not in (None, ""))])
     asked = asked.strip() or "here"
     fates = ", ".join(f"{name or 'no fate yet'} {num:,}" for name, num in found.others.most_common())
-    near = difflib.get_close_matches(filters.fate, [name for name in found.others if name], n=1) if filters.fate else []
-    guess = f" Did you mean --fate {near[0]}?" if near and filters.fate not in found.others else ""
+    guess = _guess("fate", filters.fate, found.others) or _guess("task", filters.task, found.tasks)
     return f"{folder}: no trajectory is {asked}. It has {fates}.{guess}"
+
+
+def _guess(key: str, given: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(given, [name for name in known if name], n=1) if given not in known else []
+    return f" Did you mean --{key} {near[0]}?" if near else ""

@@ -183,6 +183,9 @@ def test_what_is_not_there_is_told_with_what_is(folder, asked):
         LaunchError, match=r"no trajectory is --fate traned. It has trained 1. Did you mean --fate trained?"
     ):
         find(folder.path, Filters(fate="traned"))
+    folder.end("g00000002.0", task="sums")
+    with pytest.raises(LaunchError, match=r"no trajectory is --task sum\. It has .*Did you mean --task sums\?"):
+        find(folder.path, Filters(task="sum"))
     with pytest.raises(LaunchError, match=r"no trajectory is g00000009.0"):
         find(folder.path, Filters(name="g00000009.0"))
     with pytest.raises(LaunchError, match=r"holds no run: there is no config.yaml in it"):
