@@ -37,6 +37,9 @@ DECLARED = (HELD_OUT, TOOLS)
 TOLD: Mapping[str, Any] = {"task": "", "row": 0, "purpose": "train", "trajectory": "", "version": 0}
 """What a `reset` may be told besides the seed, as it is where no rollout asks."""
 
+DATA_SETS = ("actors.envs.dataset:DataSetEnv", "actors.envs.dataset:QuickDataSetEnv")
+"""What steps there is the user's verifier."""
+
 CLOSE_S = 5.0
 """An environment that can't close by then is left to its fate: nobody waits for it."""
 
@@ -68,7 +71,9 @@ def sentence(section: EnvSection, failure: EnvFailure, *, task: str = "", seed: 
     """One line for the user: which environment did what, on which task, how often, and the `log` to look into."""
     raised, colon, cause = failure.what.partition(": ")
     on = "" if failure.method == "import" else f" (seed {seed})" if not task else f" ({task}, seed {seed})"
-    parts = [f"env {section.target} {raised}{on}{colon}{cause}"]
+    verifier = section.kwargs.get("verifier") if section.target in DATA_SETS and failure.method == "step" else ""
+    what = f"verifier {verifier}" if verifier else f"env {section.target}"
+    parts = [f"{what} {raised}{on}{colon}{cause}"]
     if failure.trials:
         what = "tries" if failure.method == "__init__" else "seeds"
         parts.append(f"{failure.trials} of {failure.trials} {what} failed")

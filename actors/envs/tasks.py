@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from actors.config import RewardSection, RolloutSection
 from actors.datasets import check_data
+from actors.envs.hosting import DATA_SETS
 from actors.envs.reasoning import HELD_OUT, generator
 from actors.envs.section import EnvSection
 from actors.tasks import EXTRA, VERIFIERS, TaskSection, rewards_of
@@ -46,7 +47,7 @@ def resolved(
 def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:
     if (data := task.data) is not None:
         quick = data.verifier in QUICK
-        target = f"actors.envs.dataset:{'QuickDataSetEnv' if quick else 'DataSetEnv'}"
+        target = DATA_SETS[quick]
         kwargs = {"path": data.path, "prompt": data.prompt, "answer": data.answer, "verifier": data.verifier}
         held_out = data.eval_path or (data.path if data.eval_rows else "")
         return _with(env, target, kwargs, {"path": held_out} if held_out else {})

@@ -241,6 +241,28 @@ async def test_an_idle_environment_whose_worker_died_is_never_lent_again(host_of
     assert (await fresh.reset(5))[0] == "at 0, task 5"
 
 
+async def test_a_verifier_that_fails_is_named_itself(host_of, tmp_path):
+    (tmp_path / "own.py").write_text("def boom(completion, answer): return 1 / 0")
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    kwargs = {
+        "path": str(tmp_path / "x.jsonl"),
+        "prompt": "prompt",
+        "answer": "answer",
+        "verifier": f"{tmp_path}/own.py:boom",
+    }
+    settings = {"class": "actors.envs.dataset:DataSetEnv", "kwargs": kwargs}
+    host = await host_of(**settings)
+    env, _, _ = await host.begin("train", 1)
+
+    with pytest.raises(EnvFailure) as caught:
+        await env.step("b")
+
+    text = sentence(section(**settings), caught.value, task="task sums, row 0", seed=1, log="log")
+    assert text.startswith(
+        f"verifier {tmp_path}/own.py:boom raised in step (task sums, row 0, seed 1): ZeroDivisionError"
+    )
+
+
 async def test_seeds_that_fail_in_the_trial_are_told_and_one_that_works_is_enough(host_of):
     host = await host_of(**{"class": f"{USER}:FussyReset"})
 
