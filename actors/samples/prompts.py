@@ -10,6 +10,7 @@ from actors.datasets import epochs_of, split_of
 from actors.tasks import TaskSection
 from planning.epochs import Epochs
 from planning.mixture import next_task
+from runtime.errors import ConfigError
 
 
 class TaskCursor(msgspec.Struct):
@@ -19,6 +20,8 @@ class TaskCursor(msgspec.Struct):
     """Groups of it so far."""
     owed: float = 0.0
     """Of its share, in groups; see planning.mixture."""
+    rows: int = 0
+    """Rows that it had to train on; 0 where it has none of its own."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Prompts:
     """None where the task has no rows of its own: each group gets another number then."""
     held_out: Sequence[int] | None = None
     """Rows of evaluations; None where each number is a prompt."""
+    rows: int = 0
+    """Rows to train on, of which `epochs` are; 0 where it has none of its own."""
 
     def exam(self, num: int) -> Sequence[int]:
         """Rows of an evaluation of at most `num` prompts, each once."""
@@ -44,13 +49,22 @@ class Mixture:
         self._weights = {name: prompts.weight for name, prompts in self._tasks.items()}
 
     def draw(self, cursors: dict[str, TaskCursor]) -> tuple[str, int]:
-        """Task and row of the next group. `cursors` are moved on. Raises ConfigError where a sampler fails."""
+        """Task and row of the next group. `cursors` are moved on.
+
+        Raises ConfigError where a sampler fails, and where a task has not as many rows as before: then no epoch is what it was.
+        """
         name, owed = next_task(self._weights, {name: cursor.owed for name, cursor in cursors.items()})
-        number, epochs = cursors[name].given if name in cursors else 0, self._tasks[name].epochs
-        row = number if epochs is None else epochs.row(number)  # may raise: nothing has moved yet
-        for each, value in owed.items():
+        cursor, prompts = cursors.get(name) or TaskCursor(), self._tasks[name]
+        if cursor.rows not in (0, prompts.rows):
+            raise ConfigError(
+                f"tasks.{name} has {prompts.rows} rows to train on, where this run had {cursor.rows}: some would come twice, and some be held "
+                "out that were trained on. Put its data and eval_rows back, or start another run."
+            )
+        row = cursor.given if prompts.epochs is None else prompts.epochs.row(cursor.given)
+        for each, value in owed.items():  # nothing has moved before
             cursors.setdefault(each, TaskCursor()).owed = value
         cursors[name].given += 1
+        cursors[name].rows = prompts.rows
         return name, row
 
     def exam(self, num: int) -> Iterator[tuple[str, int]]:
@@ -73,4 +87,4 @@ def _prompts_of(task: TaskSection, seed: int) -> Prompts:
     split = split_of(task.data)
     epochs = epochs_of(task.data, split.train, seed)
     epochs.row(0)  # a sampler that can't be used is told of at once
-    return Prompts(task.weight, epochs, split.held_out)
+    return Prompts(task.weight, epochs, split.held_out, len(split.train))

@@ -63,6 +63,19 @@ def test_each_task_gets_its_share_and_each_row_its_turn_in_a_run_and_after_its_r
     assert {"task/sums/reward", "task/lake/reward"} <= held_out.keys()
 
 
+def test_a_run_does_not_go_on_with_other_rows_and_loses_nothing(place):
+    first = rubato("launch", "small.yaml", "--run-dir", "other", "run.steps=1", cwd=place)
+    assert first.code == ExitCode.DONE, first.err
+
+    refused = rubato("launch", "--resume", "other", "run.steps=2", "tasks.sums.data.eval_rows=4", cwd=place)
+    gone_on = rubato("launch", "--resume", "other", "run.steps=2", "tasks.sums.data.eval_rows=3", cwd=place)
+
+    assert refused.code == ExitCode.FAILED, refused.err
+    assert "tasks.sums has 4 rows to train on, where this run had 5" in refused.err
+    assert "Traceback" not in refused.err
+    assert gone_on.code == ExitCode.DONE, gone_on.err
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -3,12 +3,14 @@
 from collections import Counter
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.samples.prompts import Mixture, Prompts, TaskCursor
 from planning.epochs import Epochs, shuffled
 from planning.mixture import next_task
+from runtime.errors import ConfigError
 
 weights = st.dictionaries(
     st.sampled_from("abcde"), st.floats(0.0, 10.0).filter(lambda w: w == 0.0 or w > 1e-3), min_size=1
@@ -22,6 +24,18 @@ def test_the_first_rollouts_of_an_evaluation_are_of_every_task():
     exam = list(mixture.exam(3))
 
     assert exam == [("few", 7), ("many", 0), ("some", 3), ("many", 1), ("some", 1), ("many", 2)]
+
+
+def test_a_run_that_goes_on_with_other_rows_is_refused_and_has_not_moved():
+    cursors = {}
+    for _ in range(5):
+        Mixture({"sums": Prompts(1.0, epochs_of(8, 1), rows=8)}).draw(cursors)
+    kept = msgspec.msgpack.encode(cursors)
+
+    with pytest.raises(ConfigError, match=r"^tasks\.sums has 6 rows to train on, where this run had 8: .*\.$"):
+        Mixture({"sums": Prompts(1.0, epochs_of(6, 1), rows=6)}).draw(cursors)
+
+    assert msgspec.msgpack.encode(cursors) == kept
 
 
 def epochs_of(num, seed):
