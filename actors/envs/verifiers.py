@@ -12,7 +12,8 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+NUMBER = re.compile(r"(?:(?<!\d)-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+"""A minus behind a digit is none of a number's own, as in 5-10; commas group thousands, as in 1,042, or part numbers."""
 
 
 def exact(completion: str, answer: Any) -> float:
