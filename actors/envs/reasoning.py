@@ -47,7 +47,10 @@ class ReasoningGymEnv:
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(action)
-        score = self._data.score_answer(action.strip() if answer is None else answer, dict(self._item))
+        try:
+            score = self._data.score_answer(action.strip() if answer is None else answer, dict(self._item))
+        except Exception:  # noqa: BLE001 - several tasks raise, each its own, at what they can't read: it is no answer
+            score = 0.0
         return "", float(score), True, False, {}
 
     def _question(self, number: int) -> Mapping[str, Any]:

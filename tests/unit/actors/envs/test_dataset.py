@@ -6,6 +6,7 @@ import pytest
 
 from actors.datasets import read_rows
 from actors.envs.dataset import DataSetEnv
+from actors.envs.reasoning import ReasoningGymEnv
 from actors.envs.verifiers import exact, math, number, places
 
 OWN = """
@@ -94,8 +95,6 @@ def test_math_verify_compares_expressions():
 
 def test_reasoning_gym_holds_questions_out_by_their_text():
     pytest.importorskip("reasoning_gym")
-    from actors.envs.reasoning import ReasoningGymEnv
-
     train, held_out = (ReasoningGymEnv(name="chain_sum", split=split) for split in ("train", "eval"))
     asked = {split: {each.reset(seed=n)[0] for n in range(60)} for split, each in (("t", train), ("e", held_out))}
 
@@ -105,3 +104,13 @@ def test_reasoning_gym_holds_questions_out_by_their_text():
     assert train.step(f"I think <answer>{info['answer']}</answer>")[1:3] == (1.0, True)
     train.reset(seed=7)
     assert train.step("no idea")[1] < 1.0
+
+
+@pytest.mark.parametrize("name", ["prime_factorization", "game_of_life", "boxnet"])
+def test_what_a_task_of_reasoning_gym_can_not_read_is_a_wrong_answer(name):
+    pytest.importorskip("reasoning_gym")
+    played = ReasoningGymEnv(name=name)
+
+    for answer in ("no idea", "<answer>[[1,2</answer>", '<answer>{"a": 1}</answer>'):
+        played.reset(seed=2_000_000_011)
+        assert played.step(answer) == ("", pytest.approx(0.0, abs=0.02), True, False, {})
