@@ -1,7 +1,7 @@
 """A data set with a verifier as an environment: the prompt is the observation, the verifier's number the reward."""
 
-import asyncio
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,19 +37,25 @@ class DataSetEnv:
         self._told = {key: value for key, value in (told | {**self._row}).items() if key not in self._positional}
         return self._row[self._prompt], columns
 
-    def step(self, action: str) -> Step:
-        """What the verifier says; the end, unless it replies."""
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """What the verifier says, where it is async once that is awaited; the end, unless it replies."""
         self._turn += 1
         told = {**self._told, "turn": self._turn}
         named = {key: value for key, value in told.items() if key in self._takes or "**" in self._takes}
         found = self._verify(action, self._row[self._answer], **named)
-        if asyncio.iscoroutine(found):
-            found = asyncio.run(found)
-        worth, reply = found if isinstance(found, tuple) else (found, "")
-        return reply, worth, not reply, False, {}
+        return _awaited(found) if inspect.isawaitable(found) else _step(found)
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+async def _awaited(found: Awaitable[Any]) -> Step:
+    return _step(await found)
+
+
+def _step(found: Any) -> Step:
+    worth, reply = found if isinstance(found, tuple) else (found, "")
+    return reply, worth, not reply, False, {}
 
 
 class QuickDataSetEnv(DataSetEnv):

@@ -241,6 +241,24 @@ async def test_an_idle_environment_whose_worker_died_is_never_lent_again(host_of
     assert (await fresh.reset(5))[0] == "at 0, task 5"
 
 
+@pytest.mark.parametrize("isolation", ["inline", "process"])
+async def test_a_verifier_may_be_async_wherever_it_runs(host_of, tmp_path, isolation):
+    (tmp_path / "own.py").write_text(
+        "import asyncio\nasync def right(completion, answer):\n    await asyncio.sleep(0)\n    return completion == answer\n"
+    )
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    kwargs = {
+        "path": str(tmp_path / "x.jsonl"),
+        "prompt": "prompt",
+        "answer": "answer",
+        "verifier": f"{tmp_path}/own.py:right",
+    }
+    host = await host_of(**{"class": "actors.envs.dataset:DataSetEnv", "kwargs": kwargs, "isolation": isolation})
+    env, _, _ = await host.begin("train", 1)
+
+    assert (await env.step("b"))[:3] == ("", 1.0, True)
+
+
 async def test_a_verifier_that_fails_is_named_itself(host_of, tmp_path):
     (tmp_path / "own.py").write_text("def boom(completion, answer): return 1 / 0")
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')

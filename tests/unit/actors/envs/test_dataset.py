@@ -1,5 +1,6 @@
 """Data sets with a verifier, and reasoning-gym's tasks, as environments."""
 
+import asyncio
 import json
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_verifier_that_takes_any_argument_is_given_all(tmp_path):
     played.reset(**TOLD)
 
     given = {"task", "row", "purpose", "trajectory", "version", "turn", "q", "a", "level"}
-    assert played.step("4")[1] == len(given)
+    assert asyncio.run(played.step("4"))[1] == len(given)
 
 
 @pytest.mark.parametrize(
