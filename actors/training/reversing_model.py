@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from actors.training.base_model import ASSISTANT, END, Progress, build, main, teach
 
@@ -26,11 +27,13 @@ REVERSED = 0.18
 
 def make(folder: Path, seed: int, progress: Progress) -> int:
     """Write a model folder in HF format; returns the number of parameters."""
-    share = partial(progress, "learning to copy and to reverse")
-    texts = conversations(random.Random(seed))
-    return build(
-        folder, seed, lambda *made: teach(*made, texts, share, steps=WARM_UP_STEPS, batch=WARM_UP_BATCH, ramp=RAMP)
-    )
+
+    def warm_up(model: Any, tokenizer: Any) -> None:
+        share = partial(progress, "learning to copy and to reverse")
+        texts = conversations(random.Random(seed))
+        teach(model, tokenizer, texts, share, steps=WARM_UP_STEPS, batch=WARM_UP_BATCH, ramp=RAMP)
+
+    return build(folder, seed, warm_up)
 
 
 def conversations(chance: random.Random) -> Iterator[str]:
