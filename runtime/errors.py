@@ -32,6 +32,10 @@ class LaunchError(RubatoError):
     """The job could not be brought up (folder taken, port refused, binary missing); what had started was stopped again."""
 
 
+class NotRunning(RuntimeError):
+    """An actor spawns nothing before it begins, nor once it is ending."""
+
+
 class ActorFailed(RubatoError):
     """An actor raised or its process ended; its supervisor restarts it while its budget lasts."""
 

@@ -16,7 +16,7 @@ from runtime.actor import Actor, RunInfo, current_kernel
 from runtime.blobs.blob import BlobStore
 from runtime.courier import Courier, Ref, current_deadline, current_trace
 from runtime.dispatch import Dispatcher
-from runtime.errors import PERMANENT, ActorFailed
+from runtime.errors import PERMANENT, ActorFailed, NotRunning
 from runtime.messages import Drain, Finish, Notice, Progress, Tap
 from runtime.observe.figures import Metrics, Waits, measure_loop_lag
 from runtime.observe.trace import Trace
@@ -196,15 +196,15 @@ class Kernel:
     def spawn(self, work: Coroutine[Any, Any, ResultT], *, name: str) -> asyncio.Task[ResultT]:
         if self._tasks is None:
             work.close()
-            raise RuntimeError(f"{self.name} is not running")
+            raise NotRunning(f"{self.name} is not running")
         context = contextvars.copy_context()
         context.run(current_deadline.set, 0.0)
         context.run(current_trace.set, b"")
         try:
             task = self._tasks.create_task(work, name=name, context=context)
-        except RuntimeError:  # the group is ending
+        except RuntimeError as error:
             work.close()
-            raise
+            raise NotRunning(f"{self.name} is ending") from error
         self._owned.add(task)
         task.add_done_callback(self._owned.discard)
         return task

@@ -26,6 +26,7 @@ from bus.message import Ack, Message
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
 from runtime.courier import budget, current_trace
+from runtime.errors import NotRunning
 from runtime.kernel import Kernel
 from runtime.observe.figures import Wait
 
@@ -136,6 +137,12 @@ class LLMProxy(Actor):
 
     def _replied(self, seat: EngineSeat, shared: ProxyRequest, asking: "asyncio.Future[Any]") -> None:
         """The engine answered or failed, or the request was taken away from it, or this actor stops."""
+        try:
+            self._settle(seat, shared, asking)
+        except NotRunning:  # nor does whoever stands in line get a seat from an actor that is ending
+            shared.run.cancel()
+
+    def _settle(self, seat: EngineSeat, shared: ProxyRequest, asking: "asyncio.Future[Any]") -> None:
         shared.asking = None
         shared.wait.close()
         if asking.cancelled() and not shared.taken_away:

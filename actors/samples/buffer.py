@@ -86,6 +86,7 @@ class SampleBuffer(Actor):
 
     role = "sample_buffer"
     least = most = 1
+    _rebuilt = False
 
     class Config(ActorConfig):
         model: ModelSection = Field(default_factory=ModelSection)
@@ -104,15 +105,9 @@ class SampleBuffer(Actor):
         limits = limits_of(config.train, config.samples, self.run, mixture)
         self._groups = groups = Groups(limits, config.staleness.bound)
         self._journal = journal = Journal(
-            self.store,
-            Fence(self.role, self.incarnation),
-            groups,
-            window_s=self.run.window_s,
-            most_bytes=config.samples.unsettled_mb << 20,
-            metrics=self.metrics,
-            log=self.log,
-            store_back=self._slots.set,
-        )
+            self.store, Fence(self.role, self.incarnation), groups, window_s=self.run.window_s,
+            most_bytes=config.samples.unsettled_mb << 20, metrics=self.metrics, log=self.log, store_back=self._slots.set,
+        )  # fmt: skip
         self._holders = Holders(groups, self._incarnation_of, self._slots.set, self.log)
         self._ledger = SampleLedger(self.run.folder, journal, self.incarnation, self.offload, self.log, self.run.seed)
         self._kept = KeptTrajectories(self.run.folder, config.samples.keep, limits.group_size, self.offload, self.log)
@@ -124,6 +119,7 @@ class SampleBuffer(Actor):
         await self._ledger.open()
         await self._sweep_files()
         await self._holders.check_all()
+        self._rebuilt = True
         self.spawn(self._holders.watch_leases(), name="leases")
         self.spawn(self._ledger.follow(), name="ledger")
         self.spawn(self._kept.follow(), name="trajectories")
@@ -139,8 +135,8 @@ class SampleBuffer(Actor):
             await self._ledger.check()
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
-        """Rollouts of an actor that went away are issued again at once."""
-        for name in left:
+        """Rollouts of an actor that went away are issued again at once; those who leave before all is rebuilt are seen then."""
+        for name in left if self._rebuilt else ():
             await self._holders.left(name, is_back=name in self.peers(name.rpartition("-")[0]))
 
     # -- environment managers -----------------------------------------------------------------------------------
