@@ -6,13 +6,13 @@ from pydantic import Field
 
 from actors.messages.samples import Ticket
 from actors.samples.group import GroupLimits
+from planning.roofline import EngineSpec, Roofline
 from runtime.config import Section
 from sim.buffer_model import NEVER_LAPSES_S
 from sim.engine_model import ModelledEngine
 from sim.job import Environments, Job
 from sim.manager_model import ModelledManager, drawn_scores
 from sim.proxy_model import ModelledProxy
-from sim.roofline import EngineSpec, Roofline
 from sim.timeline import Timeline
 from sim.training_model import TrainerSpec
 from sim.weight_sync import StoreSync

@@ -9,8 +9,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from planning.roofline import Roofline
 from runtime.errors import ConfigError
-from sim.roofline import Roofline
 from sim.timeline import SimEvent, Timeline
 
 MAX_STEPS = 256

@@ -1,30 +1,10 @@
-"""What machines can do and what network parts cost: read from configs/hardware, each file with its source."""
+"""What network parts cost: read from configs/hardware, each file with its source."""
 
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from runtime.config import Section
-
-
-class GpuSpec(Section):
-    """A GPU in its server, with one NIC per GPU. Rates are bytes per second in one direction."""
-
-    name: str
-    peak_flops: float = Field(gt=0)
-    """Dense BF16."""
-    hbm_bytes_s: float = Field(gt=0)
-    hbm_bytes: float = Field(gt=0)
-    nvlink_bytes_s: float = Field(gt=0)
-    """Line rate."""
-    nvlink_busbw_bytes_s: float = Field(gt=0)
-    """What collectives reach of it."""
-    nic_bytes_s: float = Field(gt=0)
-    nic_busbw_bytes_s: float = Field(gt=0)
-    gpus_per_server: int = Field(default=8, ge=1)
-    usd: float = Field(gt=0)
-    """Purchase, the server's share included."""
-    usd_per_hour: float | None = Field(default=None, gt=0)
 
 
 class Prices(Section):

@@ -2,9 +2,9 @@
 
 from pydantic import Field
 
+from planning.hardware import GpuSpec
+from planning.language_model import BF16, ModelSpec
 from runtime.config import Section
-from sim.hardware import GpuSpec
-from sim.language_model import BF16, ModelSpec
 
 
 class TrainerSpec(Section):

@@ -10,8 +10,8 @@ from actors.config import ModelSection
 from actors.engines.engine import Chunk, EngineError, Load, Work
 from actors.engines.scheduler import Sequence, check
 from actors.engines.section import EngineSection
+from planning.roofline import EngineSpec, Roofline
 from sim.engine_model import ModelledEngine
-from sim.roofline import EngineSpec, Roofline
 from sim.timeline import SimProcess, Timeline
 
 TOKEN = 2

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from planning.hardware import GpuSpec
+from planning.language_model import BF16, ModelSpec
+from planning.roofline import EngineSpec, Roofline
 from runtime.config import Section
 from sim.claims import Value
-from sim.hardware import GpuSpec
-from sim.language_model import BF16, ModelSpec
 from sim.net.collectives import ring_all_reduce_s
 from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from sim.rfabric.job import GRADIENT, TOKEN_AND_LOGPROB
-from sim.roofline import EngineSpec, Roofline
 from sim.scenario import Scenario, ScenarioKind
 
 

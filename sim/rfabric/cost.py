@@ -5,9 +5,10 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from planning.hardware import GpuSpec
+from planning.language_model import ModelSpec
 from sim.claims import Value
-from sim.hardware import GpuSpec, Prices
-from sim.language_model import ModelSpec
+from sim.hardware import Prices
 from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from sim.rfabric import fabrics
 from sim.rfabric.counts import FABRICS, FabricParts, FabricSize

@@ -10,9 +10,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
+from planning.hardware import GpuSpec
+from planning.language_model import BF16, ModelSpec
 from runtime.config import Section
-from sim.hardware import GpuSpec
-from sim.language_model import BF16, ModelSpec
 from sim.net.collectives import Transfer, all_to_all, chains, ring_all_reduce_s, ring_hop_bytes, rings
 
 GRADIENT = 4

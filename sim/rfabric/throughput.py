@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError, field_validator
 
+from planning.hardware import GpuSpec
+from planning.language_model import ModelSpec
 from runtime.config import Section
 from runtime.errors import ConfigError
 from sim.claims import Value
-from sim.hardware import GpuSpec
-from sim.language_model import ModelSpec
 from sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
 from sim.rfabric.fabrics import FABRICS, FabricSpec, Iteration, case
 from sim.rfabric.job import Gpus, TrainingSpec, place

@@ -5,10 +5,10 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
+from planning.hardware import GpuSpec
 from runtime.config import Section
 from sim.cluster import PoolSpec
 from sim.distribution import Constant
-from sim.hardware import GpuSpec
 from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from sim.rollart.batch import BatchRun
 from sim.scenario import Scenario, ScenarioKind

@@ -5,13 +5,13 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from planning.roofline import EngineSpec, Roofline
 from planning.routing import RequestView
 from sim.cluster import PoolSpec, engines_of
 from sim.distribution import Distribution
 from sim.outcome import Cell, RunProgress, RunResult, Table
 from sim.proxy_model import ModelledProxy
 from sim.rollart.batch import BatchRun
-from sim.roofline import EngineSpec, Roofline
 from sim.scenario import Scenario, ScenarioKind
 from sim.timeline import Timeline
 from sim.workload import Episode, TaskSpec, chance_of, episode

@@ -8,8 +8,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from planning.language_model import ModelSpec
 from runtime.config import Section
-from sim.language_model import ModelSpec
 from sim.outcome import Cell, RunProgress, RunResult, Table
 from sim.scenario import Scenario, ScenarioKind
 from sim.weight_sync import Measured, StoreSync

@@ -4,8 +4,8 @@ from typing import Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from sim.hardware import GpuSpec
-from sim.language_model import ModelSpec
+from planning.hardware import GpuSpec
+from planning.language_model import ModelSpec
 from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from sim.scenario import Scenario, ScenarioKind
 from sim.weight_sync import CrossLink, Measured

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from planning.roofline import EngineSpec, Roofline
 from runtime.errors import ConfigError
 from sim.engine_model import ModelledEngine
-from sim.roofline import EngineSpec, Roofline
 from sim.timeline import Timeline
 
 CONFIGS = Path(__file__).parents[2] / "configs"

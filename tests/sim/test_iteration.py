@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from planning.hardware import GpuSpec
+from planning.language_model import ModelSpec
 from runtime.config.source import read
-from sim.hardware import GpuSpec
-from sim.language_model import ModelSpec
 from sim.rfabric import fabrics
 from sim.rfabric import job as jobs
 from sim.rfabric.fabrics import FABRICS, FabricSpec, case

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from planning.roofline import Roofline
 from planning.routing import RequestView
 from sim.cluster import ClusterJobSpec, PoolSpec, cluster_job, engines_of
 from sim.engine_model import ModelledEngine
 from sim.job import Job
 from sim.proxy_model import ModelledProxy
 from sim.rollart.batch import BatchRun
-from sim.roofline import Roofline
 from sim.timeline import Timeline
 from sim.workload import TaskSpec, episode
 

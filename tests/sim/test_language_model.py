@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from planning.hardware import GpuSpec
+from planning.language_model import ModelSpec
 from runtime.config.source import read
-from sim.hardware import GpuSpec
-from sim.language_model import ModelSpec
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

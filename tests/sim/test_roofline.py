@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sim.roofline import EngineSpec, Roofline
+from planning.roofline import EngineSpec, Roofline
 from sim.training_model import TrainerSpec
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -2,13 +2,13 @@
 
 from pydantic import Field
 
-from runtime.config import Section
+from planning.hardware import Spec
 
 BF16 = 2
 """Bytes of a weight, an activation or a KV entry."""
 
 
-class ModelSpec(Section):
+class ModelSpec(Spec):
     """A decoder with grouped-query attention and gated feed-forward layers, dense or mixture-of-experts; every layer alike."""
 
     name: str

@@ -4,12 +4,11 @@ from typing import NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from runtime.config import Section
-from sim.hardware import GpuSpec
-from sim.language_model import BF16, ModelSpec
+from planning.hardware import GpuSpec, Spec
+from planning.language_model import BF16, ModelSpec
 
 
-class EngineSpec(Section):
+class EngineSpec(Spec):
     """One engine: `tp` x `pp` GPUs of one kind that hold one copy of a model.
 
     The defaults' sources: Frontier's kernel profiles on H800 (bandwidth use 0.72 at TP1; 4 ms between the kernels and the step
