@@ -14,7 +14,7 @@ class Spec(BaseModel):
     def _no_truth_for_a_number(cls, value: object, info: ValidationInfo) -> object:
         """`layers: yes` is a slip, not 1."""
         field = cls.model_fields.get(info.field_name or "")
-        if isinstance(value, bool) and field is not None and field.annotation in (int, float):
+        if isinstance(value, bool) and field is not None and (field.annotation is int or field.annotation is float):
             raise PydanticCustomError("bool_for_number", "it must be a number")
         return value
 

@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 from planning.hardware import GpuSpec, Spec
 from planning.language_model import BF16, ModelSpec
 
+LOAD_BYTES_S = 14.19 * (1 << 30) / 0.9
+"""Host memory to one GPU: RollMux, section 3.6, has a 7B engine of one GPU start warm in 0.9 s."""
+
 
 class EngineSpec(Spec):
     """One engine: `tp` x `pp` GPUs of one kind that hold one copy of a model.
@@ -96,6 +99,14 @@ class Roofline:
         compute_s = bubble * flops / (spec.num_gpus * spec.gpu.peak_flops * spec.prefill_mfu)
         return spec.launch_s + compute_s + self._communication_s(tokens)
 
+    def swap_s(self) -> float:
+        """A weight swap: each GPU takes its share of the new version from host memory, and nothing is computed meanwhile."""
+        return load_s(self._model.weight_bytes, self.spec.num_gpus, LOAD_BYTES_S)
+
+    def kv_move_s(self, tokens: int) -> float:
+        """Keys and values of `tokens` to an engine of the same shape: each GPU sends its share over its own NIC."""
+        return tokens * self._kv_bytes / (self.spec.num_gpus * self.spec.gpu.nic_busbw_bytes_s)
+
     def _roofs_of(self, batch: int) -> Roofs:
         """Pipeline stages work on a `pp`-th of the batch each, one after another, so a request's token passes all of them."""
         spec = self.spec
@@ -132,3 +143,8 @@ class Roofline:
             second_s = 2 * exchange_s if spec.expert_parallel and model.experts else reduce_s
             total += model.layers * (reduce_s + second_s)
         return total + (spec.pp - 1) * (spec.collective_s + row / spec.gpu.nic_busbw_bytes_s)
+
+
+def load_s(size_bytes: float, num_gpus: int, bytes_s: float) -> float:
+    """Seconds until `num_gpus` GPUs have taken `size_bytes` from host memory, each its share at `bytes_s`."""
+    return size_bytes / num_gpus / bytes_s

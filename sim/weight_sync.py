@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from planning.roofline import load_s
 from runtime.config import Section
 
 GIB = 1 << 30
@@ -43,7 +44,7 @@ class StoreSync(Section):
 
     def load_s(self, size_bytes: float, num_gpus: int) -> float:
         """Each GPU of an engine takes its share; the engine does not generate meanwhile."""
-        return size_bytes / num_gpus / self.load_bytes_s
+        return load_s(size_bytes, num_gpus, self.load_bytes_s)
 
     def exposed_s(self, size_bytes: float, num_gpus: int, slack_s: float) -> float:
         """How long engines stand still that are asked to swap `slack_s` after the push began."""

@@ -32,6 +32,10 @@ class Load(NamedTuple):
     running: int
     version: int
     suspended: bool
+    paced: int = 0
+    """Steps and swaps so far whose duration `engine.pace` set."""
+    outlasted: int = 0
+    """Those of them that took longer than their pace."""
 
 
 class Engine(Protocol):
@@ -86,6 +90,6 @@ VLLM_MISSING = (
 ENGINES: Mapping[str, str] = {
     "torch": "actors.engines.torch_engine:TorchEngine",
     "vllm": "actors.engines.vllm_engine:VllmEngine",
-    "scripted": "actors.scripted.engine:ScriptedEngine",
+    "scripted": "actors.scripted.paced:scripted_engine",
 }
-"""`engine.kind` → class, built as `Class(model_folder, ModelSection, EngineSection)`; imported only when it is chosen."""
+"""`engine.kind` → what makes it, built as `kind(model_folder, ModelSection, EngineSection)`; imported only when it is chosen."""

@@ -1,9 +1,11 @@
 """The engines' section of the config."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from actors import catalog
+from planning.roofline import EngineSpec
 from runtime.config import Section
 
 
@@ -20,6 +22,52 @@ class ScriptedSection(Section):
     """Probability that a token is a stop token, where the request names any."""
     vocab_size: int = Field(default=256, ge=1)
     """Token ids are drawn below this, where the model folder has no config.json that says better."""
+
+
+class PaceSection(Section):
+    """The hardware that an engine lasts like: a class, the model that it would serve there, and GPUs."""
+
+    hardware: str
+    """Class that steps, weight swaps and KV moves last like: a name from configs/hardware, such as h20. See docs/pace.md."""
+    model: str
+    """Shape whose times count: a name from configs/models, such as qwen3-8b. What is computed stays model.path."""
+    scale: float = Field(default=1.0, gt=0)
+    """Times are multiplied by this: below 1 hours pass in minutes, above 1 a slow host keeps up."""
+    degree: int = Field(default=1, ge=1)
+    """GPUs of the class that share each layer (tensor parallelism)."""
+
+    @field_validator("hardware")
+    @classmethod
+    def _class(cls, name: str) -> str:
+        catalog.hardware(name)
+        return name
+
+    @field_validator("model")
+    @classmethod
+    def _model(cls, name: str) -> str:
+        catalog.model(name)
+        return name
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        gpu, model = catalog.hardware(self.hardware), catalog.model(self.model)
+        fitting = [n for n in range(1, gpu.gpus_per_server + 1) if model.heads % n == 0]
+        if self.degree not in fitting:
+            raise ValueError(
+                f"degree={self.degree} does not divide the {model.heads} attention heads of {self.model}, or is more than one "
+                f"server's {gpu.gpus_per_server} {gpu.name}. Take one of {', '.join(map(str, fitting))}"
+            )
+        try:
+            self.spec()
+        except ValidationError as error:
+            raise ValueError(
+                f"{self.model} does not fit {self.degree} x {gpu.name}. Take a larger degree, or a smaller model"
+            ) from error
+        return self
+
+    def spec(self) -> EngineSpec:
+        """The engine that is lasted like."""
+        return EngineSpec(gpu=catalog.hardware(self.hardware), model=catalog.model(self.model), tp=self.degree)
 
 
 class EngineSection(Section):
@@ -46,6 +94,8 @@ class EngineSection(Section):
     """Finished results kept for askers that lost their reply; the oldest is forgotten first."""
     check_s: float = Field(default=2.0, gt=0)
     """Period of looking for newer weights without being told: the net under a lost announcement."""
+    pace: PaceSection | None = None
+    """Time is modelled: with kind torch or scripted, everything lasts what this hardware would take for it."""
     scripted: ScriptedSection = ScriptedSection()
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments for vLLM's AsyncEngineArgs."""
@@ -56,3 +106,12 @@ class EngineSection(Section):
         if kind not in ("torch", "vllm", "scripted") and ":" not in kind:
             raise ValueError(f"{kind} is not torch, vllm or scripted, nor a class of yours as package.module:Class")
         return kind
+
+    @model_validator(mode="after")
+    def _can_be_paced(self) -> Self:
+        if self.pace is not None and self.kind not in ("torch", "scripted"):
+            raise ValueError(
+                f"engine.pace has no effect on the steps of engine.kind={self.kind}. Set engine.kind=torch or scripted, or leave "
+                "engine.pace out"
+            )
+        return self

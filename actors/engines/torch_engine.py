@@ -18,6 +18,7 @@ from actors.config import ModelSection
 from actors.engines.engine import Chunk, EngineDead, EngineError, Load, Work
 from actors.engines.hf_files import ModelConfig, folder_images, read_config
 from actors.engines.model import AttentionShape, KVCache, Weights, arrange, build, forward, fuse, rotations, tensors_of
+from actors.engines.pace import Pace
 from actors.engines.scheduler import Row, Scheduler, Sequence, check, uniform
 from actors.engines.section import EngineSection
 from runtime.observe.log import logger
@@ -196,11 +197,13 @@ class TorchEngine:
     def load(self) -> Load:
         steps = self._started()
         waiting, running = steps.scheduler.num_waiting, steps.scheduler.num_running
-        return Load(self._section.num_slots, waiting, running, steps.version, steps.suspended)
+        paced, outlasted = (steps.pace.num, steps.pace.outlasted) if steps.pace is not None else (0, 0)
+        return Load(self._section.num_slots, waiting, running, steps.version, steps.suspended, paced, outlasted)
 
     async def stop(self) -> None:
         steps, self._steps = self._steps, None
         if steps is not None:
+            steps.stopping.set()
             with contextlib.suppress(EngineDead):
                 steps.post(steps.stop)
             await asyncio.to_thread(steps.join, STOP_S)
@@ -260,6 +263,9 @@ class StepLoop(threading.Thread):
         self.dead: EngineDead | None = None
         """Why the loop ended, when it did not end by `stop`."""
         self.times = StepTimes()
+        self.pace = None if section.pace is None else Pace(section.pace)
+        self.stopping = threading.Event()
+        """Set: nothing is waited for any more that only modelled time asks for."""
         self.runner = runner
         self._recompute = section.kv_on_update == "recompute"
         self._stream_every = section.stream_every
@@ -321,6 +327,8 @@ class StepLoop(threading.Thread):
         self.version = version
         if self._recompute:
             self.scheduler.forget_caches()
+        if self.pace is not None:
+            self._last(self.pace, self.pace.swap_s(), began)
         return self._loop.time() - began
 
     def stop(self) -> None:
@@ -349,6 +357,8 @@ class StepLoop(threading.Thread):
             idle = not self._has_work()
             self._listening = True
             while not self._commands and (self.suspended or idle):
+                if self.pace is not None:
+                    self.pace.idle()
                 self._changed.wait()
             self._listening = False
             if idle and self._gather_s:
@@ -372,7 +382,10 @@ class StepLoop(threading.Thread):
         rows = self.scheduler.schedule()
         if not rows:
             return
+        started = self._loop.time()
         rows, ids, logprobs = self.runner.step(rows)
+        if self.pace is not None:
+            self._last(self.pace, self.pace.step_s(rows), started)
         ended: list[Sequence] = []
         for sequence, token, logprob in zip(self.scheduler.computed(rows), ids, logprobs, strict=True):
             sequence.sampled(token, logprob, self.version)
@@ -384,6 +397,11 @@ class StepLoop(threading.Thread):
         for sequence in ended:
             self._hand_out(sequence)
         self.times.add(rows, thread_time() - began)
+
+    def _last(self, pace: Pace, duration_s: float, began: float) -> None:
+        """Wait until what began at `began` has lasted `duration_s`."""
+        due = pace.due(duration_s, began, self._loop.time())
+        self.stopping.wait(max(0.0, due - self._loop.time()))
 
     def _hand_out(self, sequence: Sequence) -> None:
         _, say = self._sequences.pop(sequence.work.request_id)

@@ -14,7 +14,7 @@ from actors.engines.scheduler import Sequence, bits, check, key_of
 from actors.engines.section import EngineSection
 
 
-class _Slot:
+class Slot:
     """A request's place: its sequence, and what wakes it."""
 
     def __init__(self, sequence: Sequence) -> None:
@@ -35,8 +35,8 @@ class ScriptedEngine:
         self._section = section
         self._script = section.scripted
         self._vocab_size = section.scripted.vocab_size
-        self._requests: dict[str, _Slot] = {}
-        self._waiting: deque[_Slot] = deque()
+        self._requests: dict[str, Slot] = {}
+        self._waiting: deque[Slot] = deque()
         self._free = section.num_slots
         self._version = 0
         self._suspended = False
@@ -49,16 +49,8 @@ class ScriptedEngine:
         self._alive = True
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
-        if not self._alive:
-            raise EngineDead("the engine is not running: start it first")
-        check(work, self._section.max_len, self._vocab_size, self._requests)
-        if work.sampling.top_p < 1.0:
-            raise EngineError(
-                f"request {work.request_id} asks for top_p {work.sampling.top_p}, which the scripted engine has not: "
-                "set top_p=1, or engine.kind=torch"
-            )
-        sequence = Sequence(work, self._section.max_len)
-        slot = self._requests[work.request_id] = _Slot(sequence)
+        slot = self._accept(work)
+        sequence = slot.sequence
         self._waiting.append(slot)
         self._admit()
         try:
@@ -104,6 +96,19 @@ class ScriptedEngine:
         for request_id in list(self._requests):
             await self.abort(request_id)
 
+    def _accept(self, work: Work) -> Slot:
+        """Raises EngineError for what can never run."""
+        if not self._alive:
+            raise EngineDead("the engine is not running: start it first")
+        check(work, self._section.max_len, self._vocab_size, self._requests)
+        if work.sampling.top_p < 1.0:
+            raise EngineError(
+                f"request {work.request_id} asks for top_p {work.sampling.top_p}, which the scripted engine has not: "
+                "set top_p=1, or engine.kind=torch"
+            )
+        slot = self._requests[work.request_id] = Slot(Sequence(work, self._section.max_len))
+        return slot
+
     def _admit(self) -> None:
         while self._free and self._waiting:
             slot = self._waiting.popleft()
@@ -111,7 +116,7 @@ class ScriptedEngine:
             self._free -= 1
             slot.changed.set()
 
-    def _leave(self, slot: _Slot) -> None:
+    def _leave(self, slot: Slot) -> None:
         del self._requests[slot.sequence.work.request_id]
         if slot.runs:
             self._free += 1
@@ -119,13 +124,13 @@ class ScriptedEngine:
         else:
             self._waiting.remove(slot)
 
-    async def _ready(self, slot: _Slot) -> None:
+    async def _ready(self, slot: Slot) -> None:
         """Wait for a slot, and while suspended."""
         while not slot.sequence.finish_reason and (not slot.runs or self._suspended):
             slot.changed.clear()
             await slot.changed.wait()
 
-    async def _pass(self, slot: _Slot, delay_s: float) -> None:
+    async def _pass(self, slot: Slot, delay_s: float) -> None:
         """Spend `delay_s` in the slot; returns at once when the request is finished."""
         await self._ready(slot)
         try:
@@ -136,7 +141,7 @@ class ScriptedEngine:
         except TimeoutError:
             await self._ready(slot)
 
-    def _token(self, slot: _Slot) -> tuple[int, float]:
+    def _token(self, slot: Slot) -> tuple[int, float]:
         number = bits(slot.key + self._version * 0x9E3779B1, len(slot.sequence.tokens))
         stops = sorted(slot.sequence.stop_ids)
         logprob = -(1 + (number >> 8) % 1024) / 256

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from actors.config import ModelSection
 from actors.engines.engine import ENGINES, EngineDead, EngineError, Work
-from actors.engines.section import EngineSection, ScriptedSection
+from actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from actors.engines.worker import joined
 from actors.messages.generation import Sampling, Tokens, VersionSpan
 from bus.message import pack_i32, unpack_f32, unpack_i32
@@ -19,11 +19,13 @@ from tests.models import VOCAB, greedy, logprobs, weights_image, write_model
 
 KINDS = [
     "scripted",
+    "scripted paced",
     "torch",
+    "torch paced",
     # vLLM and what it imports warn in many places of their own
     pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]),
 ]
-MODELLED = KINDS[1:]
+MODELLED = KINDS[2:]
 """Engines that compute a model."""
 DRAW_BY_POSITION = KINDS[:-1]
 """Engines whose seeded requests go on elsewhere as they would have here."""
@@ -44,6 +46,7 @@ def other_image(tmp_path_factory) -> memoryview:
 
 @asynccontextmanager
 async def running(kind: str, folder: Path, **options):
+    kind, _, paced = kind.partition(" ")
     section = EngineSection(
         **{
             "kind": kind,
@@ -51,6 +54,7 @@ async def running(kind: str, folder: Path, **options):
             "max_len": 256,
             "stream_every": 1,
             "scripted": ScriptedSection(token_s=0.002, stop_share=0.0),
+            "pace": PaceSection(hardware="h20", model="qwen3-8b", scale=1e-3) if paced else None,
             "vllm": {"kv_cache_memory_bytes": 32 << 20} if kind == "vllm" else {},
         }
         | options
@@ -313,6 +317,60 @@ async def test_stopping_ends_every_request_as_aborted(engine):
     assert results == ["aborted"] * 12
 
 
+@pytest.mark.parametrize("kind", ["scripted", "torch"])
+async def test_a_paced_engine_gives_the_tokens_of_an_unpaced_one(kind, model_folder, other_image):
+    works = [Work(f"r{i}", f"s{i}", prompt_of(i, 3 + 40 * i), Sampling(20, seed=i)) for i in range(6)]
+    found = []
+    for name in (kind, f"{kind} paced"):
+        async with running(name, model_folder, max_batch_tokens=64) as engine:
+            first = await asyncio.gather(*(collect(engine, work) for work in works))
+            await engine.update(1, other_image)
+            found.append((first, await asyncio.gather(*(collect(engine, work) for work in works))))
+
+    unpaced, paced = [[(t.ids, t.spans, why) for t, why in (*before, *after)] for before, after in found]
+    assert paced == unpaced
+
+
+@pytest.mark.parametrize("kind", ["scripted", "torch"])
+async def test_only_a_paced_engine_counts_its_steps_and_swaps(kind, model_folder, other_image):
+    counted = []
+    for name in (kind, f"{kind} paced"):
+        async with running(name, model_folder) as engine:
+            await collect(engine, Work("a", "s", prompt_of(1), Sampling(10)))
+            await engine.update(1, other_image)
+            counted.append(engine.load().paced)
+
+    assert counted == [0, 11]
+
+
+@pytest.mark.parametrize("kind", ["scripted", "torch"])
+async def test_steps_that_no_host_could_take_so_fast_are_all_counted_as_outlasted(kind, model_folder):
+    pace = PaceSection(hardware="h20", model="qwen3-8b", scale=1e-9)
+    async with running(kind, model_folder, pace=pace) as engine:
+        _, reason = await collect(engine, Work("a", "s", prompt_of(1), Sampling(10)))
+        load = engine.load()
+
+    assert reason == "length"
+    # the first step of the scripted engine is over as it begins: it computes nothing
+    assert load.paced == 10
+    assert load.outlasted >= 9
+
+
+@pytest.mark.parametrize("kind", ["scripted", "torch"])
+async def test_an_engine_that_is_stopped_ends_a_step_that_would_last_for_hours(kind, model_folder):
+    pace = PaceSection(hardware="h20", model="qwen3-8b", scale=1e7)
+    async with running(kind, model_folder, pace=pace) as engine, asyncio.TaskGroup() as tasks:
+        await engine.suspend()
+        asked = tasks.create_task(collect(engine, Work("a", "s", prompt_of(1), Sampling(100))))
+        await asyncio.sleep(0)
+        await engine.resume()
+        await engine.stop()
+
+        _, reason = await asked
+
+    assert reason == "aborted"
+
+
 @modelled_engine
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (2.0, 1.0), (0.0, 1.0), (1.3, 0.9)])
 async def test_logprobs_are_of_the_distribution_sampled_from_as_transformers_has_it(
@@ -337,7 +395,7 @@ async def test_rows_of_several_temperatures_in_one_batch_keep_their_own(engine, 
     assert worst(model_folder, [(w, t) for w, (t, _) in zip(works, results, strict=True)]) < 1e-4
 
 
-@pytest.mark.parametrize("engine", ["scripted"], indirect=True)
+@pytest.mark.parametrize("engine", KINDS[:2], indirect=True)
 async def test_an_engine_that_can_not_do_top_p_says_so(engine):
     with pytest.raises(EngineError, match=r"top_p 0\.9.*top_p=1"):
         await collect(engine, Work("a", "s", prompt_of(1), Sampling(4, top_p=0.9)))

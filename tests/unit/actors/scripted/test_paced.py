@@ -1,0 +1,183 @@
+"""The scripted engine at the pace of modelled hardware, in virtual time: what takes how long, and what nothing waits for."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from actors.config import ModelSection
+from actors.engines.engine import Work
+from actors.engines.pace import Pace
+from actors.engines.scheduler import Row
+from actors.engines.section import EngineSection, PaceSection
+from actors.messages.generation import Sampling
+from actors.scripted.paced import scripted_engine
+from planning.roofline import Roofline
+from sim.engine_model import ModelledEngine
+from sim.timeline import Timeline
+from tests.models import weights_image, write_model
+from tests.virtual import virtual
+
+H20 = {"hardware": "h20", "model": "qwen3-8b"}
+
+
+def roofline(**changes) -> Roofline:
+    return Roofline(PaceSection(**(H20 | changes)).spec())
+
+
+async def started(folder, num_slots=8, **changes):
+    section = EngineSection(
+        kind="scripted", num_slots=num_slots, max_len=4096, max_batch_tokens=8192, pace=PaceSection(**(H20 | changes))
+    )
+    engine = scripted_engine(folder, ModelSection(), section)
+    await engine.start()
+    return engine
+
+
+async def ask(engine, name: str, prompt: int, tokens: int, session="") -> float:
+    """When its last token came."""
+    async with aclosing(engine.generate(Work(name, session, (1,) * prompt, Sampling(tokens)))) as chunks:
+        async for _ in chunks:
+            pass
+    return asyncio.get_running_loop().time()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@virtual
+async def test_a_request_takes_its_prefill_and_a_decode_step_for_every_further_token(tmp_path, scale):
+    engine, began, model = await started(tmp_path, scale=scale), now(), roofline()
+
+    ended = await ask(engine, "a", 1000, 5)
+
+    decode_s = sum(model.step_s(1, 1000 + i) for i in range(4))
+    assert ended - began == pytest.approx(scale * (model.prefill_s(1000) + decode_s))
+    assert engine.load().outlasted == 0
+
+
+@virtual
+async def test_a_batch_decodes_in_the_steps_of_its_size(tmp_path):
+    engine, model = await started(tmp_path), roofline()
+    await engine.suspend()
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(ask(engine, f"r{i}", 500, 3)) for i in range(4)]
+        await asyncio.sleep(1.0)
+        began = now()
+        await engine.resume()
+
+    decode_s = model.step_s(4, 4 * 500) + model.step_s(4, 4 * 501)
+    assert [t.result() - began for t in asked] == 4 * [pytest.approx(4 * model.prefill_s(500) + decode_s)]
+
+
+@virtual
+async def test_more_gpus_take_less_time_and_a_class_of_more_compute_prefills_faster(tmp_path):
+    async def takes(**changes) -> float:
+        began = now()
+        return await ask(await started(tmp_path, **changes), "a", 2000, 2) - began
+
+    one, four, h800 = await takes(), await takes(degree=4), await takes(hardware="h800")
+    assert four < one
+    assert h800 < one / 2
+
+
+@virtual
+async def test_a_later_turn_prefills_what_is_new_and_new_weights_all_of_it_again(tmp_path):
+    engine, model = await started(tmp_path), roofline()
+    first = Work("a", "s", (1,) * 1000, Sampling(1))
+    tokens = [chunk.tokens async for chunk in engine.generate(first)]
+    assert len(tokens[0].ids) == 4
+
+    began = now()
+    turn_s = await ask(engine, "b", 1100, 1, session="s") - began
+    await engine.update(1, weights_image(write_model(tmp_path / "model")))
+    began = now()
+    again_s = await ask(engine, "c", 1200, 1, session="s") - began
+
+    assert turn_s == pytest.approx(model.prefill_s(100, 1000))
+    assert again_s == pytest.approx(model.prefill_s(1200))
+
+
+@virtual
+async def test_a_swap_waits_for_the_step_and_lasts_what_loading_the_class_model_takes(tmp_path):
+    image = weights_image(write_model(tmp_path / "model"))
+    engine, model = await started(tmp_path), roofline()
+    began = now()
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(ask(engine, "a", 1000, 2))
+        await asyncio.sleep(0.001)
+        pause_s = await engine.update(1, image)
+        swapped = now()
+
+    assert pause_s == pytest.approx(model.swap_s())
+    assert swapped - began == pytest.approx(model.prefill_s(1000) + model.swap_s())
+    # its cache is of the old weights: what it holds is prefilled again
+    assert asked.result() - swapped == pytest.approx(model.prefill_s(1001))
+
+
+@virtual
+async def test_a_request_that_is_dropped_in_a_step_may_come_back_at_once(tmp_path):
+    engine = await started(tmp_path)
+    chunks = engine.generate(Work("a", "s", (1,) * 100, Sampling(400)))
+    await anext(chunks)
+    await chunks.aclose()
+
+    await ask(engine, "a", 100, 20)
+
+    load = engine.load()
+    assert (load.running, load.waiting) == (0, 0)
+
+
+SIZES = [(f"r{i}", 200 + 10 * i) for i in range(32)]
+
+
+@virtual
+async def test_a_load_takes_what_rlsims_engine_says_of_it(tmp_path):
+    """RLSim decodes the token that our prefill's last step gives too: of 200 tokens that is half a percent."""
+    engine = await started(tmp_path, num_slots=16)
+    async with asyncio.TaskGroup() as tasks:
+        for name, prompt in SIZES:
+            tasks.create_task(ask(engine, name, prompt, 200))
+
+    timeline, spec = Timeline(), PaceSection(**H20).spec().model_copy(update={"num_slots": 16})
+    modelled = ModelledEngine(timeline, "engine", Roofline(spec))
+    asked = [timeline.start(modelled.generate(name, prompt, 200)) for name, prompt in SIZES]
+    timeline.run()
+    assert all(process.ended.happened for process in asked)
+
+    assert now() == pytest.approx(timeline.now, rel=0.03)
+
+
+def test_what_lies_between_two_steps_belongs_to_the_later_one():
+    pace = Pace(PaceSection(**H20))
+
+    assert pace.due(2.0, began=10.0, now=10.5) == 12.0
+    assert pace.due(2.0, began=12.3, now=13.0) == 14.0
+    pace.idle()
+    assert pace.due(2.0, began=20.0, now=20.0) == 22.0
+    assert (pace.num, pace.outlasted) == (3, 0)
+
+
+def test_a_step_that_outlasts_its_pace_is_counted_and_what_follows_begins_at_its_end():
+    pace = Pace(PaceSection(**H20))
+
+    assert pace.due(2.0, began=10.0, now=15.0) == 15.0
+    assert pace.due(2.0, began=15.0, now=15.1) == 17.0
+    assert (pace.num, pace.outlasted) == (2, 1)
+
+
+def test_a_mixed_step_is_its_prefills_and_one_batch_of_decodes():
+    pace, model = Pace(PaceSection(**H20, scale=2.0)), roofline()
+    rows = [Row(None, 0, 300), Row(None, 300, 600), Row(None, 40, 41), Row(None, 60, 61)]
+
+    expected = model.prefill_s(300) + model.prefill_s(300, 300) + model.step_s(2, 100)
+    assert pace.step_s(rows) == pytest.approx(2 * expected)
+
+
+def test_kv_goes_over_the_nics_and_weights_come_from_host_memory():
+    pace, spec = Pace(PaceSection(**H20, degree=2)), PaceSection(**H20).spec()
+
+    assert pace.kv_move_s(1000) == pytest.approx(1000 * spec.model.kv_bytes_per_token / (2 * 48.5e9))
+    assert pace.swap_s() == pytest.approx(spec.model.weight_bytes / 2 / (14.19 * 2**30 / 0.9))
