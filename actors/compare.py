@@ -50,6 +50,11 @@ class ComparedRun:
         """Steps that it was to train."""
         return int((self.config.get("run") or {}).get("steps", 0))
 
+    @property
+    def is_paced(self) -> bool:
+        """Whether engines lasted what other hardware takes: its times are not of the host that it ran on."""
+        return "paced/engines" in self.curves
+
     def final(self, metric: str) -> float | None:
         """The mean over the last `LAST` rows; of an evaluation the newest alone. None where the run has none."""
         values = [value for _, value in self.curves.get(metric, ())]
@@ -177,6 +182,7 @@ def as_json(settings: Sequence[Setting], metrics: Sequence[str]) -> dict[str, An
                         "seed": run.seed,
                         "steps": run.steps,
                         "wall_s": run.wall_s,
+                        "paced": run.is_paced,
                         "final": {name: run.final(name) for name in metrics},
                         "curves": {name: run.curves.get(name, []) for name in metrics},
                     }
@@ -211,6 +217,10 @@ def show(settings: Sequence[Setting], metrics: Sequence[str], console: Console) 
     for run in (run for setting in settings for run in setting.runs if run.steps < run.planned):
         console.print(
             f"! {run.folder} has {run.steps} of {run.planned} steps: its figures are of step {run.steps}", markup=False
+        )
+    for run in (run for setting in settings for run in setting.runs if run.is_paced):
+        console.print(
+            f"! {run.folder} is paced (engine.pace): its times are those of other hardware, not measured", markup=False
         )
     for metric in metrics:
         console.print()

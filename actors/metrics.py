@@ -24,6 +24,7 @@ NO_EVAL = "no evaluation ended since the row before"
 NO_TORCH = "`train.kind=scripted`"
 NO_SAMPLING = "`train.dynamic_sampling` is off"
 NO_FABRIC = "no fabric_controller"
+NO_PACE = "no engine is paced (`engine.pace`)"
 
 M = MetricDoc
 """A short name: the table below is read, not the code."""
@@ -121,6 +122,10 @@ METRICS: Section = {
         M("perf/gen_tokens_s", "tokens/s", "sampled by all engines, as they reported last"),
         M("perf/train_tokens_s", "tokens/s", "tokens of the batch ÷ `time/train`"),
         M("loop/lag_p99", "ms", "99th percentile of how late the trainer's event loop runs"),
+    ),
+    "Modelled time": (
+        M("paced/engines", "engines", "those whose steps last what other hardware would take: throughput, times and ages of the row are *paced*, not measured", NO_PACE),
+        M("paced/outlasted_frac", "share", "of their steps so far that took longer than their pace; above 0.02 the times are this host's", NO_PACE),
     ),
     "Processes": (
         M("idle/<actor>", "share", "of the last 10 s in which the actor had nothing to do"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from actors.engines.pace import MOST_OUTLASTED
 from planning.staleness import UNBOUNDED
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Run(NamedTuple):
     """Seconds on the rows' time axis, and a row of evals.jsonl."""
     flat_steps: int = 0
     """Steps whose rewards had no spread that the advantage could use."""
+    pace: str = ""
+    """`engine.pace` in words, where the whole role has one."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,7 +76,8 @@ def read_run(folder: Path) -> Run:
     env = str(config.get("env", {}).get("class", "")).rsplit(":", 1)[-1]
     model = str(config.get("model", {}).get("path", ""))
     alpha = int(config["staleness"]["alpha"]) if config["staleness"].get("bounded", True) else UNBOUNDED
-    return Run(folder, rows, fates, alpha, int(config["run"]["steps"]), model, env, deaths, reasons, evals, flat)
+    pace = ", ".join(f"{key} {value}" for key, value in (config.get("engine", {}).get("pace") or {}).items())
+    return Run(folder, rows, fates, alpha, int(config["run"]["steps"]), model, env, deaths, reasons, evals, flat, pace)
 
 
 def summary(run: Run) -> list[str]:
@@ -88,7 +92,7 @@ def summary(run: Run) -> list[str]:
     reached = "done" if steps >= wanted else f"stopped at step {steps} of {wanted}"
     return [
         f"{reached}: reward {first['reward/mean']:.2f} → {reward:.2f}{eval_text} in {steps} steps, {_duration(wall)}"
-        f" · {_counted(run.fates)}, age ≤ {age:.0f} · {len(run.deaths)} restarts",
+        f" · {_counted(run.fates)}, age ≤ {age:.0f} · {len(run.deaths)} restarts" + (" · paced" if _paced(run) else ""),
         *concerns(run),
         _busy_line(rows),
         f"report {run.folder / 'report.png'} · trace.json opens in ui.perfetto.dev · next: edit configs/quickstart.yaml or read docs/embedding.md",
@@ -134,7 +138,23 @@ def concerns(run: Run) -> list[str]:
         found.append(
             f"! in {run.flat_steps} of {len(run.rows)} steps nothing was learned from rewards: within every group all rewards were equal (reward/zero_std_frac = 1)"
         )
+    if row := _paced(run):
+        found.append(_pace_line(row, run.pace))
     return found
+
+
+def _paced(run: Run) -> Row | None:
+    """The newest row of which engines were paced."""
+    return next((row for row in reversed(run.rows) if "paced/engines" in row), None)
+
+
+def _pace_line(row: Row, pace: str) -> str:
+    num, share = int(row["paced/engines"]), row.get("paced/outlasted_frac", 0.0)
+    slow = ": too many, raise engine.pace.scale or give engines more cores" if share > MOST_OUTLASTED else ""
+    return (
+        f"! times are paced, not measured: {num} {'engine' if num == 1 else 'engines'} lasted what other hardware takes"
+        f"{f' ({pace})' if pace else ''}; {share:.1%} of the steps took longer{slow}"
+    )
 
 
 def _held_out(row: Row) -> str:

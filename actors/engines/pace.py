@@ -6,6 +6,9 @@ from actors.engines.scheduler import Row
 from actors.engines.section import PaceSection
 from planning.roofline import Roofline
 
+MOST_OUTLASTED = 0.02
+"""Share of an engine's steps above which its times no longer are the hardware's: figures from it count for nothing."""
+
 
 class Pace:
     """One device that does one thing after another. It computes durations and never waits: that is the engine's to do."""

@@ -172,7 +172,8 @@ class EngineWorker(Actor):
         self.spawn(weights.keep_up(section.check_s), name=f"{self.name}.weights")
         self.spawn(self._report(), name=f"{self.name}.progress")
         self._gauging = self.spawn(self._gauge(), name=f"{self.name}.load")
-        self.log.info("engine_started", engine=section.kind, version=weights.version)
+        paced = {} if section.pace is None else {"pace": section.pace.model_dump()}
+        self.log.info("engine_started", engine=section.kind, version=weights.version, **paced)
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         """Somebody who has the weights may be back."""
@@ -347,6 +348,10 @@ class EngineWorker(Actor):
             load = engine.load()
             self.metrics.gauge("engine/running", load.running)
             self.metrics.gauge("engine/waiting", load.waiting)
+            if self.config.engine.pace is not None:
+                self.metrics.gauge("paced/engines", 1)
+                self.metrics.gauge("paced/steps", load.paced)
+                self.metrics.gauge("paced/outlasted_frac", load.outlasted / max(1, load.paced))
             await asyncio.sleep(GAUGES_S)
 
     def _started(self) -> tuple[Engine, WeightsPuller]:

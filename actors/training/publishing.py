@@ -162,7 +162,7 @@ def own_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def others_metrics(records: Sequence[ActorRecord]) -> dict[str, float]:
-    """What other actors last reported of themselves: idle shares, queues, tokens per second, circuits."""
+    """What other actors last reported of themselves: idle shares, queues, tokens per second, circuits, and whether engines are paced."""
     row: dict[str, float] = {}
     for record in records:
         row[f"idle/{record.name}"] = record.idle
@@ -173,6 +173,11 @@ def others_metrics(records: Sequence[ActorRecord]) -> dict[str, float]:
     errors = sum(r.metrics.get("rollout/error", 0.0) for r in records)
     row["rollout/error_frac"] = errors / (finished + errors) if finished + errors else 0.0
     row["perf/gen_tokens_s"] = sum(r.metrics.get("engine/tokens_s", 0.0) for r in records)
+    paced = [r.metrics for r in records if "paced/engines" in r.metrics]
+    if paced:
+        steps = sum(metrics.get("paced/steps", 0.0) for metrics in paced)
+        over = sum(metrics.get("paced/steps", 0.0) * metrics.get("paced/outlasted_frac", 0.0) for metrics in paced)
+        row |= {"paced/engines": float(len(paced)), "paced/outlasted_frac": over / max(1.0, steps)}
     transfers = [r.metrics["weights/transfer_s_p50"] for r in records if "weights/transfer_s_p50" in r.metrics]
     if transfers:
         row["weights/transfer_s"] = max(transfers)

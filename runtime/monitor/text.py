@@ -92,13 +92,15 @@ def once(shown: Snapshot, rows: Sequence[Row], *, width: int = 80) -> str:
 
 
 def head(shown: Snapshot, rows: Sequence[Row]) -> str:
-    """Run, step, time, age against its bound, how much was dropped, and whether it still runs."""
+    """Run, step, time, age against its bound, how much was dropped, whether times are paced, and whether it still runs."""
     steps = f"/{shown['steps']}" if shown["steps"] is not None else ""
     parts = [shown["run"], f"step {shown['step']}{steps}", clock(shown["elapsed_s"])]
     if shown["alpha"] is not None:
         age = shown["metrics"].get("staleness/max", 0.0)
         parts.append(f"age {age:.0f} ≤ α {shown['alpha']:g}" if shown["alpha"] >= 0 else f"age {age:.0f}, unbounded")
     parts.append(f"{sum(row.get('staleness/dropped', 0.0) for row in rows):,.0f} dropped")
+    if total(shown, "paced/engines"):
+        parts.append("paced")
     told = {"running": "", "ended": "run ended", "unreachable": "can't be reached"}[shown["state"]]
     return " ── ".join([*parts, told] if told else parts)
 

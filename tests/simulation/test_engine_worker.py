@@ -5,7 +5,7 @@ import functools
 import json
 import struct
 
-from actors.engines.section import EngineSection, ScriptedSection
+from actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.messages.generation import (
     HANDED_BACK,
@@ -411,3 +411,27 @@ async def test_a_hold_that_is_not_renewed_ends_by_itself_and_so_does_one_of_an_o
     await bench.publish(2, epoch=2)
     await asyncio.sleep(1.0)
     assert (await bench.ask(HoldWeights(2, 2, 5.0))).held
+
+
+@simulated(pace=PaceSection(hardware="h20", model="qwen3-8b"))
+async def test_a_paced_engine_tells_how_many_steps_it_took_and_the_share_that_outlasted_their_pace(bench, worker):
+    began = asyncio.get_running_loop().time()
+    await bench.ask(request())
+    took_s = asyncio.get_running_loop().time() - began
+    await bench.publish(1)
+    await bench.ask(request("s", min_version=1))
+    await asyncio.sleep(1.0)
+
+    figures = worker.metrics.snapshot()
+    assert (figures["paced/engines"], figures["paced/outlasted_frac"]) == (1.0, 0.0)
+    assert figures["paced/steps"] == 10 + 1 + 10
+    assert 9 * 0.005 < took_s < 10 * 0.01  # a step reads 16 GB at 2.9 TB/s
+    assert 0.9 < figures["weights/pause_s_max"] < 1.0
+
+
+@simulated()
+async def test_an_engine_without_a_pace_says_nothing_of_one(bench, worker):
+    await bench.ask(request())
+    await asyncio.sleep(1.0)
+
+    assert not [name for name in worker.metrics.snapshot() if name.startswith("paced/")]

@@ -91,3 +91,16 @@ def test_what_can_not_be_compared_is_one_sentence(make_run, tmp_path):
     (tmp_path / "a1" / "metrics.jsonl").write_text("")
     with pytest.raises(LaunchError, match="has no step yet: there is nothing to compare"):
         main([run])
+
+
+def test_a_run_whose_times_are_modelled_is_told_apart(make_run, capsys):
+    measured, paced = make_run("a", 1, 0.5), make_run("b", 2, 0.5)
+    with open(f"{paced}/metrics.jsonl", "a") as rows:
+        rows.write('1, "reward/mean": 0.5, "paced/engines": 2.0}\n')
+
+    told = shown(capsys, measured, paced)
+    (setting,) = json.loads(shown(capsys, measured, paced, "--json"))["settings"]
+
+    assert [run["paced"] for run in setting["runs"]] == [False, True]
+    assert f"! {paced} is paced" in told
+    assert f"! {measured} is paced" not in told

@@ -74,3 +74,18 @@ def test_steps_in_which_nothing_could_be_learned_are_counted(closing_lines):
     assert lines[1].startswith(
         "! in 3 of 4 steps nothing was learned from rewards: within every group all rewards were equal"
     )
+
+
+@pytest.mark.parametrize(("share", "advice"), [(0.004, ""), (0.031, ": too many, raise engine.pace.scale or give eng")])
+def test_times_that_are_modelled_are_never_told_as_measured(share, advice, tmp_path):
+    config = "run: {steps: 1}\nstaleness: {alpha: 1}\nengine: {pace: {hardware: h20, model: qwen3-8b, scale: 0.1}}\n"
+    run_of(tmp_path, {"paced/engines": 2.0, "paced/outlasted_frac": share})
+    (tmp_path / "config.yaml").write_text(config)
+
+    done, paced, *_ = summary(read_run(tmp_path))
+
+    assert done.endswith("0 restarts · paced")
+    assert paced.startswith(
+        "! times are paced, not measured: 2 engines lasted what other hardware takes (hardware h20, model qwen3-8b, "
+        f"scale 0.1); {share:.1%} of the steps took longer{advice}"
+    )

@@ -148,3 +148,15 @@ def test_a_row_has_the_longest_of_the_engines_pulls():
     engines = [record(f"engine-{i}", metrics={"weights/transfer_s_p50": i / 100}) for i in (1, 2)]
 
     assert others_metrics(engines)["weights/transfer_s"] == 0.02
+
+
+def test_a_row_says_that_engines_are_paced_and_the_share_of_all_their_steps_that_took_longer():
+    figures = [(1000.0, 0.01), (3000.0, 0.03)]
+    paced = [{"paced/engines": 1.0, "paced/steps": n, "paced/outlasted_frac": share} for n, share in figures]
+    engines = [record(f"engine-{i}", metrics=metrics) for i, metrics in enumerate([*paced, {"engine/tokens_s": 5.0}])]
+
+    row = others_metrics(engines)
+
+    assert row["paced/engines"] == 2.0
+    assert row["paced/outlasted_frac"] == pytest.approx(0.025)
+    assert not [name for name in others_metrics(engines[2:]) if name.startswith("paced/")]

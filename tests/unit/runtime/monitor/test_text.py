@@ -125,3 +125,12 @@ def test_counters_of_failures_are_summed_by_name_and_told_as_totals_and_rates(ma
 def test_the_waits_panel_names_culprits_where_there_are_any(waiting_run, make_record):
     assert waits_panel(waiting_run).splitlines()[0] == "env_manager-1 stalled: batch 42"
     assert waits_panel(snapshot("r", [make_record("a-1")], [], {})) == "nothing waits"
+
+
+def test_a_run_whose_times_are_modelled_says_so_in_its_first_line(make_record):
+    live = once(snapshot("r", [make_record("engine-1", paced__engines=1.0)], [], {}), [])
+    ended = once(snapshot("r", [], [{"step": 1, "paced/engines": 2.0}], {}, state="ended"), [])
+
+    assert live.splitlines()[0].endswith(" ── paced")
+    assert ended.splitlines()[0].endswith(" ── paced ── run ended")
+    assert "paced" not in once(snapshot("r", [make_record("engine-1")], [], {}), [])
