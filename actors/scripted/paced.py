@@ -53,9 +53,8 @@ class PacedScriptedEngine(ScriptedEngine):
                 over = bool(chunk.finish_reason)
                 yield chunk
         finally:
-            del self._inboxes[work.request_id]
+            del self._inboxes[work.request_id], self._requests[work.request_id]
             if not over:
-                self._requests.pop(work.request_id, None)
                 self._between_steps(partial(self._scheduler.remove, slot.sequence))
 
     async def abort(self, request_id: str) -> None:
@@ -109,7 +108,7 @@ class PacedScriptedEngine(ScriptedEngine):
 
     def _abort(self, request_id: str) -> None:
         slot = self._requests.get(request_id)
-        if slot is not None:
+        if slot is not None and not slot.sequence.finish_reason:
             self._scheduler.remove(slot.sequence)
             slot.sequence.finish_reason = "aborted"
             self._hand_out(slot)
@@ -162,10 +161,7 @@ class PacedScriptedEngine(ScriptedEngine):
             self._hand_out(slot)
 
     def _hand_out(self, slot: Slot) -> None:
-        request_id = slot.sequence.work.request_id
-        del self._requests[request_id]
-        if request_id in self._inboxes:
-            self._inboxes[request_id].put_nowait(slot.sequence.chunk())
+        self._inboxes[slot.sequence.work.request_id].put_nowait(slot.sequence.chunk())
 
 
 def _nothing() -> None:

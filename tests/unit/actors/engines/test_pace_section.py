@@ -41,7 +41,9 @@ def test_a_pace_that_can_not_be_is_refused_at_launch_in_one_sentence(pace, sente
 
 @pytest.mark.parametrize("kind", ["vllm", "my.engines:Mine"])
 def test_an_engine_with_steps_of_its_own_can_not_be_paced(kind):
-    with pytest.raises(ConfigError, match=f"engine.pace has no effect on the steps of engine.kind={kind}. Set engine.k"):
+    with pytest.raises(
+        ConfigError, match=f"engine.pace has no effect on the steps of engine.kind={kind}. Set engine.k"
+    ):
         launched(f"engine.kind={kind}")
 
 

@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 
 from actors.config import ModelSection
-from actors.engines.engine import Work
+from actors.engines.engine import EngineError, Work
 from actors.engines.pace import Pace
 from actors.engines.scheduler import Row
 from actors.engines.section import EngineSection, PaceSection
@@ -115,6 +115,19 @@ async def test_a_swap_waits_for_the_step_and_lasts_what_loading_the_class_model_
     assert swapped - began == pytest.approx(model.prefill_s(1000) + model.swap_s())
     # its cache is of the old weights: what it holds is prefilled again
     assert asked.result() - swapped == pytest.approx(model.prefill_s(1001))
+
+
+@virtual
+async def test_an_id_is_free_again_once_its_last_chunk_was_taken(tmp_path):
+    engine = await started(tmp_path)
+    chunks = engine.generate(Work("a", "s", (1,) * 100, Sampling(2)))
+    last = await anext(chunks)
+
+    with pytest.raises(EngineError, match="request a runs already"):
+        await ask(engine, "a", 100, 2)
+    await chunks.aclose()
+    await ask(engine, "a", 100, 2)
+    assert last.finish_reason == "length"
 
 
 @virtual
