@@ -220,7 +220,9 @@ def show(settings: Sequence[Setting], metrics: Sequence[str], console: Console) 
         )
     for run in (run for setting in settings for run in setting.runs if run.is_paced):
         console.print(
-            f"! {run.folder} is paced (engine.pace): its times are those of other hardware, not measured", markup=False
+            f"! {run.folder} is paced (engine.pace): its times are those of other hardware, not measured",
+            markup=False,
+            soft_wrap=True,
         )
     for metric in metrics:
         console.print()
