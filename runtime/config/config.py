@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from pydantic import BaseModel, ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -22,6 +22,13 @@ ROLE = re.compile(r"^[a-z][a-z0-9_]*$")
 RESERVED_ROLES = frozenset({"node"})
 
 
+class Pool(NamedTuple):
+    """One pool of one role."""
+
+    role: str
+    name: str
+
+
 class Config:
     """A resolved configuration: checked as a whole, with every actor class imported."""
 
@@ -29,12 +36,15 @@ class Config:
         self.run = root.run
         self.bus = root.bus
         self.state = root.state
+        self.host = root.host
         self.prepare = root.prepare
         self.actors: Mapping[str, ActorSpec] = root.actors
         self.report = root.report
         self._root = root
         self._classes = classes
         self._configs = configs
+        self.pooled: Mapping[Pool, ActorConfig] = {}
+        """The config of each pool's processes."""
 
     def has(self, name: str) -> bool:
         """Whether an actor of this job declares the section `name`."""
@@ -50,9 +60,24 @@ class Config:
         """The class behind `role`; KeyError for a role that the config does not have."""
         return self._classes[role]
 
-    def actor_config(self, role: str) -> Any:
-        """The `Config` of `role`'s class, holding the sections it asked for."""
-        return self._configs[role]
+    def actor_config(self, role: str, pool: str = "") -> Any:
+        """The `Config` of `role`'s class, holding the sections it asked for, as processes of `pool` have them."""
+        return self.pooled[Pool(role, pool)] if pool else self._configs[role]
+
+    def pool_of(self, role: str, name: str) -> str:
+        """The pool of `role` that is meant by `name`; by an empty one its only pool, or none. Raises ConfigError, one sentence."""
+        pools = list(self.actors[role].pools)
+        if name in pools or (not name and not pools):
+            return name
+        if not name and len(pools) == 1:
+            return pools[0]
+        if not pools:
+            raise ConfigError(f"{role} has no pools, so there is no {name}. Leave --pool out.")
+        if not name:
+            raise ConfigError(f"{role} has the pools {', '.join(pools)}. Say which with --pool.")
+        near = difflib.get_close_matches(name, pools, n=1)
+        guess = f"Did you mean {near[0]}?" if near else f"Its pools are {', '.join(pools)}."
+        raise ConfigError(f"{name} is not a pool of {role}. {guess}")
 
     @property
     def model_path(self) -> str:
@@ -85,7 +110,11 @@ class Config:
         return []
 
     def _in_use(self) -> list[tuple[type[Actor], ActorConfig]]:
-        return [(self._classes[role], self._configs[role]) for role, spec in self.actors.items() if spec.count]
+        return [
+            (self._classes[role], self.actor_config(role, pool))
+            for role, spec in self.actors.items()
+            for pool in dict.fromkeys(spec.members)
+        ]
 
     def _check_modules(self) -> None:
         """Those that run by themselves, as `python -m`."""
@@ -106,6 +135,7 @@ class Config:
         if shared:
             tree["bus"] = {"ports": tree["bus"]["ports"]}
             tree["state"]["url"] = ""
+            tree["host"] = {}
         return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -156,8 +186,20 @@ def compose(source: ConfigSource, *, before: Tree | None = None) -> Config:
     root_class = root_model(classes)
     if before is not None:
         tree = _following(root_class, tree, before, source.overridden)
-    root = _validated(root_class, tree, source, root_class)
-    for role, spec in roles.items():
+    source = source._replace(tree=tree)
+    config = _checked(source, root_class, classes)
+    config.pooled = {
+        Pool(role, name): _in_pool(source, root_class, classes, Pool(role, name), pool.set)
+        for role, spec in roles.items()
+        for name, pool in spec.pools.items()
+    }
+    return config
+
+
+def _checked(source: ConfigSource, root_class: type[BaseRoot], classes: Mapping[str, type[Actor]]) -> Config:
+    """The config that the whole tree of `source` makes."""
+    root = _validated(root_class, source.tree, source, root_class)
+    for role, spec in root.actors.items():
         _check_count(source, role, spec.count, classes[role], others=bool(root.bus.host))
     configs = {role: _actor_config(source, root, cls) for role, cls in classes.items()}
     config = Config(root, classes, configs)
@@ -165,8 +207,27 @@ def compose(source: ConfigSource, *, before: Tree | None = None) -> Config:
         try:
             cls.check(config)
         except ValueError as error:
-            raise ConfigError(f"{source.file}: {error}.") from error
+            raise ConfigError(source.sentence((), f"{error}.")) from error
     return config
+
+
+def _in_pool(
+    source: ConfigSource,
+    root_class: type[BaseRoot],
+    classes: Mapping[str, type[Actor]],
+    pool: Pool,
+    changes: Mapping[str, Any],
+) -> ActorConfig:
+    """The config of `pool`'s processes, checked as if the whole job had it."""
+    role = pool.role
+    inner = source.changed_by(changes, ("actors", role, "pools", pool.name, "set"))
+    config = _checked(inner, root_class, classes)
+    read = _config_class(classes[role]).model_fields
+    for key in changes:
+        if key.split(".")[0] not in read:
+            text = f"{key} has no effect there: {role} reads {', '.join(read) or 'no section'}."
+            raise ConfigError(inner.sentence(tuple(key.split(".")), text))
+    return config.actor_config(role)
 
 
 def _following(root: type[BaseRoot], tree: Tree, before: Tree, overridden: Collection[Keys]) -> Tree:

@@ -1,9 +1,21 @@
 """The sections of a config that the runtime itself reads, and the bases that actors make theirs from."""
 
+import re
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from bus.address import parse_ports
@@ -82,19 +94,110 @@ class StateSection(Section):
         return 0.0 if self.durability == "always" else 2.0
 
 
+class HostSection(Section):
+    """What is known of this host; each host of a run has its own."""
+
+    labels: tuple[str, ...] = ()
+    """What it is called by `actors.<role>.pools.<name>.labels`."""
+
+
+def _text(value: object) -> object:
+    """`OMP_NUM_THREADS: 4` is meant as the environment has it."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _dotted(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """`{"engine": {"num_slots": 64}}` as `{"engine.num_slots": 64}`, which may be mixed."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+        found |= _dotted(inner, f"{above}{key}.") if inner else {f"{above}{key}": value}
+    return found
+
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The variable that says which GPUs a process sees."""
+
+POOL = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+
+
+class PoolSection(Section):
+    """Processes of one role that run on the same kind of hardware, with what they have of it and what differs in their config."""
+
+    count: int = Field(default=1, ge=0, le=1024)
+    """Processes that the launching host starts; more can be added while the job runs, on any host that has the labels."""
+    hardware: str = ""
+    """The class of the hardware, such as h20. It stands in the actors' records and on the monitor."""
+    labels: tuple[str, ...] = ()
+    """The pool's processes run only on hosts that have all of these among their `host.labels`."""
+    gpus: int = Field(default=0, ge=0)
+    """GPUs of each process: the next of its host that no pool has, and it sees no other. 0 leaves what it sees as it is."""
+    cores: int = Field(default=0, ge=0)
+    """Cores to which each process is pinned: the next of its host that no pool has. 0 leaves it to the system."""
+    env: dict[str, Annotated[str, BeforeValidator(_text)]] = {}
+    """Environment variables of its processes."""
+    set: Annotated[dict[str, Any], AfterValidator(_dotted)] = {}
+    """Config keys that are different for its processes, such as engine.num_slots: 64; of sections that the role reads."""
+
+    @property
+    def own_process(self) -> bool:
+        """Whether its processes differ from the launcher from their very start."""
+        return bool(self.gpus or self.cores or self.env)
+
+    @model_validator(mode="after")
+    def _devices_are_given_once(self) -> Self:
+        if self.gpus and DEVICES in self.env:
+            raise ValueError(
+                f"gpus={self.gpus} and env.{DEVICES}={self.env[DEVICES]} both say which GPUs. Keep one of them"
+            )
+        return self
+
+
 class ActorSpec(Section):
     """One role of the job: which class, how many processes, how often they may be restarted."""
 
     target: str = Field(alias="class")
     """Import path: package.module:Class or path/to/file.py:Class."""
     count: int = Field(default=1, ge=0, le=1024)
-    """Processes started at launch; more can be added while the job runs."""
+    """Processes started at launch; more can be added while the job runs. With `pools` it is the sum of theirs."""
     restarts: int = Field(default=5, ge=0)
     """Restarts of one actor within `restart_window_s` before its failure ends the job."""
     restart_window_s: float = Field(default=300.0, gt=0)
     """Deaths further back than this are forgotten."""
     threads: int = Field(default=1, ge=1)
     """Threads that numeric libraries in the process may use."""
+    pools: dict[str, PoolSection] = {}
+    """Where its processes run and what differs between them: then each belongs to one of these. See docs/pools.md."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The pool of each process that is started at launch; empty names where the role has no pools."""
+        of_pools = tuple(name for name, pool in self.pools.items() for _ in range(pool.count))
+        return of_pools if self.pools else ("",) * self.count
+
+    @model_validator(mode="before")
+    @classmethod
+    def _counts_are_given_once(cls, given: object) -> object:
+        tree = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+        if tree.get("pools") and "count" in tree:
+            raise ValueError(
+                f"count={tree['count']} and pools both say how many. Leave count out, and set that of each pool"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _has_pools_that_can_be_named(self) -> Self:
+        for name in self.pools:
+            if not POOL.match(name):
+                raise ValueError(f"{name} can't be a pool's name: use letters, digits, - and _")
+        return self.model_copy(update={"count": len(self.members)}) if self.pools else self
+
+    @model_serializer(mode="wrap")
+    def _without_a_count_beside_pools(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        tree = handler(self)
+        if self.pools:
+            del tree["count"]
+        return tree
 
 
 class ReportSection(Section):
@@ -112,11 +215,24 @@ class BaseRoot(Section):
     run: RunSection = RunSection()
     bus: BusSection = BusSection()
     state: StateSection = StateSection()
+    host: HostSection = HostSection()
     prepare: tuple[str, ...] = ()
     """Modules run one after another as `python -m MODULE RUN_DIR` before actors start."""
     actors: dict[str, ActorSpec]
     """The job's roles by name."""
     report: ReportSection = ReportSection()
+
+    @model_validator(mode="after")
+    def _has_each_pool_once(self) -> Self:
+        """`rubato drain --pool NAME` names no role."""
+        found: dict[str, str] = {}
+        for role, name in ((role, name) for role, spec in self.actors.items() for name in spec.pools):
+            if name in found:
+                raise ValueError(
+                    f"actors.{found[name]} and actors.{role} both have a pool {name}. Call one of them otherwise"
+                )
+            found[name] = role
+        return self
 
     @model_validator(mode="after")
     def _has_a_port_for_each(self) -> Self:

@@ -23,20 +23,44 @@ MAX_SHOWN = 60
 
 
 class ConfigSource(NamedTuple):
-    """The tree and, for error messages, the file, the line of each key in it, and the keys that came from overrides."""
+    """The tree and, for error messages, the file, the line of each key in it, the keys that came from overrides, and below which it is."""
 
     tree: Tree
     file: str
     lines: Mapping[Keys, int]
     overridden: frozenset[Keys] = frozenset()
+    below: str = ""
 
     def sentence(self, keys: Keys, text: str) -> str:
         """`text`, led by where the key stands: the file, or the command line; the line number comes last."""
+        text = f"{self.below}: {text}" if self.below else text
         made = keys and keys not in self.lines and any(o[: len(keys)] == keys for o in self.overridden)
         if made or any(keys[: len(o)] == o for o in self.overridden):
             return f"{COMMAND_LINE}: {text}"
         line = next((self.lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.lines), 0)
         return f"{self.file}: {text}" + (f" (line {line})" if line else "")
+
+    def changed_by(self, changes: Mapping[str, Any], below: Keys) -> "ConfigSource":
+        """A copy of `tree`, and `changes` of it, whose dotted keys stand `below` those: sentences about them say so.
+
+        Raises ConfigError where a change is of something inside a plain value.
+        """
+        tree, num = deepcopy(self.tree), len(below)
+        here = {_flat(keys[num:]): line for keys, line in self.lines.items() if keys[:num] == below}
+        made = frozenset(_flat(keys[num:]) for keys in self.overridden if keys[:num] == below)
+        inner = ConfigSource(tree, self.file, here, made, ".".join(below))
+        for name, value in changes.items():
+            keys = tuple(name.split("."))
+            try:
+                _set(tree, keys, value, name)
+            except ConfigError as error:
+                raise ConfigError(inner.sentence(keys, str(error).removeprefix(f"{COMMAND_LINE}: "))) from None
+        return inner
+
+
+def _flat(keys: Keys) -> Keys:
+    """Keys of single names, where some hold several with dots."""
+    return tuple(part for key in keys for part in key.split("."))
 
 
 class _Loader(yaml.SafeLoader):
