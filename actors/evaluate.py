@@ -77,7 +77,8 @@ def job_of(config: Path, overrides: Sequence[str], models: Sequence[Path]) -> st
     whole = compose(source)  # what is wrong in it is told in its own words
     tree: dict[str, Any] = whole.tree()
     for role, spec in tree["actors"].items():
-        spec["count"] = spec["count"] if role in KEPT else whole.actor_class(role).least
+        if role not in KEPT:
+            spec |= {"count": whole.actor_class(role).least, "pools": {}}
     tree["actors"]["trainer"] = {"class": "actors.training.evaluator:Evaluator"}
     tree["evaluate"] = {"models": [str(model) for model in models]}
     tree["model"]["path"] = str(models[0])

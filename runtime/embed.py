@@ -139,10 +139,12 @@ class EmbeddedJob:
 
     async def _make(self, hosted: HostedTask) -> Kernel:
         name, role = hosted.name, role_of(hosted.name)
-        actor_class, config = self._extra.get(name) or (self.config.actor_class(role), self.config.actor_config(role))
-        return await self._kernel(name, actor_class, config)
+        if name in self._extra:
+            return await self._kernel(name, *self._extra[name])
+        pool = self._agent.places.of(name).pool
+        return await self._kernel(name, self.config.actor_class(role), self.config.actor_config(role, pool), pool)
 
-    async def _kernel(self, name: str, actor_class: type[Actor], config: Any) -> Kernel:
+    async def _kernel(self, name: str, actor_class: type[Actor], config: Any, pool: str = "") -> Kernel:
         incarnation = await self._store.increment("incarnation")
         return Kernel(
             actor_class,
@@ -154,6 +156,8 @@ class EmbeddedJob:
             store=self._store,
             blobs=self._blobs,
             log=logger("actor").bind(actor=name, incarnation=incarnation),
+            pool=pool,
+            hardware=self.config.hardware_of(role_of(name), pool),
         )
 
 
@@ -185,6 +189,12 @@ async def embed(
         raise LaunchError(
             f"the run in {held.path} can't be resumed: {told}. Give resume=True the store= that the run had."
         )
+    for role, name in ((role, name) for role, spec in config.actors.items() for name in spec.pools):
+        if config.actors[role].pools[name].own_process:
+            raise LaunchError(
+                f"actors.{role}.pools.{name} gives its processes GPUs, cores or an environment of their own, and an embedded job is one "
+                "process: leave gpus, cores and env out there, or launch the job."
+            )
     store = store or MemoryStore()
     held.open(resume=resume, force=force, model=config.model_path)
     try:

@@ -66,6 +66,8 @@ class Kernel:
         log: "FilteringBoundLogger",
         trace: Trace | None = None,
         node: str = NODE,
+        pool: str = "",
+        hardware: str = "",
     ) -> None:
         self.name = name
         self.run = run
@@ -86,7 +88,7 @@ class Kernel:
         self.registry = Registry(store, self.directory, self._peers_changed)
         self._actor_class = actor_class
         self._config = config
-        self._presence = _Presence(self, actor_class.role)
+        self._presence = _Presence(self, actor_class.role, pool, hardware)
         self._stopping = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._owned: set[asyncio.Task[Any]] = set()
@@ -265,9 +267,9 @@ def is_permanent(error: BaseException, kernel: Kernel | None) -> bool:
 class _Presence:
     """How the rest of the run knows that the actor of `kernel` lives: its leased record, renewed every beat, and its return after it was away."""
 
-    def __init__(self, kernel: Kernel, role: str) -> None:
+    def __init__(self, kernel: Kernel, role: str, pool: str, hardware: str) -> None:
         self._kernel = kernel
-        self._role = role
+        self._role, self._pool, self._hardware = role, pool, hardware
         self._state: State = "starting"
         self._renewing = asyncio.Lock()
         self._beat = 0
@@ -401,4 +403,6 @@ class _Presence:
             stages=self._kernel.waits.stages(now),
             node=self._kernel.node,
             public=self._kernel.transport.public_address,
+            pool=self._pool,
+            hardware=self._hardware,
         )

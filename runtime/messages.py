@@ -88,18 +88,26 @@ MOST_ADDED = 64
 
 
 class AddActors(Request[Added | NotAdded], frozen=True):
-    """To a node agent: start `num` more actors of `role` on its host. With `node`, to the first host's: name them for that host's agent."""
+    """To a node agent: start `num` more actors of `role` on its host. With `node`, to the first host's: name them for that host's agent.
+
+    An empty `pool` stands for the role's only one.
+    """
 
     role: str
     num: int
     node: str = ""
+    pool: str = ""
 
 
 class DrainActors(Request[Added | NotAdded], frozen=True):
-    """To the first host's node agent: drain these actors, or the hosts of that name, and do not restart them; answered when they have ended."""
+    """To the first host's node agent: drain these actors, or the hosts of that name, and do not restart them; answered when they have ended.
+
+    All of `pool` are drained too, where one is named.
+    """
 
     idempotent: ClassVar[bool] = True
     names: tuple[str, ...]
+    pool: str = ""
 
 
 class RestartActors(Request[Added | NotAdded], frozen=True):

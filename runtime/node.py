@@ -1,4 +1,4 @@
-"""The process of one actor: `python -m runtime.node RUN_DIR ACTOR_NAME`, started and supervised by the node agent."""
+"""The process of one actor: `python -m runtime.node RUN_DIR ACTOR_NAME [POOL]`, started and supervised by the node agent."""
 
 import asyncio
 import gc
@@ -18,13 +18,13 @@ from runtime.observe.log import configure, logger  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
-    folder, name = Path(argv[0]), argv[1]
+    folder, name, pool = Path(argv[0]), argv[1], "".join(argv[2:3])
     allow_many_files()
     configure(folder / "logs" / f"{name}.jsonl", actor=name)
     sys.setswitchinterval(0.0005)  # a thread that computes gives the event loop its turn ten times sooner
     kernels: list[Kernel] = []
     try:
-        asyncio.Runner(loop_factory=_loop_factory()).run(_serve(folder, name, kernels))
+        asyncio.Runner(loop_factory=_loop_factory()).run(_serve(folder, name, pool, kernels))
     except Exception as group:  # noqa: BLE001 - the boundary of the process: named, logged, and the supervisor's
         error = first_cause(group)
         said = " ".join(said_by(error).split())
@@ -34,12 +34,12 @@ def main(argv: list[str]) -> int:
     return ExitCode.DONE
 
 
-async def _serve(folder: Path, name: str, kernels: list[Kernel]) -> None:
+async def _serve(folder: Path, name: str, pool: str, kernels: list[Kernel]) -> None:
     """`kernels` gets the actor's, once there is one."""
     role = name.rsplit("-", 1)[0]
     async with connect(folder) as connection:
-        actor_class = connection.config.actor_class(role)
-        kernel = await connection.kernel(actor_class, connection.config.actor_config(role), name)
+        job = connection.config
+        kernel = await connection.kernel(job.actor_class(role), job.actor_config(role, pool), name, pool)
         kernels.append(kernel)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, kernel.stop)
         async with asyncio.TaskGroup() as tasks:

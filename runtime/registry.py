@@ -53,6 +53,10 @@ class ActorRecord(msgspec.Struct, frozen=True):
     """The node agent of its host."""
     public: str = ""
     """Where actors on other hosts reach it; `address` is for those of its own."""
+    pool: str = ""
+    """Of its role, where that has pools: whoever hands out work finds by it what an actor may be used for."""
+    hardware: str = ""
+    """The class of the pool's hardware."""
 
 
 class MembershipEvent(msgspec.Struct, frozen=True, array_like=True):

@@ -64,6 +64,10 @@ class Config:
         """The `Config` of `role`'s class, holding the sections it asked for, as processes of `pool` have them."""
         return self.pooled[Pool(role, pool)] if pool else self._configs[role]
 
+    def hardware_of(self, role: str, pool: str) -> str:
+        """The class of the hardware of `pool`; empty where it names none, or `role` has no pool."""
+        return self.actors[role].pools[pool].hardware if pool else ""
+
     def pool_of(self, role: str, name: str) -> str:
         """The pool of `role` that is meant by `name`; by an empty one its only pool, or none. Raises ConfigError, one sentence."""
         pools = list(self.actors[role].pools)

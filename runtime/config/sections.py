@@ -183,7 +183,7 @@ class ActorSpec(Section):
             raise ValueError(
                 f"count={tree['count']} and pools both say how many. Leave count out, and set that of each pool"
             )
-        return given
+        return cast("object", given)
 
     @model_validator(mode="after")
     def _has_pools_that_can_be_named(self) -> Self:

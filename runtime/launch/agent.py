@@ -3,6 +3,8 @@
 import asyncio
 from typing import NamedTuple, Protocol
 
+from msgspec import structs
+
 from bus.message import Ack
 from runtime.actor import handler
 from runtime.blobs.hosts import HostBlobs
@@ -26,6 +28,7 @@ from runtime.monitor.snapshot import snapshot
 from runtime.monitor.text import blocked_line
 from runtime.monitor.views import BlockedRow
 from runtime.observe.figures import Wait, Waits
+from runtime.places import HostPlaces
 from runtime.registry import NODE, bury, list_seen
 from runtime.store.errors import StoreUnavailable
 
@@ -64,6 +67,8 @@ class Hosting(NamedTuple):
     restart_s: tuple[float, float] = RESTART_S
     watches: bool = False
     """Whether it tells of stages that are blocked for `run.watch_s`."""
+    places: HostPlaces | None = None
+    """What the back end goes by, where it gives actors GPUs, cores or an environment of their own."""
 
 
 class NodeAgent(HostBlobs):
@@ -75,7 +80,9 @@ class NodeAgent(HostBlobs):
         self.over: asyncio.Future[JobOutcome] = asyncio.get_running_loop().create_future()
         self.all_ready = asyncio.Event()
         self.host = JobHost(config.backend, self.spawn, self._died)
-        self.hosts = JobHosts(self, config.job, self.host)
+        self.places = config.places or HostPlaces.here(config.job)
+        self.hosts = JobHosts(self, config.job, self.host, self.places)
+        self._adding = asyncio.Lock()
         self._died_at: dict[str, float] = {}
         self._ready: set[str] = set()
         self._watch = Watch(self.waits)
@@ -103,12 +110,16 @@ class NodeAgent(HostBlobs):
     def start_actors(self) -> None:
         """Start every actor of the config."""
         for role, spec in self.job.actors.items():
-            for index in range(1, spec.count + 1):
-                self.start(f"{role}-{index}")
+            for index, pool in enumerate(spec.members, 1):
+                self.start(f"{role}-{index}", pool)
 
-    def start(self, name: str) -> None:
-        """Start one actor of this host and keep it running. A name of no role of the job has the usual budget, and drains first."""
+    def start(self, name: str, pool: str = "") -> None:
+        """Start one actor of this host and keep it running. A name of no role of the job has the usual budget, and drains first.
+
+        Raises ConfigError where `pool` has no place for it here.
+        """
         role = role_of(name)
+        self.places.take(name, role, pool)
         known = role in self.job.actors
         spec = self.job.actors[role] if known else ActorSpec.model_validate({"class": name})
         budget = RestartBudget(spec.restarts, spec.restart_window_s, self._hosting.restart_s)
@@ -148,14 +159,19 @@ class NodeAgent(HostBlobs):
     async def add_actors(self, request: AddActors) -> Added | NotAdded:
         if request.node:
             return self._announced(self.hosts.name_actors(request), f"joins from {request.node}")
-        reply = await self._named(request)
-        for name in reply.names if isinstance(reply, Added) else ():
-            self.start(name)
+        async with self._adding:  # nobody else takes the places between the look and the start
+            try:
+                pool = self._pool_for(request)
+            except ConfigError as error:
+                return NotAdded(str(error))
+            reply = await self._named(structs.replace(request, pool=pool))
+            for name in reply.names if isinstance(reply, Added) else ():
+                self.start(name, pool)
         return self._announced(reply, "added")
 
     @handler(concurrency=8)
     async def drain_actors(self, request: DrainActors) -> Added | NotAdded:
-        return self._announced(await self.hosts.drain(request.names), "drained")
+        return self._announced(await self.hosts.drain(request.names, request.pool), "drained")
 
     @handler(concurrency=8)
     async def restart_actors(self, request: RestartActors) -> Added | NotAdded:
@@ -170,18 +186,27 @@ class NodeAgent(HostBlobs):
 
     # -- parts --------------------------------------------------------------------------------------------------
 
+    def _pool_for(self, request: AddActors) -> str:
+        """The pool of what is to be added, which has a place for all of it. Raises ConfigError."""
+        if request.role not in self.job.actors:
+            return ""
+        pool = self.job.pool_of(request.role, request.pool)
+        if why := self.places.why_not(request.role, pool, request.num):
+            raise ConfigError(why)
+        return pool
+
     async def _named(self, request: AddActors) -> Added | NotAdded:
         """Names for actors that this host starts, if it has what they need: the first host gives them."""
         if self.name == NODE:
             return self.hosts.name_actors(request)
         if request.role in self.job.actors:
-            actor_class, config = self.job.actor_class(request.role), self.job.actor_config(request.role)
+            actor_class, config = self.job.actor_class(request.role), self.job.actor_config(request.role, request.pool)
             try:
                 actor_class.check_host(config)
                 actor_class.preflight(config, self.run.folder)
             except ConfigError as error:
                 return NotAdded(str(error))
-        return await self.ref(NODE).ask(AddActors(request.role, request.num, self.name), timeout=ASK_S)
+        return await self.ref(NODE).ask(structs.replace(request, node=self.name), timeout=ASK_S)
 
     def _announced(self, reply: Added | NotAdded, what: str) -> Added | NotAdded:
         if isinstance(reply, Added):
@@ -190,6 +215,8 @@ class NodeAgent(HostBlobs):
 
     async def _died(self, death: Death) -> None:
         await self._bury(death.name)
+        if death.restart_in_s is None:
+            self.places.leave(death.name)
         if death.expected:
             if death.restart_in_s is None:
                 self._watch.well(death.name)

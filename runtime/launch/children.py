@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,22 @@ def adopt_orphans(adopts: bool) -> bool:
 
 
 async def start_module(
-    module: str, *arguments: str, more: Mapping[str, str] | None = None, **options: Any
+    module: str, *arguments: str, more: Mapping[str, str] | None = None, cores: Sequence[int] = (), **options: Any
 ) -> asyncio.subprocess.Process:
-    """`python -m module arguments…`, which takes no module from the folder that it starts in. `more` is added to its environment;
-    `options` are those of `create_subprocess_exec`, and without `stdin` it reads no input.
+    """`python -m module arguments…`, which takes no module from the folder that it starts in. `more` is added to its environment, and
+    it is pinned to `cores`, if any; `options` are those of `create_subprocess_exec`, and without `stdin` it reads no input.
     """
+
+    def begin() -> None:
+        die_with_parent()
+        if cores:
+            os.sched_setaffinity(0, cores)
+
     environment = {**os.environ, "PYTHONSAFEPATH": "1", **(more or {})}
     options.setdefault("stdin", asyncio.subprocess.DEVNULL)
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, *arguments,
-        env=environment, preexec_fn=die_with_parent, **options,
+        env=environment, preexec_fn=begin, **options,
     )  # fmt: skip
 
 

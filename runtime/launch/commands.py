@@ -21,6 +21,7 @@ from runtime.launch.folder import RunFolder, read_card
 from runtime.launch.token import read_token
 from runtime.messages import AddActors, Added, DrainActors, StopJob
 from runtime.observe.trace import wall_s
+from runtime.places import HostPlaces
 from runtime.registry import NODE, list_actors
 
 FIXED = {
@@ -73,6 +74,7 @@ def _dry_run(config: Config, folder: Path, told: list[str], *, resume: bool, for
     held = RunFolder(folder.resolve())
     wrong = [
         *held.problems(resume=resume, force=force, model=config.model_path),
+        *HostPlaces.here(config).problems(),
         *config.problems(held.path, replaced=force),
     ]
     for sentence in (*told, *wrong):
@@ -179,6 +181,7 @@ def add(argv: list[str]) -> int:
     help_join = "of rubato keys join-token on the run's first host; - reads it from stdin"
     where.add_argument("--join", metavar="TOKEN", help=help_join)
     parser.add_argument("-n", type=int, default=1)
+    parser.add_argument("--pool", default="", help="of the role's pools, the one that they are to be in")
     help_host = "with --run: the host that starts them, as rubato hosts names it; with --join: this host's address as the others reach it"
     parser.add_argument("--host", default="", help=help_host)
     parser.add_argument("--run-dir", type=_run_dir, help="with --join: folder for this host's part of the run")
@@ -187,7 +190,7 @@ def add(argv: list[str]) -> int:
         return _join(given)
     if alone := [*given.overrides, *(["--run-dir"] if given.run_dir else [])]:
         raise LaunchError(f"{alone[0]} goes with --join alone: on the run's own host its config holds for all actors.")
-    return _ask(given.run, AddActors(given.role, given.n), "added", node=given.host)
+    return _ask(given.run, AddActors(given.role, given.n, pool=given.pool), "added", node=given.host)
 
 
 def _join(given: argparse.Namespace) -> int:
@@ -198,7 +201,7 @@ def _join(given: argparse.Namespace) -> int:
     folder = given.run_dir or _fresh_folder(token.run_id)
 
     async def run() -> int:
-        return await Joiner(token, given.role, given.n, folder, given.host, tuple(given.overrides)).run()
+        return await Joiner(token, given.role, given.n, folder, given.host, tuple(given.overrides), given.pool).run()
 
     return _run_in(folder, run(), made=given.run_dir is None)
 
@@ -219,9 +222,12 @@ def _run_in(folder: Path, work: Awaitable[int], *, made: bool) -> int:
 def drain(argv: list[str]) -> int:
     """Drain actors of a running job, or hosts that joined it; nothing they hold is lost."""
     parser = _parser("drain", "Drain actors of a running job: all that are named, or none.")
-    parser.add_argument("names", nargs="+", help="actors such as engine-2, or hosts that joined such as node-3")
-    given = parser.parse_args(argv)
-    return _ask(given.run, DrainActors(tuple(given.names)), "drained", node=NODE)
+    parser.add_argument("names", nargs="*", help="actors such as engine-2, or hosts that joined such as node-3")
+    parser.add_argument("--pool", default="", help="every actor of this pool")
+    given = parser.parse_intermixed_args(argv)
+    if not given.names and not given.pool:
+        raise LaunchError("drain: which? Name actors, hosts that joined, or a pool with --pool.")
+    return _ask(given.run, DrainActors(tuple(given.names), given.pool), "drained", node=NODE)
 
 
 def stop(argv: list[str]) -> int:
@@ -275,7 +281,7 @@ def _parser(verb: str, text: str) -> argparse.ArgumentParser:
 def _ask(folder: Path, request: Request[Any], done: str, node: str = "") -> int:
     async def ask() -> int:
         reply = await ask_node(folder, request, node=node or read_card(folder).node)
-        print(f"{done}: {', '.join(reply.names)}" if isinstance(reply, Added) else done)  # noqa: T201
+        print(f"{done}: {', '.join(reply.names) or 'none'}" if isinstance(reply, Added) else done)  # noqa: T201
         return ExitCode.DONE
 
     return asyncio.run(_flat(ask()))

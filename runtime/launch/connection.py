@@ -13,6 +13,7 @@ from runtime.blobs.blob import BlobStore
 from runtime.blobs.client import BlobClient
 from runtime.config import Config, load, load_without_types
 from runtime.config.schema import schema_of
+from runtime.host import role_of
 from runtime.importer import FOLDER as CODE
 from runtime.importer import use
 from runtime.kernel import Kernel
@@ -33,8 +34,8 @@ class RunAccess(NamedTuple):
     blobs: BlobStore
     keys: Keys | None = None
 
-    async def kernel(self, actor_class: type[Actor], config: Any, name: str) -> Kernel:
-        """A kernel for `name` under a new incarnation; its endpoints are fresh, so that nothing meant for a dead one reaches its successor."""
+    async def kernel(self, actor_class: type[Actor], config: Any, name: str, pool: str = "") -> Kernel:
+        """A kernel for `name` of `pool` under a new incarnation; its endpoints are fresh, so that nothing meant for a dead one reaches its successor."""
         incarnation = await self.store.increment("incarnation")
         schema = schema_of(self.config) if self.config.actors else ""  # who knows no types of the job's is not compared
         identity = Identity(self.card.id, name, incarnation, schema)
@@ -45,7 +46,7 @@ class RunAccess(NamedTuple):
             transport=ZmqTransport(identity, address, public=public, keys=self.keys),
             trace=Trace(trace_path(self.run.folder, name)),
             log=logger("actor").bind(actor=name, incarnation=incarnation),
-            node=self.card.node,
+            node=self.card.node, pool=pool, hardware=self.config.hardware_of(role_of(name), pool),
         )  # fmt: skip
 
 

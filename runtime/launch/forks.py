@@ -75,15 +75,15 @@ class Forks:
         self._imported: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked: dict[str, asyncio.Future[int]] = {}
 
-    async def fork(self, name: str, needs: Sequence[str]) -> ForkedProcess:
-        """The process of the actor `name`, which begins with `needs` imported. Raises NotForked."""
+    async def fork(self, name: str, needs: Sequence[str], pool: str = "") -> ForkedProcess:
+        """The process of the actor `name` of `pool`, which begins with `needs` imported. Raises NotForked."""
         parent = self._parent
         if parent is None or parent.stdin is None:
             raise NotForked("there is no warm parent")
         reply = self._asked[name] = asyncio.get_running_loop().create_future()
         adopt_orphans(True)
         try:
-            parent.stdin.write(msgspec.json.encode(ForkRequest(name, tuple(needs))) + b"\n")
+            parent.stdin.write(msgspec.json.encode(ForkRequest(name, tuple(needs), pool)) + b"\n")
             return ForkedProcess(await self._answer(parent, reply))
         finally:
             del self._asked[name]

@@ -1,6 +1,7 @@
 """The hosts of a job: which of its actors runs on which, how many may leave, and what the first host asks of those that joined."""
 
 import asyncio
+import difflib
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from runtime.actor import Actor
 from runtime.config import Config
 from runtime.host import JobHost, role_of
 from runtime.messages import MOST_ADDED, AddActors, Added, DrainActors, NotAdded, RestartActors, StopJob
+from runtime.places import HostPlaces
 from runtime.registry import NODE
 
 NODE_ROLE = role_of(NODE)
@@ -22,10 +24,12 @@ TELL_S = 5.0
 class JobHosts:
     """As `agent` knows them; `here` runs what is on its own host. Only the first host's agent knows all actors of the job."""
 
-    def __init__(self, agent: Actor, job: Config, here: JobHost) -> None:
-        self._agent, self._job, self._here = agent, job, here
+    def __init__(self, agent: Actor, job: Config, here: JobHost, places: HostPlaces) -> None:
+        self._agent, self._job, self._here, self._places = agent, job, here, places
         self._given: dict[str, str] = {}
         """Actor → the host that joined and runs it; also while that one is out of reach, because it may come back with it."""
+        self._pools: dict[str, str] = {}
+        """Of those that were given."""
         self._leaving: set[str] = set()
         self._left: set[str] = set()
         """What was drained: whoever asks for it again, because the answer was lost, is told so."""
@@ -60,10 +64,21 @@ class JobHosts:
         names = tuple(f"{role}-{first + i}" for i in range(num))
         if request.node:
             self._given |= dict.fromkeys(names, request.node)
+            self._pools |= dict.fromkeys(names, request.pool)
         return Added(names)
 
-    async def drain(self, names: Sequence[str]) -> Added | NotAdded:
-        """Drain these actors wherever they run, or refuse all; the name of a host that joined stands for its actors, and lets it go."""
+    def in_pool(self, pool: str) -> list[str]:
+        """The actors of `pool`, wherever they run."""
+        return [name for name in self.running() if pool == (self._places.of(name).pool or self._pools.get(name, ""))]
+
+    async def drain(self, names: Sequence[str], pool: str = "") -> Added | NotAdded:
+        """Drain these actors and those of `pool` wherever they run, or refuse all; the name of a host that joined stands for its actors,
+        and lets it go.
+        """
+        if pool:
+            if refused := self._no_pool(pool):
+                return refused
+            names = tuple(dict.fromkeys((*names, *self.in_pool(pool))))
         hosts = [name for name in names if name in self.others()]
         actors = [name for name in self.running() if name in names or self.where(name) in hosts]
         wanted = [name for name in names if name not in self._left or name in (*hosts, *actors)]
@@ -81,6 +96,7 @@ class JobHosts:
             self._left |= {*hosts, *actors}
             for name in actors:
                 self._given.pop(name, None)
+                self._pools.pop(name, None)
         return done
 
     async def restart(self, names: Sequence[str]) -> Added | NotAdded:
@@ -111,6 +127,14 @@ class JobHosts:
             return NotAdded(f"{self._agent.name} launched the run. {self._how_to_stop()}")
         told = f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not in this run, so nothing was done."
         return NotAdded(f"{told} Running: {', '.join(running)}.") if unknown else None
+
+    def _no_pool(self, pool: str) -> NotAdded | None:
+        pools = [name for spec in self._job.actors.values() for name in spec.pools]
+        if pool in pools:
+            return None
+        near = difflib.get_close_matches(pool, pools, n=1)
+        known = f"Its pools are {', '.join(pools)}." if pools else "It has none."
+        return NotAdded(f"{pool} is not a pool of this run. {f'Did you mean {near[0]}?' if near else known}")
 
     def _too_few(self, names: Sequence[str], going: Sequence[str]) -> NotAdded | None:
         if self._agent.name != NODE:

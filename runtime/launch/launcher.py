@@ -29,6 +29,7 @@ from runtime.launch.token import JoinToken
 from runtime.messages import MOST_ADDED, AddActors, NotAdded
 from runtime.observe.log import configure, logger
 from runtime.observe.trace import merge_traces
+from runtime.places import HostPlaces
 from runtime.registry import NODE, list_actors
 from runtime.store.embedded import EmbeddedRedis
 from runtime.store.errors import StoreUnavailable
@@ -103,7 +104,10 @@ class Launcher:
             raise LaunchError(wrong[0])
         self._keys = find_keys(self._folder.path)
         self._host_address()
-        if wrong := self._config.problems(self._folder.path, replaced=self._force):
+        if wrong := [
+            *HostPlaces.here(self._config).problems(),
+            *self._config.problems(self._folder.path, replaced=self._force),
+        ]:
             raise ConfigError("\n".join(wrong))
 
     async def _serve(self, card: RunCard, stack: AsyncExitStack) -> JobOutcome:
@@ -252,10 +256,17 @@ class Joiner:
     """Brings `num` actors of `role` into the run that `token` opens; `run` returns the exit code."""
 
     def __init__(
-        self, token: JoinToken, role: str, num: int, folder: Path, host: str = "", overrides: tuple[str, ...] = ()
+        self,
+        token: JoinToken,
+        role: str,
+        num: int,
+        folder: Path,
+        host: str = "",
+        overrides: tuple[str, ...] = (),
+        pool: str = "",
     ) -> None:
         self._token = token
-        self._role, self._num = role, num
+        self._role, self._num, self._pool = role, num, pool
         self._folder = RunFolder(folder.resolve())
         self._host = host
         self._overrides = overrides
@@ -287,7 +298,10 @@ class Joiner:
         connection = await stack.enter_async_context(reach(config, card, self._folder.path, self._token.keys.curve))
         card.node = f"node-{await connection.store.increment('nodes', at_least=2)}"
         configure(self._folder.path / "logs" / f"{card.node}.jsonl", actor=card.node)
-        actor_class, actor_config = config.actor_class(self._role), config.actor_config(self._role)
+        self._pool = config.pool_of(self._role, self._pool)
+        if why := HostPlaces.here(config).why_not(self._role, self._pool, self._num):
+            raise LaunchError(why)
+        actor_class, actor_config = config.actor_class(self._role), config.actor_config(self._role, self._pool)
         actor_class.check_host(actor_config)
         actor_class.preflight(actor_config, self._folder.path)
         return await self._host_actors(connection, tasks)
@@ -310,7 +324,7 @@ class Joiner:
                 self._folder.commit()
                 on_signals(lambda: _interrupt(agent))
                 for name in names:
-                    agent.start(name)
+                    agent.start(name, self._pool)
                 console.say(f"{agent.name} joined {self._token.run_id} with {', '.join(names)} · {self._folder.path}")
                 return await agent.over
             finally:
@@ -318,7 +332,7 @@ class Joiner:
 
     async def _names_for(self, agent: NodeAgent) -> tuple[str, ...]:
         try:
-            reply = await agent.ref(NODE).ask(AddActors(self._role, self._num, agent.name), timeout=ASK_S)
+            reply = await agent.ref(NODE).ask(AddActors(self._role, self._num, agent.name, self._pool), timeout=ASK_S)
         except AskFailed as error:
             raise LaunchError(f"the run {self._token.run_id} did not let this host in: {error}") from error
         if isinstance(reply, NotAdded):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from runtime.blobs.server import BlobServer
 from runtime.config import Config
+from runtime.config.config import Pool
+from runtime.config.sections import DEVICES
 from runtime.errors import ActorFailed, ExitCode
 from runtime.host import Ending, role_of
 from runtime.importer import FOLDER as CODE
@@ -18,6 +20,7 @@ from runtime.launch.children import is_stopped, last_line, start_module
 from runtime.launch.connection import RunAccess
 from runtime.launch.forks import ForkedProcess, Forks, NotForked, forks
 from runtime.observe.log import logger
+from runtime.places import HostPlaces
 
 
 class ActorChild:
@@ -55,6 +58,8 @@ class ProcessBackend:
         self._logs = folder / "logs"
         self._folder, self._job, self._warm = folder, job, warm
         self._needs = modules_of(job)
+        self.places = HostPlaces.here(job)
+        """Which actor of this host is in which pool, and what it has of the host."""
 
     async def start(self, name: str) -> ActorChild:
         path = self._logs / f"{name}.stderr"
@@ -63,38 +68,46 @@ class ProcessBackend:
             process = await self._forked(name) or await self._executed(name, path)
         except OSError as error:
             raise ActorFailed(f"its process can't be started: {error}") from error
-        logger("host").info("started", actor=name, pid=process.pid, forked=isinstance(process, ForkedProcess))
+        place = self.places.of(name)
+        logger("host").info(
+            "started", actor=name, pid=process.pid, forked=isinstance(process, ForkedProcess),
+            pool=place.pool, devices=place.environment.get(DEVICES, ""), cores=place.cores,
+        )  # fmt: skip
         return ActorChild(process, path, self._logs / f"{name}.jsonl")
 
     async def _forked(self, name: str) -> ForkedProcess | None:
-        needs = self._needs.get(role_of(name))
+        pool = self.places.of(name).pool
+        needs = self._needs.get(Pool(role_of(name), pool))
         if self._warm is None or needs is None:
             return None
         try:
-            return await self._warm.fork(name, needs)
+            return await self._warm.fork(name, needs, pool)
         except NotForked as error:
             logger("host").warning("not_forked", actor=name, why=str(error))
             return None
 
     async def _executed(self, name: str, path: Path) -> asyncio.subprocess.Process:
-        threads = str(self._job.actors[role_of(name)].threads)
-        more = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, CODE_VARIABLE: str(self._folder / CODE)}
+        threads, place = str(self._job.actors[role_of(name)].threads), self.places.of(name)
+        more = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **place.environment}
+        more[CODE_VARIABLE] = str(self._folder / CODE)
         with path.open("wb") as stderr:
             return await start_module(
-                "runtime.node", str(self._folder), name,
-                more=more, stdout=stderr, stderr=stderr, start_new_session=True,
+                "runtime.node", str(self._folder), name, *filter(None, [place.pool]),
+                more=more, cores=place.cores, stdout=stderr, stderr=stderr, start_new_session=True,
             )  # fmt: skip
 
 
-def modules_of(job: Config) -> Mapping[str, tuple[str, ...]]:
-    """What the actors of each role that may be forked begin with, imported. User code is not in it: it may start threads."""
-    found: dict[str, tuple[str, ...]] = {}
+def modules_of(job: Config) -> Mapping[Pool, tuple[str, ...]]:
+    """What the actors that may be forked begin with, imported, by role and pool. User code is not in it: it may start threads."""
+    found: dict[Pool, tuple[str, ...]] = {}
     for role, spec in job.actors.items():
         actor_class = job.actor_class(role)
-        preloads = actor_class.preload(job.actor_config(role)) if spec.threads == 1 else None
-        if preloads is not None:
-            own = actor_class.__module__
-            found[role] = (own, *preloads) if own.partition(".")[0] in PACKAGES else preloads
+        for name in spec.pools or ("",):
+            forks = spec.threads == 1 and not (name and spec.pools[name].own_process)
+            preloads = actor_class.preload(job.actor_config(role, name)) if forks else None
+            if preloads is not None:
+                own = actor_class.__module__
+                found[Pool(role, name)] = (own, *preloads) if own.partition(".")[0] in PACKAGES else preloads
     return found
 
 
@@ -104,7 +117,8 @@ async def process_backend(
 ) -> AsyncGenerator[ProcessBackend]:
     """With a warm parent, which begins at once with what this host's `roles` need: what few of them wait for comes last."""
     modules = modules_of(job)
-    needed = sorted((modules[role] for role in roles if role in modules), key=len)
+    chosen = set(roles)
+    needed = sorted((needs for pool, needs in modules.items() if pool.role in chosen), key=len)
     async with forks(folder, [module for needs in needed for module in needs], tasks) as warm:
         yield ProcessBackend(folder, job, warm)
 
@@ -118,7 +132,7 @@ async def process_host(
     """
     blobs = BlobServer(Path(connection.card.sockets) / "blobs.sock")
     await blobs.start()
-    hosting = Hosting(connection.config, screen, backend, watches=True)
+    hosting = Hosting(connection.config, screen, backend, watches=True, places=backend.places)
     try:
         kernel = await connection.kernel(NodeAgent, hosting, connection.card.node)
         agent: NodeAgent = kernel.build()

@@ -24,10 +24,11 @@ GO = b"!"
 
 
 class ForkRequest(msgspec.Struct):
-    """Fork the actor `name`, once those of `needs` are imported that are to be."""
+    """Fork the actor `name` of `pool`, once those of `needs` are imported that are to be."""
 
     name: str
     needs: tuple[str, ...]
+    pool: str = ""
 
 
 class ForkReply(msgspec.Struct):
@@ -45,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
         3, os.sysconf("SC_OPEN_MAX")
     )  # uvloop leaves copies of the replies' end: children would keep it from closing
     gc.disable()  # imports leave little garbage, and a fifth of their time went into looking for it
-    name = WarmParent(folder, os.getppid()).serve(modules)
-    return _be(folder, name) if name else 0
+    asked = WarmParent(folder, os.getppid()).serve(modules)
+    return _be(folder, asked) if asked else 0
 
 
 class WarmParent:
@@ -59,19 +60,19 @@ class WarmParent:
         self._waiting: list[ForkRequest] = []
         self._rest = b""
 
-    def serve(self, modules: Sequence[str]) -> str:
-        """Until the input ends, "" then; in a child, the name of the actor that it is to be."""
+    def serve(self, modules: Sequence[str]) -> ForkRequest | None:
+        """Until the input ends, None then; in a child, the actor that it is to be."""
         left = list(modules)
         self._tell_imported(left)
         while self._hear(wait=not left):
             for request in [r for r in self._waiting if not set(left).intersection(r.needs)]:
                 self._waiting.remove(request)
-                if self._fork(request.name):
-                    return request.name
+                if self._fork(request):
+                    return request
             if left:
                 _import(left.pop(0))
                 self._tell_imported(left)
-        return ""
+        return None
 
     def _tell_imported(self, left: Sequence[str]) -> None:
         if not left:
@@ -91,11 +92,12 @@ class WarmParent:
     def _reply(self, reply: ForkReply) -> None:
         os.write(self._replies, msgspec.json.encode(reply) + b"\n")
 
-    def _fork(self, name: str) -> bool:
+    def _fork(self, request: ForkRequest) -> bool:
         """Whether this is the child.
 
         There is a process between, which ends at once: its child falls to the launcher, which waits for that (PR_SET_CHILD_SUBREAPER).
         """
+        name = request.name
         if (num := len(os.listdir("/proc/self/task"))) > 1:
             self._reply(ForkReply(name, error=f"an import has started {num - 1} threads, which a child would not have"))
             return False
@@ -109,7 +111,7 @@ class WarmParent:
         if between == 0:
             os.close(say)
             self._fork_again()
-            self._become(name, go)
+            self._become(request, go)
             return True
         os.close(go)
         if between > 0:
@@ -133,15 +135,15 @@ class WarmParent:
         except BrokenPipeError:
             self._reply(ForkReply(name, error="its process ended before it began"))
 
-    def _become(self, name: str, go: int) -> None:
+    def _become(self, request: ForkRequest, go: int) -> None:
         """In the child: once it is the launcher's, it ends with that, and tells it so itself, whatever becomes of the warm parent."""
         if os.read(go, 1) != GO:
             os._exit(1)
         os.close(go)
         die_with(self._launcher)
         os.setsid()
-        retitle(_words(self._folder, name))
-        self._reply(ForkReply(name, os.getpid()))
+        retitle(_words(self._folder, request))
+        self._reply(ForkReply(request.name, os.getpid()))
         os.close(self._requests)
         os.close(self._replies)
 
@@ -154,23 +156,23 @@ def _import(module: str) -> None:
         traceback.print_exc()
 
 
-def _be(folder: Path, name: str) -> int:
-    """As `python -m runtime.node RUN_DIR NAME` would be."""
-    with (folder / "logs" / f"{name}.stderr").open("ab") as stderr:
+def _be(folder: Path, asked: ForkRequest) -> int:
+    """As `python -m runtime.node RUN_DIR NAME [POOL]` would be."""
+    with (folder / "logs" / f"{asked.name}.stderr").open("ab") as stderr:
         for fd in (1, 2):
             os.dup2(stderr.fileno(), fd)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    sys.argv = _words(folder, name)[2:]
+    sys.argv = _words(folder, asked)[2:]
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # Python's own generator does so by itself
     gc.enable()
     return node.main(sys.argv[1:])
 
 
-def _words(folder: Path, name: str) -> list[str]:
-    return [sys.executable, "-m", "runtime.node", str(folder), name]
+def _words(folder: Path, asked: ForkRequest) -> list[str]:
+    return [sys.executable, "-m", "runtime.node", str(folder), asked.name, *filter(None, [asked.pool])]
 
 
 def retitle(words: Sequence[str]) -> None:

@@ -73,7 +73,7 @@ class RunActions:
         if what == "restart":
             request, told = RestartActors((actor["name"],)), "restarted"
         elif what == "add":
-            request, told, node = AddActors(actor["role"], 1), "added", read_card(self._folder).node
+            request, told, node = AddActors(actor["role"], 1, pool=actor["pool"]), "added", read_card(self._folder).node
         reply = await ask_node(self._folder, request, node=node, name=f"monitor-{os.getpid()}")
         assert isinstance(reply, Added), "what was not added was raised"
         return f"{', '.join(reply.names)} {told}"

@@ -94,6 +94,7 @@ def _actor(record: ActorRecord, silent_s: float) -> ActorView:
         name=record.name, role=record.role, pid=record.pid, host=record.host, state=record.state,
         incarnation=record.incarnation, mailbox=record.mailbox, rate_s=record.rate_s, idle=record.idle,
         silent_s=silent_s, metrics=record.metrics, stages=[StageRow(**_fields(view, record)) for view in record.stages],
+        pool=record.pool, hardware=record.hardware,
     )  # fmt: skip
 
 

@@ -78,7 +78,10 @@ def once(shown: Snapshot, rows: Sequence[Row], *, width: int = 80) -> str:
     """The whole picture as lines of at most `width` columns."""
     parts = [head(shown, rows), trend(shown, rows, width), ""]
     if shown["actors"]:
-        parts += [" ".join(cells(COLUMNS)), *(" ".join(cells(actor_row(a))) for a in shown["actors"]), ""]
+        head_of_pool = "  pool" if any(actor["pool"] for actor in shown["actors"]) else ""
+        parts += [" ".join(cells(COLUMNS)) + head_of_pool]
+        parts += [*(" ".join(cells(actor_row(a))) + _in_pool(a) for a in shown["actors"]), ""]
+    parts += _hung("pools", pools(shown), width)
     parts += [*_hung("flow", flow(shown), width), *_hung("weights", versions(shown), width)]
     parts += _hung("trained", lengths(shown), width)
     parts += _hung("fabric", network(shown), width)
@@ -130,6 +133,20 @@ def cells(texts: Sequence[str]) -> list[str]:
     """Words to the left, figures to the right, each cut to its column."""
     cut = [clip(text, width) for text, width in zip(texts, WIDTHS, strict=True)]
     return [f"{text:{'<' if index < 2 else '>'}{WIDTHS[index]}}" for index, text in enumerate(cut)]
+
+
+def _in_pool(actor: ActorView) -> str:
+    where = f"{actor['hardware']} at {actor['host']}" if actor["hardware"] else f"at {actor['host']}"
+    return f"  {actor['pool']} {where}" if actor["pool"] else ""
+
+
+def pools(shown: Snapshot) -> str:
+    """How many of each pool's actors are ready, and the class of its hardware; empty where no role has pools."""
+    states: dict[str, list[str]] = {}
+    for actor in shown["actors"]:
+        if actor["pool"]:
+            states.setdefault(f"{actor['pool']} {actor['hardware']}".rstrip(), []).append(actor["state"])
+    return ", ".join(f"{name} {found.count('ready')}/{len(found)}" for name, found in sorted(states.items()))
 
 
 def flow(shown: Snapshot) -> str:
@@ -273,8 +290,9 @@ rate/s = messages handled per second, idle = share of the last 10 s."""
 
 def flow_panel(shown: Snapshot, failed: Sequence[str] = ()) -> str:
     """One place per line, then the weight versions and what fails: narrow enough for half a screen."""
-    fabric = network(shown)
+    fabric, in_pools = network(shown), pools(shown)
     lines = [flow(shown).replace(" ▸ ", "\n  ▸ "), f"weights {versions(shown)}"]
+    lines += [f"pools {in_pools}"] if in_pools else []
     return "\n".join([*lines, *([f"fabric {fabric}"] if fabric else []), *failed])
 
 

@@ -23,7 +23,10 @@ class WaitRow(WaitView, frozen=True, kw_only=True):
 
 
 class ActorView(TypedDict):
-    """One live actor. `idle` is a share from 0 to 1; `rate_s` messages per second; `silent_s` since its last heartbeat."""
+    """One live actor. `idle` is a share from 0 to 1; `rate_s` messages per second; `silent_s` since its last heartbeat.
+
+    `pool`, and `hardware`, the class of that pool's, are empty where its role has no pools.
+    """
 
     name: str
     role: str
@@ -37,6 +40,8 @@ class ActorView(TypedDict):
     silent_s: float
     metrics: dict[str, float]
     stages: list[StageRow]
+    pool: str
+    hardware: str
 
 
 class BlockedRow(TypedDict):

@@ -273,4 +273,23 @@ def test_what_needs_a_process_of_its_own_is_not_forked(overrides, forked, monkey
     monkeypatch.setattr("actors.model_folder.GPUS", ())
     job = from_mapping({"actors": {"engine": {"class": "actors.engines.worker:EngineWorker"}}}, overrides)
 
-    assert ("engine" in modules_of(job)) == forked
+    assert (("engine", "") in modules_of(job)) == forked
+
+
+@pytest.mark.parametrize(
+    ("pool", "forked"),
+    [
+        ({"hardware": "h20", "set": {"engine.num_slots": 4}}, True),
+        ({"set": {"model.device": "cuda"}}, False),
+        ({"gpus": 1}, False),
+        ({"cores": 1}, False),
+        ({"env": {"A": "b"}}, False),
+    ],
+)
+def test_a_pool_decides_whether_its_processes_are_forked(pool, forked, monkeypatch):
+    from runtime.launch.processes import modules_of
+
+    monkeypatch.setattr("actors.model_folder.GPUS", ())
+    engine = {"class": "actors.engines.worker:EngineWorker", "pools": {"decode": pool}}
+
+    assert (("engine", "decode") in modules_of(from_mapping({"actors": {"engine": engine}}))) == forked

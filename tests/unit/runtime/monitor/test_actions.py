@@ -13,7 +13,7 @@ from runtime.monitor.views import ActorView
 
 def actor(name="engine-1", *, pid=1, host=None, role="engine"):
     return ActorView(
-        name=name, role=role, pid=pid, host=host or socket.gethostname(), state="ready", incarnation=1, mailbox=0, rate_s=0.0, idle=1.0, metrics={}
+        name=name, role=role, pid=pid, host=host or socket.gethostname(), state="ready", incarnation=1, mailbox=0, rate_s=0.0, idle=1.0, metrics={}, pool="", hardware=""
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ def test_a_snapshot_has_exactly_the_documented_keys(waiting_run):
     ]  # fmt: skip
     assert list(waiting_run["actors"][0]) == [
         "name", "role", "pid", "host", "state", "incarnation", "mailbox", "rate_s", "idle", "silent_s", "metrics", "stages",
+        "pool", "hardware",
     ]  # fmt: skip
 
 

@@ -1,3 +1,5 @@
+from msgspec.structs import replace
+
 from runtime.monitor.snapshot import snapshot
 from runtime.monitor.text import (
     actor_row,
@@ -45,6 +47,25 @@ def test_the_network_has_a_line_of_its_own_where_there_is_one(make_record):
     assert "fabric   weight_sync: circuits 10, epoch 14, hidden s 0.255, exposed s 0.000" in text.splitlines()
     assert "(electrical path only)" in " ".join(down.split())
     assert "fabric" not in once(snapshot("r", [], [], {}), [])
+
+
+def test_pools_stand_beside_their_actors_and_in_a_line_of_their_own(make_record):
+    decode = [replace(make_record(f"engine-{n}"), pool="decode", hardware="h20") for n in (1, 2)]
+    prefill = replace(make_record("engine-3", state="starting"), pool="prefill")
+    shown = snapshot("r", [*decode, prefill, make_record("llm_proxy-1")], [], {})
+
+    lines = once(shown, []).splitlines()
+
+    assert "pools    decode h20 2/2, prefill 0/1" in lines
+    assert "pools decode h20 2/2, prefill 0/1" in flow_page(shown).splitlines()
+    rows = {line.split()[0]: line.split("%")[-1] for line in lines if line.startswith(("engine-", "llm_proxy"))}
+    assert rows == {
+        "engine-1": "  decode h20 at here",
+        "engine-2": "  decode h20 at here",
+        "engine-3": "  prefill at here",
+        "llm_proxy-1": "",
+    }
+    assert "pools" not in once(snapshot("r", [make_record("llm_proxy-1")], [], {}), [])
 
 
 def test_the_share_that_was_trained_is_told_by_length(make_record):
