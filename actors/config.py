@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
@@ -9,6 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from runtime.config import Section
+
+CUDA = re.compile(r"^cuda:(0|[1-9]\d{0,2})$")
+"""A GPU by its place among those that a process sees."""
 
 
 class ModelSection(Section):
@@ -18,8 +22,8 @@ class ModelSection(Section):
     """Folder with config.json, *.safetensors and tokenizer.json; relative paths start at the run folder, ~ is your home."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of engines, in which weights reach them, and of the trainer where `train.dtype` says no other."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where engines and trainer run; auto takes CUDA where present."""
+    device: Annotated[str, AfterValidator(lambda given: _device(given))] = "auto"
+    """Where engines and trainer run: auto, cpu, cuda, or cuda:1 and so on of the GPUs that the process sees; auto takes CUDA where present."""
     torch_threads: int = Field(default=1, ge=1)
     """Intra-op threads of each torch process."""
 
@@ -77,6 +81,10 @@ def one_of(value: str, names: Collection[str], other: str = "") -> str:
         return value
     near = difflib.get_close_matches(value, names, n=1)
     raise ValueError(f"{value!r} is none of {', '.join(names)}{other}" + (f". Did you mean {near[0]}?" if near else ""))
+
+
+def _device(value: str) -> str:
+    return value if CUDA.match(value) else one_of(value, ("auto", "cpu", "cuda"), ", and no cuda:N")
 
 
 def _loss(value: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from actors.config import CUDA
 from runtime.errors import ConfigError
 
 NEEDED = ("config.json", "*.safetensors", "tokenizer.json")
@@ -102,18 +103,31 @@ def num_parameters(folder: Path) -> int:
 
 
 def check_device(device: str) -> None:
-    """Raises ConfigError where `model.device` is cuda and torch sees none."""
-    if device == "cuda" and not sees_cuda():
+    """Raises ConfigError where `model.device` is a GPU that torch does not see."""
+    if device.startswith("cuda"):
+        pick_device(device, num_gpus())
+
+
+def pick_device(device: str, num: int) -> str:
+    """What torch calls `model.device` where it sees `num` GPUs. Raises ConfigError where it is not there, one sentence."""
+    if device.startswith("cuda") and not num:
         raise ConfigError(
-            "model.device is cuda, but torch sees no CUDA device: set model.device=cpu, or install a CUDA build."
+            f"model.device is {device}, but torch sees no CUDA device: set model.device=cpu, or install a CUDA build."
         )
+    if (found := CUDA.match(device)) and int(found[1]) >= num:
+        seen = "cuda:0" if num == 1 else f"cuda:0 to cuda:{num - 1}"
+        raise ConfigError(
+            f"model.device is {device}, but torch sees {seen} alone: set one of these, or see CUDA_VISIBLE_DEVICES."
+        )
+    return device if device != "auto" else "cuda" if num else "cpu"
 
 
 @cache
-def sees_cuda() -> bool:
+def num_gpus() -> int:
     """Asks torch in a process of its own: it is too heavy for a launcher."""
-    look = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
-    return subprocess.run([sys.executable, "-c", look], capture_output=True, check=False).returncode == 0
+    look = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    told = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False).stdout.split()
+    return int(told[-1]) if told else 0
 
 
 GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -122,4 +136,4 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 def may_use_cuda(device: str) -> bool:
     """Whether a process under `model.device` may: with auto it does where torch can, which takes seconds to ask."""
-    return device == "cuda" or (device == "auto" and any(map(os.path.exists, GPUS)))
+    return device.startswith("cuda") or (device == "auto" and any(map(os.path.exists, GPUS)))

@@ -21,6 +21,7 @@ from actors.engines.model import AttentionShape, KVCache, Weights, arrange, buil
 from actors.engines.pace import Pace
 from actors.engines.scheduler import Row, Scheduler, Sequence, check, uniform
 from actors.engines.section import EngineSection
+from actors.model_folder import pick_device
 from runtime.observe.log import logger
 
 _LARGEST = 1 - 2.0**-23
@@ -42,7 +43,7 @@ class ModelRunner:
         """Read an HF model folder. Raises EngineError with one sentence when files are missing or do not fit."""
         torch.set_num_threads(model.torch_threads)
         config = read_config(folder)
-        device = pick_device(model.device)
+        device = torch.device(pick_device(model.device, torch.cuda.device_count()))
         dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         tensors = {n: t for source, image in folder_images(folder) for n, t in tensors_of(image, source).items()}
         weights = fuse(config, tensors, str(folder), device, dtype)
@@ -63,15 +64,6 @@ class ModelRunner:
         if not ends:
             return rows, [], []
         return rows, *sample(logits, draws_of(ends))
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA where present. Raises EngineError when CUDA is asked for and absent."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise EngineError(
-            "model.device is cuda, but torch sees no CUDA device: set model.device=cpu, or install a CUDA build"
-        )
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def draws_of(sequences: abc.Sequence[Sequence]) -> np.ndarray:

@@ -107,9 +107,9 @@ def first_line(error: BaseException) -> str:
 
 def _on_device(device: str, section: EngineSection) -> dict[str, Any]:
     if _platform().is_cpu():
-        if device == "cuda":
+        if device.startswith("cuda"):
             raise EngineError(
-                "model.device is cuda, but the installed vLLM is the CPU build: pip install -e '.[vllm]', or set model.device=cpu"
+                f"model.device is {device}, but the installed vLLM is the CPU build: pip install -e '.[vllm]', or set model.device=cpu"
             )
         return {
             "kv_cache_memory_bytes": CPU_KV_BYTES,

@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from actors.config import ModelSection, WeightsSection
+from actors.config import CUDA, ModelSection, WeightsSection
 from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, Work
 from actors.engines.section import EngineSection
 from actors.engines.weights import HostWeights, WeightsPuller
@@ -122,6 +122,11 @@ class EngineWorker(Actor):
             check_module(kind, key="engine.kind")
         elif kind == "vllm" and importlib.util.find_spec("vllm") is None:
             raise ConfigError(f"{VLLM_MISSING}.")
+        elif kind == "vllm" and CUDA.match(config.model.device):
+            raise ConfigError(
+                f"model.device is {config.model.device}, but engine.kind=vllm takes the first GPUs that its process sees: "
+                "give each engine its own with actors.engine.pools.NAME.gpus=1, see docs/pools.md."
+            )
         elif kind != "scripted":
             check_device(config.model.device)
 

@@ -14,7 +14,7 @@ from safetensors.torch import save as save_tensors
 from actors import checkpoint as checkpoints
 from actors.config import ModelSection, TrainSection
 from actors.messages.samples import Trajectory
-from actors.model_folder import files_beside_weights
+from actors.model_folder import files_beside_weights, pick_device
 from actors.training import forward
 from actors.training.engine import StepResult, TrainError
 from actors.training.losses import has_spread
@@ -140,8 +140,7 @@ class TorchTrainEngine:
         self._step = 0
         torch.set_num_threads(model.torch_threads)
         torch.manual_seed(seed)
-        wanted = model.device if model.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-        self._device = torch.device(wanted)
+        self._device = torch.device(pick_device(model.device, torch.cuda.device_count()))
 
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
         """(step, epoch) of what was loaded; (0, 0) for a base model."""

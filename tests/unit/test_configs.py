@@ -35,8 +35,22 @@ def test_vllm_that_is_not_installed_is_told_before_anything_starts(monkeypatch):
 
 @pytest.mark.parametrize("role", ["engine", "trainer"])
 def test_cuda_that_is_not_there_is_told_before_anything_starts(role, monkeypatch):
-    monkeypatch.setattr(model_folder, "sees_cuda", lambda: False)
+    monkeypatch.setattr(model_folder, "num_gpus", lambda: 0)
     config = load(CONFIGS / "quickstart.yaml", ["model.device=cuda"])
 
     with pytest.raises(ConfigError, match=r"^model.device is cuda, but torch sees no CUDA device"):
         config.actor_class(role).check_host(config.actor_config(role))
+
+
+def test_a_gpu_by_its_number_is_not_vllm_s_to_take(monkeypatch):
+    monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: name)
+    config = load(CONFIGS / "quickstart_vllm.yaml", ["model.device=cuda:1"]).actor_config("engine")
+
+    with pytest.raises(ConfigError, match=r"^model.device is cuda:1, but engine.kind=vllm takes the first GPUs"):
+        worker.EngineWorker.check_host(config)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:-1", "cuda:01", "cuda:1 ", "cpu:0"])
+def test_a_device_that_is_none_is_refused(device):
+    with pytest.raises(ConfigError, match=r"model.device: .* is none of auto, cpu, cuda, and no cuda:N"):
+        load(CONFIGS / "quickstart.yaml", [f"model.device='{device}'"])

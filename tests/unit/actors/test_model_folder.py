@@ -5,7 +5,8 @@ import json
 import pytest
 
 from actors import checkpoint as checkpoints
-from actors.model_folder import files_beside_weights, num_parameters, same_model
+from actors.model_folder import files_beside_weights, may_use_cuda, num_parameters, pick_device, same_model
+from runtime.errors import ConfigError
 
 
 def write_weights(path, **shapes):
@@ -75,3 +76,30 @@ def test_a_checkpoint_whose_inner_file_is_gone_is_damaged(tmp_path):
 
     with pytest.raises(checkpoints.CheckpointError, match="can't be read"):
         checkpoints.check(tmp_path / "step_1")
+
+
+@pytest.mark.parametrize(
+    ("device", "num", "picked"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda"),
+        ("cpu", 2, "cpu"),
+        ("cuda", 1, "cuda"),
+        ("cuda:1", 2, "cuda:1"),
+        ("cuda:1", 1, "model.device is cuda:1, but torch sees cuda:0 alone: "),
+        ("cuda:8", 8, "model.device is cuda:8, but torch sees cuda:0 to cuda:7 alone: "),
+        ("cuda:1", 0, "model.device is cuda:1, but torch sees no CUDA device: "),
+    ],
+)
+def test_a_device_is_one_that_torch_sees(device, num, picked):
+    try:
+        found = pick_device(device, num)
+    except ConfigError as error:
+        found = str(error)
+
+    assert found == picked or (picked.endswith(": ") and found.startswith(picked))
+
+
+@pytest.mark.parametrize(("device", "may"), [("cuda", True), ("cuda:3", True), ("cpu", False)])
+def test_what_may_use_a_gpu_is_known_without_torch(device, may):
+    assert may_use_cuda(device) == may
