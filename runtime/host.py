@@ -138,9 +138,9 @@ class JobHost:
         self._stopping = False
         self._log = logger("host")
 
-    def names(self, role: str | None = None) -> list[str]:
-        """The actors it keeps running, oldest first."""
-        return [n for n, one in self._hosted.items() if not one.leaving and role in (None, role_of(n))]
+    def names(self, role: str | None = None, *, leaving: bool = False) -> list[str]:
+        """The actors it keeps running, oldest first; and those that still drain, where `leaving` is asked for."""
+        return [n for n, one in self._hosted.items() if (leaving or not one.leaving) and role in (None, role_of(n))]
 
     def is_stopped(self, name: str) -> bool:
         """See Instance."""

@@ -179,6 +179,7 @@ def compose(source: ConfigSource, *, before: Tree | None = None) -> Config:
     if not tree.get("actors"):
         raise ConfigError(f"{source.file} names no actors. Add a section actors with a class for each role.")
     _check_classes(source, tree["actors"])
+    _check_changed_pools(source)
     roles = _validated(_Roles, {"actors": tree["actors"]}, source, BaseRoot).actors
     for role in roles:
         if not ROLE.match(role) or role in RESERVED_ROLES:
@@ -204,7 +205,7 @@ def _checked(source: ConfigSource, root_class: type[BaseRoot], classes: Mapping[
     """The config that the whole tree of `source` makes."""
     root = _validated(root_class, source.tree, source, root_class)
     for role, spec in root.actors.items():
-        _check_count(source, role, spec.count, classes[role], others=bool(root.bus.host))
+        _check_count(source, role, spec, classes[role], others=bool(root.bus.host))
     configs = {role: _actor_config(source, root, cls) for role, cls in classes.items()}
     config = Config(root, classes, configs)
     for cls in classes.values():
@@ -283,6 +284,18 @@ def _check_classes(source: ConfigSource, actors: object) -> None:
             raise ConfigError(source.sentence(("actors", role), text))
 
 
+def _check_changed_pools(source: ConfigSource) -> None:
+    """A single key that is changed of a pool which the file does not have is most likely another pool's, mistyped."""
+    written = {keys[:4] for keys in source.lines if len(keys) >= 4 and keys[2] == "pools"}
+    for keys in source.overridden:
+        pool = keys[:4]
+        if len(keys) > 4 and keys[0] == "actors" and keys[2] == "pools" and pool not in written:
+            beside = [known[3] for known in written if known[:3] == pool[:3]]
+            if near := difflib.get_close_matches(pool[3], beside, n=1):
+                text = f"{'.'.join(pool)} is not there. Did you mean {near[0]}? A new pool is given whole: {'.'.join(pool)}='{{count: 1}}'."
+                raise ConfigError(source.sentence(keys, text))
+
+
 def _load(source: ConfigSource, role: str, spec: ActorSpec) -> type[Actor]:
     keys = ("actors", role, "class")
     try:
@@ -304,15 +317,18 @@ def _check_role(source: ConfigSource, role: str, classes: Mapping[str, type[Acto
         raise ConfigError(source.sentence(("actors",), text))
 
 
-def _check_count(source: ConfigSource, role: str, count: int, cls: type[Actor], *, others: bool) -> None:
+def _check_count(source: ConfigSource, role: str, spec: ActorSpec, cls: type[Actor], *, others: bool) -> None:
     """Of what a job may have several, other hosts may bring them all, where they can come in."""
-    key, shared = f"actors.{role}.count", cls.most > 1
+    key, count, shared = f"actors.{role}.count", spec.count, cls.most > 1
     if not (0 if others and shared else cls.least) <= count <= cls.most:
         bound = f"at least {cls.least}" if count < cls.least else f"at most {cls.most}"
         advice = f"Set {key}={max(cls.least, min(count, cls.most))}"
+        told = f"{key} is {count}"
+        if spec.pools:
+            told, advice = f"the pools of {role} have {count} processes together", "Change the count of one of them"
         advice += ", or bus.host if other hosts are to bring them." if shared and not count else "."
-        text = f"{key} is {count}; a job needs {bound} {role}. {advice}"
-        raise ConfigError(source.sentence(("actors", role, "count"), text))
+        text = f"{told}; a job needs {bound} {role}. {advice}"
+        raise ConfigError(source.sentence(("actors", role, "pools" if spec.pools else "count"), text))
 
 
 def _actor_config(source: ConfigSource, root: BaseRoot, cls: type[Actor]) -> ActorConfig:

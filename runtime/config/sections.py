@@ -118,6 +118,7 @@ def _dotted(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable that says which GPUs a process sees."""
 
+VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 POOL = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
 
 
@@ -145,11 +146,16 @@ class PoolSection(Section):
         return bool(self.gpus or self.cores or self.env)
 
     @model_validator(mode="after")
-    def _devices_are_given_once(self) -> Self:
+    def _has_a_sound_environment(self) -> Self:
         if self.gpus and DEVICES in self.env:
             raise ValueError(
                 f"gpus={self.gpus} and env.{DEVICES}={self.env[DEVICES]} both say which GPUs. Keep one of them"
             )
+        for name, value in self.env.items():
+            if not VARIABLE.match(name) or "\0" in value:
+                raise ValueError(
+                    f"{name!r} in env can't be set: name a variable by letters, digits and _, its value without NUL"
+                )
         return self
 
 

@@ -59,7 +59,8 @@ class JobHosts:
         most, running = self._job.actor_class(role).most, [role_of(name) for name in self.running()].count(role)
         if running + num > most:
             return NotAdded(f"can't add {num} {role}: a run has at most {most}, and {running} runs already.")
-        taken = [int(n.rsplit("-", 1)[1]) for n in (*self._here.names(), *self._given) if role_of(n) == role]
+        there = (*self._here.names(leaving=True), *self._given)
+        taken = [int(n.rsplit("-", 1)[1]) for n in there if role_of(n) == role]
         first = max(taken, default=0) + 1
         names = tuple(f"{role}-{first + i}" for i in range(num))
         if request.node:

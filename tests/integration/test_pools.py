@@ -1,5 +1,6 @@
 """Pools over real processes and a host that joins: GPUs, cores, environment and config of each, in the process and on the monitor."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from runtime.monitor.app import RunActions
+from runtime.monitor.views import ActorView
 from tests.jobs import clean_environment, left_behind, rubato
 
 LIMIT_S = 90.0
@@ -123,7 +126,7 @@ def test_pools_on_two_hosts_have_what_the_config_gives_them(place):
 
         full = rubato("add", "worker", "--pool", "decode", "-n", "2", "--run", run, cwd=place)
         wrong = rubato("add", "worker", "--pool", "far", "--run", run, cwd=place)
-        light = rubato("add", "worker", "--pool", "light", "--run", run, cwd=place)
+        light = asyncio.run(RunActions(run).act("add", view(run, "worker-3")))  # as `+` in the live view does
         token = rubato("keys", "join-token", "--run", run, cwd=place).out.strip()
         join = ("add", "worker", "--pool", "far", "--join", token, "--run-dir", second)
         with started(place / "unlabelled.log", *join, gpus="0,1") as unlabelled:
@@ -131,7 +134,7 @@ def test_pools_on_two_hosts_have_what_the_config_gives_them(place):
         with started(place / "second.log", *join, "host.labels=[a, b]", gpus="0,1"):
             until(lambda: "worker-5" in shown(run), "the second host")
             seen, table = shown(run), rubato("monitor", run, "--once", cwd=place).out
-            os.kill(until(lambda: pid_of(run, "worker-2"), "its process"), signal.SIGKILL)
+            os.kill(view(run, "worker-2")["pid"], signal.SIGKILL)
             until(lambda: len(has(run, "worker-2")) == 2, "its second life")
             drained = rubato("drain", "--pool", "far", "--run", run, cwd=place)
             both = rubato("drain", "--pool", "decode", "worker-3", "--run", run, cwd=place)
@@ -145,7 +148,7 @@ def test_pools_on_two_hosts_have_what_the_config_gives_them(place):
         == "can't add 2 worker to the pool decode, only 1: this host has 0 of 3 GPUs free, and each process takes 1.\n"
     )
     assert wrong.err == "can't add 1 worker to the pool far: this host does not have the label b.\n"
-    assert light.out == "added: worker-4\n"
+    assert light == "worker-4 added"
     assert (refused, (place / "unlabelled.log").read_text()) == (2, wrong.err)
     assert has(second, "worker-5")[0]["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert seen == {
@@ -161,9 +164,10 @@ def test_pools_on_two_hosts_have_what_the_config_gives_them(place):
     assert not left_behind(place)
 
 
-def pid_of(run: Path, name: str) -> int:
+def view(run: Path, name: str) -> ActorView:
+    """The actor as the monitor shows it."""
     told = rubato("monitor", run, "--json", cwd=run)
-    return next((a["pid"] for a in json.loads(told.out)["actors"] if a["name"] == name), 0) if told.code == 0 else 0
+    return next(actor for actor in json.loads(told.out)["actors"] if actor["name"] == name)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +175,7 @@ def pid_of(run: Path, name: str) -> int:
     [
         ("light.labels=[b]", "light.count is 1, but this host does not have the label b. Set it to 0, and let other"),
         ("decode.cores=4096", "decode.count is 2, but this host has "),
-        ("decod.count=1", ""),
+        ("spare.count=1", ""),
         ("light.hardwar=h20", "light.hardwar is not a key. Did you mean actors.worker.pools.light.hardware?"),
     ],
 )

@@ -28,6 +28,9 @@ class Worker(Actor):
     async def on_start(self):
         self.metrics.gauge("slots", self.config.speed.slots)
 
+    async def on_drain(self):
+        await asyncio.sleep(3.0)
+
 
 class Plain(Actor):
     role = "plain"
@@ -108,6 +111,20 @@ async def test_a_pool_is_drained_as_a_whole_and_asking_again_says_the_same(job):
     assert seen == {"plain-1": PLAIN, "worker-3": SLOW}
     assert (more, one_and_a_pool) == (Added(("worker-4",)), Added(("plain-1", "worker-4")))
     assert left == {"worker-3": SLOW}
+
+
+@virtual
+async def test_what_still_drains_keeps_its_name_and_its_place(job):
+    async with job as pools, asyncio.TaskGroup() as tasks:
+        draining = tasks.create_task(pools.ask(DrainActors((), "slow")))
+        await asyncio.sleep(1.0)
+        added = await pools.ask(AddActors("worker", 1, pool="fast"))
+        assert not draining.done()
+        await draining
+        seen = await pools.seen()
+
+    assert added == Added(("worker-4",))
+    assert (seen["worker-4"], "worker-3" in seen) == (FAST, False)
 
 
 REFUSED = [

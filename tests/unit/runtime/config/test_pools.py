@@ -91,6 +91,14 @@ DECODE = "actors.engine.pools.decode"
         (f"{ENGINE}.count=2", f"{ENGINE}: count=2 and pools both say how many. Leave count out, and set that of each pool."),
         (f"{ENGINE}.pools.a b.count=1", f"{ENGINE}: a b can't be a pool's name: use letters, digits, - and _."),
         (
+            f"{ENGINE}.pools.decod.count=1",
+            f"{ENGINE}.pools.decod is not there. Did you mean decode? A new pool is given whole: {ENGINE}.pools.decod='{{count: 1}}'.",
+        ),
+        (
+            f"{DECODE}.env={{a=b: 1}}",
+            f"{DECODE}: 'a=b' in env can't be set: name a variable by letters, digits and _, its value without NUL.",
+        ),
+        (
             "actors.env_manager.pools.decode.count=1",
             "actors.engine and actors.env_manager both have a pool decode. Call one of them otherwise.",
         ),
@@ -98,6 +106,15 @@ DECODE = "actors.engine.pools.decode"
 )  # fmt: skip
 def test_a_mistake_in_a_pool_is_one_sentence(job, override, sentence):
     assert refusal(job, override) == sentence
+
+
+def test_a_role_without_a_process_in_any_pool_is_told_of_the_pools(job):
+    said = refusal(job, f"{DECODE}.count=0", "actors.engine.pools.prefill.count=0")
+
+    assert said == (
+        "the pools of engine have 0 processes together; a job needs at least 1 engine. "
+        "Change the count of one of them, or bus.host if other hosts are to bring them."
+    )
 
 
 def test_devices_are_given_in_one_way(job):
@@ -117,6 +134,12 @@ def test_sections_that_do_not_fit_in_a_pool_are_refused_as_in_the_job(job):
     said = refusal(job, f"{DECODE}.set.engine.max_len=64", "rollout.max_len=128")
 
     assert said.startswith(f"{DECODE}.set: rollout.max_len"), said
+
+
+def test_a_pool_may_be_new_on_the_command_line(job):
+    changed = load(job, [f"{ENGINE}.pools.decod={{count: 1}}", f"{ENGINE}.pools.spare.count=2"])
+
+    assert changed.actors["engine"].members == ("decode", "decode", "prefill", "decod", "spare", "spare")
 
 
 @pytest.mark.parametrize(
