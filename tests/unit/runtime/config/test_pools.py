@@ -136,6 +136,13 @@ def test_sections_that_do_not_fit_in_a_pool_are_refused_as_in_the_job(job):
     assert said.startswith(f"{DECODE}.set: rollout.max_len"), said
 
 
+def test_what_a_pool_needs_of_the_host_is_looked_for_like_what_the_job_needs(job):
+    load(job, [f"{DECODE}.set.engine.kind=nowhere.engine:Engine", f"{DECODE}.count=0"]).check_host()
+
+    with pytest.raises(ConfigError, match=r"nowhere"):
+        load(job, [f"{DECODE}.set.engine.kind=nowhere.engine:Engine"]).check_host()
+
+
 def test_a_pool_may_be_new_on_the_command_line(job):
     changed = load(job, [f"{ENGINE}.pools.decod={{count: 1}}", f"{ENGINE}.pools.spare.count=2"])
 
