@@ -222,8 +222,10 @@ class RolloutSection(Section):
     """Must be 1: the trainer has the whole vocabulary's log-probs, and could not tell what a cut left out."""
     system_prompt: str = ""
     """First message of every trajectory, where set."""
+    renderer: str = ""
+    """Renderer of the package `renderers`, such as qwen3; empty renders by the model's own chat template."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables for the model's chat template, such as enable_thinking: false."""
+    """Variables for the model's chat template, or the renderer, such as enable_thinking: false."""
     tools: tuple[dict[str, Any], ...] = ()
     """Tool schemas for the model's chat template; empty takes what the environment's class declares as `tools`."""
     generate_timeout_s: float = Field(default=300.0, gt=0)

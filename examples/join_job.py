@@ -21,7 +21,7 @@ async def play(me: Guest, chat: ChatRenderer, ticket: Ticket) -> str:
         observation, gained, done, *_ = env.step(chat.decode(reply.tokens.ids))
         reward, turns = reward + gained, turns + 1
         transcript.sample(reply.tokens)
-        transcript.show(chat.follow_up(observation, transcript.last_token))
+        transcript.show(chat.next_turn(observation, transcript))
     played = (transcript.segment(),), reward, turns, not done, 0.0
     return (await me.ref("sample_buffer").ask(Put(Trajectory(ticket, *played)), timeout=30)).fate
 

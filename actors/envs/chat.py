@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from actors.envs.environment import Observation
 from actors.messages.generation import Tokens, VersionSpan
@@ -38,23 +38,9 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """`variables` and `tools` go to the template. Raises ValueError too for one of them that it never reads."""
-        from tokenizers import Tokenizer
-
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ValueError(f"model folder {folder} has no tokenizer.json")
-        try:
-            self._tokenizer: Any = Tokenizer.from_file(str(path))
-        except Exception as error:  # it raises nothing narrower
-            raise ValueError(f"{path} can't be read as a tokenizer: {error}") from error
-        config = _read_json(folder / "tokenizer_config.json")
-        self._special = {
-            key: _content(value)
-            for key, value in config.items()
-            if key.endswith("_token") and isinstance(value, str | dict)
-        }
+        self._tokenizer, self._special = read_tokenizer(folder)
         given = {**(variables or {}), **({"tools": [*tools]} if tools else {})}
-        self._template = _compile(template_of(folder, config), given, folder)
+        self._template = _compile(template_of(folder), given, folder)
         self._variables = {"tools": None, **given}
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self.stop_token_ids = self._stop_tokens(folder)
@@ -64,14 +50,18 @@ class ChatRenderer:
 
     def opening(self, observation: Observation) -> bytes:
         """Token ids of the first prompt: system prompt, the observation, and the start of the model's turn."""
-        return self._opening(_key(observation))
+        return self._opening(observation_key(observation))
 
     def follow_up(self, observation: Observation, last_token: int) -> bytes:
         """Token ids to append after a sampled turn that ended with `last_token`, up to the start of the next one.
 
         A turn that was cut off, and so has no stop token, gets one here.
         """
-        return self._follow_up(_key(observation), last_token if last_token in self.stop_token_ids else -1)
+        return self._follow_up(observation_key(observation), last_token if last_token in self.stop_token_ids else -1)
+
+    def next_turn(self, observation: Observation, transcript: "Transcript") -> bytes:
+        """Token ids that follow the last sampled turn of `transcript`, up to the start of the next one."""
+        return self.follow_up(observation, transcript.last_token)
 
     def decode(self, ids: bytes) -> str:
         """The text of sampled tokens, without special ones."""
@@ -81,12 +71,12 @@ class ChatRenderer:
         return self._tokenizer.decode(array("i", ids).tolist(), skip_special_tokens=True)
 
     def _render_opening(self, observation: str) -> bytes:
-        return self._encode(self._render([*self._system, *_messages(observation)])).tobytes()
+        return self._encode(self._render([*self._system, *as_messages(observation)])).tobytes()
 
     def _render_follow_up(self, observation: str, stop_token: int) -> bytes:
         asked = {"role": "user", "content": "?"}
         sampled = {"role": "assistant", "content": SAMPLED}
-        text = self._render([*self._system, asked, sampled, *_messages(observation)])
+        text = self._render([*self._system, asked, sampled, *as_messages(observation)])
         _, found, rest = text.rpartition(SAMPLED)
         if not found:
             raise ValueError("the model's chat template leaves out assistant turns, so a second turn can't be made")
@@ -108,6 +98,18 @@ class ChatRenderer:
         return tuple(dict.fromkeys(found))
 
 
+class Renderer(Protocol):
+    """Makes a trajectory's token ids of observations, int32 little-endian bytes."""
+
+    stop_token_ids: tuple[int, ...]
+
+    def opening(self, observation: Observation) -> bytes: ...
+
+    def next_turn(self, observation: Observation, transcript: "Transcript") -> bytes: ...
+
+    def decode(self, ids: bytes) -> str: ...
+
+
 class Transcript:
     """Appends only. `version_first` is -1 until something was sampled."""
 
@@ -116,6 +118,7 @@ class Transcript:
         self._mask = bytearray(len(opening) // TOKEN_BYTES)
         self._logprobs = bytearray(len(opening))
         self._spans: list[VersionSpan] = []
+        self._turn_at = len(opening)
         self.version_first = -1
 
     def __len__(self) -> int:
@@ -125,6 +128,11 @@ class Transcript:
     def prompt(self) -> bytes:
         """int32 ids of everything so far."""
         return bytes(self._tokens)
+
+    @property
+    def last_turn(self) -> tuple[bytes, bytes]:
+        """int32 ids before the newest sampled turn, and from there on."""
+        return bytes(self._tokens[: self._turn_at]), bytes(self._tokens[self._turn_at :])
 
     @property
     def last_token(self) -> int:
@@ -155,6 +163,7 @@ class Transcript:
         self._spans += [VersionSpan(span.version, offset + span.start, offset + span.end) for span in tokens.spans]
         if self.version_first < 0:
             self.version_first = tokens.spans[0].version
+        self._turn_at = len(self._tokens)
         self._tokens += tokens.ids
         self._mask += b"\1" * num
         self._logprobs += tokens.logprobs
@@ -170,12 +179,13 @@ def _after(stop_token: int, ids: "array[int]") -> int:
     return head.index(stop_token) + 1 if stop_token in head else 0
 
 
-def _key(observation: Observation) -> str:
+def observation_key(observation: Observation) -> str:
     """Hashable form of an observation: a text as it is, messages as JSON after a NUL."""
     return observation if isinstance(observation, str) else "\0" + json.dumps(observation)
 
 
-def _messages(key: str) -> list[dict[str, str]]:
+def as_messages(key: str) -> list[dict[str, str]]:
+    """The messages of an observation's key: a text is the user's."""
     return json.loads(key[1:]) if key.startswith("\0") else [{"role": "user", "content": key}]
 
 
@@ -193,11 +203,33 @@ def _content(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else str(token)
 
 
-def template_of(folder: Path, config: Mapping[str, Any] | None = None) -> str:
-    """The chat template of a model folder, whose tokenizer_config.json is `config`. Raises ValueError, one sentence, where it has none."""
-    config = _read_json(folder / "tokenizer_config.json") if config is None else config
+def read_tokenizer(folder: Path) -> tuple[Any, dict[str, str]]:
+    """The tokenizer of a model folder, and its special tokens by name. Raises ValueError, one sentence."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"model folder {folder} has no tokenizer.json")
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(path))
+    except Exception as error:  # it raises nothing narrower
+        raise ValueError(f"{path} can't be read as a tokenizer: {error}") from error
+    config = _read_json(folder / "tokenizer_config.json")
+    return tokenizer, {
+        key: _content(value)
+        for key, value in config.items()
+        if key.endswith("_token") and isinstance(value, str | dict)
+    }
+
+
+def template_of(folder: Path) -> str:
+    """The chat template of a model folder. Raises ValueError, one sentence, where it has none."""
     file = folder / "chat_template.jinja"
-    found = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    found = (
+        file.read_text(encoding="utf-8")
+        if file.is_file()
+        else _read_json(folder / "tokenizer_config.json").get("chat_template")
+    )
     if isinstance(found, list):  # several named templates
         named = {entry["name"]: entry["template"] for entry in cast("list[dict[str, str]]", found)}
         found = named.get("default")

@@ -11,6 +11,7 @@ import msgspec
 from actors.config import EvalSection, ModelSection, RewardSection, RolloutSection
 from actors.envs.chat import ChatRenderer, check_template
 from actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
+from actors.envs.named_renderer import NamedRenderer, renderer_config
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection
 from actors.envs.tasks import Task, check_tasks, resolved
@@ -104,7 +105,10 @@ class EnvManager(Actor):
         """The model's chat template."""
         model, given = folder / config.model.path, config.rollout
         try:
-            check_template(model, [*given.chat_template_kwargs, *(["tools"] if given.tools else [])])
+            if given.renderer:
+                renderer_config(given.renderer, given.chat_template_kwargs)
+            else:
+                check_template(model, [*given.chat_template_kwargs, *(["tools"] if given.tools else [])])
         except ValueError as error:
             if os.path.isdir(model):  # one that is not there is told of by others
                 said = str(error)
@@ -182,7 +186,7 @@ class EnvManager(Actor):
             await host.start()
             tools = limits.tools or host.declared.get(TOOLS, ())
             make = partial(
-                ChatRenderer,
+                partial(NamedRenderer, limits.renderer) if limits.renderer else ChatRenderer,
                 folder,
                 system_prompt=limits.system_prompt,
                 variables=limits.chat_template_kwargs,

@@ -13,7 +13,7 @@ import msgspec
 
 from actors.breakdown import numbers_of
 from actors.config import EvalSection, RolloutSection
-from actors.envs.chat import TOKEN_BYTES, ChatRenderer, Transcript
+from actors.envs.chat import TOKEN_BYTES, Renderer, Transcript
 from actors.envs.environment import Observation
 from actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, sentence
 from actors.envs.section import EnvSection
@@ -57,7 +57,7 @@ class RolloutContext:
     env: EnvSection
     rollout: RolloutSection
     host: EnvHost
-    renderer: ChatRenderer
+    renderer: Renderer
     proxy: Ref
     reward: Ref | None
     policy: Callable[[], PolicyState]
@@ -180,7 +180,7 @@ class Rollout:
             if truncated or len(self._texts) >= limits.max_turns:
                 self._truncated = True
                 return transcript
-            shown = context.renderer.follow_up(observation, transcript.last_token)
+            shown = context.renderer.next_turn(observation, transcript)
             if len(transcript) + len(shown) // TOKEN_BYTES + limits.max_new_tokens > limits.max_len:
                 self._truncated = True
                 return transcript
