@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from runtime.config.source import differing
@@ -210,7 +211,7 @@ def show(settings: Sequence[Setting], metrics: Sequence[str], console: Console) 
     """Print the settings and how they differ, the final figures, and a curve for each metric and run."""
     for setting in settings:
         keys = "  ".join(f"{key}={_short(value)}" for key, value in setting.keys.items()) or "the same config"
-        console.print(f"{setting.name}  {keys}  [dim]({_runs(len(setting.runs))})[/]")
+        console.print(f"{setting.name}  {escape(keys)}  [dim]({_runs(len(setting.runs))})[/]")
     console.print()
     console.print(figures(settings, metrics))
     console.print(f"[dim]means over the last {LAST} steps; of an evaluation the newest[/]")
@@ -240,7 +241,9 @@ def figures(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
     for setting in settings:
         for run in setting.runs:
             values = [_figure(run.final(name)) for name in metrics]
-            table.add_row(setting.name, str(run.folder), str(run.seed), str(run.steps), clock(run.wall_s), *values)
+            table.add_row(
+                setting.name, escape(str(run.folder)), str(run.seed), str(run.steps), clock(run.wall_s), *values
+            )
         if len(setting.runs) > 1:
             means = [_spread(setting.figure(name)) for name in metrics]
             table.add_row(setting.name, f"mean ± sd of {len(setting.runs)}", "", "", "", *means, style="bold")

@@ -67,6 +67,16 @@ def test_the_screen_has_what_differs_each_run_the_spread_and_curves_over_one_sca
     assert not any("█" in line for line in text.splitlines() if line.startswith("  seed 1"))
 
 
+def test_brackets_in_what_differs_are_shown_as_they_are(make_run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+
+    text = shown(capsys, make_run("a1", 1, 0.5, note="[red]x"), make_run("[bold]b1", 1, 0.5, note="[/]"))
+
+    assert "[red]x" in text
+    assert "[/]" in text
+    assert "[bold]b1" in text
+
+
 def test_a_run_that_has_not_come_as_far_is_told(make_run, capsys):
     text = shown(capsys, make_run("a1", 1, 0.5), make_run("a2", 2, 0.5, steps=12))
 
