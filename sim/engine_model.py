@@ -120,6 +120,18 @@ class ModelledEngine:
         """Requests that run or wait here."""
         return self._batch + len(self._waiting) + len(self._early)
 
+    def held(self, session: str) -> int:
+        """Tokens of an idle session whose KV is here."""
+        return self._idle.get(session, 0)
+
+    def adopt(self, session: str, tokens: int) -> None:
+        """KV of an idle session comes from elsewhere: `tokens` in all; it is dropped where there is no room for it."""
+        missing = tokens - self.held(session)
+        if missing > 0 and self._make_room(missing, session):
+            self._idle[session] = tokens
+            self._idle.move_to_end(session)
+            self._idle_tokens += missing
+
     def forget(self, session: str) -> None:
         """The session is over: its KV is free."""
         self._idle_tokens -= self._idle.pop(session, 0)

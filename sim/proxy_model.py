@@ -12,10 +12,12 @@ class RoutedEngine(Protocol):
     """What the proxy knows of an engine. It sets `on_change`, which the engine calls when its version or suspension changes."""
 
     name: str
-    version: int
-    suspended: bool
     on_change: Callable[[Any], None]
 
+    @property
+    def version(self) -> int: ...
+    @property
+    def suspended(self) -> bool: ...
     @property
     def num_slots(self) -> int: ...
     async def generate(self, session: str, context: int, new_tokens: int, min_version: int = 0) -> int: ...

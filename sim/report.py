@@ -23,9 +23,11 @@ DPI = 130
 
 
 TABLES: Final = frozenset(
-    {"agreement", "circuits", "cost", "links", "modes", "phases", "sensitivity", "staleness", "windows"}
+    {"agreement", "circuits", "cost", "links", "modes", "phases", "sensitivity", "splits", "staleness", "windows"}
 )
-PLOTS: Final = frozenset({"affinity", "agreement", "cost", "modelsync", "sigma", "staleness", "throughput", "windows"})
+PLOTS: Final = frozenset(
+    {"affinity", "agreement", "cost", "modelsync", "sigma", "splits", "staleness", "throughput", "windows"}
+)
 """What the kinds call theirs: the files of an earlier run, of whatever kind, that a new one in its folder removes."""
 
 

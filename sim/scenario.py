@@ -24,6 +24,7 @@ KINDS: Final[Mapping[str, str]] = {
     "rfabric_cost": "sim.rfabric.cost",
     "rollart_affinity": "sim.rollart.affinity",
     "rollart_failures": "sim.rollart.failures",
+    "rollart_prefill_decode": "sim.rollart.prefill_decode",
     "rollart_serverless": "sim.rollart.serverless",
     "rollart_sigma": "sim.rollart.sigma",
     "rollart_staleness": "sim.rollart.staleness",

@@ -14,6 +14,13 @@ SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
 SMALL = {
     "rollart_affinity": ["trajectories=4", "counted=4", "concurrency=2", "crossover.prompts=[128,4096]"],
     "rollart_failures": ["trajectories=4", "batches=1"],
+    "rollart_prefill_decode": [
+        "counted=8",
+        "concurrency=4",
+        "prefill_nodes=[1,2]",
+        "flip.rollouts=16",
+        "flip.concurrency=4",
+    ],
     "rollart_serverless": ["trajectories=8", "concurrency=8"],
     "rollart_sigma": ["trajectories=4", "sigmas_s=[1,10]"],
     "rollart_staleness": [
@@ -57,6 +64,7 @@ def test_the_choice_turns_where_the_ratio_passes_1():
 @pytest.mark.parametrize(
     ("name", "override", "said"),
     [
+        ("rollart_prefill_decode", "prefill_nodes=[4]", "each of prefill_nodes must be fewer than nodes"),
         ("rollart_staleness", "job.steps=30", "job.steps must be at least"),
         ("rollart_serverless", "reward_gpus=8", "reward_gpus must be fewer than gpus"),
         ("rollart_serverless", "engine.memory_use=0.1", "does not fit 1 x H800; give it more tp or pp"),
