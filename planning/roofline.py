@@ -10,6 +10,10 @@ from planning.language_model import BF16, ModelSpec
 LOAD_BYTES_S = 14.19 * (1 << 30) / 0.9
 """Host memory to one GPU: RollMux, section 3.6, has a 7B engine of one GPU start warm in 0.9 s."""
 
+REGROUP_S = 2.0
+"""Forming the process group of another degree, and its graphs: OrchestrRL reports switches of 2 to 5 s, of which loading is the rest
+(Frontier measured 4.52 s). That the least of it is the part without weights is our reading."""
+
 
 class EngineSpec(Spec):
     """One engine: `tp` x `pp` GPUs of one kind that hold one copy of a model.
@@ -106,6 +110,20 @@ class Roofline:
     def kv_move_s(self, tokens: int) -> float:
         """Keys and values of `tokens` to an engine of the same shape: each GPU sends its share over its own NIC."""
         return tokens * self._kv_bytes / (self.spec.num_gpus * self.spec.gpu.nic_busbw_bytes_s)
+
+    def sleep_s(self, tokens: int) -> float:
+        """Weights and the KV of `tokens` to host memory, or back: each GPU moves its share, at the rate of RollMux's warm starts."""
+        size_bytes = self._model.weight_bytes + tokens * self._kv_bytes
+        return load_s(size_bytes, self.spec.num_gpus, LOAD_BYTES_S)
+
+    def reconfigure_s(self, tokens: int, other: "Roofline") -> float:
+        """From this engine to the `other` one of the same model: a new process group, its weights from host memory, and the KV of
+        `tokens` dealt anew among the larger number of GPUs, each its share over NVLink (OrchestrRL: drain + reload + init)."""
+        if other.spec == self.spec:
+            return 0.0
+        shares = max(self.spec.num_gpus, other.spec.num_gpus)
+        deal_s = tokens * self._kv_bytes / (shares * self.spec.gpu.nvlink_busbw_bytes_s)
+        return REGROUP_S + other.swap_s() + deal_s
 
     def _roofs_of(self, batch: int) -> Roofs:
         """Pipeline stages work on a `pp`-th of the batch each, one after another, so a request's token passes all of them."""

@@ -5,20 +5,49 @@ from typing import NamedTuple, Protocol
 
 from actors.messages.generation import Sampling, Tokens
 
+EXPORT, CACHE, SLEEP, RECONFIGURE = CAPABILITIES = ("export", "cache", "sleep", "reconfigure")
+"""What an engine's class may state in `capabilities`: what it can do beyond what every engine does."""
+
+
+class Cache(NamedTuple):
+    """Keys and values of a request's first tokens, prompt and sampled ones in a row, as engines of one kind and model exchange them.
+
+    It saves a prefill and decides nothing else: without it, or under other weights than its own, the tokens are computed again.
+    """
+
+    version: int
+    """Of the weights that it goes with."""
+    shape: tuple[int, ...]
+    """Tokens come third: [2 (keys, values), layers, tokens, KV heads · head size]."""
+    dtype: str
+    data: memoryview
+    """In C order; it belongs to whoever holds the cache."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.shape[2]
+
 
 class Work(NamedTuple):
-    """One request as an engine sees it. `resumed` tokens follow the prompt and count towards `max_new_tokens`."""
+    """One request as an engine sees it. `resumed` tokens follow the prompt and count towards `max_new_tokens`.
+
+    A request that moves is its Work: what was sampled, with log-probabilities and version spans, is in `resumed`. Its sampler's
+    position is the number of tokens in `prompt` and `resumed`: each draw is a function of sampling.seed, the session (without one, the
+    id) and that number.
+    """
 
     request_id: str
     session: str
     prompt: tuple[int, ...]
     sampling: Sampling
     resumed: Tokens = Tokens()
+    cache: Cache | None = None
+    """For an engine with `cache`, of at most all tokens but the last; others leave it alone."""
 
 
 class Chunk(NamedTuple):
     """Tokens sampled since the last chunk of this request (spans start at 0 in each chunk). The last one has a `finish_reason`:
-    `stop`, `length` or `aborted`."""
+    `stop`, `length`, `aborted` or `exported`."""
 
     tokens: Tokens
     finish_reason: str = ""
@@ -36,10 +65,17 @@ class Load(NamedTuple):
     """Steps and swaps so far whose duration `engine.pace` set."""
     outlasted: int = 0
     """Those of them that took longer than their pace."""
+    asleep: bool = False
+    degree: int = 1
+    """GPUs that share each layer."""
 
 
 class Engine(Protocol):
-    """Generates for many requests at once. Every command takes effect between two decode steps, never inside one."""
+    """Generates for many requests at once. Every command takes effect between two decode steps, never inside one.
+
+    Every engine goes on with a request that others began (`resumed`). What only some can do is named in their class's `capabilities`,
+    a frozenset of CAPABILITIES, and comes last here; a class may leave out both. Callers ask `require` first.
+    """
 
     async def start(self) -> None:
         """Load the model as version 0. Raises EngineError with one sentence when it can't."""
@@ -72,6 +108,57 @@ class Engine(Protocol):
     async def stop(self) -> None:
         """End every request as `aborted`, free the model, end every process the engine started."""
         ...
+
+    # -- capabilities -----------------------------------------------------------------------------------------------
+
+    async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
+        """Take a request out, waiting or running, suspended or not: `generate` goes on with the returned Work, here or elsewhere,
+        and samples what this engine would have sampled.
+
+        Its iterator, which somebody has to read, yields a last chunk with `exported`. `with_cache`, with the capability `cache`: the
+        Work has the cache, where one was computed; that engine's `generate` takes it up instead of a prefill. Raises EngineError for
+        an id that does not run here (any more): it is where it was.
+        """
+        ...
+
+    async def sleep(self, level: int = 1) -> float:
+        """Weights and KV cache go to host memory, and the device's is free; returns the seconds it took.
+
+        Nothing is computed until `wake`. Requests keep their place and tokens, new ones wait, all other commands work: new weights
+        are there at `wake`. With `level` 2 the KV cache is dropped, and computed again after `wake`. Asleep already: nothing happens.
+        """
+        ...
+
+    async def wake(self) -> float:
+        """Weights and KV cache come back, and requests go on; returns the seconds it took. Awake already: nothing happens."""
+        ...
+
+    async def reconfigure(self, degree: int) -> float:
+        """Let `degree` GPUs share each layer from now on; returns the seconds it took.
+
+        Requests in flight go on as they were. Raises EngineError, and changes nothing, for a degree that can't be.
+        """
+        ...
+
+
+def capabilities(engine: object) -> frozenset[str]:
+    """What the engine's class states."""
+    return getattr(type(engine), "capabilities", frozenset())
+
+
+def require(engine: object, capability: str) -> None:
+    """Raises EngineError, one sentence, where the engine's class does not state `capability`."""
+    if capability not in capabilities(engine):
+        has = ", ".join(sorted(capabilities(engine))) or "none"
+        raise EngineError(
+            f"{type(engine).__name__} has not the capability {capability} (it has: {has}); set engine.kind to one that has it"
+        )
+
+
+def check_level(level: int) -> None:
+    """Raises EngineError, one sentence, for a level of sleep that there is not."""
+    if level not in (1, 2):
+        raise EngineError(f"level={level} is no level of sleep: 1 keeps the KV cache in host memory, 2 drops it")
 
 
 class EngineError(Exception):

@@ -5,7 +5,7 @@ A step's tokens are packed without padding; attention says where their keys and 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -189,17 +189,44 @@ class KVCache:
         width = heads * size
         try:
             # Zeros, not empty: a masked position is multiplied by 0, and 0 · NaN would be NaN.
-            table = torch.zeros(2, config.num_layers, num_slots * max_len, width, device=device, dtype=dtype)
+            self._table = torch.zeros(2, config.num_layers, num_slots * max_len, width, device=device, dtype=dtype)
         except RuntimeError as error:
             size_gb = 2 * config.num_layers * num_slots * max_len * width * dtype.itemsize / 1e9
             raise EngineError(
                 f"a KV cache of {size_gb:.1f} GB does not fit: lower engine.num_slots or engine.max_len ({error})"
             ) from None
-        self._keys = list(table[0])
-        self._values = list(table[1])
-        shape = (num_slots, max_len, heads, size)
-        self._key_slots = [t.view(shape) for t in self._keys]
-        self._value_slots = [t.view(shape) for t in self._values]
+        self._max_len = max_len
+        self._shape = (num_slots, max_len, heads, size)
+        self._view()
+
+    def _view(self) -> None:
+        self._keys = list(self._table[0])
+        self._values = list(self._table[1])
+        self._key_slots = [t.view(self._shape) for t in self._keys]
+        self._value_slots = [t.view(self._shape) for t in self._values]
+
+    def on(self, device: torch.device, *, kept: bool = True) -> None:
+        """Be on `device`; what is not `kept` is zeros there."""
+        self._table = self._table.to(device) if kept else torch.zeros_like(self._table, device=device)
+        self._view()
+
+    def shape_of(self, num_tokens: int) -> tuple[int, ...]:
+        """[2, layers, tokens, K·D] of so many tokens."""
+        return (2, self._table.shape[1], num_tokens, self._table.shape[3])
+
+    def num_bytes(self, num_tokens: int) -> int:
+        return math.prod(self.shape_of(num_tokens)) * self._table.itemsize
+
+    def take(self, slot: int, num_tokens: int) -> Tensor:
+        """A copy on the host of the slot's first tokens, shaped `shape_of`."""
+        return self._rows(slot, num_tokens).to("cpu", copy=True).contiguous()
+
+    def put(self, slot: int, taken: Tensor) -> None:
+        """What `take` gave, from the slot's first position on."""
+        self._rows(slot, taken.shape[2]).copy_(taken)
+
+    def _rows(self, slot: int, num_tokens: int) -> Tensor:
+        return self._table[:, :, slot * self._max_len : slot * self._max_len + num_tokens]
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put `keys` and `values` [T, K·D] at `rows` (slot · max_len + position)."""
@@ -348,6 +375,21 @@ def rotations(rope: Rope, head_dim: int, length: int, device: torch.device) -> T
         inverse = inverse * (smooth + (1 - smooth) / rope.factor)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
     return torch.polar(torch.ones_like(angles), angles).unsqueeze(1).to(device)
+
+
+def on_device(tensors: Any, device: torch.device) -> Any:
+    """Weights, or a part of them, on `device`; what is there already is not copied."""
+    if isinstance(tensors, Tensor):
+        return tensors.to(device)
+    if not isinstance(tensors, tuple):
+        return tensors
+    moved = [on_device(part, device) for part in tensors]
+    return tensors._make(moved) if isinstance(tensors, Weights | Layer) else tuple(moved)
+
+
+def array_of(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A view into `data`, nothing copied and never to be written."""
+    return torch.from_numpy(np.asarray(_Window(data))).view(dtype).view(*shape)
 
 
 class _Window:

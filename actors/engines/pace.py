@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable
 
+from pydantic import ValidationError
+
+from actors.engines.engine import EngineError
 from actors.engines.scheduler import Row
 from actors.engines.section import PaceSection
 from planning.roofline import Roofline
@@ -10,10 +13,18 @@ MOST_OUTLASTED = 0.02
 """Share of an engine's steps above which its times no longer are the hardware's: figures from it count for nothing."""
 
 
+def unpaced(degree: int) -> float:
+    """`reconfigure` of an engine whose hardware is not modelled: it is one device. Raises EngineError for more."""
+    if degree != 1:
+        raise EngineError(f"degree={degree} needs engine.pace: without it this engine computes on one device")
+    return 0.0
+
+
 class Pace:
     """One device that does one thing after another. It computes durations and never waits: that is the engine's to do."""
 
     def __init__(self, section: PaceSection) -> None:
+        self._section = section
         self._roofline = Roofline(section.spec())
         self._scale = section.scale
         self._free_at: float | None = None
@@ -40,6 +51,32 @@ class Pace:
     def kv_move_s(self, tokens: int) -> float:
         """Seconds that the KV of `tokens` takes to another engine of this shape."""
         return self._scale * self._roofline.kv_move_s(tokens)
+
+    def sleep_s(self, tokens: int) -> float:
+        """Seconds that weights and the KV of `tokens` take to host memory, and those that they take back."""
+        return self._scale * self._roofline.sleep_s(tokens)
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds of the prefill of `tokens`."""
+        return self._scale * self._roofline.prefill_s(tokens)
+
+    @property
+    def degree(self) -> int:
+        return self._section.degree
+
+    def reconfigure(self, degree: int, tokens: int) -> float:
+        """Last like `degree` GPUs from now on; returns the seconds that the change takes an engine which holds the KV of `tokens`.
+
+        Raises EngineError, and changes nothing, for a degree that can't be.
+        """
+        try:
+            section = PaceSection.model_validate({**self._section.model_dump(), "degree": degree})
+        except ValidationError as error:
+            raise EngineError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
+        roofline = Roofline(section.spec())
+        duration_s = self._scale * self._roofline.reconfigure_s(tokens, roofline)
+        self._section, self._roofline = section, roofline
+        return duration_s
 
     def due(self, duration_s: float, began: float, now: float) -> float:
         """When something is over that began at `began`, is computed by `now`, and is to last `duration_s`; it is counted.

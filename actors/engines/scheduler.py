@@ -6,11 +6,13 @@ A request inside an engine is a Sequence: its tokens, and the number that draws 
 import heapq
 from collections import OrderedDict, abc, deque
 from collections.abc import Container
+from functools import reduce
 from hashlib import blake2b
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from actors.engines.engine import Chunk, EngineError, Work
+from actors.engines.engine import Cache, Chunk, EngineError, Work
+from actors.engines.tokens import joined
 from actors.messages.generation import Tokens, VersionSpan
 from bus.message import pack_f32, pack_i32, unpack_i32
 
@@ -22,10 +24,12 @@ class Sequence:
     """Prompt, resumed and sampled tokens in a row. Belongs to whoever runs the step loop."""
 
     __slots__ = (
+        "cache",
         "finish_reason",
         "key",
         "max_tokens",
         "num_cached",
+        "sent",
         "slot",
         "stop_ids",
         "temperature_top_p",
@@ -37,7 +41,7 @@ class Sequence:
     )
 
     def __init__(self, work: Work, max_len: int) -> None:
-        self.work = work
+        self.work = work._replace(cache=None)
         self.tokens = [*work.prompt, *unpack_i32(work.resumed.ids)]
         self.max_tokens = min(max_len, len(work.prompt) + work.sampling.max_new_tokens)
         self.stop_ids = frozenset(work.sampling.stop_token_ids)
@@ -46,6 +50,10 @@ class Sequence:
         self.slot = -1
         self.num_cached = 0
         """Tokens whose keys and values are in the slot."""
+        self.cache = work.cache
+        """What came with it, until that is in a slot or good for nothing any more."""
+        self.sent: list[Tokens] = []
+        """What was sampled here, chunk by chunk."""
         self.unsent_ids: list[int] = []
         self.unsent_logprobs: list[float] = []
         self.unsent_versions: list[tuple[int, int]] = []
@@ -75,7 +83,13 @@ class Sequence:
         self.unsent_ids = []
         self.unsent_logprobs = []
         self.unsent_versions = []
+        if tokens.ids:
+            self.sent.append(tokens)
         return Chunk(tokens, self.finish_reason)
+
+    def moved(self, cache: Cache | None) -> Work:
+        """The request as another engine goes on with it, after its last chunk was taken here."""
+        return self.work._replace(resumed=reduce(joined, self.sent, self.work.resumed), cache=cache)
 
     def _finish_after(self, token: int) -> None:
         if token in self.stop_ids:
@@ -150,6 +164,12 @@ class Scheduler:
         self._max_batch_tokens = max(max_batch_tokens, num_slots)
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}
+        self._to_load: list[Sequence] = []
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values are in slots, idle ones included."""
+        return self._slots.num_idle_cached + sum(sequence.num_cached for sequence in self._running.values())
 
     @property
     def num_waiting(self) -> int:
@@ -171,7 +191,7 @@ class Scheduler:
             self._waiting.remove(sequence)
 
     def schedule(self) -> list[Row]:
-        """The next step's rows; empty when nothing can run."""
+        """The next step's rows; empty when nothing can run. Before it, `to_load` says whose caches go into their slots."""
         self._admit()
         left = self._max_batch_tokens
         rows: list[Row] = []
@@ -190,6 +210,16 @@ class Scheduler:
             left -= end - sequence.num_cached
         return rows
 
+    def to_load(self) -> list[tuple[Sequence, Cache]]:
+        """Sequences that got a slot in `schedule` and brought their keys and values, which the slot lacks."""
+        loads: list[tuple[Sequence, Cache]] = []
+        while self._to_load:
+            sequence = self._to_load.pop()
+            if sequence.cache is not None:
+                loads.append((sequence, sequence.cache))
+            sequence.cache = None
+        return loads
+
     def computed(self, rows: abc.Sequence[Row]) -> list[Sequence]:
         """Note that the step cached `rows`; returns the sequences a token is sampled for, in the rows' order."""
         for sequence, _, end in rows:
@@ -207,6 +237,8 @@ class Scheduler:
         self._slots.drop_idle()
         for sequence in self._running.values():
             sequence.num_cached = 0
+        for sequence in self._waiting:
+            sequence.cache = None
 
     def _admit(self) -> None:
         while self._waiting:
@@ -216,6 +248,11 @@ class Scheduler:
                 return
             sequence.slot, sequence.num_cached = found
             self._running[sequence.work.request_id] = self._waiting.popleft()
+            if sequence.cache is not None and sequence.num_cached < sequence.cache.num_tokens:
+                sequence.num_cached = min(sequence.cache.num_tokens, len(sequence.tokens) - 1)
+                self._to_load.append(sequence)
+            else:
+                sequence.cache = None
 
     def _release(self, sequence: Sequence) -> None:
         self._slots.give_back(sequence.slot, sequence.work.session, sequence.tokens[: sequence.num_cached])
@@ -229,6 +266,10 @@ class SlotTable:
         self._free = list(range(num_slots))
         self._idle: OrderedDict[str, tuple[int, list[int]]] = OrderedDict()
         self._prefix_cache = prefix_cache
+
+    @property
+    def num_idle_cached(self) -> int:
+        return sum(len(cached) for _, cached in self._idle.values())
 
     def take(self, session: str, tokens: abc.Sequence[int]) -> tuple[int, int] | None:
         """(slot, how many of `tokens` its cache already holds), or None when every slot is busy.

@@ -3,117 +3,23 @@
 import asyncio
 import contextlib
 import threading
-from collections import abc, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import process_time, thread_time
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from actors.config import ModelSection
-from actors.engines.engine import Chunk, EngineDead, EngineError, Load, Work
-from actors.engines.hf_files import ModelConfig, folder_images, read_config
-from actors.engines.model import AttentionShape, KVCache, Weights, arrange, build, forward, fuse, rotations, tensors_of
-from actors.engines.pace import Pace
-from actors.engines.scheduler import Row, Scheduler, Sequence, check, uniform
+from actors.engines.engine import CAPABILITIES, Chunk, EngineDead, EngineError, Load, Work, check_level
+from actors.engines.model import Weights
+from actors.engines.pace import Pace, unpaced
+from actors.engines.runner import HOST, ModelRunner
+from actors.engines.scheduler import Row, Scheduler, Sequence, check
 from actors.engines.section import EngineSection
-from actors.model_folder import pick_device
 from runtime.observe.log import logger
-
-_LARGEST = 1 - 2.0**-23
-"""Times any total, this is less than the total in float32: the largest number still names a token that has a probability."""
-
-
-class ModelRunner:
-    """Built and fed by different threads, one at a time; `step` and `weights` belong to the step loop once it runs."""
-
-    def __init__(self, config: ModelConfig, weights: Weights, section: EngineSection, shape: AttentionShape) -> None:
-        self.config = config
-        self.weights = weights
-        self._shape = shape
-        self._rotary = rotations(config.rope, config.head_dim, section.max_len, shape.device)
-        self._cache = KVCache(config, section.num_slots, section.max_len, shape.device, shape.dtype)
-
-    @classmethod
-    def load(cls, folder: Path, model: ModelSection, section: EngineSection) -> "ModelRunner":
-        """Read an HF model folder. Raises EngineError with one sentence when files are missing or do not fit."""
-        torch.set_num_threads(model.torch_threads)
-        config = read_config(folder)
-        device = torch.device(pick_device(model.device, torch.cuda.device_count()))
-        dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-        tensors = {n: t for source, image in folder_images(folder) for n, t in tensors_of(image, source).items()}
-        weights = fuse(config, tensors, str(folder), device, dtype)
-        kv_width, folded = config.num_kv_heads * config.head_dim, config.num_heads // config.num_kv_heads
-        shape = AttentionShape(section.max_len, kv_width, folded, model.torch_threads, device, dtype)
-        return cls(config, weights, section, shape)
-
-    def prepare(self, image: memoryview, source: str) -> Weights:
-        """New weights beside the old ones: from any thread, while steps go on. Raises EngineError when they do not fit."""
-        return fuse(self.config, tensors_of(image, source), source, self._shape.device, self._shape.dtype)
-
-    def step(self, rows: list[Row]) -> tuple[list[Row], list[int], list[float]]:
-        """Compute `rows`; returns them as packed, and a token id and log-probability per row that reached its end."""
-        rows = arrange(rows)
-        batch = build(rows, self._shape)
-        ends = [row.sequence for row in rows if row.end == len(row.sequence.tokens)]
-        logits = forward(self.config, self.weights, self._rotary, self._cache, batch)
-        if not ends:
-            return rows, [], []
-        return rows, *sample(logits, draws_of(ends))
-
-
-def draws_of(sequences: abc.Sequence[Sequence]) -> np.ndarray:
-    """[R, 3] float32, how each row's next token is drawn: temperature (0 is greedy), top_p, and the number that picks it."""
-    keys = np.array([sequence.key for sequence in sequences], np.uint64)
-    positions = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)
-    draws = np.empty((len(sequences), 3), np.float32)
-    draws[:, :2] = [sequence.temperature_top_p for sequence in sequences]
-    draws[:, 2] = uniform(keys, positions)
-    return draws
-
-
-def sample(logits_RV: Tensor, draws_R3: np.ndarray) -> tuple[list[int], list[float]]:
-    """Token id and log-probability per row of float32 `logits_RV`, drawn as `draws_of` says.
-
-    Log-probabilities are of the distribution that was drawn from: at the row's temperature, and over what its top_p keeps. A greedy
-    row has them at temperature 1, over the whole vocabulary.
-    """
-    greedy = draws_R3[:, 0] == 0.0
-    temperature, top_p, number = torch.from_numpy(draws_R3).to(logits_RV.device).split(1, -1)
-    if not np.isin(draws_R3[:, 0], (0.0, 1.0)).all():
-        logits_RV = logits_RV / temperature.masked_fill(temperature == 0.0, 1.0)
-    logprobs_RV = logits_RV.log_softmax(-1)
-    if greedy.all():
-        chosen = logits_RV.argmax(-1, keepdim=True)
-    else:
-        if (draws_R3[~greedy, 1] < 1.0).any():
-            logprobs_RV = _nucleus(logprobs_RV, top_p.masked_fill(temperature == 0.0, 1.0))
-        chosen = _drawn(logprobs_RV.exp(), number)
-        if greedy.any():
-            rows = torch.from_numpy(greedy).to(logits_RV.device).unsqueeze(-1)
-            chosen = torch.where(rows, logits_RV.argmax(-1, keepdim=True), chosen)
-    return chosen.squeeze(-1).tolist(), logprobs_RV.gather(-1, chosen).squeeze(-1).tolist()
-
-
-def _drawn(probs_RV: Tensor, number_R1: Tensor) -> Tensor:
-    """[R, 1] the first token whose cumulative probability exceeds `number` of the total: never one of probability 0."""
-    cumulative = probs_RV.cumsum(-1)
-    return torch.searchsorted(cumulative, number_R1.clamp(max=_LARGEST) * cumulative[:, -1:], right=True)
-
-
-def _nucleus(logprobs_RV: Tensor, top_p_R1: Tensor) -> Tensor:
-    """Log-probabilities within the smallest set of most probable tokens that reaches top_p, -inf outside; rows with top_p 1 stay."""
-    ordered, order = logprobs_RV.exp().sort(-1, descending=True)
-    before = ordered.cumsum(-1) - ordered
-    outside = before >= top_p_R1
-    outside[:, 0] = False
-    cut = logprobs_RV.masked_fill(torch.zeros_like(outside).scatter_(-1, order, outside), -torch.inf)
-    return torch.where(top_p_R1 < 1.0, cut.log_softmax(-1), logprobs_RV)
-
 
 STOP_S = 30.0
 """Longer than any step: `stop` waits so long for the step in progress."""
@@ -127,6 +33,8 @@ Say = Callable[[Any], None]
 
 class TorchEngine:
     """Lives on one event loop; the step loop is a thread of its own and hears of everything between two steps."""
+
+    capabilities = frozenset(CAPABILITIES)
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
         self._folder = folder
@@ -151,6 +59,7 @@ class TorchEngine:
         inbox = self._inboxes[work.request_id] = asyncio.Queue[Chunk | EngineDead]()
         over = False
         try:
+            steps.runner.check_cache(work.request_id, work.cache)
             steps.post(steps.add, Sequence(work, self._section.max_len), inbox.put_nowait)
             while not over:
                 heard = await inbox.get()
@@ -186,11 +95,31 @@ class TorchEngine:
         self._update_cpu_s += thread_time() - began
         return prepared
 
+    async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
+        """A paced one lasts what its cache takes to the other engine, while steps go on."""
+        work: Work = await self._command(StepLoop.export, request_id, with_cache)
+        pace = self._started().pace
+        if pace is not None and work.cache is not None:
+            await asyncio.sleep(pace.kv_move_s(work.cache.num_tokens))
+        return work
+
+    async def sleep(self, level: int = 1) -> float:
+        return await self._command(StepLoop.sleep, level)
+
+    async def wake(self) -> float:
+        return await self._command(StepLoop.wake)
+
+    async def reconfigure(self, degree: int) -> float:
+        """Without `engine.pace` it is one device; with it, as many as the class has."""
+        return await self._command(StepLoop.reconfigure, degree)
+
     def load(self) -> Load:
         steps = self._started()
-        waiting, running = steps.scheduler.num_waiting, steps.scheduler.num_running
-        paced, outlasted = (steps.pace.num, steps.pace.outlasted) if steps.pace is not None else (0, 0)
-        return Load(self._section.num_slots, waiting, running, steps.version, steps.suspended, paced, outlasted)
+        scheduler, pace = steps.scheduler, steps.pace
+        return Load(
+            self._section.num_slots, scheduler.num_waiting, scheduler.num_running, steps.version, steps.suspended,
+            pace.num if pace else 0, pace.outlasted if pace else 0, bool(steps.asleep), pace.degree if pace else 1,
+        )  # fmt: skip
 
     async def stop(self) -> None:
         steps, self._steps = self._steps, None
@@ -252,6 +181,8 @@ class StepLoop(threading.Thread):
         self.scheduler = Scheduler(section.num_slots, section.max_batch_tokens, prefix_cache=section.prefix_cache)
         self.version = 0
         self.suspended = False
+        self.asleep = 0
+        """The level of its sleep."""
         self.dead: EngineDead | None = None
         """Why the loop ended, when it did not end by `stop`."""
         self.times = StepTimes()
@@ -287,6 +218,8 @@ class StepLoop(threading.Thread):
 
     def add(self, sequence: Sequence, say: Say) -> None:
         self._sequences[sequence.work.request_id] = (sequence, say)
+        if sequence.cache is not None and sequence.cache.version != self.version:
+            sequence.cache = None
         if sequence.finish_reason:
             self._hand_out(sequence)
         else:
@@ -306,22 +239,60 @@ class StepLoop(threading.Thread):
         if found is not None:
             self.scheduler.remove(found[0])
 
+    def export(self, request_id: str, with_cache: bool) -> Work:
+        """Hand out what was sampled, as the last chunk; returns the request as others go on with it."""
+        if request_id not in self._sequences:
+            raise EngineError(f"request {request_id} does not run here: there is nothing to export")
+        sequence, _ = self._sequences[request_id]
+        cache = self.runner.take_cache(sequence, self.version) if with_cache else None
+        self.scheduler.remove(sequence)
+        sequence.finish_reason = "exported"
+        self._hand_out(sequence)
+        return sequence.moved(cache)
+
     def suspend(self) -> None:
         self.suspended = True
 
     def resume(self) -> None:
         self.suspended = False
 
+    def sleep(self, level: int) -> float:
+        """Returns the seconds it took."""
+        check_level(level)
+        if self.asleep:
+            return 0.0
+        began, tokens = self._loop.time(), self.scheduler.num_cached
+        self.asleep = level
+        if level > 1:
+            tokens = 0
+            self.scheduler.forget_caches()
+        self.runner.move_to(HOST, with_cache=level == 1)
+        return self._took(began, self.pace and self.pace.sleep_s(tokens))
+
+    def wake(self) -> float:
+        """Returns the seconds it took."""
+        if not self.asleep:
+            return 0.0
+        began, level = self._loop.time(), self.asleep
+        self.asleep = 0
+        self.runner.move_to(None, with_cache=level == 1)
+        return self._took(began, self.pace and self.pace.sleep_s(self.scheduler.num_cached))
+
+    def reconfigure(self, degree: int) -> float:
+        """Returns the seconds it took."""
+        if self.pace is None:
+            return unpaced(degree)
+        began = self._loop.time()
+        return self._took(began, self.pace.reconfigure(degree, self.scheduler.num_cached))
+
     def swap(self, version: int, weights: Weights) -> float:
         """Returns the pause in seconds."""
         began = self._loop.time()
-        self.runner.weights = weights
+        self.runner.swap(weights)
         self.version = version
         if self._recompute:
             self.scheduler.forget_caches()
-        if self.pace is not None:
-            self._last(self.pace, self.pace.swap_s(), began)
-        return self._loop.time() - began
+        return self._took(began, self.pace and self.pace.swap_s())
 
     def stop(self) -> None:
         for request_id in list(self._sequences):
@@ -337,7 +308,7 @@ class StepLoop(threading.Thread):
                 while not self._ended:
                     self._run_commands()
                     self._flush()
-                    if not self.suspended and not self._ended:
+                    if not self._held and not self._ended:
                         self._step()
                         self._flush()
         except Exception as error:  # noqa: BLE001 - whatever fails a step ends the engine, and everybody hears it
@@ -348,7 +319,7 @@ class StepLoop(threading.Thread):
         with self._changed:
             idle = not self._has_work()
             self._listening = True
-            while not self._commands and (self.suspended or idle):
+            while not self._commands and (self._held or idle):
                 if self.pace is not None:
                     self.pace.idle()
                 self._changed.wait()
@@ -366,6 +337,10 @@ class StepLoop(threading.Thread):
             else:
                 self._reply(reply, result)
 
+    @property
+    def _held(self) -> bool:
+        return self.suspended or bool(self.asleep)
+
     def _has_work(self) -> bool:
         return bool(self.scheduler.num_running or self.scheduler.num_waiting)
 
@@ -375,6 +350,8 @@ class StepLoop(threading.Thread):
         if not rows:
             return
         started = self._loop.time()
+        for sequence, cache in self.scheduler.to_load():
+            self.runner.put_cache(sequence, cache)
         rows, ids, logprobs = self.runner.step(rows)
         if self.pace is not None:
             self._last(self.pace, self.pace.step_s(rows), started)
@@ -394,6 +371,12 @@ class StepLoop(threading.Thread):
         """Wait until what began at `began` has lasted `duration_s`."""
         due = pace.due(duration_s, began, self._loop.time())
         self.stopping.wait(max(0.0, due - self._loop.time()))
+
+    def _took(self, began: float, pace_s: float | None) -> float:
+        """The seconds since `began`, at least what the pace says."""
+        if self.pace is not None and pace_s is not None:
+            self._last(self.pace, pace_s, began)
+        return self._loop.time() - began
 
     def _hand_out(self, sequence: Sequence) -> None:
         _, say = self._sequences.pop(sequence.work.request_id)

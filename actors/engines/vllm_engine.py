@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import ModelSection
-from actors.engines.engine import VLLM_MISSING, Chunk, EngineDead, EngineError, Load, Work
+from actors.engines.engine import CACHE, EXPORT, VLLM_MISSING, Chunk, EngineDead, EngineError, Load, Work, require
 from actors.engines.scheduler import Sequence, bits, check
 from actors.engines.section import EngineSection
 from actors.engines.vllm_weights import EXTENSION, OWNER, check_tensors, handed_over, shapes_of
@@ -156,6 +156,8 @@ class _Request:
         self.marks = [(0, version)]
         """(number of the first token, version), ascending."""
         self.aborted = False
+        self.export: asyncio.Future[Work] | None = None
+        """Who waits for what was sampled, once vLLM let go of it."""
 
     def mark(self, version: int) -> None:
         """What was not sampled yet comes under `version`. Tokens that nobody has taken out of the collector count as sampled."""
@@ -174,11 +176,35 @@ class _Request:
         if output.finished and not self.sequence.finish_reason:
             if completion.finish_reason == "error":
                 raise EngineError(f"request {self.sequence.work.request_id} failed inside vLLM; its log says why")
-            self.sequence.finish_reason = "aborted"
+            self.sequence.finish_reason = self.how_taken_out
+
+    @property
+    def how_taken_out(self) -> str:
+        return "aborted" if self.export is None else "exported"
+
+    def last_chunk(self) -> Chunk:
+        """The chunk that ends it; who exports it hears of it."""
+        chunk = self.sequence.chunk()
+        if self.export is not None and not self.export.done():
+            if self.sequence.finish_reason == "exported":
+                self.export.set_result(self.sequence.moved(None))
+            else:
+                self.export.set_exception(_not_here(self.sequence.work.request_id))
+        return chunk
+
+
+def _not_here(request_id: str) -> EngineError:
+    return EngineError(f"request {request_id} does not run here: there is nothing to export")
 
 
 class VllmEngine:
-    """Lives on one event loop. Commands go to vLLM's engine-core process, which heeds them between two steps."""
+    """Lives on one event loop. Commands go to vLLM's engine-core process, which heeds them between two steps.
+
+    A request that it exports is computed again elsewhere: vLLM gives no cache away. One that goes on here is drawn by a seed of its
+    position, which gives other tokens than one run without a break.
+    """
+
+    capabilities = frozenset({EXPORT})
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
         self._folder = folder
@@ -213,14 +239,15 @@ class VllmEngine:
             await self._add(llm, request)
             while not over:
                 if request.collector is None:
-                    sequence.finish_reason, over = "aborted", True
+                    sequence.finish_reason, over = request.how_taken_out, True
                 else:
                     output = await self._next(request)
                     request.take(output)
                     over = output.finished
-                yield sequence.chunk()
+                yield request.last_chunk() if over else sequence.chunk()
         finally:
             del self._requests[work.request_id]
+            request.last_chunk()
             if not over and not llm.errored:
                 await llm.abort(work.request_id)
 
@@ -230,6 +257,16 @@ class VllmEngine:
         if request is not None:
             request.aborted = True
             await llm.abort(request_id)
+
+    async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
+        if with_cache:
+            require(self, CACHE)
+        llm, request = self._started(), self._requests.get(request_id)
+        if request is None or request.aborted:
+            raise _not_here(request_id)
+        request.aborted, request.export = True, asyncio.get_running_loop().create_future()
+        await llm.abort(request_id)
+        return await request.export
 
     async def suspend(self) -> None:
         async with self._boundary:

@@ -10,6 +10,7 @@ from typing import Any
 from actors.config import CUDA, ModelSection, WeightsSection
 from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, Work
 from actors.engines.section import EngineSection
+from actors.engines.tokens import joined, shifted
 from actors.engines.weights import HostWeights, WeightsPuller
 from actors.messages.generation import (
     HANDED_BACK,
@@ -24,7 +25,6 @@ from actors.messages.generation import (
     Suspend,
     Tokens,
     TokensSampled,
-    VersionSpan,
 )
 from actors.messages.weights import HoldWeights, WeightsHeld, WeightsPublished, WeightsTaken
 from actors.model_folder import check_device, check_model_folder, may_use_cuda
@@ -363,28 +363,3 @@ class EngineWorker(Actor):
         if self._engine is None or self._weights is None:
             raise EngineDead(f"{self.name} has not started its engine yet")
         return self._engine, self._weights
-
-
-# -- completions that are put together from parts -----------------------------------------------------
-
-
-def shifted(tokens: Tokens, by: int) -> Tokens:
-    """The same tokens, `by` positions later in the completion."""
-    if not by:
-        return tokens
-    return Tokens(
-        tokens.ids, tokens.logprobs, tuple(VersionSpan(s.version, s.start + by, s.end + by) for s in tokens.spans)
-    )
-
-
-def joined(tokens: Tokens, more: Tokens) -> Tokens:
-    """`tokens` followed by `more`, whose spans start at 0; neighbouring spans of one version become one."""
-    if not tokens.ids:
-        return more
-    spans = list(tokens.spans)
-    for span in shifted(more, len(tokens.ids) // 4).spans:
-        if spans and spans[-1].version == span.version and spans[-1].end == span.start:
-            spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
-        else:
-            spans.append(span)
-    return Tokens(tokens.ids + more.ids, tokens.logprobs + more.logprobs, tuple(spans))

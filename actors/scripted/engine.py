@@ -8,10 +8,12 @@ from pathlib import Path
 from zlib import crc32
 
 from actors.config import ModelSection
-from actors.engines.engine import Chunk, EngineDead, EngineError, Load, Work
+from actors.engines.engine import CAPABILITIES, Cache, Chunk, EngineDead, EngineError, Load, Work, check_level
 from actors.engines.hf_files import read_config, read_header
+from actors.engines.pace import unpaced
 from actors.engines.scheduler import Sequence, bits, check, key_of
 from actors.engines.section import EngineSection
+from bus.message import pack_i32
 
 
 class Slot:
@@ -25,10 +27,18 @@ class Slot:
         self.changed = asyncio.Event()
         """Set when it got a slot, was aborted, or the engine was resumed or stopped."""
         self.runs = False
+        self.prefilled = False
+        self.last: Chunk | None = None
+        """Of one that was exported, with what was sampled before."""
 
 
 class ScriptedEngine:
-    """Keeps the whole contract, slots and first-come order included. Every request runs in the task that iterates it."""
+    """Keeps the whole contract, slots and first-come order included. Every request runs in the task that iterates it.
+
+    A cache is the ids of the tokens that it stands for, so that one which belongs to another request is refused.
+    """
+
+    capabilities = frozenset(CAPABILITIES)
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
         self._folder = folder
@@ -40,6 +50,7 @@ class ScriptedEngine:
         self._free = section.num_slots
         self._version = 0
         self._suspended = False
+        self._asleep = False
         self._alive = False
         self._updating = asyncio.Lock()
 
@@ -54,14 +65,15 @@ class ScriptedEngine:
         self._waiting.append(slot)
         self._admit()
         try:
-            await self._pass(slot, self._script.prefill_s)
+            await self._pass(slot, 0.0 if self._is_cached(sequence) else self._script.prefill_s)
+            slot.prefilled = True
             while not sequence.finish_reason:
                 await self._pass(slot, self._script.token_s)
                 if not sequence.finish_reason:
                     sequence.sampled(*self._token(slot), self._version)
                     if not sequence.finish_reason:
                         yield sequence.chunk()
-            yield sequence.chunk()
+            yield slot.last or sequence.chunk()
         finally:
             self._leave(slot)
 
@@ -71,13 +83,35 @@ class ScriptedEngine:
             slot.sequence.finish_reason = "aborted"
             slot.changed.set()
 
+    async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
+        slot = self._exported(request_id)
+        sequence = slot.sequence
+        sequence.finish_reason = "exported"
+        slot.last = sequence.chunk()
+        slot.changed.set()
+        cached = with_cache and slot.prefilled
+        return sequence.moved(self._cache_of(sequence, len(sequence.tokens) - 1) if cached else None)
+
+    async def sleep(self, level: int = 1) -> float:
+        """There is nothing to move: it takes no time."""
+        check_level(level)
+        self._asleep = True
+        return 0.0
+
+    async def wake(self) -> float:
+        self._asleep = False
+        self._look()
+        return 0.0
+
+    async def reconfigure(self, degree: int) -> float:
+        return unpaced(degree)
+
     async def suspend(self) -> None:
         self._suspended = True
 
     async def resume(self) -> None:
         self._suspended = False
-        for slot in self._requests.values():
-            slot.changed.set()
+        self._look()
 
     async def update(self, version: int, weights: memoryview) -> float:
         read_header(weights, f"weights version {version}")
@@ -89,7 +123,7 @@ class ScriptedEngine:
     def load(self) -> Load:
         running = sum(slot.runs for slot in self._requests.values())
         waiting = len(self._requests) - running
-        return Load(self._section.num_slots, waiting, running, self._version, self._suspended)
+        return Load(self._section.num_slots, waiting, running, self._version, self._suspended, asleep=self._asleep)
 
     async def stop(self) -> None:
         self._alive = False
@@ -106,8 +140,37 @@ class ScriptedEngine:
                 f"request {work.request_id} asks for top_p {work.sampling.top_p}, which the scripted engine has not: "
                 "set top_p=1, or engine.kind=torch"
             )
-        slot = self._requests[work.request_id] = Slot(Sequence(work, self._section.max_len))
+        slot = Slot(Sequence(work, self._section.max_len))
+        cache = slot.sequence.cache
+        if cache is not None and cache != self._cache_of(slot.sequence, cache.num_tokens)._replace(
+            version=cache.version
+        ):
+            raise EngineError(f"request {work.request_id} brought a cache of other tokens than its own")
+        self._requests[work.request_id] = slot
         return slot
+
+    def _exported(self, request_id: str) -> Slot:
+        """Raises EngineError where it has nothing to export."""
+        slot = self._requests.get(request_id)
+        if slot is None or slot.sequence.finish_reason:
+            raise EngineError(f"request {request_id} does not run here: there is nothing to export")
+        return slot
+
+    def _cache_of(self, sequence: Sequence, num_tokens: int) -> Cache:
+        """Of its first tokens."""
+        return Cache(self._version, (1, 1, num_tokens, 1), "int32", memoryview(pack_i32(sequence.tokens[:num_tokens])))
+
+    def _is_cached(self, sequence: Sequence) -> bool:
+        return sequence.cache is not None and sequence.cache.version == self._version
+
+    @property
+    def _held(self) -> bool:
+        return self._suspended or self._asleep
+
+    def _look(self) -> None:
+        """Everybody who waits looks again."""
+        for slot in self._requests.values():
+            slot.changed.set()
 
     def _admit(self) -> None:
         while self._free and self._waiting:
@@ -125,8 +188,8 @@ class ScriptedEngine:
             self._waiting.remove(slot)
 
     async def _ready(self, slot: Slot) -> None:
-        """Wait for a slot, and while suspended."""
-        while not slot.sequence.finish_reason and (not slot.runs or self._suspended):
+        """Wait for a slot, and while suspended or asleep."""
+        while not slot.sequence.finish_reason and (not slot.runs or self._held):
             slot.changed.clear()
             await slot.changed.wait()
 

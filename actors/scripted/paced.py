@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from actors.config import ModelSection
-from actors.engines.engine import Chunk, Engine, Load, Work
+from actors.engines.engine import Chunk, Engine, EngineError, Load, Work, check_level
 from actors.engines.hf_files import read_header
 from actors.engines.pace import Pace
 from actors.engines.scheduler import Row, Scheduler
@@ -60,6 +61,23 @@ class PacedScriptedEngine(ScriptedEngine):
     async def abort(self, request_id: str) -> None:
         await self._done(partial(self._abort, request_id))
 
+    async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
+        """It lasts what the cache takes to the other engine, while steps go on."""
+        work: Work = await self._done(partial(self._export, request_id, with_cache))
+        if work.cache is not None:
+            await asyncio.sleep(self._pace.kv_move_s(work.cache.num_tokens))
+        return work
+
+    async def sleep(self, level: int = 1) -> float:
+        check_level(level)
+        return await self._lasting(partial(self._fall_asleep, level))
+
+    async def wake(self) -> float:
+        return await self._lasting(self._wake_up)
+
+    async def reconfigure(self, degree: int) -> float:
+        return await self._lasting(lambda: self._pace.reconfigure(degree, self._scheduler.num_cached))
+
     async def suspend(self) -> None:
         await self._done(partial(setattr, self, "_suspended", True))
 
@@ -68,15 +86,15 @@ class PacedScriptedEngine(ScriptedEngine):
 
     async def update(self, version: int, weights: memoryview) -> float:
         read_header(weights, f"weights version {version}")
-        swap_s, swapped = self._pace.swap_s(), asyncio.get_running_loop().create_future()
-        self._between_steps(partial(self._last, swap_s, partial(self._swap, version, swapped)))
-        await swapped
-        return swap_s
+        return await self._lasting(self._pace.swap_s, partial(self._swap, version))
 
     def load(self) -> Load:
         running, waiting = self._scheduler.num_running, self._scheduler.num_waiting
         pace = self._pace
-        return Load(self._section.num_slots, waiting, running, self._version, self._suspended, pace.num, pace.outlasted)
+        return Load(
+            self._section.num_slots, waiting, running, self._version, self._suspended, pace.num, pace.outlasted,
+            self._asleep, pace.degree,
+        )  # fmt: skip
 
     async def stop(self) -> None:
         """What is in progress ends now."""
@@ -95,12 +113,39 @@ class PacedScriptedEngine(ScriptedEngine):
         if self._busy is None:
             self._next()
 
-    async def _done(self, command: Command) -> None:
+    async def _done(self, command: Callable[[], Any]) -> Any:
+        """What `command` returns between two steps. Raises its EngineError."""
         done = asyncio.get_running_loop().create_future()
         self._between_steps(partial(_run, command, done))
-        await done
+        return await done
+
+    async def _lasting(self, begin: Callable[[], float], then: Command | None = None) -> float:
+        """Run `begin` between two steps, last as many seconds as it returns, then run `then`; returns the seconds."""
+        over = asyncio.get_running_loop().create_future()
+
+        def begun() -> None:
+            try:
+                duration_s = begin()
+            except EngineError as error:
+                over.set_exception(error)
+            else:
+                if duration_s:
+                    self._last(duration_s, partial(ended, duration_s))
+                else:
+                    ended(duration_s)
+
+        def ended(duration_s: float) -> None:
+            if then is not None:
+                then()
+            if not over.done():
+                over.set_result(duration_s)
+
+        self._between_steps(begun)
+        return await over
 
     def _add(self, slot: Slot) -> None:
+        if not self._is_cached(slot.sequence):
+            slot.sequence.cache = None
         if slot.sequence.finish_reason:
             self._hand_out(slot)
         else:
@@ -113,11 +158,32 @@ class PacedScriptedEngine(ScriptedEngine):
             slot.sequence.finish_reason = "aborted"
             self._hand_out(slot)
 
-    def _swap(self, version: int, swapped: "asyncio.Future[None]") -> None:
+    def _export(self, request_id: str, with_cache: bool) -> Work:
+        slot = self._exported(request_id)
+        sequence, num_cached = slot.sequence, slot.sequence.num_cached
+        self._scheduler.remove(sequence)
+        sequence.finish_reason = "exported"
+        self._hand_out(slot)
+        return sequence.moved(self._cache_of(sequence, num_cached) if with_cache and num_cached else None)
+
+    def _swap(self, version: int) -> None:
         self._version = version
         if self._section.kv_on_update == "recompute":
             self._scheduler.forget_caches()
-        _resolve(swapped)
+
+    def _fall_asleep(self, level: int) -> float:
+        if self._asleep:
+            return 0.0
+        self._asleep = True
+        if level > 1:
+            self._scheduler.forget_caches()
+        return self._pace.sleep_s(self._scheduler.num_cached)
+
+    def _wake_up(self) -> float:
+        if not self._asleep:
+            return 0.0
+        self._asleep = False
+        return self._pace.sleep_s(self._scheduler.num_cached)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -127,7 +193,8 @@ class PacedScriptedEngine(ScriptedEngine):
             self._commands.popleft()()
         if self._busy is not None:
             return
-        rows = self._scheduler.schedule() if self._alive and not self._suspended else []
+        rows = self._scheduler.schedule() if self._alive and not self._held else []
+        self._scheduler.to_load()
         if rows:
             self._last(self._pace.step_s(rows), partial(self._sample, rows))
         else:
@@ -168,11 +235,12 @@ def _nothing() -> None:
     pass
 
 
-def _run(command: Command, done: "asyncio.Future[None]") -> None:
-    command()
-    _resolve(done)
-
-
-def _resolve(done: "asyncio.Future[None]") -> None:
-    if not done.done():
-        done.set_result(None)
+def _run(command: Callable[[], Any], done: "asyncio.Future[Any]") -> None:
+    try:
+        result = command()
+    except EngineError as error:
+        if not done.done():
+            done.set_exception(error)
+    else:
+        if not done.done():
+            done.set_result(result)

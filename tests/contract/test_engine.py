@@ -1,128 +1,29 @@
 """One suite over every engine: what a worker may rely on, whichever engine it hosts."""
 
 import asyncio
-import random
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
-from actors.config import ModelSection
-from actors.engines.engine import ENGINES, EngineDead, EngineError, Work
-from actors.engines.section import EngineSection, PaceSection, ScriptedSection
-from actors.engines.worker import joined
+from actors.engines.engine import EngineError, Work
+from actors.engines.section import PaceSection
+from actors.engines.tokens import joined
 from actors.messages.generation import Sampling, Tokens, VersionSpan
 from bus.message import pack_i32, unpack_f32, unpack_i32
-from runtime.importer import load_object
+from tests.contract.engines import (
+    KINDS,
+    MODELLED,
+    collect,
+    draws_by_position,
+    every_engine,
+    first_tokens,
+    modelled_engine,
+    prompt_of,
+    running,
+)
 from tests.models import VOCAB, greedy, logprobs, weights_image, write_model
 
-KINDS = [
-    "scripted",
-    "scripted paced",
-    "torch",
-    "torch paced",
-    # vLLM and what it imports warn in many places of their own
-    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]),
-]
-MODELLED = KINDS[2:]
-"""Engines that compute a model."""
-DRAW_BY_POSITION = KINDS[:-1]
-"""Engines whose seeded requests go on elsewhere as they would have here."""
-
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="session")
-def other_image(tmp_path_factory) -> memoryview:
-    """Other weights of the same model."""
-    return weights_image(write_model(tmp_path_factory.mktemp("other"), seed=1))
-
-
-@asynccontextmanager
-async def running(kind: str, folder: Path, **options):
-    kind, _, paced = kind.partition(" ")
-    section = EngineSection(
-        **{
-            "kind": kind,
-            "num_slots": 8,
-            "max_len": 256,
-            "stream_every": 1,
-            "scripted": ScriptedSection(token_s=0.002, stop_share=0.0),
-            "pace": PaceSection(hardware="h20", model="qwen3-8b", scale=1e-3) if paced else None,
-            "vllm": {"kv_cache_memory_bytes": 32 << 20} if kind == "vllm" else {},
-        }
-        | options
-    )
-    engine = load_object(ENGINES[kind])(folder, ModelSection(path=str(folder), device="cpu"), section)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def slow_starters():
-    """Engines that take long to start, by kind, handed from test to test."""
-    async with AsyncExitStack() as stack:
-        yield stack, {}
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def engine(request, model_folder, slow_starters):
-    """An engine as it is after its start. vLLM is started anew only where a test left it otherwise."""
-    if request.param != "vllm":
-        async with running(request.param, model_folder) as engine:
-            yield engine
-        return
-    pytest.importorskip("vllm")
-    stack, kept = slow_starters
-    if "vllm" not in kept:
-        kept["vllm"] = await stack.enter_async_context(running("vllm", model_folder))
-    engine = kept["vllm"]
-    yield engine
-    if not pristine(engine):
-        await kept.pop("vllm").stop()
-
-
-def pristine(engine) -> bool:
-    try:
-        load = engine.load()
-    except EngineDead:
-        return False
-    return (load.version, load.running, load.waiting, load.suspended) == (0, 0, 0, False)
-
-
-def prompt_of(seed: int, length: int = 12) -> tuple[int, ...]:
-    chance = random.Random(seed)
-    return tuple(chance.randrange(2, VOCAB) for _ in range(length))
-
-
-async def collect(engine, work: Work) -> tuple[Tokens, str]:
-    tokens, reason = Tokens(), ""
-    async with aclosing(engine.generate(work)) as chunks:
-        async for chunk in chunks:
-            assert not reason, "a chunk came after the last one"
-            tokens, reason = joined(tokens, chunk.tokens), chunk.finish_reason
-    return tokens, reason
-
-
-async def first_tokens(chunks, num: int) -> Tokens:
-    tokens = Tokens()
-    while len(tokens.ids) // 4 < num:
-        tokens = joined(tokens, (await anext(chunks)).tokens)
-    return tokens
-
-
-every_engine = pytest.mark.parametrize("engine", KINDS, indirect=True)
-draws_by_position = pytest.mark.parametrize("engine", DRAW_BY_POSITION, indirect=True)
-modelled_engine = pytest.mark.parametrize("engine", MODELLED, indirect=True)
 
 
 @every_engine

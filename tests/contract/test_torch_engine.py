@@ -9,8 +9,8 @@ import pytest
 from actors.config import ModelSection
 from actors.engines.engine import EngineDead, EngineError, Work
 from actors.engines.section import EngineSection
+from actors.engines.tokens import joined
 from actors.engines.torch_engine import TorchEngine
-from actors.engines.worker import joined
 from actors.messages.generation import Sampling, Tokens, VersionSpan
 from bus.message import unpack_f32, unpack_i32
 from tests.models import logprobs, weights_image, write_model
@@ -107,6 +107,38 @@ async def test_kept_caches_stay_from_the_old_weights(tmp_path):
     await engine.stop()
 
     assert difference(new, work, tokens) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_cache_that_came_is_what_later_tokens_attend_to(tmp_path, dtype):
+    folder = write_model(tmp_path)
+    section = EngineSection(num_slots=4, max_len=200, stream_every=1)
+    engine = TorchEngine(folder, ModelSection(device="cpu", dtype=dtype), section)
+    await engine.start()
+    asked = Work("a", "s", tuple(range(2, 60)), Sampling(40, seed=1))
+    unmoved, _ = await collect(engine, asked)
+    await engine.update(0, weights_image(folder))  # forgets what it kept for the session
+    chunks = engine.generate(asked)
+    await anext(chunks)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(drained(chunks))
+        work = await engine.export("a", with_cache=True)
+
+    async def rest_of(data) -> bytes:
+        await engine.update(0, weights_image(folder))
+        tokens, _ = await collect(engine, work._replace(cache=work.cache._replace(data=memoryview(data))))
+        return work.resumed.ids + tokens.ids
+
+    moved, misled = await rest_of(work.cache.data), await rest_of(bytes(len(work.cache.data)))
+    await engine.stop()
+
+    assert moved == unmoved.ids
+    assert misled != unmoved.ids
+
+
+async def drained(chunks) -> None:
+    async for _ in chunks:
+        pass
 
 
 async def test_tokens_are_handed_out_every_so_many_and_at_the_end(tmp_path):

@@ -24,10 +24,10 @@ sys.path.insert(0, str(ROOT))
 
 from actors.config import ModelSection, RolloutSection, TrainSection  # noqa: E402
 from actors.engines.engine import Work  # noqa: E402
+from actors.engines.runner import ModelRunner  # noqa: E402
 from actors.engines.scheduler import Scheduler  # noqa: E402
 from actors.engines.scheduler import Sequence as Running  # noqa: E402
 from actors.engines.section import EngineSection  # noqa: E402
-from actors.engines.torch_engine import ModelRunner  # noqa: E402
 from actors.envs.chat import ChatRenderer, Transcript  # noqa: E402
 from actors.envs.frozen_lake import FrozenLakeText  # noqa: E402
 from actors.messages.generation import Sampling  # noqa: E402

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from actors.engines.engine import Work
+from actors.engines.runner import draws_of
+from actors.engines.runner import sample as sample_array
 from actors.engines.scheduler import Sequence, key_of, uniform
-from actors.engines.torch_engine import draws_of
-from actors.engines.torch_engine import sample as sample_array
 from actors.messages.generation import Sampling
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.1, 0.0]]))

@@ -1,6 +1,6 @@
 """Packed tokens: cut, shifted and joined without losing a span."""
 
-from actors.engines.worker import joined, shifted
+from actors.engines.tokens import joined, shifted
 from actors.messages.generation import Tokens, VersionSpan
 from bus.message import pack_f32, pack_i32, unpack_i32
 

@@ -25,10 +25,9 @@ def roofline(**changes) -> Roofline:
     return Roofline(PaceSection(**(H20 | changes)).spec())
 
 
-async def started(folder, num_slots=8, **changes):
-    section = EngineSection(
-        kind="scripted", num_slots=num_slots, max_len=4096, max_batch_tokens=8192, pace=PaceSection(**(H20 | changes))
-    )
+async def started(folder, num_slots=8, stream=16, **changes):
+    sizes = {"num_slots": num_slots, "max_len": 4096, "max_batch_tokens": 8192, "stream_every": stream}
+    section = EngineSection(kind="scripted", pace=PaceSection(**(H20 | changes)), **sizes)
     engine = scripted_engine(folder, ModelSection(), section)
     await engine.start()
     return engine
@@ -117,6 +116,66 @@ async def test_a_swap_waits_for_the_step_and_lasts_what_loading_the_class_model_
     assert asked.result() - swapped == pytest.approx(model.prefill_s(1001))
 
 
+async def first_of(engine, prompt: int):
+    """The iterator of a request that was prefilled."""
+    chunks = engine.generate(Work("a", "", (1,) * prompt, Sampling(400)))
+    while not (await anext(chunks)).tokens.ids:
+        pass
+    return chunks
+
+
+async def takes(awaitable) -> float:
+    began = now()
+    await awaitable
+    return now() - began
+
+
+@virtual
+async def test_a_move_lasts_what_the_cache_takes_over_the_nics_and_saves_the_prefill(tmp_path):
+    source, target, model = await started(tmp_path, stream=1), await started(tmp_path, stream=1), roofline()
+    chunks = await first_of(source, 1000)
+    await source.suspend()  # in the middle of no step
+    began = now()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(anext(chunks))
+        work = await source.export("a", with_cache=True)
+    exported_s, held = now() - began, work.cache.num_tokens
+    began = now()
+    await anext(target.generate(work))
+    with_cache_s, began = now() - began, now()
+    await anext(target.generate(work._replace(request_id="b", cache=None)))
+
+    assert held == 1000 + len(work.resumed.ids) // 4 - 1
+    assert exported_s == pytest.approx(model.kv_move_s(held))
+    assert with_cache_s == pytest.approx(model.step_s(1, held))
+    assert now() - began > model.prefill_s(held)
+
+
+@pytest.mark.parametrize(("level", "held"), [(1, 1002), (2, 0)])
+@virtual
+async def test_sleep_and_wake_last_what_weights_and_caches_take_to_host_memory(tmp_path, level, held):
+    engine, model = await started(tmp_path, stream=1), roofline()
+    chunks = await first_of(engine, 1000)
+    await anext(chunks)
+    await engine.suspend()
+
+    assert await takes(engine.sleep(level)) == pytest.approx(model.sleep_s(held))
+    assert await takes(engine.sleep(level)) == 0.0
+    assert await takes(engine.wake()) == pytest.approx(model.sleep_s(held))
+    assert await takes(engine.wake()) == 0.0
+
+
+@virtual
+async def test_another_degree_lasts_what_its_change_takes_and_then_as_that_many_gpus(tmp_path):
+    engine, model, four = await started(tmp_path), roofline(), roofline(degree=4)
+
+    assert await takes(engine.reconfigure(4)) == pytest.approx(model.reconfigure_s(0, four))
+    assert await takes(engine.reconfigure(4)) == 0.0
+    assert await takes(ask(engine, "a", 1000, 1)) == pytest.approx(four.prefill_s(1000))
+    with pytest.raises(EngineError, match="degree=3 does not divide the 32 attention heads of qwen3-8b"):
+        await engine.reconfigure(3)
+
+
 @virtual
 async def test_an_id_is_free_again_once_its_last_chunk_was_taken(tmp_path):
     engine = await started(tmp_path)
@@ -194,3 +253,14 @@ def test_kv_goes_over_the_nics_and_weights_come_from_host_memory():
 
     assert pace.kv_move_s(1000) == pytest.approx(1000 * spec.model.kv_bytes_per_token / (2 * 48.5e9))
     assert pace.swap_s() == pytest.approx(spec.model.weight_bytes / 2 / (14.19 * 2**30 / 0.9))
+
+
+def test_sleep_and_another_degree_move_weights_and_caches_over_each_gpus_own_links():
+    one, two = roofline(), roofline(degree=2)
+    weights, kv, host_s = one.spec.model.weight_bytes, one.spec.model.kv_bytes_per_token, 14.19 * 2**30 / 0.9
+    nvlink_s = one.spec.gpu.nvlink_busbw_bytes_s
+
+    assert two.sleep_s(1000) == pytest.approx((weights + 1000 * kv) / 2 / host_s)
+    assert one.reconfigure_s(1000, two) == pytest.approx(2.0 + weights / 2 / host_s + 1000 * kv / (2 * nvlink_s))
+    assert two.reconfigure_s(1000, one) == pytest.approx(2.0 + weights / host_s + 1000 * kv / (2 * nvlink_s))
+    assert two.reconfigure_s(1000, two) == 0.0

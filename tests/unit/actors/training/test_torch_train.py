@@ -239,8 +239,8 @@ def test_a_resumed_run_of_other_length_keeps_its_learning_rates(engine, trajecto
 def test_a_checkpoint_is_the_whole_model_folder_and_the_base_of_the_next_run(tmp_path):
     from transformers import AutoTokenizer
 
+    from actors.engines.runner import ModelRunner
     from actors.engines.section import EngineSection
-    from actors.engines.torch_engine import ModelRunner
     from actors.envs.chat import ChatRenderer
 
     base = write_model(tmp_path / "model")

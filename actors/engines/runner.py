@@ -1,0 +1,168 @@
+"""One step of the torch engine: the model on its device, its KV cache, and the draw of each row's next token."""
+
+from collections import abc
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.config import ModelSection
+from actors.engines.engine import Cache, EngineError
+from actors.engines.hf_files import ModelConfig, folder_images, read_config
+from actors.engines.model import (
+    AttentionShape,
+    KVCache,
+    Weights,
+    arrange,
+    array_of,
+    build,
+    forward,
+    fuse,
+    on_device,
+    rotations,
+    tensors_of,
+)
+from actors.engines.scheduler import Row, Sequence, uniform
+from actors.engines.section import EngineSection
+from actors.model_folder import pick_device
+
+HOST = torch.device("cpu")
+
+_LARGEST = 1 - 2.0**-23
+"""Times any total, this is less than the total in float32: the largest number still names a token that has a probability."""
+
+
+class ModelRunner:
+    """Built and fed by different threads, one at a time; `step` and `weights` belong to the step loop once it runs."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, section: EngineSection, shape: AttentionShape) -> None:
+        self.config = config
+        self.weights = weights
+        self._shape = shape
+        self._rotary = rotations(config.rope, config.head_dim, section.max_len, shape.device)
+        self._cache = KVCache(config, section.num_slots, section.max_len, shape.device, shape.dtype)
+        self._home = shape.device
+        """Where the weights are: on the device, or on the host of one that sleeps."""
+
+    @classmethod
+    def load(cls, folder: Path, model: ModelSection, section: EngineSection) -> "ModelRunner":
+        """Read an HF model folder. Raises EngineError with one sentence when files are missing or do not fit."""
+        torch.set_num_threads(model.torch_threads)
+        config = read_config(folder)
+        device = torch.device(pick_device(model.device, torch.cuda.device_count()))
+        dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+        tensors = {n: t for source, image in folder_images(folder) for n, t in tensors_of(image, source).items()}
+        weights = fuse(config, tensors, str(folder), device, dtype)
+        kv_width, folded = config.num_kv_heads * config.head_dim, config.num_heads // config.num_kv_heads
+        shape = AttentionShape(section.max_len, kv_width, folded, model.torch_threads, device, dtype)
+        return cls(config, weights, section, shape)
+
+    def prepare(self, image: memoryview, source: str) -> Weights:
+        """New weights beside the old ones: from any thread, while steps go on. Raises EngineError when they do not fit."""
+        return fuse(self.config, tensors_of(image, source), source, self._home, self._shape.dtype)
+
+    def swap(self, weights: Weights) -> None:
+        """What `prepare` gave counts from the next step on."""
+        self.weights = on_device(weights, self._home)
+
+    # -- caches that move ---------------------------------------------------------------------------------------------
+
+    def check_cache(self, request_id: str, cache: Cache | None) -> None:
+        """Raises EngineError for keys and values of another model."""
+        if cache is None:
+            return
+        expected, dtype = self._cache.shape_of(cache.num_tokens), self._dtype
+        if (cache.shape, cache.dtype) != (expected, dtype) or len(cache.data) != self._cache.num_bytes(
+            cache.num_tokens
+        ):
+            raise EngineError(
+                f"request {request_id} brought a cache of {list(cache.shape)} {cache.dtype}, this model has {list(expected)} {dtype}"
+            )
+
+    def take_cache(self, sequence: Sequence, version: int) -> Cache | None:
+        """A copy of what the sequence's slot holds of it."""
+        if sequence.slot < 0 or not sequence.num_cached:
+            return None
+        taken = self._cache.take(sequence.slot, sequence.num_cached)
+        data = taken.view(torch.uint8).numpy().data.cast("B")
+        return Cache(version, tuple(taken.shape), self._dtype, data)
+
+    def put_cache(self, sequence: Sequence, cache: Cache) -> None:
+        """Fill the sequence's slot."""
+        self._cache.put(sequence.slot, array_of(cache.data, self._shape.dtype, cache.shape))
+
+    @property
+    def _dtype(self) -> str:
+        return str(self._shape.dtype).removeprefix("torch.")
+
+    # -- sleep ----------------------------------------------------------------------------------------------------------
+
+    def move_to(self, device: torch.device | None, *, with_cache: bool) -> None:
+        """Everything large goes to `device`, or (None) to the one that steps are computed on; without its cache that is empty then."""
+        self._home = device or self._shape.device
+        self.weights = on_device(self.weights, self._home)
+        self._cache.on(self._home, kept=with_cache)
+        if self._shape.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # -- steps ----------------------------------------------------------------------------------------------------------
+
+    def step(self, rows: list[Row]) -> tuple[list[Row], list[int], list[float]]:
+        """Compute `rows`; returns them as packed, and a token id and log-probability per row that reached its end."""
+        rows = arrange(rows)
+        batch = build(rows, self._shape)
+        ends = [row.sequence for row in rows if row.end == len(row.sequence.tokens)]
+        logits = forward(self.config, self.weights, self._rotary, self._cache, batch)
+        if not ends:
+            return rows, [], []
+        return rows, *sample(logits, draws_of(ends))
+
+
+def draws_of(sequences: abc.Sequence[Sequence]) -> np.ndarray:
+    """[R, 3] float32, how each row's next token is drawn: temperature (0 is greedy), top_p, and the number that picks it."""
+    keys = np.array([sequence.key for sequence in sequences], np.uint64)
+    positions = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)
+    draws = np.empty((len(sequences), 3), np.float32)
+    draws[:, :2] = [sequence.temperature_top_p for sequence in sequences]
+    draws[:, 2] = uniform(keys, positions)
+    return draws
+
+
+def sample(logits_RV: Tensor, draws_R3: np.ndarray) -> tuple[list[int], list[float]]:
+    """Token id and log-probability per row of float32 `logits_RV`, drawn as `draws_of` says.
+
+    Log-probabilities are of the distribution that was drawn from: at the row's temperature, and over what its top_p keeps. A greedy
+    row has them at temperature 1, over the whole vocabulary.
+    """
+    greedy = draws_R3[:, 0] == 0.0
+    temperature, top_p, number = torch.from_numpy(draws_R3).to(logits_RV.device).split(1, -1)
+    if not np.isin(draws_R3[:, 0], (0.0, 1.0)).all():
+        logits_RV = logits_RV / temperature.masked_fill(temperature == 0.0, 1.0)
+    logprobs_RV = logits_RV.log_softmax(-1)
+    if greedy.all():
+        chosen = logits_RV.argmax(-1, keepdim=True)
+    else:
+        if (draws_R3[~greedy, 1] < 1.0).any():
+            logprobs_RV = _nucleus(logprobs_RV, top_p.masked_fill(temperature == 0.0, 1.0))
+        chosen = _drawn(logprobs_RV.exp(), number)
+        if greedy.any():
+            rows = torch.from_numpy(greedy).to(logits_RV.device).unsqueeze(-1)
+            chosen = torch.where(rows, logits_RV.argmax(-1, keepdim=True), chosen)
+    return chosen.squeeze(-1).tolist(), logprobs_RV.gather(-1, chosen).squeeze(-1).tolist()
+
+
+def _drawn(probs_RV: Tensor, number_R1: Tensor) -> Tensor:
+    """[R, 1] the first token whose cumulative probability exceeds `number` of the total: never one of probability 0."""
+    cumulative = probs_RV.cumsum(-1)
+    return torch.searchsorted(cumulative, number_R1.clamp(max=_LARGEST) * cumulative[:, -1:], right=True)
+
+
+def _nucleus(logprobs_RV: Tensor, top_p_R1: Tensor) -> Tensor:
+    """Log-probabilities within the smallest set of most probable tokens that reaches top_p, -inf outside; rows with top_p 1 stay."""
+    ordered, order = logprobs_RV.exp().sort(-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    outside = before >= top_p_R1
+    outside[:, 0] = False
+    cut = logprobs_RV.masked_fill(torch.zeros_like(outside).scatter_(-1, order, outside), -torch.inf)
+    return torch.where(top_p_R1 < 1.0, cut.log_softmax(-1), logprobs_RV)

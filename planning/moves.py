@@ -1,0 +1,53 @@
+"""Decides how a request moves: with its keys and values, or by its tokens alone, which the target then prefills."""
+
+from typing import NamedTuple
+
+
+class Moving(NamedTuple):
+    """A request that is to move, and the rates between its two engines; 0 is a rate that nobody has observed yet."""
+
+    num_tokens: int
+    """Prompt and sampled ones: what the target prefills where no cache comes."""
+    num_cached: int
+    """Of these, the first ones whose keys and values the source has."""
+    bytes_per_token: float
+    """Keys and values of one token."""
+    link_bytes_s: float
+    prefill_tokens_s: float
+    """Of the target; a source of the same class knows it."""
+    same_weights: bool = True
+    """Both engines have the weights that the cache goes with."""
+
+
+class Carry(NamedTuple):
+    """Whether the cache travels, and what each way takes in seconds (0: unknown)."""
+
+    with_cache: bool
+    cache_s: float
+    recompute_s: float
+    why: str
+
+
+def carry(moving: Moving) -> Carry:
+    """The cheaper way. Decoding costs the same either way, so a cache takes its bytes over the link, and the prefill of what it lacks.
+
+    Of a rate that nobody observed the cache's way is taken: it keeps the target's time for others, and tells the link's rate.
+    """
+    if not moving.num_cached:
+        return Carry(False, 0.0, _prefill_s(moving, moving.num_tokens), "it has no cache yet")
+    if not moving.same_weights:
+        return Carry(False, 0.0, _prefill_s(moving, moving.num_tokens), "its cache is of other weights")
+    recompute_s = _prefill_s(moving, moving.num_tokens)
+    missing_s = _prefill_s(moving, moving.num_tokens - moving.num_cached)
+    bytes_ = moving.num_cached * moving.bytes_per_token
+    if not (moving.link_bytes_s and moving.prefill_tokens_s):
+        return Carry(
+            True, 0.0, recompute_s, f"{bytes_ / 1e6:.1f} MB of cache, over a link or to an engine of unknown rate"
+        )
+    cache_s = bytes_ / moving.link_bytes_s + missing_s
+    ways = f"{bytes_ / 1e6:.1f} MB of cache take {cache_s:.3f} s, prefilling {moving.num_tokens} tokens {recompute_s:.3f} s"
+    return Carry(cache_s < recompute_s, cache_s, recompute_s, ways)
+
+
+def _prefill_s(moving: Moving, num_tokens: int) -> float:
+    return num_tokens / moving.prefill_tokens_s if moving.prefill_tokens_s else 0.0

@@ -1,0 +1,85 @@
+"""Every engine, started, and what its tests say to it."""
+
+import random
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from actors.config import ModelSection
+from actors.engines.engine import ENGINES, EngineDead, Work
+from actors.engines.section import EngineSection, PaceSection, ScriptedSection
+from actors.engines.tokens import joined
+from actors.messages.generation import Tokens
+from runtime.importer import load_object
+from tests.models import VOCAB
+
+KINDS = [
+    "scripted",
+    "scripted paced",
+    "torch",
+    "torch paced",
+    # vLLM and what it imports warn in many places of their own
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]),
+]
+MODELLED = KINDS[2:]
+"""Engines that compute a model."""
+DRAW_BY_POSITION = KINDS[:-1]
+"""Engines whose seeded requests go on elsewhere as they would have here."""
+
+
+@asynccontextmanager
+async def running(kind: str, folder: Path, **options):
+    kind, _, paced = kind.partition(" ")
+    section = EngineSection(
+        **{
+            "kind": kind,
+            "num_slots": 8,
+            "max_len": 256,
+            "stream_every": 1,
+            "scripted": ScriptedSection(token_s=0.002, stop_share=0.0),
+            "pace": PaceSection(hardware="h20", model="qwen3-8b", scale=1e-3) if paced else None,
+            "vllm": {"kv_cache_memory_bytes": 32 << 20} if kind == "vllm" else {},
+        }
+        | options
+    )
+    engine = load_object(ENGINES[kind])(folder, ModelSection(path=str(folder), device="cpu"), section)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def pristine(engine) -> bool:
+    try:
+        load = engine.load()
+    except EngineDead:
+        return False
+    return (load.version, load.running, load.waiting, load.suspended) == (0, 0, 0, False)
+
+
+def prompt_of(seed: int, length: int = 12) -> tuple[int, ...]:
+    chance = random.Random(seed)
+    return tuple(chance.randrange(2, VOCAB) for _ in range(length))
+
+
+async def collect(engine, work: Work) -> tuple[Tokens, str]:
+    tokens, reason = Tokens(), ""
+    async with aclosing(engine.generate(work)) as chunks:
+        async for chunk in chunks:
+            assert not reason, "a chunk came after the last one"
+            tokens, reason = joined(tokens, chunk.tokens), chunk.finish_reason
+    return tokens, reason
+
+
+async def first_tokens(chunks, num: int) -> Tokens:
+    tokens = Tokens()
+    while len(tokens.ids) // 4 < num:
+        tokens = joined(tokens, (await anext(chunks)).tokens)
+    return tokens
+
+
+every_engine = pytest.mark.parametrize("engine", KINDS, indirect=True)
+draws_by_position = pytest.mark.parametrize("engine", DRAW_BY_POSITION, indirect=True)
+modelled_engine = pytest.mark.parametrize("engine", MODELLED, indirect=True)

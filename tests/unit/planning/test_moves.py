@@ -1,0 +1,31 @@
+"""With its cache or without: whichever is there sooner."""
+
+from planning.moves import Moving, carry
+
+REQUEST = Moving(1000, 999, 100_000.0, 1e9, 5000.0)
+
+
+def test_a_fast_link_carries_the_cache_and_a_slow_one_leaves_it_to_a_prefill():
+    fast, slow = carry(REQUEST), carry(REQUEST._replace(link_bytes_s=1e8))
+
+    assert (fast.with_cache, slow.with_cache) == (True, False)
+    assert fast.why == "99.9 MB of cache take 0.100 s, prefilling 1000 tokens 0.200 s"
+    assert slow.why == "99.9 MB of cache take 0.999 s, prefilling 1000 tokens 0.200 s"
+
+
+def test_without_a_cache_or_with_one_of_other_weights_there_is_nothing_to_carry():
+    assert carry(REQUEST._replace(num_cached=0))[::3] == (False, "it has no cache yet")
+    assert carry(REQUEST._replace(same_weights=False))[::3] == (False, "its cache is of other weights")
+
+
+def test_where_a_rate_is_unknown_the_cache_goes_and_finds_out():
+    for unknown in (REQUEST._replace(link_bytes_s=0.0), REQUEST._replace(prefill_tokens_s=0.0)):
+        assert carry(unknown).with_cache
+        assert carry(unknown).why == "99.9 MB of cache, over a link or to an engine of unknown rate"
+
+
+def test_what_the_cache_lacks_is_prefilled_either_way():
+    part = carry(REQUEST._replace(num_cached=500))
+
+    assert part.cache_s == 500 * 100_000 / 1e9 + 500 / 5000
+    assert part.recompute_s == 1000 / 5000
