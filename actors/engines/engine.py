@@ -68,6 +68,8 @@ class Load(NamedTuple):
     asleep: bool = False
     degree: int = 1
     """GPUs that share each layer."""
+    steps: tuple[float, ...] = ()
+    """What the steps so far cost, as the values of a planning.step_cost.StepSums; empty where the engine does not observe them."""
 
 
 class Engine(Protocol):

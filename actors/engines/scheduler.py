@@ -153,6 +153,18 @@ class Row(NamedTuple):
     end: int
 
 
+def contents(rows: abc.Iterable[Row]) -> tuple[int, int, int]:
+    """What a step computes: tokens of prompts, requests that it decodes for, tokens that these hold already."""
+    prefill, batch, context = 0, 0, 0
+    for _, start, end in rows:
+        if end - start == 1:
+            batch += 1
+            context += start
+        else:
+            prefill += end - start
+    return prefill, batch, context
+
+
 class Scheduler:
     """First come, first served: a request waits for a slot, is prefilled in pieces that fit a step, then decodes token by token.
 

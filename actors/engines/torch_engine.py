@@ -17,8 +17,9 @@ from actors.engines.engine import CAPABILITIES, Chunk, EngineDead, EngineError, 
 from actors.engines.model import Weights
 from actors.engines.pace import Pace, unpaced
 from actors.engines.runner import HOST, ModelRunner
-from actors.engines.scheduler import Row, Scheduler, Sequence, check
+from actors.engines.scheduler import Row, Scheduler, Sequence, check, contents
 from actors.engines.section import EngineSection
+from planning.step_cost import StepSums
 from runtime.observe.log import logger
 
 STOP_S = 30.0
@@ -119,6 +120,7 @@ class TorchEngine:
         return Load(
             self._section.num_slots, scheduler.num_waiting, scheduler.num_running, steps.version, steps.suspended,
             pace.num if pace else 0, pace.outlasted if pace else 0, bool(steps.asleep), pace.degree if pace else 1,
+            tuple(steps.sums.values),
         )  # fmt: skip
 
     async def stop(self) -> None:
@@ -186,6 +188,7 @@ class StepLoop(threading.Thread):
         self.dead: EngineDead | None = None
         """Why the loop ended, when it did not end by `stop`."""
         self.times = StepTimes()
+        self.sums = StepSums()
         self.pace = None if section.pace is None else Pace(section.pace)
         self.stopping = threading.Event()
         """Set: nothing is waited for any more that only modelled time asks for."""
@@ -355,6 +358,7 @@ class StepLoop(threading.Thread):
         rows, ids, logprobs = self.runner.step(rows)
         if self.pace is not None:
             self._last(self.pace, self.pace.step_s(rows), started)
+        self.sums.add(*contents(rows), self._loop.time() - started)
         ended: list[Sequence] = []
         for sequence, token, logprob in zip(self.scheduler.computed(rows), ids, logprobs, strict=True):
             sequence.sampled(token, logprob, self.version)

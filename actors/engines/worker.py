@@ -21,7 +21,9 @@ from actors.messages.generation import (
     EngineStatus,
     Generate,
     Inspect,
+    Measure,
     Resume,
+    StepsMeasured,
     Suspend,
     Tokens,
     TokensSampled,
@@ -288,6 +290,10 @@ class EngineWorker(Actor):
         return EngineStatus(
             self.name, weights.version, load.num_slots, running, finished, load.suspended, weights.is_held
         )
+
+    @handler
+    async def measure(self, request: Measure) -> StepsMeasured:
+        return StepsMeasured(self.name, self._started()[0].load().steps)
 
     @handler
     async def weights_published(self, message: WeightsPublished) -> None:

@@ -1,7 +1,6 @@
 """The engines as the proxy knows them: which are there, which request sits on which, and the bounded queue of those that wait for room."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from actors.messages.generation import Abort, Aborted, Completion, Generate, Inspect, Resume, Suspend
+from actors.proxy.affinity import Affinity
+from actors.proxy.line import EXACT, PASSED, USUAL, Lane, Line
 from actors.requests import SharedRequest, SharedRequests
 from bus.errors import AskFailed, Failed
 from planning.routing import EngineView, RequestView, Route, choose, goes_first
@@ -112,18 +113,20 @@ class Placement:
     """Gives each request one seat. A seat is taken before the engine is asked, so that a burst never overshoots."""
 
     def __init__(
-        self, max_waiting: int, sessions_kept: int, on_turn: Callable[[ProxyRequest, EngineSeat | None], None]
+        self,
+        max_waiting: int,
+        sessions_kept: int,
+        on_turn: Callable[[ProxyRequest, EngineSeat | None], None],
+        affinity: Affinity | None = None,
     ) -> None:
         """`on_turn` ends the wait of a request in line: with its seat, or with None where `abort_reason` says why there is none."""
+        self._affinity = affinity
         self._on_turn = on_turn
         self.seats: dict[str, EngineSeat] = {}
         self.located: dict[str, str] = {}
         """Request id → engine, for requests that engines ran or kept when this proxy started."""
         self._views: dict[str, EngineView] = {}
-        self._exact: deque[ProxyRequest] = deque()
-        self._waiting: deque[ProxyRequest] = deque()
-        self._passed: deque[ProxyRequest] = deque()
-        """Who wait: exact requests, others, and of these the ones at whose turn only engines had room that are held at an older version."""
+        self._line: Line[ProxyRequest] = Line()
         self._max_waiting = max_waiting
         self._sessions: dict[str, str] = {}
         """Session → engine of its last turn, the newest last. Forgetting one costs a recomputed cache, nothing else."""
@@ -131,7 +134,7 @@ class Placement:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._exact) + len(self._waiting) + len(self._passed)
+        return len(self._line)
 
     @property
     def full(self) -> bool:
@@ -145,6 +148,8 @@ class Placement:
     def remove(self, name: str) -> EngineSeat | None:
         """The engine gets no more requests; those it has keep their seat until they are taken away."""
         self._views.pop(name, None)
+        if self._affinity is not None:
+            self._affinity.forget(name)
         self._advance()  # an exact request may wait for it in vain
         for request_id in [r for r, engine in self.located.items() if engine == name]:
             del self.located[request_id]
@@ -161,42 +166,47 @@ class Placement:
             known = self.seats.get(self.located.pop(shared.request.request_id, ""))
             if known is not None:
                 return self._seat(shared, known)
-        route = None if self._lane(shared) else self._route(shared)
+        route = None if self._lane(shared) in self._line else self._route(shared)
         return self._seat(shared, self.seats[route.engine]) if route and route.engine else None
 
     def line_up(self, shared: ProxyRequest) -> None:
         """Stand in line until an engine has room; its turn may come at once."""
-        if goes_first(shared.view()):
-            self._lane(shared).appendleft(shared)
-        else:
-            self._lane(shared).append(shared)
+        self._line.add(self._lane(shared), shared, first=goes_first(shared.view()))
+        if self._affinity is not None:
+            self._affinity.look_later(self._advance, lambda: self.num_waiting > 0)
         self._advance()
 
     def leave(self, shared: ProxyRequest) -> bool:
         """Leave the line; False where it did not stand in it."""
-        for queue in (self._exact, self._waiting, self._passed):
-            if shared in queue:
-                queue.remove(shared)
-                return True
-        return False
+        return self._line.remove(shared)
 
     def release(self, seat: EngineSeat, shared: ProxyRequest) -> None:
         """The request left the engine, answered or not."""
         seat.requests.pop(shared.request.request_id, None)
         self.changed(seat)
 
-    def _lane(self, shared: ProxyRequest) -> deque[ProxyRequest]:
-        return self._exact if shared.request.exact else self._waiting
+    def _lane(self, shared: ProxyRequest) -> Lane:
+        """With affinity, each task waits by itself."""
+        if shared.request.exact:
+            return Lane(EXACT, "")
+        return Lane(USUAL, shared.request.task if self._affinity is not None else "")
 
     def _see(self, seat: EngineSeat) -> None:
         if self.seats.get(seat.name) is seat:
-            self._views[seat.name] = seat.view()
+            view = self._views[seat.name] = seat.view()
+            if self._affinity is not None:
+                self._affinity.see(view)
 
     def _route(self, shared: ProxyRequest) -> Route:
-        sticky = self._sessions.get(shared.request.session)
-        return choose(shared.view(), self._views.values(), sticky)
+        request, views = shared.request, self._views.values()
+        sticky = self._sessions.get(request.session)
+        if self._affinity is None or request.exact:
+            return choose(shared.view(), views, sticky)
+        return self._affinity.route(shared.view(), request.task, shared.began, sticky, views)
 
     def _seat(self, shared: ProxyRequest, seat: EngineSeat) -> EngineSeat:
+        if self._affinity is not None and not shared.engine:
+            self._affinity.began(shared.request, seat.name, self._sessions.get(shared.request.session))
         shared.engine = seat.name
         seat.requests[shared.request.request_id] = shared
         self._sessions.pop(shared.request.session, None)
@@ -207,21 +217,27 @@ class Placement:
         return seat
 
     def _advance(self) -> None:
-        """Seat those who wait, in order, until no engine has room; evaluations go first."""
-        for lane in (self._exact, self._passed, self._waiting):
-            while lane:
-                engine, why = self._route(lane[0])
-                if engine is not None:
-                    shared = lane.popleft()
-                    self._on_turn(shared, self._seat(shared, self.seats[engine]))
-                elif why == "no engine holds its version":
-                    shared = lane.popleft()
-                    shared.abort_reason = f"no engine holds version {shared.request.min_version} any more"
-                    self._on_turn(shared, None)
-                elif why == "engines with room are held" and lane is self._waiting:
-                    self._passed.append(lane.popleft())
-                else:
-                    break
+        """Seat those who wait, in order, until no engine has room for the first of any lane; evaluations go first."""
+        stuck: set[Lane] = set()
+        while (lane := next((lane for lane in self._line.lanes() if lane not in stuck), None)) is not None:
+            if not self._next(lane):
+                stuck.add(lane)
+
+    def _next(self, lane: Lane) -> bool:
+        """Seat the first of `lane`, or have it wait elsewhere; False while it has to wait there."""
+        engine, why = self._route(self._line.first(lane))
+        if engine is not None:
+            shared = self._line.take(lane)
+            self._on_turn(shared, self._seat(shared, self.seats[engine]))
+        elif why == "no engine holds its version":
+            shared = self._line.take(lane)
+            shared.abort_reason = f"no engine holds version {shared.request.min_version} any more"
+            self._on_turn(shared, None)
+        elif why == "engines with room are held" and lane.rank == USUAL:
+            self._line.add(Lane(PASSED, lane.name), self._line.take(lane))
+        else:
+            return False
+        return True
 
 
 @dataclass(eq=False)

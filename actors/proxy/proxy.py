@@ -19,12 +19,14 @@ from actors.messages.generation import (
     TokensSampled,
     VersionSpan,
 )
+from actors.proxy.affinity import Affinity, AffinityMap, check_affinity
 from actors.proxy.placement import EngineSeat, Placement, ProxyRequest, Roster
 from actors.requests import Run, SharedRequests
 from bus.errors import AskFailed, NotSent, Refused, Unknown
 from bus.message import Ack, Message
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
+from runtime.config import Config as Job
 from runtime.courier import budget, current_trace
 from runtime.errors import NotRunning
 from runtime.kernel import Kernel
@@ -41,8 +43,14 @@ class LLMProxy(Actor):
 
     class Config(ActorConfig):
         proxy: ProxySection = ProxySection()
+        affinity: AffinityMap = {}
+        """Which class of hardware serves which task: `learned`, or task → class of a pool, `default` for the others; see docs/affinity.md."""
 
     config: Config
+
+    @classmethod
+    def check(cls, job: Job) -> None:
+        check_affinity(job)
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
@@ -51,7 +59,10 @@ class LLMProxy(Actor):
         self._requests = SharedRequests(
             ProxyRequest, self._begin, section.results_kept, section.results_mb, self._cancel, self._too_late
         )
-        self._placement = Placement(section.max_waiting, section.sessions_kept, self._turn)
+        self._affinity = None
+        if config.affinity:
+            self._affinity = Affinity(self, config.affinity, self._requests.running, section.sessions_kept)
+        self._placement = Placement(section.max_waiting, section.sessions_kept, self._turn, self._affinity)
         self._roster = Roster(self, self._placement, self._requests, lambda seat: self._begin_phase(seat.version))
         self._phase = -1
         """The newest weight version whose rollout phase was announced to the fabric."""
@@ -102,7 +113,8 @@ class LLMProxy(Actor):
             why = f"{num} requests wait for an engine already: add engines, or raise proxy.max_waiting"
             self._end(shared, Aborted(shared.request.request_id, shared.tokens, why))
         else:
-            shared.wait = self._waiting(shared, "a free slot", "engine")
+            why = "" if self._affinity is None else self._affinity.told(shared.request.task)
+            shared.wait = self._waiting(shared, "a free slot", "engine", why)
             self._placement.line_up(shared)
             self.metrics.gauge("proxy/queued", self._placement.num_waiting)
 
@@ -175,10 +187,13 @@ class LLMProxy(Actor):
     def _end(self, shared: ProxyRequest, outcome: Completion | Aborted | Exception) -> None:
         self.metrics.observe("proxy/latency_s", asyncio.get_running_loop().time() - shared.began)
         self.metrics.gauge("proxy/in_flight", len(self._requests.running) - 1)
+        if self._affinity is not None:
+            self._affinity.ended(shared.request, outcome)
         shared.run.set_result(outcome)
 
-    def _waiting(self, shared: ProxyRequest, stage: str, holder: str) -> Wait:
-        return self.waits.on(shared.request.request_id, stage=stage, holder=holder, limit=self._limit).open()
+    def _waiting(self, shared: ProxyRequest, stage: str, holder: str, why: str = "") -> Wait:
+        request_id = shared.request.request_id
+        return self.waits.on(request_id, stage=stage, detail=why, holder=holder, limit=self._limit).open()
 
     def _answered(
         self, seat: EngineSeat, shared: ProxyRequest, reply: Completion | Aborted
@@ -239,6 +254,8 @@ class LLMProxy(Actor):
         if version <= self._phase:
             return
         self._phase = version
+        if self._affinity is not None:
+            self._affinity.phase()
         traffic: list[tuple[str, str, int]] = []
         for seat in self._placement.seats.values():
             traffic += [(self.name, seat.name, seat.bytes_in), (seat.name, self.name, seat.bytes_out)]

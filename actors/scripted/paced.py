@@ -15,9 +15,10 @@ from actors.config import ModelSection
 from actors.engines.engine import Chunk, Engine, EngineError, Load, Work, check_level
 from actors.engines.hf_files import read_header
 from actors.engines.pace import Pace
-from actors.engines.scheduler import Row, Scheduler
+from actors.engines.scheduler import Row, Scheduler, contents
 from actors.engines.section import EngineSection, PaceSection
 from actors.scripted.engine import ScriptedEngine, Slot
+from planning.step_cost import StepSums
 
 Command = Callable[[], None]
 
@@ -36,6 +37,7 @@ class PacedScriptedEngine(ScriptedEngine):
         super().__init__(folder, model, section)
         self._pace = Pace(pace)
         self._scheduler = Scheduler(section.num_slots, section.max_batch_tokens, prefix_cache=section.prefix_cache)
+        self._sums = StepSums()
         self._inboxes: dict[str, asyncio.Queue[Chunk]] = {}
         self._commands: deque[Command] = deque()
         self._busy: asyncio.TimerHandle | None = None
@@ -93,7 +95,7 @@ class PacedScriptedEngine(ScriptedEngine):
         pace = self._pace
         return Load(
             self._section.num_slots, waiting, running, self._version, self._suspended, pace.num, pace.outlasted,
-            self._asleep, pace.degree,
+            self._asleep, pace.degree, tuple(self._sums.values),
         )  # fmt: skip
 
     async def stop(self) -> None:
@@ -196,7 +198,9 @@ class PacedScriptedEngine(ScriptedEngine):
         rows = self._scheduler.schedule() if self._alive and not self._held else []
         self._scheduler.to_load()
         if rows:
-            self._last(self._pace.step_s(rows), partial(self._sample, rows))
+            duration_s = self._pace.step_s(rows)
+            self._last(duration_s, partial(self._sample, rows))
+            self._sums.add(*contents(rows), duration_s)
         else:
             self._pace.idle()
 

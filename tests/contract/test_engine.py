@@ -10,6 +10,7 @@ from actors.engines.section import PaceSection
 from actors.engines.tokens import joined
 from actors.messages.generation import Sampling, Tokens, VersionSpan
 from bus.message import pack_i32, unpack_f32, unpack_i32
+from planning.step_cost import StepSums
 from tests.contract.engines import (
     KINDS,
     MODELLED,
@@ -242,6 +243,16 @@ async def test_only_a_paced_engine_counts_its_steps_and_swaps(kind, model_folder
             counted.append(engine.load().paced)
 
     assert counted == [0, 11]
+
+
+@pytest.mark.parametrize("kind", ["scripted paced", "torch", "torch paced"])
+async def test_an_engine_observes_what_its_steps_cost(kind, model_folder):
+    async with running(kind, model_folder) as engine:
+        assert not any(engine.load().steps)
+        await collect(engine, Work("a", "s", prompt_of(1, 40), Sampling(10)))
+        sums = StepSums(engine.load().steps)
+
+    assert (sums.with_prompts, sums.decoding) == (1, 9)
 
 
 @pytest.mark.parametrize("kind", ["scripted", "torch"])

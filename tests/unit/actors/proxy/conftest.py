@@ -1,6 +1,7 @@
 """Engines that answer when the test says so."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from actors.messages.generation import (
     EngineStatus,
     Generate,
     Inspect,
+    Measure,
     Resume,
     Sampling,
+    StepsMeasured,
     Suspend,
     Tokens,
     TokensSampled,
@@ -47,6 +50,8 @@ class FakeEngine:
         self.running: tuple[str, ...] = ()
         self.finished: tuple[str, ...] = ()
         self.suspended = False
+        self.steps: tuple[float, ...] = ()
+        self.measured = 0
 
     async def __call__(self, request):
         match request:
@@ -54,6 +59,9 @@ class FakeEngine:
                 return EngineStatus(
                     self.name, self.version, self.num_slots, self.running, self.finished, suspended=self.suspended
                 )
+            case Measure():
+                self.measured += 1
+                return StepsMeasured(self.name, self.steps)
             case Generate():
                 return await self._generate(request)
             case Abort():
@@ -95,17 +103,18 @@ class FakeEngine:
 class Scene:
     """One proxy, its engines and the askers."""
 
-    def __init__(self, context, section):
+    def __init__(self, context, section, affinity):
         self.context = context
-        self.proxy = LLMProxy(LLMProxy.Config(proxy=section), context)
+        self.proxy = LLMProxy(LLMProxy.Config(proxy=section, affinity=affinity), context)
         self.engines: dict[str, FakeEngine] = {}
 
     def engine(self, name, num_slots=4, version=0):
         self.engines[name] = self.context.actors[name] = engine = FakeEngine(name, num_slots, version)
         return engine
 
-    async def joins(self, name, **kwargs):
+    async def joins(self, name, hardware="", **kwargs):
         engine = self.engine(name, **kwargs)
+        self.context.records[name] = SimpleNamespace(hardware=hardware)
         await self.proxy.on_peers((name,), ())
         await self.settle()
         return engine
@@ -119,16 +128,19 @@ class Scene:
         for _ in range(20):
             await asyncio.sleep(0)
 
-    async def ask(self, request_id, session="", min_version=0, max_new_tokens=8, resumed=None, exact=False):
+    async def ask(
+        self, request_id, session="", min_version=0, max_new_tokens=8, resumed=None, exact=False, task="", prompt=3
+    ):
         """An asker's future."""
         request = Generate(
             request_id,
             session or request_id,
-            b"\1\0\0\0" * 3,
+            b"\1\0\0\0" * prompt,
             Sampling(max_new_tokens, stop_token_ids=(99,)),
             min_version,
             resumed or Tokens(),
             exact,
+            task,
         )
         asking = self.proxy.generate(request)
         await self.settle()
@@ -142,9 +154,9 @@ class Scene:
 def scene(on_stage):
     """`scene(play, **section)`: run `await play(scene)` on a jumping loop."""
 
-    def run(play, **section):
+    def run(play, affinity=(), **section):
         async def main(context):
-            await play(Scene(context, ProxySection(**section)))
+            await play(Scene(context, ProxySection(**section), affinity or {}))
 
         on_stage(main, name="llm_proxy-1")
 
