@@ -309,6 +309,11 @@ class EvalSection(Section):
 class ProxySection(Section):
     """The LLMProxy: how much it holds, and for how long."""
 
+    balance: Literal["fixed", "auto"] = "fixed"
+    """Of engines that only prefill or only decode: fixed leaves each at its engine.serves, auto lets them change where requests wait longer."""
+    balance_s: float = Field(default=10.0, gt=0)
+    """Period at which auto decides; at most one engine changes each time."""
+
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Longest life of one request, where its asker sets no shorter deadline."""
     max_waiting: int = Field(default=4096, ge=1)

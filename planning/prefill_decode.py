@@ -1,5 +1,6 @@
 """How many of a pool's engines prefill prompts and how many decode, where the two are apart."""
 
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 
@@ -13,6 +14,39 @@ class Stage(NamedTuple):
     completion divided by the requests that an engine decodes at once. Not below 0."""
     queue_s: float
     """How long requests stood in line for it."""
+
+
+@dataclass(slots=True)
+class StageWatch:
+    """What was seen of one stage since the last look."""
+
+    finished: int = 0
+    total_s: float = 0.0
+    """Of the requests that finished it, from asking for an engine to leaving it."""
+    seated_s: float = 0.0
+    """The part of that on an engine."""
+    busy_s: float = 0.0
+    """Seconds in which engines had requests of this stage, summed over engines."""
+
+
+def stages(
+    prefill: StageWatch, decode: StageWatch, num_prefill: int, num_decode: int, num_slots: int
+) -> tuple[Stage, Stage] | None:
+    """Both stages as `balance` takes them, for engines that decode `num_slots` requests at once; None before a request has passed both.
+
+    A prefill stands in line inside its engine too, so its line is all the time that is not its work.
+    """
+    if not prefill.finished or not decode.finished:
+        return None
+    work_s = prefill.busy_s / prefill.finished
+    return (
+        Stage(num_prefill, work_s, max(0.0, prefill.total_s / prefill.finished - work_s)),
+        Stage(
+            num_decode,
+            decode.seated_s / num_slots / decode.finished,
+            (decode.total_s - decode.seated_s) / decode.finished,
+        ),
+    )
 
 
 class Balance(NamedTuple):

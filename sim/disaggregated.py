@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planning.prefill_decode import Stage, balance
+from planning.prefill_decode import StageWatch, balance, stages
 from planning.routing import RequestView
 from sim.engine_model import ModelledEngine
 from sim.proxy_model import ModelledProxy
@@ -15,20 +15,11 @@ BALANCED_S = 10.0
 
 
 @dataclass(eq=False)
-class Watch:
-    """A stage since the last look: of how many requests, how long they were in it, and how much of that they had a seat."""
-
-    finished: int = 0
-    total_s: float = 0.0
-    seated_s: float = 0.0
-
-
-@dataclass(eq=False)
 class Seated:
     """An engine as one stage sees it."""
 
     engine: ModelledEngine
-    watch: Callable[[], Watch]
+    watch: Callable[[], StageWatch]
     on_change: Callable[[Any], None] = lambda engine: None
 
     def __post_init__(self) -> None:
@@ -58,11 +49,11 @@ class Seated:
 
 @dataclass(eq=False)
 class Receiving(Seated):
-    """It samples what another prefilled: keys and values that it has not come first, and are computed here where no room is left for them."""
+    """It samples what another prefilled: its keys and values come first, and are computed here where no room is left for them."""
 
     async def generate(self, session: str, context: int, new_tokens: int, min_version: int = 0) -> int:
         engine = self.engine
-        await engine.timeline.sleep(engine.model.kv_move_s(context - engine.held(session)))
+        await engine.timeline.sleep(engine.model.kv_move_s(context))
         engine.adopt(session, context)
         return await super().generate(session, context, new_tokens, min_version)
 
@@ -84,7 +75,7 @@ class DisaggregatedProxy:
         names = [engine.name for engine in self.engines]
         # Who waits for a seat keeps the set, so it changes in place.
         self._names = set(names[: self.num_prefill]), set(names[self.num_prefill :])
-        self._watches = [Watch(), Watch()]
+        self._watches = [StageWatch(), StageWatch()]
         reading = [Seated(engine, lambda: self._watches[0]) for engine in self.engines]
         sampling: list[Seated] = [Receiving(engine, lambda: self._watches[1]) for engine in self.engines]
         self._proxies = ModelledProxy(self.timeline, reading), ModelledProxy(self.timeline, sampling)
@@ -121,20 +112,15 @@ class DisaggregatedProxy:
         prefilled_s = 0.0
         while True:
             await self.timeline.sleep(BALANCED_S)
-            reading, sampling = self._watches
-            if not reading.finished or not sampling.finished:
-                continue
-            before, prefilled_s = prefilled_s, sum(engine.usage.prefill_s for engine in self.engines)
-            # A prefill stands in line inside its engine too.
-            work_s = (prefilled_s - before) / reading.finished
-            prefill = Stage(len(self._names[0]), work_s, max(0.0, reading.total_s / reading.finished - work_s))
-            decode = Stage(
-                len(self._names[1]),
-                sampling.seated_s / self.engines[0].num_slots / sampling.finished,
-                (sampling.total_s - sampling.seated_s) / sampling.finished,
-            )
-            self._watches = [Watch(), Watch()]
-            self._follow(*balance(prefill, decode))
+            prefill, decode = self._watches
+            now_s = sum(engine.usage.prefill_s for engine in self.engines)
+            prefill.busy_s = now_s - prefilled_s
+            num_prefill, num_decode = map(len, self._names)
+            seen = stages(prefill, decode, num_prefill, num_decode, self.engines[0].num_slots)
+            if seen is not None:
+                prefilled_s = now_s
+                self._watches = [StageWatch(), StageWatch()]
+                self._follow(*balance(*seen))
 
     def _follow(self, num_prefill: int, why: str) -> None:
         """An engine that changes its stage finishes what it has; it takes new requests of the other one at once."""

@@ -43,6 +43,8 @@ class Work(NamedTuple):
     resumed: Tokens = Tokens()
     cache: Cache | None = None
     """For an engine with `cache`, of at most all tokens but the last; others leave it alone."""
+    first_at_once: bool = False
+    """Its first token is a chunk of its own."""
 
 
 class Chunk(NamedTuple):

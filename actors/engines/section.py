@@ -75,6 +75,8 @@ class EngineSection(Section):
 
     kind: str = "torch"
     """torch, vllm or scripted; or your own class as `package.module:Class`."""
+    serves: Literal["both", "prefill", "decode"] = "both"
+    """What it is there for; set per pool, so that prompts are prefilled on engines of one pool and decoded on those of another."""
     num_slots: int = Field(default=64, ge=1)
     """Requests decoded at once; more wait."""
     max_len: int = Field(default=1024, ge=2)

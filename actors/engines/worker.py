@@ -8,19 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import CUDA, ModelSection, WeightsSection
-from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, Work
+from actors.engines.caches import KeptCaches, fetch
+from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, EngineError, Work
 from actors.engines.section import EngineSection
 from actors.engines.tokens import joined, shifted
 from actors.engines.weights import HostWeights, WeightsPuller
 from actors.messages.generation import (
     HANDED_BACK,
+    HANDED_OVER,
     Abort,
     Aborted,
     Completion,
     EngineHolds,
     EngineStatus,
+    FetchCache,
     Generate,
     Inspect,
+    KeptCache,
     Measure,
     Resume,
     StepsMeasured,
@@ -68,7 +72,8 @@ class EngineRequest(SharedRequest):
         """The request as the engine sees it. Raises BadFrame when its prompt is malformed."""
         request = self.request
         prompt = tuple(unpack_i32(request.prompt))
-        return Work(request.request_id, request.session, prompt, request.sampling, request.resumed)
+        sampling, at_once = request.sampling, request.hand_over
+        return Work(request.request_id, request.session, prompt, sampling, request.resumed, first_at_once=at_once)
 
     def sampled(self, chunk: Chunk) -> None:
         """Add what the engine sampled."""
@@ -153,6 +158,7 @@ class EngineWorker(Actor):
         self._requests = SharedRequests(
             EngineRequest, in_task(self._run, self.spawn, fatal=(EngineDead,)), max_results=config.engine.results_kept
         )
+        self._caches = KeptCaches(2 * config.engine.num_slots)
         self._reports: set[str] = set()
         self._report_due = asyncio.Event()
         self._draining = False
@@ -222,16 +228,27 @@ class EngineWorker(Actor):
                 shared.abort_reason = f"{self.name} does not hold version {request.min_version} any more"
             if not shared.abort_reason:
                 with self.metrics.busy():
-                    finish_reason = await self._generate(shared, work)
+                    finish_reason = await self._generate(shared, await self._with_cache(request, work))
         finally:
             self._reports.discard(request.request_id)
         if finish_reason in ("stop", "length"):
             return Completion(request.request_id, shared.tokens, finish_reason, self.name)
-        return Aborted(request.request_id, shared.tokens, shared.abort_reason or "the engine was stopped")
+        reason = HANDED_OVER if finish_reason == "exported" else "the engine was stopped"
+        return Aborted(request.request_id, shared.tokens, shared.abort_reason or reason)
+
+    async def _with_cache(self, request: Generate, work: Work) -> Work:
+        """What was prefilled elsewhere comes along, if it is still there."""
+        if not request.cache_at:
+            return work
+        if request.cache_at == self.name:
+            return work._replace(cache=self._caches.take(request.request_id))
+        with self.waits.on(request.request_id, stage="kv", holder=request.cache_at):
+            return work._replace(cache=await fetch(self.ref(request.cache_at), request.request_id))
 
     async def _generate(self, shared: EngineRequest, work: Work) -> str:
         engine, _ = self._started()
         finish_reason = "aborted"
+        exported: asyncio.Task[None] | None = None
         shared.generating = True
         with self.waits.on(work.request_id, stage="decode") as wait:
             async with contextlib.aclosing(engine.generate(work)) as chunks:
@@ -239,7 +256,18 @@ class EngineWorker(Actor):
                     wait.moved()
                     self._sampled(shared, chunk)
                     finish_reason = chunk.finish_reason
+                    if shared.request.hand_over and exported is None and not finish_reason:
+                        exported = self.spawn(self._keep_cache(work.request_id), name=f"{self.name}.hand_over")
+        if exported is not None:
+            await exported
         return finish_reason
+
+    async def _keep_cache(self, request_id: str) -> None:
+        """Take the request out between two steps; one that ended meanwhile needs it no more."""
+        with contextlib.suppress(EngineError):
+            cache = (await self._started()[0].export(request_id, with_cache=True)).cache
+            if cache is not None:
+                self._caches.keep(request_id, cache)
 
     def _sampled(self, shared: EngineRequest, chunk: Chunk) -> None:
         shared.sampled(chunk)
@@ -288,8 +316,13 @@ class EngineWorker(Actor):
         load = engine.load()
         running, finished = tuple(self._requests.running), self._requests.finished()
         return EngineStatus(
-            self.name, weights.version, load.num_slots, running, finished, load.suspended, weights.is_held
-        )
+            self.name, weights.version, load.num_slots, running, finished, load.suspended, weights.is_held,
+            self.config.engine.serves,
+        )  # fmt: skip
+
+    @handler(concurrency=256)
+    async def fetch_cache(self, request: FetchCache) -> KeptCache:
+        return self._caches.give(request)
 
     @handler
     async def measure(self, request: Measure) -> StepsMeasured:

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import msgspec
 
-from bus.message import Ack, Message, Request
+from bus.message import Ack, Buffer, Message, Request
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -49,6 +49,10 @@ HANDED_BACK = "handed back"
 """`Aborted.reason` of an engine that drains: the proxy goes on with the request, and its tokens, elsewhere."""
 
 
+HANDED_OVER = "handed over"
+"""`Aborted.reason` of an engine that only prefills: the proxy has the request decoded elsewhere, with the cache that waits here."""
+
+
 class Aborted(Message, frozen=True):
     """The request ended early; what was sampled before is kept."""
 
@@ -76,6 +80,10 @@ class Generate(Request[Completion | Aborted], frozen=True):
     """Every token is sampled under `min_version` itself; Aborted where no engine holds it."""
     task: str = ""
     """Name of the task; empty where the config names none."""
+    hand_over: bool = False
+    """Prefill only: after the first token the request comes back as Aborted with HANDED_OVER, and its KV cache waits for whoever goes on."""
+    cache_at: str = ""
+    """Engine that keeps the KV cache of prompt and resumed tokens; without it they are computed again."""
 
 
 class Abort(Request[Ack], frozen=True):
@@ -110,6 +118,8 @@ class EngineStatus(Message, frozen=True):
     suspended: bool = False
     held: bool = False
     """It stays on `version` for an evaluation."""
+    serves: str = "both"
+    """Its `engine.serves`."""
 
 
 class EngineHolds(Request[Ack], frozen=True):
@@ -151,3 +161,19 @@ class Resume(Request[Ack], frozen=True):
     """Go on decoding after Suspend."""
 
     idempotent: ClassVar[bool] = True
+
+
+class KeptCache(Message, frozen=True):
+    """KV cache of a request that was handed over, as actors.engines.engine.Cache has it; `shape` is empty where it is gone."""
+
+    version: int
+    shape: tuple[int, ...]
+    dtype: str
+    data: Buffer
+
+
+class FetchCache(Request[KeptCache], frozen=True):
+    """Engine → engine: give me the KV cache of this request, and forget it."""
+
+    idempotent: ClassVar[bool] = False
+    request_id: str

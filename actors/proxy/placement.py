@@ -10,6 +10,7 @@ import msgspec
 from actors.messages.generation import Abort, Aborted, Completion, Generate, Inspect, Resume, Suspend
 from actors.proxy.affinity import Affinity
 from actors.proxy.line import EXACT, PASSED, USUAL, Lane, Line
+from actors.proxy.stages import BOTH, DECODE, PREFILL, Stages
 from actors.requests import SharedRequest, SharedRequests
 from bus.errors import AskFailed, Failed
 from planning.routing import EngineView, RequestView, Route, choose, goes_first
@@ -48,6 +49,13 @@ class ProxyRequest(SharedRequest):
         self.began = asyncio.get_running_loop().time()
         self.deaths = 0
         """Engines that died while they ran it."""
+        self.stage = PREFILL
+        """What the next engine does first; DECODE once another one has prefilled it."""
+        self.cache_at = ""
+        """The engine that prefilled it."""
+        self.asked = self.seated = self.began
+        """When it asked for an engine of its stage, and when it got one."""
+        self.seated_for = PREFILL
 
     @property
     def num_tokens(self) -> int:
@@ -56,11 +64,16 @@ class ProxyRequest(SharedRequest):
     def view(self) -> RequestView:
         return RequestView(self.request.session, self.request.min_version, self.num_tokens, self.request.exact)
 
-    def to_send(self) -> Generate:
+    def to_send(self, *, hand_over: bool = False) -> Generate:
         """The request as the next engine gets it: with the tokens sampled so far."""
-        if self.tokens is self.request.resumed:
+        if self.tokens is self.request.resumed and not hand_over:
             return self.request
-        return msgspec.structs.replace(self.request, resumed=self.tokens)
+        return msgspec.structs.replace(self.request, resumed=self.tokens, hand_over=hand_over, cache_at=self.cache_at)
+
+    def enter(self, stage: str, cache_at: str = "") -> None:
+        """It goes on at another engine, from this stage on."""
+        self.stage, self.cache_at = stage, cache_at
+        self.asked = asyncio.get_running_loop().time()
 
     def outcome(self) -> Completion | Aborted | None:
         """The answer that follows from what is known without an engine, if one does."""
@@ -92,6 +105,7 @@ class EngineSeat:
     suspended: bool
     held: bool = False
     """It stays on `version` for an evaluation."""
+    serves: str = BOTH
     resting: bool = False
     """It refused or could not be reached a moment ago."""
     requests: dict[str, ProxyRequest] = field(default_factory=dict)
@@ -117,10 +131,13 @@ class Placement:
         max_waiting: int,
         sessions_kept: int,
         on_turn: Callable[[ProxyRequest, EngineSeat | None], None],
+        stages: Stages,
         affinity: Affinity | None = None,
     ) -> None:
         """`on_turn` ends the wait of a request in line: with its seat, or with None where `abort_reason` says why there is none."""
         self._affinity = affinity
+        self.stages = stages
+        stages.on_change = self.changed
         self._on_turn = on_turn
         self.seats: dict[str, EngineSeat] = {}
         self.located: dict[str, str] = {}
@@ -143,11 +160,13 @@ class Placement:
     def join(self, seat: EngineSeat) -> None:
         """The engine may be given requests from now on."""
         self.seats[seat.name] = seat
+        self.stages.join(seat)
         self.changed(seat)
 
     def remove(self, name: str) -> EngineSeat | None:
         """The engine gets no more requests; those it has keep their seat until they are taken away."""
         self._views.pop(name, None)
+        self.stages.forget(name)
         if self._affinity is not None:
             self._affinity.forget(name)
         self._advance()  # an exact request may wait for it in vain
@@ -171,7 +190,8 @@ class Placement:
 
     def line_up(self, shared: ProxyRequest) -> None:
         """Stand in line until an engine has room; its turn may come at once."""
-        self._line.add(self._lane(shared), shared, first=goes_first(shared.view()))
+        in_turn = self.stages.apart and shared.stage == DECODE  # all of these have tokens
+        self._line.add(self._lane(shared), shared, first=goes_first(shared.view()) and not in_turn)
         if self._affinity is not None:
             self._affinity.look_later(self._advance, lambda: self.num_waiting > 0)
         self._advance()
@@ -183,23 +203,30 @@ class Placement:
     def release(self, seat: EngineSeat, shared: ProxyRequest) -> None:
         """The request left the engine, answered or not."""
         seat.requests.pop(shared.request.request_id, None)
+        if self.stages.apart:
+            self.stages.left(shared, seat.name)
         self.changed(seat)
 
     def _lane(self, shared: ProxyRequest) -> Lane:
         """With affinity, each task waits by itself."""
         if shared.request.exact:
             return Lane(EXACT, "")
+        if self.stages.apart:
+            return Lane(USUAL, shared.stage)
         return Lane(USUAL, shared.request.task if self._affinity is not None else "")
 
     def _see(self, seat: EngineSeat) -> None:
         if self.seats.get(seat.name) is seat:
             view = self._views[seat.name] = seat.view()
+            self.stages.see(view)
             if self._affinity is not None:
                 self._affinity.see(view)
 
     def _route(self, shared: ProxyRequest) -> Route:
         request, views = shared.request, self._views.values()
-        sticky = self._sessions.get(request.session)
+        sticky = self._sessions.get(self._session(shared))
+        if self.stages.apart and not request.exact:
+            return choose(shared.view(), self.stages.usable(shared, self._views), sticky)
         if self._affinity is None or request.exact:
             return choose(shared.view(), views, sticky)
         return self._affinity.route(shared.view(), request.task, shared.began, sticky, views)
@@ -209,12 +236,20 @@ class Placement:
             self._affinity.began(shared.request, seat.name, self._sessions.get(shared.request.session))
         shared.engine = seat.name
         seat.requests[shared.request.request_id] = shared
-        self._sessions.pop(shared.request.session, None)
-        self._sessions[shared.request.session] = seat.name
+        session = self._session(shared)
+        self._sessions.pop(session, None)
+        self._sessions[session] = seat.name
+        if self.stages.apart:
+            self.stages.seated(shared, seat.name)
         if len(self._sessions) > self._sessions_kept:
             del self._sessions[next(iter(self._sessions))]
         self._see(seat)
         return seat
+
+    def _session(self, shared: ProxyRequest) -> str:
+        """A session may have a cache at an engine of each stage."""
+        session = shared.request.session
+        return f"{session} {shared.stage}" if self.stages.apart else session
 
     def _advance(self) -> None:
         """Seat those who wait, in order, until no engine has room for the first of any lane; evaluations go first."""
@@ -343,7 +378,8 @@ class Roster:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, INSPECT_S)
         self._inspections.pop(name, None)
-        seat = EngineSeat(name, ref, max(1, status.num_slots), status.version, status.suspended, status.held)
+        num_slots = max(1, status.num_slots)
+        seat = EngineSeat(name, ref, num_slots, status.version, status.suspended, status.held, status.serves)
         for request_id in (*status.running, *status.finished):
             if request_id not in self.requests.running:
                 self.placement.located[request_id] = name

@@ -8,6 +8,7 @@ from actors.config import ProxySection
 from actors.messages.fabric import PhaseIntent
 from actors.messages.generation import (
     HANDED_BACK,
+    HANDED_OVER,
     Abort,
     Aborted,
     Completion,
@@ -21,6 +22,7 @@ from actors.messages.generation import (
 )
 from actors.proxy.affinity import Affinity, AffinityMap, check_affinity
 from actors.proxy.placement import EngineSeat, Placement, ProxyRequest, Roster
+from actors.proxy.stages import DECODE, PREFILL, Stages, check_stages
 from actors.requests import Run, SharedRequests
 from bus.errors import AskFailed, NotSent, Refused, Unknown
 from bus.message import Ack, Message
@@ -51,6 +53,7 @@ class LLMProxy(Actor):
     @classmethod
     def check(cls, job: Job) -> None:
         check_affinity(job)
+        check_stages(job)
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
@@ -62,7 +65,10 @@ class LLMProxy(Actor):
         self._affinity = None
         if config.affinity:
             self._affinity = Affinity(self, config.affinity, self._requests.running, section.sessions_kept)
-        self._placement = Placement(section.max_waiting, section.sessions_kept, self._turn, self._affinity)
+        self._stages = Stages(self, section.balance_s if section.balance == "auto" else 0.0)
+        self._placement = Placement(
+            section.max_waiting, section.sessions_kept, self._turn, self._stages, self._affinity
+        )
         self._roster = Roster(self, self._placement, self._requests, lambda seat: self._begin_phase(seat.version))
         self._phase = -1
         """The newest weight version whose rollout phase was announced to the fabric."""
@@ -128,7 +134,8 @@ class LLMProxy(Actor):
             self._ask(seat, shared)
 
     def _ask(self, seat: EngineSeat, shared: ProxyRequest) -> None:
-        request, limit_s = shared.to_send(), self._section.request_timeout_s
+        request = shared.to_send(hand_over=self._stages.hands_over(shared, seat.name))
+        limit_s = self._section.request_timeout_s
         seat.bytes_in += len(request.prompt) + len(request.resumed.ids)
         shared.wait = self._waiting(shared, "decode", seat.name)
         asking: asyncio.Future[Any] | None = seat.ref.begin(request, timeout=limit_s, trace=shared.trace)
@@ -202,9 +209,12 @@ class LLMProxy(Actor):
         seat.bytes_out += len(reply.tokens.ids) + len(reply.tokens.logprobs)
         if reply.tokens.spans:
             self._sampled_under(seat, reply.tokens.spans[-1].version)
-        if isinstance(reply, Completion) or reply.reason != HANDED_BACK or shared.abort_reason:
+        if isinstance(reply, Completion) or reply.reason not in (HANDED_BACK, HANDED_OVER) or shared.abort_reason:
             return reply
         shared.tokens = reply.tokens
+        if reply.reason == HANDED_OVER:
+            shared.enter(DECODE, seat.name)
+            return None
         seat.handed_back = True
         self._roster.rest(seat, reply.reason)
         self._moved(seat, shared, died=False)
@@ -213,6 +223,7 @@ class LLMProxy(Actor):
     def _moved(self, seat: EngineSeat, shared: ProxyRequest, *, died: bool) -> None:
         if shared.abort_reason:
             return
+        shared.enter(PREFILL)
         seat.lost += 1
         seat.lost_tokens += shared.num_tokens
         self.metrics.count("proxy/moved")

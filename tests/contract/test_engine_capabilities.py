@@ -111,6 +111,16 @@ async def test_an_exported_request_has_what_was_sampled_and_the_engine_is_rid_of
     assert (engine.load().running, engine.load().waiting) == (0, 0)
 
 
+@capable_engine
+async def test_a_first_token_that_is_asked_for_at_once_is_a_chunk_of_its_own(engine):
+    chunks = engine.generate(Work("first", "s", prompt_of(5), Sampling(9, temperature=0.0), first_at_once=True))
+
+    first = await anext(chunks)
+    await chunks.aclose()
+
+    assert (len(first.tokens.ids) // 4, first.finish_reason) == (1, "")
+
+
 @every_engine
 async def test_an_exported_request_goes_on_and_ends_as_long_as_asked(engine):
     tokens, _ = await moved(engine, engine, Sampling(30, temperature=0.0), at=5)

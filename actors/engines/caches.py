@@ -1,0 +1,47 @@
+"""KV caches that change engines: an engine that only prefills keeps them until the one that decodes has fetched them."""
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from actors.engines.engine import Cache
+from actors.messages.generation import FetchCache, KeptCache
+from bus.errors import AskFailed
+from bus.message import Buffer
+
+if TYPE_CHECKING:
+    from runtime.courier import Ref
+
+FETCH_S = 30.0
+"""A cache that does not come within this is computed again."""
+
+GONE = KeptCache(-1, (), "", Buffer(b""))
+
+
+class KeptCaches:
+    """Bounded: the oldest is forgotten first, for whoever was to fetch it may be gone."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._caches: OrderedDict[str, Cache] = OrderedDict()
+
+    def keep(self, request_id: str, cache: Cache) -> None:
+        self._caches[request_id] = cache
+        if len(self._caches) > self._most:
+            self._caches.popitem(last=False)
+
+    def take(self, request_id: str) -> Cache | None:
+        return self._caches.pop(request_id, None)
+
+    def give(self, request: FetchCache) -> KeptCache:
+        """The answer to an engine that asks."""
+        cache = self.take(request.request_id)
+        return GONE if cache is None else KeptCache(cache.version, cache.shape, cache.dtype, Buffer(cache.data))
+
+
+async def fetch(source: "Ref", request_id: str) -> Cache | None:
+    """None where it is gone, or its engine is."""
+    try:
+        kept = await source.ask(FetchCache(request_id), timeout=FETCH_S, retry=False)
+    except AskFailed:
+        return None
+    return Cache(kept.version, kept.shape, kept.dtype, kept.data.data) if kept.shape else None

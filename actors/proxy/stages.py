@@ -1,0 +1,169 @@
+"""Prefill apart from decode in the proxy: which engines serve which stage of a request, and the planner that lets them change."""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Final
+
+from planning.prefill_decode import StageWatch, balance, stages
+from planning.routing import EngineView
+from runtime.actor import Actor
+from runtime.config import Config as Job
+
+if TYPE_CHECKING:
+    from actors.proxy.placement import EngineSeat, ProxyRequest
+
+PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+
+SERVES: Final = "engine.serves"
+
+WITH_CACHE: Final = ("torch", "scripted")
+"""Kinds of engine whose KV cache another engine takes up."""
+
+
+def check_stages(job: Job) -> None:
+    """Compare what pools' engines serve. Raises ValueError with one sentence."""
+    if not job.has("engine"):
+        return
+    given = job.section("engine")
+    pools = [pool for role, spec in job.actors.items() if _has_engines(job, role) for pool in spec.pools.values()]
+    serves = {pool.set.get(SERVES, BOTH) for pool in pools} or {given.serves}
+    if serves == {BOTH}:
+        if job.has("proxy") and job.section("proxy").balance == "auto":
+            raise ValueError(
+                "proxy.balance is auto, but every engine both prefills and decodes: set engine.serves in the pools of actors.engine"
+            )
+        return
+    for stage, other in ((PREFILL, DECODE), (DECODE, PREFILL)):
+        if serves == {stage}:
+            raise ValueError(f"engine.serves is {stage} for every engine, so none is there to {other}: add a pool")
+    if given.kind == "vllm":
+        raise ValueError(
+            f"engine.serves is {' and '.join(sorted(serves))}, but engine.kind={given.kind} takes no KV cache from another engine: "
+            f"set engine.kind={' or '.join(WITH_CACHE)}"
+        )
+    if job.has("affinity") and job.section("affinity"):
+        raise ValueError("affinity and engine.serves both say which engines a request may use: leave one of them out")
+
+
+def _has_engines(job: Job, role: str) -> bool:
+    config = job.actor_class(role).Config
+    return config is not None and "engine" in config.model_fields
+
+
+class Stages:
+    """Engines by stage. Where all do both, it costs a look at `apart`."""
+
+    def __init__(self, actor: Actor, period_s: float) -> None:
+        """`period_s` is that of the planner; 0 leaves engines at what they were started for."""
+        self._actor = actor
+        self._period_s = period_s
+        self._serves: dict[str, str] = {}
+        self._views: dict[str, dict[str, EngineView]] = {PREFILL: {}, DECODE: {}}
+        self._watches = {PREFILL: StageWatch(), DECODE: StageWatch()}
+        self._seats: dict[str, EngineSeat] = {}
+        self._busy: dict[str, tuple[int, float]] = {}
+        """Engine → prefills that it has, and since when it has any."""
+        self._balancing: asyncio.Task[None] | None = None
+        self.apart = False
+        """Some engine serves one stage only."""
+        self.on_change: Callable[[EngineSeat], None] = _nothing
+        """Called where the router has to look again."""
+
+    # -- engines ----------------------------------------------------------------------------------------------------
+
+    def join(self, seat: "EngineSeat") -> None:
+        """An engine came; one that comes back serves what it was started for."""
+        self._serves[seat.name] = seat.serves
+        self._seats[seat.name] = seat
+        self.apart = any(serves != BOTH for serves in self._serves.values())
+        if self.apart and self._period_s and self._balancing is None:
+            self._balancing = self._actor.spawn(self._balance(), name=f"{self._actor.name}.balance")
+
+    def forget(self, name: str) -> None:
+        """The engine left."""
+        self._serves.pop(name, None)
+        self._seats.pop(name, None)
+        self._busy.pop(name, None)
+        for views in self._views.values():
+            views.pop(name, None)
+        self.apart = any(serves != BOTH for serves in self._serves.values())
+
+    def see(self, view: EngineView) -> None:
+        """What the router looks at of an engine, new or changed."""
+        serves = self._serves.get(view.name, BOTH)
+        for stage, views in self._views.items():
+            if serves in (stage, BOTH):
+                views[view.name] = view
+            else:
+                views.pop(view.name, None)
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def usable(self, shared: "ProxyRequest", views: Mapping[str, EngineView]) -> Collection[EngineView]:
+        """The engines of the request's stage; all of them where none serves it now."""
+        return (self._views[shared.stage] or views).values()
+
+    def hands_over(self, shared: "ProxyRequest", engine: str) -> bool:
+        """Whether `engine` only prefills the request, for another to decode."""
+        only = self._serves.get(engine) == PREFILL and bool(self._views[DECODE])
+        return self.apart and shared.stage == PREFILL and only and not shared.request.exact
+
+    def seated(self, shared: "ProxyRequest", engine: str) -> None:
+        shared.seated = now = self._now()
+        shared.seated_for = shared.stage
+        if shared.stage == PREFILL:
+            num, since = self._busy.get(engine, (0, now))
+            self._busy[engine] = (num + 1, since if num else now)
+
+    def left(self, shared: "ProxyRequest", engine: str) -> None:
+        """The request left its seat, done with the stage or not."""
+        now, watch = self._now(), self._watches[shared.seated_for]
+        watch.finished += 1
+        watch.total_s += now - shared.asked
+        watch.seated_s += now - shared.seated
+        if shared.seated_for == PREFILL and engine in self._busy:
+            num, since = self._busy[engine]
+            self._busy[engine] = (num - 1, since)
+            if num == 1:
+                watch.busy_s += now - since
+
+    # -- the planner ------------------------------------------------------------------------------------------------
+
+    async def _balance(self) -> None:
+        while True:
+            await asyncio.sleep(self._period_s)
+            now = self._now()
+            for engine, (num, since) in self._busy.items():
+                if num:
+                    self._watches[PREFILL].busy_s += now - since
+                    self._busy[engine] = (num, now)
+            only = {stage: [n for n, serves in self._serves.items() if serves == stage] for stage in self._views}
+            if only[PREFILL] and only[DECODE]:
+                self._look(only[PREFILL], only[DECODE])
+
+    def _look(self, prefill: list[str], decode: list[str]) -> None:
+        num_slots = sum(self._seats[name].num_slots for name in decode) // len(decode)
+        seen = stages(self._watches[PREFILL], self._watches[DECODE], len(prefill), len(decode), num_slots)
+        if seen is None:
+            return
+        self._watches = {PREFILL: StageWatch(), DECODE: StageWatch()}
+        plan = balance(*seen)
+        self._actor.metrics.gauge("proxy/prefill_engines", plan.num_prefill)
+        if plan.num_prefill != len(prefill):
+            stage, givers = (PREFILL, decode) if plan.num_prefill > len(prefill) else (DECODE, prefill)
+            self._change(min(givers, key=lambda name: (len(self._seats[name].requests), name)), stage, plan.why)
+
+    def _change(self, engine: str, stage: str, why: str) -> None:
+        """What the engine has stays until it is done; new requests are of the other stage at once."""
+        self._serves[engine] = stage
+        self._actor.notice(f"{engine} {stage}s from now on: {why}")
+        self._actor.log.info("stage_changed", engine=engine, stage=stage, why=why)
+        self.on_change(self._seats[engine])
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _nothing(seat: "EngineSeat") -> None:
+    pass

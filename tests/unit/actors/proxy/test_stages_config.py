@@ -1,0 +1,47 @@
+"""What pools serve is compared with each other, and with the engine's kind."""
+
+import pytest
+import yaml
+
+from runtime.config import load
+from runtime.errors import ConfigError
+
+ACTORS = {
+    "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
+    "engine": {"class": "actors.engines.worker:EngineWorker"},
+}
+
+
+def write(folder, pools, **sections):
+    engine = ACTORS["engine"] | {"pools": {name: {"set": {"engine.serves": name}} for name in pools}}
+    job = {"actors": ACTORS | {"engine": engine if pools else ACTORS["engine"]}, "engine": {"kind": "scripted"}}
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job | sections))
+    return path
+
+
+def test_prefill_and_decode_in_pools_of_their_own(tmp_path):
+    job = load(write(tmp_path, ["prefill", "decode"], proxy={"balance": "auto"}))
+
+    assert {pool.name: config.engine.serves for pool, config in job.pooled.items()} == {
+        "prefill": "prefill",
+        "decode": "decode",
+    }
+
+
+@pytest.mark.parametrize(
+    ("pools", "sections", "said"),
+    [
+        (["prefill"], {}, "engine.serves is prefill for every engine, so none is there to decode: add a pool"),
+        (["decode"], {}, "engine.serves is decode for every engine, so none is there to prefill: add a pool"),
+        ([], {"proxy": {"balance": "auto"}}, "proxy.balance is auto, but every engine both prefills and decodes"),
+        ([], {"proxy": {"balance": "both"}}, "proxy.balance"),
+        (["prefill", "decode"], {"engine": {"kind": "vllm"}}, "engine.kind=vllm takes no KV cache from another"),
+        (["prefill", "decoding"], {}, "engine.serves"),
+    ],
+)
+def test_what_can_not_work_is_one_sentence(tmp_path, pools, sections, said):
+    with pytest.raises(ConfigError, match=said) as told:
+        load(write(tmp_path, pools, **sections))
+
+    assert "\n" not in str(told.value)
