@@ -1,7 +1,8 @@
 """The SampleBuffer in virtual time: the live buffer's own groups and rules, without a Store behind them."""
 
 from actors.messages.samples import Ticket
-from actors.samples.groups import GroupLimits, Groups
+from actors.samples.group import GroupLimits
+from actors.samples.groups import Groups
 from actors.samples.sample import Outcome, trajectory_id
 from sim.timeline import Timeline
 

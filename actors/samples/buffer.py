@@ -4,7 +4,7 @@ Every handler changes the groups in memory, waits for the journal's write, and o
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -35,26 +35,22 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.model_folder import vocab_size_of
-from actors.samples.group import MIN_SCORED, Group, Member, Receipt, limits_of
+from actors.samples.group import MIN_SCORED, Group, Receipt, limits_of
 from actors.samples.groups import Groups
 from actors.samples.holders import ENV_MANAGER, NOBODY, Holders, gauges, why_no_batch, why_no_tickets, why_unfinished
 from actors.samples.journal import Journal, Wake
 from actors.samples.kept import KeptTrajectories
 from actors.samples.ledger import SampleLedger
+from actors.samples.payloads import Payloads
 from actors.samples.prompts import mixture_of
 from actors.samples.sample import (
     FUTURE_VERSION,
     INLINE_BYTES,
     Outcome,
     OutOfOrder,
-    PayloadLost,
-    file_payload,
     flaw,
     outcome_of,
-    read_payload,
     spent_of,
-    sweep_payloads,
-    trajectory_id,
 )
 from actors.tasks import Tasks
 from bus.errors import AskFailed
@@ -111,13 +107,14 @@ class SampleBuffer(Actor):
         self._holders = Holders(groups, self._incarnation_of, self._slots.set, self.log)
         self._ledger = SampleLedger(self.run.folder, journal, self.incarnation, self.offload, self.log, self.run.seed)
         self._kept = KeptTrajectories(self.run.folder, config.samples.keep, limits.group_size, self.offload, self.log)
+        self._payloads = Payloads(self.run.folder / "samples", journal, self.offload, self._tell_gone, self.log)
         self._vocab_size = await self.offload(vocab_size_of, self.run.folder / self.config.model.path)
         groups.restore(*await journal.take_over(), self._now())
         await self._cover()
         self.spawn(journal.run(), name="journal")
         await journal.sync()
         await self._ledger.open()
-        await self._sweep_files()
+        await self._payloads.sweep((*groups.live.values(), *groups.trained.values()))
         await self._holders.check_all()
         self._rebuilt = True
         self.spawn(self._holders.watch_leases(), name="leases")
@@ -322,12 +319,12 @@ class SampleBuffer(Actor):
         return await self._put_file(ticket, outcome, payload)
 
     async def _put_file(self, ticket: Ticket, outcome: Outcome, payload: bytes) -> str:
-        name, folder = ticket.trajectory_id, self.run.folder / "samples"
-        digest = await self.offload(file_payload, folder, f"{name}.{ticket.attempt}", payload)
+        name = ticket.trajectory_id
+        digest = await self._payloads.file(name, ticket.attempt, payload)
         fate = self._change(ticket, outcome, lambda: self._groups.score(name, outcome, digest=digest))
         found = self._groups.find(name)
         if found is None or found[1].digest != digest:
-            await self.offload((folder / f"{name}.{ticket.attempt}").unlink, True)  # it came too late
+            await self._payloads.unlink(name, ticket.attempt)  # it came too late
         return fate
 
     def _give_up(self, request: GiveUp, spent: Outcome) -> str:
@@ -384,7 +381,7 @@ class SampleBuffer(Actor):
             samples = await self._bind(request, groups.chosen(plan))
         bound = groups.steps[request.step]
         if samples is None:
-            found = await self._payloads(bound)
+            found = await self._payloads.of(bound)
             samples = [kept for group in found if (kept := [s for s in group if s is not None])]
             if not samples:
                 raise OutOfOrder(
@@ -399,7 +396,7 @@ class SampleBuffer(Actor):
 
     async def _bind(self, request: Claim, chosen: list[Group]) -> list[list[bytes]] | None:
         """The payloads of the chosen groups, which are bound now; None where some are gone, or something came between."""
-        found = await self._payloads(chosen)
+        found = await self._payloads.of(chosen)
         self._groups.check_epoch(request.epoch)
         if any(group.state != "ready" for group in chosen):
             return None
@@ -416,38 +413,6 @@ class SampleBuffer(Actor):
             self._groups.lose(group, [at for at, s in zip(group.scored, samples, strict=True) if s is None])
         return bool(gone)
 
-    async def _payloads(self, groups: list[Group]) -> list[list[bytes | None]]:
-        """Of each group's scored members, in order; None for one that is gone or damaged."""
-        inline = [name for group in groups for name in group.inline]
-        there = dict(zip(inline, await self._journal.payloads(inline), strict=True))
-        found: list[list[bytes | None]] = []
-        gone: list[str] = []
-        for group in groups:
-            found.append([])
-            for index in group.scored:
-                name = trajectory_id(group.id, index)
-                found[-1].append(there[name] if name in there else await self._file(name, group.members[index]))
-                if found[-1][-1] is None:
-                    self.log.error("sample_gone", trajectory=name, cause="its payload is lost or damaged")
-                    gone.append(name)
-        if gone:
-            self._tell_gone(gone)
-        return found
-
-    def _tell_gone(self, gone: list[str]) -> None:
-        self.metrics.count("samples/damaged", len(gone))
-        one = f"1 sample is gone or damaged ({gone[0]}): its group trains without it, and ends"
-        more = f"{len(gone)} samples are gone or damaged ({gone[0]} first): their groups train without them, and end"
-        self.notice(f"{one if len(gone) == 1 else more} where fewer than {MIN_SCORED} are left")
-
-    async def _file(self, name: str, member: Member) -> bytes | None:
-        folder = self.run.folder / "samples"
-        try:
-            return await self.offload(read_payload, folder, f"{name}.{member.attempt}", member.digest)
-        except PayloadLost as error:
-            self.log.error("sample_unreadable", trajectory=name, error=str(error))
-            return None
-
     # -- around it ----------------------------------------------------------------------------------------------
 
     async def _cover(self, step: int | None = None) -> None:
@@ -455,15 +420,6 @@ class SampleBuffer(Actor):
         if step is None or not self._groups.covers(step):
             receipts = await self.offload(newest_receipts, self.run.folder / "checkpoints")
             self._groups.cover(msgspec.msgpack.decode(receipt, type=Receipt) for receipt in receipts)
-
-    async def _sweep_files(self) -> None:
-        wanted = {
-            f"{trajectory_id(group.id, index)}.{member.attempt}"
-            for group in (*self._groups.live.values(), *self._groups.trained.values())
-            for index, member in enumerate(group.members)
-            if member.digest
-        }
-        await self.offload(sweep_payloads, self.run.folder / "samples", wanted)
 
     def _moved(self) -> None:
         """Something changed: whoever waits looks again, and it becomes durable."""
@@ -486,6 +442,12 @@ class SampleBuffer(Actor):
         await self._journal.sync()
         what = f"training on step {request.step} raised twice ({request.error})"
         self.notice(f"{what}: its {num} groups end as poisoned, and the step gets others")
+
+    def _tell_gone(self, gone: Sequence[str]) -> None:
+        self.metrics.count("samples/damaged", len(gone))
+        one = f"1 sample is gone or damaged ({gone[0]}): its group trains without it, and ends"
+        more = f"{len(gone)} samples are gone or damaged ({gone[0]} first): their groups train without them, and end"
+        self.notice(f"{one if len(gone) == 1 else more} where fewer than {MIN_SCORED} are left")
 
     async def _incarnation_of(self, holder: str) -> int:
         name = f"actor/{holder}"

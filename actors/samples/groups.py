@@ -4,62 +4,22 @@ Nothing here waits. The journal (journal.py) makes every change durable before a
 """
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from actors.messages.samples import PolicyState, Ticket
-from actors.samples.group import UNKNOWN, Changes, Group, GroupLimits, Member, Receipt, SampleEnd, Training, teach
-from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, group_id, group_number, split_id, trajectory_id
+from actors.messages.samples import Ticket
+from actors.samples.group import UNKNOWN, Group, Member, Receipt, Training, teach
+from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, group_number, trajectory_id
+from actors.samples.table import GroupTable
 from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, admit, hand_over, is_stale, min_version
-
-ENDED_KEPT = 4096
-"""Groups whose end is remembered for puts that come again; older ones get `superseded`, which also means: forget it."""
 
 ROUNDS_KEPT = 8
 """Results of held-out evaluations that are kept for an asker that lost its reply."""
 
 
-class Groups:
+class Groups(GroupTable):
     """Every change of a group or of `training` is made here, and noted in `changes`."""
 
-    def __init__(self, limits: GroupLimits, alpha: int) -> None:
-        self.limits = limits
-        self.alpha = alpha
-        self.training = Training()
-        self.live: dict[str, Group] = {}
-        """Groups that hold a slot, oldest first: open, ready or bound."""
-        self.trained: dict[str, Group] = {}
-        """Groups of trained steps that no checkpoint covers yet: they hold no slot."""
-        self.steps: dict[int, list[Group]] = {}
-        """Bound and trained steps, each with its groups in the order in which it trains them."""
-        self.rounds: dict[str, Group] = {}
-        """Held-out evaluations by group id. They are not durable: they can be run again."""
-        self.leases: dict[str, float] = {}
-        """Running trajectory → loop time at which its ticket lapses."""
-        self.changes = Changes()
-        self._ended: OrderedDict[str, Group] = OrderedDict()
-        self._pending: list[tuple[bool, str, int]] = []
-
-    def take_changes(self) -> Changes:
-        """What changed since the last call."""
-        changes, self.changes = self.changes, Changes()
-        return changes
-
     # -- where things stand -------------------------------------------------------------------------------------
-
-    @property
-    def policy(self) -> PolicyState:
-        return PolicyState(self.training.version, self.alpha)
-
-    @property
-    def last_bound(self) -> int:
-        """The newest step that has its groups; what is committed counts."""
-        return max(self.training.committed, max(self.steps, default=0))
-
-    @property
-    def base(self) -> int:
-        """The version that the next step to be claimed starts from."""
-        return max(self.training.version, self.last_bound)
 
     def admission(self) -> Admission:
         """How many new groups may start. A step whose groups the Store forgot will be trained anew, so it does not count as trained."""
@@ -78,27 +38,6 @@ class Groups:
         now = self.training.version
         ready, in_flight = (tuple(group.version(now) for group in each) for each in (self.ready(), self.open()))
         return SupplyView(step=step, alpha=self.alpha, batch_groups=num_groups, ready=ready, in_flight=in_flight)
-
-    def ready(self) -> Iterator[Group]:
-        """Groups that may be claimed, oldest first."""
-        return (group for group in self.live.values() if group.state == "ready")
-
-    def open(self) -> Iterator[Group]:
-        """Groups of which some member has no outcome, oldest first."""
-        return (group for group in self.live.values() if group.state == "open")
-
-    def find(self, trajectory: str) -> tuple[Group, Member] | None:
-        """The group and the member of a trajectory id, while the group is not over."""
-        found = self._look_up(trajectory)
-        return None if found is None or found[0].id in self._ended else (found[0], found[0].members[found[1]])
-
-    def _look_up(self, trajectory: str) -> tuple[Group, int] | None:
-        try:
-            name, index = split_id(trajectory)
-        except ValueError:
-            return None
-        group = self.live.get(name) or self.trained.get(name) or self.rounds.get(name) or self._ended.get(name)
-        return (group, index) if group is not None and index < len(group.members) else None
 
     def settled_fate(self, ticket: Ticket) -> str | None:
         """What the holder of `ticket` is told where nothing more may come of it ("": its own sample, taken before); else None."""
@@ -188,13 +127,6 @@ class Groups:
         self._tell(group, spent.tokens if spent else 0, "retried")
         self._issue_again(group, trajectory)
         return ""
-
-    def running(self) -> Iterator[tuple[str, Member]]:
-        """Trajectories that somebody holds the ticket of."""
-        for group in (*self.live.values(), *self.rounds.values()):
-            for index, member in enumerate(group.members):
-                if member.state == "running":
-                    yield trajectory_id(group.id, index), member
 
     # -- what becomes of rollouts -------------------------------------------------------------------------------
 
@@ -418,79 +350,3 @@ class Groups:
             self.rounds[name] = Group(name, 0, members, purpose="eval", begun=version, samples=samples, exam=exam)
             self._queue(self.rounds[name], 0.0)
         return self.rounds[name]
-
-    # -- within -------------------------------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        """The next group, unless it is there: a Store that forgot that it was admitted may not have forgotten the group."""
-        name, (task, row) = group_id(self.training.cursor), self.training.draw(self.limits.mixture)
-        self.changes.training = True
-        if name not in self.trained and name not in self.live:
-            members = [Member() for _ in range(self.limits.group_size)]
-            self._add(Group(name, row, members, begun=self.training.version, task=task))
-
-    def _add(self, group: Group, now: float = 0.0) -> None:
-        """Give it a slot, at its place: groups are kept oldest first."""
-        newest = next(reversed(self.live), "")
-        self.live[group.id] = group
-        if group.id < newest:
-            self.live = dict(sorted(self.live.items()))
-        self._queue(group, now)
-        self._changed(group)
-
-    def _queue(self, group: Group, now: float) -> None:
-        for index, member in enumerate(group.members):
-            if member.state == "pending":
-                heapq.heappush(self._pending, (group.purpose == "train", group.id, index))
-            elif member.state == "running":
-                self._lease(trajectory_id(group.id, index), now)
-
-    def _issue_again(self, group: Group, trajectory: str) -> None:
-        _, index = split_id(trajectory)
-        group.members[index].state = "pending"
-        self.leases.pop(trajectory, None)
-        heapq.heappush(self._pending, (group.purpose == "train", group.id, index))
-        self._changed(group)
-
-    def _place(self, trajectory: str) -> tuple[Group, int]:
-        found = self.find(trajectory)
-        if found is None:
-            raise ValueError(f"{trajectory} is in no group")
-        return found[0], split_id(trajectory)[1]
-
-    def _settle(self, group: Group) -> None:
-        if group.complete:
-            ends = group.settle(filtering=self.limits.dynamic_sampling)
-            self.training.filtered.note(group)
-            if group.state == "ended":
-                self._end(group, ends)
-
-    def _end(self, group: Group, ends: list[SampleEnd]) -> None:
-        """It is over: its slot is free, and its samples are kept no longer."""
-        self.live.pop(group.id, None)
-        self.trained.pop(group.id, None)
-        for index in range(len(group.members)):
-            self.leases.pop(trajectory_id(group.id, index), None)
-        self.changes.payloads |= dict.fromkeys(group.inline)
-        self._ended[group.id] = group
-        if len(self._ended) > ENDED_KEPT:
-            self._ended.popitem(last=False)
-        self._note(ends)
-        self._changed(group)
-
-    def _note(self, ends: Iterable[SampleEnd]) -> None:
-        for end in ends:
-            self.changes.ends.append(end)
-            self.training.tally.end(end.fate, max(0, end.outcome.tokens), end.task)
-
-    def _tell(self, group: Group, tokens: int, fate: str = "") -> None:
-        """So many tokens were sampled for `group`, which the tally does not know of yet."""
-        self.training.tally.tell(tokens, fate if group.purpose == "train" else "eval")
-        self.changes.training = True
-
-    def _lease(self, trajectory: str, now: float) -> None:
-        self.leases[trajectory] = now + self.limits.ticket_ttl_s
-
-    def _changed(self, group: Group) -> None:
-        if group.purpose == "train":
-            self.changes.groups[group.id] = None

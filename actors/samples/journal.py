@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
-from actors.samples.group import Group, SampleEnd, Training
-from actors.samples.groups import Changes, Groups
+from actors.samples.group import Changes, Group, SampleEnd, Training
+from actors.samples.groups import Groups
 from runtime.store.errors import Fenced, Forgotten, StoreUnavailable
 from runtime.store.store import Append, Fence, Store, WriteNumber
 

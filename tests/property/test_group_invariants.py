@@ -6,8 +6,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.samples.group import TRAINED, Group, Receipt, Training
-from actors.samples.groups import GroupLimits, Groups
+from actors.samples.group import TRAINED, Group, GroupLimits, Receipt, Training
+from actors.samples.groups import Groups
 from actors.samples.sample import Outcome
 from planning.staleness import min_version
 

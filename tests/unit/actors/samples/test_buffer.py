@@ -25,9 +25,8 @@ from actors.messages.samples import (
     RenewLeases,
     Trajectory,
 )
-from actors.samples.groups import OutOfOrder, StaleEpoch
 from actors.samples.kept import read_kept
-from actors.samples.sample import seed_of
+from actors.samples.sample import OutOfOrder, StaleEpoch, seed_of
 from runtime.store.store import Fence
 
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from actors.samples.group import NOTHING, Group, Member, Receipt, SampleEnd, Training
-from actors.samples.groups import ENDED_KEPT, ROUNDS_KEPT, GroupLimits, Groups, OutOfOrder, StaleEpoch
+from actors.samples.group import NOTHING, Group, GroupLimits, Member, Receipt, SampleEnd, Training
+from actors.samples.groups import ROUNDS_KEPT, Groups
 from actors.samples.prompts import Mixture, Prompts
-from actors.samples.sample import Outcome
+from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch
+from actors.samples.table import ENDED_KEPT
 from actors.samples.tally import Tally
 from planning.epochs import Epochs, shuffled
 

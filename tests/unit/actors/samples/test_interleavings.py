@@ -16,7 +16,7 @@ from actors.messages.samples import (
     RenewLeases,
 )
 from actors.samples import sample
-from actors.samples.groups import StaleEpoch
+from actors.samples.sample import StaleEpoch
 from bus.message import Ack
 
 

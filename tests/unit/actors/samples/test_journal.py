@@ -5,8 +5,8 @@ import asyncio
 import msgspec
 import pytest
 
-from actors.samples.group import SampleEnd
-from actors.samples.groups import GroupLimits, Groups
+from actors.samples.group import GroupLimits, SampleEnd
+from actors.samples.groups import Groups
 from actors.samples.journal import ENDS, GROUP, PAYLOAD, Journal, read_records
 from actors.samples.sample import Outcome
 from runtime.observe.figures import Metrics

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from actors.samples import ledger as ledger_module
-from actors.samples.group import NOTHING, SampleEnd
-from actors.samples.groups import GroupLimits, Groups
+from actors.samples.group import NOTHING, GroupLimits, SampleEnd
+from actors.samples.groups import Groups
 from actors.samples.journal import ENDS, Journal
 from actors.samples.ledger import SampleLedger, line_of, read_tail
 from actors.samples.sample import Outcome

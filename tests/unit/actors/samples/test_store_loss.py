@@ -20,8 +20,8 @@ from actors.messages.samples import (
     StepRaised,
     Trajectory,
 )
-from actors.samples.groups import OutOfOrder, StaleEpoch
 from actors.samples.journal import ENDS, GROUP, PAYLOAD, read_records
+from actors.samples.sample import OutOfOrder, StaleEpoch
 
 
 @pytest.fixture
