@@ -277,6 +277,9 @@ class SamplesSection(Section):
     """A ticket that is neither renewed nor put within this time goes to another attempt."""
     max_attempts: int = Field(default=3, ge=1)
     """Attempts per rollout before it is `failed`; a drained environment manager costs none."""
+    extra_rollouts: int = Field(default=0, ge=0)
+    """Rollouts of each group beyond `train.group_size`: the first `group_size` that are scored train, and the others are cancelled.
+    Nobody waits for stragglers, which makes training see a selection of what is quick: see docs/samples.md."""
     unbounded_batches: int = Field(default=8, ge=1)
     """Batches' worth of groups that may be under way where `staleness.bounded` is false."""
     unsettled_mb: int = Field(default=256, ge=1)

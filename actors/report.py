@@ -103,6 +103,7 @@ LOST = {
     "failed": "failed",
     "stale": "dropped",
     "group_too_small": "left in groups too small to train",
+    "surplus": "surplus in their groups",
     "poisoned": "poisoned",
     "lost": "lost",
 }

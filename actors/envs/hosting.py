@@ -169,6 +169,9 @@ class EnvHost:
         except EnvFailure:
             await env.close()
             raise
+        except asyncio.CancelledError:
+            await env.abandon()
+            raise
 
     async def try_out(self, seed: int) -> list[EnvFailure]:
         """Build and reset one environment, with held-out arguments too where they differ; it is kept for the first rollout.
@@ -254,6 +257,10 @@ class HostedEnv:
         with suppress(EnvFailure):
             await self._call("close", "env_step_failed", CLOSE_S)
 
+    async def abandon(self) -> None:
+        """Close it in the middle of a call that nobody waits for any more; what it does in a worker process is not waited for."""
+        await self.close()
+
     async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
@@ -299,6 +306,10 @@ class PooledEnv(HostedEnv):
             await super().close()
         finally:
             self._pool.drop(self._name)
+
+    async def abandon(self) -> None:
+        """Its process is killed where it hosts nothing else."""
+        self._pool.abandon(self._name, deadline_s=CLOSE_S)
 
     async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
         payload = encode_call(*args, **kwargs)

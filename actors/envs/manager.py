@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +16,7 @@ from actors.envs.named_renderer import NamedRenderer, renderer_config
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection
 from actors.envs.tasks import Task, check_tasks, resolved
-from actors.messages.samples import Admit, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
+from actors.messages.samples import Admit, Cancel, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
 from actors.tasks import Tasks, TaskSection
 from bus.errors import AskFailed, Failed
 from runtime.actor import Actor, handler
@@ -45,6 +46,9 @@ DELIVERIES = 3
 """Deliveries of a trajectory or its end that the sample buffer fails, after which it is a dead letter: kept, counted and shown, not retried
 for ever. A buffer that is merely away fails none."""
 
+CANCELLED = "cancelled"
+"""Why a rollout ended of which nothing could come any more."""
+
 LEAST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this, and its log-probs would be of a temperature that nobody asked for."""
 
@@ -53,6 +57,24 @@ NO_SPLIT = "env/no_split"
 
 DEAD_LETTERS, DEAD_LETTERS_KEPT = "dead_letters", 1000
 """The Store's stream of them, each a MessagePack map, and how many of the newest stay."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """One attempt, from its ticket until its end is acknowledged."""
+
+    rollout: Rollout
+    issuer: int
+    """Incarnation of the sample buffer that gave its ticket out, for the last time."""
+    task: asyncio.Task[None] | None = None
+    playing: asyncio.Timeout | None = None
+    """While it plays, what ends that."""
+
+    def cancel(self) -> None:
+        """End it at once if it still plays; what it came to by then is delivered."""
+        if self.playing is not None:
+            self.playing.reschedule(asyncio.get_running_loop().time())
+            self.playing = None
 
 
 class EnvManager(Actor):
@@ -122,7 +144,7 @@ class EnvManager(Actor):
         self._hosts = self._hosts_of()
         self._records = {name: RolloutRecord(task.env, self._log) for name, task in self._tasks.items()}
         self._policy = PolicyState(version=0, alpha=-1)
-        self._running: dict[tuple[str, int], tuple[Rollout, asyncio.Task[None]]] = {}
+        self._running: dict[tuple[str, int], _Running] = {}
         self._changed = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
         self._rollouts: dict[str, RolloutContext] = {}
@@ -160,6 +182,14 @@ class EnvManager(Actor):
     async def policy_changed(self, message: PolicyState) -> None:
         """A hint of the sample buffer: training moved on, or α did."""
         self._policy = message
+
+    @handler
+    async def cancelled(self, message: Cancel) -> None:
+        """The sample buffer says that nothing can come of some rollouts; those that are unknown or over are ignored."""
+        for key in message.rollouts if message.incarnation == self.incarnation else ():
+            running = self._running.get(key)
+            if running is not None and running.issuer <= message.issuer:
+                running.cancel()
 
     def _hosts_of(self) -> dict[str, EnvHost]:
         """They share their workers."""
@@ -243,31 +273,32 @@ class EnvManager(Actor):
                 continue
             self._policy = reply.policy
             for ticket in reply.tickets:
-                self._begin(ticket)
+                self._begin(ticket, reply.issuer)
             if reply.closed:
                 self.log.info("closed", running=len(self._running))
                 return
 
-    def _begin(self, ticket: Ticket) -> None:
+    def _begin(self, ticket: Ticket, issuer: int) -> None:
         key = (ticket.trajectory_id, ticket.attempt)
         if ticket.task not in self._tasks:
             named = f"tasks.{ticket.task}" if ticket.task else "no task"
             self._end(
                 f"the run has unfinished groups of {named}, which its config had before: put that back, or start another run"
             )
-        elif key not in self._running:
+        elif key in self._running:  # a Store that forgot its last seconds gives it out again
+            self._running[key].issuer = issuer
+        else:
             self._records[ticket.task].begun(ticket)
-            rollout = Rollout(self._rollouts[ticket.task], ticket)
-            self._running[key] = (rollout, self.spawn(self._run(rollout), name=f"{self.name}.{ticket.trajectory_id}"))
+            running = self._running[key] = _Running(Rollout(self._rollouts[ticket.task], ticket), issuer)
+            running.task = self.spawn(self._run(running), name=f"{self.name}.{ticket.trajectory_id}")
             self.metrics.gauge("rollout/in_flight", len(self._running))
 
-    async def _run(self, rollout: Rollout) -> None:
-        ticket = rollout.ticket
+    async def _run(self, running: _Running) -> None:
+        rollout, ticket = running.rollout, running.rollout.ticket
         try:
-            with self.trace.span("rollout", "env", trajectory=ticket.trajectory_id):
-                trajectory = await rollout.play()
+            trajectory = await self._play(running)
         except GaveUp as end:
-            await self._failed(rollout, end)
+            await (self._cancelled if end.reason == CANCELLED else self._failed)(rollout, end)
         except Exception as error:
             self.log.exception("rollout_crashed", trajectory=ticket.trajectory_id, attempt=ticket.attempt)
             await self._failed(rollout, GaveUp("crashed", f"{error!r:.500}", retry=True))
@@ -278,6 +309,20 @@ class EnvManager(Actor):
             self._changed.set()
             self.metrics.gauge("rollout/in_flight", len(self._running))
 
+    async def _play(self, running: _Running) -> Trajectory:
+        """Raises GaveUp, also where it was cancelled."""
+        scope = running.playing = asyncio.timeout(None)
+        try:
+            async with scope:
+                with self.trace.span("rollout", "env", trajectory=running.rollout.ticket.trajectory_id):
+                    return await running.rollout.play()
+        except TimeoutError:
+            if scope.expired():
+                raise GaveUp(CANCELLED, retry=True) from None
+            raise
+        finally:
+            running.playing = None
+
     async def _finished(self, rollout: Rollout, trajectory: Trajectory) -> None:
         self._records[rollout.ticket.task].good(rollout.ticket)
         self.metrics.count("rollout/finished")
@@ -285,6 +330,12 @@ class EnvManager(Actor):
         self.metrics.observe("rollout/wall_s", trajectory.wall_s)
         if not await self._deliver(Put(trajectory)):
             await self._deliver(rollout.given_up("dead_letter", retry=True))
+
+    async def _cancelled(self, rollout: Rollout, end: GaveUp) -> None:
+        """What it had sampled is still told, and where somebody wants it after all it is issued again."""
+        self.metrics.count("rollout/cancelled")
+        self._records[rollout.ticket.task].bad(rollout.ticket, end)
+        await self._deliver(rollout.given_up(end.reason, retry=end.retry))
 
     async def _failed(self, rollout: Rollout, end: GaveUp) -> None:
         ticket = rollout.ticket
@@ -360,13 +411,14 @@ class EnvManager(Actor):
     async def _give_back(self) -> None:
         """Hand every unfinished ticket back, for another manager to start anew."""
         unfinished = list(self._running.values())
-        for _, task in unfinished:
-            task.cancel()
+        for running in unfinished:
+            if running.task is not None:
+                running.task.cancel()
         self.log.info("tickets_given_back", num=len(unfinished))
         try:
             async with asyncio.timeout(GIVE_BACK_S), asyncio.TaskGroup() as tasks:
-                for rollout, _ in unfinished:
-                    tasks.create_task(self._deliver(rollout.given_up("drained", retry=True)))
+                for running in unfinished:
+                    tasks.create_task(self._deliver(running.rollout.given_up("drained", retry=True)))
         except TimeoutError:
             self.log.warning("not_given_back", after_s=GIVE_BACK_S)
 

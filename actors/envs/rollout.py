@@ -88,6 +88,7 @@ class Rollout:
         self._texts: list[str] = []
         self._finish_reasons: list[str] = []
         self._env_s = 0.0
+        self._is_stepping = False
         self._num_sampled = 0
         self._reward = 0.0
         self._num_invalid = 0
@@ -104,7 +105,10 @@ class Rollout:
         return GiveUp(self._ticket, reason, detail, retry, self._num_sampled, len(self._texts))
 
     async def play(self) -> Trajectory:
-        """The scored trajectory. Raises GaveUp for every way it can end otherwise."""
+        """The scored trajectory. Raises GaveUp for every way it can end otherwise.
+
+        Cancelled, it waits for nothing: its request ends between two decode steps, and what a worker process does is left or killed.
+        """
         loop = asyncio.get_running_loop()
         began = loop.time()
         env, observation = await self._reset()
@@ -112,6 +116,12 @@ class Rollout:
             transcript = await self._play_turns(env, observation)
         except GaveUp:
             self._context.host.give_back(env, self._ticket.purpose)
+            raise
+        except asyncio.CancelledError:
+            if self._is_stepping:
+                await env.abandon()
+            else:
+                self._context.host.give_back(env, self._ticket.purpose)
             raise
         except EnvFailure as failure:
             await env.close()
@@ -164,11 +174,11 @@ class Rollout:
             tokens = await self._generate(transcript)
             text = context.renderer.decode(tokens.ids)
             self._texts.append(text)
-            began = loop.time()
+            began, self._is_stepping = loop.time(), True
             busy = nullcontext() if env.asynchronous else context.metrics.busy()
             with self._waiting("env.step", limit), busy:
                 observation, reward, terminated, truncated, info = await env.step(text)
-            took_s = loop.time() - began
+            took_s, self._is_stepping = loop.time() - began, False
             self._env_s += took_s
             context.metrics.observe("env/step_s", took_s)
             self._reward += reward

@@ -130,6 +130,8 @@ class Tickets(Message, frozen=True):
     tickets: tuple[Ticket, ...]
     policy: PolicyState
     closed: bool = False
+    issuer: int = 0
+    """Incarnation of the sample buffer that issued them."""
 
 
 class Admit(Request[Tickets], frozen=True):
@@ -150,6 +152,19 @@ class RenewLeases(Request[PolicyState], frozen=True):
     held: tuple[tuple[str, int], ...]
     holder: str
     incarnation: int
+
+
+class Cancel(Message, frozen=True):
+    """Sample buffer → environment manager: nothing can come of these rollouts (`trajectory_id`, `attempt`) any more, so they end at once.
+
+    A hint: one that is lost is told again as the holder renews, and one that was wrong costs another attempt.
+    """
+
+    rollouts: tuple[tuple[str, int], ...]
+    incarnation: int
+    """Of the holder; no other is meant."""
+    issuer: int
+    """Incarnation of the sample buffer that tells; tickets that a newer one issued are not meant."""
 
 
 class Stored(Message, frozen=True):
@@ -173,7 +188,7 @@ class GiveUp(Request[Stored], frozen=True):
     ticket: Ticket
     reason: str
     """A named outcome: env_reset_failed, env_step_failed, env_timeout, env_bad_result, env_lost, no_worker, reward_failed,
-    generation_failed, stale, drained."""
+    generation_failed, stale, cancelled, drained."""
     detail: str = ""
     retry: bool = False
     tokens: int = 0

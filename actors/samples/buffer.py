@@ -35,6 +35,7 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.model_folder import vocab_size_of
+from actors.samples.cancels import Cancels
 from actors.samples.group import MIN_SCORED, Group, Receipt, limits_of
 from actors.samples.groups import Groups
 from actors.samples.holders import ENV_MANAGER, NOBODY, Holders, gauges, why_no_batch, why_no_tickets, why_unfinished
@@ -65,7 +66,7 @@ from runtime.store.store import Fence
 HINT_S = 1.0
 """A manager that grants no credit for this long misses the hint; every reply carries the policy's state too."""
 
-UNCOUNTED = ("drained", "env_lost")
+UNCOUNTED = ("drained", "env_lost", "cancelled")
 """Reasons of an attempt's end that cost no try: whoever made a worker end has failed itself, and what else ran on it is innocent."""
 
 BARREN_BATCHES = 10
@@ -118,6 +119,7 @@ class SampleBuffer(Actor):
         await self._holders.check_all()
         self._rebuilt = True
         self.spawn(self._holders.watch_leases(), name="leases")
+        self.spawn(Cancels(groups, self._slots, self.incarnation, self.ref).follow(), name="cancels")
         self.spawn(self._ledger.follow(), name="ledger")
         self.spawn(self._kept.follow(), name="trajectories")
         gauges(groups, self.metrics)
@@ -150,7 +152,7 @@ class SampleBuffer(Actor):
                     with wait.described_by(lambda: why_no_tickets(self._groups)):
                         await self._slots.event.wait()
         sent = await self._make_durable(tickets)
-        return Tickets(tickets=tuple(sent), policy=self._groups.policy, closed=self._closed)
+        return Tickets(tuple(sent), self._groups.policy, self._closed, self.incarnation)
 
     @handler(concurrency=64)
     async def renew_leases(self, request: RenewLeases) -> PolicyState:
@@ -403,7 +405,7 @@ class SampleBuffer(Actor):
         if self._lose_gone(chosen, found):
             return None
         self._groups.bind(request.step, chosen)
-        self.metrics.count("groups/shrunk", sum(group.num_scored < len(group.members) for group in chosen))
+        self.metrics.count("groups/shrunk", sum(group.num_scored < self.config.train.group_size for group in chosen))
         return [[sample for sample in samples if sample is not None] for samples in found]
 
     def _lose_gone(self, groups: list[Group], found: list[list[bytes | None]]) -> bool:

@@ -7,8 +7,8 @@
       │                │                     └──poison─────────────────────▶ ENDED  poisoned
       └────discard─────┴───────────────────────────────────────────────────▶ ENDED  stale, group_too_small, filtered, unused
 
-A member's fate is told once, in the SampleEnd that a move returns: where it failed alone, as it fails (`failed`, `stale`, `lost`; its group
-is open or ready then, or bound where its payload is lost); otherwise as its group ends. No fate is ever taken back.
+A member's fate is told once, in the SampleEnd that a move returns: where it failed alone, as it fails (`failed`, `stale`, `surplus`, `lost`;
+its group is open or ready then, or bound where its payload is lost); otherwise as its group ends. No fate is ever taken back.
 """
 
 from collections.abc import Sequence
@@ -225,7 +225,7 @@ class Group(msgspec.Struct, array_like=True):
         return [self._end_of(index, fate)]
 
     def settle(self, *, filtering: bool = False) -> list[SampleEnd]:
-        """Every member of an open group has its outcome: it may be claimed, unless too few were scored, or (`filtering`) all scored the same."""
+        """Nothing more can come of an open group: it may be claimed, unless too few were scored, or (`filtering`) all scored the same."""
         self._expect("open", "ready")
         if self.num_scored < MIN_SCORED:
             return self.discard("group_too_small")
@@ -278,6 +278,11 @@ class Group(msgspec.Struct, array_like=True):
     @property
     def complete(self) -> bool:
         return all(member.settled for member in self.members)
+
+    @property
+    def hopeless(self) -> bool:
+        """So many members failed that too few can be scored."""
+        return sum(member.state != "failed" for member in self.members) < MIN_SCORED
 
     @property
     def num_scored(self) -> int:
@@ -390,6 +395,8 @@ class GroupLimits:
     """Advantages are taken over the batch, not within groups."""
     all_teach: bool = False
     """Groups without spread are trained too: they are kept near a reference."""
+    extra_rollouts: int = 0
+    """Members of a group beyond `group_size`, which is how many train."""
     cut_penalty: float = 0.0
     """Off the reward of a sample of which a turn was cut, before advantages."""
     mixture: Mixture = field(default_factory=Mixture)
@@ -428,6 +435,7 @@ def limits_of(train: TrainSection, samples: SamplesSection, run: RunInfo, mixtur
         max_attempts=samples.max_attempts,
         unbounded_batches=samples.unbounded_batches,
         ticket_ttl_s=samples.ticket_ttl_s,
+        extra_rollouts=samples.extra_rollouts,
         dynamic_sampling=train.dynamic_sampling,
         over_batch=train.advantage == "reinforce_pp",
         all_teach=train.kl_coef > 0,

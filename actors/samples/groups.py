@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterable
 
 from actors.messages.samples import Ticket
-from actors.samples.group import UNKNOWN, Group, Member, Receipt, Training, teach
+from actors.samples.group import NOTHING, UNKNOWN, Group, Member, Receipt, Training, teach
 from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, group_number, trajectory_id
 from actors.samples.table import GroupTable
 from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, admit, hand_over, is_stale, min_version
@@ -46,6 +46,13 @@ class Groups(GroupTable):
             return "superseded"
         return group.fate_of(index) if group.members[index].settled or group.state != "open" else None
 
+    def wants(self, trajectory: str, attempt: int) -> bool:
+        """Whether something may still come of this attempt."""
+        group, index = self._look_up(trajectory) or (None, 0)
+        if group is None or group.members[index].attempt != attempt:
+            return False
+        return group.state == "open" and not group.members[index].settled
+
     # -- tickets ------------------------------------------------------------------------------------------------
 
     def issue(self, num: int, holder: str, incarnation: int, now: float) -> list[Ticket]:
@@ -60,6 +67,7 @@ class Groups(GroupTable):
             group = self.live.get(name) or self.rounds.get(name)
             if group is None or group.state != "open" or group.members[index].state != "pending":
                 continue
+            self._cancel(group, index)  # the attempt before
             version = self.training.version if group.purpose == "train" else group.begun
             group.run(index, holder, incarnation, version)
             ticket = group.ticket(index, self.limits.run_seed)
@@ -74,6 +82,7 @@ class Groups(GroupTable):
             found = self.find(ticket.trajectory_id)
             if found is not None and found[1].state == "running" and found[1].attempt == ticket.attempt:
                 found[1].attempt -= 1
+                found[1].holder = ""  # which never heard of it
                 self._issue_again(found[0], ticket.trajectory_id)
 
     def on_their_way(self, tickets: Iterable[Ticket], now: float) -> list[Ticket]:
@@ -164,14 +173,18 @@ class Groups(GroupTable):
         return fate
 
     def late(self, ticket: Ticket, spent: Outcome) -> None:
-        """Note what a rollout sampled whose group ended while it ran; told again, or of a former attempt, it is ignored."""
-        found = self._look_up(ticket.trajectory_id)
-        if found is None or found[0].state != "ended":
+        """Note what a rollout sampled that could train no more while it ran; told again, or of a former attempt, it is ignored."""
+        group, index = self._look_up(ticket.trajectory_id) or (None, 0)
+        if group is None or group.members[index].attempt != ticket.attempt:
             return
-        member = found[0].members[found[1]]
-        if member.state == "running" and member.attempt == ticket.attempt:
+        member = group.members[index]
+        if group.state == "ended" and member.state == "running":
             member.state = "failed"
-            self._tell(found[0], spent.tokens, found[0].fate)
+            self._tell(group, spent.tokens, group.fate)
+        elif member.fate == "surplus" and member.outcome == UNKNOWN:
+            member.outcome = NOTHING
+            self._tell(group, spent.tokens, member.fate)
+            self._changed(group)
 
     def drop_old(self, oldest: int) -> None:
         """End the groups, open or ready, that hold a first token older than `oldest`: they would never train."""
@@ -343,8 +356,7 @@ class Groups(GroupTable):
         if name not in self.rounds:
             complete = [old for old, group in self.rounds.items() if group.complete]
             for old in set(self.rounds) - set(complete[max(0, len(complete) + 1 - ROUNDS_KEPT) :]):
-                for index in range(len(self.rounds.pop(old).members)):
-                    self.leases.pop(trajectory_id(old, index), None)
+                self._release(self.rounds.pop(old))
             exam = tuple(self.limits.mixture.exam(num))
             members = [Member() for _ in exam for _ in range(samples)]
             self.rounds[name] = Group(name, 0, members, purpose="eval", begun=version, samples=samples, exam=exam)

@@ -31,8 +31,8 @@ class Holders:
     groups: Groups
     alive: Callable[[str], Awaitable[int]]
     """Tells the incarnation that a name has now; NOBODY where none."""
-    taken_back: Callable[[], None]
-    """Called after rollouts were taken back."""
+    changed: Callable[[], None]
+    """Called after rollouts were taken back, or are to be cancelled."""
     log: "FilteringBoundLogger"
 
     def __post_init__(self) -> None:
@@ -50,11 +50,14 @@ class Holders:
             self._left(holder, incarnation)
 
     def renew(self, holder: str, incarnation: int, held: Sequence[tuple[str, int]]) -> None:
-        """Renew what `holder` runs. What this incarnation was given and does not know of was lost on the way."""
+        """Renew what `holder` runs, and cancel what it runs in vain. What it was given and does not know of was lost on the way."""
         now = asyncio.get_running_loop().time()
         for trajectory, attempt in held:
             self.groups.renew(trajectory, attempt, now)
         self.granted()
+        if in_vain := [each for each in held if not self.groups.wants(*each)]:
+            self.groups.cancels.setdefault((holder, incarnation), []).extend(in_vain)
+            self.changed()
         known = {trajectory for trajectory, _ in held}
         mine = [n for n, m in self.groups.running() if m.holder == holder and m.incarnation == incarnation]
         granted_before = now + self.groups.limits.ticket_ttl_s - ON_THE_WAY_S
@@ -96,7 +99,7 @@ class Holders:
         for name in rollouts:
             self.groups.take_back(name, reason, counted=counted)
             self.groups.leases.pop(name, None)
-        self.taken_back()
+        self.changed()
 
 
 # -- what callers wait for: (detail, holder) each ------------------------------------------------------------------

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from actors.messages.samples import PolicyState
-from actors.samples.group import Changes, Group, GroupLimits, Member, SampleEnd, Training
+from actors.samples.group import UNKNOWN, Changes, Group, GroupLimits, Member, SampleEnd, Training
 from actors.samples.sample import group_id, split_id, trajectory_id
 
 ENDED_KEPT = 4096
@@ -30,6 +30,8 @@ class GroupTable:
         self.leases: dict[str, float] = {}
         """Running trajectory → loop time at which its ticket lapses."""
         self.changes = Changes()
+        self.cancels: dict[tuple[str, int], list[tuple[str, int]]] = {}
+        """Holder and its incarnation → trajectories and attempts that it runs in vain, and that nobody told it of yet."""
         self._ended: OrderedDict[str, Group] = OrderedDict()
         self._pending: list[tuple[bool, str, int]] = []
 
@@ -37,6 +39,11 @@ class GroupTable:
         """What changed since the last call."""
         changes, self.changes = self.changes, Changes()
         return changes
+
+    def take_cancels(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
+        """What whom is to be told of since the last call."""
+        cancels, self.cancels = self.cancels, {}
+        return cancels
 
     # -- where things stand -------------------------------------------------------------------------------------
 
@@ -89,7 +96,7 @@ class GroupTable:
         name, (task, row) = group_id(self.training.cursor), self.training.draw(self.limits.mixture)
         self.changes.training = True
         if name not in self.trained and name not in self.live:
-            members = [Member() for _ in range(self.limits.group_size)]
+            members = [Member() for _ in range(self.limits.group_size + self.limits.extra_rollouts)]
             self._add(Group(name, row, members, begun=self.training.version, task=task))
 
     def _add(self, group: Group, now: float = 0.0) -> None:
@@ -122,7 +129,9 @@ class GroupTable:
         return found[0], split_id(trajectory)[1]
 
     def _settle(self, group: Group) -> None:
-        if group.complete:
+        if group.num_scored >= self.limits.group_size:
+            self._let_go(group)
+        if group.complete or group.hopeless:
             ends = group.settle(filtering=self.limits.dynamic_sampling)
             self.training.filtered.note(group)
             if group.state == "ended":
@@ -132,14 +141,35 @@ class GroupTable:
         """It is over: its slot is free, and its samples are kept no longer."""
         self.live.pop(group.id, None)
         self.trained.pop(group.id, None)
-        for index in range(len(group.members)):
-            self.leases.pop(trajectory_id(group.id, index), None)
+        self._release(group)
         self.changes.payloads |= dict.fromkeys(group.inline)
         self._ended[group.id] = group
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
         self._note(ends)
         self._changed(group)
+
+    def _let_go(self, group: Group) -> None:
+        """Enough were scored: whatever is not over by now trains no more."""
+        self._release(group)
+        for index, member in enumerate(group.members):
+            if not member.settled:
+                member.outcome = UNKNOWN if member.state == "running" else member.outcome
+                self._note(group.fail(index, "surplus", "enough of its group were scored before"))
+
+    def _release(self, group: Group) -> None:
+        """Nothing more can come of it: its leases end, and whoever runs some of it hears so."""
+        for index, member in enumerate(group.members):
+            self.leases.pop(trajectory_id(group.id, index), None)
+            if not member.settled:
+                self._cancel(group, index)
+
+    def _cancel(self, group: Group, index: int) -> None:
+        """Whoever had the newest ticket of this member, and never said that nothing came of it, runs it in vain."""
+        member = group.members[index]
+        if member.holder:
+            rollout = (trajectory_id(group.id, index), member.attempt)
+            self.cancels.setdefault((member.holder, member.incarnation), []).append(rollout)
 
     def _note(self, ends: Iterable[SampleEnd]) -> None:
         for end in ends:

@@ -123,6 +123,20 @@ class WorkerPool:
             raise WorkerKilled("its process ended during another call")
         return await worker.request("call", method, instance, payload, deadline_s)
 
+    def abandon(self, instance: str, *, deadline_s: float) -> None:
+        """Let go of `instance` while it may be at work, without waiting: its `close` is called once it is through.
+
+        A worker that hosts nothing else is killed instead, so that its work ends now.
+        """
+        worker = self._homes.pop(instance, None)
+        if worker is None or not worker.alive:
+            return
+        if worker.instances == {instance}:
+            worker.kill("nobody waits for what it did")
+        else:
+            worker.request("call", "close", instance, encode_call(), deadline_s).add_done_callback(_seen)
+            worker.drop(instance)
+
     def has(self, instance: str) -> bool:
         """Whether `instance` was built and its worker lives."""
         worker = self._homes.get(instance)

@@ -53,6 +53,10 @@ def _engine() -> Draw:
     return draw
 
 
+def _buffer() -> Draw:
+    return lambda rng, names: ("sample_buffer-1", "", 0.0)
+
+
 def _store(low_s: float, high_s: float) -> Draw:
     return lambda rng, names: ("", "", rng.uniform(low_s, high_s) if high_s else 0.0)
 
@@ -82,6 +86,7 @@ KINDS: dict[str, tuple[int, Draw]] = {
     "publish_lost": (2, _trainer()),
     "weights_corrupt": (1, _engine()),
     "weights_half": (1, _engine()),
+    "cancel": (1, _buffer()),
 }
 """Kind → how often it is drawn, and how its target and length are drawn."""
 
@@ -90,14 +95,20 @@ DEFAULT = list(KINDS)
 
 
 def draw(seed: int, names: Sequence[str], steps: int, kinds: Sequence[str], rounds: int = 1) -> list[Fault]:
-    """Three to seven faults a round, in the order they come. The last steps are left undisturbed, so that every fault takes effect."""
-    rng = random.Random(f"{seed}/faults")
-    found: list[Fault] = []
+    """Three to seven faults a round and up to two cancels, in the order they come. The last steps are left undisturbed, so that every
+    fault takes effect."""
+    cancels = random.Random(f"{seed}/cancels")
+    num_cancels = cancels.randint(0, 2 * rounds) if "cancel" in kinds else 0
+    found = [_at(cancels, "cancel", names, steps) for _ in range(num_cancels)]
+    rng, kinds = random.Random(f"{seed}/faults"), [kind for kind in kinds if kind != "cancel"]
     weights = [KINDS[kind][0] for kind in kinds]
-    for _ in range(sum(rng.randint(3, 7) for _ in range(rounds))):
+    for _ in range(sum(rng.randint(3, 7) for _ in range(rounds)) if kinds else 0):
         kind = rng.choices(kinds, weights)[0]
-        target, other, seconds = KINDS[kind][1](rng, names)
-        found.append(
-            Fault(kind, rng.randint(0, steps - 4), round(rng.uniform(0.0, 1.5), 3), target, other, round(seconds, 3))
-        )
+        found.append(_at(rng, kind, names, steps))
     return sorted(found, key=lambda fault: (fault.step, fault.after_s))
+
+
+def _at(rng: random.Random, kind: str, names: Sequence[str], steps: int) -> Fault:
+    target, other, seconds = KINDS[kind][1](rng, names)
+    step, after_s = rng.randint(0, steps - 4), round(rng.uniform(0.0, 1.5), 3)
+    return Fault(kind, step, after_s, target, other, round(seconds, 3))

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+from sim.simtest.actors import SimBuffer
 from sim.simtest.blobs import corrupted, half
 from sim.simtest.checks import InvariantChecks
 from sim.simtest.faults import Fault
@@ -55,6 +56,7 @@ class Injector:
             "publish_lost": self._publish_lost,
             "weights_corrupt": self._spoil,
             "weights_half": self._spoil,
+            "cancel": self._cancel,
         }
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -143,6 +145,17 @@ class Injector:
         await asyncio.sleep(fault.seconds)
         process.slowness_s = 0.0
         process.thawed_at = asyncio.get_running_loop().time()
+
+    async def _cancel(self, fault: Fault) -> None:
+        """Holders hear that about half of what runs is in vain, which is wrong: it costs them other attempts, and nothing else."""
+        buffer: Any = self._world.processes[fault.target].actor
+        if not isinstance(buffer, SimBuffer) or not hasattr(buffer, "_groups"):
+            return
+        groups = buffer._groups  # pyright: ignore[reportPrivateUsage]
+        for name, member in groups.running():
+            if self._rng.random() < 0.5:
+                groups.cancels.setdefault((member.holder, member.incarnation), []).append((name, member.attempt))
+        buffer._slots.set()  # pyright: ignore[reportPrivateUsage]
 
     # -- the store ----------------------------------------------------------------------------------------------
 

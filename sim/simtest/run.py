@@ -35,6 +35,9 @@ LIMIT_S = 1200.0
 
 DRAIN_S = 60.0
 
+SLOTS_S = 30
+"""From the end of a job until nothing of it runs: a lost cancel is told again as leases are renewed, and links have to heal."""
+
 
 @dataclass
 class SeedOutcome:
@@ -151,6 +154,7 @@ class SeedJob:
                     self.injector.start(faults)
                     await self._finished()
                 await world.settled()
+                await self._slots_free()
                 self._check()
                 async with asyncio.timeout(DRAIN_S):
                     await world.stop()
@@ -165,6 +169,14 @@ class SeedJob:
     async def _finished(self) -> None:
         while self.world.ending is None:
             await self.world.moved.wait()
+
+    async def _slots_free(self) -> None:
+        """The job is over: what still ran is cancelled, and nothing holds a decode slot or a place in a manager."""
+        for _ in range(SLOTS_S):
+            if not self.world.running():
+                return
+            await asyncio.sleep(1.0)
+        self.monitor.fail("no slot leaks", f"{', '.join(self.world.running())} after the end of the job")
 
     async def _watch(self) -> None:
         """Ends everything at the first violation, and looks for one every second."""

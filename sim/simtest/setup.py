@@ -57,6 +57,7 @@ class Setup(NamedTuple):
     patience_s: float
     delay_s: float
     latency_s: float
+    extra_rollouts: int = 0
 
     @property
     def names(self) -> list[str]:
@@ -84,6 +85,7 @@ def draw(seed: int) -> Setup:
         patience_s=rng.choice((1.0, 20.0)),
         delay_s=rng.choice((0.0, 0.002, 0.02)),
         latency_s=rng.choice((0.0, 0.001, 0.005)),
+        extra_rollouts=rng.choice((0, 0, 1, 2)),
     )
 
 
@@ -99,6 +101,7 @@ def configs(setup: Setup, model: Path) -> dict[str, Any]:
     """The config of each role."""
     train = TrainSection(batch_groups=setup.batch_groups, group_size=setup.group_size)
     staleness = StalenessSection(alpha=setup.alpha)
+    samples = SamplesSection(ticket_ttl_s=8.0, extra_rollouts=setup.extra_rollouts)
     where = ModelSection(path=str(model))
     reward = RewardSection(functions=("sim.simtest.toys:score",))
     scripted = ScriptedSection(token_s=0.01, stop_share=0.4, vocab_size=8)
@@ -106,7 +109,7 @@ def configs(setup: Setup, model: Path) -> dict[str, Any]:
         max_turns=2, max_new_tokens=3, max_len=64, generate_timeout_s=20.0, reward_timeout_s=10.0, put_timeout_s=60.0, hold_s=2.0
     )  # fmt: skip
     return {
-        "sample_buffer": SimBuffer.Config(staleness=staleness, train=train, samples=SamplesSection(ticket_ttl_s=8.0)),
+        "sample_buffer": SimBuffer.Config(staleness=staleness, train=train, samples=samples),
         "llm_proxy": LLMProxy.Config(),
         "engine": EngineWorker.Config(
             model=where,

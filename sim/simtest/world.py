@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from actors.engines.worker import EngineWorker
+from actors.envs.manager import EnvManager
 from bus.errors import AskFailed
 from bus.link import Frame, Identity
 from bus.transport import MemoryTransport
@@ -108,6 +110,17 @@ class World:
         node = self.processes[NODE]
         node.drain()
         await node.ended()
+
+    def running(self) -> list[str]:
+        """Rollouts that managers play, and requests in engines, each with where it is."""
+        found: list[str] = []
+        for process in self.processes.values():
+            actor: Any = process.actor
+            if isinstance(actor, EnvManager):
+                found += [f"{name} in {process.name}" for name, _ in actor._running]  # pyright: ignore[reportPrivateUsage]
+            elif isinstance(actor, EngineWorker):
+                found += [f"{name} in {process.name}" for name in actor._requests.running]  # pyright: ignore[reportPrivateUsage]
+        return found
 
     def waiting(self) -> str:
         """What everybody waits for, in one line."""

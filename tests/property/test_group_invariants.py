@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.samples.group import TRAINED, Group, GroupLimits, Receipt, Training
+from actors.samples.group import TRAINED, UNKNOWN, Group, GroupLimits, Receipt, Training
 from actors.samples.groups import Groups
 from actors.samples.sample import Outcome
 from planning.staleness import min_version
@@ -17,7 +17,7 @@ BATCH_GROUPS, STEPS = 2, 30
 class Life:
     """Managers, a trainer and a buffer that dies. Every event takes a number that decides what it is about."""
 
-    def __init__(self, alpha, group_size):
+    def __init__(self, alpha, group_size, extra=0):
         self.alpha = alpha
         self.limits = GroupLimits(
             group_size=group_size,
@@ -27,11 +27,13 @@ class Life:
             max_attempts=2,
             unbounded_batches=3,
             ticket_ttl_s=10.0,
+            extra_rollouts=extra,
         )
         self.groups = Groups(self.limits, alpha)
         self.epoch = 0
         self.now = 0.0
         self.held = []
+        self.cancelled = set()
         self.logged = []
         self.bound = {}
         self.receipts = {}
@@ -79,10 +81,12 @@ class Life:
 
     def late(self, ticket, number):
         """Told twice, it counts once; of an attempt that was replaced, not at all."""
-        ended = self.groups._ended.get(ticket.group_id)
-        member = ended and ended.members[int(ticket.trajectory_id.rpartition(".")[2])]
-        if member and member.state == "running" and member.attempt == ticket.attempt:
-            self.spent(number % 30)
+        group, index = self.groups._look_up(ticket.trajectory_id) or (None, 0)
+        member = group and group.members[index]
+        if member and member.attempt == ticket.attempt:
+            ran = group.state == "ended" and member.state == "running"
+            if ran or (member.fate == "surplus" and member.outcome == UNKNOWN):
+                self.spent(number % 30)
         for _ in range(2):
             self.groups.late(ticket, Outcome(-1, None, number % 30))
 
@@ -120,7 +124,7 @@ class Life:
         self.groups.bind(step, chosen)
         assert len(chosen) == BATCH_GROUPS
         for group in chosen:
-            assert group.num_scored >= 2
+            assert 2 <= group.num_scored <= self.limits.group_size
             for index in group.scored:
                 age = step - 1 - group.members[index].outcome.version_first
                 assert self.alpha < 0 or age <= self.alpha
@@ -189,6 +193,7 @@ class Life:
         assert self.groups.trained == before.trained
         assert self.groups.steps == before.steps
         assert list(self.groups.live) == list(before.live)
+        self.cancelled |= {key(ticket) for ticket in self.held if not self.groups.wants(*key(ticket))}  # as they renew
 
     # -- what always holds ------------------------------------------------------------------------------------
 
@@ -197,6 +202,15 @@ class Life:
         self.check_slots()
         self.check_steps()
         self.check_tokens()
+        self.check_cancels()
+
+    def check_cancels(self):
+        """Whoever runs something in vain was told so, and nobody else."""
+        told = self.groups.take_cancels().get(("env_manager-1", 1), [])
+        assert len(told) == len(set(told))
+        assert not any(self.groups.wants(*rollout) for rollout in told)
+        self.cancelled |= set(told)
+        assert {key(ticket) for ticket in self.held if not self.groups.wants(*key(ticket))} <= self.cancelled
 
     def check_tokens(self):
         """What was sampled is held, or has a fate; and every sample that ended has the length it was sampled to."""
@@ -214,7 +228,7 @@ class Life:
         expected = Counter(
             f"{name}.{index}"
             for name in (f"g{number:08d}" for number in range(self.groups.training.cursor))
-            for index in range(self.limits.group_size)
+            for index in range(self.limits.group_size + self.limits.extra_rollouts)
             if name not in alive or alive[name].members[index].state == "failed"
         )
         assert times == expected
@@ -273,6 +287,10 @@ class Life:
         return found
 
 
+def key(ticket):
+    return ticket.trajectory_id, ticket.attempt
+
+
 EVENTS = ("admit", "admit", "put", "put", "put", "put", "give_up", "unsend", "lapse", "lose")
 EVENTS += ("claim", "claim", "advance", "advance", "commit", "draw", "raises", "write", "restart")
 
@@ -281,10 +299,11 @@ EVENTS += ("claim", "claim", "advance", "advance", "commit", "draw", "raises", "
 @given(
     alpha=st.sampled_from([-1, 0, 1, 2, 4]),
     group_size=st.integers(2, 4),
+    extra=st.integers(0, 2),
     events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 1000)), min_size=20, max_size=120),
 )
-def test_whatever_happens_in_whatever_order_every_sample_ends_once(alpha, group_size, events):
-    life = Life(alpha, group_size)
+def test_whatever_happens_in_whatever_order_every_sample_ends_once(alpha, group_size, extra, events):
+    life = Life(alpha, group_size, extra)
     for name, number in events:
         getattr(life, name)(number)
         life.check()

@@ -4,17 +4,21 @@ import asyncio
 import threading
 from array import array
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from actors.engines.section import EngineSection
+from actors.engines.worker import EngineWorker
 from actors.envs import manager as manager_module
 from actors.envs.manager import EnvManager
 from actors.messages.generation import Aborted, Completion, Generate, Tokens, VersionSpan
 from actors.messages.samples import (
     Admit,
+    Cancel,
     GiveUp,
     NotScored,
     PolicyState,
@@ -26,10 +30,13 @@ from actors.messages.samples import (
     Ticket,
     Tickets,
 )
+from actors.proxy.proxy import LLMProxy
+from actors.scripted.engine import ScriptedEngine
 from bus.link import Identity
 from bus.message import Ack
 from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
+from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig
 from runtime.kernel import NODE, Kernel
 from runtime.messages import Drain, Finish, Notice
@@ -47,7 +54,7 @@ class Buffer(Actor):
     role = "sample_buffer"
     left, put, given_up, held, most = 0, [], [], [], 0
     tickets = []
-    poison = ""
+    poison, issuer = "", 0
 
     def __init__(self, config, kernel):
         super().__init__(config, kernel)
@@ -66,7 +73,9 @@ class Buffer(Actor):
         first, self.issued = self.issued, self.issued + num
         Buffer.most = max(Buffer.most, self.issued - len(Buffer.put) - len(Buffer.given_up))
         return Tickets(
-            tuple(Ticket(f"t{i}", f"g{i // 8}", 1, i // 8, i // 8, 0) for i in range(first, first + num)), POLICY
+            tuple(Ticket(f"t{i}", f"g{i // 8}", 1, i // 8, i // 8, 0) for i in range(first, first + num)),
+            POLICY,
+            issuer=Buffer.issuer,
         )
 
     @handler
@@ -214,6 +223,47 @@ class Dozing:
         pass
 
 
+class Gated:
+    """Says that it steps, and goes on once the folder has a file called open."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def reset(self, *, seed):
+        return "x", {}
+
+    def step(self, action):
+        print("stepping")
+        while not (self.folder / "open").exists():
+            threading.Event().wait(0.02)
+        return "x", 1.0, True, False, {}
+
+    def close(self):
+        pass
+
+
+class WatchedEngine(ScriptedEngine):
+    """Says when its load changed. A token takes it longer than any test."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.changed = asyncio.Event()
+
+    def _admit(self):
+        super()._admit()
+        self.changed.set()
+
+    def _leave(self, slot):
+        super()._leave(slot)
+        self.changed.set()
+
+    async def until(self, condition):
+        async with asyncio.timeout(20):
+            while not condition(self.load()):
+                self.changed.clear()
+                await self.changed.wait()
+
+
 class Sleeping:
     """Waits in each step, for somebody else's work."""
 
@@ -264,7 +314,7 @@ class Cluster:
             run=self.run,
             transport=MemoryTransport(Identity("test", name, incarnation), self.network),
             store=self.store,
-            blobs=None,
+            blobs=MemoryBlobStore(),
             log=logger("rubato.test"),
         )
         actor = kernel.build()
@@ -274,7 +324,7 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(tmp_path, *, tickets, mute=False, **sections):
+async def cluster(tmp_path, *, tickets, mute=False, engine=False, **sections):
     Buffer.left, Proxy.mute, Proxy.asked, Reward.asked = tickets, mute, [], []
     write_model(tmp_path / "model")
     settings = {"model": {"path": "model"}, "env": {}, "rollout": {"max_new_tokens": 8, "max_turns": 6}}
@@ -283,7 +333,11 @@ async def cluster(tmp_path, *, tickets, mute=False, **sections):
         made = Cluster(tasks, tmp_path)
         _, made.node = await made.start(Node, NODE)
         _, made.buffer = await made.start(Buffer, "sample_buffer-1")
-        await made.start(Proxy, "llm_proxy-1")
+        if engine:
+            section = EngineSection(kind=f"{__file__}:WatchedEngine", scripted={"token_s": 600.0, "vocab_size": 300})
+            _, worker = await made.start(EngineWorker, "engine-1", EngineWorker.Config(engine=section))
+            made.engine = worker._engine
+        await made.start(LLMProxy if engine else Proxy, "llm_proxy-1", LLMProxy.Config() if engine else None)
         await made.start(Reward, "reward_service-1")
         made.kernel, made.manager = await made.start(
             EnvManager, "env_manager-1", EnvManager.Config.model_validate(settings)
@@ -341,6 +395,63 @@ async def test_a_drained_manager_loses_nothing(tmp_path):
         assert not Buffer.given_up
         assert len({t.ticket.trajectory_id for t in Buffer.put}) == len(Buffer.put)
         assert made.buffer.issued - len(Buffer.put) <= 8  # tickets that were on their way lapse with their holder
+
+
+def cancel_of(made, *names, incarnation=None, issuer=0):
+    mine = made.kernel.incarnation if incarnation is None else incarnation
+    return Cancel(tuple((name, 1) for name in names), mine, issuer)
+
+
+async def test_a_cancelled_rollout_ends_at_once_and_its_request_with_it(tmp_path):
+    async with cluster(tmp_path, tickets=2, engine=True) as made:
+        await made.engine.until(lambda load: load.running == 2)
+        ref = made.buffer.ref("env_manager-1")
+
+        for _ in range(2):  # it may be told twice
+            await ref.tell(cancel_of(made, "t1", "unknown"))
+        await made.buffer.until(lambda: Buffer.given_up)
+        await made.engine.until(lambda load: load.running == 1)
+
+        assert [(g.ticket.trajectory_id, g.reason, g.retry) for g in Buffer.given_up] == [("t1", "cancelled", True)]
+        assert list(made.manager._running) == [("t0", 1)]
+        assert made.kernel.metrics.snapshot()["rollout/cancelled"] == 1
+
+
+async def test_a_cancel_of_another_life_or_of_an_older_buffer_than_the_tickets_hits_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(Buffer, "issuer", 7)
+    async with cluster(tmp_path, tickets=3, engine=True) as made:
+        await made.engine.until(lambda load: load.running == 3)
+        ref = made.buffer.ref("env_manager-1")
+
+        await ref.tell(cancel_of(made, "t0", incarnation=made.kernel.incarnation - 1, issuer=7))
+        await ref.tell(cancel_of(made, "t1", issuer=6))
+        await ref.tell(cancel_of(made, "t2", issuer=7))
+        await made.buffer.until(lambda: Buffer.given_up)
+
+        assert [g.ticket.trajectory_id for g in Buffer.given_up] == ["t2"]
+        assert sorted(made.manager._running)[:2] == [("t0", 1), ("t1", 1)]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_a_step_in_a_worker_process_is_not_waited_for(tmp_path, monkeypatch, alone):
+    """Its process ends where it hosts nothing else; otherwise the other environments there go on behind the step."""
+    env = {"class": f"{__file__}:Gated", "isolation": "process", "workers": 1, "concurrency": 2}
+    env["kwargs"] = {"folder": str(tmp_path)}
+    steps = asyncio.Event()
+    monkeypatch.setattr(EnvManager, "_output", lambda self, line: steps.set())
+    async with cluster(tmp_path, tickets=1 if alone else 2, env=env) as made:
+        async with asyncio.timeout(20):
+            await steps.wait()
+        (worker,) = made.manager._hosts[""].pool._workers
+
+        await made.buffer.ref("env_manager-1").tell(cancel_of(made, "t0"))
+        await made.buffer.until(lambda: Buffer.given_up)
+
+        assert not (tmp_path / "open").exists()  # the step still runs, or ended with its process
+        assert worker.alive is not alone
+        (tmp_path / "open").touch()
+        if not alone:
+            await made.buffer.until(lambda: len(Buffer.put) == 1)
 
 
 async def test_what_does_not_finish_in_a_drain_is_given_back_for_another_try(tmp_path, monkeypatch):

@@ -681,7 +681,7 @@ def test_the_ledger_tells_what_became_of_each_sample(stage):
 
         lines = [json.loads(line) for line in (stage.folder / "samples.jsonl").read_text().splitlines()]
 
-        assert [line["fate"] for line in lines] == ["failed"] + ["trained"] * 4
+        assert [line["fate"] for line in lines] == ["failed", "group_too_small"] + ["trained"] * 4
         assert lines[0] == {
             "trajectory_id": "g00000002.0",
             "group_id": "g00000002",
@@ -705,7 +705,7 @@ def test_the_ledger_tells_what_became_of_each_sample(stage):
             "purpose": "train",
             "seed": seed_of("train", 7, 2),
         }
-        assert lines[2] == {
+        assert lines[3] == {
             "trajectory_id": "g00000000.1",
             "group_id": "g00000000",
             "attempt": 1,
@@ -754,14 +754,16 @@ def test_every_sampled_token_is_held_or_has_its_fate(stage):
 
         tokens = {name: value for name, value in figures.items() if name.startswith("tokens/")}
         assert tokens == {
-            "tokens/generated": 158.0, "tokens/trained": 12.0, "tokens/retried": 100.0, "tokens/failed": 40.0, "tokens/held": 6.0
+            "tokens/generated": 158.0, "tokens/trained": 12.0, "tokens/retried": 100.0, "tokens/failed": 40.0, "tokens/held": 6.0,
+            "tokens/group_too_small": 0.0
         }  # fmt: skip
         assert figures["tickets/refused_tokens"] == 3.0
         assert {name: value for name, value in figures.items() if name.startswith("length/")} == {
-            "length/4/ended": 4.0, "length/4/trained_frac": 1.0, "length/64/ended": 1.0, "length/64/trained_frac": 0.0
+            "length/4/ended": 4.0, "length/4/trained_frac": 1.0, "length/64/ended": 1.0, "length/64/trained_frac": 0.0,
+            "length/0/ended": 1.0, "length/0/trained_frac": 0.0
         }  # fmt: skip
         assert tally.generated == 161 == sum(tally.tokens.values())
-        assert tally.tokens["unused"] + tally.tokens.get("group_too_small", 0) == 9
+        assert (tally.tokens["unused"], tally.tokens["group_too_small"]) == (6, 3)
 
     stage.run(scene)
 

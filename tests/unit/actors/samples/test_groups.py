@@ -142,7 +142,8 @@ def test_attempts_that_count_are_used_up(groups):
         told.append(groups.take_back(ticket.trajectory_id, "env_timeout", counted=True))
 
     assert told == ["", "", "failed"]
-    assert [(end.fate, end.attempt, end.reason) for end in groups.take_changes().ends] == [("failed", 3, "env_timeout")]
+    end, *_ = groups.take_changes().ends
+    assert (end.fate, end.attempt, end.reason) == ("failed", 3, "env_timeout")
 
 
 def test_unsent_tickets_are_the_same_attempt_again(groups):
@@ -498,9 +499,10 @@ def test_what_was_sampled_by_a_rollout_whose_last_holder_died_is_not_known(group
         groups.take_back(ticket.trajectory_id, "holder_left", counted=True)
         issue(groups, 1)
 
-    (end,) = groups.take_changes().ends
+    end, other = groups.take_changes().ends
     assert (end.fate, end.outcome.tokens) == ("failed", -1)
-    assert groups.training.tally.lengths[0].ended == 1
+    assert other.fate == "group_too_small"
+    assert groups.training.tally.lengths[0].ended == 2
 
 
 def test_a_store_that_forgot_its_newest_groups_gives_each_row_once_all_the_same():

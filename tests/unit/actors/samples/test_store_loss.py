@@ -371,8 +371,8 @@ def test_a_loss_soon_after_a_restart_costs_no_acknowledged_sample_and_no_end(sta
         batch = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
 
         assert names(batch) == [t.trajectory_id for t in tickets[:2]]
-        assert await stage.fates() == {tickets[3].trajectory_id: "failed"}
-        assert await told(stage) == [tickets[3].trajectory_id]
+        assert await stage.fates() == {tickets[3].trajectory_id: "failed", tickets[2].trajectory_id: "group_too_small"}
+        assert await told(stage) == [tickets[3].trajectory_id, tickets[2].trajectory_id]
 
     stage.run(scene)
 
