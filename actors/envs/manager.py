@@ -142,13 +142,13 @@ class EnvManager(Actor):
         self._log = str(self.run.folder / "logs" / f"{self.name}.jsonl")
         self._tasks = resolved(config.tasks, config.env, config.rollout, config.reward)
         self._hosts = self._hosts_of()
-        self._records = {name: RolloutRecord(task.env, self._log) for name, task in self._tasks.items()}
+        self._records = self._new_records()
         self._policy = PolicyState(version=0, alpha=-1)
         self._running: dict[tuple[str, int], _Running] = {}
         self._changed = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
         self._rollouts: dict[str, RolloutContext] = {}
-        self._ended = False
+        self._ended = self._aside = False
 
     async def on_start(self) -> None:
         """Try the environment, then begin to admit. A broken one ends the job with one sentence."""
@@ -272,6 +272,9 @@ class EnvManager(Actor):
                 await asyncio.sleep(PAUSE_S)
                 continue
             self._policy = reply.policy
+            if self._aside and not reply.aside:  # it comes back, and is judged by what follows
+                self._records = self._new_records()
+            self._aside = reply.aside
             for ticket in reply.tickets:
                 self._begin(ticket, reply.issuer)
             if reply.closed:
@@ -353,9 +356,12 @@ class EnvManager(Actor):
         notices, verdict = self._records[ticket.task].bad(ticket, end)
         for notice in notices:
             self.notice(notice)
-        if verdict:
-            self._end(verdict)
         await self._deliver(rollout.given_up(end.reason, end.detail[:2000], retry=end.retry))
+        if verdict and not self._aside:  # the answer says whether it is this manager's own trouble
+            self._end(verdict)
+
+    def _new_records(self) -> dict[str, RolloutRecord]:
+        return {name: RolloutRecord(task.env, self._log) for name, task in self._tasks.items()}
 
     async def _deliver(self, request: Put | GiveUp) -> bool:
         """Ask until it is acknowledged: only then does this actor let go of the trajectory. False where it became a dead letter."""
@@ -380,6 +386,7 @@ class EnvManager(Actor):
                     await asyncio.sleep(PAUSE_S * 4**failed)
                 else:
                     self._policy = stored.policy
+                    self._aside |= stored.aside
                     return True
 
     async def _keep_dead_letter(self, ticket: Ticket, request: str, error: str) -> None:

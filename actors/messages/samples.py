@@ -132,6 +132,8 @@ class Tickets(Message, frozen=True):
     closed: bool = False
     issuer: int = 0
     """Incarnation of the sample buffer that issued them."""
+    aside: bool = False
+    """The asker is set aside: its environments fail while those of others do not, so it gets one ticket after ever longer pauses."""
 
 
 class Admit(Request[Tickets], frozen=True):
@@ -172,6 +174,8 @@ class Stored(Message, frozen=True):
 
     fate: str
     policy: PolicyState
+    aside: bool = False
+    """As in Tickets."""
 
 
 class Put(Request[Stored], frozen=True):

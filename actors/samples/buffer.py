@@ -44,6 +44,7 @@ from actors.samples.kept import KeptTrajectories
 from actors.samples.ledger import SampleLedger
 from actors.samples.payloads import Payloads
 from actors.samples.prompts import mixture_of
+from actors.samples.quarantine import ENV_REASONS, HolderRecords
 from actors.samples.sample import (
     FUTURE_VERSION,
     INLINE_BYTES,
@@ -60,7 +61,7 @@ from planning.staleness import HandOver, min_version
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
 from runtime.errors import ConfigError
-from runtime.observe.figures import STORE
+from runtime.observe.figures import STORE, Wait
 from runtime.store.store import Fence
 
 HINT_S = 1.0
@@ -106,6 +107,7 @@ class SampleBuffer(Actor):
             most_bytes=config.samples.unsettled_mb << 20, metrics=self.metrics, log=self.log, store_back=self._slots.set,
         )  # fmt: skip
         self._holders = Holders(groups, self._incarnation_of, self._slots.set, self.log)
+        self._records = HolderRecords(groups, lambda: self.peers(ENV_MANAGER), self.notice)
         self._ledger = SampleLedger(self.run.folder, journal, self.incarnation, self.offload, self.log, self.run.seed)
         self._kept = KeptTrajectories(self.run.folder, config.samples.keep, limits.group_size, self.offload, self.log)
         self._payloads = Payloads(self.run.folder / "samples", journal, self.offload, self._tell_gone, self.log)
@@ -147,12 +149,11 @@ class SampleBuffer(Actor):
         with suppress(TimeoutError):
             async with asyncio.timeout(request.wait_s):
                 while not (tickets := self._issue(request)) and not self._closed:
-                    limit = f"staleness.alpha={self._groups.alpha}"
-                    wait = self.waits.on("tickets", stage="slots", limit=limit, idle=True)
-                    with wait.described_by(lambda: why_no_tickets(self._groups)):
+                    with self._no_tickets(request.holder):
                         await self._slots.event.wait()
         sent = await self._make_durable(tickets)
-        return Tickets(tuple(sent), self._groups.policy, self._closed, self.incarnation)
+        aside = self._records.is_aside(request.holder)
+        return Tickets(tuple(sent), self._groups.policy, self._closed, self.incarnation, aside)
 
     @handler(concurrency=64)
     async def renew_leases(self, request: RenewLeases) -> PolicyState:
@@ -170,9 +171,10 @@ class SampleBuffer(Actor):
     @handler(concurrency=1024)
     async def give_up(self, request: GiveUp) -> Stored:
         with self.waits.on(request.ticket.trajectory_id, stage="intake", holder=STORE):
+            holder = self._records.holder_of(request.ticket)
             fate = self._give_up(request, spent_of(request))
             await self._journal.sync()
-        return Stored(fate=fate, policy=self._groups.policy)
+        return Stored(fate=fate, policy=self._groups.policy, aside=self._records.is_aside(holder))
 
     # -- the trainer --------------------------------------------------------------------------------------------
 
@@ -278,12 +280,21 @@ class SampleBuffer(Actor):
         if not self._journal.is_healthy or self._closed or self._draining:
             return tickets
         try:
-            tickets = self._groups.issue(request.num, request.holder, request.incarnation, self._now())
+            num = self._records.allowed(request.holder, request.incarnation, request.num)
+            tickets = self._groups.issue(num, request.holder, request.incarnation, self._now())
+            self._records.issued(request.holder, tickets)
         except ConfigError as error:  # a sampler of the user's
             self.finish(str(error), failed=True)
         if tickets:
             self._holders.granted()
         return tickets
+
+    def _no_tickets(self, holder: str) -> Wait:
+        if self._records.is_aside(holder):
+            wait = self.waits.on("tickets", stage="quarantine", idle=True)
+            return wait.described_by(lambda: (self._records.why(holder), ""))
+        wait = self.waits.on("tickets", stage="slots", limit=f"staleness.alpha={self._groups.alpha}", idle=True)
+        return wait.described_by(lambda: why_no_tickets(self._groups))
 
     async def _make_durable(self, tickets: list[Ticket]) -> list[Ticket]:
         """An asker that gave up meanwhile never saw them; what was taken back meanwhile goes to nobody."""
@@ -311,6 +322,7 @@ class SampleBuffer(Actor):
                 )
             return self._change(ticket, spent, lambda: self._groups.fail(name, "failed", found, spent))
         self._kept.offer(trajectory)
+        self._records.good(self._records.holder_of(ticket))
         outcome = outcome_of(trajectory)
         if ticket.purpose == "eval":
             return self._change(ticket, spent, lambda: self._groups.score(name, outcome))
@@ -331,8 +343,9 @@ class SampleBuffer(Actor):
 
     def _give_up(self, request: GiveUp, spent: Outcome) -> str:
         """A rollout ended without a score: another attempt, or its end."""
-        name, reason = request.ticket.trajectory_id, request.reason
-        if request.retry:
+        name, reason, holder = request.ticket.trajectory_id, request.reason, self._records.holder_of(request.ticket)
+        self._records.bad(holder, request.ticket, reason)
+        if request.retry or (reason in ENV_REASONS and self._records.is_aside(holder)):
             failed = reason not in UNCOUNTED
             return self._change(
                 request.ticket,

@@ -49,9 +49,10 @@ class Groups(GroupTable):
     def wants(self, trajectory: str, attempt: int) -> bool:
         """Whether something may still come of this attempt."""
         group, index = self._look_up(trajectory) or (None, 0)
-        if group is None or group.members[index].attempt != attempt:
+        if group is None or group.state != "open":
             return False
-        return group.state == "open" and not group.members[index].settled
+        member = group.members[index]
+        return member.attempt == attempt and not member.settled and bool(member.holder)
 
     # -- tickets ------------------------------------------------------------------------------------------------
 

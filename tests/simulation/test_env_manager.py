@@ -54,7 +54,7 @@ class Buffer(Actor):
     role = "sample_buffer"
     left, put, given_up, held, most = 0, [], [], [], 0
     tickets = []
-    poison, issuer = "", 0
+    poison, issuer, aside = "", 0, False
 
     def __init__(self, config, kernel):
         super().__init__(config, kernel)
@@ -76,6 +76,7 @@ class Buffer(Actor):
             tuple(Ticket(f"t{i}", f"g{i // 8}", 1, i // 8, i // 8, 0) for i in range(first, first + num)),
             POLICY,
             issuer=Buffer.issuer,
+            aside=Buffer.aside,
         )
 
     @handler
@@ -90,7 +91,7 @@ class Buffer(Actor):
     async def take_back(self, request: GiveUp) -> Stored:
         Buffer.given_up.append(request)
         self.changed.set()
-        return Stored("failed", POLICY)
+        return Stored("failed", POLICY, Buffer.aside)
 
     @handler
     async def hold(self, request: RenewLeases) -> PolicyState:
@@ -208,6 +209,10 @@ class Raising:
 
 
 class RaisingLater(Raising):
+    good_resets = 1
+
+
+class RaisingAside(Raising):
     good_resets = 1
 
 
@@ -501,6 +506,15 @@ async def test_an_environment_that_breaks_later_is_told_once_and_ends_the_job(tm
         assert "32 of the last 32 tasks failed in their environment" in finish.reason
         assert len(Node.notices) == 1
         assert {g.reason for g in Buffer.given_up} == {"env_reset_failed"}
+
+
+async def test_a_manager_that_was_set_aside_does_not_end_the_job(tmp_path, monkeypatch):
+    monkeypatch.setattr(Buffer, "aside", True)
+    env = {"class": f"{__file__}:RaisingAside", "isolation": "inline", "reset_tries": 1}
+    async with cluster(tmp_path, tickets=320, env=env) as made:
+        await made.buffer.until(lambda: len(Buffer.given_up) == 320)
+
+        assert not Node.finishes
 
 
 @pytest.mark.parametrize(
