@@ -20,7 +20,7 @@ class QuarantineView:
     failed: int
     """Tasks that failed on it in a row."""
     others_good: bool
-    """Whether another worker got through since the first of them."""
+    """Whether there is another worker that got through before and does not fail like this itself."""
     pauses: int = 0
     """How often it was set aside without getting through once since."""
 

@@ -322,7 +322,7 @@ class SampleBuffer(Actor):
                 )
             return self._change(ticket, spent, lambda: self._groups.fail(name, "failed", found, spent))
         self._kept.offer(trajectory)
-        self._records.good(self._records.holder_of(ticket))
+        self._records.good(ticket)
         outcome = outcome_of(trajectory)
         if ticket.purpose == "eval":
             return self._change(ticket, spent, lambda: self._groups.score(name, outcome))
@@ -344,7 +344,7 @@ class SampleBuffer(Actor):
     def _give_up(self, request: GiveUp, spent: Outcome) -> str:
         """A rollout ended without a score: another attempt, or its end."""
         name, reason, holder = request.ticket.trajectory_id, request.reason, self._records.holder_of(request.ticket)
-        self._records.bad(holder, request.ticket, reason)
+        self._records.bad(request.ticket, reason)
         if request.retry or (reason in ENV_REASONS and self._records.is_aside(holder)):
             failed = reason not in UNCOUNTED
             return self._change(

@@ -18,18 +18,28 @@ ENV_REASONS = frozenset(
 
 @dataclass(eq=False, slots=True)
 class HolderRecord:
-    """Of one environment manager, since a rollout of its got through last."""
+    """How one environment manager fares, in one life of its."""
 
     incarnation: int
+    got_through: bool = False
+    """Some rollout of its did."""
     failed: set[str] = field(default_factory=set)
-    """Groups of which a rollout failed in its environment."""
-    others_good: bool = False
+    """Groups of which a rollout failed in its environment since."""
     pauses: int = 0
+    """Since then."""
     until: float = 0.0
     """Loop time at which the newest pause ends."""
     why: str = ""
     trial: tuple[str, int] = ("", 0)
     """Trajectory and attempt of the one ticket that it gets after a pause."""
+
+    def begun_before(self, ticket: Ticket) -> bool:
+        """Whether there was a pause since, so that it says nothing about now."""
+        return self.pauses > 0 and (ticket.trajectory_id, ticket.attempt) != self.trial
+
+    @property
+    def does_well(self) -> bool:
+        return self.got_through and not self.pauses and len(self.failed) < STREAK
 
 
 @dataclass(eq=False)
@@ -50,29 +60,28 @@ class HolderRecords:
         found = self.groups.find(ticket.trajectory_id)
         return found[1].holder if found is not None and self.groups.wants(ticket.trajectory_id, ticket.attempt) else ""
 
-    def good(self, holder: str) -> None:
-        """A rollout of `holder` got through its environment."""
-        record = self._records.pop(holder, None)
-        if record is not None and record.pauses:
-            self.tell(f"{holder} gets tickets again: a rollout got through its environment")
-        for other in self._records.values():
-            other.others_good = True
-
-    def bad(self, holder: str, ticket: Ticket, reason: str) -> None:
-        """A rollout of `holder` ended for `reason`; the first pause is told."""
-        if not holder or reason not in ENV_REASONS:
+    def good(self, ticket: Ticket) -> None:
+        """It got through its environment."""
+        holder, record = self._find(ticket)
+        if record is None or record.begun_before(ticket):
             return
-        record = self._records.setdefault(holder, HolderRecord(self._incarnation_of(ticket)))
-        if record.pauses and (ticket.trajectory_id, ticket.attempt) != record.trial:
-            return  # it began before the pause
+        if record.pauses:
+            self.tell(f"{holder} gets tickets again: a rollout got through its environment")
+        self._records[holder] = HolderRecord(record.incarnation, got_through=True)
+
+    def bad(self, ticket: Ticket, reason: str) -> None:
+        """It ended for `reason`; the first pause is told."""
+        holder, record = self._find(ticket)
+        if record is None or reason not in ENV_REASONS or record.begun_before(ticket):
+            return
         if len(record.failed) < STREAK:
             record.failed.add(ticket.group_id)
-        plan = quarantine(QuarantineView(len(record.failed), record.others_good, record.pauses))
+        others_good = any(name != holder and self._does_well(name) for name in self.present())
+        plan = quarantine(QuarantineView(len(record.failed), others_good, record.pauses))
         if not plan.pause_s:
             return
         record.failed.clear()
-        record.others_good, record.pauses, record.why = False, record.pauses + 1, plan.why
-        record.until = self._now() + plan.pause_s
+        record.pauses, record.why, record.until = record.pauses + 1, plan.why, self._now() + plan.pause_s
         if record.pauses == 1:
             again = f"it is tried again in {plan.pause_s:g} s, and ever more rarely while it fails"
             self.tell(f"{holder} is set aside: {plan.why} ({reason} lastly); {again}")
@@ -84,9 +93,11 @@ class HolderRecords:
     def allowed(self, holder: str, incarnation: int, num: int) -> int:
         """How many of `num` tickets it may get now. A new incarnation begins anew."""
         record = self._records.get(holder)
-        if record is not None and record.incarnation != incarnation:
-            del self._records[holder]
-        if record is None or not self.is_aside(holder):
+        if record is None or record.incarnation < incarnation:
+            here = self.present()
+            self._records = {name: each for name, each in self._records.items() if name in here}
+            record = self._records[holder] = HolderRecord(incarnation)
+        if not self.is_aside(holder):
             return num
         return 0 if self._now() < record.until or self.groups.wants(*record.trial) else min(num, 1)
 
@@ -107,9 +118,18 @@ class HolderRecords:
         record = self._records.get(holder)
         return record is not None and record.pauses > 0
 
-    def _incarnation_of(self, ticket: Ticket) -> int:
+    def _does_well(self, holder: str) -> bool:
+        record = self._records.get(holder)
+        return record is not None and record.does_well
+
+    def _find(self, ticket: Ticket) -> tuple[str, HolderRecord | None]:
+        """Who runs it, and its record in the life that got the ticket. After a restart of the sample buffer records begin with this."""
         found = self.groups.find(ticket.trajectory_id)
-        return found[1].incarnation if found is not None else 0
+        if found is None or not self.groups.wants(ticket.trajectory_id, ticket.attempt):
+            return "", None
+        member = found[1]
+        record = self._records.setdefault(member.holder, HolderRecord(member.incarnation))
+        return member.holder, record if record.incarnation == member.incarnation else None
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

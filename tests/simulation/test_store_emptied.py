@@ -50,7 +50,9 @@ def audited(folder, *, seed, empty_at, restart=None):
             run_virtual(main, loop=loop)
     finally:
         bench.close()
-    return audit(folder, AuditLimits(setup.steps, setup.batch_groups, setup.group_size, setup.alpha)).problems
+    return audit(
+        folder, AuditLimits(setup.steps, setup.batch_groups, setup.group_size + setup.extra_rollouts, setup.alpha)
+    ).problems
 
 
 def test_a_run_whose_store_keeps_its_state_has_no_problems(tmp_path):
