@@ -217,7 +217,8 @@ def judge(job: Job, config: Config, steps: int) -> dict[str, Any]:
     """Hold what was written against what is promised."""
     train, alpha = config.section("train"), config.section("staleness").bound
     durable = config.state.durability == "always"
-    found = audit(job.folder, AuditLimits(steps, train.batch_groups, train.group_size, alpha, durable))
+    members = train.group_size + config.section("samples").extra_rollouts
+    found = audit(job.folder, AuditLimits(steps, train.batch_groups, members, alpha, durable))
     leaked = job.leaked()
     if leaked:
         found.problems.append(f"{len(leaked)} paths are left behind, first {leaked[0]}")

@@ -291,7 +291,7 @@ class SampleBuffer(Actor):
 
     def _no_tickets(self, holder: str) -> Wait:
         if self._records.is_aside(holder):
-            wait = self.waits.on("tickets", stage="quarantine", idle=True)
+            wait = self.waits.on(holder, stage="aside", idle=True)  # blocked.py knows it
             return wait.described_by(lambda: (self._records.why(holder), ""))
         wait = self.waits.on("tickets", stage="slots", limit=f"staleness.alpha={self._groups.alpha}", idle=True)
         return wait.described_by(lambda: why_no_tickets(self._groups))

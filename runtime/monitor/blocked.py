@@ -118,6 +118,9 @@ RELATED = 8
 PLUMBING = ("ask", "handler", "credit", "refused")
 """Waits that the runtime itself declares."""
 
+ASIDE = "aside"
+"""A wait in which an actor gives another one, `what`, no work for some time: `detail` says why."""
+
 
 class Verdict(NamedTuple):
     """Who holds a wait up. `via` are the actors on the way."""
@@ -163,6 +166,8 @@ class Diagnosis:
 
     def _judge(self, wait: WaitRow) -> Verdict | None:
         """Who holds `wait` up; None where it is no blocked stage."""
+        if wait.stage == ASIDE:
+            return Verdict(wait.what, "refused", wait.detail)
         if wait.stage in PROCESS or (wait.age_s < MIN_AGE_S and wait.stage != "refused"):
             return None
         verdict = self._follow(wait, ())
@@ -205,7 +210,7 @@ class Diagnosis:
         waits = [
             w
             for w in self._waits.get(name, [])
-            if w.stage not in ("refused", "ask")
+            if w.stage not in ("refused", "ask", ASIDE)
             and (name, w.stage, w.what) not in path
             and not self._asks_back(w, wait)
         ]

@@ -1,5 +1,7 @@
 """An environment manager whose environments alone fail is set aside: it eats no tickets, and is tried again ever more rarely."""
 
+import asyncio
+
 import pytest
 
 from actors.messages.samples import GiveUp
@@ -37,8 +39,12 @@ def test_it_is_told_once_gets_no_more_and_its_last_failure_goes_to_another(stage
         assert replies[-1].fate == ""
         (told,) = stage.notices
         assert told.startswith(f"{BAD} is set aside: its environments failed on {STREAK} tasks in a row")
-        assert await stage.admit(5, holder=BAD) == []
-        assert "s more: its environments failed" in stage.buffer._records.why(BAD)
+        asking = stage.tasks.create_task(stage.admit(5, holder=BAD, wait_s=1.0))
+        await asyncio.sleep(0.5)
+        (wait,) = stage.buffer.waits.snapshot(asyncio.get_running_loop().time())
+        assert (wait.what, wait.stage) == (BAD, "aside")
+        assert wait.detail.startswith(f"{BAD} is set aside, 10 s more: its environments failed on {STREAK} tasks")
+        assert await asking == []
         (again, *_) = await stage.admit(1, holder=GOOD)
         assert again.attempt == 2
 

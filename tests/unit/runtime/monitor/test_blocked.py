@@ -74,6 +74,14 @@ def test_a_late_event_loop_is_starved(make_record):
     assert named(make_record("b-1", loop__late=800.0)) == [("b-1", "process", "b-1", "starved")]
 
 
+def test_one_that_is_set_aside_is_named_with_the_reason_and_holds_nobody_else_up(make_record):
+    aside = WaitView("b-1", "b-1 is set aside, 10 s more: it failed", "", 0.2, "", "aside", 0.2)
+
+    (row,) = blocked(make_record("a-1", waits=(aside,)), make_record("b-1", waits=(wait("work", "a-1", quiet_s=0.2),)))
+
+    assert (row["holder"], row["kind"], row["reason"]) == ("b-1", "refused", aside.detail)
+
+
 def test_a_refusal_names_who_refused_and_what(make_record):
     refused = WaitView("Generate", "its mailbox is full", "b-1", 0.4, "", "refused", 0.1)
 
