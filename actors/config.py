@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
+from planning.adaptive_alpha import AlphaBounds
 from runtime.config import Section
 
 CUDA = re.compile(r"^cuda:(0|[1-9]\d{0,2})$")
@@ -36,18 +37,46 @@ class WeightsSection(Section):
     which keeps both directions of every circuit busy; the further away hosts are, the longer the ring takes to fill."""
 
 
+def _alpha(value: object) -> object:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise ValueError(f"{value!r} is neither a whole number at least 0 nor auto")
+
+
+Alpha = Annotated[int | Literal["auto"], PlainValidator(_alpha)]
+"""The staleness bound in weight versions, or auto."""
+
+
 class StalenessSection(Section):
     """How far rollouts may lag behind training."""
 
-    alpha: int = Field(default=1, ge=0)
-    """Bound α in weight versions: 0 is synchronous on-policy."""
+    alpha: Alpha = 1
+    """Bound α in weight versions: 0 is synchronous on-policy; auto moves it between `alpha_min` and `alpha_max` to where samples/s ×
+    effective sample size is highest."""
+    alpha_min: int = Field(default=0, ge=0)
+    """Where `alpha` is auto."""
+    alpha_max: int = Field(default=8, ge=0)
+    """Where `alpha` is auto; nothing older is trained."""
     bounded: bool = True
     """False lifts the bound: nothing is dropped for its age, and only `samples.unbounded_batches` limits what is in flight."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.alpha_min > self.alpha_max:
+            raise ValueError(f"alpha_min={self.alpha_min} is above alpha_max={self.alpha_max}. Swap them")
+        if self.alpha == "auto" and not self.bounded:
+            raise ValueError("alpha=auto moves a bound, and bounded=false lifts it. Leave one of them out")
+        return self
+
     @property
     def bound(self) -> int:
-        """α, or -1 where there is no bound: the form it has in messages."""
-        return self.alpha if self.bounded else -1
+        """α, the largest where it is auto, or -1 where there is no bound: the form it has in messages."""
+        return -1 if not self.bounded else self.alpha_max if self.alpha == "auto" else self.alpha
+
+    @property
+    def bounds(self) -> AlphaBounds | None:
+        """Of an α that is auto."""
+        return AlphaBounds(self.alpha_min, self.alpha_max) if self.alpha == "auto" else None
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]

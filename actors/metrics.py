@@ -82,6 +82,7 @@ METRICS: Section = {
     "Age": (
         M("staleness/mean", "versions", "age of the batch's samples: the version that the step began with, less that of the first token"),
         M("staleness/max", "versions", "age of the oldest"),
+        M("staleness/alpha", "versions", "the bound α on age after the step; with `staleness.alpha=auto` it moves", "the job has no bound"),
         M("staleness/dropped", "samples", "samples that ended for their age, since the sample buffer started"),
         M("staleness/publish_lag", "s", "from the end of the update until the version was announced"),
         M("samples/damaged", "samples", "samples whose payload was gone or damaged, since the sample buffer started"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from actors.config import StalenessSection
 from actors.engines.pace import MOST_OUTLASTED
 from planning.staleness import UNBOUNDED
 
@@ -75,7 +76,7 @@ def read_run(folder: Path) -> Run:
     evals = [(_on_axis(row.get("unix_s", 0.0), rows), row) for row in _lines(folder / "evals.jsonl")]
     env = str(config.get("env", {}).get("class", "")).rsplit(":", 1)[-1]
     model = str(config.get("model", {}).get("path", ""))
-    alpha = int(config["staleness"]["alpha"]) if config["staleness"].get("bounded", True) else UNBOUNDED
+    alpha = StalenessSection.model_validate(config["staleness"]).bound
     pace = ", ".join(f"{key} {value}" for key, value in (config.get("engine", {}).get("pace") or {}).items())
     return Run(folder, rows, fates, alpha, int(config["run"]["steps"]), model, env, deaths, reasons, evals, flat, pace)
 
@@ -229,7 +230,8 @@ def _draw_age(axis: "Axes", run: Run, seconds: list[float]) -> None:
     axis.step(seconds, [r.get("staleness/max", 0.0) for r in run.rows], where="mid", color=AGE, label="oldest")
     axis.plot(seconds, [r.get("staleness/mean", 0.0) for r in run.rows], color=AGE, alpha=0.5, label="mean")
     if run.alpha != UNBOUNDED:
-        axis.axhline(run.alpha, color=ALPHA, linestyle="--", label=f"α = {run.alpha}")
+        bounds = [r.get("staleness/alpha", run.alpha) for r in run.rows]
+        axis.step(seconds, bounds, where="mid", color=ALPHA, linestyle="--", label="α")
     if dropped := [t for t, row in zip(seconds, run.rows, strict=True) if row.get("staleness/dropped")]:
         axis.plot(dropped, [run.alpha] * len(dropped), "x", color=EVAL, label="dropped")
     axis.set_ylabel("age (versions)")

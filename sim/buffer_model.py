@@ -1,24 +1,47 @@
 """The SampleBuffer in virtual time: the live buffer's own groups and rules, without a Store behind them."""
 
+import math
+from collections.abc import Sequence
+
 from actors.messages.samples import Ticket
-from actors.samples.group import GroupLimits
+from actors.samples.alpha import AlphaKeeper
 from actors.samples.groups import Groups
 from actors.samples.sample import Outcome, trajectory_id
+from planning.adaptive_alpha import AlphaBounds
+from planning.staleness import is_stale
 from sim.timeline import Timeline
 
 NEVER_LAPSES_S = 1e9
 """`GroupLimits.ticket_ttl_s` of modelled jobs, where no holder of a ticket dies."""
 
 
+def ess_of(ages: Sequence[int], drift: float) -> float:
+    """The share of effective samples in a batch of samples with these ages in versions, (Σw)² / (n·Σw²), as it is expected.
+
+    An assumed model: log-probabilities drift like a random walk, so that the weight of a sample of age a is log-normal with mean 1 and
+    variance exp(a·drift) - 1. `drift` is in nats² per version.
+    """
+    return len(ages) / sum(math.exp(drift * age) for age in ages) if ages else 1.0
+
+
 class ModelledBuffer:
     """Issues tickets while there are slots, and hands out a batch when `planning.staleness.hand_over` says so."""
 
-    def __init__(self, timeline: Timeline, limits: GroupLimits, alpha: int) -> None:
+    def __init__(
+        self, timeline: Timeline, groups: Groups, bounds: AlphaBounds | None = None, drift: float = 0.0
+    ) -> None:
+        """`bounds` of an α that adapts, to policies that `drift` as `ess_of` says."""
         self._timeline = timeline
-        self._groups = Groups(limits, alpha)
-        self._ages: list[int] = []
+        self._groups = groups
+        self._drift = drift
+        self._ages: list[list[int]] = []
+        self.alphas: list[tuple[int, int, str]] = []
+        """Changes of α: the step that was handed out then, the new one, and why."""
+        self.alpha = AlphaKeeper(groups, bounds, lambda: timeline.now, self._told)
         self.changed = timeline.event()
-        """Something may be admitted or claimed."""
+        """Something may be claimed."""
+        self.freed = timeline.event()
+        """Something may be admitted."""
         self.fates: dict[str, int] = {}
         """Trajectories by what became of them."""
 
@@ -39,7 +62,7 @@ class ModelledBuffer:
             return
         fate = self._groups.score(ticket.trajectory_id, Outcome(version_first, reward))
         self._count("stale" if fate == "stale" else "scored")
-        self._moved()
+        self._moved(freed=ticket.group_id not in self._groups.live)
 
     def give_up(self, ticket: Ticket, reason: str, *, retry: bool) -> None:
         """A rollout that came to nothing: another attempt, or its end."""
@@ -55,20 +78,25 @@ class ModelledBuffer:
     def claim(self, step: int) -> list[str] | None:
         """The trajectories that `step` trains, oldest groups first; None while it must wait."""
         groups = self._groups
+        self.alpha.asked(step)
         plan = groups.plan(step, groups.limits.batch_groups)
         dropped = [end for end in groups.take_changes().ends if end.fate == "stale" and end.outcome.reward is not None]
         self._count("stale", len(dropped))
+        if dropped:
+            self._moved()
         if not plan.take:
             return None
         chosen = groups.chosen(plan)
         groups.bind(step, chosen)
-        self._ages += [
-            step - 1 - group.members[index].outcome.version_first for group in chosen for index in group.scored
-        ]
+        self._ages.append(
+            [step - 1 - group.members[index].outcome.version_first for group in chosen for index in group.scored]
+        )
+        self.alpha.handed(step)
         return [trajectory_id(group.id, index) for group in chosen for index in group.scored]
 
     def trained(self, step: int) -> None:
         """Step `step` is published: the slots of its groups are free."""
+        self.alpha.trained(step, ess_of(self._ages[-1], self._drift), 0.0)
         self._groups.advance(step)
         self._groups.commit(step, self._groups.training.epoch)
         self._moved()
@@ -76,13 +104,30 @@ class ModelledBuffer:
     @property
     def ages(self) -> tuple[int, ...]:
         """Of every trained trajectory, in versions."""
-        return tuple(self._ages)
+        return tuple(age for batch in self._ages for age in batch)
+
+    @property
+    def ess(self) -> tuple[float, ...]:
+        """Of each step."""
+        return tuple(ess_of(batch, self._drift) for batch in self._ages)
+
+    def still_useful(self, version_first: int) -> bool:
+        """Whether a rollout that began under this version may go on at its next turn."""
+        return not is_stale(version_first, self.version, self._groups.alpha)
+
+    def _told(self, why: str) -> None:
+        self.alphas.append((len(self._ages), self._groups.admits, why))
+        self._moved()
 
     def _count(self, fate: str, num: int = 1) -> None:
         if num:
             self.fates[fate] = self.fates.get(fate, 0) + num
 
-    def _moved(self) -> None:
+    def _moved(self, *, freed: bool = True) -> None:
+        """Whoever waits looks again; for a slot only where one may have been freed, since there may be hundreds."""
         self._groups.take_changes()
         happened, self.changed = self.changed, self._timeline.event()
         happened.set()
+        if freed:
+            happened, self.freed = self.freed, self._timeline.event()
+            happened.set()

@@ -4,11 +4,14 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
+from actors.config import Alpha
 from actors.messages.samples import Ticket
 from actors.samples.group import GroupLimits
+from actors.samples.groups import Groups
+from planning.adaptive_alpha import AlphaBounds
 from planning.roofline import EngineSpec, Roofline
 from runtime.config import Section
-from sim.buffer_model import NEVER_LAPSES_S
+from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
 from sim.engine_model import ModelledEngine
 from sim.job import Environments, Job
 from sim.manager_model import ModelledManager, drawn_scores
@@ -36,7 +39,11 @@ class ClusterJobSpec(Section):
     trainer: TrainerSpec
     tasks: tuple[TaskSpec, ...] = Field(min_length=1)
     weights: StoreSync
-    alpha: int = Field(default=1, ge=0)
+    alpha: Alpha = 1
+    alpha_min: int = Field(default=0, ge=0)
+    alpha_max: int = Field(default=8, ge=0)
+    drift: float = Field(default=0.0, ge=0)
+    """How fast older samples lose weight: see `sim.buffer_model.ess_of`."""
     batch_groups: int = Field(ge=1)
     group_size: int = Field(default=8, ge=2)
     environments: int = Field(ge=1)
@@ -95,7 +102,10 @@ def cluster_job(spec: ClusterJobSpec, seed: int) -> Job:
         group_size=spec.group_size, batch_groups=spec.batch_groups, steps=spec.steps, run_seed=seed,
         max_attempts=spec.max_attempts, unbounded_batches=8, ticket_ttl_s=NEVER_LAPSES_S,
     )  # fmt: skip
-    return Job(limits, spec.alpha, ClusterCosts(spec, seed))
+    costs = ClusterCosts(spec, seed)
+    bounds = AlphaBounds(spec.alpha_min, spec.alpha_max) if spec.alpha == "auto" else None
+    groups = Groups(limits, spec.alpha_max if spec.alpha == "auto" else spec.alpha)
+    return Job(ModelledBuffer(costs.timeline, groups, bounds, spec.drift), spec.steps, costs)
 
 
 def engines_of(timeline: Timeline, pools: tuple[PoolSpec, ...]) -> list[ModelledEngine]:

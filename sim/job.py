@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.messages.samples import Ticket
-from actors.samples.group import GroupLimits
-from planning.staleness import is_stale
 from sim.buffer_model import ModelledBuffer
 from sim.manager_model import ModelledManager, RolloutFailed
 from sim.timeline import Timeline
@@ -85,11 +83,10 @@ class JobStep:
 class Job:
     """`run` simulates; `rows` then says what happened."""
 
-    def __init__(self, limits: GroupLimits, alpha: int, costs: JobCosts) -> None:
+    def __init__(self, buffer: ModelledBuffer, steps: int, costs: JobCosts) -> None:
         self.rows: list[JobStep] = []
-        self.buffer = ModelledBuffer(costs.timeline, limits, alpha)
-        self._steps = limits.steps
-        self._alpha = alpha
+        self.buffer = buffer
+        self._steps = steps
         self._costs = costs
         self._timeline = costs.timeline
         self._tokens: dict[str, int] = {}
@@ -105,10 +102,11 @@ class Job:
 
     async def _environment(self, manager: ModelledManager) -> None:
         while True:
-            changed = self.buffer.changed
+            freed = self.buffer.freed
             ticket = self.buffer.issue()
             if ticket is None:
-                await changed
+                with self.buffer.alpha.wanting(1):
+                    await freed
             else:
                 await self._roll_out(manager, ticket)
 
@@ -117,7 +115,7 @@ class Job:
         drawn = self._costs.episode(ticket)
         session = f"{name}.{ticket.attempt}"
         try:
-            played = await manager.play(session, drawn, ticket.version, self._still_useful)
+            played = await manager.play(session, drawn, ticket.version, self.buffer.still_useful)
         except RolloutFailed as failed:
             self.buffer.give_up(ticket, failed.reason, retry=failed.retry)
             return
@@ -125,9 +123,6 @@ class Job:
         self._tokens[name] = drawn.tokens
         # Alternating rewards give every group a spread: what is learned is no part of the model.
         self.buffer.put(ticket, played.version_first, float(int(name.rpartition(".")[2]) % 2))
-
-    def _still_useful(self, version_first: int) -> bool:
-        return not is_stale(version_first, self.buffer.version, self._alpha)
 
     async def _trainer(self, steps: int) -> None:
         timeline, costs = self._timeline, self._costs

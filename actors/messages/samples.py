@@ -267,6 +267,10 @@ class Advance(Request[PolicyState], frozen=True):
     idempotent: ClassVar[bool] = True
     step: int
     epoch: int
+    ess: float = 1.0
+    """Share of effective samples in the step's batch; 1 where nobody knows."""
+    kl: float = 0.0
+    """In nats, what ages added to KL(behaviour ‖ policy of the step); 0 where nobody knows."""
 
 
 class StepRaised(Request[Ack], frozen=True):

@@ -35,6 +35,7 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.model_folder import vocab_size_of
+from actors.samples.alpha import AlphaKeeper
 from actors.samples.cancels import Cancels
 from actors.samples.group import MIN_SCORED, Group, Receipt, limits_of
 from actors.samples.groups import Groups
@@ -99,9 +100,8 @@ class SampleBuffer(Actor):
         """Rebuild from the Store and the newest checkpoint, then serve."""
         self._closed = self._draining = False
         self._slots, self._outcomes, self._claiming, config = Wake(), Wake(), asyncio.Lock(), self.config
-        mixture = await self.offload(mixture_of, config.tasks, self.run.seed)
-        limits = limits_of(config.train, config.samples, self.run, mixture)
-        self._groups = groups = Groups(limits, config.staleness.bound)
+        tasks = await self.offload(mixture_of, config.tasks, self.run.seed)
+        self._groups = groups = Groups(limits_of(config.train, config.samples, self.run, tasks), config.staleness.bound)
         self._journal = journal = Journal(
             self.store, Fence(self.role, self.incarnation), groups, window_s=self.run.window_s,
             most_bytes=config.samples.unsettled_mb << 20, metrics=self.metrics, log=self.log, store_back=self._slots.set,
@@ -109,10 +109,12 @@ class SampleBuffer(Actor):
         self._holders = Holders(groups, self._incarnation_of, self._slots.set, self.log)
         self._records = HolderRecords(groups, lambda: self.peers(ENV_MANAGER), self.notice)
         self._ledger = SampleLedger(self.run.folder, journal, self.incarnation, self.offload, self.log, self.run.seed)
-        self._kept = KeptTrajectories(self.run.folder, config.samples.keep, limits.group_size, self.offload, self.log)
+        group_size = groups.limits.group_size
+        self._kept = KeptTrajectories(self.run.folder, config.samples.keep, group_size, self.offload, self.log)
         self._payloads = Payloads(self.run.folder / "samples", journal, self.offload, self._tell_gone, self.log)
         self._vocab_size = await self.offload(vocab_size_of, self.run.folder / self.config.model.path)
         groups.restore(*await journal.take_over(), self._now())
+        self._alpha = AlphaKeeper(groups, config.staleness.bounds, self._now, self.notice)
         await self._cover()
         self.spawn(journal.run(), name="journal")
         await journal.sync()
@@ -146,7 +148,7 @@ class SampleBuffer(Actor):
     async def admit(self, request: Admit) -> Tickets:
         self._holders.asked(request.holder, request.incarnation)
         tickets: list[Ticket] = []
-        with suppress(TimeoutError):
+        with suppress(TimeoutError), self._alpha.wanting(request.num):
             async with asyncio.timeout(request.wait_s):
                 while not (tickets := self._issue(request)) and not self._closed:
                     with self._no_tickets(request.holder):
@@ -214,9 +216,9 @@ class SampleBuffer(Actor):
 
     @handler(concurrency=16)
     async def advance(self, request: Advance) -> PolicyState:
-        groups = self._groups
+        groups, before = self._groups, self._groups.training.version
         groups.check_epoch(request.epoch)
-        before = groups.training.version
+        self._alpha.trained(request.step, request.ess, request.kl)
         groups.advance(request.step)
         groups.drop_old(min_version(groups.base + 1, groups.alpha))
         self._moved()
@@ -386,6 +388,7 @@ class SampleBuffer(Actor):
         groups = self._groups
         groups.check_epoch(request.epoch)
         groups.advance(request.step - 1)
+        self._alpha.asked(request.step)
         self._freed()
         samples: list[list[bytes]] | None = None
         while request.step not in groups.steps:
@@ -418,6 +421,7 @@ class SampleBuffer(Actor):
         if self._lose_gone(chosen, found):
             return None
         self._groups.bind(request.step, chosen)
+        self._alpha.handed(request.step)
         self.metrics.count("groups/shrunk", sum(group.num_scored < self.config.train.group_size for group in chosen))
         return [[sample for sample in samples if sample is not None] for samples in found]
 

@@ -23,6 +23,7 @@ from actors.messages.samples import SPREAD, EvalResult, Purpose, Ticket
 from actors.samples.prompts import Mixture, TaskCursor
 from actors.samples.sample import Outcome, noise_of, seed_of, trajectory_id
 from actors.samples.tally import TRAINED, Tally
+from planning.adaptive_alpha import AlphaState
 from runtime.actor import RunInfo
 
 NOTHING = Outcome(-1, None)
@@ -105,6 +106,8 @@ class Training(msgspec.Struct):
     """The epoch in which it raised last."""
     tally: Tally = msgspec.field(default_factory=Tally)
     filtered: Filtered = msgspec.field(default_factory=Filtered)
+    alpha: AlphaState | None = None
+    """Of `staleness.alpha: auto`."""
 
     def draw(self, mixture: Mixture) -> tuple[str, int]:
         """Task and row of the next group. Raises ConfigError where a sampler of the user's fails."""

@@ -24,7 +24,7 @@ class Groups(GroupTable):
     def admission(self) -> Admission:
         """How many new groups may start. A step whose groups the Store forgot will be trained anew, so it does not count as trained."""
         view = AdmissionView(
-            alpha=self.alpha,
+            alpha=self.admits,
             batch_groups=self.limits.batch_groups,
             charged=len(self.live),
             version=min(self.training.version, self.last_bound),

@@ -17,7 +17,8 @@ class GroupTable:
 
     def __init__(self, limits: GroupLimits, alpha: int) -> None:
         self.limits = limits
-        self.alpha = alpha
+        self.alpha = self.admits = alpha
+        """The bound on age; `admits` is the α that admission fills, the lower of the two while the bound comes down."""
         self.training = Training()
         self.live: dict[str, Group] = {}
         """Groups that hold a slot, oldest first: open, ready or bound."""

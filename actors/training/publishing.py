@@ -156,6 +156,13 @@ def filtered_metrics(groups: Sequence[Sequence[Trajectory]], num: int, total: fl
     return {"reward/unconditioned": (total + sum(rewards)) / count, "reward/filtered_frac": num / count}
 
 
+def off_policy(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`ess` and `kl` as Advance tells them, of a step's metrics. What engine and trainer compute differently is in no age's KL."""
+    kl = metrics.get("policy/kl", 0.0) - metrics.get("policy/mismatch_kl", 0.0)
+    told = {"ess": metrics.get("policy/ess", 1.0), "kl": max(0.0, kl)}
+    return {name: value for name, value in told.items() if math.isfinite(value)}
+
+
 def own_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """What a row carries of the trainer's own figures."""
     return {name: metrics.get(name, 0.0) for name in ("loop/lag_p99", "staleness/publish_lag")}
@@ -219,8 +226,10 @@ class Publisher:
         """Of the weights published last."""
         return self.published.size_bytes if self.published else 0
 
-    async def publish(self, step: int, epoch: int, export: Callable[[], list[memoryview | bytes]]) -> PolicyState:
-        """Make version `step` available, tell everybody, and free the slots of its samples."""
+    async def publish(
+        self, step: int, epoch: int, export: Callable[[], list[memoryview | bytes]], ess: float = 1.0, kl: float = 0.0
+    ) -> PolicyState:
+        """Make version `step` available, tell everybody, and free the slots of its samples; `ess` and `kl` as in Advance."""
         actor = self._actor
         started = asyncio.get_running_loop().time()
         await self.intend("weight_sync", step)
@@ -236,7 +245,7 @@ class Publisher:
                 with suppress(AskFailed):
                     await actor.ref(name).tell(self.published)
             wait.update(holder=BUFFER)
-            policy = await actor.ref(BUFFER).ask(Advance(step, epoch), timeout=ASK_S)
+            policy = await actor.ref(BUFFER).ask(Advance(step, epoch, ess, kl), timeout=ASK_S)
         actor.metrics.gauge("staleness/publish_lag", asyncio.get_running_loop().time() - started)
         actor.metrics.gauge("weights/version", step)
         return policy

@@ -41,6 +41,7 @@ from actors.training.publishing import (
     Rows,
     cpu_used,
     filtered_metrics,
+    off_policy,
     own_metrics,
 )
 from planning.agreement import MOST_KL, PATIENCE, begins_to_part, why_parted
@@ -277,7 +278,7 @@ class Trainer(Actor):
         for said in (self._spread.step(result.metrics, groups), self._info.step(groups)):
             if said:
                 self.notice(said)
-        await self._publish()
+        await self._publish(**off_policy(result.metrics))
         times = {
             "time/wait_for_batch": claimed - asked,
             "time/train": trained - claimed,
@@ -311,6 +312,8 @@ class Trainer(Actor):
         seconds, self._last_row = now - self._last_row, now
         times |= {"time/step": seconds, "time/wall_s": self._rows.wall_s + now - self._began, "time/unix_s": wall_s()}
         own = own_metrics(self.metrics.snapshot()) | self._held_out.take() | {"weights/bytes": self._out.size_bytes}
+        if self._policy.alpha >= 0:
+            own["staleness/alpha"] = self._policy.alpha
         others = await list_actors(self.store)
         used = {} if _virtual() else await self.offload(cpu_used, others)
         row = await self.offload(self._rows.append_step, step, result, groups, times, own, others, used)
@@ -333,8 +336,8 @@ class Trainer(Actor):
                 wait.update(detail=reply.why)
         return None
 
-    async def _publish(self) -> None:
-        """Publish version `step`. Steps that are only replayed are older than what engines hold: as the buffer knows it now, which may
+    async def _publish(self, ess: float = 1.0, kl: float = 0.0) -> None:
+        """Publish version `step`, of which `ess` and `kl` are told as in Advance. Steps that are only replayed are older than what engines hold: as the buffer knows it now, which may
         have lost its newest step with the Store."""
         if self._policy.version > self._step:
             self._policy = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
@@ -342,7 +345,7 @@ class Trainer(Actor):
             return
         with self.waits.on(f"evaluation {self._step}", stage="evaluation", holder="engine", blocks_actor=True):
             await self._held_out.settled()
-        self._policy = await self._out.publish(self._step, self._epoch, self._engine.export)
+        self._policy = await self._out.publish(self._step, self._epoch, self._engine.export, ess, kl)
         self._num_published += 1
 
     async def _compare(self, step: int, mismatch_kl: float | None = None) -> dict[str, float]:

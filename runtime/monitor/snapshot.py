@@ -52,7 +52,7 @@ def snapshot(
         trouble=trouble,
         step=int(rows[-1].get("step", 0)) if rows else 0,
         steps=None if steps is None else int(steps),
-        alpha=-1 if _value(config, "staleness.bounded") is False else alpha,
+        alpha=-1 if _value(config, "staleness.bounded") is False else metrics.get("staleness/alpha", alpha),
         version=int(max(versions)) if versions else None,
         elapsed_s=elapsed_s,
         actors=actors,

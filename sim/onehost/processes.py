@@ -8,10 +8,11 @@ from actors.engines.section import EngineSection
 from actors.envs.section import EnvSection
 from actors.messages.samples import Ticket
 from actors.samples.group import GroupLimits
+from actors.samples.groups import Groups
 from actors.training.trainer import CheckpointSection
 from planning.routing import RequestView
 from runtime.config import RunSection
-from sim.buffer_model import NEVER_LAPSES_S
+from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
 from sim.job import Environments, Job
 from sim.manager_model import ModelledManager
 from sim.onehost.calibrated import Calibration
@@ -123,7 +124,9 @@ def host_job(spec: HostJobSpec, calibration: Calibration, seed: int) -> Job:
         max_attempts=spec.samples.max_attempts, unbounded_batches=spec.samples.unbounded_batches,
         ticket_ttl_s=NEVER_LAPSES_S,
     )  # fmt: skip
-    return Job(limits, spec.staleness.bound, HostCosts(spec, calibration, seed))
+    costs = HostCosts(spec, calibration, seed)
+    buffer = ModelledBuffer(costs.timeline, Groups(limits, spec.staleness.bound), spec.staleness.bounds)
+    return Job(buffer, spec.run.steps, costs)
 
 
 class _TurnThroughProcesses(NamedTuple):

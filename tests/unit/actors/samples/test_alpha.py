@@ -1,0 +1,162 @@
+"""`staleness.alpha: auto` in the buffer: α moves by what steps show, is told, survives restarts, and drops nothing on its way down."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from actors.messages.samples import Advance, Batch, Claim, DrawEpoch, Evaluate
+from actors.samples.group import Training
+from actors.samples.journal import TRAINING
+
+
+class LittleJob:
+    """A trainer and rollout places around a buffer; each takes its time. `ess` and `kl` are what training shows."""
+
+    def __init__(self, stage, *, places=16, rollout_s=5.0, train_s=1.0):
+        self.stage, self.places, self.rollout_s, self.train_s = stage, places, rollout_s, train_s
+        self.ess, self.kl, self.epoch, self.step = 1.0, 0.0, 0, 0
+        self.told, self.ages = [], []
+        """α as the buffer told it after each step; the largest age in each."""
+        self.work = [stage.tasks.create_task(self._place(f"env_manager-{n}")) for n in range(1, places + 1)]
+
+    async def run(self, steps):
+        """A trainer of a new epoch goes on for so many steps."""
+        reply = await self.stage.buffer.draw_epoch(DrawEpoch(self.epoch + 1, self.step))
+        self.epoch = reply.epoch
+        for _ in range(steps):
+            await self._train()
+
+    def stop(self):
+        for task in self.work:
+            task.cancel()
+
+    async def _place(self, name):
+        while True:
+            for ticket in await self.stage.admit(1, holder=name, wait_s=1000.0):
+                await asyncio.sleep(self.rollout_s)
+                await self.stage.put(ticket, reward=float(ticket.trajectory_id[-1] == "0"))
+
+    async def _train(self):
+        self.step += 1
+        batch = await self.stage.buffer.claim(Claim(self.step, self.epoch, 2, 1000.0))
+        assert isinstance(batch, Batch)
+        groups = self.stage.buffer._groups.steps[self.step]
+        self.ages.append(max(self.step - 1 - m.outcome.version_first for group in groups for m in group.members))
+        await asyncio.sleep(self.train_s)
+        told = await self.stage.buffer.advance(Advance(self.step, self.epoch, self.ess, self.kl))
+        self.told.append(told.alpha)
+
+
+@pytest.fixture
+def stage(make_stage):
+    return make_stage(alpha="auto", ticket_ttl_s=1e6)
+
+
+def test_alpha_goes_up_where_both_sides_wait_and_the_change_is_told(stage):
+    async def scene():
+        await stage.start()
+        job = LittleJob(stage)
+        await job.run(30)
+
+        assert job.told[0] == 1
+        assert job.told[-1] >= 2
+        assert stage.notices[0].startswith("staleness.alpha goes from 1 to 2: trainer idle ")
+        assert "rollout places without a slot" in stage.notices[0]
+        assert max(job.ages) <= max(job.told)
+        job.stop()
+
+    stage.run(scene)
+
+
+def test_a_restart_goes_on_with_alpha_from_the_store(stage):
+    async def scene():
+        await stage.start()
+        job = LittleJob(stage)
+        await job.run(30)
+        before = stage.buffer._groups.training.alpha
+
+        stored = msgspec.msgpack.decode(await stage.store.get(TRAINING), type=Training)
+        assert stored.alpha == before
+        await stage.start()
+
+        assert stage.buffer._groups.training.alpha == before
+        assert stage.buffer._groups.admits == before.alpha >= 2
+        job.stop()
+
+    stage.run(scene)
+
+
+def test_on_its_way_down_alpha_drops_nothing_and_the_bound_follows(stage):
+    async def scene():
+        await stage.start()
+        job = LittleJob(stage)
+        await job.run(40)
+        highest = job.told[-1]
+        job.ess = 0.1
+        await job.run(60)
+
+        assert highest >= 2
+        assert job.told[-1] == 0
+        assert job.ages[-1] == 0
+        assert "stale" not in (await stage.fates()).values()
+        assert any("of the samples are effective" in notice for notice in stage.notices)
+        job.stop()
+
+    stage.run(scene)
+
+
+def test_the_divergence_alone_brings_alpha_down_too(stage):
+    async def scene():
+        await stage.start()
+        job = LittleJob(stage)
+        job.kl = 2.0
+        await job.run(20)
+
+        assert job.told[-1] == 0
+        job.stop()
+
+    stage.run(scene)
+
+
+def test_a_fixed_alpha_stays_and_nothing_is_remembered(make_stage):
+    stage = make_stage(alpha=1, ticket_ttl_s=1e6)
+
+    async def scene():
+        await stage.start()
+        job = LittleJob(stage)
+        await job.run(30)
+
+        assert set(job.told) == {1}
+        assert stage.buffer._groups.training.alpha is None
+        assert stage.notices == []
+        job.stop()
+
+    stage.run(scene)
+
+
+def test_a_step_in_which_a_trainer_began_again_is_no_evidence(stage):
+    async def scene():
+        await stage.start()
+        job = LittleJob(stage)
+        for _ in range(30):
+            await job.run(1)
+
+        assert set(job.told) == {1}
+        job.stop()
+
+    stage.run(scene)
+
+
+def test_a_step_in_which_an_evaluation_ran_is_no_evidence(stage):
+    async def scene():
+        await stage.start()
+        job = LittleJob(stage)
+        for number in range(30):
+            await stage.buffer.evaluate(Evaluate(str(number), 1, 0.0, version=job.step))
+            await job.run(1) if number == 0 else await job._train()
+
+        assert set(job.told) == {1}
+        job.stop()
+
+    stage.run(scene)
