@@ -70,7 +70,10 @@ class Quantiles(Section):
         return self
 
     def draw(self, chance: Random) -> float:
-        share = chance.random()
+        return self.at(chance.random())
+
+    def at(self, share: float) -> float:
+        """The value below which this share lies."""
         for (low, a), (high, b) in pairwise(self.points):
             if share <= high:
                 return a + (b - a) * (share - low) / (high - low)

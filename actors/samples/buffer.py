@@ -100,8 +100,9 @@ class SampleBuffer(Actor):
         """Rebuild from the Store and the newest checkpoint, then serve."""
         self._closed = self._draining = False
         self._slots, self._outcomes, self._claiming, config = Wake(), Wake(), asyncio.Lock(), self.config
-        tasks = await self.offload(mixture_of, config.tasks, self.run.seed)
-        self._groups = groups = Groups(limits_of(config.train, config.samples, self.run, tasks), config.staleness.bound)
+        mixture = await self.offload(mixture_of, config.tasks, self.run.seed)
+        limits = limits_of(config.train, config.samples, self.run, mixture)
+        self._groups = groups = Groups(limits, config.staleness.bound)
         self._journal = journal = Journal(
             self.store, Fence(self.role, self.incarnation), groups, window_s=self.run.window_s,
             most_bytes=config.samples.unsettled_mb << 20, metrics=self.metrics, log=self.log, store_back=self._slots.set,
@@ -109,8 +110,7 @@ class SampleBuffer(Actor):
         self._holders = Holders(groups, self._incarnation_of, self._slots.set, self.log)
         self._records = HolderRecords(groups, lambda: self.peers(ENV_MANAGER), self.notice)
         self._ledger = SampleLedger(self.run.folder, journal, self.incarnation, self.offload, self.log, self.run.seed)
-        group_size = groups.limits.group_size
-        self._kept = KeptTrajectories(self.run.folder, config.samples.keep, group_size, self.offload, self.log)
+        self._kept = KeptTrajectories(self.run.folder, config.samples.keep, limits.group_size, self.offload, self.log)
         self._payloads = Payloads(self.run.folder / "samples", journal, self.offload, self._tell_gone, self.log)
         self._vocab_size = await self.offload(vocab_size_of, self.run.folder / self.config.model.path)
         groups.restore(*await journal.take_over(), self._now())

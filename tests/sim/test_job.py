@@ -59,6 +59,17 @@ def test_a_looser_bound_lets_rollouts_run_beside_training():
     assert loose.rows[-1].published_s < tight.rows[-1].published_s
 
 
+def test_alpha_of_a_job_may_adapt_within_bounds():
+    simulated = job(alpha="auto", alpha_min=1, alpha_max=2, steps=40, drift=0.05)
+
+    simulated.run()
+
+    assert [alpha for _, alpha, _ in simulated.buffer.alphas][:1] == [2]
+    assert max(simulated.buffer.ages) == 2
+    with pytest.raises(ValueError, match="α can't be at least 3 and at most 2"):
+        job(alpha="auto", alpha_min=3, alpha_max=2)
+
+
 def test_rollouts_that_fail_shrink_their_groups_and_the_job_goes_on():
     failing = part("workloads/gem_math.yaml") | {
         "reset_failure": {"probability": 0.6, "hang_s": 10}, "reward_failure": 0.1,
