@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actors.config import EvalSection, RolloutSection
+from actors.config import EvalSection, RolloutSection, StalenessSection
 from actors.engines.worker import EngineWorker
 from actors.envs.manager import EnvManager
 from actors.envs.section import EnvSection
@@ -73,7 +73,7 @@ def run(spec: ClusterJobSpec, seed: int, folder: Path) -> list[dict[str, Any]]:
     """
     tokens = sampled_per_turn(spec)
     setup = Setup(
-        seed=seed, steps=spec.steps, alpha=spec.alpha, group_size=spec.group_size, batch_groups=spec.batch_groups,
+        seed=seed, steps=spec.steps, alpha=staleness_of(spec).bound, group_size=spec.group_size, batch_groups=spec.batch_groups,
         num_engines=spec.pools[0].count, num_managers=1, concurrency=spec.environments,
         num_slots=spec.pools[0].engine.num_slots, checkpoint_every=1 << 20, window=64, durable=True, patience_s=20.0,
         delay_s=0.0, latency_s=0.0,
@@ -99,6 +99,10 @@ def sampled_per_turn(spec: ClusterJobSpec) -> int:
     return int(spec.tasks[0].action_tokens.value)
 
 
+def staleness_of(spec: ClusterJobSpec) -> StalenessSection:
+    return StalenessSection(alpha=spec.alpha, alpha_min=spec.alpha_min, alpha_max=spec.alpha_max)
+
+
 def live_configs(spec: ClusterJobSpec, tokens: int, setup: Setup, model: Path) -> dict[str, Any]:
     """The sections of every role."""
     base = configs(setup, model)
@@ -117,14 +121,15 @@ def live_configs(spec: ClusterJobSpec, tokens: int, setup: Setup, model: Path) -
     rollout = RolloutSection(
         max_turns=1 << 16, max_new_tokens=tokens, max_len=max_len, generate_timeout_s=LONG_S, hold_s=2.0
     )
-    train = base["trainer"]
+    train, staleness = base["trainer"], staleness_of(spec)
     return base | {
+        "sample_buffer": base["sample_buffer"].model_copy(update={"staleness": staleness}),
         "engine": EngineWorker.Config(model=train.model, engine=roofline),
         "env_manager": EnvManager.Config(
             env=EnvSection.model_validate(environment), rollout=rollout, model=train.model
         ),
         "trainer": SimTrainer.Config(
-            model=train.model, train=train.train, staleness=train.staleness, eval=EvalSection(every=0, final_num_tasks=0),
+            model=train.model, train=train.train, staleness=staleness, eval=EvalSection(every=0, final_num_tasks=0),
             checkpoint=CheckpointSection(every=setup.checkpoint_every), check=CheckSection(enabled=False),
         ),
     }  # fmt: skip

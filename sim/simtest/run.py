@@ -71,9 +71,9 @@ def faults_of(seed: int, kinds: Sequence[str], rounds: int = 1) -> list[Fault]:
     return drawn.draw(seed, setup.names, setup.steps, kinds, rounds)
 
 
-def run(bench: Bench, seed: int, faults: list[Fault], *, keep: bool = False) -> SeedOutcome:
-    """Run `seed` with `faults`."""
-    setup = setups.draw(seed)
+def run(bench: Bench, seed: int, faults: list[Fault], *, keep: bool = False, setup: Setup | None = None) -> SeedOutcome:
+    """Run `seed` with `faults`; in a job of another `setup` than the seed's where one is given."""
+    setup = setup or setups.draw(seed)
     folder = bench.folder / "run"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -58,6 +58,8 @@ class Setup(NamedTuple):
     delay_s: float
     latency_s: float
     extra_rollouts: int = 0
+    auto: bool = False
+    """α adapts, up to `alpha`."""
 
     @property
     def names(self) -> list[str]:
@@ -100,8 +102,8 @@ def job(setup: Setup, configs: Mapping[str, Any]) -> Config:
 def configs(setup: Setup, model: Path) -> dict[str, Any]:
     """The config of each role."""
     train = TrainSection(batch_groups=setup.batch_groups, group_size=setup.group_size)
-    staleness = StalenessSection(alpha=setup.alpha)
     samples = SamplesSection(ticket_ttl_s=8.0, extra_rollouts=setup.extra_rollouts)
+    staleness = StalenessSection(alpha="auto" if setup.auto else setup.alpha, alpha_max=setup.alpha)
     where = ModelSection(path=str(model))
     reward = RewardSection(functions=("sim.simtest.toys:score",))
     scripted = ScriptedSection(token_s=0.01, stop_share=0.4, vocab_size=8)

@@ -12,8 +12,8 @@ from sim.buffer_model import ess_of
 from tools.bench import admission
 
 
-def view(*, version=0, open=0, ready=(), bound=0, completed=0):
-    return RuleView(4, version, open, ready, bound, completed)
+def view(*, version=0, running=0, ready=(), bound=0, completed=0):
+    return RuleView(4, version, running, ready, bound, completed)
 
 
 READY = tuple(WaitingGroup(admitted, completed) for admitted, completed in ((2, 9), (5, 3), (6, 7), (7, 4), (9, 1)))
@@ -30,7 +30,7 @@ def test_areal_admits_by_counts_and_drops_nothing():
     rule = ArealRule(2)
 
     assert rule.admit(view()) == 3 * 4
-    assert rule.admit(view(version=5, open=6, completed=24)) == 8 * 4 - 30
+    assert rule.admit(view(version=5, running=6, completed=24)) == 8 * 4 - 30
     assert not rule.is_old(100)
     assert rule.take(view(ready=READY)) == (0, 1, 2, 3)
     assert rule.take(view(ready=READY[:3])) is None
@@ -39,7 +39,7 @@ def test_areal_admits_by_counts_and_drops_nothing():
 def test_roll_keeps_a_buffer_of_one_and_alpha_batches_and_drops_what_is_older():
     rule = RollRule(2)
 
-    assert rule.admit(view(open=5, ready=READY[:2], bound=4)) == 12 - 11
+    assert rule.admit(view(running=5, ready=READY[:2], bound=4)) == 12 - 11
     assert [rule.is_old(age) for age in (2, 3)] == [False, True]
     assert rule.take(view(ready=READY)) == (0, 1, 2, 3)
 
@@ -47,7 +47,7 @@ def test_roll_keeps_a_buffer_of_one_and_alpha_batches_and_drops_what_is_older():
 def test_prime_rl_starts_rollouts_until_a_batch_waits_and_takes_what_came_first():
     rule = PrimeRlRule(2)
 
-    assert rule.admit(view(open=50, ready=READY[:3])) == 4
+    assert rule.admit(view(running=50, ready=READY[:3])) == 4
     assert rule.admit(view(ready=READY)) == 0
     assert [rule.is_old(age) for age in (2, 3)] == [False, True]
     assert rule.take(view(ready=READY)) == (4, 1, 3, 2)

@@ -1,5 +1,6 @@
 """The modelled job and the real actors agree on throughput: same episodes, same engine and trainer models, same planners."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,19 @@ def test_both_modes_agree_on_throughput_within_3_percent(alpha, engines, tmp_pat
     print(f"alpha {alpha}, {engines} engines: modelled {ours:.2f} s, real actors {live:.2f} s")
     assert len(rows) == spec.steps
     assert live == pytest.approx(ours, rel=0.03)
+
+
+def test_alpha_adapts_in_both_modes_alike(tmp_path):
+    spec = job(1).model_copy(update={"alpha": "auto", "alpha_max": 3, "environments": 32, "steps": 30})
+    modelled = cluster_job(spec, seed=1)
+
+    modelled.run()
+    rows = run(spec, 1, tmp_path)
+
+    alphas = [1] + [int(row["staleness/alpha"]) for row in rows]
+    moved = [(step, after) for step, (before, after) in enumerate(pairwise(alphas), 1) if before != after]
+    assert moved == [(step, alpha) for step, alpha, _ in modelled.buffer.alphas]
+    assert [alpha for _, alpha in moved] == [2, 3]
 
 
 def test_a_step_may_take_minutes(tmp_path):

@@ -1,0 +1,61 @@
+"""Time to a reward with staleness.alpha=auto and with fixed ones, on live processes: python tools/bench/alpha_live.py [--seeds 5]
+
+Each run is a launch of the quickstart (or --config) until its end; settings alternate, seed after seed. Prints each setting's median of the
+seconds until the mean reward of five steps first reached the goal, and that of auto over the best fixed one's. Needs an idle machine, and
+for five seeds of five settings about an hour of two cores.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.bench.quickstart import GOAL, ROOT, launched, points_of, seconds_to
+
+NEVER = float("inf")
+
+
+def time_to_goal(config: Path, alpha: str, seed: int, overrides: Sequence[str]) -> float:
+    """Seconds; infinite where the goal was not reached."""
+    with tempfile.TemporaryDirectory(prefix="rubato-alpha-") as folder:
+        run = launched(config, [f"staleness.alpha={alpha}", f"run.seed={seed}", *overrides], Path(folder))
+        found = seconds_to(GOAL, points_of(run))
+    return NEVER if found is None else found
+
+
+def summary(times: dict[str, list[float]]) -> dict[str, float]:
+    """Medians by setting, and `auto_over_best`: the median of auto over the lowest one of a fixed α."""
+    medians = {alpha: median(seconds) for alpha, seconds in times.items()}
+    best = min(seconds for alpha, seconds in medians.items() if alpha != "auto")
+    return medians | {"auto_over_best": medians["auto"] / best if best < NEVER else NEVER}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--alphas", nargs="+", default=["0", "1", "2", "4"], metavar="N", help="fixed ones")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all times there")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    asked = parser.parse_intermixed_args(argv)
+    times: dict[str, list[float]] = {alpha: [] for alpha in ("auto", *asked.alphas)}
+    for seed in range(1, asked.seeds + 1):
+        for alpha, seconds in times.items():
+            seconds.append(time_to_goal(asked.config, alpha, seed, asked.overrides))
+            print(f"seed {seed}, α {alpha}: {GOAL:g} after {seconds[-1]:.1f} s", flush=True)
+    found = summary(times)
+    for name, value in found.items():
+        print(f"{name}: {value:.2f}" + ("" if name == "auto_over_best" else " s to the goal, median"))
+    if asked.json is not None:
+        plain = {alpha: [None if s == NEVER else s for s in seconds] for alpha, seconds in times.items()}
+        asked.json.write_text(json.dumps(plain, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
