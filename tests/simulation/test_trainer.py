@@ -331,3 +331,48 @@ def test_what_spoils_a_result_without_an_error_is_told_once_each(tmp_path):
     assert clip.startswith("train.clip_high=0.3 is 750 times what the paper of gspo has (0.0004)")
     assert best.startswith("checkpoint.keep_best keeps no checkpoint: eval.every is 0")
     assert spread.startswith("nothing was learned from rewards in the last 5 steps")
+
+
+class OffPolicy(ToyTrainEngine):
+    """Its samples are not worth as much as fresh ones."""
+
+    def train(self, step, groups):
+        result = super().train(step, groups)
+        weighed = {"policy/ess": 0.8, "policy/kl": 0.3, "policy/mismatch_kl": 0.1}
+        return result._replace(metrics={**result.metrics, **weighed})
+
+
+class OffPolicyTrainer(ToyTrainer):
+    def _build(self):
+        return OffPolicy(lambda *_: None, lambda *_: None)
+
+
+def test_the_buffer_hears_what_ages_cost_and_rows_have_the_bound_that_it_answers(tmp_path):
+    class Told(Buffer):
+        def __init__(self, config, kernel):
+            super().__init__(config, kernel)
+            self.told = {}
+
+        @handler
+        async def advance(self, request: Advance) -> PolicyState:
+            self.told[request.step] = (request.ess, round(request.kl, 6))
+            return PolicyState(request.step, 3)
+
+    async def main():
+        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 2)
+        config = OffPolicyTrainer.Config(check=CheckSection(enabled=False), eval=EvalSection(every=0))
+        async with asyncio.TaskGroup() as tasks:
+            actors = ((Told, ActorConfig()), (HeldEngine, ActorConfig()), (OffPolicyTrainer, config))
+            kernels = [kernel_of(*what, network, store, run) for what in actors]
+            buffer = kernels[0].build()
+            serving = [tasks.create_task(kernel.serve()) for kernel in kernels]
+            await buffer.evaluating.wait()
+            for task in serving:
+                task.cancel()
+        return buffer.told
+
+    told = run_virtual(main)
+
+    assert (told[1], told[2]) == ((0.8, 0.2), (0.8, 0.2))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["staleness/alpha"] == 3

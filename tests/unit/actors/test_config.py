@@ -1,7 +1,8 @@
 import pytest
 from pydantic import ValidationError
 
-from actors.config import ModelSection, TrainSection
+from actors.config import ModelSection, StalenessSection, TrainSection
+from planning.adaptive_alpha import AlphaBounds
 
 
 def test_a_home_folder_is_written_out_once_for_everybody_who_reads_the_path(monkeypatch):
@@ -71,3 +72,30 @@ def test_a_reference_lies_in_the_run_folder_unless_its_path_is_whole(tmp_path):
         return TrainSection(kl_coef=0.1, reference=reference).resolved(alpha=0, folder=tmp_path).reference
 
     assert (of("base"), of("/models/base"), of("")) == (str(tmp_path / "base"), "/models/base", "")
+
+
+# -- staleness -------------------------------------------------------------------------------------------------------
+
+
+def test_the_bound_of_an_alpha_that_adapts_is_its_largest():
+    auto = StalenessSection(alpha="auto", alpha_max=5)
+
+    assert (auto.bound, auto.bounds) == (5, AlphaBounds(0, 5))
+    assert (StalenessSection(alpha=3).bound, StalenessSection(alpha=3).bounds) == (3, None)
+    assert StalenessSection(bounded=False).bound == -1
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"alpha": "auto", "alpha_min": 3, "alpha_max": 2}, "alpha_min=3 is above alpha_max=2. Swap them"),
+        ({"alpha": "auto", "bounded": False}, "alpha=auto moves a bound, and bounded=false lifts it"),
+        ({"alpha": "often"}, "'often' is neither a whole number at least 0 nor auto"),
+        ({"alpha": True}, "True is neither a whole number at least 0 nor auto"),
+    ],
+)
+def test_a_bound_that_is_none_is_refused_in_one_sentence(given, sentence):
+    with pytest.raises(ValidationError) as refused:
+        StalenessSection(**given)
+
+    assert sentence in refused.value.errors()[0]["msg"]

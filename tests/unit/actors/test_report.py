@@ -37,6 +37,13 @@ def test_a_job_whose_bound_was_lifted_is_reported_without_one(tmp_path):
     assert run.alpha == -1
 
 
+def test_a_bound_that_moved_is_drawn_within_the_largest(tmp_path):
+    run = run_of(tmp_path, {"staleness/alpha": 2}, staleness="alpha: auto, alpha_max: 6")
+    draw(run, "", tmp_path / "report.png")
+
+    assert run.alpha == 6
+
+
 WAITED = {"time/step": 10.0, "time/wait_for_batch": 8.0, "idle/engine-1": 0.1, "idle/env_manager-1": 0.75}
 
 

@@ -10,7 +10,15 @@ import pytest
 
 from actors.messages.fabric import PhaseIntent
 from actors.messages.weights import WeightsPublished, WeightsTaken
-from actors.training.publishing import Publisher, Rows, batch_metrics, cpu_used, filtered_metrics, others_metrics
+from actors.training.publishing import (
+    Publisher,
+    Rows,
+    batch_metrics,
+    cpu_used,
+    filtered_metrics,
+    off_policy,
+    others_metrics,
+)
 from runtime.actor import Actor
 from runtime.registry import ActorRecord
 
@@ -160,3 +168,16 @@ def test_a_row_says_that_engines_are_paced_and_the_share_of_all_their_steps_that
     assert row["paced/engines"] == 2.0
     assert row["paced/outlasted_frac"] == pytest.approx(0.025)
     assert not [name for name in others_metrics(engines[2:]) if name.startswith("paced/")]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ({}, {"ess": 1.0, "kl": 0.0}),
+        ({"policy/ess": 0.5, "policy/kl": 0.3}, {"ess": 0.5, "kl": 0.3}),
+        ({"policy/kl": 0.1, "policy/mismatch_kl": 0.2}, {"ess": 1.0, "kl": 0.0}),
+        ({"policy/ess": float("nan"), "policy/kl": float("inf")}, {}),
+    ],
+)
+def test_what_ages_cost_is_told_without_what_engine_and_trainer_compute_differently(metrics, told):
+    assert off_policy(metrics) == told

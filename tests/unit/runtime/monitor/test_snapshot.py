@@ -62,3 +62,12 @@ def test_a_job_whose_bound_was_lifted_has_none(config):
 
     assert snapshot("new", [], [], lifted)["alpha"] == -1
     assert "unbounded" in head(snapshot("new", [], [], lifted), [])
+
+
+def test_a_bound_that_moves_is_shown_as_the_newest_row_has_it():
+    config = {"staleness": {"alpha": "auto"}}
+
+    assert (
+        snapshot("r", [], [{"step": 1, "staleness/alpha": 1}, {"step": 2, "staleness/alpha": 2}], config)["alpha"] == 2
+    )
+    assert snapshot("r", [], [], config)["alpha"] is None
