@@ -120,7 +120,6 @@ class AlphaKeeper:
         training.alpha, self.groups.changes.training = plan.state, True
         if (after := plan.state.alpha) != before:
             self.groups.admits = after
-            self.groups.alpha = max(after, self.groups.alpha)
             self.tell(f"staleness.alpha goes from {before} to {after}: {plan.why}")
 
     def _follow(self) -> None:
@@ -128,8 +127,8 @@ class AlphaKeeper:
         groups = self.groups
         waiting = [group.version(groups.training.version) for group in (*groups.open(), *groups.ready())]
         fits = len(groups.live) <= (groups.admits + 1) * groups.limits.batch_groups
-        if fits and all(groups.base - version <= groups.admits for version in waiting):
-            groups.alpha = groups.admits
+        young = all(groups.base - version <= groups.admits for version in waiting)
+        groups.alpha = groups.admits if fits and young else max(groups.alpha, groups.admits)
 
     def _rounds(self) -> tuple[str, ...]:
         return tuple(self.groups.rounds)
