@@ -273,26 +273,57 @@ RESERVED_SCORES = frozenset({"mean", "std", "zero_std_frac", "unconditioned", "f
 """`reward/<name>` of these is something else than what a reward function gave."""
 
 
+def is_url(target: str) -> bool:
+    """Whether a reward function is asked over HTTP, rather than found by its import path."""
+    return "://" in target
+
+
+def _url(given: str) -> str:
+    if given and not re.match(r"^https?://[^/?#\s]+\S*$", given):
+        raise ValueError(f"{given!r} is no URL of a server. Give one such as http://127.0.0.1:8000/")
+    return given
+
+
+RewardTarget = Annotated[str, AfterValidator(lambda given: _url(given) if is_url(given) else given)]
+"""An import path, or a URL."""
+
+
 class RewardSection(Section):
     """Reward functions, added to what environments give."""
 
-    functions: tuple[str, ...] = ()
-    """Import paths: package.module:function or path/to/file.py:function. See actors/rewards/functions.py for the signature."""
+    functions: tuple[RewardTarget, ...] = ()
+    """Import paths: package.module:function or path/to/file.py:function. See actors/rewards/functions.py for the signature. Or URLs."""
+    url: Annotated[str, AfterValidator(_url)] = ""
+    """Invoke URL of one more function: `rubato serve-rewards`, or what speaks as it does (docs/rewards.md)."""
     timeout_s: float = Field(default=5.0, gt=0)
-    """Longest one call of a function may take; its process is killed after it."""
+    """Longest one call of a function may take; its process is killed after it. Over a URL: longest one try."""
     workers: int = Field(default=1, ge=1)
-    """Processes that run the functions."""
+    """Processes that run the functions; calls that are under way at URLs."""
+    min_workers: int | None = Field(default=None, ge=0)
+    """Processes that stay while there is nothing to do: from here to `workers` there are as many as calls need. Empty: always all."""
     memory_mb: int = Field(default=8192, ge=0)
     """Private writable memory of each of those processes in MiB; 0 leaves it unbounded. Shared mappings are not counted, nor bounded."""
     max_processes: int = Field(default=256, ge=1)
     """Processes and threads that each of them may have, itself included."""
 
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.min_workers is not None and self.min_workers > self.workers:
+            raise ValueError(f"min_workers={self.min_workers} is more than workers={self.workers}. Raise workers")
+        return self
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """All functions, import paths and URLs."""
+        return (*self.functions, self.url) if self.url else self.functions
+
     @property
     def names(self) -> tuple[str, ...]:
-        """What each function is called in metrics and in samples.jsonl: its own name, with its place in the list where that is taken."""
+        """What each function is called in metrics and in samples.jsonl: its own name, `url` where it is asked at one; with its place in the
+        list where that is taken."""
         names: list[str] = []
-        for place, target in enumerate(self.functions, 1):
-            name = target.rpartition(":")[2]
+        for place, target in enumerate(self.targets, 1):
+            name = "url" if is_url(target) else target.rpartition(":")[2]
             while name in names or name in RESERVED_SCORES or name == "env":
                 name += f"_{place}"
             names.append(name)

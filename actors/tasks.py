@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from actors.config import RewardSection, one_of
+from actors.config import RewardSection, RewardTarget, one_of
 from runtime.config import Section
 
 VERIFIERS: Mapping[str, str] = {name: f"actors.envs.verifiers:{name}" for name in ("exact", "number", "places", "math")}
@@ -78,8 +78,8 @@ class TaskSection(Section):
     """As `rollout.temperature`."""
     system_prompt: str | None = None
     """As `rollout.system_prompt`."""
-    rewards: tuple[str, ...] | None = None
-    """As `reward.functions`."""
+    rewards: tuple[RewardTarget, ...] | None = None
+    """As `reward.functions`; left out, those and `reward.url`."""
 
 
 def _mixture(tasks: dict[str, TaskSection]) -> dict[str, TaskSection]:
@@ -112,5 +112,5 @@ Tasks = Annotated[dict[str, TaskSection], AfterValidator(_mixture)]
 
 def rewards_of(tasks: Mapping[str, TaskSection], reward: RewardSection) -> dict[str, tuple[str, ...]]:
     """The reward functions of each task."""
-    own = {name: reward.functions if task.rewards is None else task.rewards for name, task in tasks.items()}
-    return own or {"": reward.functions}
+    own = {name: reward.targets if task.rewards is None else task.rewards for name, task in tasks.items()}
+    return own or {"": reward.targets}

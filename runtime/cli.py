@@ -37,6 +37,9 @@ COMMANDS = {
     "samples": Command("actors.transcripts.command", False, "show what the model wrote, and what became of it"),
     "compare": Command("actors.compare", False, "compare the curves and final figures of several runs"),
     "tap": Command("runtime.monitor.tap", False, "print the messages of a running actor as they travel"),
+    "serve-rewards": Command(
+        "actors.rewards.serve", False, "serve a reward function over HTTP, for any number of jobs"
+    ),
     "sim": Command("sim.rlsim", False, "simulate a scenario of a cluster and check its claims"),
     "keys": Command("runtime.launch.token", False, "make a run's keys, or print the token with which a host joins it"),
     "doctor": Command("runtime.doctor", False, "check this machine and installation"),

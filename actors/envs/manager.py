@@ -237,7 +237,7 @@ class EnvManager(Actor):
             host=host,
             renderer=renderer,
             proxy=self.ref("llm_proxy"),
-            reward=self.ref("reward_service") if task.reward.functions else None,
+            reward=self.ref("reward_service") if task.reward.targets else None,
             policy=lambda: self._policy,
             metrics=self.metrics,
             waits=self.waits,
@@ -438,9 +438,9 @@ class EnvManager(Actor):
 def _check_task(task: Task, job: Job) -> None:
     """Raises ValueError for limits that make every rollout of it fail."""
     own, limits, plain = task.key if task.key != "env" else "rollout", task.rollout, task.key == "env"
-    if task.reward.functions and "reward_service" not in job.actors:
-        key = "reward.functions" if plain else f"{own}.rewards"
-        raise ValueError(f"{key} names {task.reward.functions[0]}, but actors has no reward_service to call it")
+    if task.reward.targets and "reward_service" not in job.actors:
+        key = ("reward.functions" if task.reward.functions else "reward.url") if plain else f"{own}.rewards"
+        raise ValueError(f"{key} names {task.reward.targets[0]}, but actors has no reward_service to call it")
     if limits.max_new_tokens >= limits.max_len:
         said = f"{own}.max_new_tokens is {limits.max_new_tokens}"
         raise ValueError(f"{said}; it must be below rollout.max_len, which is {limits.max_len}")

@@ -39,7 +39,7 @@ def resolved(
     found: dict[str, Task] = {}
     for name, task in tasks.items():
         limits = {key: value for key in LIMITS if (value := getattr(task, key)) is not None}
-        own = reward.model_copy(update={"functions": rewards[name]})
+        own = reward.model_copy(update={"functions": rewards[name], "url": ""})
         found[name] = Task(f"tasks.{name}", _env_of(task, env), rollout.model_copy(update=limits), own)
     return found
 

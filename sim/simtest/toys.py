@@ -40,7 +40,7 @@ class WalkEnv:
 
 
 class ToyScorer:
-    """Stands for LocalScorer, whose worker processes no virtual loop can start."""
+    """Stands for Scorer, whose worker processes no virtual loop can start."""
 
     async def start(self) -> str:
         return ""

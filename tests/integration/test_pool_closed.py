@@ -7,7 +7,8 @@ import msgspec
 
 from actors.config import RewardSection
 from actors.messages.samples import Score
-from actors.rewards.service import LocalScorer, RewardService
+from actors.rewards.scorer import Scorer
+from actors.rewards.service import RewardService
 from bus.link import Identity
 from bus.transport import MemoryTransport
 from runtime.blobs.blob import MemoryBlobStore
@@ -19,12 +20,12 @@ USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards
 
 
 def num_alive(scorer):
-    return sum(worker is not None and worker.alive for worker in scorer._pool._workers)
+    return sum(worker is not None and worker.alive for worker in scorer._local._pool._workers)
 
 
 async def test_no_worker_is_started_behind_the_end_of_the_pool():
     """A call that was in flight when the pool was closed is tried again: that starts a worker which nobody ends."""
-    scorer = LocalScorer(RewardSection(functions=[f"{USER}:hang"], workers=1, timeout_s=60.0))
+    scorer = Scorer(RewardSection(functions=[f"{USER}:hang"], workers=1, timeout_s=60.0))
     assert await scorer.start() == ""
     score = Score("t", ("x",), msgspec.msgpack.encode({"turns": 1}))
     async with asyncio.TaskGroup() as tasks:

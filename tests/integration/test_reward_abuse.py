@@ -17,7 +17,7 @@ import pytest
 
 from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.service import LocalScorer
+from actors.rewards.scorer import Scorer
 from runtime.pool import process as pool_process
 from runtime.pool import sandbox
 from runtime.pool.worker import TEXT_LIMIT
@@ -152,7 +152,7 @@ def end_all_of(uid):
 
 
 async def run_row(abuse, timeout_s, reason, words):
-    scorer = LocalScorer(section(timeout_s))
+    scorer = Scorer(section(timeout_s))
     assert await scorer.start() == ""
     assert await scorer.score([request("good")]) == [Scores((1.0,))]
     gc.collect()  # what tests before left open would otherwise be closed in between
@@ -169,7 +169,7 @@ async def run_row(abuse, timeout_s, reason, words):
     else:
         assert reply == Scores((1.0,))
     assert await scorer.score([request("good")]) == [Scores((1.0,))]
-    assert [worker.alive for worker in scorer._pool._workers] == [True]
+    assert [worker.alive for worker in scorer._local._pool._workers] == [True]
     await until(lambda: num_fds() <= fds and len(marked()) == processes)
     await scorer.close()
     await until(lambda: marked() == [])
@@ -195,7 +195,7 @@ if uid:
 from tests.integration import test_reward_abuse as rows
 
 async def main():
-    scorer = rows.LocalScorer(rows.section(2.0))
+    scorer = rows.Scorer(rows.section(2.0))
     print(json.dumps([await scorer.start(), rows.os.getuid()]), flush=True)
     for abuse in sys.argv[2:]:
         (reply,) = await scorer.score([rows.request(abuse)])
@@ -236,11 +236,11 @@ async def test_roots_workers_have_a_uid_each_and_read_private_folders_without_wr
     file.chmod(stat.S_IRUSR)
     functions = (f"{file}:score",)
 
-    scorers = [LocalScorer(section(20, functions=functions)) for _ in range(2)]
+    scorers = [Scorer(section(20, functions=functions)) for _ in range(2)]
     uids = [(await scorer.score([request("own_uid")]))[0].scores[0] for scorer in scorers]
     for scorer in scorers:
         await scorer.close()
-    writer = LocalScorer(section(20, functions=(f"{file}:write_beside",)))
+    writer = Scorer(section(20, functions=(f"{file}:write_beside",)))
     (refused,) = await writer.score([request("good")])
     await writer.close()
 
@@ -256,7 +256,7 @@ async def test_what_escaped_dies_with_a_killed_parent():
         "import asyncio\n"
         "from tests.integration import test_reward_abuse as rows\n"
         "async def main():\n"
-        "    scorer = rows.LocalScorer(rows.section(1000.0))\n"
+        "    scorer = rows.Scorer(rows.section(1000.0))\n"
         "    await scorer.start()\n"
         "    print('ready', flush=True)\n"
         "    await scorer.score([rows.request('grandchild_and_loop')])\n"
@@ -275,7 +275,7 @@ async def test_ten_kills_leak_no_memory_of_the_owner():
     """Nothing that belonged to a killed worker is held: neither a process object, nor its buffers and timers."""
     import gc
 
-    scorer = LocalScorer(section(20))
+    scorer = Scorer(section(20))
     for _ in range(10):
         await scorer.score([request("os_exit")])
     await scorer.score([request("good")])

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.service import LocalScorer
+from actors.rewards.scorer import Scorer
 from actors.tasks import Tasks
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"
@@ -27,7 +27,7 @@ async def scorer_of():
 
     async def start(*names, timeout_s=10.0):
         functions = tuple(name if ":" in name else f"{USER}:{name}" for name in names)
-        scorers.append(LocalScorer(RewardSection(functions=functions, timeout_s=timeout_s, memory_mb=512)))
+        scorers.append(Scorer(RewardSection(functions=functions, timeout_s=timeout_s, memory_mb=512)))
         assert await scorers[-1].start() == ""
         return scorers[-1]
 
@@ -62,7 +62,7 @@ async def test_a_wrong_number_of_results_is_found(scorer_of):
 
 
 async def test_a_function_that_can_not_be_loaded_is_told_in_one_sentence():
-    scorer = LocalScorer(RewardSection(functions=(f"{USER}:missing",)))
+    scorer = Scorer(RewardSection(functions=(f"{USER}:missing",)))
 
     problem = await scorer.start()
     await scorer.close()
@@ -84,7 +84,7 @@ async def test_a_slow_import_is_not_charged_to_the_first_call_after_a_restart(tm
     file.write_text(
         "import time\ntime.sleep(0.6)\ndef f(completions, die, **columns):\n    die[0] and 1 / 0 or die[0] is None and exit()\n    return [1.0]\n"
     )
-    scorer = LocalScorer(RewardSection(functions=(f"{file}:f",), timeout_s=0.5))
+    scorer = Scorer(RewardSection(functions=(f"{file}:f",), timeout_s=0.5))
     assert await scorer.start() == ""
 
     died = await scorer.score([request("a", die=None)])
@@ -104,7 +104,7 @@ async def test_a_function_is_asked_for_the_tasks_that_have_it_and_given_what_its
             "c": {"class": "m:C", "rewards": []},
         }
     )
-    scorer = LocalScorer(RewardSection(functions=(named["lengths"],)), tasks)
+    scorer = Scorer(RewardSection(functions=(named["lengths"],)), tasks)
     try:
         assert await scorer.start() == ""
         requests = [replace(request("xyz", task=name, row=4, other=1), task=name) for name in ("a", "b", "c")]

@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 
 from actors.config import RewardSection
-from actors.rewards.service import LocalScorer
+from actors.rewards.scorer import Scorer
 from runtime.pool.errors import PoolError, UserCodeRaised, WorkerDied, WorkerKilled
 from runtime.pool.pool import Traits
 
@@ -26,8 +26,8 @@ class DyingPool:
 
 
 def scorer(*failures):
-    made = LocalScorer(RewardSection(functions=("m:f",)))
-    made._pool = DyingPool(failures)
+    made = Scorer(RewardSection(functions=("m:f",)))
+    made._local._pool = DyingPool(failures)
     return made
 
 
@@ -38,7 +38,7 @@ async def test_a_worker_that_is_killed_as_it_loads_a_function_is_replaced(failur
     made = scorer(failure, failure)
 
     assert await made.start() == ""
-    assert made._pool.calls == 3
+    assert made._local._pool.calls == 3
 
 
 async def test_a_function_whose_workers_die_each_time_is_refused_with_the_reason():
@@ -51,4 +51,4 @@ async def test_a_function_that_raises_is_refused_at_once():
     made = scorer(UserCodeRaised("KeyError", "KeyError('x')", "m.py:1"))
 
     assert "raised" in await made.start()
-    assert made._pool.calls == 1
+    assert made._local._pool.calls == 1

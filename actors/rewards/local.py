@@ -1,0 +1,288 @@
+"""Reward functions in killable worker processes of this host: as many as `reward.workers`, or from `reward.min_workers` to so many."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from actors.config import RewardSection
+from actors.messages.samples import NotScored, Score
+from actors.rewards.backend import Refused, checked, columns_of
+from planning.autoscale import PoolBounds, PoolMeter, WorkersWanted, autoscale
+from runtime.observe.figures import Metrics
+from runtime.pool.errors import (
+    BadResult,
+    NoWorker,
+    PoolError,
+    TargetMissing,
+    UserCodeRaised,
+    WorkerDied,
+    WorkerKilled,
+    WorkerTimeout,
+)
+from runtime.pool.pool import WorkerPool, decode, encode_call
+from runtime.pool.sandbox import WorkerLimits
+
+LOAD_S = 60.0
+"""For importing a user's module: some load a model."""
+
+LOAD_TRIES = 3
+"""Of one function, while its worker dies as it loads."""
+
+KILLED_TRIES = 3
+"""Tries of a call that was only a bystander of another one's death."""
+
+OnOutput = Callable[[str], None]
+
+
+class LocalBackend:
+    """A fixed number of processes, each with every function loaded."""
+
+    def __init__(self, section: RewardSection, metrics: Metrics, on_output: OnOutput | None = None) -> None:
+        self._functions = _Functions(section, metrics)
+        self._pool = _pool(section, section.workers, on_output)
+        metrics.gauge("reward/workers", section.workers)
+
+    async def load(self, function: str) -> str:
+        return await self._functions.load(self._pool, function)
+
+    async def call(self, function: str, requests: Sequence[Score]) -> list[float | NotScored]:
+        return await self._functions.call(self._pool, function, requests)
+
+    async def run(self) -> None:
+        """Nothing: a call starts what it needs."""
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+class ElasticBackend:
+    """From `reward.min_workers` to `reward.workers` processes, as `planning.autoscale` has it; a call waits for one that is free.
+
+    Processes are started and ended by `run` alone.
+    """
+
+    def __init__(self, section: RewardSection, metrics: Metrics, on_output: OnOutput | None = None) -> None:
+        self._metrics = metrics
+        self._functions = _Functions(section, metrics)
+        self._new_pool = partial(_pool, section, 1, on_output)
+        self._bounds = PoolBounds(section.min_workers or 0, section.workers)
+        self._meter = PoolMeter()
+        self._loaded: list[str] = []
+        self._waiting: deque[asyncio.Future[WorkerPool]] = deque()
+        self._all: set[WorkerPool] = set()
+        self._idle: list[WorkerPool] = []
+        self._busy: set[WorkerPool] = set()
+        self._starting = 0
+        self._plan = WorkersWanted(0, "nothing was asked yet")
+        self._changed = asyncio.Event()
+        self._closed = False
+        metrics.gauge("reward/workers", 0)
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that serve, and those on their way."""
+        return len(self._idle) + len(self._busy) + self._starting
+
+    async def load(self, function: str) -> str:
+        """Tried in a process that serves afterwards, until it is found to be one too many."""
+        pool = self._idle[0] if self._idle else self._one()
+        if problem := await self._functions.load(pool, function):
+            return problem
+        self._loaded.append(function)
+        if not self._idle:
+            self._idle.append(pool)
+            self._metrics.gauge("reward/workers", self.num_workers)
+        return ""
+
+    async def call(self, function: str, requests: Sequence[Score]) -> list[float | NotScored]:
+        loop = asyncio.get_running_loop()
+        self._meter.arrived(loop.time())
+        pool = await self._free_worker()
+        began = loop.time()
+        try:
+            return await self._functions.call(pool, function, requests)
+        finally:
+            self._meter.served(loop.time() - began)
+            self._busy.discard(pool)
+            self._free(pool)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while not self._closed:
+                self._changed.clear()
+                wait_s = self._follow(tasks)
+                try:
+                    async with asyncio.timeout(wait_s):
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass  # what was kept for a while may go
+
+    async def close(self) -> None:
+        self._closed = True
+        self._changed.set()
+        for waiting in self._waiting:
+            _fail(waiting, NoWorker("the pool was closed"))
+        self._idle.clear()
+        for pool in list(self._all):
+            await self._end(pool)
+
+    def _follow(self, tasks: asyncio.TaskGroup) -> float | None:
+        """Start and end processes as planned now; returns when to plan again even if nothing happens (None: then only)."""
+        now = asyncio.get_running_loop().time()
+        load = self._meter.load(now, waiting=len(self._waiting), running=len(self._busy), workers=self.num_workers)
+        self._plan = autoscale(load, self._bounds, self._plan)
+        for _ in range(self._plan.workers - self.num_workers):
+            self._starting += 1
+            tasks.create_task(self._start())
+        while self._idle and self.num_workers > self._plan.workers:
+            tasks.create_task(self._end(self._idle.pop()))
+        self._metrics.gauge("reward/workers", self.num_workers)
+        return None if self._plan.again_s is None else max(0.0, self._plan.again_s - now)
+
+    async def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        began, pool = loop.time(), self._one()
+        self._metrics.count("reward/cold_starts")
+        try:
+            for function in self._loaded:
+                await pool.preload(function, deadline_s=LOAD_S)
+        except PoolError as error:
+            self._starting -= 1
+            if self._waiting:  # so that a pool which can start nothing ends with as many errors as there were calls
+                _fail(self._waiting.popleft(), error)
+            self._changed.set()
+            await self._end(pool)
+        else:
+            self._starting -= 1
+            self._meter.started(loop.time() - began)
+            self._free(pool)
+
+    def _one(self) -> WorkerPool:
+        pool = self._new_pool()
+        self._all.add(pool)
+        return pool
+
+    async def _end(self, pool: WorkerPool) -> None:
+        await pool.close()
+        self._all.discard(pool)
+
+    async def _free_worker(self) -> WorkerPool:
+        if self._closed:
+            raise Refused("lost", "no process could be started for it: the pool was closed")
+        if self._idle and not self._waiting:
+            pool = self._idle.pop()
+            self._busy.add(pool)
+            self._changed.set()
+            return pool
+        waiting: asyncio.Future[WorkerPool] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        self._changed.set()
+        try:
+            return await waiting
+        except PoolError as error:
+            raise Refused("lost", f"no process could be started for it: {error}") from error
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                self._busy.discard(waiting.result())
+                self._free(waiting.result())
+            raise
+
+    def _free(self, pool: WorkerPool) -> None:
+        """To the call that waits longest, or among the idle ones."""
+        self._changed.set()
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                self._busy.add(pool)
+                waiting.set_result(pool)
+                return
+        if not self._closed:
+            self._idle.append(pool)
+
+
+class _Functions:
+    """Calls of functions in a pool, and what their signatures take."""
+
+    def __init__(self, section: RewardSection, metrics: Metrics) -> None:
+        self._section = section
+        self._metrics = metrics
+        self._takes: dict[str, Sequence[str]] = {}
+
+    async def load(self, pool: WorkerPool, function: str) -> str:
+        try:
+            await self._load(pool, function)
+        except TargetMissing as error:
+            return f"reward function {error}"
+        except PoolError as error:
+            return f"reward function {function} can't be loaded: {describe(error)}"
+        return ""
+
+    async def _load(self, pool: WorkerPool, function: str) -> None:
+        """A worker that ended meanwhile may have been killed by somebody else: no reason to end a job at the first time."""
+        for tries_left in reversed(range(LOAD_TRIES)):
+            try:
+                self._takes[function] = (await pool.preload(function, deadline_s=LOAD_S)).takes
+                return
+            except (WorkerDied, WorkerKilled):
+                if not tries_left:
+                    raise
+
+    async def call(self, pool: WorkerPool, function: str, requests: Sequence[Score]) -> list[float | NotScored]:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            return [*await self._call(pool, function, requests)]
+        finally:
+            self._metrics.count("reward/busy_s", loop.time() - began)
+
+    async def _call(self, pool: WorkerPool, function: str, requests: Sequence[Score]) -> list[float]:
+        arguments = _arguments(requests, self._takes.get(function, ("**",)))
+        for tries_left in reversed(range(KILLED_TRIES)):
+            try:
+                reply = await pool.apply(function, arguments, deadline_s=self._section.timeout_s)
+            except WorkerKilled as error:
+                if not tries_left:
+                    raise Refused(error.reason, f"{function}: {error}") from error
+            except PoolError as error:
+                raise Refused(error.reason, f"{function} {describe(error)}{self._limits(error)}") from error
+            else:
+                return checked(function, decode(reply), len(requests))
+        raise AssertionError
+
+    def _limits(self, error: PoolError) -> str:
+        if not (isinstance(error, UserCodeRaised) and error.at_limit):
+            return ""
+        return f" (reward.memory_mb={self._section.memory_mb}, reward.max_processes={self._section.max_processes})"
+
+
+def describe(error: PoolError) -> str:
+    """What user code did, for the middle of a sentence."""
+    match error:
+        case UserCodeRaised():
+            return f"raised {error.text} at {error.where}"
+        case WorkerTimeout() | WorkerDied(reason="exited" | "crashed"):
+            return f"failed: {error}"
+        case BadResult():
+            return f"returned nothing usable: {error}"
+        case _:
+            return str(error)
+
+
+def _arguments(requests: Sequence[Score], takes: Sequence[str]) -> bytes:
+    """Completions, then one list per column that any of the requests has and the function `takes`."""
+    rows = [columns_of(request) for request in requests]
+    names = dict.fromkeys(name for row in rows for name in row if name in takes or "**" in takes)
+    columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
+    return encode_call(completions=["\n".join(request.completions) for request in requests], **columns)
+
+
+def _pool(section: RewardSection, workers: int, on_output: OnOutput | None) -> WorkerPool:
+    limits = WorkerLimits(section.memory_mb, max_processes=section.max_processes, writes=False)
+    return WorkerPool(workers=workers, limits=limits, on_output=on_output)
+
+
+def _fail(waiting: "asyncio.Future[WorkerPool]", error: PoolError) -> None:
+    if not waiting.done():
+        waiting.set_exception(error)
