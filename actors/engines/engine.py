@@ -72,6 +72,8 @@ class Load(NamedTuple):
     """GPUs that share each layer."""
     steps: tuple[float, ...] = ()
     """What the steps so far cost, as the values of a planning.step_cost.StepSums; empty where the engine does not observe them."""
+    paced_s: float = 0.0
+    """What they lasted by their pace, in seconds."""
 
 
 class Engine(Protocol):

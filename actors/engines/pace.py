@@ -32,6 +32,8 @@ class Pace:
         """Steps and swaps so far."""
         self.outlasted = 0
         """Those that took longer than their pace."""
+        self.busy_s = 0.0
+        """What they lasted by their pace."""
 
     def step_s(self, rows: Iterable[Row]) -> float:
         """Seconds of one step: its prefills one after another, then its decodes as one batch, which is how RLSim counts them."""
@@ -86,6 +88,7 @@ class Pace:
         """
         due = (began if self._free_at is None else self._free_at) + duration_s
         self.num += 1
+        self.busy_s += duration_s
         self.outlasted += now > due
         self._free_at = max(due, now)
         return self._free_at

@@ -120,7 +120,7 @@ class TorchEngine:
         return Load(
             self._section.num_slots, scheduler.num_waiting, scheduler.num_running, steps.version, steps.suspended,
             pace.num if pace else 0, pace.outlasted if pace else 0, bool(steps.asleep), pace.degree if pace else 1,
-            tuple(steps.sums.values),
+            tuple(steps.sums.values), pace.busy_s if pace else 0.0,
         )  # fmt: skip
 
     async def stop(self) -> None:

@@ -395,6 +395,7 @@ class EngineWorker(Actor):
             if self.config.engine.pace is not None:
                 self.metrics.gauge("paced/engines", 1)
                 self.metrics.gauge("paced/steps", load.paced)
+                self.metrics.gauge("paced/busy_s", load.paced_s)
                 self.metrics.gauge("paced/outlasted_frac", load.outlasted / max(1, load.paced))
             await asyncio.sleep(GAUGES_S)
 

@@ -95,7 +95,7 @@ class PacedScriptedEngine(ScriptedEngine):
         pace = self._pace
         return Load(
             self._section.num_slots, waiting, running, self._version, self._suspended, pace.num, pace.outlasted,
-            self._asleep, pace.degree, tuple(self._sums.values),
+            self._asleep, pace.degree, tuple(self._sums.values), pace.busy_s,
         )  # fmt: skip
 
     async def stop(self) -> None:
