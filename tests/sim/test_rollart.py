@@ -8,7 +8,10 @@ from runtime.errors import ConfigError
 from sim.claims import judge
 from sim.outcome import silent
 from sim.rollart.affinity import crossing
+from sim.rollart.serverless import Functions
 from sim.scenario import load
+from sim.timeline import Timeline
+from sim.workload import episode
 
 SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
 SMALL = {
@@ -59,6 +62,39 @@ def test_the_choice_turns_where_the_ratio_passes_1():
     assert crossing((100, 200, 400), (1.5, 1.1, 0.9)) == pytest.approx(300)
     assert crossing((100, 200), (0.9, 0.8)) == 0
     assert crossing((100, 200), (1.4, 1.2)) == float("inf")
+
+
+def test_functions_start_with_their_calls_serve_them_all_and_end_when_idle():
+    scenario = load(SCENARIOS / "rollart_serverless.yaml", SMALL["rollart_serverless"]).scenario
+    timeline = Timeline()
+    functions = Functions(scenario, timeline)
+    one = episode(scenario.task, scenario.seed, "t0")
+
+    calls = [timeline.start(functions.score(f"t{number}", one)) for number in range(5)]
+    timeline.run()
+
+    assert all(call.ended.happened for call in calls)
+    assert (functions.most, functions.cold_starts) == (5, 5)
+    assert functions._num == 0
+    again = timeline.start(functions.score("t5", one))
+    timeline.run()
+    assert again.ended.happened
+    assert functions.cold_starts == 6
+
+
+def test_functions_take_no_less_time_than_their_start():
+    scenario = load(SCENARIOS / "rollart_serverless.yaml", SMALL["rollart_serverless"]).scenario
+    timeline = Timeline()
+    functions = Functions(scenario, timeline)
+    one = episode(scenario.task, scenario.seed, "t0")
+
+    first = timeline.start(functions.score("t0", one))
+    timeline.run(until=first.ended)
+    cold_s = timeline.now
+    second = timeline.start(functions.score("t0", one))
+    timeline.run(until=second.ended)
+
+    assert cold_s - (timeline.now - cold_s) == pytest.approx(0.8997, rel=1e-3)  # 15.2 GB at 16.9 GB/s
 
 
 @pytest.mark.parametrize(
