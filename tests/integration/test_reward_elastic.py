@@ -10,7 +10,14 @@ import pytest
 from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.scorer import Scorer
+from actors.rewards.service import RewardService
+from bus.link import Identity
+from bus.transport import MemoryTransport
+from runtime.blobs.blob import MemoryBlobStore
+from runtime.kernel import Kernel
 from runtime.observe.figures import Metrics
+from runtime.observe.log import logger
+from tests.simulation.test_kernel import Client, cluster
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"
 GATED = """
@@ -105,6 +112,37 @@ async def test_a_caller_that_goes_away_leaves_its_place_to_the_next(tmp_path):
         gate.touch()
 
         assert await first == await third == [Scores((1.0,))]
+
+
+async def test_a_reward_service_has_its_pool_grow_while_it_is_asked(tmp_path):
+    (tmp_path / "gated.py").write_text(GATED)
+    async with cluster(tmp_path) as made:
+        config = {"reward": {"functions": [f"{tmp_path}/gated.py:f"], "workers": 2, "min_workers": 0}}
+        kernel = Kernel(
+            RewardService,
+            RewardService.Config.model_validate(config),
+            name="reward_service-1",
+            incarnation=await made.store.increment("incarnation"),
+            run=made.run,
+            transport=MemoryTransport(Identity("test", "reward_service-1", 1), made.network),
+            store=made.store,
+            blobs=MemoryBlobStore(),
+            log=logger("rubato.test"),
+        )
+        service = kernel.build()
+        serving = made.tasks.create_task(kernel.serve())
+        await kernel.ready.wait()
+        client, _ = await made.start(Client, "client-1")
+        asked = []
+        for number in range(2):
+            score = request(str(number), gate=str(tmp_path / "open"))
+            asked.append(made.tasks.create_task(client.ref("reward_service").ask(score, timeout=30, retry=False)))
+            await until(lambda num=number: len(service._scorer._local._busy) == num + 1)
+        (tmp_path / "open").touch()
+
+        assert [await reply for reply in asked] == [Scores((1.0,))] * 2
+        assert service.metrics.snapshot()["reward/cold_starts"] == 1
+        serving.cancel()
 
 
 @pytest.mark.parametrize("waits", [False, True])

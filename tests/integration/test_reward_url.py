@@ -6,6 +6,7 @@ import socket
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 import uvicorn
@@ -181,10 +182,10 @@ async def test_the_start_waits_for_a_cold_server():
 
 
 @asynccontextmanager
-async def serving(name, **settings):
+async def serving(name, file=USER, **settings):
     """A RewardServer of a user's function."""
     metrics = Metrics()
-    section = RewardSection(functions=(f"{USER}:{name}",), memory_mb=512, **settings)
+    section = RewardSection(functions=(f"{file}:{name}",), memory_mb=512, **settings)
     scorer = Scorer(section, metrics=metrics)
     try:
         assert await scorer.start() == ""
@@ -220,6 +221,45 @@ async def test_a_key_that_was_answered_is_not_computed_again():
 
         assert first == again == [Scores((3.0,))]
         assert metrics.snapshot()["reward/scored"] == 1
+
+
+async def test_a_call_that_outlives_its_deadline_goes_on_and_the_next_try_finds_its_result(tmp_path):
+    calls = tmp_path / "calls"
+    calls.touch()
+    calls.chmod(0o666)
+    file = tmp_path / "slow.py"
+    text = "import time\ndef f(completions):\n    open({!r}, 'a').write('x')\n    time.sleep(1.0)\n    return [5.0]\n"
+    file.write_text(text.format(str(calls)))
+    async with serving("f", file) as (url, _):
+        body = {"keys": ["k"], "completions": ["a"], "deadline_s": 0.1}
+        async with httpx.AsyncClient() as client:
+            late = await client.post(url, json=body)
+        async with scorer_at(url, timeout_s=0.6) as (scorer, metrics):
+            replies = await scorer.score([request("abc")])
+
+    assert (late.status_code, "deadline_s=0.1" in late.json()["error"]) == (504, True)
+    assert replies == [Scores((5.0,))]
+    assert metrics.snapshot()["reward/retries"] >= 1
+    assert calls.read_text() == "xx"  # one of each key
+
+
+BAD_BATCHES = [
+    ("[1", 400, "this is no batch"),
+    ('{"completions": ["a"], "columns": {"row": []}}', 400, "row has not one entry for each of 1 completions"),
+    ('{"completions": ["a", "b"], "keys": ["k"]}', 400, "keys has not one entry"),
+    ("x" * (65 << 20), 413, "67,108,864 bytes"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "words"), BAD_BATCHES, ids=[row[2] for row in BAD_BATCHES])
+async def test_what_is_no_batch_is_refused_with_a_sentence(body, status, words):
+    async with serving("lengths") as (url, _), httpx.AsyncClient() as client:
+        response = await client.post(url, content=body)
+        health = await client.get(f"{url}health")
+
+    assert response.status_code == status
+    assert words in response.json()["error"]
+    assert health.json()["function"] == "lengths"
 
 
 async def test_a_served_pool_is_empty_while_nobody_asks_and_its_cold_start_is_counted(monkeypatch):

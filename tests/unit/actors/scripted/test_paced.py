@@ -230,6 +230,7 @@ def test_what_lies_between_two_steps_belongs_to_the_later_one():
     pace.idle()
     assert pace.due(2.0, began=20.0, now=20.0) == 22.0
     assert (pace.num, pace.outlasted) == (3, 0)
+    assert pace.busy_s == 6.0
 
 
 def test_a_step_that_outlasts_its_pace_is_counted_and_what_follows_begins_at_its_end():
@@ -238,6 +239,7 @@ def test_a_step_that_outlasts_its_pace_is_counted_and_what_follows_begins_at_its
     assert pace.due(2.0, began=10.0, now=15.0) == 15.0
     assert pace.due(2.0, began=15.0, now=15.1) == 17.0
     assert (pace.num, pace.outlasted) == (2, 1)
+    assert pace.busy_s == 4.0
 
 
 def test_a_mixed_step_is_its_prefills_and_one_batch_of_decodes():
