@@ -32,6 +32,19 @@ def test_a_job_without_tasks_has_one_that_is_as_its_other_sections_say():
     assert rewards_of({}, reward) == {"": ("m:f",)}
 
 
+def test_a_task_without_rewards_of_its_own_has_the_functions_and_the_url():
+    url, judge = "http://127.0.0.1:8000/", "https://judge.example/v1"
+    named = tasks(plain={"class": BANDIT}, own={"class": BANDIT, "rewards": [judge]})
+    reward = RewardSection(functions=("m:f",), url=url)
+
+    found = resolved(named, EnvSection(), RolloutSection(), reward)
+
+    assert rewards_of(named, reward) == {"plain": ("m:f", url), "own": (judge,)}
+    assert {name: task.reward.targets for name, task in found.items()} == {"plain": ("m:f", url), "own": (judge,)}
+    assert found["plain"].reward.names == reward.names == ("f", "url")
+    assert "no URL of a server" in refused(own={"class": BANDIT, "rewards": ["http:///x"]})
+
+
 def test_a_task_takes_what_it_does_not_say_itself_from_the_other_sections():
     named = tasks(
         walk={"class": BANDIT, "kwargs": {"arms": 3}, "max_turns": 2, "temperature": 0.5, "rewards": []},
