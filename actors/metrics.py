@@ -84,7 +84,7 @@ METRICS: Section = {
         M("staleness/max", "versions", "age of the oldest"),
         M("staleness/alpha", "versions", "the bound α on age after the step; with `staleness.alpha=auto` it moves", "the job has no bound"),
         M("staleness/dropped", "samples", "samples that ended for their age, since the sample buffer started"),
-        M("staleness/publish_lag", "s", "from the end of the update until the version was announced"),
+        M("staleness/publish_lag", "s", "from the end of the update until a version was announced: of the newest that is"),
         M("samples/damaged", "samples", "samples whose payload was gone or damaged, since the sample buffer started"),
     ),
     "Rollouts of the batch": (
@@ -117,7 +117,7 @@ METRICS: Section = {
         M("time/wait_for_batch", "s", "the trainer waited for samples"),
         M("time/train", "s", "of the update"),
         M("time/train_cpu", "CPU s", "of the update, in the trainer's process"),
-        M("time/publish", "s", "until the new weights were announced, waits for an evaluation included"),
+        M("time/publish", "s", "until training could go on: the weights copied, waits for an evaluation and for the version before included"),
         M("time/check", "s", "trainer and engines were compared", "no comparison was due"),
         M("perf/samples_s", "samples/s", "samples of the batch ÷ `time/step`"),
         M("perf/gen_tokens_s", "tokens/s", "sampled by all engines, as they reported last"),

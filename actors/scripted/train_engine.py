@@ -4,7 +4,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,9 @@ class ScriptedTrainEngine:
         self._section = train.scripted
         self._state = _State(0, 0)
         self._content = bytearray(os.urandom(4 * math.ceil(self._section.weights_mib * 2**18)))
+        size = len(self._content)
+        header = json.dumps({"scripted": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+        self._head = len(header).to_bytes(8, "little") + header
 
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
         if checkpoint is not None:
@@ -47,14 +51,20 @@ class ScriptedTrainEngine:
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         raise TrainError("the scripted trainer has no model to compare: set check.enabled=false")
 
-    def export(self) -> list[memoryview | bytes]:
-        size = len(self._content)
-        self._content[:8] = self._state.step.to_bytes(8, "little")
-        entry = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
-        header = json.dumps({"scripted": entry}).encode()
-        return [len(header).to_bytes(8, "little"), header, memoryview(self._content)]
+    def image_bytes(self) -> int:
+        return len(self._head) + len(self._content)
 
-    def save(self, folder: Path, *, epoch: int, receipts: Sequence[bytes] = ()) -> None:
+    def export(self, memory: memoryview) -> Callable[[], None]:
+        self._content[:8] = self._state.step.to_bytes(8, "little")
+        memory[: len(self._head)] = self._head
+        memory[len(self._head) :] = self._content
+        return _nothing
+
+    def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
         self._state.epoch = epoch
         files = {STATE: msgspec.json.encode(self._state)}
-        checkpoints.write(folder, files, step=self._state.step, epoch=epoch, receipts=receipts)
+        return partial(checkpoints.write, files=files, step=self._state.step, epoch=epoch, receipts=receipts)
+
+
+def _nothing() -> None:
+    pass

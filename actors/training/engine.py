@@ -1,6 +1,6 @@
 """The TrainEngine seam: what the Trainer actor asks of the ranks that hold the model. Calls block; the actor offloads them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -38,16 +38,29 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def export(self) -> list[memoryview | bytes]:
-        """The weights as the parts of one safetensors file image with HF names; valid until the next `train`."""
+    def image_bytes(self) -> int:
+        """Size of what `export` writes."""
         ...
 
-    def save(self, folder: Path, *, epoch: int, receipts: Sequence[bytes] = ()) -> None:
-        """Write model, optimiser, RNG, step and `receipts` into `folder`, every file flushed to disk.
+    def export(self, memory: memoryview) -> Callable[[], None]:
+        """Write the weights into `memory`, of `image_bytes`: one safetensors image with HF names. `train` may follow at once.
 
-        Raises CheckpointError naming the cause (disk full, …).
+        The image is whole when what this returns was called, from any thread; that comes before the next `export`.
         """
         ...
+
+    def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
+        """Take down model, optimiser, RNG, step and `receipts`. What this returns writes them into a folder, every file flushed to
+        disk, from any thread while training goes on; it raises CheckpointError naming the cause (disk full, …).
+        """
+        ...
+
+
+def image_of(engine: TrainEngine) -> memoryview:
+    """The weights in memory of their own, for a process that trains and samples. Blocks."""
+    memory = memoryview(bytearray(engine.image_bytes()))
+    engine.export(memory)()
+    return memory
 
 
 class TrainError(Exception):

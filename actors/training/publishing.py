@@ -19,9 +19,10 @@ from actors.breakdown import breakdown
 from actors.messages.fabric import Phase, PhaseIntent
 from actors.messages.samples import Advance, PolicyState, Trajectory
 from actors.messages.weights import WeightsPublished, WeightsTaken
-from actors.training.engine import StepResult
+from actors.training.engine import StepResult, TrainEngine
 from bus.errors import AskFailed
 from runtime.actor import Actor
+from runtime.blobs.blob import Draft, join_digests, piece_digests_beside
 from runtime.observe.figures import busy_seconds, cpu_seconds
 from runtime.registry import ActorRecord
 
@@ -218,7 +219,11 @@ class Publisher:
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
+        self.version = -1
+        """Taken out of the engine last."""
         self.published: WeightsPublished | None = None
+        """Announced last."""
+        self._announcing: asyncio.Task[PolicyState] | None = None
         self._taken: set[str] = set()
 
     @property
@@ -226,17 +231,38 @@ class Publisher:
         """Of the weights published last."""
         return self.published.size_bytes if self.published else 0
 
-    async def publish(
-        self, step: int, epoch: int, export: Callable[[], list[memoryview | bytes]], ess: float = 1.0, kl: float = 0.0
-    ) -> PolicyState:
-        """Make version `step` available, tell everybody, and free the slots of its samples; `ess` and `kl` as in Advance."""
+    async def publish(self, step: int, epoch: int, engine: TrainEngine, ess: float = 1.0, kl: float = 0.0) -> None:
+        """Take version `step` out of `engine`, which may train on when this returns; `ess` and `kl` as in Advance.
+
+        What is left goes on beside that: the version is written to its end, told to everybody, and the slots of its samples are freed. One
+        version at a time, so this waits for the one before.
+        """
         actor = self._actor
         started = asyncio.get_running_loop().time()
+        await self.announced()
         await self.intend("weight_sync", step)
+        with (
+            actor.waits.on(f"weights {step}", stage="publish", holder=NODE, blocks_actor=True),
+            actor.trace.span("export", "weights", version=step),
+        ):
+            draft = await actor.blobs.draft(WEIGHTS, step, epoch, engine.image_bytes())
+            whole = await actor.offload(engine.export, draft.memory)
+        self.version = step
+        announcing = self._announce(Advance(step, epoch, ess, kl), draft, whole, started)
+        self._announcing = actor.spawn(announcing, name=f"{actor.name}.publish")
+
+    async def announced(self) -> PolicyState | None:
+        """Return once the version that was published last is told to everybody: what the sample buffer answered. None where there is none."""
+        return None if self._announcing is None else await asyncio.shield(self._announcing)
+
+    async def _announce(self, advance: Advance, draft: Draft, whole: Callable[[], None], started: float) -> PolicyState:
+        actor, step, epoch = self._actor, advance.step, advance.epoch
         with actor.waits.on(f"weights {step}", stage="publish", holder=NODE, blocks_actor=True) as wait:
             with actor.trace.span("publish", "weights", version=step):
-                parts = await actor.offload(export)
-                info = await actor.blobs.put(WEIGHTS, step, epoch, parts)
+                await actor.offload(whole)
+                digest = join_digests(await piece_digests_beside(draft.memory))
+                info = await draft.publish(digest)
+            del draft, whole
             self.published = WeightsPublished(step, epoch, WEIGHTS, info.digest, info.size_bytes)
             self._taken = set()
             actor.log.info("weights_published", version=step, epoch=epoch, size_bytes=info.size_bytes)
@@ -245,7 +271,7 @@ class Publisher:
                 with suppress(AskFailed):
                     await actor.ref(name).tell(self.published)
             wait.update(holder=BUFFER)
-            policy = await actor.ref(BUFFER).ask(Advance(step, epoch, ess, kl), timeout=ASK_S)
+            policy = await actor.ref(BUFFER).ask(advance, timeout=ASK_S)
         actor.metrics.gauge("staleness/publish_lag", asyncio.get_running_loop().time() - started)
         actor.metrics.gauge("weights/version", step)
         return policy

@@ -2,7 +2,8 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from actors.messages.samples import Trajectory
 from actors.model_folder import files_beside_weights, pick_device
 from actors.training import forward
 from actors.training.engine import StepResult, TrainError
+from actors.training.image import WeightsImage
 from actors.training.losses import has_spread
 from actors.training.objective import Figures, Objective, Policies
 from bus.message import unpack_f32, unpack_i32, unpack_u8
@@ -136,6 +138,7 @@ class TorchTrainEngine:
         self._reference: Any = None
         self._masters: dict[str, torch.nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer
+        self._image: WeightsImage
         self._described: dict[str, bytes] = {}
         self._step = 0
         torch.set_num_threads(model.torch_threads)
@@ -152,6 +155,7 @@ class TorchTrainEngine:
         narrow = (self._section.dtype if section.dtype == "model" else section.dtype) == "bfloat16"
         self._model = forward.read_model(source, section.master_dtype if narrow else "float32", self._device)
         self._masters = forward.masters_of(self._model, torch.bfloat16 if narrow else torch.float32)
+        self._image = WeightsImage(self._state(), getattr(torch, self._section.dtype))
         if section.gradient_checkpointing:
             forward.checkpoint_layers(self._model)
         # Held, not copied at each save: the checkpoint they come from is pruned some steps later.
@@ -203,18 +207,22 @@ class TorchTrainEngine:
                     found[run[row]].append(logprob)
         return found
 
-    def export(self) -> list[memoryview | bytes]:
-        dtype = getattr(torch, self._section.dtype)
-        return [save_tensors({k: v.to(dtype).contiguous() for k, v in self._state().items()})]
+    def image_bytes(self) -> int:
+        return self._image.size_bytes
 
-    def save(self, folder: Path, *, epoch: int, receipts: Sequence[bytes] = ()) -> None:
+    def export(self, memory: memoryview) -> Callable[[], None]:
+        return self._image.write(self._state(), memory)
+
+    def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
         weights = self._state() | {name: master.detach() for name, master in self._masters.items()}
         files = {
             WEIGHTS: save_tensors({k: v.contiguous() for k, v in weights.items()}, {"format": "pt"}),
             OPTIMIZER: self._optimizer_image(),
             PROGRESS: msgspec.json.encode([self._rng.getstate(), torch.get_rng_state().tolist(), self._lr_steps]),
         }
-        checkpoints.write(folder, files | self._described, step=self._step, epoch=epoch, receipts=receipts)
+        return partial(
+            checkpoints.write, files=files | self._described, step=self._step, epoch=epoch, receipts=receipts
+        )
 
     def _useful(self, groups: Sequence[Sequence[Trajectory]], version: int) -> list[list[TokenSequence]]:
         """The groups that have something to teach, or to keep near the reference: their sequences with their advantages."""

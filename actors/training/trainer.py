@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -153,6 +154,7 @@ class Trainer(Actor):
         self._began = self._last_row = 0.0
         self._receipts: deque[tuple[int, float, bytes]] = deque()
         """(step, loop time of its binding, receipt) of the steps that the next checkpoint has to name."""
+        self._writing: asyncio.Task[None] | None = None
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
         self._held_out = HeldOut(self, config.eval)
         self._spread, self._info = SpreadWatch(config.train.advantage), InfoWatch()
@@ -222,8 +224,10 @@ class Trainer(Actor):
         self._held_out.settle()
         if self._epoch:
             await self._left.wait()
+            await self._written()
             if self._step > self._saved:
                 await self._save()
+                await self._written()
         if self._loggers is not None:
             await self.offload(self._loggers.close)
 
@@ -246,6 +250,8 @@ class Trainer(Actor):
             await self._evaluate_when_due(self._step)
             while self._step < self.run.steps and not self._leaving.is_set():
                 await self._one_step(self._step + 1)
+            await self._out.announced()
+            await self._written()
             if self._step >= self.run.steps and not self._leaving.is_set():
                 await self._buffer.ask(Close(), timeout=ASK_S)
                 self.finish(f"trained {self._step} steps")
@@ -255,7 +261,7 @@ class Trainer(Actor):
             self._left.set()
 
     async def _one_step(self, step: int) -> None:
-        """Claim, train, publish, tell; then checkpoint where it is due. A row stands before the checkpoint that covers it."""
+        """Claim and train; publish and checkpoint as far as the next step has to wait. A row stands before the checkpoint that covers it."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
         batch = await self._claim(step)
@@ -294,13 +300,14 @@ class Trainer(Actor):
 
     async def _evaluate_when_due(self, step: int) -> None:
         """The last version on all engines before the run ends, any other one beside training."""
-        num, published = self._held_out.due(step, self.run.steps), self._out.published
+        num = self._held_out.due(step, self.run.steps)
         if step == self.run.steps:
+            await self._out.announced()
             with self.waits.on(f"evaluation {step}", stage="evaluation", holder=BUFFER, blocks_actor=True):
                 whole = await self._held_out.last(step, self._epoch, num, self._leaving)
             if not whole:
                 self.notice(f"the evaluation after step {step} was cut short: the run is being saved")
-        elif num and (published is None or published.version != step):
+        elif num and self._out.version != step:
             self._held_out.put_off()
         elif num and not self._leaving.is_set():
             self._held_out.begin(step, self._epoch, num)
@@ -339,13 +346,14 @@ class Trainer(Actor):
     async def _publish(self, ess: float = 1.0, kl: float = 0.0) -> None:
         """Publish version `step`, of which `ess` and `kl` are told as in Advance. Steps that are only replayed are older than what engines hold: as the buffer knows it now, which may
         have lost its newest step with the Store."""
+        self._policy = await self._out.announced() or self._policy
         if self._policy.version > self._step:
             self._policy = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
         if self._policy.version > self._step:
             return
         with self.waits.on(f"evaluation {self._step}", stage="evaluation", holder="engine", blocks_actor=True):
             await self._held_out.settled()
-        self._policy = await self._out.publish(self._step, self._epoch, self._engine.export, ess, kl)
+        await self._out.publish(self._step, self._epoch, self._engine, ess, kl)
         self._num_published += 1
 
     async def _compare(self, step: int, mismatch_kl: float | None = None) -> dict[str, float]:
@@ -355,8 +363,10 @@ class Trainer(Actor):
         most = MOST_KL[coarser_dtype(self.config.model, self.config.train)]
         alarmed = mismatch_kl is not None and begins_to_part(tuple(self._mismatches), most)
         section, began = self.config.check, asyncio.get_running_loop().time()
-        published = self._policy.version == step
+        published = self._out.version == step
         compared = published and (section.due(self._num_published, step) or (alarmed and section.enabled))
+        if compared:
+            await self._out.announced()
         agreed = compared and await self._agreement.check(step, self._engine)
         if alarmed and mismatch_kl is not None:
             self.notice(why_parted(mismatch_kl, most, compared=agreed))
@@ -368,19 +378,35 @@ class Trainer(Actor):
         return step % section.every == 0 or step == self.run.steps or evaluated or _divides(section.milestones, step)
 
     async def _save(self) -> None:
+        """Take a checkpoint down; it is written beside training, one at a time."""
+        step, epoch = self._step, self._epoch
+        await self._written()
+        receipts = [receipt for number, _, receipt in self._receipts if number <= step]
+        with (
+            self.waits.on(f"checkpoint {step}", stage="checkpoint", blocks_actor=True),
+            self.trace.span("snapshot", "train", step=step),
+        ):
+            write = await self.offload(partial(self._engine.snapshot, epoch=epoch, receipts=receipts))
+        self._writing = self.spawn(self._write(step, epoch, write), name=f"{self.name}.checkpoint")
+
+    async def _written(self) -> None:
+        """Return once the checkpoint that was taken down last counts, or can't be had."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+
+    async def _write(self, step: int, epoch: int, write: Callable[[Path], None]) -> None:
         """Write a checkpoint, give it its name, and commit its steps.
 
         When the disk refuses, the run ends and the earlier checkpoint is intact. A trainer that was replaced names nothing any more, and its
         successor removes what it wrote.
         """
-        step, epoch = self._step, self._epoch
         waiting = self._checkpoints / f"waiting_{step}.{epoch}"
         try:
             with (
                 self.waits.on(f"checkpoint {step}", stage="checkpoint", blocks_actor=True),
                 self.trace.span("checkpoint", "train", step=step),
             ):
-                await self.offload(self._save_to, waiting)
+                await self.offload(write, waiting)
         except CheckpointError as error:
             self.finish(str(error), failed=True)
             self._leaving.set()
@@ -446,10 +472,6 @@ class Trainer(Actor):
         if self.config.train.dynamic_sampling:
             metrics = {**metrics, **filtered_metrics(groups, batch.num_filtered, batch.filtered_reward)}
         return groups, StepResult(metrics, num_tokens)
-
-    def _save_to(self, folder: Path) -> None:
-        receipts = [receipt for step, _, receipt in self._receipts if step <= self._step]
-        self._engine.save(folder, epoch=self._epoch, receipts=receipts)
 
 
 def _divides(num: int, step: int) -> bool:

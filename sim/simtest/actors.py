@@ -21,8 +21,10 @@ ResultT = TypeVar("ResultT")
 
 COSTS_S: Mapping[str, float] = {
     "train": 0.15,
-    "_save_to": 0.08,
-    "export": 0.02,
+    "snapshot": 0.02,
+    "write_toy": 0.06,
+    "export": 0.01,
+    "toy_whole": 0.01,
     "read_tail": 0.005,
     "take_file": 0.01,
     "write_lines": 0.01,
@@ -38,7 +40,7 @@ class SimKernel(Kernel):
     process: ActorProcess
 
     async def offload(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT:
-        await asyncio.sleep(cost_s or COSTS_S.get(getattr(fn, "__name__", ""), 0.0))
+        await asyncio.sleep(cost_s or COSTS_S.get(_name_of(fn), 0.0))
         self.process.check_alive()
         return fn(*args)
 
@@ -92,7 +94,7 @@ class SimTrainer(Trainer):
 
     monitor: InvariantChecks
     process: ActorProcess
-    saving: Callable[[ActorProcess, str, int], None]
+    saving: Callable[[ActorProcess, str], None]
 
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)
@@ -101,10 +103,15 @@ class SimTrainer(Trainer):
     async def _offload_and_save(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT:
         result = await self._kernel.offload(fn, *args, cost_s=cost_s)
         if fn is name:
-            self.saving(self.process, "named", self._step)
-        elif getattr(fn, "__name__", "") == "_save_to":
-            self.saving(self.process, "written", self._step)
+            self.saving(self.process, "named")
+        elif _name_of(fn) == "write_toy":
+            self.saving(self.process, "written")
         return result
 
     def _build(self) -> TrainEngine:
-        return ToyTrainEngine(self.monitor.trained, lambda point, step: self.saving(self.process, point, step))
+        return ToyTrainEngine(self.monitor.trained, lambda point: self.saving(self.process, point))
+
+
+def _name_of(fn: Callable[..., object]) -> str:
+    """Of a function, or of the one that a partial calls."""
+    return getattr(getattr(fn, "func", fn), "__name__", "")

@@ -61,6 +61,9 @@ class Checkpoint(msgspec.Struct):
     history: list[list[str]]
 
 
+_HEADER = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+_HEAD = len(_HEADER).to_bytes(8, "little") + _HEADER
+
 Trained = Callable[[int, list[list[Trajectory]], list[list[str]]], None]
 """Hears (step, groups, history before it)."""
 
@@ -68,7 +71,7 @@ Trained = Callable[[int, list[list[Trajectory]], list[list[str]]], None]
 class ToyTrainEngine:
     """A `TrainEngine`. `saving` is called before and after a checkpoint is written: there the trainer may be made to crash."""
 
-    def __init__(self, trained: Trained, saving: Callable[[str, int], None]) -> None:
+    def __init__(self, trained: Trained, saving: Callable[[str], None]) -> None:
         self._trained, self._saving = trained, saving
         self._state = Checkpoint(0, 0, [])
 
@@ -88,16 +91,25 @@ class ToyTrainEngine:
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         raise NotImplementedError("the agreement check is off in the simulation")
 
-    def export(self) -> list[memoryview | bytes]:
-        header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-        return [len(header).to_bytes(8, "little"), header, self._state.step.to_bytes(4, "little")]
+    def image_bytes(self) -> int:
+        return len(_HEAD) + 4
 
-    def save(self, folder: Path, *, epoch: int, receipts: Sequence[bytes] = ()) -> None:
-        self._saving("before_save", self._state.step)
+    def export(self, memory: memoryview) -> Callable[[], None]:
+        memory[:] = _HEAD + self._state.step.to_bytes(4, "little")
+        return toy_whole
+
+    def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
         self._state.epoch = epoch
-        files = {"toy.json": msgspec.json.encode(self._state)}
-        checkpoints.write(folder, files, step=self._state.step, epoch=epoch, receipts=receipts)
-        self._saving("after_save", self._state.step)
+        return functools.partial(self.write_toy, self._state.step, msgspec.json.encode(self._state), epoch, receipts)
+
+    def write_toy(self, step: int, content: bytes, epoch: int, receipts: Sequence[bytes], folder: Path) -> None:
+        self._saving("before_save")
+        checkpoints.write(folder, {"toy.json": content}, step=step, epoch=epoch, receipts=receipts)
+        self._saving("after_save")
+
+
+def toy_whole() -> None:
+    """The weights of a toy are whole at once."""
 
 
 def write_tokenizer(folder: Path) -> Path:

@@ -223,7 +223,7 @@ class World:
     def _sent(self, sender: str, receiver: str, what: Frame | str) -> None:
         self.record.frame(sender, receiver, what)
 
-    def _saving(self, process: ActorProcess, point: str, step: int) -> None:
+    def _saving(self, process: ActorProcess, point: str) -> None:
         act = self.at_save.pop(point, None)
         if act is not None and process.alive:
             act(process)

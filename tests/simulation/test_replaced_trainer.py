@@ -58,19 +58,19 @@ def test_a_replaced_trainer_that_wakes_in_the_middle_of_a_checkpoint_does_not_en
     """Its successor removed what it was writing, which is no full disk."""
 
     class Stopped(ToyTrainEngine):
-        def save(self, folder, *, epoch, receipts=()):
-            write = checkpoints._write
+        def write_toy(self, *args):
+            write, (*_, folder) = checkpoints.write_through, args
 
             def stopped_in_it(path, content):
                 digest = write(path, content)
-                checkpoints.drop_unnamed(folder.parent, epoch + 1)  # the successor's Trainer._take_over, meanwhile
+                checkpoints.drop_unnamed(folder.parent, epoch=9)  # the successor's Trainer._take_over, meanwhile
                 return digest
 
-            checkpoints._write = stopped_in_it
+            checkpoints.write_through = stopped_in_it
             try:
-                super().save(folder, epoch=epoch, receipts=receipts)
+                super().write_toy(*args)
             finally:
-                checkpoints._write = write
+                checkpoints.write_through = write
 
     class StoppedTrainer(ToyTrainer):
         def _build(self):

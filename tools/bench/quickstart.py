@@ -34,6 +34,7 @@ from actors.messages.generation import Sampling  # noqa: E402
 from actors.messages.samples import Ticket, Trajectory  # noqa: E402
 from actors.rewards.functions import malformed_penalty  # noqa: E402
 from actors.training.base_model import make  # noqa: E402
+from actors.training.engine import image_of  # noqa: E402
 from actors.training.torch_train import TorchTrainEngine  # noqa: E402
 from bus.message import unpack_i32  # noqa: E402
 from runtime.config import RunSection  # noqa: E402
@@ -74,9 +75,9 @@ class Sampler:
         self._seed = seed
         self.num_tokens = 0
 
-    def update(self, parts: Sequence[memoryview | bytes]) -> None:
+    def update(self, image: memoryview) -> None:
         """Take the trainer's weights."""
-        self._runner.weights = self._runner.prepare(memoryview(b"".join(parts)), "the trainer")
+        self._runner.weights = self._runner.prepare(image, "the trainer")
 
     def play(self, seeds: Sequence[int], *, version: int, split: str, greedy: bool = False) -> list[Trajectory]:
         """One finished trajectory per seed."""
@@ -171,7 +172,7 @@ def loop(settings: Settings, folder: Path, threads: int, age: int) -> Iterator[P
         waiting.append(play(step - 1))
         played = waiting.popleft()
         engine.train(step, [played[i : i + train.group_size] for i in range(0, num, train.group_size)])
-        sampler.update(engine.export())
+        sampler.update(image_of(engine))
         yield Point(step, sum(t.reward for t in played) / num, time.perf_counter() - began)
     held_out = sampler.play(range(HELD_OUT), version=run.steps, split="eval", greedy=True)
     print(f"loop: held-out {sum(t.reward for t in held_out) / HELD_OUT:.3f} over {HELD_OUT} maps")

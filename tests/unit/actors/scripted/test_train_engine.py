@@ -6,7 +6,7 @@ from actors import checkpoint as checkpoints
 from actors.config import ModelSection, ScriptedTrainSection, TrainSection
 from actors.engines.hf_files import read_header
 from actors.scripted.train_engine import STATE, ScriptedTrainEngine
-from actors.training.engine import TrainError
+from actors.training.engine import TrainError, image_of
 
 SECTION = TrainSection(kind="scripted", scripted=ScriptedTrainSection(step_s=0.0, weights_mib=0.25))
 
@@ -20,9 +20,9 @@ def test_its_weights_have_the_size_that_was_asked_for_and_differ_by_step(tmp_pat
     images = []
     for step in (1, 2):
         engine.train(step, [])
-        images.append(b"".join(bytes(part) for part in engine.export()))
+        images.append(image_of(engine))
 
-    entry = read_header(memoryview(images[0]), "it")["scripted"]
+    entry = read_header(images[0], "it")["scripted"]
     assert entry.end - entry.begin == 2**18
     assert images[0] != images[1]
 
@@ -30,7 +30,7 @@ def test_its_weights_have_the_size_that_was_asked_for_and_differ_by_step(tmp_pat
 def test_a_checkpoint_is_taken_up_where_it_ended_and_a_damaged_one_is_named(tmp_path):
     engine = made()
     engine.train(3, [])
-    engine.save(tmp_path / "step_3", epoch=2)
+    engine.snapshot(epoch=2)(tmp_path / "step_3")
     newest, _ = checkpoints.newest(tmp_path)
 
     assert made().load(tmp_path, newest) == (3, 2)

@@ -10,7 +10,8 @@ import torch
 
 from actors.config import ModelSection, TrainSection
 from actors.messages.samples import MOST_REWARD
-from actors.training.engine import TrainError
+from actors.training.engine import TrainError, image_of
+from actors.training.image import WeightsImage
 from actors.training.torch_train import TorchTrainEngine, micro_batch, pack, sequences_of
 from tests.jobs import write_model
 
@@ -62,27 +63,27 @@ def test_on_policy_the_ratio_is_one_and_kl_zero(engine, trajectory):
 
 def test_a_batch_without_spread_changes_nothing_but_the_step(engine, trajectory):
     subject = engine()
-    before = bytes(subject.export()[0])
+    before = bytes(image_of(subject))
 
     result = subject.train(1, [[trajectory([*PROMPT, GOOD], [0, 0, 0, 1], reward=1.0)] * 2])
 
-    assert bytes(subject.export()[0]) == before
+    assert bytes(image_of(subject)) == before
     assert result.num_tokens == 0
     assert result.metrics["reward/zero_std_frac"] == 1.0
 
 
 def test_a_gradient_that_is_not_finite_is_left_out_and_told(engine, trajectory):
     subject = engine()
-    before = bytes(subject.export()[0])
+    before = bytes(image_of(subject))
     good, bad = group_of(subject, trajectory)[:2]
     broken = trajectory([*PROMPT, BAD], [0, 0, 0, 1], [0.0, 0.0, 0.0, float("nan")], 0.0, 0)
 
     result = subject.train(1, [[good, broken]])
 
     assert result.metrics["optim/skipped"] == 1.0
-    assert bytes(subject.export()[0]) == before
+    assert bytes(image_of(subject)) == before
     assert subject.train(2, [[good, bad]]).metrics["optim/skipped"] == 0.0
-    assert bytes(subject.export()[0]) != before
+    assert bytes(image_of(subject)) != before
 
 
 def test_the_largest_reward_leaves_finite_weights(engine, trajectory):
@@ -100,7 +101,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(engine, traj
     subject = engine(model_dtype=model_dtype)
     batches = [[group_of(subject, trajectory)] for _ in range(2)]
     subject.train(1, batches[0])
-    subject.save(tmp_path / "step_1", epoch=3)
+    subject.snapshot(epoch=3)(tmp_path / "step_1")
     subject.train(2, batches[1])
 
     resumed = engine(model_dtype=model_dtype)
@@ -109,17 +110,17 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(engine, traj
 
     assert stands_at == (1, 3)
     for engine_, folder in ((subject, "a"), (resumed, "b")):
-        engine_.save(tmp_path / folder, epoch=4)
+        engine_.snapshot(epoch=4)(tmp_path / folder)
     for name in ("model.safetensors", "optimizer.state"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    assert bytes(resumed.export()[0]) == bytes(subject.export()[0])
+    assert bytes(image_of(resumed)) == bytes(image_of(subject))
 
 
 def saved_weights(subject, folder):
     """All weights of a checkpoint by name."""
     from safetensors.torch import load_file
 
-    subject.save(folder, epoch=1)
+    subject.snapshot(epoch=1)(folder)
     return load_file(folder / "model.safetensors")
 
 
@@ -145,7 +146,7 @@ def test_weights_go_to_engines_in_their_dtype_and_to_disk_in_the_masters(engine,
         subject = engine(model_dtype=model_dtype, dtype=dtype)
         subject.train(1, [group_of(subject, trajectory)])
 
-        exported = load(bytes(subject.export()[0]))
+        exported = load(bytes(image_of(subject)))
 
         assert {t.dtype for t in exported.values()} == {getattr(torch, model_dtype)}
         folder = tmp_path / f"{model_dtype}_{dtype}"
@@ -175,7 +176,7 @@ def direction(subject, groups):
 def test_a_checkpoint_is_a_model_folder_that_hf_tools_load(engine, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    engine().save(tmp_path / "step_0", epoch=1)
+    engine().snapshot(epoch=1)(tmp_path / "step_0")
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step_0", local_files_only=True)
 
@@ -185,11 +186,72 @@ def test_a_checkpoint_is_a_model_folder_that_hf_tools_load(engine, tmp_path):
 def test_exported_weights_carry_hf_names_and_no_tied_head(engine):
     from safetensors.torch import load
 
-    names = set(load(b"".join(bytes(part) for part in engine().export())))
+    names = set(load(bytes(image_of(engine()))))
 
     assert "model.embed_tokens.weight" in names
     assert "model.layers.1.self_attn.q_norm.weight" in names
     assert "lm_head.weight" not in names
+
+
+def test_what_is_exported_stays_as_it_was_while_training_goes_on(engine, trajectory):
+    subject = engine()
+    before = bytes(image_of(subject))
+    memory = memoryview(bytearray(subject.image_bytes()))
+
+    whole = subject.export(memory)
+    subject.train(1, [group_of(subject, trajectory)])
+    whole()
+
+    assert bytes(memory) == before
+    assert bytes(image_of(subject)) != before
+
+
+def test_a_snapshot_is_written_as_it_was_taken_while_training_goes_on(engine, trajectory, tmp_path):
+    subject = engine()
+    subject.snapshot(epoch=1)(tmp_path / "before" / "step_0")
+
+    write = subject.snapshot(epoch=1)
+    subject.train(1, [group_of(subject, trajectory)])
+    write(tmp_path / "beside" / "step_0")
+
+    before, beside = (
+        {path.name: path.read_bytes() for path in (tmp_path / name / "step_0").iterdir()}
+        for name in ("before", "beside")
+    )
+    assert beside == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_image_reads_as_safetensors_with_every_value_rounded_to_its_type(dtype):
+    from safetensors.torch import load
+
+    tensors = {"b": torch.randn(5, 3).t(), "a": torch.randn(7), "one": torch.tensor(2.0)}
+    image = WeightsImage(tensors, dtype)
+    memory = bytearray(image.size_bytes)
+
+    image.write(tensors, memoryview(memory))()
+
+    found = load(bytes(memory))
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor.to(dtype)) for name, tensor in tensors.items())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
+def test_an_image_from_a_gpu_has_the_values_from_before_they_were_changed():
+    tensors = {"a": torch.randn(1 << 22, device="cuda"), "b": torch.randn(3, 5, device="cuda")}
+    before = [tensor.bfloat16().cpu() for tensor in tensors.values()]
+    image = WeightsImage(tensors, torch.bfloat16)
+    for _ in range(2):
+        memory = bytearray(image.size_bytes)
+
+        whole = image.write(tensors, memoryview(memory))
+        for tensor in tensors.values():
+            tensor.zero_()
+        whole()
+
+        body = torch.frombuffer(memory, dtype=torch.bfloat16, offset=image.size_bytes - 2 * ((1 << 22) + 15))
+        assert torch.equal(body, torch.cat([value.flatten() for value in before]))
+        before = [torch.zeros_like(value) for value in before]
 
 
 def test_a_folder_without_weights_is_refused_in_one_sentence(tmp_path):
@@ -225,7 +287,7 @@ def test_a_resumed_run_of_other_length_keeps_its_learning_rates(engine, trajecto
     group = group_of(engine(), trajectory)
     subject = engine(steps=10, lr_final=0.1)
     rates = [subject.train(step, [group]).metrics["optim/lr"] for step in (1, 2, 3)]
-    subject.save(tmp_path / "step_3", epoch=1)
+    subject.snapshot(epoch=1)(tmp_path / "step_3")
     rates += [subject.train(step, [group]).metrics["optim/lr"] for step in (4, 5)]
 
     resumed = engine(tmp_path / "step_3", steps=1000, lr_final=0.1)
@@ -256,7 +318,7 @@ def test_a_checkpoint_is_the_whole_model_folder_and_the_base_of_the_next_run(tmp
     first.load(base, None)
 
     checkpoint = tmp_path / "checkpoints" / "step_0"
-    first.save(checkpoint, epoch=1)
+    first.snapshot(epoch=1)(checkpoint)
 
     messages = [{"role": "user", "content": "w3"}]
     loaded = AutoTokenizer.from_pretrained(checkpoint)
@@ -267,8 +329,8 @@ def test_a_checkpoint_is_the_whole_model_folder_and_the_base_of_the_next_run(tmp
 
     second = TorchTrainEngine(ModelSection(), TrainSection(), steps=1, seed=2)
     assert second.load(checkpoint, None) == (0, 0)
-    assert second.export() == first.export()
-    second.save(tmp_path / "again" / "step_0", epoch=1)
+    assert image_of(second) == image_of(first)
+    second.snapshot(epoch=1)(tmp_path / "again" / "step_0")
     assert second.load(base, tmp_path / "again" / "step_0") == (0, 1)
     assert [path.name for path in checkpoint.glob("*.safetensors")] == ["model.safetensors"]
     ModelRunner.load(checkpoint, ModelSection(), EngineSection(num_slots=1, max_len=8))
@@ -279,12 +341,12 @@ def test_checkpoints_stay_whole_model_folders_after_the_one_that_was_resumed_is_
     model = write_model(tmp_path / "model")
     first = TorchTrainEngine(ModelSection(), TrainSection(), steps=3, seed=1)
     first.load(model, None)
-    first.save(tmp_path / "checkpoints" / "step_0", epoch=1)
+    first.snapshot(epoch=1)(tmp_path / "checkpoints" / "step_0")
 
     resumed = TorchTrainEngine(ModelSection(), TrainSection(), steps=3, seed=1)
     resumed.load(model, tmp_path / "checkpoints" / "step_0")
     shutil.rmtree(tmp_path / "checkpoints" / "step_0")
-    resumed.save(tmp_path / "checkpoints" / "step_1", epoch=2)
+    resumed.snapshot(epoch=2)(tmp_path / "checkpoints" / "step_1")
 
     TorchTrainEngine(ModelSection(), TrainSection(), steps=3, seed=1).load(model, tmp_path / "checkpoints" / "step_1")
 
@@ -331,7 +393,7 @@ def weights_after(subject, groups, steps=2):
 
     for step in range(1, steps + 1):
         subject.train(step, groups)
-    image = load(b"".join(bytes(part) for part in subject.export()))
+    image = load(bytes(image_of(subject)))
     return torch.cat([image[name].flatten().float() for name in sorted(image)])
 
 
