@@ -22,6 +22,7 @@ Section = Mapping[str, tuple[MetricDoc, ...]]
 
 NO_EVAL = "no evaluation ended since the row before"
 NO_TORCH = "`train.kind=scripted`"
+NO_PULL = "no engine has told yet"
 NO_SAMPLING = "`train.dynamic_sampling` is off"
 NO_FABRIC = "no fabric_controller"
 NO_PACE = "no engine is paced (`engine.pace`)"
@@ -34,7 +35,10 @@ METRICS: Section = {
         M("step", "steps", "the step that the row is of, from 1"),
         M("weights/version", "versions", "the version that the step published: its number"),
         M("weights/bytes", "bytes", "size of the weights that were published"),
-        M("weights/transfer_s", "s", "median time that an engine took to pull a version: of the slowest engine", "no engine has told yet"),
+        M("weights/transfer_s", "s", "median time that an engine took to bring a version to its host: of the slowest engine", NO_PULL),
+        M("weights/pull_s", "s", "median time from a pull's begin until its version is in place: of the slowest engine", NO_PULL),
+        M("weights/pause_s", "s", "median time that no step ran for a swap: of the slowest engine", NO_PULL),
+        M("weights/hidden_frac", "share", "1 − pause ÷ pull, by these medians: the least of any engine", NO_PULL),
     ),
     "Reward": (
         M("reward/mean", "reward", "mean over the samples of the batch"),

@@ -130,13 +130,15 @@ class WeightsPuller:
             return
         if self.is_held and newest.epoch == self._held[0]:
             return
+        began = asyncio.get_running_loop().time()
         with self._waits.on(f"weights {newest.version}", stage="pull", holder=BLOBS) as wait:
             self._blame(ITSELF)
             try:
                 info, image = await self._fetch(newest)
                 if image is not None:
                     wait.update(detail="swapping them in", holder="")
-                    self._took(info, await self._engine.update(info.version, image))
+                    pause_s = await self._engine.update(info.version, image)
+                    self._took(info, pause_s, asyncio.get_running_loop().time() - began)
             finally:
                 self._metrics.gauge("weights/pulled", 1.0)
                 self._blame(TRAINER)
@@ -158,12 +160,14 @@ class WeightsPuller:
         for wait in self._waiting:
             wait.update(holder=source)
 
-    def _took(self, info: BlobInfo, pause_s: float) -> None:
+    def _took(self, info: BlobInfo, pause_s: float, pull_s: float) -> None:
         self._held = (info.epoch, info.version)
         self._metrics.gauge("weights/version", info.version)
         self._metrics.gauge("weights/bytes", info.size_bytes)
         self._metrics.observe("weights/pause_s", pause_s)
-        self._log.info("weights_swapped", version=info.version, epoch=info.epoch, pause_s=round(pause_s, 6))
+        self._metrics.observe("weights/pull_s", pull_s)
+        told = {"pause_s": round(pause_s, 6), "pull_s": round(pull_s, 6)}
+        self._log.info("weights_swapped", version=info.version, epoch=info.epoch, **told)
         self._tell(info)
         self._swapped.set()
 

@@ -186,10 +186,19 @@ def others_metrics(records: Sequence[ActorRecord]) -> dict[str, float]:
         steps = sum(metrics.get("paced/steps", 0.0) for metrics in paced)
         over = sum(metrics.get("paced/steps", 0.0) * metrics.get("paced/outlasted_frac", 0.0) for metrics in paced)
         row |= {"paced/engines": float(len(paced)), "paced/outlasted_frac": over / max(1.0, steps)}
-    transfers = [r.metrics["weights/transfer_s_p50"] for r in records if "weights/transfer_s_p50" in r.metrics]
-    if transfers:
-        row["weights/transfer_s"] = max(transfers)
-    return row
+    return row | _weights_metrics([r.metrics for r in records])
+
+
+def _weights_metrics(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of the slowest engine each: what a version's way takes, how long no step runs for it, and the least share of the way that is hidden."""
+    told = [metrics for metrics in told if "weights/pull_s_p50" in metrics]
+    row = {
+        f"weights/{name}_s": max(metrics[f"weights/{name}_s_p50"] for metrics in told)
+        for name in ("transfer", "pull", "pause")
+        if told
+    }
+    hidden = [1.0 - m["weights/pause_s_p50"] / max(m["weights/pull_s_p50"], 1e-9) for m in told]
+    return row | ({"weights/hidden_frac": max(0.0, min(hidden))} if hidden else {})
 
 
 def cpu_used(records: Sequence[ActorRecord]) -> dict[str, float]:

@@ -221,6 +221,28 @@ async def test_no_token_is_sampled_under_an_older_version_than_asked_for(bench, 
     assert reply.tokens.spans == (VersionSpan(2, 0, 10),)
 
 
+@simulated(scripted=ScriptedSection(token_s=0.01, update_s=0.5))
+async def test_an_engine_decodes_while_it_pulls_and_tells_how_long_pull_and_pause_took(bench, worker):
+    get = bench.blobs.get
+
+    async def slow(*args, **options):
+        await asyncio.sleep(2.0)
+        return await get(*args, **options)
+
+    bench.blobs.get = slow
+    asking = bench.tasks.create_task(bench.ask(request(num=180)))
+    await asyncio.sleep(0.1)
+
+    await bench.publish(1)
+    reply = await asking
+    await worker._weights.wait_for(1)
+
+    figures = worker.metrics.snapshot()
+    assert reply.tokens.spans == (VersionSpan(0, 0, 180),)
+    assert 2.5 <= figures["weights/pull_s_p50"] < 2.6
+    assert figures["weights/pause_s_p50"] == 0.5
+
+
 @simulated()
 async def test_a_request_that_waits_for_weights_can_be_aborted(bench, worker):
     asking = bench.tasks.create_task(bench.ask(request(min_version=5)))

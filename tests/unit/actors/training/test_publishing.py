@@ -152,10 +152,20 @@ def test_cpu_seconds_are_of_this_host_alone():
     assert used["cpu/cores"] == os.cpu_count()
 
 
-def test_a_row_has_the_longest_of_the_engines_pulls():
-    engines = [record(f"engine-{i}", metrics={"weights/transfer_s_p50": i / 100}) for i in (1, 2)]
+def test_a_row_has_the_slowest_engines_pull_and_pause_and_the_least_share_that_was_hidden():
+    told = [(0.5, 1.0, 0.1), (0.75, 2.0, 0.04)]
+    names = ("weights/transfer_s_p50", "weights/pull_s_p50", "weights/pause_s_p50")
+    engines = [record(f"engine-{i}", metrics=dict(zip(names, each, strict=True))) for i, each in enumerate(told)]
 
-    assert others_metrics(engines)["weights/transfer_s"] == 0.02
+    row = others_metrics([*engines, record("engine-3")])
+
+    assert {name: value for name, value in row.items() if name.startswith("weights/")} == {
+        "weights/transfer_s": 0.75,
+        "weights/pull_s": 2.0,
+        "weights/pause_s": 0.1,
+        "weights/hidden_frac": pytest.approx(0.9),
+    }
+    assert not any(name.startswith("weights/") for name in others_metrics([record("engine-3")]))
 
 
 def test_a_row_says_that_engines_are_paced_and_the_share_of_all_their_steps_that_took_longer():
