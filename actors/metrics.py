@@ -35,6 +35,7 @@ METRICS: Section = {
         M("step", "steps", "the step that the row is of, from 1"),
         M("weights/version", "versions", "the version that the step published: its number"),
         M("weights/bytes", "bytes", "size of the weights that were published"),
+        M("weights/delta_bytes", "bytes", "size of what changed in them, which travels between hosts in their place", "they travel whole"),
         M("weights/transfer_s", "s", "median time that an engine took to bring a version to its host: of the slowest engine", NO_PULL),
         M("weights/pull_s", "s", "median time from a pull's begin until its version is in place: of the slowest engine", NO_PULL),
         M("weights/pause_s", "s", "median time that no step ran for a swap: of the slowest engine", NO_PULL),

@@ -185,32 +185,48 @@ class HostWeights:
 
     async def newest(self, name: str) -> BlobInfo | None:
         """What the trainer's host has; where that is ours, or does not answer, what we have."""
-        home = self._home()
-        if home != self._node and self._find(home) is not None:
-            try:
-                reply = await self._ref(home).ask(FindNewest(name), timeout=FIND_S)
-            except AskFailed:
-                reply = None
-            if isinstance(reply, Newest):
-                return BlobInfo(name, reply.version, reply.epoch, reply.digest, reply.size_bytes)
+        found = await self._elsewhere(name)
+        if found is not None:
+            return BlobInfo(name, found.version, found.epoch, found.digest, found.size_bytes)
         return await self._blobs.newest(name)
 
     async def get(self, name: str, version: int) -> tuple[BlobInfo, memoryview]:
         """Brings it here first, where the trainer's host has it and ours has not. Raises BlobMissing when no host gave it."""
-        home = self._home()
-        if home != self._node:
-            newest = await self.newest(name)
-            if newest is not None and newest.version == version:
-                await self._bring(newest, home)
+        newest = await self._elsewhere(name)
+        if newest is not None and newest.version == version:
+            await self._bring(name, newest, self._home())
         return await self._blobs.get(name, version)
 
-    async def _bring(self, info: BlobInfo, home: str) -> None:
+    async def _elsewhere(self, name: str) -> Newest | None:
+        """What the trainer's host has; None where that is ours, or does not answer."""
+        home = self._home()
+        if home == self._node or self._find(home) is None:
+            return None
+        try:
+            reply = await self._ref(home).ask(FindNewest(name), timeout=FIND_S)
+        except AskFailed:
+            return None
+        return reply if isinstance(reply, Newest) else None
+
+    async def _bring(self, name: str, found: Newest, home: str) -> None:
+        """Along a relay tree or a ring; as what changed, where it may be had so. Raises BlobMissing."""
         readers = {record.node for name in self._peers("engine") if (record := self._find(name)) is not None}
         hosts = {self._node} | (readers & set(self._peers("node")))
         where = ring_sources(home, hosts, self._node) if self._by_rings else sources(plan(home, hosts), self._node)
         ways = 2 if self._by_rings and len(where) > 1 else 1
         try:
-            reply = await self._ref(self._node).ask(PullBlob(*info, where, ways), timeout=PULL_S)
+            request = PullBlob(
+                name,
+                found.version,
+                found.epoch,
+                found.digest,
+                found.size_bytes,
+                where,
+                ways,
+                found.delta,
+                found.delta_bytes,
+            )
+            reply = await self._ref(self._node).ask(request, timeout=PULL_S)
         except AskFailed as error:
             raise BlobMissing(str(error)) from error
         if isinstance(reply, NotPulled):

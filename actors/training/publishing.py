@@ -22,7 +22,8 @@ from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.training.engine import StepResult, TrainEngine
 from bus.errors import AskFailed
 from runtime.actor import Actor
-from runtime.blobs.blob import Draft, join_digests, piece_digests_beside
+from runtime.blobs.blob import BlobInfo, Draft, join_digests, piece_digests_beside
+from runtime.blobs.patches import put_delta
 from runtime.observe.figures import busy_seconds, cpu_seconds
 from runtime.registry import ActorRecord
 
@@ -232,6 +233,8 @@ class Publisher:
         """Taken out of the engine last."""
         self.published: WeightsPublished | None = None
         """Announced last."""
+        self.delta_bytes = 0
+        """Of what changed in it, where that travels in its place."""
         self._announcing: asyncio.Task[PolicyState] | None = None
         self._taken: set[str] = set()
 
@@ -239,6 +242,12 @@ class Publisher:
     def size_bytes(self) -> int:
         """Of the weights published last."""
         return self.published.size_bytes if self.published else 0
+
+    @property
+    def sizes(self) -> Mapping[str, float]:
+        """What a row carries of them."""
+        delta = {"weights/delta_bytes": self.delta_bytes} if self.delta_bytes else {}
+        return {"weights/bytes": self.size_bytes, **delta}
 
     async def publish(self, step: int, epoch: int, engine: TrainEngine, ess: float = 1.0, kl: float = 0.0) -> None:
         """Take version `step` out of `engine`, which may train on when this returns; `ess` and `kl` as in Advance.
@@ -270,11 +279,14 @@ class Publisher:
             with actor.trace.span("publish", "weights", version=step):
                 await actor.offload(whole)
                 digest = join_digests(await piece_digests_beside(draft.memory))
+                shown = BlobInfo(WEIGHTS, step, epoch, digest, len(draft.memory))
+                delta = await put_delta(actor.blobs, shown, draft.memory) if self._leave_host() else None
                 info = await draft.publish(digest)
             del draft, whole
             self.published = WeightsPublished(step, epoch, WEIGHTS, info.digest, info.size_bytes)
-            self._taken = set()
-            actor.log.info("weights_published", version=step, epoch=epoch, size_bytes=info.size_bytes)
+            self._taken, self.delta_bytes = set(), delta.size_bytes if delta else 0
+            told = {"delta_bytes": self.delta_bytes} if delta else {}
+            actor.log.info("weights_published", version=step, epoch=epoch, size_bytes=info.size_bytes, **told)
             for name in actor.peers("engine"):
                 wait.update(holder=name)
                 with suppress(AskFailed):
@@ -284,6 +296,12 @@ class Publisher:
         actor.metrics.gauge("staleness/publish_lag", asyncio.get_running_loop().time() - started)
         actor.metrics.gauge("weights/version", step)
         return policy
+
+    def _leave_host(self) -> bool:
+        """Whether weights go to another host: on this one, engines map them whole."""
+        actor = self._actor
+        records = (actor.directory.find(name) for name in actor.peers("engine"))
+        return any(record is not None and record.node != actor.node for record in records)
 
     def taken(self, message: WeightsTaken) -> bool:
         """Note who has what was published last; True when all engines that are ready have it."""

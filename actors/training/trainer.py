@@ -318,7 +318,7 @@ class Trainer(Actor):
         now = asyncio.get_running_loop().time()
         seconds, self._last_row = now - self._last_row, now
         times |= {"time/step": seconds, "time/wall_s": self._rows.wall_s + now - self._began, "time/unix_s": wall_s()}
-        own = own_metrics(self.metrics.snapshot()) | self._held_out.take() | {"weights/bytes": self._out.size_bytes}
+        own = {**own_metrics(self.metrics.snapshot()), **self._held_out.take(), **self._out.sizes}
         if self._policy.alpha >= 0:
             own["staleness/alpha"] = self._policy.alpha
         others = await list_actors(self.store)

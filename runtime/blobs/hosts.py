@@ -17,6 +17,7 @@ from runtime.blobs.blob import (
     BlobError,
     BlobInfo,
     BlobMissing,
+    BlobStore,
     Draft,
     join_digests,
     piece_digest,
@@ -34,6 +35,7 @@ from runtime.blobs.messages import (
     PullBlob,
     Pulled,
 )
+from runtime.blobs.patches import delta_name, has_before, patch
 from runtime.kernel import Kernel
 
 PIECE_S = 10.0
@@ -109,6 +111,17 @@ class Pull:
                 self._failed = f"{what}: {'; '.join(failures.values()) or 'no host has it'}"
                 self._tell()
                 raise BlobError(self._failed)
+
+    async def patch(self, blobs: BlobStore, delta: memoryview) -> None:
+        """Make it of the version before, which is in `blobs`, and what changed, in place of `run`. Raises BlobError where that is not this
+        blob: it is still to be pulled."""
+        digests = await patch(blobs, self.info, delta, self._draft.memory)
+        if join_digests(digests) != self.info.digest:
+            raise BlobCorrupt(f"the delta of blob {self.info.name} version {self.info.version} makes another blob")
+        self.digests, self._there = b"".join(digests), set(range(self._num_pieces))
+        self._missing.clear()
+        self._tell()
+        await self._draft.publish(self.info.digest)
 
     async def piece(self, index: int) -> memoryview:
         """Piece `index`, once it is here. Raises BlobMissing where there is no such piece."""
@@ -254,7 +267,10 @@ class HostBlobs(Actor):
         info = await self.blobs.newest(request.name)
         if info is None:
             return NotHere(f"{self.name} has no blob {request.name}")
-        return Newest(info.version, info.epoch, info.digest, info.size_bytes)
+        delta = await self.blobs.newest(delta_name(request.name))
+        if delta is None or (delta.version, delta.epoch) != (info.version, info.epoch):
+            return Newest(info.version, info.epoch, info.digest, info.size_bytes)
+        return Newest(info.version, info.epoch, info.digest, info.size_bytes, delta.digest, delta.size_bytes)
 
     @handler(concurrency=SERVED_AT_ONCE)
     async def get_pieces(self, request: GetPieces) -> BlobPieces | NotHere:
@@ -281,10 +297,10 @@ class HostBlobs(Actor):
         if key not in self._pulls:
             if await self._has(info):
                 return Pulled(())
-            await self._begin(key, info, request.sources, request.ways)
+            await self._begin(key, info, request)
         return await asyncio.shield(self._pulls[key][1])
 
-    async def _begin(self, key: Key, info: BlobInfo, sources: tuple[str, ...], ways: int) -> None:
+    async def _begin(self, key: Key, info: BlobInfo, request: PullBlob) -> None:
         draft = await self.blobs.draft(info.name, info.version, info.epoch, info.size_bytes)
         if key in self._pulls:  # somebody else began meanwhile
             return
@@ -293,14 +309,13 @@ class HostBlobs(Actor):
         self._pulls[key] = (pull, done)
         self._begun.set()
         self._begun = asyncio.Event()
-        self.spawn(self._run(key, pull, sources, ways, done), name=f"{self.name}.pull")
+        self.spawn(self._run(key, pull, request, done), name=f"{self.name}.pull")
 
-    async def _run(
-        self, key: Key, pull: Pull, sources: tuple[str, ...], ways: int, done: "asyncio.Future[Pulled | NotPulled]"
-    ) -> None:
+    async def _run(self, key: Key, pull: Pull, request: PullBlob, done: "asyncio.Future[Pulled | NotPulled]") -> None:
         began = asyncio.get_running_loop().time()
         try:
-            await pull.run(sources, ways)
+            if not await self._patched(pull, request):
+                await pull.run(request.sources, request.ways)
         except BlobError as error:
             self.log.warning("blob_not_pulled", blob=key[0], version=key[1], error=str(error))
             done.set_result(NotPulled(str(error)))
@@ -311,6 +326,22 @@ class HostBlobs(Actor):
             done.set_result(Pulled(tuple(pull.sources)))
         finally:
             del self._pulls[key]
+
+    async def _patched(self, pull: Pull, request: PullBlob) -> bool:
+        """Whether it could be made of the version before and what changed, which is pulled as any other blob, relays included."""
+        if not request.delta or not await has_before(self.blobs, pull.info):
+            return False
+        name, version, epoch, *_ = pull.info
+        delta = BlobInfo(delta_name(name), version, epoch, request.delta, request.delta_bytes)
+        try:
+            if isinstance(await self.pull_blob(PullBlob(*delta, request.sources, request.ways)), NotPulled):
+                return False
+            _, changes = await self.blobs.get(delta.name, version, check=False)
+            await pull.patch(self.blobs, changes)
+        except BlobError as error:
+            self.log.warning("blob_not_patched", blob=name, version=version, error=str(error))
+            return False
+        return True
 
     async def _ask(self, source: str, request: Any) -> Any:
         if self.directory.find(source) is None:

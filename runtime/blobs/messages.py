@@ -43,12 +43,14 @@ class GetPieces(Request[BlobPieces | NotHere], frozen=True):
 
 
 class Newest(Message, frozen=True):
-    """The newest version that a host has."""
+    """The newest version that a host has; digest and size of what changed since the one before, where that is there too."""
 
     version: int
     epoch: int
     digest: str
     size_bytes: int
+    delta: str = ""
+    delta_bytes: int = 0
 
 
 class FindNewest(Request[Newest | NotHere], frozen=True):
@@ -73,7 +75,8 @@ class NotPulled(Message, frozen=True):
 class PullBlob(Request[Pulled | NotPulled], frozen=True):
     """Bring this blob to your host, from one of the node agents in `sources`, best first. Asked often, it is pulled once.
 
-    The first `ways` of them give one part of the pieces each, at the same time, as long as they do.
+    The first `ways` of them give one part of the pieces each, at the same time, as long as they do. Where `delta` is given, and your host
+    has the version before, what changed is pulled instead, and the blob made of both.
     """
 
     idempotent: ClassVar[bool] = True
@@ -84,3 +87,5 @@ class PullBlob(Request[Pulled | NotPulled], frozen=True):
     size_bytes: int
     sources: tuple[str, ...]
     ways: int = 1
+    delta: str = ""
+    delta_bytes: int = 0

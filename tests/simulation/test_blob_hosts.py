@@ -5,14 +5,17 @@ import functools
 from collections import Counter
 from contextlib import asynccontextmanager
 
+import pytest
+
 from bus.link import Identity
 from bus.message import Buffer
 from bus.transport import MemoryNetwork, MemoryTransport
 from planning.relay import plan, ring_sources, sources
 from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import PIECE_BYTES, MemoryBlobStore
+from runtime.blobs.blob import PIECE_BYTES, BlobInfo, MemoryBlobStore, digest_of
 from runtime.blobs.hosts import HostBlobs
 from runtime.blobs.messages import BlobPiece, FindNewest, GetPiece, Newest, NotHere, NotPulled, PullBlob, Pulled
+from runtime.blobs.patches import FULL_EVERY, put_delta
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
@@ -81,10 +84,19 @@ class Hosts:
         self.serving.pop(name).cancel()
         await asyncio.sleep(0.01)
 
-    def pull(self, name, info, where, *, ways=1):
+    def pull(self, name, info, where, *, ways=1, delta=None):
         """Ask host `name` to pull, from the hosts `where`."""
-        ask = self.asker.ref(name).ask(PullBlob(*info, tuple(where), ways), timeout=120)
+        more = (delta.digest, delta.size_bytes) if delta else ()
+        ask = self.asker.ref(name).ask(PullBlob(*info, tuple(where), ways, *more), timeout=120)
         return self.tasks.create_task(ask)
+
+    async def put(self, version, *, delta=True):
+        """CONTENT with some bytes of version `version` in it, on the first host, with what changed; both descriptions."""
+        content, blobs = bytearray(CONTENT), self.blobs["node-1"]
+        content[PIECE_BYTES : PIECE_BYTES + 40 * version : 40] = bytes([200]) * version
+        info = BlobInfo("w", version, 1, digest_of(content), len(content))
+        changed = await put_delta(blobs, info, memoryview(content)) if delta else None
+        return await blobs.put("w", version, 1, [content]), changed
 
     def num_given(self):
         return sum(len(host.given) for host in self.hosts.values() if isinstance(host, Host))
@@ -273,3 +285,97 @@ async def test_where_one_way_around_the_ring_is_cut_the_other_gives_everything(t
 
         assert reply == Pulled(("node-1",))
         assert await made.blobs["node-2"].get("w", 1) == (info, CONTENT)
+
+
+@virtual
+async def test_a_host_that_has_the_version_before_gets_what_changed_and_relays_it(tmp_path):
+    async with hosts(tmp_path, 3) as made:
+        for version in (1, 2, 3):
+            info, delta = await made.put(version)
+            first = made.pull("node-2", info, ["node-1"], delta=delta)
+            second = made.pull("node-3", info, ["node-2", "node-1"], delta=delta)
+            await asyncio.gather(first, second)
+
+            wanted = await made.blobs["node-1"].get("w", version)
+            assert (
+                await made.blobs["node-2"].get("w", version) == await made.blobs["node-3"].get("w", version) == wanted
+            )
+
+        assert delta.size_bytes < 1000
+        assert made.hosts["node-1"].given == [*range(PIECES), 0, 0]  # all of version 1, then one piece of each delta
+        assert made.hosts["node-2"].given == [*range(PIECES), 0, 0]
+
+
+@virtual
+async def test_a_host_without_the_version_before_and_one_with_another_epochs_pull_it_whole(tmp_path):
+    async with hosts(tmp_path, 3) as made:
+        await made.put(1)
+        info, delta = await made.put(2)
+        await made.blobs["node-3"].put("w", 1, 7, [CONTENT])
+
+        for late in ("node-2", "node-3"):
+            assert await made.pull(late, info, ["node-1"], delta=delta) == Pulled(("node-1",))
+
+            assert await made.blobs[late].get("w", 2) == await made.blobs["node-1"].get("w", 2)
+        assert Counter(made.hosts["node-1"].given) == Counter(dict.fromkeys(range(PIECES), 2))
+
+
+@virtual
+async def test_a_delta_that_makes_another_blob_is_told_and_the_blob_pulled_whole(tmp_path, caplog):
+    async with hosts(tmp_path, 2) as made:
+        (before, _), (info, delta) = await made.put(1), await made.put(2)
+        await made.blobs["node-2"].put("w", 1, 1, [bytes(before.size_bytes)])
+
+        await made.pull("node-2", info, ["node-1"], delta=delta)
+
+        assert await made.blobs["node-2"].get("w", 2) == await made.blobs["node-1"].get("w", 2)
+        assert "makes another blob" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"",
+        b"\1\0\0\0\xc1",
+        b"\2\0\0\0\x91\x05" + bytes(5),
+        b"\7\0\0\0\x96" + b"\4" * 6 + bytes(24),
+        b"\7\0\0\0\x96" + b"\4" * 6 + b"\1" * 24,
+    ],
+)
+@virtual
+async def test_a_damaged_delta_is_told_and_the_blob_pulled_whole(tmp_path, caplog, broken):
+    async with hosts(tmp_path, 2) as made:
+        (before, _), (info, _) = await made.put(1), await made.put(2, delta=False)
+        await made.pull("node-2", before, ["node-1"])
+        delta = await made.blobs["node-1"].put("w.delta", 2, 1, [broken])
+
+        await made.pull("node-2", info, ["node-1"], delta=delta)
+
+        assert await made.blobs["node-2"].get("w", 2) == await made.blobs["node-1"].get("w", 2)
+        assert "blob_not_patched" in caplog.text
+
+
+@virtual
+async def test_a_host_tells_of_a_delta_for_its_newest_version_alone(tmp_path):
+    async with hosts(tmp_path, 1) as made:
+        ref = made.asker.ref("node-1")
+        await made.put(1)
+        info, delta = await made.put(2)
+        found = await ref.ask(FindNewest("w"), timeout=5)
+        await made.put(3, delta=False)
+
+        assert found == Newest(2, 1, info.digest, info.size_bytes, delta.digest, delta.size_bytes)
+        assert (await ref.ask(FindNewest("w"), timeout=5)).delta == ""
+
+
+@virtual
+async def test_no_delta_is_made_of_what_changed_much_has_another_size_or_is_due_whole(tmp_path):
+    blobs = MemoryBlobStore()
+    old, much = bytes(1 << 16), bytes([0, 0, 1, 0]) * (1 << 14)
+    for version, before, content in ((2, old, much), (2, old, old + b"x"), (FULL_EVERY, old, old), (9, None, old)):
+        if before is not None:
+            await blobs.put("w", version - 1, 1, [before])
+        info = BlobInfo("w", version, 1, digest_of(content), len(content))
+
+        assert await put_delta(blobs, info, memoryview(content)) is None
+    assert await blobs.newest("w.delta") is None

@@ -91,7 +91,7 @@ class ToyTrainer(Trainer):
         return ToyTrainEngine(lambda *_: None, lambda *_: None)
 
 
-def kernel_of(cls, settings, network, store, run):
+def kernel_of(cls, settings, network, store, run, **more):
     name = f"{cls.role}-1"
     return Kernel(
         cls,
@@ -103,6 +103,7 @@ def kernel_of(cls, settings, network, store, run):
         store=store,
         blobs=MemoryBlobStore(),
         log=logger("rubato.test"),
+        **more,
     )
 
 
@@ -222,6 +223,35 @@ def test_a_checkpoint_is_written_beside_training_one_at_a_time_and_all_before_th
 
     assert heard.index("claim 2") < heard.index("commit 1 is answered") < heard.index("commit 2")
     assert heard.index("commit 3") < heard.index("close")
+
+
+@pytest.mark.parametrize("node", ["node-1", "node-2"])
+def test_what_changed_is_published_beside_weights_that_leave_the_host_and_only_then(tmp_path, node):
+    async def main():
+        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 3)
+        config = ToyTrainer.Config(check=CheckSection(enabled=False), eval=EvalSection(every=0, final_num_tasks=0))
+        async with asyncio.TaskGroup() as tasks:
+            engine = kernel_of(HeldEngine, ActorConfig(), network, store, run, node=node)
+            actors = ((Halting, ActorConfig()), (ToyTrainer, config))
+            buffer, trainer = (kernel_of(*what, network, store, run) for what in actors)
+            serving = [tasks.create_task(engine.serve()), tasks.create_task(buffer.serve())]
+            await engine.ready.wait()
+            serving.append(tasks.create_task(trainer.serve()))
+            await asyncio.sleep(60.0)
+            for task in serving:
+                task.cancel()
+        return await trainer.blobs.newest("weights"), await trainer.blobs.newest("weights.delta")
+
+    whole, delta = run_virtual(main)
+
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert whole.version == 3
+    if node == "node-2":
+        assert (delta.version, delta.epoch) == (whole.version, whole.epoch)
+        assert rows[-1]["weights/delta_bytes"] == delta.size_bytes < whole.size_bytes
+    else:
+        assert delta is None
+        assert "weights/delta_bytes" not in rows[-1]
 
 
 def run_to_the_last_evaluation(folder, steps, window_s=0.0, **section):

@@ -8,9 +8,10 @@ from actors.engines.weights import HostWeights, WeightsPuller
 from bus.link import Identity
 from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import PIECE_BYTES, MemoryBlobStore
+from runtime.blobs.blob import PIECE_BYTES, BlobInfo, MemoryBlobStore, digest_of
 from runtime.blobs.hosts import HostBlobs
 from runtime.blobs.messages import BlobPiece, GetPiece, NotHere
+from runtime.blobs.patches import put_delta
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
@@ -133,6 +134,27 @@ async def test_each_host_pulls_a_version_once_and_every_engine_gets_it(tmp_path)
         assert made.held() == {f"engine-{n}": (1, IMAGE) for n in range(1, 5)}
         assert sum(made.actors[f"node-{n}"].given for n in range(1, 5)) == 3 * PIECES
         assert made.actors["node-1"].given == 2 * PIECES
+
+
+@virtual
+async def test_where_little_changed_hosts_pull_that_and_a_late_joiner_the_whole(tmp_path):
+    async with job(tmp_path) as made:
+        await made.blobs["a"].put("weights", 1, 1, [IMAGE])
+        await made.pull_all()
+        changed = IMAGE[:100] + b"changed" + IMAGE[107:]
+        info = BlobInfo("weights", 2, 1, digest_of(changed), len(changed))
+        delta = await put_delta(made.blobs["a"], info, memoryview(changed))
+        await made.blobs["a"].put("weights", 2, 1, [changed])
+        before = sum(made.actors[f"node-{n}"].given for n in range(1, 5))
+
+        await made.pull_all()
+        after = sum(made.actors[f"node-{n}"].given for n in range(1, 5))
+        await made.start(Node, "node-5", "e")
+        await made.start(Engine, "engine-5", "e")
+
+        assert delta.size_bytes < 200
+        assert after - before == 3  # hosts, of one piece each
+        assert made.held() == {f"engine-{n}": (2, changed) for n in range(1, 6)}
 
 
 @virtual
