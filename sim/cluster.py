@@ -16,7 +16,7 @@ from sim.engine_model import ModelledEngine
 from sim.job import Environments, Job
 from sim.manager_model import ModelledManager, drawn_scores
 from sim.proxy_model import ModelledProxy
-from sim.timeline import Timeline
+from sim.timeline import SimEvent, Timeline
 from sim.training_model import TrainerSpec
 from sim.weight_sync import StoreSync
 from sim.workload import Episode, TaskSpec, episode, task_of
@@ -62,6 +62,7 @@ class ClusterCosts:
         self.environments = (Environments(manager, spec.environments),)
         self._spec = spec
         self._seed = seed
+        self._pushed: SimEvent | None = None
 
     def episode(self, ticket: Ticket) -> Episode:
         task = task_of(self._spec.tasks, self._seed, ticket.group_id)
@@ -74,8 +75,13 @@ class ClusterCosts:
         await self.timeline.sleep(self._spec.trainer.step_s(tokens, sequences))
 
     async def publish(self, step: int) -> None:
-        """Hand the weights to the store, which the trainer waits for, as the live one does; engines pull on their own."""
-        size = self._spec.trainer.model.weight_bytes
+        """The trainer waits until the store has the version before, as the live one does; the rest goes on beside its next step."""
+        if self._pushed is not None:
+            await self._pushed
+        self._pushed = self.timeline.start(self._push(step, self._spec.trainer.model.weight_bytes)).ended
+
+    async def _push(self, step: int, size: int) -> None:
+        """Hand the weights to the store; engines pull on their own."""
         await self.timeline.sleep(self._spec.weights.push_s(size))
         for engine in self.engines:
             self.timeline.start(self._pull(engine, step, size))

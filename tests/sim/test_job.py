@@ -70,6 +70,16 @@ def test_alpha_of_a_job_may_adapt_within_bounds():
         job(alpha="auto", alpha_min=3, alpha_max=2)
 
 
+def test_the_trainer_goes_on_while_weights_are_pushed_and_waits_only_for_the_push_before():
+    slow = job(alpha=3, weights={"push_bytes_s": 1e9, "pull_bytes_s": 1e10, "load_bytes_s": 2e10})  # 16 s
+
+    slow.run()
+
+    first, second = slow.rows[:2]
+    assert first.published_s == first.trained_s
+    assert second.published_s >= first.published_s + 16.0
+
+
 def test_rollouts_that_fail_shrink_their_groups_and_the_job_goes_on():
     failing = part("workloads/gem_math.yaml") | {
         "reset_failure": {"probability": 0.6, "hang_s": 10}, "reward_failure": 0.1,
