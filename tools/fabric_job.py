@@ -54,10 +54,16 @@ class Job:
         self._rubato(first, "keys", "new", "--run", self.folder / first)
         host = f"bus.host={addresses[first]}"
         self._spawn(
-            first, "launch", self._config, *self._overrides, host, f"fabric.testbed={self._racks.prefix}",
-            "engine.num_slots=1", "--run-dir", self.folder / first,
-        )  # fmt: skip
-        self._until(lambda: self.events(first, "trainer-1", "epoch"), "the trainer's start")
+            first,
+            "launch",
+            self._config,
+            *self._overrides,
+            host,
+            "engine.num_slots=1",
+            "--run-dir",
+            self.folder / first,
+        )
+        self.until(lambda: self.events(first, "trainer-1", "epoch"), "the trainer's start")
         token = self._rubato(first, "keys", "join-token", "--run", self.folder / first)
         for rack in others:
             self._spawn(
@@ -68,7 +74,7 @@ class Job:
     def syncs(self, num: int) -> dict[int, float]:
         """Seconds by version, once `num` versions after the first few have come to every engine. Raises Stuck."""
         for count in range(1, LEARNED + num + 1):
-            self._until(partial(self._have, count), f"the sync of {count} versions to all racks")
+            self.until(partial(self._have, count), f"the sync of {count} versions to all racks")
         return dict(sorted(self._synced().items())[LEARNED:])
 
     def stop(self) -> None:
@@ -98,7 +104,8 @@ class Job:
     def _have(self, count: int) -> bool:
         return len(self._synced()) >= count
 
-    def _until(self, found: Callable[[], FoundT | None], what: str) -> FoundT:
+    def until(self, found: Callable[[], FoundT | None], what: str) -> FoundT:
+        """Wait for what `found` finds. Raises Stuck."""
         deadline = time.perf_counter() + LIMIT_S
         while not (value := found()):
             if time.perf_counter() > deadline or any(p.poll() is not None for p in self._processes):
@@ -135,7 +142,7 @@ def measure(config: Path, overrides: Sequence[str], mode: str, folder: Path, num
         racks = Racks(mode, addresses)
         racks.make(section.trickle_mbps)
         folder.mkdir(parents=True)
-        job = Job(config.resolve(), overrides, racks, folder.resolve(), stack)
+        job = Job(config.resolve(), [*overrides, f"fabric.testbed={racks.prefix}"], racks, folder.resolve(), stack)
         job.start(addresses, checked.section("engine").num_slots)
         syncs = job.syncs(num)
         job.stop()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import process_time, thread_time
+from time import perf_counter, process_time, thread_time
 from typing import Any
 
 import torch
@@ -86,8 +86,11 @@ class TorchEngine:
 
     async def update(self, version: int, weights: memoryview) -> float:
         """The new weights are laid out beside the old ones while steps go on; only the swap itself is a pause."""
-        prepared = await asyncio.to_thread(self._prepare, self._started().runner, weights, version)
-        return await self._command(StepLoop.swap, version, prepared)
+        steps = self._started()
+        prepared = await asyncio.to_thread(self._prepare, steps.runner, weights, version)
+        pause_s = await self._command(StepLoop.swap, version, prepared)
+        await asyncio.to_thread(steps.free_replaced)
+        return pause_s
 
     def _prepare(self, runner: ModelRunner, weights: memoryview, version: int) -> Weights:
         began = thread_time()
@@ -205,6 +208,7 @@ class StepLoop(threading.Thread):
         self._commands: list[tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any] | None]] = []
         self._outbox: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._ended = False
+        self._replaced: Weights | None = None
 
     # -- from the event loop ------------------------------------------------------------------------------------
 
@@ -289,13 +293,20 @@ class StepLoop(threading.Thread):
         return self._took(began, self.pace.reconfigure(degree, self.scheduler.num_cached))
 
     def swap(self, version: int, weights: Weights) -> float:
-        """Returns the pause in seconds."""
-        began = self._loop.time()
+        """Returns the pause in seconds. The old weights wait for `free_replaced`."""
+        began, due_from = perf_counter(), self._loop.time()
+        self._replaced = self.runner.weights
         self.runner.swap(weights)
         self.version = version
         if self._recompute:
             self.scheduler.forget_caches()
-        return self._took(began, self.pace and self.pace.swap_s())
+        if self.pace is not None:
+            self._last(self.pace, self.pace.swap_s(), due_from)
+        return perf_counter() - began
+
+    def free_replaced(self) -> None:
+        """From any other thread: giving 100 MB back takes longer than a step."""
+        self._replaced = None
 
     def stop(self) -> None:
         for request_id in list(self._sequences):

@@ -3,6 +3,8 @@
 import asyncio
 import subprocess
 import sys
+import threading
+import weakref
 
 import pytest
 
@@ -49,6 +51,19 @@ async def test_both_families_agree_with_transformers_even_when_prefill_is_cut(tm
     await engine.stop()
 
     assert max(difference(folder, work, tokens) for work, (tokens, _) in zip(works, results, strict=True)) < 1e-4
+
+
+async def test_the_weights_that_were_replaced_are_freed_beside_the_steps_and_at_once(tmp_path):
+    folder = write_model(tmp_path)
+    engine = await started(folder)
+    freed = []
+    weakref.finalize(engine._steps.runner.weights.head, lambda: freed.append(threading.current_thread()))
+
+    await engine.update(1, weights_image(folder))
+
+    assert freed
+    assert freed != [engine._steps]
+    await engine.stop()
 
 
 @pytest.mark.parametrize("turning", [(0, 7, 11), tuple(range(10)), (0, 1, 2, 3, 5, 8, 11)])
