@@ -43,9 +43,10 @@ class WeightsImage:
             return _nothing
         if self._pinned is None:
             self._pinned = torch.empty_like(body, pin_memory=True)
-        self._copy([value.to(self._dtype) for value in values], self._pinned)
+        self._copy(values, self._pinned)
         landed = torch.cuda.Event()
-        landed.record()  # later kernels of this stream, the next update's among them, run after the copies
+        # Later kernels of this stream, those of the next update among them, run after the copies.
+        landed.record(torch.cuda.current_stream(values[0].device))
         return partial(_land, landed, self._pinned, body)
 
     def _copy(self, values: list[Tensor], to: Tensor) -> None:
