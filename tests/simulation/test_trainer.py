@@ -225,6 +225,87 @@ def test_a_checkpoint_is_written_beside_training_one_at_a_time_and_all_before_th
     assert heard.index("commit 3") < heard.index("close")
 
 
+class Evaluating(Buffer):
+    """Version 4 is the best, and the further from it the worse. A batch and an evaluation each take their time."""
+
+    @handler
+    async def claim(self, request: Claim) -> Batch | NotReady:
+        await asyncio.sleep(1.0)
+        return await super().claim(request)
+
+    @handler(concurrency=4)
+    async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:
+        await asyncio.sleep(3.5)
+        return EvalResult(request.version, ((10.0 - abs(request.version - 4),),), 0)
+
+    @handler
+    async def close(self, request: Close) -> Ack:
+        return Ack()
+
+
+class Committing(Evaluating):
+    """Takes long over each commit."""
+
+    @handler(concurrency=4)
+    async def commit(self, request: Commit) -> Ack:
+        await asyncio.sleep(2.5)
+        return await super().commit(request)
+
+
+def drained_after(folder, seconds, trainer_class=None):
+    """(steps that were committed, notices of a failed end) of a run that saves each step and is drained while it commits one."""
+
+    async def main():
+        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", folder, 7, 100)
+        config = ToyTrainer.Config(
+            check=CheckSection(enabled=False), eval=EvalSection(every=0), checkpoint=CheckpointSection(every=1, keep=9)
+        )
+        ends = []
+        async with asyncio.TaskGroup() as tasks:
+            buffer = kernel_of(Committing, ActorConfig(), network, store, run)
+            trainer = kernel_of(trainer_class or ToyTrainer, config, network, store, run)
+            committed = buffer.build().committed
+            trainer.build().finish = lambda reason, failed=False: ends.append(reason)
+            serving = [tasks.create_task(kernel.serve()) for kernel in (buffer, trainer)]
+            await trainer.ready.wait()
+            await asyncio.sleep(seconds)
+            await buffer.ref("trainer-1").ask(Drain(), timeout=30)
+            await asyncio.wait(serving[1:])
+            serving[0].cancel()
+        return committed, ends
+
+    return run_virtual(main)
+
+
+@pytest.mark.parametrize("seconds", [1.5, 3.0, 4.7, 6.1])
+def test_a_drain_waits_for_the_checkpoint_under_way_and_saves_no_step_twice(tmp_path, seconds):
+    committed, _ = drained_after(tmp_path, seconds)
+
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert committed == steps
+    assert [checkpoints.step_of(path) for path in checkpoints.by_step(tmp_path / "checkpoints")] == steps
+
+
+class FullDisk(ToyTrainEngine):
+    def write_toy(self, step, content, epoch, receipts, folder):
+        if step > 1:
+            raise checkpoints.CheckpointError(f"checkpoint {folder.name} could not be written: no space")
+        super().write_toy(step, content, epoch, receipts, folder)
+
+
+class FullDiskTrainer(ToyTrainer):
+    def _build(self):
+        return FullDisk(lambda *_: None, lambda *_: None)
+
+
+def test_a_checkpoint_that_the_disk_refuses_beside_training_ends_the_run_and_leaves_the_one_before(tmp_path):
+    committed, ends = drained_after(tmp_path, 20.0, FullDiskTrainer)
+
+    assert committed == [1]
+    assert ends[0] == "checkpoint waiting_2.1 could not be written: no space"
+    assert [checkpoints.step_of(path) for path in checkpoints.by_step(tmp_path / "checkpoints")] == [1]
+
+
 @pytest.mark.parametrize("node", ["node-1", "node-2"])
 def test_what_changed_is_published_beside_weights_that_leave_the_host_and_only_then(tmp_path, node):
     async def main():
@@ -276,24 +357,6 @@ def run_to_the_last_evaluation(folder, steps, window_s=0.0, **section):
 
     run_virtual(main)
     return folder / "checkpoints"
-
-
-class Evaluating(Buffer):
-    """Version 4 is the best, and the further from it the worse. A batch and an evaluation each take their time."""
-
-    @handler
-    async def claim(self, request: Claim) -> Batch | NotReady:
-        await asyncio.sleep(1.0)
-        return await super().claim(request)
-
-    @handler(concurrency=4)
-    async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:
-        await asyncio.sleep(3.5)
-        return EvalResult(request.version, ((10.0 - abs(request.version - 4),),), 0)
-
-    @handler
-    async def close(self, request: Close) -> Ack:
-        return Ack()
 
 
 def run_to_the_end(folder, steps, eval_every=0, **section):
