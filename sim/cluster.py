@@ -1,8 +1,9 @@
 """A job on a cluster: pools of modelled engines, a trainer on GPUs of its own, weights through a store."""
 
 from collections.abc import Mapping
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from actors.config import Alpha
 from actors.messages.samples import Ticket
@@ -11,6 +12,7 @@ from actors.samples.groups import Groups
 from planning.adaptive_alpha import AlphaBounds
 from planning.roofline import EngineSpec, Roofline
 from runtime.config import Section
+from sim.affinity_model import ModelledAffinity, fixed_shares
 from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
 from sim.engine_model import ModelledEngine
 from sim.job import Environments, Job
@@ -50,6 +52,16 @@ class ClusterJobSpec(Section):
     """Rollouts at once."""
     steps: int = Field(ge=1)
     max_attempts: int = Field(default=3, ge=1)
+    affinity: Literal["", "learned"] = ""
+    """learned: domains are shared out by what is seen, anew at each weight version. Otherwise pools that name their `tasks` say it."""
+
+    @model_validator(mode="after")
+    def _maps_tasks_once(self) -> Self:
+        if self.affinity and (named := [pool.name for pool in self.pools if pool.tasks]):
+            raise ValueError(
+                f"affinity is {self.affinity}, so tasks of the pool {named[0]} have no effect. Leave them out"
+            )
+        return self
 
 
 class ClusterCosts:
@@ -58,7 +70,8 @@ class ClusterCosts:
     def __init__(self, spec: ClusterJobSpec, seed: int) -> None:
         self.timeline = Timeline()
         self.engines = engines_of(self.timeline, spec.pools)
-        manager = manager_of(self.timeline, self.engines, spec.pools)
+        self.affinity = affinity_of(self.engines, spec.pools, learned=spec.affinity == "learned")
+        manager = manager_of(self.timeline, self.engines, self.affinity)
         self.environments = (Environments(manager, spec.environments),)
         self._spec = spec
         self._seed = seed
@@ -85,6 +98,8 @@ class ClusterCosts:
         await self.timeline.sleep(self._spec.weights.push_s(size))
         for engine in self.engines:
             self.timeline.start(self._pull(engine, step, size))
+        if self.affinity is not None:
+            self.affinity.replan()
 
     async def _pull(self, engine: ModelledEngine, step: int, size: int) -> None:
         weights = self._spec.weights
@@ -123,13 +138,19 @@ def engines_of(timeline: Timeline, pools: tuple[PoolSpec, ...]) -> list[Modelled
     ]
 
 
-def manager_of(timeline: Timeline, engines: list[ModelledEngine], pools: tuple[PoolSpec, ...]) -> ModelledManager:
-    """Sends each task domain to its pools, through a proxy of its own; one that no pool names may go anywhere."""
-    mapped: dict[str, set[str]] = {}
-    for pool in pools:
-        for task in pool.tasks:
-            mapped.setdefault(task, set()).update(f"{pool.name}-{number}" for number in range(pool.count))
-    allowed = {task: frozenset(names) for task, names in mapped.items()}
-    return ModelledManager(
-        timeline, ModelledProxy(timeline, engines), drawn_scores(timeline), lambda task: allowed.get(task, ())
-    )
+def affinity_of(
+    engines: list[ModelledEngine], pools: tuple[PoolSpec, ...], *, learned: bool = False
+) -> ModelledAffinity | None:
+    """Sends each task domain to the pools that name it, or as is learned; None where every domain may go anywhere."""
+    if not learned and not any(pool.tasks for pool in pools):
+        return None
+    by_pool = {p.name: [e for e in engines if e.name.rpartition("-")[0] == p.name] for p in pools}
+    shares = fixed_shares({p.name: p.tasks for p in pools}, {p.name: p.count for p in pools})
+    return ModelledAffinity(by_pool, shares, learned=learned)
+
+
+def manager_of(
+    timeline: Timeline, engines: list[ModelledEngine], affinity: ModelledAffinity | None = None
+) -> ModelledManager:
+    """Plays rollouts through a proxy of its own."""
+    return ModelledManager(timeline, ModelledProxy(timeline, engines, affinity), drawn_scores(timeline))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from planning.roofline import Roofline
+from planning.step_cost import StepSums
 from runtime.errors import ConfigError
 from sim.timeline import SimEvent, Timeline
 
@@ -43,6 +44,8 @@ class Usage:
     tokens: int = 0
     prefilled: int = 0
     preempted: int = 0
+    steps: StepSums | None = None
+    """What they cost, where somebody wants to know."""
 
     @property
     def busy_s(self) -> float:
@@ -184,7 +187,10 @@ class ModelledEngine:
                 break
             self._waiting.popleft()
             self.forget(job.session)
-            seconds += self.model.prefill_s(job.context - kept, kept)
+            prefill_s = self.model.prefill_s(job.context - kept, kept)
+            if self.usage.steps is not None:
+                self.usage.steps.add(job.context - kept, 0, 0, prefill_s)
+            seconds += prefill_s
             self.usage.prefilled += job.context - kept
             self._begin(job)
         return seconds
@@ -223,6 +229,8 @@ class ModelledEngine:
             steps = span.steps_within(self.timeline.now - began, most)
             await self.timeline.sleep(began + span.seconds(steps) - self.timeline.now)
         self.usage.decode_s += span.seconds(steps)
+        if self.usage.steps is not None:
+            self.usage.steps.add(0, span.batch, span.context, span.seconds(steps) / steps, steps)
         self.usage.tokens += self._batch * steps
         self._steps += steps
         self._context += self._batch * steps

@@ -1,6 +1,6 @@
 """An environment manager in virtual time: reset, then turn by turn generate and step, then the score, as actors/envs/rollout.py does."""
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,17 +22,10 @@ def drawn_scores(timeline: Timeline) -> Scores:
     return score
 
 
-def any_engine(task: str) -> Collection[str]:
-    """Rollouts of every task may use every engine."""
-    return ()
-
-
 class GeneratesTokens(Protocol):
     """What a rollout asks for tokens: see ModelledProxy."""
 
-    async def generate(
-        self, request: RequestView, context: int, new_tokens: int, allowed: Collection[str] = ()
-    ) -> int: ...
+    async def generate(self, request: RequestView, context: int, new_tokens: int, task: str = "") -> int: ...
     def forget(self, session: str) -> None: ...
 
 
@@ -57,12 +50,11 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class ModelledManager:
-    """Plays rollouts, any number at once. `allowed` tells the engines of a task, none meaning all."""
+    """Plays rollouts, any number at once."""
 
     timeline: Timeline
     proxy: GeneratesTokens
     score: Scores
-    allowed: Callable[[str], Collection[str]] = any_engine
     reset_tries: int = field(default_factory=lambda: EnvSection().reset_tries)
 
     async def play(
@@ -81,7 +73,7 @@ class ModelledManager:
                 context += turn.shown
                 began = timeline.now
                 request = RequestView(session, max(min_version, played.version_first))
-                version = await self.proxy.generate(request, context, turn.sampled, self.allowed(episode.task))
+                version = await self.proxy.generate(request, context, turn.sampled, episode.task)
                 if played.version_first < 0:
                     played.version_first = version
                 context += turn.sampled

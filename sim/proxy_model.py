@@ -1,10 +1,12 @@
 """The LLMProxy in virtual time: the live router picks the engine, and who finds no room waits in order."""
 
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from actors.proxy.line import USUAL, Lane, Line
 from planning.routing import EngineView, RequestView, choose, goes_first
+from sim.affinity_model import ModelledAffinity
 from sim.timeline import SimEvent, Timeline
 
 
@@ -24,50 +26,73 @@ class RoutedEngine(Protocol):
     def forget(self, session: str) -> None: ...
 
 
+@dataclass(eq=False, slots=True)
+class WaitingTurn:
+    """A turn that stands in line."""
+
+    request: RequestView
+    task: str
+    began: float
+    placed: SimEvent
+
+
 class ModelledProxy:
     """Routes by `planning.routing.choose` on the views that actors/proxy/placement.py would have: a seat is taken when it is given."""
 
-    def __init__(self, timeline: Timeline, engines: Sequence[RoutedEngine]) -> None:
+    def __init__(
+        self, timeline: Timeline, engines: Sequence[RoutedEngine], affinity: ModelledAffinity | None = None
+    ) -> None:
         self._timeline = timeline
+        self._affinity = affinity
         self.engines: dict[str, RoutedEngine] = {engine.name: engine for engine in engines}
         self._in_flight = dict.fromkeys(self.engines, 0)
         self._views: dict[str, EngineView] = {}
-        self._sessions: dict[str, str] = {}
-        self._waiting: deque[tuple[RequestView, Collection[str], SimEvent]] = deque()
+        self._sessions: dict[str, tuple[str, int]] = {}
+        """Session → engine of its last turn, and the tokens that it had then."""
+        self._line: Line[WaitingTurn] = Line()
         for engine in engines:
             engine.on_change = self._changed
             self._see(engine)
 
-    async def generate(self, request: RequestView, context: int, new_tokens: int, allowed: Collection[str] = ()) -> int:
-        """The version that began to sample `new_tokens` behind `context`; `allowed` names the engines that may, none means all."""
-        engine = self.engines[await self._place(request, allowed)]
+    async def generate(self, request: RequestView, context: int, new_tokens: int, task: str = "") -> int:
+        """The version that began to sample `new_tokens` behind `context`, on an engine that may serve `task`."""
+        if self._affinity is not None:
+            self._affinity.came()
+        sticky, held = self._sessions.get(request.session, (None, 0))
+        engine = self.engines[await self._place(request, task)]
+        if self._affinity is not None:
+            known = held if sticky == engine.name else 0
+            self._affinity.began(task, engine.name, sticky, context, max(1, context - known))
+        self._sessions[request.session] = (engine.name, context + new_tokens)
         try:
             return await engine.generate(request.session, context, new_tokens, request.min_version)
         finally:
             self._in_flight[engine.name] -= 1
+            if self._affinity is not None:
+                self._affinity.ended(task, new_tokens)
             self._changed(engine)
 
     def forget(self, session: str) -> None:
         """The trajectory is over: its KV is free."""
-        if name := self._sessions.pop(session, None):
-            self.engines[name].forget(session)
+        if found := self._sessions.pop(session, None):
+            self.engines[found[0]].forget(session)
 
-    async def _place(self, request: RequestView, allowed: Collection[str]) -> str:
-        name = None if self._waiting else self._seat(request, allowed)
+    async def _place(self, request: RequestView, task: str) -> str:
+        lane = Lane(USUAL, task if self._affinity is not None else "")
+        name = None if lane in self._line else self._seat(request, task)
         if name is not None:
             return name
-        entry = (request, allowed, self._timeline.event())
-        if goes_first(request):
-            self._waiting.appendleft(entry)
-        else:
-            self._waiting.append(entry)
-        return await entry[2]
+        turn = WaitingTurn(request, task, self._timeline.now, self._timeline.event())
+        self._line.add(lane, turn, first=goes_first(request))
+        return await turn.placed
 
-    def _seat(self, request: RequestView, allowed: Collection[str]) -> str | None:
-        views = [self._views[name] for name in allowed] if allowed else self._views.values()
-        name = choose(request, views, self._sessions.get(request.session)).engine
+    def _seat(self, request: RequestView, task: str) -> str | None:
+        sticky, _ = self._sessions.get(request.session, (None, 0))
+        if self._affinity is None:
+            name = choose(request, self._views.values(), sticky).engine
+        else:
+            name = self._affinity.route(request, task, self._views, sticky).engine
         if name is not None:
-            self._sessions[request.session] = name
             self._in_flight[name] += 1
             self._see(self.engines[name])
         return name
@@ -77,12 +102,13 @@ class ModelledProxy:
         self._views[name] = EngineView(name, engine.version, engine.num_slots, self._in_flight[name], engine.suspended)
 
     def _changed(self, engine: RoutedEngine) -> None:
-        """Seat those who wait, in order, until no engine has room."""
+        """Seat those who wait, in order, until no engine has room for the first of any lane."""
         self._see(engine)
-        while self._waiting:
-            request, allowed, placed = self._waiting[0]
-            name = self._seat(request, allowed)
+        stuck: set[Lane] = set()
+        while (lane := next((lane for lane in self._line.lanes() if lane not in stuck), None)) is not None:
+            turn = self._line.first(lane)
+            name = self._seat(turn.request, turn.task)
             if name is None:
-                return
-            self._waiting.popleft()
-            placed.set(name)
+                stuck.add(lane)
+            else:
+                self._line.take(lane).placed.set(name)

@@ -1,6 +1,6 @@
 """A job on one host: every actor is a process on the same cores, and costs what a recorded run's did."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from actors.config import RolloutSection, SamplesSection, StalenessSection, TrainSection
@@ -138,10 +138,10 @@ class _TurnThroughProcesses(NamedTuple):
     manager_s: float
     proxy_s: float
 
-    async def generate(self, request: RequestView, context: int, new_tokens: int, allowed: Collection[str] = ()) -> int:
+    async def generate(self, request: RequestView, context: int, new_tokens: int, task: str = "") -> int:
         await self.manager.handle(self.manager_s)
         await self.proxy.handle(self.proxy_s)
-        version = await self.routed.generate(request, context, new_tokens, allowed)
+        version = await self.routed.generate(request, context, new_tokens, task)
         await self.proxy.handle(self.proxy_s)
         return version
 

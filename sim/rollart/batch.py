@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from planning.routing import RequestView
-from sim.cluster import PoolSpec, engines_of, manager_of
+from sim.cluster import PoolSpec, affinity_of, engines_of, manager_of
 from sim.manager_model import Played, RolloutFailed, Scores
 from sim.timeline import SimProcess, Timeline
 from sim.workload import Episode
@@ -27,7 +27,7 @@ class BatchRun:
     def __init__(self, pools: tuple[PoolSpec, ...]) -> None:
         self.timeline = Timeline()
         self.engines = engines_of(self.timeline, pools)
-        self.manager = manager_of(self.timeline, self.engines, pools)
+        self.manager = manager_of(self.timeline, self.engines, affinity_of(self.engines, pools))
 
     def score_by(self, score: Scores) -> None:
         """Trajectories are scored by `score` and not as their task says."""
@@ -77,9 +77,9 @@ class BatchRun:
             for number in active:
                 shown, sampled, _ = episodes[number].turns[turn]
                 request = RequestView(f"t{number}")
-                allowed = self.manager.allowed(episodes[number].task)
+                task = episodes[number].task
                 asked.append(
-                    timeline.start(self.manager.proxy.generate(request, contexts[number] + shown, sampled, allowed))
+                    timeline.start(self.manager.proxy.generate(request, contexts[number] + shown, sampled, task))
                 )
                 contexts[number] += shown + sampled
             for process in asked:

@@ -1,0 +1,80 @@
+"""Hardware affinity in virtual time: the live planner's shares, dealt out as the live proxy deals them out. A class is a pool here."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from planning.affinity import AffinityPlan, Shares
+from planning.binding import Binding, ClassSeen, TaskProfiles, planned
+from planning.routing import EngineView, RequestView, Route, choose
+from planning.step_cost import StepSums
+from sim.engine_model import ModelledEngine
+
+
+class ModelledAffinity:
+    """As actors/proxy/affinity.py, for engines that never fail."""
+
+    def __init__(self, engines: Mapping[str, Sequence[ModelledEngine]], shares: Shares, *, learned: bool) -> None:
+        """`engines` by pool; `shares` hold until the first plan, where it is `learned`, and for ever where not."""
+        self._engines = engines
+        self._class_of = {engine.name: name for name, each in engines.items() for engine in each}
+        self._binding = Binding(shares)
+        self._learns = learned and len(engines) > 1
+        self._profiles = TaskProfiles()
+        self._most_running = self.running = 0
+        """Requests that are not answered yet, at most since the last plan, and now."""
+        self.plans: list[AffinityPlan] = []
+        for engine in (engine for each in engines.values() for engine in each if self._learns):
+            engine.usage.steps = StepSums()
+
+    def route(self, request: RequestView, task: str, views: Mapping[str, EngineView], sticky: str | None) -> Route:
+        """The engine for a request of `task`, if one has room that it may use."""
+        order = self._binding.order(task, self._class_of.get(sticky or "", ""))
+        if not order:
+            return choose(request, views.values(), sticky)
+        routes = (choose(request, [views[e.name] for e in self._engines[name]], sticky) for name in order)
+        return next((route for route in routes if route.engine is not None), Route(None, "no room"))
+
+    def came(self) -> None:
+        self.running += 1
+        self._most_running = max(self._most_running, self.running)
+
+    def began(self, task: str, engine: str, sticky: str | None, prompt: int, prefill: int) -> None:
+        """A request got its seat; `sticky` is the engine of its session's last turn."""
+        name = self._class_of[engine]
+        if name != self._class_of.get(sticky or ""):
+            self._binding.begun(task, name)
+        if self._learns:
+            self._profiles.began(task, prompt, prefill)
+
+    def ended(self, task: str, decoded: int) -> None:
+        self.running -= 1
+        if self._learns:
+            self._profiles.ended(task, decoded)
+
+    def replan(self) -> None:
+        """A weight version was published."""
+        if not self._learns:
+            return
+        seen = [_seen(name, each) for name, each in self._engines.items()]
+        in_flight, self._most_running = self._most_running, self.running
+        found = planned(self._profiles.take(), seen, in_flight, self._binding.shares)
+        if found is not None:
+            self.plans.append(found)
+            if found.shares != self._binding.shares:
+                self._binding.share_out(found.shares)
+
+
+def _seen(name: str, engines: Sequence[ModelledEngine]) -> ClassSeen:
+    sums = StepSums()
+    for each in engines:
+        sums.include(each.usage.steps.values if each.usage.steps is not None else ())
+    return ClassSeen(name, len(engines), sum(each.num_slots for each in engines) / len(engines), sums)
+
+
+def fixed_shares(tasks: Mapping[str, Iterable[str]], counts: Mapping[str, int]) -> Shares:
+    """What pools that name their `tasks` mean: those of a task share it by their `counts` of engines."""
+    named: dict[str, list[str]] = {}
+    for pool, its in tasks.items():
+        for task in its:
+            named.setdefault(task, []).append(pool)
+    totals = {task: sum(counts[pool] for pool in pools) for task, pools in named.items()}
+    return {task: {pool: counts[pool] / totals[task] for pool in pools} for task, pools in named.items()}

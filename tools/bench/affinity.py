@@ -1,0 +1,268 @@
+"""Learned hardware affinity beside every map of two tasks to two classes, live, on paced engines: samples per second.
+
+python tools/bench/affinity.py [--seconds 22] [--only learned|best|uniform] [--json FILE] [key.sub=value …]
+
+One H800 and three H20, which cost about the same, are two pools. `read` shows long prompts and samples few tokens, `write` the other way
+round; both have the same weight. `learned` is `affinity: learned` on both pools, `best` the best of the four maps of whole tasks to classes,
+each on both pools; `uniform` are pools of one class alone that cost what both pools do. Everything is live but the engines' time, which is paced
+(docs/pace.md): a step lasts what the class would take for it, and tokens are drawn by the scripted engine. Arms run two at a time.
+`--json` writes {"learned", "best", "uniform": {class: …}, "maps", "price", "outlasted"}. Fails where more than 2 % of any arm's steps
+outlasted their pace.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from actors import catalog  # noqa: E402
+from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
+from actors.training.base_model import make_tokenizer, write_tokenizer  # noqa: E402
+from runtime.errors import LaunchError  # noqa: E402
+from runtime.launch.children import die_with_parent  # noqa: E402
+from runtime.launch.connection import connect  # noqa: E402
+from runtime.launch.folder import running  # noqa: E402
+from runtime.registry import ActorRecord, list_actors  # noqa: E402
+
+MIXED = {"h800": 1, "h20": 3}
+ALONE = {"h800": 2, "h20": 6}
+"""Engines of one GPU each. A class alone costs what both pools do: 10.56 and 11.10 US dollars an hour against 10.83."""
+
+TASKS = {"read": (2400, 8), "write": (32, 512)}
+"""Tokens shown, tokens sampled."""
+
+SCALE = 2.0
+"""Modelled seconds last so many."""
+
+AT_ONCE = 2
+WARM_S = 12.0
+"""From the first sample: slots are full, and the requests in them are at different places."""
+PLAN_S, START_S, END_S = 70.0, 120.0, 30.0
+
+
+class Arm(NamedTuple):
+    """One job."""
+
+    name: str
+    engines: Mapping[str, int]
+    affinity: str | Mapping[str, str] = {}
+
+
+class Measured(NamedTuple):
+    samples_s: float
+    outlasted: float
+    """Share of the steps that outlasted their pace."""
+    why: str = ""
+    """The plan, where there is one."""
+
+
+def arms() -> list[Arm]:
+    """The longest first."""
+    maps = [dict(zip(TASKS, names, strict=True)) for names in product(MIXED, repeat=len(TASKS))]
+    named = [Arm(" ".join(f"{task}→{name}" for task, name in each.items()), MIXED, each) for each in maps]
+    return [Arm("learned", MIXED, "learned"), *named, *(Arm(f"all {name}", {name: num}) for name, num in ALONE.items())]
+
+
+def price(engines: Mapping[str, int]) -> float:
+    """US dollars an hour."""
+    return sum(num * (catalog.hardware(name).usd_per_hour or 0.0) for name, num in engines.items())
+
+
+def job(arm: Arm, model: Path) -> dict[str, Any]:
+    """Its config."""
+    pools = {
+        name: {"count": num, "hardware": name, "set": {"engine.pace.hardware": name}}
+        for name, num in arm.engines.items()
+    }
+    tasks = {
+        name: {
+            "class": f"{ROOT}/tools/bench/peers/shown_text.py:ShownText",
+            "kwargs": {"tokens": shown},
+            "max_turns": 1,
+            "max_new_tokens": sampled,
+        }
+        for name, (shown, sampled) in TASKS.items()
+    }
+    return {
+        "run": {"name": "affinity", "steps": 1_000_000},
+        "actors": {
+            "sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"},
+            "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
+            "engine": {"class": "actors.engines.worker:EngineWorker", "pools": pools},
+            "env_manager": {"class": "actors.envs.manager:EnvManager"},
+            "trainer": {"class": "actors.training.trainer:Trainer"},
+        },
+        "tasks": tasks,
+        "affinity": arm.affinity,
+        "model": {"path": str(model)},
+        "env": {"isolation": "inline", "concurrency": 96},
+        "engine": {
+            "kind": "scripted",
+            "num_slots": 16,
+            "max_len": 4096,
+            "max_batch_tokens": 4096,
+            "stream_every": 256,
+            "kv_on_update": "keep",
+            "scripted": {"stop_share": 0.0, "vocab_size": make_tokenizer().get_vocab_size()},
+            "pace": {"hardware": next(iter(arm.engines)), "model": "qwen3-8b", "scale": SCALE},
+        },
+        "rollout": {"max_len": 4096},
+        "staleness": {"bounded": False},
+        "train": {
+            "kind": "scripted",
+            "batch_groups": 32,
+            "group_size": 4,
+            "scripted": {"step_s": 0.0, "weights_mib": 0.01},
+        },
+        "check": {"enabled": False},
+        "eval": {"every": 0, "final_num_tasks": 0},
+        "checkpoint": {"every": 1000},
+        "report": {"finish": ""},
+    }
+
+
+def plans(folder: Path) -> list[str]:
+    """The plans that the proxy made so far."""
+    log = folder / "logs" / "llm_proxy-1.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [json.loads(line)["why"] for line in lines if '"affinity_planned"' in line]
+
+
+async def is_up(folder: Path, launcher: "subprocess.Popen[bytes]") -> None:
+    """Wait for the run. Raises TimeoutError where it ended, or does not come."""
+    async with asyncio.timeout(START_S):
+        while True:
+            await asyncio.sleep(0.2)
+            if launcher.poll() is not None:
+                raise TimeoutError
+            with contextlib.suppress(LaunchError):
+                running(folder)
+                return
+
+
+async def measure(folder: Path, launcher: "subprocess.Popen[bytes]", arm: Arm, seconds: float) -> Measured:
+    """Watch the run in `folder` for `seconds` once it is warm, and where it learns, once it has a plan. Raises TimeoutError."""
+    await is_up(folder, launcher)
+    async with connect(folder) as run:
+
+        async def look() -> tuple[float, float, Sequence[ActorRecord]]:
+            """Time and samples, at the next beat of the sample buffer."""
+            before = buffer(await list_actors(run.store))
+            while True:
+                await asyncio.sleep(0.01)
+                actors = await list_actors(run.store)
+                now = buffer(actors)
+                if now is not None and (before is None or now.beat != before.beat):
+                    return time.monotonic(), now.metrics.get("samples/put", 0.0), actors  # noqa: TID251
+
+        async with asyncio.timeout(START_S):
+            while (await look())[1] == 0:
+                pass
+        async with asyncio.timeout(PLAN_S):
+            while arm.affinity == "learned" and not plans(folder):
+                await look()
+        await asyncio.sleep(WARM_S)
+        began_s, had, _ = await look()
+        await asyncio.sleep(seconds)
+        ended_s, has, actors = await look()
+    engines = [actor.metrics for actor in actors if actor.role == "engine"]
+    steps = sum(each["paced/steps"] for each in engines)
+    outlasted = sum(each["paced/steps"] * each["paced/outlasted_frac"] for each in engines) / steps
+    return Measured((has - had) / (ended_s - began_s), outlasted, (plans(folder) or [""])[-1])
+
+
+def buffer(actors: Sequence[ActorRecord]) -> ActorRecord | None:
+    return next((actor for actor in actors if actor.role == "sample_buffer"), None)
+
+
+def run(arm: Arm, seconds: float, overrides: Sequence[str]) -> Measured:
+    """Launch the arm's job, measure it, and stop it."""
+    with tempfile.TemporaryDirectory(prefix="rubato-affinity-") as scratch:
+        place = Path(scratch)
+        write_tokenizer(place / "model")
+        (place / "job.yaml").write_text(json.dumps(job(arm, place / "model")))
+        command = [ROOT / "tools/launch.py", place / "job.yaml", *overrides, "--run-dir", place / "run"]
+        with (place / "said").open("w") as out:
+            launcher = subprocess.Popen(
+                [sys.executable, *map(str, command)], cwd=place, stdout=out, stderr=out, preexec_fn=die_with_parent
+            )
+        try:
+            found = asyncio.run(measure(place / "run", launcher, arm, seconds))
+        except TimeoutError:
+            raise SystemExit(f"{arm.name} did not get going: {(place / 'said').read_text()[-2000:]}") from None
+        finally:
+            launcher.terminate()
+            launcher.wait(END_S)
+    note = f"  {found.why}" if found.why else ""
+    outlasted = f"{100 * found.outlasted:.1f} % of steps outlasted"
+    print(f"{arm.name:24} {found.samples_s:6.2f} samples/s paced, {outlasted}{note}", flush=True)
+    return found
+
+
+def run_all(wanted: Sequence[Arm], seconds: float, overrides: Sequence[str]) -> dict[str, Measured]:
+    """Some at a time, for engines that are paced wait most of the time."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = pool.map(lambda arm: run(arm, seconds, overrides), wanted)
+        return {arm.name: each for arm, each in zip(wanted, found, strict=True)}
+
+
+def summed_up(found: Mapping[str, Measured], wanted: Sequence[Arm]) -> dict[str, Any]:
+    """As `--json` writes it."""
+    by_arm = {arm.name: found[arm.name].samples_s for arm in wanted}
+    maps = {arm.name: by_arm[arm.name] for arm in wanted if isinstance(arm.affinity, dict) and arm.affinity}
+    summary: dict[str, Any] = {
+        "uniform": {next(iter(arm.engines)): by_arm[arm.name] for arm in wanted if not arm.affinity},
+        "maps": maps,
+        "price": {arm.name: price(arm.engines) for arm in wanted},
+        "outlasted": {name: each.outlasted for name, each in found.items()},
+        "paced": True,
+    }
+    if "learned" in by_arm:
+        summary["learned"] = by_arm["learned"]
+    if maps:
+        summary["best"] = max(maps.values())
+    return summary
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, and write the figures where asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=22.0, help="of each arm's measurement")
+    parser.add_argument("--only", choices=("learned", "best", "uniform"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    asked = parser.parse_args(argv)
+    kinds = {"learned": lambda a: a.affinity == "learned", "uniform": lambda a: not a.affinity}
+    kinds["best"] = lambda a: not any(kinds[kind](a) for kind in ("learned", "uniform"))
+    wanted = [arm for arm in arms() if not asked.only or kinds[asked.only](arm)]
+    found = run_all(wanted, asked.seconds, asked.overrides)
+    summary = summed_up(found, wanted)
+    if asked.json:
+        asked.json.write_text(json.dumps(summary, indent=2))
+    if not asked.only:
+        learned, worst = summary["learned"], min(summary["uniform"].values())
+        print(
+            f"learned / best map {learned / summary['best']:.2f}, learned / worse class alone {learned / worst:.2f}, paced"
+        )
+    late = [name for name, share in summary["outlasted"].items() if share > MOST_OUTLASTED]
+    if late:
+        print(
+            f"more than {100 * MOST_OUTLASTED:g} % of the steps outlasted their pace in {', '.join(late)}: these figures say nothing"
+        )
+    return 1 if late else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
