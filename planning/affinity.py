@@ -10,8 +10,12 @@ from typing import Final, NamedTuple
 
 from planning.step_cost import StepCost
 
-GAIN: Final = 1.03
-"""A new plan must promise so many times the present one's rate: sessions that move lose their KV caches."""
+GAIN: Final = 1.05
+"""A new plan must promise so many times the present one's rate: sessions that move lose their KV caches, and mixtures fluctuate."""
+
+SPLIT: Final = 1.15
+"""Tasks are shared between classes where that promises so many times the rate of the best map of whole tasks: rates are of the steady state,
+and where rollouts begin together, at α of 0 or 1, a few slow ones among them hold up the batch."""
 
 MAPS: Final = 4096
 """Maps of whole tasks to classes that are tried; with more tasks and classes than that, the search begins elsewhere."""
@@ -108,7 +112,7 @@ class Model:
 def plan(
     tasks: Mapping[str, TaskProfile], classes: Sequence[HardwareClass], in_flight: float, current: Shares | None = None
 ) -> AffinityPlan:
-    """The shares of the highest rate: the best map of whole tasks, then what moving parts of tasks gains, until nothing does.
+    """The shares of the highest rate: the best map of whole tasks, or where that is worth it, what moving parts of tasks makes of it.
 
     `in_flight` requests are under way or wait at most. `current` is kept unless the gain over it is worth it; empty shares mean that every
     class is open to all. A task without requests has none. `tasks` and `classes` must not be empty. Depends on nothing but its arguments,
@@ -119,7 +123,10 @@ def plan(
     model = Model([tasks[name] for name in names], ordered, max(1.0, in_flight))
     before = _grid(current, names, ordered)
     now = model.rate(before or [_even(ordered) for _ in names])
-    best = _refined(model, max(_maps(model, len(names), len(ordered)), key=model.rate))
+    best = max(_maps(model, len(names), len(ordered)), key=model.rate)
+    split = _refined(model, best)
+    if model.rate(split) >= SPLIT * model.rate(best):
+        best = split
     rate = model.rate(best)
     if rate < now * GAIN:
         shares: Shares = _named(before, names, ordered) if before else {}

@@ -9,8 +9,14 @@ from planning.step_cost import StepSums, fit
 FADE: Final = 0.5
 """What was seen of tasks counts half as much after each plan: two plans after a task has changed, three quarters of it are new."""
 
+MIX_FADE: Final = 0.8
+"""The same for how many requests came of each task: which task fits which class does not depend on that, and over one batch it is chance."""
+
 ENOUGH: Final = 4
 """Requests of a task that must have ended before it takes part in a plan."""
+
+AHEAD: Final = 2
+"""Sessions that a class may take beyond its share of a task while the one whose turn it is has no room: above, they wait for that."""
 
 FADED: Final = 1e-3
 """A task of which so little is left is not there any more."""
@@ -42,7 +48,9 @@ class Binding:
         if len(shares) <= 1:
             return tuple(shares)
         owed = self._owed.get(task, {})
-        return sorted(shares, key=lambda name: (name != kept, -owed.get(name, 0.0) - shares[name], name))
+        due = {name: owed.get(name, 0.0) + share for name, share in shares.items()}
+        names = [name for name in shares if name == kept or due[name] > -AHEAD]
+        return sorted(names, key=lambda name: (name != kept, -due[name], name))
 
     def begun(self, task: str, name: str) -> None:
         """A session of `task` began on class `name`: every class of the task is owed its share of it, and that one got it."""
@@ -56,14 +64,15 @@ class Binding:
 class _Seen:
     """Sums over the requests of one task, fading."""
 
-    __slots__ = ("decoded", "ended", "prefilled", "prompts", "requests", "total")
+    __slots__ = ("began", "decoded", "ended", "prefilled", "prompts", "requests", "total")
 
     def __init__(self) -> None:
-        self.requests = self.prompts = self.prefilled = self.ended = self.decoded = 0.0
+        self.requests = self.began = self.prompts = self.prefilled = self.ended = self.decoded = 0.0
         self.total = 0
 
     def fade(self) -> None:
-        for name in ("requests", "prompts", "prefilled", "ended", "decoded"):
+        self.requests *= MIX_FADE
+        for name in ("began", "prompts", "prefilled", "ended", "decoded"):
             setattr(self, name, FADE * getattr(self, name))
 
 
@@ -77,6 +86,7 @@ class TaskProfiles:
         """A request came with `prompt` tokens, `prefill` of them not in its session's KV cache."""
         seen = self._seen.get(task) or self._seen.setdefault(task, _Seen())
         seen.requests += 1
+        seen.began += 1
         seen.prompts += prompt
         seen.prefilled += prefill
 
@@ -90,9 +100,9 @@ class TaskProfiles:
     def profiles(self) -> dict[str, TaskProfile]:
         """Of the tasks of which enough was seen."""
         return {
-            name: TaskProfile(s.requests, s.prompts / s.requests, s.prefilled / s.requests, s.decoded / s.ended)
+            name: TaskProfile(s.requests, s.prompts / s.began, s.prefilled / s.began, s.decoded / s.ended)
             for name, s in self._seen.items()
-            if s.total >= ENOUGH and min(s.requests, s.ended) >= FADED
+            if s.total >= ENOUGH and min(s.began, s.ended) >= FADED
         }
 
     def take(self) -> dict[str, TaskProfile]:
@@ -100,7 +110,7 @@ class TaskProfiles:
         known = self.profiles()
         for name, seen in list(self._seen.items()):
             seen.fade()
-            if max(seen.requests, seen.ended) < FADED:
+            if max(seen.began, seen.ended) < FADED:
                 del self._seen[name]
         return known
 

@@ -28,11 +28,11 @@ class RoutedEngine(Protocol):
 
 @dataclass(eq=False, slots=True)
 class WaitingTurn:
-    """A turn that stands in line."""
+    """A turn that wants a seat: `context` tokens are known when it begins."""
 
     request: RequestView
     task: str
-    began: float
+    context: int
     placed: SimEvent
 
 
@@ -58,11 +58,7 @@ class ModelledProxy:
         """The version that began to sample `new_tokens` behind `context`, on an engine that may serve `task`."""
         if self._affinity is not None:
             self._affinity.came()
-        sticky, held = self._sessions.get(request.session, (None, 0))
-        engine = self.engines[await self._place(request, task)]
-        if self._affinity is not None:
-            known = held if sticky == engine.name else 0
-            self._affinity.began(task, engine.name, sticky, context, max(1, context - known))
+        engine = self.engines[await self._place(WaitingTurn(request, task, context, self._timeline.event()))]
         self._sessions[request.session] = (engine.name, context + new_tokens)
         try:
             return await engine.generate(request.session, context, new_tokens, request.min_version)
@@ -77,24 +73,27 @@ class ModelledProxy:
         if found := self._sessions.pop(session, None):
             self.engines[found[0]].forget(session)
 
-    async def _place(self, request: RequestView, task: str) -> str:
-        lane = Lane(USUAL, task if self._affinity is not None else "")
-        name = None if lane in self._line else self._seat(request, task)
+    async def _place(self, turn: WaitingTurn) -> str:
+        lane = Lane(USUAL, turn.task if self._affinity is not None else "")
+        name = None if lane in self._line else self._seat(turn)
         if name is not None:
             return name
-        turn = WaitingTurn(request, task, self._timeline.now, self._timeline.event())
-        self._line.add(lane, turn, first=goes_first(request))
+        self._line.add(lane, turn, first=goes_first(turn.request))
         return await turn.placed
 
-    def _seat(self, request: RequestView, task: str) -> str | None:
-        sticky, _ = self._sessions.get(request.session, (None, 0))
-        if self._affinity is None:
+    def _seat(self, turn: WaitingTurn) -> str | None:
+        request, affinity = turn.request, self._affinity
+        sticky, held = self._sessions.get(request.session, (None, 0))
+        if affinity is None:
             name = choose(request, self._views.values(), sticky).engine
         else:
-            name = self._affinity.route(request, task, self._views, sticky).engine
+            name = affinity.route(request, turn.task, self._views, sticky).engine
         if name is not None:
             self._in_flight[name] += 1
             self._see(self.engines[name])
+            if affinity is not None:
+                new = turn.context - (held if sticky == name else 0)
+                affinity.began(turn.task, name, sticky, turn.context, max(1, new))
         return name
 
     def _see(self, engine: RoutedEngine) -> None:
@@ -107,7 +106,7 @@ class ModelledProxy:
         stuck: set[Lane] = set()
         while (lane := next((lane for lane in self._line.lanes() if lane not in stuck), None)) is not None:
             turn = self._line.first(lane)
-            name = self._seat(turn.request, turn.task)
+            name = self._seat(turn)
             if name is None:
                 stuck.add(lane)
             else:

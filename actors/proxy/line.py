@@ -1,17 +1,14 @@
 """Who waits for an engine: in lanes, so that those who wait for engines of one kind hold up nobody who may use another."""
 
 from collections import deque
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from itertools import count
+from typing import Generic, NamedTuple, TypeVar
 
 EXACT, PASSED, USUAL = 0, 1, 2
 """Ranks of lanes, the first served first: evaluations; those at whose turn only engines had room that are held at an older version; others."""
 
 
-class CameAt(Protocol):
-    began: float
-
-
-T = TypeVar("T", bound=CameAt)
+T = TypeVar("T")
 
 
 class Lane(NamedTuple):
@@ -26,7 +23,8 @@ class Line(Generic[T]):
     """The lanes that somebody stands in."""
 
     def __init__(self) -> None:
-        self._lanes: dict[Lane, deque[T]] = {}
+        self._lanes: dict[Lane, deque[tuple[int, T]]] = {}
+        self._numbers = count(1)
 
     def __len__(self) -> int:
         return sum(map(len, self._lanes.values()))
@@ -35,35 +33,37 @@ class Line(Generic[T]):
         return lane in self._lanes
 
     def add(self, lane: Lane, one: T, *, first: bool = False) -> None:
-        members = self._lanes.setdefault(lane, deque())
+        """Stand at the lane's end, or, `first`, before everybody of its rank."""
+        members, number = self._lanes.setdefault(lane, deque()), next(self._numbers)
         if first:
-            members.appendleft(one)
+            members.appendleft((-number, one))
         else:
-            members.append(one)
+            members.append((number, one))
 
     def lanes(self) -> list[Lane]:
-        """By rank, and of equal rank those whose first came earliest."""
+        """By rank, and of equal rank those whose first came earliest: without anybody who is held up, that is the order of a single line."""
         if len(self._lanes) <= 1:
             return list(self._lanes)
-        return sorted(self._lanes, key=lambda lane: (lane.rank, self._lanes[lane][0].began))
+        return sorted(self._lanes, key=lambda lane: (lane.rank, self._lanes[lane][0][0]))
 
     def first(self, lane: Lane) -> T:
-        return self._lanes[lane][0]
+        return self._lanes[lane][0][1]
 
     def take(self, lane: Lane) -> T:
         """The first of the lane, which leaves."""
         members = self._lanes[lane]
-        one = members.popleft()
+        _, one = members.popleft()
         if not members:
             del self._lanes[lane]
         return one
 
     def remove(self, one: T) -> bool:
         """False where it stands in no lane."""
-        lane = next((lane for lane, members in self._lanes.items() if one in members), None)
-        if lane is None:
-            return False
-        self._lanes[lane].remove(one)
-        if not self._lanes[lane]:
-            del self._lanes[lane]
-        return True
+        for lane, members in self._lanes.items():
+            entry = next((entry for entry in members if entry[1] is one), None)
+            if entry is not None:
+                members.remove(entry)
+                if not members:
+                    del self._lanes[lane]
+                return True
+        return False

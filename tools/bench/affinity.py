@@ -1,11 +1,11 @@
 """Learned hardware affinity beside every map of two tasks to two classes, live, on paced engines: samples per second.
 
-python tools/bench/affinity.py [--seconds 22] [--only learned|best|uniform] [--json FILE] [key.sub=value …]
+python tools/bench/affinity.py [--seconds 20] [--only learned|best|uniform] [--json FILE] [key.sub=value …]
 
 One H800 and three H20, which cost about the same, are two pools. `read` shows long prompts and samples few tokens, `write` the other way
 round; both have the same weight. `learned` is `affinity: learned` on both pools, `best` the best of the four maps of whole tasks to classes,
 each on both pools; `uniform` are pools of one class alone that cost what both pools do. Everything is live but the engines' time, which is paced
-(docs/pace.md): a step lasts what the class would take for it, and tokens are drawn by the scripted engine. Arms run two at a time.
+(docs/pace.md): a step lasts what the class would take for it, and tokens are drawn by the scripted engine. Arms run three at a time.
 `--json` writes {"learned", "best", "uniform": {class: …}, "maps", "price", "outlasted"}. Fails where more than 2 % of any arm's steps
 outlasted their pace.
 """
@@ -40,14 +40,14 @@ MIXED = {"h800": 1, "h20": 3}
 ALONE = {"h800": 2, "h20": 6}
 """Engines of one GPU each. A class alone costs what both pools do: 10.56 and 11.10 US dollars an hour against 10.83."""
 
-TASKS = {"read": (2400, 8), "write": (32, 512)}
+TASKS = {"read": (2400, 8), "write": (32, 256)}
 """Tokens shown, tokens sampled."""
 
 SCALE = 2.0
 """Modelled seconds last so many."""
 
-AT_ONCE = 2
-WARM_S = 12.0
+AT_ONCE = 3
+WARM_S = 10.0
 """From the first sample: slots are full, and the requests in them are at different places."""
 PLAN_S, START_S, END_S = 70.0, 120.0, 30.0
 
@@ -161,7 +161,7 @@ async def measure(folder: Path, launcher: "subprocess.Popen[bytes]", arm: Arm, s
             """Time and samples, at the next beat of the sample buffer."""
             before = buffer(await list_actors(run.store))
             while True:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.05)
                 actors = await list_actors(run.store)
                 now = buffer(actors)
                 if now is not None and (before is None or now.beat != before.beat):
@@ -239,7 +239,7 @@ def summed_up(found: Mapping[str, Measured], wanted: Sequence[Arm]) -> dict[str,
 def main(argv: Sequence[str]) -> int:
     """Measure, print, and write the figures where asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=22.0, help="of each arm's measurement")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each arm's measurement")
     parser.add_argument("--only", choices=("learned", "best", "uniform"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")

@@ -120,6 +120,16 @@ def test_who_had_to_go_elsewhere_is_made_up_for():
     assert dealt == 4 * ["h800"]
 
 
+def test_a_class_takes_no_more_than_its_share_and_a_little_while_another_has_no_room():
+    binding, taken = Binding({"read": {"h800": 0.9, "h20": 0.1}}), 0
+    while "h20" in binding.order("read"):
+        binding.begun("read", "h20")
+        taken += 1
+
+    assert taken == 3
+    assert binding.order("read") == ["h800"]
+
+
 def test_a_task_without_shares_has_the_default_or_any_class():
     assert Binding({"read": {"h800": 1.0}}, default="h20").order("write") == ("h20",)
     assert not Binding({"read": {"h800": 1.0}}).order("write")

@@ -1,7 +1,6 @@
 """Hardware affinity in the proxy: the config's map, what happens where a class can't serve, and a plan that follows what is seen."""
 
 import asyncio
-import re
 
 import pytest
 
@@ -176,13 +175,13 @@ def test_a_plan_is_learned_from_what_tasks_and_engines_do_and_told(scene):
         await play_step(stage, 1, {"a": READ, "b": WRITE})
         near.generates.clear()
         await play_step(stage, 2, {"a": READ, "b": WRITE})
-        assert re.match(r"affinity: task a → h800: \S+ h20: \S+; task b → h20: 1.00 \(", stage.context.notices[-1])
+        assert stage.context.notices[-1].startswith("affinity: task a → h800: 1.00; task b → h20: 1.00 (")
 
         near.generates.clear()
         await play_step(stage, 3, {"a": READ, "b": WRITE})
 
         assert {request.task for request in near.generates} == {"a"}
-        assert len(near.generates) > 8
+        assert len(near.generates) == 16
 
     scene(play, affinity="learned")
 
