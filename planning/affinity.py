@@ -1,7 +1,7 @@
 """Which hardware class serves how much of each task, so that the mixture as a whole gets through fastest.
 
-A class of much compute is fast at prompts, one of much memory bandwidth at decoding (RollArt, arXiv 2512.22560, section 4.1 and Figure 4,
-where users map tasks to classes by hand). Here the shares follow from what is observed: each task's tokens, each class's step times.
+A class of much compute is fast at prompts, one of much memory bandwidth at decoding (RollArt, arXiv 2512.22560, sections 4.1 and 5.1 and
+Figure 4, where users map tasks to classes by hand). Here the shares follow from what is observed: each task's tokens, each class's step times.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,7 +66,7 @@ Grid = list[list[float]]
 """Shares by the position of task and class."""
 
 
-class Model:
+class RateModel:
     """Predicts the rate at which a mixture gets through, for any shares.
 
     An engine's second goes into the prefill of what comes in, and into decode steps. Each request decodes `decode` tokens; the part of a
@@ -120,7 +120,7 @@ def plan(
     """
     names = sorted(name for name, task in tasks.items() if task.requests > 0)
     ordered = sorted(classes, key=lambda each: each.name)
-    model = Model([tasks[name] for name in names], ordered, max(1.0, in_flight))
+    model = RateModel([tasks[name] for name in names], ordered, max(1.0, in_flight))
     before = _grid(current, names, ordered)
     now = model.rate(before or [_even(ordered) for _ in names])
     best = max(_maps(model, len(names), len(ordered)), key=model.rate)
@@ -152,7 +152,7 @@ def _held(loads: Iterable[tuple[float, float, int]], rate: float) -> float:
     return held
 
 
-def _maps(model: Model, num_tasks: int, num_classes: int) -> Iterable[Grid]:
+def _maps(model: RateModel, num_tasks: int, num_classes: int) -> Iterable[Grid]:
     """Where the search may begin."""
     if num_classes**num_tasks <= MAPS:
         chosen: Iterable[Sequence[int]] = product(range(num_classes), repeat=num_tasks)
@@ -163,7 +163,7 @@ def _maps(model: Model, num_tasks: int, num_classes: int) -> Iterable[Grid]:
         yield [[1.0 if at == here else 0.0 for at in range(num_classes)] for here in each]
 
 
-def _refined(model: Model, grid: Grid) -> Grid:
+def _refined(model: RateModel, grid: Grid) -> Grid:
     """Move parts of tasks, alone or in exchange for parts of others, as long as the rate grows."""
     rate = model.rate(grid)
     for part in STEPS:
@@ -182,7 +182,7 @@ def _refined(model: Model, grid: Grid) -> Grid:
 Move = Callable[[Grid], Grid]
 
 
-def _moves(model: Model, grid: Grid, part: float) -> Iterable[Move]:
+def _moves(model: RateModel, grid: Grid, part: float) -> Iterable[Move]:
     num = len(grid[0])
     for task, row in enumerate(grid):
         for here, there in ((h, t) for h in range(num) if row[h] > 0.0 for t in range(num) if t != h):

@@ -73,7 +73,7 @@ def check_affinity(job: Job) -> None:
             raise ValueError(f"affinity.{task} must be the hardware class of a pool: {hint}") from None
 
 
-class Affinity:
+class HardwareAffinity:
     """Which class takes a request; with `affinity: learned`, what was seen of tasks and classes, and the plan that follows from it.
 
     One class costs nothing: nothing is counted, no engine is asked, and no plan is made.

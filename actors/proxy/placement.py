@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from actors.messages.generation import Abort, Aborted, Completion, Generate, Inspect, Resume, Suspend
-from actors.proxy.affinity import Affinity
+from actors.proxy.affinity import HardwareAffinity
 from actors.proxy.line import EXACT, PASSED, USUAL, Lane, Line
 from actors.proxy.stages import BOTH, DECODE, PREFILL, Stages
 from actors.requests import SharedRequest, SharedRequests
@@ -132,7 +132,7 @@ class Placement:
         sessions_kept: int,
         on_turn: Callable[[ProxyRequest, EngineSeat | None], None],
         stages: Stages,
-        affinity: Affinity | None = None,
+        affinity: HardwareAffinity | None = None,
     ) -> None:
         """`on_turn` ends the wait of a request in line: with its seat, or with None where `abort_reason` says why there is none."""
         self._affinity = affinity

@@ -20,7 +20,7 @@ from actors.messages.generation import (
     TokensSampled,
     VersionSpan,
 )
-from actors.proxy.affinity import Affinity, AffinityMap, check_affinity
+from actors.proxy.affinity import AffinityMap, HardwareAffinity, check_affinity
 from actors.proxy.placement import EngineSeat, Placement, ProxyRequest, Roster
 from actors.proxy.stages import DECODE, PREFILL, Stages, check_stages
 from actors.requests import Run, SharedRequests
@@ -64,7 +64,7 @@ class LLMProxy(Actor):
         )
         self._affinity = None
         if config.affinity:
-            self._affinity = Affinity(self, config.affinity, self._requests.running, section.sessions_kept)
+            self._affinity = HardwareAffinity(self, config.affinity, self._requests.running, section.sessions_kept)
         self._stages = Stages(self, section.balance_s if section.balance == "auto" else 0.0)
         self._placement = Placement(
             section.max_waiting, section.sessions_kept, self._turn, self._stages, self._affinity
