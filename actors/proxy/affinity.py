@@ -45,7 +45,6 @@ AffinityMap = Annotated[str | dict[str, str], BeforeValidator(_given)]
 def check_affinity(job: Job) -> None:
     """Compare the map with the job's tasks and pools. Raises ValueError with one sentence."""
     given = job.section("affinity")
-    pools = [spec.pools for spec in job.actors.values()]
     if not given:
         return
     if given == LEARNED:
@@ -55,7 +54,8 @@ def check_affinity(job: Job) -> None:
             )
         return
     tasks = list(job.section("tasks")) if job.has("tasks") else []
-    classes = sorted({pool.hardware for each in pools for pool in each.values() if pool.hardware})
+    pools = job.actors["engine"].pools
+    classes = sorted({pool.hardware for pool in pools.values() if pool.hardware})
     for task, name in given.items():
         try:
             one_of(task, (*tasks, DEFAULT))
@@ -68,7 +68,7 @@ def check_affinity(job: Job) -> None:
         try:
             one_of(name, classes)
         except ValueError as error:
-            meant = next((p[name].hardware for p in pools if name in p and p[name].hardware), "")
+            meant = pools[name].hardware if name in pools else ""
             hint = f"{name!r} is a pool; its hardware class is {meant}" if meant else str(error)
             raise ValueError(f"affinity.{task} must be the hardware class of a pool: {hint}") from None
 
@@ -103,6 +103,8 @@ class HardwareAffinity:
         """Of each engine, what `_sums` has of it."""
         self._held: dict[str, int] = {}
         """Session → tokens of its last turn, which its engine may hold in its KV cache."""
+        self._is_told = False
+        """That there is an engine which does not observe its steps."""
         self._planning: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
 
@@ -240,9 +242,18 @@ class HardwareAffinity:
             self._actor.log.info("engine_not_measured", engine=engine, error=str(error))
             return
         name = self._class_of.get(engine)
-        if name is not None and measured.steps:
+        if not measured.steps:
+            self._can_not_learn(engine)
+        elif name is not None:
             self._sums.setdefault(name, StepSums()).include(measured.steps, self._counted.get(engine, ()))
             self._counted[engine] = measured.steps
+
+    def _can_not_learn(self, engine: str) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self._actor.notice(
+                f"affinity: {engine} does not observe its steps, so nothing can be learned: map tasks to classes"
+            )
 
     def _follow(self, found: AffinityPlan) -> None:
         self._actor.log.info("affinity_planned", why=found.why, rate_s=found.rate, shares=found.shares)

@@ -219,6 +219,18 @@ def test_with_one_class_nothing_is_counted_and_no_plan_is_made(scene, affinity):
     scene(play, affinity=affinity)
 
 
+def test_an_engine_that_does_not_observe_its_steps_is_told_of_once(scene):
+    async def play(stage):
+        await two_classes(stage, num_slots=32)
+        for version in range(1, 4):
+            await play_step(stage, version, {"a": READ, "b": WRITE})
+
+        (notice,) = stage.context.notices
+        assert "does not observe its steps, so nothing can be learned: map tasks to classes" in notice
+
+    scene(play, affinity="learned")
+
+
 def test_turns_that_find_their_sessions_cache_count_only_what_is_new(scene):
     async def play(stage):
         await measured_classes(stage)
@@ -243,6 +255,6 @@ def test_a_class_that_joins_later_is_open_to_all_until_it_is_measured(scene):
         await play_step(stage, 3, {"a": READ, "b": WRITE})
 
         assert {request.task for request in new.generates} == {"a", "b"}
-        assert "h200 is new, so every class is open to all" in stage.context.notices[-1]
+        assert any("h200 is new, so every class is open to all" in notice for notice in stage.context.notices)
 
     scene(play, affinity="learned")
