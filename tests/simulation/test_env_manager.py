@@ -229,18 +229,24 @@ class Dozing:
 
 
 class Gated:
-    """Says that it steps, and goes on once the folder has a file called open."""
+    """Says that it steps, or resets for a rollout, and goes on once the folder has a file called open."""
 
-    def __init__(self, folder):
-        self.folder = Path(folder)
+    def __init__(self, folder, at):
+        self.folder, self.at = Path(folder), at
 
-    def reset(self, *, seed):
+    def wait(self):
+        print("waiting")
+        while not (self.folder / "open").exists():
+            threading.Event().wait(0.02)
+
+    def reset(self, *, seed, trajectory):
+        if self.at == "reset" and trajectory:
+            self.wait()
         return "x", {}
 
     def step(self, action):
-        print("stepping")
-        while not (self.folder / "open").exists():
-            threading.Event().wait(0.02)
+        if self.at == "step":
+            self.wait()
         return "x", 1.0, True, False, {}
 
     def close(self):
@@ -437,11 +443,12 @@ async def test_a_cancel_of_another_life_or_of_an_older_buffer_than_the_tickets_h
         assert sorted(made.manager._running)[:2] == [("t0", 1), ("t1", 1)]
 
 
+@pytest.mark.parametrize("at", ["reset", "step"])
 @pytest.mark.parametrize("alone", [True, False])
-async def test_a_step_in_a_worker_process_is_not_waited_for(tmp_path, monkeypatch, alone):
-    """Its process ends where it hosts nothing else; otherwise the other environments there go on behind the step."""
+async def test_what_runs_in_a_worker_process_is_not_waited_for(tmp_path, monkeypatch, alone, at):
+    """Its process ends where it hosts nothing else; otherwise the other environments there go on behind it."""
     env = {"class": f"{__file__}:Gated", "isolation": "process", "workers": 1, "concurrency": 2}
-    env["kwargs"] = {"folder": str(tmp_path)}
+    env["kwargs"] = {"folder": str(tmp_path), "at": at}
     steps = asyncio.Event()
     monkeypatch.setattr(EnvManager, "_output", lambda self, line: steps.set())
     async with cluster(tmp_path, tickets=1 if alone else 2, env=env) as made:
@@ -452,7 +459,7 @@ async def test_a_step_in_a_worker_process_is_not_waited_for(tmp_path, monkeypatc
         await made.buffer.ref("env_manager-1").tell(cancel_of(made, "t0"))
         await made.buffer.until(lambda: Buffer.given_up)
 
-        assert not (tmp_path / "open").exists()  # the step still runs, or ended with its process
+        assert not (tmp_path / "open").exists()  # it still runs, or ended with its process
         assert worker.alive is not alone
         (tmp_path / "open").touch()
         if not alone:
