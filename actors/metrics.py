@@ -25,6 +25,7 @@ NO_TORCH = "`train.kind=scripted`"
 NO_PULL = "no engine has told yet"
 NO_SAMPLING = "`train.dynamic_sampling` is off"
 NO_FABRIC = "no fabric_controller"
+NO_ADVICE = "no single change gives 3 % or more"
 NO_PACE = "no engine is paced (`engine.pace`)"
 
 M = MetricDoc
@@ -98,8 +99,12 @@ METRICS: Section = {
         M("rollout/turns_mean", "turns", "turns"),
         M("rollout/cut_frac", "share", "of which a turn ended at its token limit, where that is more than one"),
         M("rollout/truncated_frac", "share", "that ended at a limit of turns or tokens, or as the environment said"),
+        M("rollout/wall_s_mean", "s", "how long one took, on average"),
         M("rollout/wall_s_p99", "s", "99th percentile of how long one took"),
         M("rollout/env_frac", "share", "of their time in resets and steps of the environment"),
+        M("rollout/room", "rollouts", "that the environment managers may run at once"),
+        M("rollout/env_workers", "processes", "in which environments run; 0 where they run in their managers"),
+        M("rollout/slots", "requests", "that the engines decode at once"),
         M("rollout/error_frac", "share", "of all rollouts since the environment managers started, those that failed"),
     ),
     "What became of every token": (
@@ -127,6 +132,7 @@ METRICS: Section = {
         M("perf/samples_s", "samples/s", "samples of the batch ÷ `time/step`"),
         M("perf/gen_tokens_s", "tokens/s", "sampled by all engines, as they reported last"),
         M("perf/train_tokens_s", "tokens/s", "tokens of the batch ÷ `time/train`"),
+        M("advice/<bound>/<change>", "share", "what a change would gain in throughput, at most, by what holds the job up (monitor.md)", NO_ADVICE),
         M("loop/lag_p99", "ms", "99th percentile of how late the trainer's event loop runs"),
     ),
     "Modelled time": (

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from actors.advice import advice_of
 from actors.config import StalenessSection
 from actors.engines.pace import MOST_OUTLASTED
 from planning.staleness import UNBOUNDED
@@ -95,7 +96,7 @@ def summary(run: Run) -> list[str]:
         f"{reached}: reward {first['reward/mean']:.2f} → {reward:.2f}{eval_text} in {steps} steps, {_duration(wall)}"
         f" · {_counted(run.fates)}, age ≤ {age:.0f} · {len(run.deaths)} restarts" + (" · paced" if _paced(run) else ""),
         *concerns(run),
-        _busy_line(rows),
+        _busy_line(rows, run.alpha),
         f"report {run.folder / 'report.png'} · trace.json opens in ui.perfetto.dev · next: edit configs/quickstart.yaml or read docs/embedding.md",
     ]
 
@@ -166,22 +167,18 @@ def _held_out(row: Row) -> str:
     return f"{reward} over {num} of {num + failed} rollouts; {failed} failed" if failed else reward
 
 
-def _busy_line(rows: list[Row]) -> str:
+def _busy_line(rows: list[Row], alpha: int) -> str:
     busy = {role: 1.0 - fmean(values) for role, values in _idle_by_role(rows).items()}
     shown = ", ".join(f"{role} {busy[role]:.0%}" for role in ("engine", "trainer", "env_manager") if role in busy)
     wait = sum(r.get("time/wait_for_batch", 0.0) for r in rows)
     total = sum(r.get("time/step", 0.0) for r in rows) or 1.0
     env = fmean(r.get("rollout/env_frac", 0.0) for r in rows)
-    if wait / total > 0.25 and env > 0.5:
-        return (
-            f"busy: {shown} — environment-bound: the trainer waited {wait / total:.0%} of the time for batches, and rollouts spent {env:.0%} "
-            "of theirs in the environment; make it faster, or raise env.concurrency, env.workers or the number of env_managers"
-        )
-    if wait / total > 0.25:
-        return f"busy: {shown} — generation-bound: the trainer waited {wait / total:.0%} of the time for batches; add engines or environments"
-    if wait / total < 0.05:
-        return f"busy: {shown} — training-bound: batches were ready when the trainer was; more engines would not help"
-    return f"busy: {shown} — balanced: the trainer waited {wait / total:.0%} of the time for batches"
+    advice = advice_of(rows, alpha)
+    told = f" — {advice.why}" if advice else ""
+    return (
+        f"busy: {shown}; the trainer waited {wait / total:.0%} of the time for batches, rollouts spent {env:.0%} of theirs in the "
+        f"environment{told}"
+    )
 
 
 def draw(run: Run, verdict: str, target: Path) -> None:

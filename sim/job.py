@@ -9,7 +9,7 @@ from typing import Protocol
 
 from actors.messages.samples import Ticket
 from sim.buffer_model import ModelledBuffer
-from sim.manager_model import ModelledManager, RolloutFailed
+from sim.manager_model import ModelledManager, Played, RolloutFailed
 from sim.timeline import Timeline
 from sim.workload import Episode
 
@@ -85,6 +85,8 @@ class Job:
 
     def __init__(self, buffer: ModelledBuffer, steps: int, costs: JobCosts) -> None:
         self.rows: list[JobStep] = []
+        self.played: list[Played] = []
+        """Every rollout that was scored, in the order in which they ended."""
         self.buffer = buffer
         self._steps = steps
         self._costs = costs
@@ -119,6 +121,7 @@ class Job:
         except RolloutFailed as failed:
             self.buffer.give_up(ticket, failed.reason, retry=failed.retry)
             return
+        self.played.append(played)
         await self._costs.store()
         self._tokens[name] = drawn.tokens
         # Alternating rewards give every group a spread: what is learned is no part of the model.

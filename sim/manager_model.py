@@ -47,6 +47,15 @@ class Played:
     step_s: float = 0.0
     score_s: float = 0.0
 
+    @property
+    def env_s(self) -> float:
+        """In its environment."""
+        return self.reset_s + self.step_s
+
+    @property
+    def wall_s(self) -> float:
+        return self.env_s + self.generate_s + self.score_s
+
 
 @dataclass(frozen=True, slots=True)
 class ModelledManager:

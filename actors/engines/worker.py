@@ -390,6 +390,7 @@ class EngineWorker(Actor):
             self.metrics.gauge("engine/tokens_s", (self._num_tokens - before) / max(now - since, GAUGES_S))
             marks.append((now, self._num_tokens))
             load = engine.load()
+            self.metrics.gauge("rollout/slots", load.num_slots)
             self.metrics.gauge("engine/running", load.running)
             self.metrics.gauge("engine/waiting", load.waiting)
             if self.config.engine.pace is not None:

@@ -129,6 +129,11 @@ class EnvHost:
             what = f"declares held_out as {_kind(self._held_out)} instead of a dict of constructor arguments"
             raise EnvFailure("env_reset_failed", "import", what)
 
+    @property
+    def pooled(self) -> bool:
+        """Whether its environments run in the workers; known once it has started."""
+        return self._class is None
+
     async def borrow(self, purpose: Purpose) -> "HostedEnv":
         """An idle instance, or a new one. Raises EnvFailure when the constructor fails."""
         idle = self._idle[purpose]

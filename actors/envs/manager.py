@@ -156,6 +156,9 @@ class EnvManager(Actor):
         if problem := await self._prepare():
             self._end(problem)
             return
+        self.metrics.gauge("rollout/room", self.config.env.concurrency)
+        pooled = any(host.pooled for host in self._hosts.values())
+        self.metrics.gauge("rollout/env_workers", self.config.env.workers if pooled else 0)
         self._admitting = self.spawn(self._admit(), name=f"{self.name}.admit")
         self.spawn(self._hold(), name=f"{self.name}.hold")
 

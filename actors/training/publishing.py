@@ -6,6 +6,7 @@ import math
 import os
 import socket
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,12 +16,14 @@ from typing import BinaryIO
 
 import msgspec
 
+from actors.advice import STEPS_SEEN, advice_metrics
 from actors.breakdown import breakdown
 from actors.messages.fabric import Phase, PhaseIntent
 from actors.messages.samples import Advance, PolicyState, Trajectory
 from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.training.engine import StepResult, TrainEngine
 from bus.errors import AskFailed
+from planning.staleness import UNBOUNDED
 from runtime.actor import Actor
 from runtime.blobs.blob import BlobInfo, Draft, join_digests, piece_digests_beside
 from runtime.blobs.patches import put_delta
@@ -34,8 +37,9 @@ OWN_PREFIXES = ("queue/", "fabric/", "tokens/", "attempts/", "length/", "task/")
 class Rows:
     """Owned by the trainer alone: `truncate` takes the file over, and what a replaced trainer still adds lands in a file nobody reads."""
 
-    def __init__(self, path: Path, key: str = "step") -> None:
-        self._path, self._key = path, key
+    def __init__(self, path: Path, key: str = "step", alpha: int = UNBOUNDED) -> None:
+        self._path, self._key, self._alpha = path, key, alpha
+        self._newest_steps: deque[dict[str, float]] = deque(maxlen=STEPS_SEEN)
         self._file: BinaryIO | None = None
         self.newest = -1.0
         """`key` of the last row that was kept or added."""
@@ -95,6 +99,8 @@ class Rows:
         }
         row["perf/samples_s"] = sum(map(len, groups)) / max(1e-6, times["time/step"])
         row["perf/train_tokens_s"] = result.num_tokens / max(1e-6, times["time/train"])
+        self._newest_steps.append(row)
+        row |= advice_metrics(self._newest_steps, self._alpha)
         self.append(row)
         return row
 
@@ -142,6 +148,7 @@ def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str
         "rollout/cut_frac": sum(t.cut for t in trajectories) / count,
         "rollout/turns_mean": sum(t.turns for t in trajectories) / count,
         "rollout/truncated_frac": sum(t.truncated for t in trajectories) / count,
+        "rollout/wall_s_mean": fmean(t.wall_s for t in trajectories),
         "rollout/wall_s_p99": sorted(t.wall_s for t in trajectories)[int(0.99 * (count - 1))],
         "rollout/env_frac": sum(t.env_s for t in trajectories) / max(1e-9, sum(t.wall_s for t in trajectories)),
         **breakdown(trajectories),
@@ -171,12 +178,12 @@ def own_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def others_metrics(records: Sequence[ActorRecord]) -> dict[str, float]:
-    """What other actors last reported of themselves: idle shares, queues, tokens per second, circuits, and whether engines are paced."""
+    """What other actors last reported of themselves: idle shares, queues, room for rollouts, tokens per second, circuits, and whether engines are paced."""
     row: dict[str, float] = {}
     for record in records:
         row[f"idle/{record.name}"] = record.idle
         row |= {name: value for name, value in record.metrics.items() if name.startswith(OWN_PREFIXES)}
-    for name in ("staleness/dropped", "samples/damaged"):
+    for name in ("staleness/dropped", "samples/damaged", "rollout/room", "rollout/env_workers", "rollout/slots"):
         row[name] = sum(r.metrics.get(name, 0.0) for r in records)
     finished = sum(r.metrics.get("rollout/finished", 0.0) for r in records)
     errors = sum(r.metrics.get("rollout/error", 0.0) for r in records)

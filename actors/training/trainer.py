@@ -142,7 +142,7 @@ class Trainer(Actor):
         super().__init__(config, kernel)
         self._engine: TrainEngine
         self._buffer: Ref = self.ref(BUFFER)
-        self._rows = Rows(self.run.folder / "metrics.jsonl")
+        self._rows = Rows(self.run.folder / "metrics.jsonl", alpha=config.staleness.bound)
         self._checkpoints = self.run.folder / "checkpoints"
         self._out, self._agreement = Publisher(self), Agreement(self)
         self._policy = PolicyState(0, config.staleness.bound)

@@ -14,6 +14,9 @@ from runtime.registry import ActorRecord
 VERSION = "weights/version"
 """Metric of the whole run and of each actor that has it."""
 
+ADVICE = "advice/"
+"""How the metrics of one row begin that tell what a change would gain: what holds the run up, then the change."""
+
 QUEUE, DEPTH = "queue/", "/depth"
 """How the metric of a queue's depth begins and ends."""
 
@@ -61,6 +64,7 @@ def snapshot(
         blocked=Diagnosis(actors, waits).rows(),
         metrics=metrics,
         notices=list(notices),
+        advice={name: gain for name, gain in rows[-1].items() if name.startswith(ADVICE)} if rows else {},
     )
     for name in sorted({name for held in everywhere for name in held}):
         if name.startswith(QUEUE) and name.endswith(DEPTH):

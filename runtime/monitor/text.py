@@ -85,6 +85,7 @@ def once(shown: Snapshot, rows: Sequence[Row], *, width: int = 80) -> str:
     parts += [*_hung("flow", flow(shown), width), *_hung("weights", versions(shown), width)]
     parts += _hung("trained", lengths(shown), width)
     parts += _hung("fabric", network(shown), width)
+    parts += _hung("advice", advice(shown), width)
     for index, line in enumerate(failure_lines(shown)):
         parts += _hung("" if index else "failed", line, width)
     for index, line in enumerate(wait_lines(shown)):
@@ -162,6 +163,13 @@ def network(shown: Snapshot) -> str:
     phase = f"{phases[0].removeprefix(PHASE)}: " if phases else ""
     down = " (electrical path only)" if total(shown, "fabric/electrical") else ""
     return f"{phase}{told}{down}" if told else ""
+
+
+def advice(shown: Snapshot) -> str:
+    """`generation-bound: engine 1 more +18%, alpha 1 more +9%`; empty where no change is worth a word."""
+    found = [(*name.split("/", 2)[1:], gain) for name, gain in shown["advice"].items()]
+    told = ", ".join(f"{change.replace('_', ' ')} +{gain:.0%}" for _, change, gain in found)
+    return f"{found[0][0]}: {told}" if found else ""
 
 
 def lengths(shown: Snapshot) -> str:
@@ -290,10 +298,11 @@ rate/s = messages handled per second, idle = share of the last 10 s."""
 
 def flow_panel(shown: Snapshot, failed: Sequence[str] = ()) -> str:
     """One place per line, then the weight versions and what fails: narrow enough for half a screen."""
-    fabric, in_pools = network(shown), pools(shown)
+    fabric, in_pools, advised = network(shown), pools(shown), advice(shown)
     lines = [flow(shown).replace(" ▸ ", "\n  ▸ "), f"weights {versions(shown)}"]
     lines += [f"pools {in_pools}"] if in_pools else []
-    return "\n".join([*lines, *([f"fabric {fabric}"] if fabric else []), *failed])
+    lines += [f"fabric {fabric}"] if fabric else []
+    return "\n".join([*lines, *([f"advice {advised}"] if advised else []), *failed])
 
 
 def flow_page(shown: Snapshot, failed: Sequence[str] = ()) -> str:

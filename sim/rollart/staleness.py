@@ -5,6 +5,8 @@ from typing import Any, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
+from planning.advice import advise
+from sim.advice import view_of
 from sim.cluster import ClusterJobSpec, cluster_job
 from sim.job import JobStep
 from sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
@@ -33,8 +35,10 @@ def run(scenario: Staleness, progress: RunProgress) -> RunResult:
     rows: list[tuple[Cell, ...]] = []
     steps: list[tuple[Cell, ...]] = []
     spans: list[LaneSpan] = []
+    notes: list[str] = []
     for alpha in scenario.alphas:
-        job = cluster_job(scenario.job.model_copy(update={"alpha": alpha}), scenario.seed)
+        spec = scenario.job.model_copy(update={"alpha": alpha})
+        job = cluster_job(spec, scenario.seed)
         job.run(scenario.warmup_steps + scenario.counted_steps)
         counted = job.rows[scenario.warmup_steps :]
         seconds = counted[-1].published_s - job.rows[scenario.warmup_steps - 1].published_s
@@ -43,6 +47,7 @@ def run(scenario: Staleness, progress: RunProgress) -> RunResult:
         ages = job.buffer.ages
         fates = job.buffer.fates
         rows.append((alpha, per_hour, waited, sum(ages) / len(ages), max(ages), fates.get("stale", 0), fates["scored"]))
+        notes.append(f"advice at a bound of {alpha}: {advise(view_of(spec, job, scenario.warmup_steps)).why}")
         for row in job.rows:
             steps.append((alpha, row.step, row.claimed_s, row.waited_s, row.train_s, row.published_s, row.tokens))
             spans += _spans(alpha, row)
@@ -61,6 +66,7 @@ def run(scenario: Staleness, progress: RunProgress) -> RunResult:
         },
         plots={"staleness": Plot("Throughput by staleness bound", lambda figure: _curve(figure, rows))},
         spans=spans,
+        notes=notes,
     )
 
 

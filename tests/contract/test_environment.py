@@ -52,6 +52,13 @@ async def host_of():
         await host.close()
 
 
+@pytest.mark.parametrize("name", ["plain class in a worker", "async class in a worker", "async class inline"])
+async def test_a_host_knows_whether_its_environments_run_in_workers(host_of, name):
+    host = await host_of(**ENVIRONMENTS[name])
+
+    assert host.pooled == name.endswith("worker")
+
+
 @pytest.mark.parametrize("settings", ENVIRONMENTS.values(), ids=ENVIRONMENTS.keys())
 async def test_an_environment_plays_resets_to_the_same_task_and_closes(host_of, settings):
     host = await host_of(**settings)

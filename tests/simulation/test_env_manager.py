@@ -603,6 +603,8 @@ async def test_a_manager_whose_workers_are_asked_is_busy(tmp_path):
         await made.buffer.until(lambda: len(Buffer.put) == 4)
 
         assert made.kernel.metrics.idle() < 0.9
+        told = made.kernel.metrics.snapshot()
+        assert (told["rollout/room"], told["rollout/env_workers"]) == (4, 1)
 
 
 async def test_a_reset_is_told_what_its_signature_names_and_each_task_has_its_own_limits(tmp_path):

@@ -47,17 +47,30 @@ def test_a_bound_that_moved_is_drawn_within_the_largest(tmp_path):
 WAITED = {"time/step": 10.0, "time/wait_for_batch": 8.0, "idle/engine-1": 0.1, "idle/env_manager-1": 0.75}
 
 
+ROLLOUTS = {"perf/samples_s": 1.6, "rollout/wall_s_mean": 20.0, "rollout/room": 16.0, "rollout/slots": 4.0}
+
+
 @pytest.mark.parametrize(
-    ("env_frac", "words"),
+    ("figures", "words"),
     [
-        (0.9, "environment-bound: the trainer waited 80% of the time for batches, and rollouts spent 90% of theirs in"),
-        (0.1, "generation-bound: the trainer waited 80%"),
+        ({"rollout/env_frac": 0.1}, "10% of theirs in the environment — generation-bound: 1 engine more gives +100%"),
+        (
+            {"rollout/env_frac": 0.9, "rollout/env_workers": 2.0},
+            "90% of theirs in the environment — environment-bound: 1 environment manager more gives +100%",
+        ),
     ],
 )
-def test_the_bound_of_a_run_is_where_its_rollouts_spend_their_time(env_frac, words, tmp_path):
-    _, busy, _ = summary(run_of(tmp_path, WAITED | {"rollout/env_frac": env_frac}))
+def test_the_closing_lines_say_who_was_busy_and_what_would_help(figures, words, tmp_path):
+    _, busy, _ = summary(run_of(tmp_path, WAITED | ROLLOUTS | figures))
 
-    assert busy.startswith(f"busy: engine 90%, env_manager 25% — {words}")
+    waited = "busy: engine 90%, env_manager 25%; the trainer waited 80% of the time for batches, rollouts spent "
+    assert busy == waited + words
+
+
+def test_a_run_whose_rows_lack_the_figures_is_reported_without_advice(tmp_path):
+    _, busy, _ = summary(run_of(tmp_path, WAITED))
+
+    assert busy.endswith("0% of theirs in the environment")
 
 
 def test_samples_that_failed_are_never_hidden(closing_lines):

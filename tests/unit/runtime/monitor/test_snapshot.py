@@ -7,7 +7,7 @@ def test_a_snapshot_has_exactly_the_documented_keys(waiting_run):
 
     assert keys == [
         "run", "state", "trouble", "step", "steps", "alpha", "version", "elapsed_s", "actors", "queues", "waits", "blocked", "metrics",
-        "notices",
+        "notices", "advice",
     ]  # fmt: skip
     assert list(waiting_run["actors"][0]) == [
         "name", "role", "pid", "host", "state", "incarnation", "mailbox", "rate_s", "idle", "silent_s", "metrics", "stages",
