@@ -126,9 +126,8 @@ class AlphaKeeper:
         """A lower α stops admission at once; the bound on age follows when that drops nothing."""
         groups = self.groups
         waiting = [group.version(groups.training.version) for group in (*groups.open(), *groups.ready())]
-        fits = len(groups.live) <= (groups.admits + 1) * groups.limits.batch_groups
         young = all(groups.base - version <= groups.admits for version in waiting)
-        groups.alpha = groups.admits if fits and young else max(groups.alpha, groups.admits)
+        groups.alpha = groups.admits if young else max(groups.alpha, groups.admits)
 
     def _rounds(self) -> tuple[str, ...]:
         return tuple(self.groups.rounds)
