@@ -118,15 +118,15 @@ class ClusterCosts:
         return {}
 
 
-def cluster_job(spec: ClusterJobSpec, seed: int) -> Job:
+def cluster_job(spec: ClusterJobSpec, seed: int, costs: type[ClusterCosts] = ClusterCosts) -> Job:
     limits = GroupLimits(
         group_size=spec.group_size, batch_groups=spec.batch_groups, steps=spec.steps, run_seed=seed,
         max_attempts=spec.max_attempts, unbounded_batches=8, ticket_ttl_s=NEVER_LAPSES_S,
     )  # fmt: skip
-    costs = ClusterCosts(spec, seed)
+    made = costs(spec, seed)
     bounds = AlphaBounds(spec.alpha_min, spec.alpha_max) if spec.alpha == "auto" else None
     groups = Groups(limits, spec.alpha_max if spec.alpha == "auto" else spec.alpha)
-    return Job(ModelledBuffer(costs.timeline, groups, bounds, spec.drift), spec.steps, costs)
+    return Job(ModelledBuffer(made.timeline, groups, bounds, spec.drift), spec.steps, made)
 
 
 def engines_of(timeline: Timeline, pools: tuple[PoolSpec, ...]) -> list[ModelledEngine]:

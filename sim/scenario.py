@@ -23,6 +23,7 @@ KINDS: Final[Mapping[str, str]] = {
     "rfabric_characterisation": "sim.rfabric.characterisation",
     "rfabric_cost": "sim.rfabric.cost",
     "rollart_affinity": "sim.rollart.affinity",
+    "rollart_end_to_end": "sim.rollart.end_to_end",
     "rollart_failures": "sim.rollart.failures",
     "rollart_prefill_decode": "sim.rollart.prefill_decode",
     "rollart_serverless": "sim.rollart.serverless",

@@ -16,6 +16,7 @@ from sim.workload import episode
 SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
 SMALL = {
     "rollart_affinity": ["trajectories=4", "counted=4", "concurrency=2", "crossover.prompts=[128,4096]"],
+    "rollart_end_to_end": ["batch_groups=2", "warmup_steps=1", "counted_steps=1"],
     "rollart_failures": ["trajectories=4", "batches=1"],
     "rollart_prefill_decode": [
         "counted=8",
@@ -101,6 +102,7 @@ def test_functions_take_no_less_time_than_their_start():
     ("name", "override", "said"),
     [
         ("rollart_prefill_decode", "prefill_nodes=[4]", "each of prefill_nodes must be fewer than nodes"),
+        ("rollart_end_to_end", "training.count=32", "baseline.count must be above training.count"),
         ("rollart_staleness", "job.steps=30", "job.steps must be at least"),
         ("rollart_serverless", "reward_gpus=8", "reward_gpus must be fewer than gpus"),
         ("rollart_serverless", "engine.memory_use=0.1", "does not fit 1 x H800; give it more tp or pp"),
@@ -115,3 +117,16 @@ def test_functions_take_no_less_time_than_their_start():
 def test_an_impossible_scenario_is_refused_in_a_sentence(name, override, said):
     with pytest.raises(ConfigError, match=said):
         load(SCENARIOS / f"{name}.yaml", [override])
+
+
+def test_only_engines_that_stand_still_for_weights_pay_for_a_slow_transfer():
+    small = [*SMALL["rollart_end_to_end"], "training.count=8"]
+    quick, slow = (
+        loaded.kind.run(loaded.scenario, silent).figures
+        for loaded in (
+            load(SCENARIOS / "rollart_end_to_end.yaml", [*small, f"direct.seconds={seconds}"]) for seconds in (9, 3000)
+        )
+    )
+
+    assert slow["step_rollart_32b"] == quick["step_rollart_32b"]
+    assert all(slow[f"step_{name}_32b"] > quick[f"step_{name}_32b"] + 2000 for name in ("sync", "one_off", "areal"))
