@@ -18,7 +18,7 @@ def view_of(spec: ClusterJobSpec, job: Job, warmup_steps: int) -> AdviceView:
         step_s=span_s / len(counted),
         waited_s=fmean(row.waited_s for row in counted),
         train_s=fmean(row.train_s for row in counted),
-        alpha=spec.alpha,
+        alpha=spec.alpha_max if spec.alpha == "auto" else spec.alpha,
         batch=batch,
         rollout_s=wall_s / len(played),
         env_share=sum(each.env_s for each in played) / max(1e-9, wall_s),

@@ -1,6 +1,6 @@
 """Prefill apart from decode in virtual time: one engine reads the prompt, another samples, and the keys and values go from one to the other."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,19 +73,23 @@ class DisaggregatedProxy:
 
     def __post_init__(self) -> None:
         names = [engine.name for engine in self.engines]
-        # Who waits for a seat keeps the set, so it changes in place.
+        # The proxies look at these sets, which change in place.
         self._names = set(names[: self.num_prefill]), set(names[self.num_prefill :])
         self._watches = [StageWatch(), StageWatch()]
         reading = [Seated(engine, lambda: self._watches[0]) for engine in self.engines]
         sampling: list[Seated] = [Receiving(engine, lambda: self._watches[1]) for engine in self.engines]
-        self._proxies = ModelledProxy(self.timeline, reading), ModelledProxy(self.timeline, sampling)
+        prefill, decode = self._names
+        self._proxies = (
+            ModelledProxy(self.timeline, reading, serving=prefill),
+            ModelledProxy(self.timeline, sampling, serving=decode),
+        )
         self._seats = {a.name: (a, b) for a, b in zip(reading, sampling, strict=True)}
         for engine in self.engines:
             engine.on_change = self._changed
         if self.auto:
             self.timeline.start(self._balance())
 
-    async def generate(self, request: RequestView, context: int, new_tokens: int, allowed: Collection[str] = ()) -> int:
+    async def generate(self, request: RequestView, context: int, new_tokens: int, task: str = "") -> int:
         """The version that sampled the first token, which the prefill gives."""
         version = await self._stage(0, request, context, 1)
         if new_tokens > 1:
@@ -98,7 +102,7 @@ class DisaggregatedProxy:
 
     async def _stage(self, number: int, request: RequestView, context: int, new_tokens: int) -> int:
         began = self.timeline.now
-        version = await self._proxies[number].generate(request, context, new_tokens, self._names[number])
+        version = await self._proxies[number].generate(request, context, new_tokens)
         watch = self._watches[number]
         watch.finished += 1
         watch.total_s += self.timeline.now - began

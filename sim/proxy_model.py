@@ -1,6 +1,6 @@
 """The LLMProxy in virtual time: the live router picks the engine, and who finds no room waits in order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,8 +40,14 @@ class ModelledProxy:
     """Routes by `planning.routing.choose` on the views that actors/proxy/placement.py would have: a seat is taken when it is given."""
 
     def __init__(
-        self, timeline: Timeline, engines: Sequence[RoutedEngine], affinity: ModelledAffinity | None = None
+        self,
+        timeline: Timeline,
+        engines: Sequence[RoutedEngine],
+        affinity: ModelledAffinity | None = None,
+        serving: Collection[str] | None = None,
     ) -> None:
+        """`serving` names the engines that it may use at any moment; None means all."""
+        self._serving = serving
         self._timeline = timeline
         self._affinity = affinity
         self.engines: dict[str, RoutedEngine] = {engine.name: engine for engine in engines}
@@ -85,7 +91,8 @@ class ModelledProxy:
         request, affinity = turn.request, self._affinity
         sticky, held = self._sessions.get(request.session, (None, 0))
         if affinity is None:
-            name = choose(request, self._views.values(), sticky).engine
+            views = self._views.values() if self._serving is None else [self._views[each] for each in self._serving]
+            name = choose(request, views, sticky).engine
         else:
             name = affinity.route(request, turn.task, self._views, sticky).engine
         if name is not None:

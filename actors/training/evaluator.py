@@ -1,5 +1,6 @@
 """Stands where a job has its trainer, and trains nothing: it evaluates one model after the other, each under its own version."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,29 @@ class Evaluator(Actor):
         for model in map(Path, self.config.evaluate.models):
             step = await self.offload(step_of, model)
             if step:
-                await self._out.publish(step, EPOCH, lambda model=model: [(model / "model.safetensors").read_bytes()])
+                await self._out.publish(step, EPOCH, StoredWeights(model / "model.safetensors"))
+                await self._out.announced()
             await self._held_out.evaluate(step, EPOCH if step else 0, num, share=1)
             if not self._held_out.take():
                 self.finish(f"{model} has no result after eval.timeout_s={section.timeout_s:g} s", failed=True)
                 return
         self.finish(f"evaluated {len(self.config.evaluate.models)} models")
+
+
+class StoredWeights:
+    """The weights of a model folder, as Publisher takes them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def image_bytes(self) -> int:
+        return self._path.stat().st_size
+
+    def export(self, memory: memoryview) -> Callable[[], None]:
+        """Raises OSError where the file is gone. Blocks."""
+        with self._path.open("rb") as file:
+            file.readinto(memory)
+        return lambda: None
 
 
 def step_of(model: Path) -> int:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import msgspec
 
@@ -21,7 +21,7 @@ from actors.breakdown import breakdown
 from actors.messages.fabric import Phase, PhaseIntent
 from actors.messages.samples import Advance, PolicyState, Trajectory
 from actors.messages.weights import WeightsPublished, WeightsTaken
-from actors.training.engine import StepResult, TrainEngine
+from actors.training.engine import StepResult
 from bus.errors import AskFailed
 from planning.staleness import UNBOUNDED
 from runtime.actor import Actor
@@ -231,6 +231,13 @@ WEIGHTS = "weights"
 """Name of the weights' blob."""
 
 
+class WeightsSource(Protocol):
+    """What weights come out of; a TrainEngine is one, and says what the two do."""
+
+    def image_bytes(self) -> int: ...
+    def export(self, memory: memoryview) -> Callable[[], None]: ...
+
+
 class Publisher:
     """One trainer's outgoing side."""
 
@@ -256,7 +263,7 @@ class Publisher:
         delta = {"weights/delta_bytes": self.delta_bytes} if self.delta_bytes else {}
         return {"weights/bytes": self.size_bytes, **delta}
 
-    async def publish(self, step: int, epoch: int, engine: TrainEngine, ess: float = 1.0, kl: float = 0.0) -> None:
+    async def publish(self, step: int, epoch: int, engine: WeightsSource, ess: float = 1.0, kl: float = 0.0) -> None:
         """Take version `step` out of `engine`, which may train on when this returns; `ess` and `kl` as in Advance.
 
         What is left goes on beside that: the version is written to its end, told to everybody, and the slots of its samples are freed. One
