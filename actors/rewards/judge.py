@@ -93,7 +93,7 @@ def judge(
 
 
 async def _verdict(client: httpx.AsyncClient, endpoint: str, body: Mapping[str, Any], tries: int) -> str:
-    problem = ""
+    problem = "was never asked"
     for left in reversed(range(tries)):
         try:
             response = await client.post(endpoint, json=body)
