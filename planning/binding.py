@@ -38,6 +38,11 @@ class Binding:
         self.shares = shares
         self._owed: dict[str, dict[str, float]] = {}
 
+    @property
+    def binds(self) -> bool:
+        """Whether any task may not use every class."""
+        return bool(self.shares or self._default)
+
     def of(self, task: str) -> Mapping[str, float]:
         """Class → share of the task's requests; empty where it may use any."""
         return self.shares.get(task, self._default)

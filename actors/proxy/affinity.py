@@ -192,7 +192,7 @@ class HardwareAffinity:
 
     def look_later(self, look: Callable[[], None], waits: Callable[[], bool]) -> None:
         """While `waits()`, call `look` every `PATIENCE_S`: a class that stands still tells nobody."""
-        if self._looking is None:
+        if self._looking is None and self._binding.binds:
             self._looking = self._actor.spawn(self._look(look, waits), name=f"{self._actor.name}.patience")
 
     async def _look(self, look: Callable[[], None], waits: Callable[[], bool]) -> None:

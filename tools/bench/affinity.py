@@ -49,7 +49,7 @@ SCALE = 2.0
 AT_ONCE = 3
 WARM_S = 10.0
 """From the first sample: slots are full, and the requests in them are at different places."""
-PLAN_S, START_S, END_S = 70.0, 120.0, 30.0
+PLAN_S, START_S, END_S = 100.0, 120.0, 30.0
 
 
 class Arm(NamedTuple):
@@ -80,57 +80,48 @@ def price(engines: Mapping[str, int]) -> float:
     return sum(num * (catalog.hardware(name).usd_per_hour or 0.0) for name, num in engines.items())
 
 
+JOB: Mapping[str, Any] = {
+    "run": {"name": "affinity", "steps": 1_000_000},
+    "env": {"isolation": "inline", "concurrency": 96},
+    "rollout": {"max_len": 4096},
+    "staleness": {"bounded": False},
+    "train": {"kind": "scripted", "batch_groups": 32, "group_size": 4, "scripted": {"step_s": 0.0, "weights_mib": 0.01}},
+    "check": {"enabled": False},
+    "eval": {"every": 0, "final_num_tasks": 0},
+    "checkpoint": {"every": 1000},
+    "report": {"finish": ""},
+}  # fmt: skip
+"""What all arms have."""
+
+ENGINE: Mapping[str, Any] = {
+    "kind": "scripted", "num_slots": 16, "max_len": 4096, "max_batch_tokens": 4096, "stream_every": 256, "kv_on_update": "keep",
+    "scripted": {"stop_share": 0.0, "vocab_size": make_tokenizer().get_vocab_size()},
+}  # fmt: skip
+
+ACTORS = {
+    "sample_buffer": "actors.samples.buffer:SampleBuffer",
+    "llm_proxy": "actors.proxy.proxy:LLMProxy",
+    "engine": "actors.engines.worker:EngineWorker",
+    "env_manager": "actors.envs.manager:EnvManager",
+    "trainer": "actors.training.trainer:Trainer",
+}
+
+
 def job(arm: Arm, model: Path) -> dict[str, Any]:
     """Its config."""
-    pools = {
+    shown_text = f"{ROOT}/tools/bench/peers/shown_text.py:ShownText"
+    actors: dict[str, Any] = {role: {"class": target} for role, target in ACTORS.items()}
+    actors["engine"]["pools"] = {
         name: {"count": num, "hardware": name, "set": {"engine.pace.hardware": name}}
         for name, num in arm.engines.items()
     }
     tasks = {
-        name: {
-            "class": f"{ROOT}/tools/bench/peers/shown_text.py:ShownText",
-            "kwargs": {"tokens": shown},
-            "max_turns": 1,
-            "max_new_tokens": sampled,
-        }
+        name: {"class": shown_text, "kwargs": {"tokens": shown}, "max_turns": 1, "max_new_tokens": sampled}
         for name, (shown, sampled) in TASKS.items()
     }
-    return {
-        "run": {"name": "affinity", "steps": 1_000_000},
-        "actors": {
-            "sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"},
-            "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
-            "engine": {"class": "actors.engines.worker:EngineWorker", "pools": pools},
-            "env_manager": {"class": "actors.envs.manager:EnvManager"},
-            "trainer": {"class": "actors.training.trainer:Trainer"},
-        },
-        "tasks": tasks,
-        "affinity": arm.affinity,
-        "model": {"path": str(model)},
-        "env": {"isolation": "inline", "concurrency": 96},
-        "engine": {
-            "kind": "scripted",
-            "num_slots": 16,
-            "max_len": 4096,
-            "max_batch_tokens": 4096,
-            "stream_every": 256,
-            "kv_on_update": "keep",
-            "scripted": {"stop_share": 0.0, "vocab_size": make_tokenizer().get_vocab_size()},
-            "pace": {"hardware": next(iter(arm.engines)), "model": "qwen3-8b", "scale": SCALE},
-        },
-        "rollout": {"max_len": 4096},
-        "staleness": {"bounded": False},
-        "train": {
-            "kind": "scripted",
-            "batch_groups": 32,
-            "group_size": 4,
-            "scripted": {"step_s": 0.0, "weights_mib": 0.01},
-        },
-        "check": {"enabled": False},
-        "eval": {"every": 0, "final_num_tasks": 0},
-        "checkpoint": {"every": 1000},
-        "report": {"finish": ""},
-    }
+    pace = {"hardware": next(iter(arm.engines)), "model": "qwen3-8b", "scale": SCALE}
+    own = {"actors": actors, "tasks": tasks, "affinity": arm.affinity, "model": {"path": str(model)}}
+    return {**JOB, **own, "engine": {**ENGINE, "pace": pace}}
 
 
 def plans(folder: Path) -> list[str]:
