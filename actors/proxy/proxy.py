@@ -119,8 +119,7 @@ class LLMProxy(Actor):
             why = f"{num} requests wait for an engine already: add engines, or raise proxy.max_waiting"
             self._end(shared, Aborted(shared.request.request_id, shared.tokens, why))
         else:
-            why = "" if self._affinity is None else self._affinity.told(shared.request.task)
-            shared.wait = self._waiting(shared, "a free slot", "engine", why)
+            shared.wait = self._waiting(shared, "a free slot", "engine")
             self._placement.line_up(shared)
             self.metrics.gauge("proxy/queued", self._placement.num_waiting)
 
@@ -198,9 +197,10 @@ class LLMProxy(Actor):
             self._affinity.ended(shared.request, outcome)
         shared.run.set_result(outcome)
 
-    def _waiting(self, shared: ProxyRequest, stage: str, holder: str, why: str = "") -> Wait:
-        request_id = shared.request.request_id
-        return self.waits.on(request_id, stage=stage, detail=why, holder=holder, limit=self._limit).open()
+    def _waiting(self, shared: ProxyRequest, stage: str, holder: str) -> Wait:
+        request = shared.request
+        why = "" if self._affinity is None else self._affinity.told(request.task)
+        return self.waits.on(request.request_id, stage=stage, detail=why, holder=holder, limit=self._limit).open()
 
     def _answered(
         self, seat: EngineSeat, shared: ProxyRequest, reply: Completion | Aborted
