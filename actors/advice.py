@@ -55,6 +55,7 @@ def view_of(rows: Sequence[Row], alpha: int) -> AdviceView | None:
         slots=int(newest.get("rollout/slots", 0.0)),
         managers=managers,
         room=int(newest["rollout/room"]),
+        pause_s=mean("weights/pause_s"),
         env_workers=workers,
         manager_busy=1.0 - fmean(idle) if idle else 0.0,
         host_busy=_host_busy(seen),

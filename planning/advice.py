@@ -57,6 +57,8 @@ class AdviceView:
     managers: int
     room: int
     """Rollouts that all environment managers have room for."""
+    pause_s: float = 0.0
+    """An engine stands still for new weights, once a step."""
     env_workers: int = 0
     """Processes in which environments run, of all managers; 0: environments wait without keeping anybody else from running."""
     manager_busy: float = 0.0
@@ -190,13 +192,15 @@ def _span(changed: _Changed) -> float:
     )
     by_managers = load.span_s * load.manager_busy / changed.managers
     in_flight = _in_flight(changed, load)
-    return max(by_engines, by_workers, by_managers, load.span_s * load.served / max(in_flight, 1e-9))
+    return load.paused_s + max(by_engines, by_workers, by_managers, load.span_s * load.served / max(in_flight, 1e-9))
 
 
 class _Load(NamedTuple):
     """Rollouts by where they are, on average while rollouts are what the job is at."""
 
     span_s: float
+    """Without pauses."""
+    paused_s: float
     in_flight: float
     generating: float
     stepping: float
@@ -207,16 +211,18 @@ class _Load(NamedTuple):
 
 def _load(view: AdviceView) -> _Load:
     """Little's law: a batch of rollouts passes in each span, and each of them stays for `rollout_s`."""
-    span_s = max(view.waited_s if view.alpha == 0 else view.step_s, 1e-9)
-    in_flight = min(view.batch * view.rollout_s / span_s, float(max(1, view.room)))
+    whole_s = max(view.waited_s if view.alpha == 0 else view.step_s, 1e-9)
+    paused_s = min(view.pause_s, 0.9 * whole_s)
+    span_s = whole_s - paused_s
+    in_flight = min(view.batch * view.rollout_s / whole_s, float(max(1, view.room)))
     stepping = in_flight * view.env_share
     generating = in_flight - stepping
     queued = max(0.0, generating - view.slots)
     if view.env_workers:
         queued += max(0.0, stepping - view.env_workers)
-    busy = min(0.99, view.manager_busy * view.step_s / span_s)
+    busy = min(0.99, view.manager_busy * view.step_s / whole_s)
     queued += view.managers * busy * busy / (1.0 - busy)  # as in an M/M/1 queue
-    return _Load(span_s, in_flight, generating, stepping, busy, max(in_flight - queued, 0.01 * in_flight))
+    return _Load(span_s, paused_s, in_flight, generating, stepping, busy, max(in_flight - queued, 0.01 * in_flight))
 
 
 def _in_flight(changed: _Changed, load: _Load) -> float:

@@ -30,6 +30,7 @@ def views(draw, alphas=ANY_ALPHA):
         slots=engines * draw(st.integers(1, 256)),
         managers=managers,
         room=managers * draw(st.integers(1, 256)),
+        pause_s=step_s * draw(shares),
         env_workers=managers * draw(st.integers(0, 8)),
         manager_busy=draw(shares),
         host_busy=draw(shares),

@@ -17,6 +17,7 @@ ROW = {
     "rollout/room": 16.0,
     "rollout/slots": 4.0,
     "rollout/env_workers": 8.0,
+    "weights/pause_s": 0.5,
     "idle/engine-1": 0.0,
     "idle/engine-3": 0.0,
     "idle/env_manager-1": 0.75,
@@ -45,6 +46,7 @@ def test_a_view_has_the_means_of_the_newest_steps_and_what_there_is_of_each_role
         slots=4,
         managers=1,
         room=16,
+        pause_s=0.5,
         env_workers=8,
         manager_busy=0.0,
         host_busy=pytest.approx(0.75),
@@ -74,7 +76,7 @@ def test_rows_without_the_figures_give_no_advice(missing):
 def test_a_row_carries_the_gain_of_each_change_the_first_first():
     found = advice_metrics(rows(), 1)
 
-    assert next(iter(found.items())) == ("advice/generation-bound/engine_2_more", pytest.approx(1.0))
+    assert next(iter(found.items())) == ("advice/generation-bound/engine_2_more", pytest.approx(0.6))
     assert all(a >= b for a, b in pairwise(found.values()))
 
 

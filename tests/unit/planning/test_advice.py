@@ -38,6 +38,12 @@ def test_full_slots_of_engines_ask_for_engines():
     assert advise(view).why == "generation-bound: 2 engines more give +100%"
 
 
+def test_what_engines_stand_still_for_is_not_gained_by_more_of_them():
+    view = replace(ROLLOUTS_FIRST, slots=4, rollout_s=2.0, room=16, pause_s=1.0)
+
+    assert gain(view, "engine") == pytest.approx(2.0 / 1.5 - 1)
+
+
 def test_busy_environment_workers_ask_for_managers():
     view = replace(ROLLOUTS_FIRST, rollout_s=2.0, env_share=0.9, env_workers=2, room=16)
 
