@@ -74,6 +74,8 @@ class Load(NamedTuple):
     """What the steps so far cost, as the values of a planning.step_cost.StepSums; empty where the engine does not observe them."""
     paced_s: float = 0.0
     """What they lasted by their pace, in seconds."""
+    prefill_tokens_s: float = 0.0
+    """Of the last step that prefilled; 0: nobody knows."""
 
 
 class Engine(Protocol):

@@ -123,7 +123,7 @@ class TorchEngine:
         return Load(
             self._section.num_slots, scheduler.num_waiting, scheduler.num_running, steps.version, steps.suspended,
             pace.num if pace else 0, pace.outlasted if pace else 0, bool(steps.asleep), pace.degree if pace else 1,
-            tuple(steps.sums.values), pace.busy_s if pace else 0.0,
+            tuple(steps.sums.values), pace.busy_s if pace else 0.0, steps.prefill_tokens_s,
         )  # fmt: skip
 
     async def stop(self) -> None:
@@ -188,6 +188,7 @@ class StepLoop(threading.Thread):
         self.suspended = False
         self.asleep = 0
         """The level of its sleep."""
+        self.prefill_tokens_s = 0.0
         self.dead: EngineDead | None = None
         """Why the loop ended, when it did not end by `stop`."""
         self.times = StepTimes()
@@ -369,7 +370,10 @@ class StepLoop(threading.Thread):
         rows, ids, logprobs = self.runner.step(rows)
         if self.pace is not None:
             self._last(self.pace, self.pace.step_s(rows), started)
-        self.sums.add(*contents(rows), self._loop.time() - started)
+        content, took_s = contents(rows), self._loop.time() - started
+        self.sums.add(*content, took_s)
+        if content[0]:
+            self.prefill_tokens_s = content[0] / max(took_s, 1e-6)
         ended: list[Sequence] = []
         for sequence, token, logprob in zip(self.scheduler.computed(rows), ids, logprobs, strict=True):
             sequence.sampled(token, logprob, self.version)

@@ -10,6 +10,7 @@ from typing import Any
 from actors.config import CUDA, ModelSection, WeightsSection
 from actors.engines.caches import KeptCaches, fetch
 from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, EngineError, Work
+from actors.engines.moves import Departures, Parked
 from actors.engines.section import EngineSection
 from actors.engines.tokens import joined, shifted
 from actors.engines.weights import HostWeights, WeightsPuller
@@ -32,6 +33,7 @@ from actors.messages.generation import (
     Tokens,
     TokensSampled,
 )
+from actors.messages.moves import AbortMove, MovePart, MovePrepared, NotMoved, PrepareMove, TakeMove
 from actors.messages.weights import HoldWeights, WeightsHeld, WeightsPublished, WeightsTaken
 from actors.model_folder import check_device, check_model_folder, may_use_cuda
 from actors.requests import SharedRequest, SharedRequests, in_task
@@ -63,6 +65,9 @@ class EngineRequest(SharedRequest):
         self.unreported = Tokens()
         self.generating = False
         """The engine has it; before, it waits for weights."""
+        self.parked: Parked | None = None
+        """Its last move away from here, to `moved_to`."""
+        self.moved_to = ""
 
     def keeps(self, result: Completion | Aborted) -> bool:
         """An aborted one may come back, from an engine that it went on to, and then goes on here."""
@@ -161,6 +166,7 @@ class EngineWorker(Actor):
         self._caches = KeptCaches(2 * config.engine.num_slots)
         self._reports: set[str] = set()
         self._report_due = asyncio.Event()
+        self._departures = Departures(self)
         self._draining = False
         self._engine: Engine | None = None
         self._weights: WeightsPuller | None = None
@@ -217,22 +223,28 @@ class EngineWorker(Actor):
         """Run one request to its end, under weights that are new enough."""
         _, weights = self._started()
         request = shared.request
-        work = shared.work()
+        work: Work | None = shared.work()
         finish_reason = "aborted"
         if self._draining:
             shared.abort_reason = HANDED_BACK
         try:
+            if request.moved is not None and (work := await self._departures.arrive(work, request.moved)) is None:
+                return Aborted(request.request_id, shared.tokens, "it stays where it was", request.moved.source)
             while weights.version < request.min_version and not shared.abort_reason:
                 await weights.wait_for(request.min_version, request.request_id)
             if request.exact and not (weights.is_held and weights.version == request.min_version):
                 shared.abort_reason = f"{self.name} does not hold version {request.min_version} any more"
             if not shared.abort_reason:
                 with self.metrics.busy():
-                    finish_reason = await self._generate(shared, await self._with_cache(request, work))
+                    finish_reason = await self._generated(shared, await self._with_cache(request, work))
         finally:
             self._reports.discard(request.request_id)
+            if shared.parked is not None:
+                shared.parked.settle(False)
         if finish_reason in ("stop", "length"):
             return Completion(request.request_id, shared.tokens, finish_reason, self.name)
+        if finish_reason == "moved":
+            return Aborted(request.request_id, shared.tokens, "it moved", shared.moved_to)
         reason = HANDED_OVER if finish_reason == "exported" else "the engine was stopped"
         return Aborted(request.request_id, shared.tokens, shared.abort_reason or reason)
 
@@ -244,6 +256,29 @@ class EngineWorker(Actor):
             return work._replace(cache=self._caches.take(request.request_id))
         with self.waits.on(request.request_id, stage="kv", holder=request.cache_at):
             return work._replace(cache=await fetch(self.ref(request.cache_at), request.request_id))
+
+    async def _generated(self, shared: EngineRequest, work: Work) -> str:
+        """Generate, and go on with what was parked and then kept; returns why it ended here."""
+        while True:
+            try:
+                finish_reason = await self._generate(shared, work)
+            except EngineError as error:
+                if work.cache is None or shared.tokens is not shared.request.resumed:
+                    raise
+                self.log.warning("cache_not_taken", request=work.request_id, error=str(error))
+                work = work._replace(cache=None)
+                continue
+            finally:
+                shared.generating = False
+            if finish_reason != "exported" or shared.parked is None:
+                return finish_reason
+            parked, work = shared.parked, await shared.parked.work
+            if await parked.taken:
+                return "moved"
+            work = work._replace(cache=parked.cache)
+            parked.drop()
+            if shared.abort_reason:
+                return "aborted"
 
     async def _generate(self, shared: EngineRequest, work: Work) -> str:
         engine, _ = self._started()
@@ -286,6 +321,8 @@ class EngineWorker(Actor):
         shared.abort_reason = reason
         # One that is handed back has its tokens for whoever asks.
         shared.ending = shared.ending or reason != HANDED_BACK
+        if shared.parked is not None:
+            shared.parked.settle(False)
         if shared.generating:
             await engine.abort(request_id)
         else:
@@ -297,6 +334,25 @@ class EngineWorker(Actor):
     async def abort(self, request: Abort) -> Ack:
         await self._abort(request.request_id, request.reason)
         return Ack()
+
+    @handler(concurrency=64, outlives_asker=True)
+    async def prepare_move(self, request: PrepareMove) -> MovePrepared | NotMoved:
+        """Goes on where the proxy died meanwhile: then nobody comes for the request, and it is kept."""
+        engine, weights = self._started()
+        shared = self._requests.running.get(request.request_id)
+        if shared is None or not shared.generating or shared.ending or shared.abort_reason:
+            return NotMoved(f"{request.request_id} is not generated by {self.name}")
+        shared.moved_to = request.target
+        return await self._departures.prepare(engine, shared, request, weights.version)
+
+    @handler(concurrency=64)
+    async def abort_move(self, request: AbortMove) -> Ack:
+        self._departures.keep(request.request_id, request.epoch)
+        return Ack()
+
+    @handler(concurrency=64)
+    async def take_move(self, request: TakeMove) -> MovePart | NotMoved:
+        return self._departures.take(request)
 
     @handler(concurrency=4)
     async def suspend(self, request: Suspend) -> Ack:

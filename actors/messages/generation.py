@@ -59,6 +59,16 @@ class Aborted(Message, frozen=True):
     request_id: str
     tokens: Tokens
     reason: str
+    moved_to: str = ""
+    """The engine that has it now: the proxy goes on with it there."""
+
+
+class MovedFrom(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request that moves is parked, see actors/messages/moves.py."""
+
+    source: str
+    incarnation: int
+    epoch: int
 
 
 class Generate(Request[Completion | Aborted], frozen=True):
@@ -84,6 +94,8 @@ class Generate(Request[Completion | Aborted], frozen=True):
     """Prefill only: after the first token the request comes back as Aborted with HANDED_OVER, and its KV cache waits for whoever goes on."""
     cache_at: str = ""
     """Engine that keeps the KV cache of prompt and resumed tokens; without it they are computed again."""
+    moved: MovedFrom | None = None
+    """It is parked there, and this engine goes on with it once it took it from there."""
 
 
 class Abort(Request[Ack], frozen=True):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from actors.messages.generation import Abort, Aborted, Completion, Generate, Inspect, Resume, Suspend
+from actors.messages.generation import Abort, Aborted, Completion, Generate, Inspect, MovedFrom, Resume, Suspend
 from actors.proxy.affinity import HardwareAffinity
 from actors.proxy.line import EXACT, PASSED, USUAL, Lane, Line
 from actors.proxy.stages import BOTH, DECODE, PREFILL, Stages
@@ -41,6 +41,8 @@ class ProxyRequest(SharedRequest):
         super().__init__(request)
         self.engine = ""
         """The one engine it lives on; empty until it got a seat."""
+        self.seat: EngineSeat | None = None
+        """The same, of the engine's incarnation."""
         self.asking: asyncio.Future[Any] | None = None
         """While an engine is asked, for its answer or what failed; cancelled to take the request away from it."""
         self.taken_away = False
@@ -56,6 +58,8 @@ class ProxyRequest(SharedRequest):
         self.asked = self.seated = self.began
         """When it asked for an engine of its stage, and when it got one."""
         self.seated_for = PREFILL
+        self.behind: Behind | None = None
+        """The engine that it leaves, while it moves."""
 
     @property
     def num_tokens(self) -> int:
@@ -64,11 +68,14 @@ class ProxyRequest(SharedRequest):
     def view(self) -> RequestView:
         return RequestView(self.request.session, self.request.min_version, self.num_tokens, self.request.exact)
 
-    def to_send(self, *, hand_over: bool = False) -> Generate:
-        """The request as the next engine gets it: with the tokens sampled so far."""
-        if self.tokens is self.request.resumed and not hand_over:
+    def to_send(self, moved: MovedFrom | None = None, *, hand_over: bool = False) -> Generate:
+        """The request as the next engine gets it: with the tokens sampled so far, and where it is parked or has its cache."""
+        if self.tokens is self.request.resumed and moved is None and not hand_over:
             return self.request
-        return msgspec.structs.replace(self.request, resumed=self.tokens, hand_over=hand_over, cache_at=self.cache_at)
+        cache_at = "" if moved else self.cache_at
+        return msgspec.structs.replace(
+            self.request, resumed=self.tokens, moved=moved, hand_over=hand_over, cache_at=cache_at
+        )
 
     def enter(self, stage: str, cache_at: str = "") -> None:
         """It goes on at another engine, from this stage on."""
@@ -87,11 +94,27 @@ class ProxyRequest(SharedRequest):
                 return Completion(request.request_id, self.tokens, "length", self.engine)
         return None
 
-    def take_away(self) -> None:
-        """End the ask that runs now: the request goes on elsewhere, or ends with `abort_reason`."""
-        if self.asking is not None:
+    def take_away(self, seat: "EngineSeat | None" = None) -> None:
+        """End the asks that run now, or that of one engine: the request goes on elsewhere, or ends with `abort_reason`."""
+        if self.behind is not None and seat in (None, self.behind.seat):
+            self.behind.taken_away = True
+            self.behind.asking.cancel()
+        if self.asking is not None and seat in (None, self.seat):
             self.taken_away = True
             self.asking.cancel()
+
+
+@dataclass(eq=False)
+class Behind:
+    """A request's ask of the engine that parked it, while another one is asked to take it from there."""
+
+    seat: "EngineSeat"
+    asking: "asyncio.Future[Any]"
+    wait: Wait
+    epoch: int
+    over: "asyncio.Future[bool]"
+    """Whether it moved."""
+    taken_away: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -188,6 +211,10 @@ class Placement:
         route = None if self._lane(shared) in self._line else self._route(shared)
         return self._seat(shared, self.seats[route.engine]) if route and route.engine else None
 
+    def take(self, shared: ProxyRequest, seat: EngineSeat) -> EngineSeat:
+        """This seat, whether the engine has room or not."""
+        return self._seat(shared, seat)
+
     def line_up(self, shared: ProxyRequest) -> None:
         """Stand in line until an engine has room; its turn may come at once."""
         in_turn = self.stages.apart and shared.stage == DECODE  # all of these have tokens
@@ -234,7 +261,7 @@ class Placement:
     def _seat(self, shared: ProxyRequest, seat: EngineSeat) -> EngineSeat:
         if self._affinity is not None and not shared.engine:
             self._affinity.began(shared.request, seat.name, self._sessions.get(shared.request.session))
-        shared.engine = seat.name
+        shared.engine, shared.seat = seat.name, seat
         seat.requests[shared.request.request_id] = shared
         session = self._session(shared)
         self._sessions.pop(session, None)
@@ -396,7 +423,7 @@ class Roster:
         seat.gone = True
         requests = list(seat.requests.values())
         for shared in requests:
-            shared.take_away()
+            shared.take_away(seat)
         num = seat.lost + len(requests)
         tokens = seat.lost_tokens + sum(shared.num_tokens for shared in requests)
         if num:

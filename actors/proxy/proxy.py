@@ -14,13 +14,16 @@ from actors.messages.generation import (
     Completion,
     EngineHolds,
     Generate,
+    MovedFrom,
     Resume,
     Suspend,
     Tokens,
     TokensSampled,
     VersionSpan,
 )
+from actors.messages.moves import Move, Moved, NotMoved
 from actors.proxy.affinity import AffinityMap, HardwareAffinity, check_affinity
+from actors.proxy.moves import Moves
 from actors.proxy.placement import EngineSeat, Placement, ProxyRequest, Roster
 from actors.proxy.stages import DECODE, PREFILL, Stages, check_stages
 from actors.requests import Run, SharedRequests
@@ -70,6 +73,7 @@ class LLMProxy(Actor):
             section.max_waiting, section.sessions_kept, self._turn, self._stages, self._affinity
         )
         self._roster = Roster(self, self._placement, self._requests, lambda seat: self._begin_phase(seat.version))
+        self._moves = Moves(self, self._placement, self._requests.running, self._ask)
         self._phase = -1
         """The newest weight version whose rollout phase was announced to the fabric."""
 
@@ -132,8 +136,8 @@ class LLMProxy(Actor):
         else:
             self._ask(seat, shared)
 
-    def _ask(self, seat: EngineSeat, shared: ProxyRequest) -> None:
-        request = shared.to_send(hand_over=self._stages.hands_over(shared, seat.name))
+    def _ask(self, seat: EngineSeat, shared: ProxyRequest, moved: MovedFrom | None = None) -> None:
+        request = shared.to_send(moved, hand_over=self._stages.hands_over(shared, seat.name))
         limit_s = self._section.request_timeout_s
         seat.bytes_in += len(request.prompt) + len(request.resumed.ids)
         shared.wait = self._waiting(shared, "decode", seat.name)
@@ -161,6 +165,8 @@ class LLMProxy(Actor):
             shared.run.cancel()
 
     def _settle(self, seat: EngineSeat, shared: ProxyRequest, asking: "asyncio.Future[Any]") -> None:
+        if not self._moves.is_settled(seat, shared, asking):
+            return
         shared.asking = None
         shared.wait.close()
         if asking.cancelled() and not shared.taken_away:
@@ -209,6 +215,10 @@ class LLMProxy(Actor):
         seat.bytes_out += len(reply.tokens.ids) + len(reply.tokens.logprobs)
         if reply.tokens.spans:
             self._sampled_under(seat, reply.tokens.spans[-1].version)
+        if isinstance(reply, Aborted) and reply.moved_to:
+            shared.tokens = reply.tokens
+            self._placement.located[reply.request_id] = reply.moved_to
+            return None
         if isinstance(reply, Completion) or reply.reason not in (HANDED_BACK, HANDED_OVER) or shared.abort_reason:
             return reply
         shared.tokens = reply.tokens
@@ -291,13 +301,19 @@ class LLMProxy(Actor):
         if shared is None or shared.abort_reason:
             return Ack()
         shared.abort_reason = request.reason
-        seat = self._placement.seats.get(shared.engine)
         if shared.asking is None:
             if self._placement.leave(shared):
                 self._turn(shared, None)
-        elif seat is None or not await self._roster.command(seat, request):
-            shared.take_away()
+            return Ack()
+        for seat in filter(None, (shared.behind and shared.behind.seat, shared.seat)):
+            if seat.gone or not await self._roster.command(seat, request):
+                shared.take_away(seat)
         return Ack()
+
+    @handler(concurrency=64)
+    async def move(self, request: Move) -> Moved | NotMoved:
+        """Answered once another engine has the request, or it is clear that none will; who asked for it hears of neither."""
+        return await self._moves.move(request)
 
     @handler(concurrency=4)
     async def suspend(self, request: Suspend) -> Ack:

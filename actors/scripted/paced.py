@@ -40,6 +40,7 @@ class PacedScriptedEngine(ScriptedEngine):
         self._sums = StepSums()
         self._inboxes: dict[str, asyncio.Queue[Chunk]] = {}
         self._commands: deque[Command] = deque()
+        self._prefill_tokens_s = 0.0
         self._busy: asyncio.TimerHandle | None = None
         """Ends the step or the swap in progress."""
         self._then: Command = _nothing
@@ -95,7 +96,7 @@ class PacedScriptedEngine(ScriptedEngine):
         pace = self._pace
         return Load(
             self._section.num_slots, waiting, running, self._version, self._suspended, pace.num, pace.outlasted,
-            self._asleep, pace.degree, tuple(self._sums.values), pace.busy_s,
+            self._asleep, pace.degree, tuple(self._sums.values), pace.busy_s, self._prefill_tokens_s,
         )  # fmt: skip
 
     async def stop(self) -> None:
@@ -198,9 +199,10 @@ class PacedScriptedEngine(ScriptedEngine):
         rows = self._scheduler.schedule() if self._alive and not self._held else []
         self._scheduler.to_load()
         if rows:
-            duration_s = self._pace.step_s(rows)
+            content, duration_s = contents(rows), self._pace.step_s(rows)
+            self._prefill_tokens_s = content[0] / duration_s or self._prefill_tokens_s
             self._last(duration_s, partial(self._sample, rows))
-            self._sums.add(*contents(rows), duration_s)
+            self._sums.add(*content, duration_s)
         else:
             self._pace.idle()
 

@@ -1,0 +1,190 @@
+"""Requests that leave this engine for another one, and requests that come from one.
+
+What becomes of a request that was parked is decided in one place and once: in `Departures`, here at its source. So neither the death of
+the proxy nor that of the target, at whatever time, lets two engines go on with it, or none.
+"""
+
+import asyncio
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from actors.engines.engine import CACHE, EXPORT, Cache, Engine, EngineError, Work, capabilities
+from actors.messages.generation import MovedFrom
+from actors.messages.moves import MovePart, MovePrepared, NotMoved, PrepareMove, TakeMove
+from bus.errors import AskFailed
+from bus.message import Buffer
+from planning.moves import Moving, carry
+from runtime.actor import Actor
+
+if TYPE_CHECKING:
+    from actors.engines.worker import EngineRequest
+
+HOLD_S = 10.0
+"""A parked request that its target has not taken by then is kept; and a cache that was not fetched by then is dropped."""
+
+TAKE_S = 12.0
+"""A target that can't reach the source for this long, though it is there, leaves the request to it: longer than HOLD_S."""
+
+PAUSE_S = 0.2
+"""Between two attempts to reach the source."""
+
+PART_BYTES = 2 << 20
+"""A cache travels in parts of this size: half of what a link may have under way, so that other messages pass between them."""
+
+FATES_KEPT = 1024
+"""Moves whose outcome is known for whoever asks late; the oldest is forgotten first."""
+
+
+class Parked:
+    """One request of one epoch, between export and its fate."""
+
+    def __init__(self, epoch: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.epoch = epoch
+        self.work: asyncio.Future[Work] = loop.create_future()
+        """Once the engine exported it; without its cache."""
+        self.cache: Cache | None = None
+        self.taken: asyncio.Future[bool] = loop.create_future()
+        """Its fate: True where the target goes on with it, False where this engine does."""
+        self._timer = loop.call_later(HOLD_S, self.settle, False)
+
+    @property
+    def is_decided(self) -> bool:
+        return self.taken.done()
+
+    def settle(self, taken: bool) -> bool:
+        """Decide its fate, unless that is decided; returns whether it is taken."""
+        if not self.taken.done():
+            self._timer.cancel()
+            self.taken.set_result(taken)
+        return self.taken.result()
+
+    def part(self, offset: int) -> MovePart:
+        """Of the cache. It is dropped once its last part was given, or nobody asked for HOLD_S: who still lacks it computes it."""
+        self._timer.cancel()
+        cache, end = self.cache, offset + PART_BYTES
+        if cache is None:
+            return MovePart()
+        if end < len(cache.data):
+            self._timer = asyncio.get_running_loop().call_later(HOLD_S, self.drop)
+        else:
+            self.drop()
+        return MovePart(len(cache.data), cache.version, cache.shape, cache.dtype, Buffer(cache.data[offset:end]))
+
+    def drop(self) -> None:
+        self.cache = None
+
+
+class Departures:
+    """The newest move of each request that was ever to leave."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self._parked: OrderedDict[str, Parked] = OrderedDict()
+        self._bytes_per_token = 0.0
+        self._export_bytes_s = 0.0
+        self.link_bytes_s = 0.0
+        """What the last cache that came here travelled at."""
+
+    async def prepare(
+        self, engine: Engine, shared: "EngineRequest", order: PrepareMove, version: int
+    ) -> MovePrepared | NotMoved:
+        """Park a request that runs in `engine` under weights `version`."""
+        name = self._actor.name
+        if EXPORT not in capabilities(engine):
+            return NotMoved(f"{name} can't give a request away: its engine has not the capability {EXPORT}")
+        before = self._parked.get(order.request_id)
+        if before is not None and (order.epoch <= before.epoch or not before.is_decided):
+            return NotMoved(f"{order.request_id} moves already, or this is an order of before")
+        parked = shared.parked = Parked(order.epoch)
+        self._remember(order.request_id, parked)
+        plan = carry(self._moving(engine, shared, same_weights=version == order.version))
+        with_cache = plan.with_cache and CACHE in capabilities(engine)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            work = await engine.export(order.request_id, with_cache=with_cache)
+        except EngineError as error:
+            parked.settle(False)
+            parked.work.cancel()
+            return NotMoved(str(error))
+        if work.cache is not None:
+            self._bytes_per_token = len(work.cache.data) / work.cache.num_tokens
+            self._export_bytes_s = len(work.cache.data) / max(loop.time() - began, 1e-6)
+        parked.cache = work.cache
+        parked.work.set_result(work._replace(cache=None))
+        self._actor.log.info("request_parked", request=order.request_id, target=order.target, why=plan.why)
+        return MovePrepared(work.resumed, self._actor.incarnation, plan.why)
+
+    def keep(self, request_id: str, epoch: int) -> None:
+        """The move is off."""
+        parked = self._parked.get(request_id)
+        if parked is not None and parked.epoch == epoch:
+            parked.settle(False)
+
+    def take(self, request: TakeMove) -> MovePart | NotMoved:
+        """The target wants it."""
+        parked = self._parked.get(request.request_id)
+        if parked is None and request.incarnation != self._actor.incarnation:
+            return MovePart()
+        if parked is None or parked.epoch != request.epoch or not parked.settle(True):
+            return NotMoved(f"{request.request_id} stays on {self._actor.name}")
+        return parked.part(request.offset)
+
+    def _moving(self, engine: Engine, shared: "EngineRequest", *, same_weights: bool) -> Moving:
+        tokens = (len(shared.request.prompt) + len(shared.tokens.ids)) // 4
+        ways = [rate for rate in (self.link_bytes_s, self._export_bytes_s) if rate]
+        link_bytes_s = 1 / sum(1 / rate for rate in ways) if self.link_bytes_s else 0.0
+        prefill = engine.load().prefill_tokens_s
+        return Moving(tokens, tokens - 1, self._bytes_per_token, link_bytes_s, prefill, same_weights)
+
+    def _remember(self, request_id: str, parked: Parked) -> None:
+        self._parked.pop(request_id, None)
+        self._parked[request_id] = parked
+        while len(self._parked) > FATES_KEPT and next(iter(self._parked.values())).is_decided:
+            self._parked.popitem(last=False)
+
+    # -- arrivals -----------------------------------------------------------------------------------------------------
+
+    async def arrive(self, work: Work, moved: MovedFrom) -> Work | None:
+        """The request is this engine's: its Work, with the cache where one came. None: it stays at its source.
+
+        A source that is there is asked until it answers, one that is gone can't go on with it.
+        """
+        loop, request_id = asyncio.get_running_loop(), work.request_id
+        give_up_at = loop.time() + TAKE_S
+        while moved.source in self._actor.peers("engine"):
+            part = await self._ask(moved, request_id, 0)
+            if isinstance(part, NotMoved):
+                return None
+            if part is not None:
+                return work._replace(cache=await self._fetch(moved, request_id, part))
+            if loop.time() > give_up_at:
+                return None
+            await asyncio.sleep(PAUSE_S)
+        return work
+
+    async def _fetch(self, moved: MovedFrom, request_id: str, part: MovePart) -> Cache | None:
+        """The whole cache; None where there is none, or it went missing on the way."""
+        if not part.size_bytes:
+            return None
+        loop = asyncio.get_running_loop()
+        began, data, have = loop.time(), bytearray(part.size_bytes), 0
+        while True:
+            data[have : have + len(part.data)] = part.data.data
+            have += len(part.data)
+            if have >= part.size_bytes:
+                self.link_bytes_s = have / max(loop.time() - began, 1e-6)
+                return Cache(part.version, part.shape, part.dtype, memoryview(data).toreadonly())
+            further = await self._ask(moved, request_id, have)
+            if not isinstance(further, MovePart) or not further.size_bytes:
+                return None
+            part = further
+
+    async def _ask(self, moved: MovedFrom, request_id: str, offset: int) -> MovePart | NotMoved | None:
+        """None where the source could not be reached."""
+        request = TakeMove(request_id, moved.epoch, moved.incarnation, offset)
+        try:
+            return await self._actor.ref(moved.source).ask(request, timeout=TAKE_S, retry=False)
+        except AskFailed:
+            return None

@@ -1,0 +1,81 @@
+"""Requests that move from one engine to another: what planners ask of the proxy, the proxy of the source, and the target of the source.
+
+The source parks the request (prepare). Then it decides once what becomes of it: the target takes it (commit), or it is kept and goes on
+where it was (abort, or nobody came for it in time). `epoch` numbers the moves of a request, so that what belongs to an earlier one has
+no effect.
+"""
+
+from typing import ClassVar
+
+from actors.messages.generation import Tokens
+from bus.message import Ack, Buffer, Message, Request
+
+
+class Moved(Message, frozen=True):
+    """It runs on `engine` now."""
+
+    engine: str
+
+
+class NotMoved(Message, frozen=True):
+    """It is where it was, or over; `why` is one sentence."""
+
+    why: str
+
+
+class Move(Request[Moved | NotMoved], frozen=True):
+    """To the proxy: let `target` go on with this request. Who asked for it notices nothing, whatever comes of the move."""
+
+    idempotent: ClassVar[bool] = True
+    request_id: str
+    target: str
+
+
+class MovePrepared(Message, frozen=True):
+    """The request is parked: not computed, and nothing of it is lost."""
+
+    tokens: Tokens
+    """All that were sampled so far."""
+    incarnation: int
+    """Of the source."""
+    why: str
+    """Whether its cache travels, and why."""
+
+
+class PrepareMove(Request[MovePrepared | NotMoved], frozen=True):
+    """Proxy → source: park this request for `target`. An epoch that is no newer than the last one is refused."""
+
+    request_id: str
+    epoch: int
+    target: str
+    version: int
+    """Weights of the target, as far as the proxy knows."""
+
+
+class AbortMove(Request[Ack], frozen=True):
+    """Proxy → source: go on with it, unless the target took it already. Other epochs are ignored."""
+
+    idempotent: ClassVar[bool] = True
+    request_id: str
+    epoch: int
+
+
+class MovePart(Message, frozen=True):
+    """The request is the target's. Bytes of its cache from the asked offset on; `size_bytes` 0 where none travels."""
+
+    size_bytes: int = 0
+    version: int = -1
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    data: Buffer = Buffer(b"")
+
+
+class TakeMove(Request[MovePart | NotMoved], frozen=True):
+    """Target → source: I go on with it. Once it was answered by a part, the source does not, whatever happens; it may be repeated."""
+
+    idempotent: ClassVar[bool] = True
+    request_id: str
+    epoch: int
+    incarnation: int
+    """Of the source that parked it: another one has lost it with everything else."""
+    offset: int = 0

@@ -1,0 +1,326 @@
+"""Requests that move between real workers through the real proxy: token for token, and whoever is killed at whatever stage."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from actors.engines.section import EngineSection, ScriptedSection
+from actors.engines.worker import EngineWorker
+from actors.messages.generation import Abort, Aborted, Completion, Generate, Sampling
+from actors.messages.moves import Move, Moved, MovePart, MovePrepared, NotMoved, PrepareMove, TakeMove
+from actors.proxy.proxy import LLMProxy
+from bus.errors import AskFailed
+from bus.message import pack_i32
+from runtime.actor import handler
+from tests.simulation.test_proxy_on_the_bus import Asker, Cluster
+from tests.virtual import virtual
+
+NUM = 60
+REQUEST = Generate("r", "s", pack_i32(range(3, 12)), Sampling(NUM, seed=5))
+WORKER = EngineWorker.Config(
+    engine=EngineSection(
+        kind="scripted",
+        num_slots=4,
+        max_len=256,
+        stream_every=1,
+        scripted=ScriptedSection(token_s=0.01, stop_share=0.0),
+    )
+)
+
+
+class StagedWorker(EngineWorker):
+    """Stops at one stage of a move, until the test goes on."""
+
+    stage = ""
+    reached: asyncio.Event
+    go_on: asyncio.Event
+
+    async def _pass(self, stage: str) -> None:
+        if stage == type(self).stage:
+            type(self).stage = ""
+            self.reached.set()
+            await self.go_on.wait()
+
+    @handler(concurrency=64, outlives_asker=True)
+    async def prepare_move(self, request: PrepareMove) -> MovePrepared | NotMoved:
+        await self._pass("prepare")
+        reply = await super().prepare_move(request)
+        await self._pass("prepared")
+        return reply
+
+    @handler(concurrency=64)
+    async def take_move(self, request: TakeMove) -> MovePart | NotMoved:
+        await self._pass("take")
+        reply = await super().take_move(request)
+        await self._pass("taken")
+        return reply
+
+
+class Bench(Cluster):
+    """Two engines, a proxy and somebody who asks."""
+
+    async def begin(self, engines: int = 2) -> None:
+        StagedWorker.reached, StagedWorker.go_on, StagedWorker.stage = asyncio.Event(), asyncio.Event(), ""
+        self.engines = []
+        for i in range(engines):
+            await self.engine(f"engine-{i + 1}")
+        await self.proxy()
+        self.asker = await self.start(Asker, "env_manager-1")
+
+    async def engine(self, name):
+        await self.start(StagedWorker, name, **dict(WORKER))
+        self.engines.append(self.actors[name])
+
+    async def proxy(self):
+        await self.start(LLMProxy, "llm_proxy-1")
+
+    def ask(self, request):
+        return self.tasks.create_task(self.asker.ref("llm_proxy").ask(request, timeout=200.0))
+
+    async def sampled(self, num: int) -> None:
+        while self.num_sampled < num:  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(0.002)
+
+    @property
+    def num_sampled(self) -> int:
+        """By all engines that ever were."""
+        return sum(engine._num_tokens for engine in self.engines)
+
+    @property
+    def source(self) -> str:
+        return self.actors["llm_proxy-1"]._requests.running["r"].engine
+
+    def move(self, target: str = "", request_id: str = "r"):
+        return self.ask(Move(request_id, target or ("engine-1" if self.source == "engine-2" else "engine-2")))
+
+
+@asynccontextmanager
+async def bench(folder, **options):
+    async with asyncio.TaskGroup() as tasks:
+        cluster = Bench(tasks, folder)
+        await cluster.begin(**options)
+        yield cluster
+        for name in ("env_manager-1", "llm_proxy-1", *[n for n in cluster.serving if n.startswith("engine-")]):
+            if name in cluster.serving:
+                await cluster.kill(name)
+
+
+async def unmoved(cluster) -> Completion:
+    """What the request comes to where nothing happens, under another id: the session draws."""
+    return await cluster.ask(Generate("unmoved", "s", REQUEST.prompt, REQUEST.sampling))
+
+
+@virtual
+async def test_a_request_that_moves_is_answered_as_if_it_had_not_and_no_token_is_sampled_twice(tmp_path):
+    async with bench(tmp_path) as cluster:
+        expected = await unmoved(cluster)
+        asked = cluster.ask(REQUEST)
+        targets = []
+        for num in (70, 80, 90):
+            await cluster.sampled(num)
+            moved = await cluster.move()
+            targets.append(moved.engine)
+            assert cluster.source == moved.engine
+        completion = await asked
+
+        assert targets in (["engine-1", "engine-2", "engine-1"], ["engine-2", "engine-1", "engine-2"])
+        assert completion.tokens == expected.tokens
+        assert completion.engine == targets[-1]
+        assert cluster.num_sampled == 2 * NUM
+
+
+@virtual
+async def test_its_cache_comes_with_it_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("actors.engines.moves.PART_BYTES", 16)
+    caches = []
+    async with bench(tmp_path) as cluster:
+        for engine in cluster.engines:
+            inner = engine._engine.generate
+            monkeypatch.setattr(
+                engine._engine, "generate", lambda work, inner=inner: (caches.append(work.cache), inner(work))[1]
+            )
+        asked = cluster.ask(REQUEST)
+        await cluster.sampled(10)
+        assert isinstance(await cluster.move(), Moved)
+        await asked
+
+    assert caches[0] is None
+    assert caches[1].num_tokens >= 9 + 10 - 1
+    assert len(caches[1].data) == 4 * caches[1].num_tokens > 16
+
+
+@pytest.mark.parametrize("victim", ["source", "target", "proxy"])
+@pytest.mark.parametrize("stage", ["prepare", "prepared", "take", "taken"])
+@virtual
+async def test_whoever_is_killed_at_whatever_stage_nothing_is_lost_and_nothing_doubled(tmp_path, stage, victim):
+    async with bench(tmp_path) as cluster:
+        expected = await unmoved(cluster)
+        asked = cluster.ask(REQUEST)
+        await cluster.sampled(NUM + 20)
+        source = cluster.source
+        target = "engine-1" if source == "engine-2" else "engine-2"
+        StagedWorker.stage = stage
+        moving = cluster.tasks.create_task(
+            swallow(cluster.asker.ref("llm_proxy").ask(Move("r", target), timeout=60.0, retry=False))
+        )
+        await StagedWorker.reached.wait()
+        name = {"source": source, "target": target, "proxy": "llm_proxy-1"}[victim]
+
+        await cluster.kill(name)
+        StagedWorker.go_on.set()
+        await (cluster.proxy() if victim == "proxy" else cluster.engine(name))
+        completion = await asked
+        await moving
+
+        assert completion.tokens == expected.tokens
+        # what a dead source had sampled and not told yet is sampled again, and nothing else
+        assert 0 <= cluster.num_sampled - 2 * NUM <= (2 if victim == "source" else 0)
+
+
+async def swallow(awaitable):
+    try:
+        await awaitable
+    except AskFailed:
+        return
+
+
+@virtual
+async def test_a_target_that_is_frozen_leaves_the_request_to_the_source(tmp_path):
+    async with bench(tmp_path) as cluster:
+        asked = cluster.ask(REQUEST)
+        await cluster.sampled(20)
+        source = cluster.source
+        target = "engine-1" if source == "engine-2" else "engine-2"
+        StagedWorker.stage = "take"
+        moving = cluster.move(target)
+        await StagedWorker.reached.wait()
+        completion = await asked  # the source's: nobody came for it in time
+        StagedWorker.go_on.set()
+
+        assert completion.engine == source
+        assert isinstance(await moving, NotMoved)
+        assert cluster.num_sampled == NUM
+
+
+@virtual
+async def test_one_that_is_aborted_while_it_moves_ends_with_its_tokens(tmp_path):
+    for stage in ("prepared", "take", "taken"):
+        async with bench(tmp_path) as cluster:
+            asked = cluster.ask(REQUEST)
+            await cluster.sampled(20)
+            StagedWorker.stage = stage
+            moving = cluster.move()
+            await StagedWorker.reached.wait()
+            aborting = cluster.ask(Abort("r", "enough"))
+            await asyncio.sleep(0.01)
+            StagedWorker.go_on.set()
+            result = await asked
+            await aborting
+            await moving
+
+            assert isinstance(result, Aborted)
+            assert result.reason == "enough"
+            assert len(result.tokens.ids) // 4 == cluster.num_sampled < NUM
+            assert all(not engine._requests.running for engine in cluster.engines)
+
+
+@virtual
+async def test_one_whose_asker_goes_away_while_it_moves_is_gone_everywhere(tmp_path):
+    async with bench(tmp_path) as cluster:
+        asked = cluster.ask(REQUEST)
+        await cluster.sampled(20)
+        StagedWorker.stage = "take"
+        moving = cluster.move()
+        await StagedWorker.reached.wait()
+        asked.cancel()
+        await asyncio.sleep(0.01)
+        StagedWorker.go_on.set()
+        await moving
+        await asyncio.sleep(1.0)
+
+        assert cluster.num_sampled < 25
+        assert all(not engine._requests.running for engine in cluster.engines)
+
+
+@virtual
+async def test_what_can_not_move_is_told_in_a_sentence_and_stays(tmp_path):
+    async with bench(tmp_path) as cluster:
+        asked = cluster.ask(REQUEST)
+        await cluster.sampled(5)
+        source = cluster.source
+
+        whys = [
+            (await cluster.move("engine-9")).why,
+            (await cluster.move(source)).why,
+            (await cluster.move("engine-1", "nobody")).why,
+        ]
+        completion = await asked
+
+    assert whys[0] == "engine-9 is no engine that is here; there are engine-1, engine-2"
+    assert whys[1] == f"r is on {source} already"
+    assert whys[2] == "no engine runs nobody"
+    assert completion.engine == source
+
+
+@virtual
+async def test_an_engine_that_can_not_export_keeps_its_requests(tmp_path, monkeypatch):
+    monkeypatch.setattr("actors.scripted.engine.ScriptedEngine.capabilities", frozenset())
+    async with bench(tmp_path) as cluster:
+        asked = cluster.ask(REQUEST)
+        await cluster.sampled(5)
+        moved = await cluster.move()
+
+        assert "its engine has not the capability export" in moved.why
+        assert (await asked).engine == cluster.engines[0].name or (await asked).engine == cluster.engines[1].name
+        assert cluster.num_sampled == NUM
+
+
+@virtual
+async def test_an_engine_that_drains_while_a_request_leaves_it_hands_it_over_once(tmp_path):
+    async with bench(tmp_path) as cluster:
+        expected = await unmoved(cluster)
+        asked = cluster.ask(REQUEST)
+        await cluster.sampled(NUM + 20)
+        source = cluster.source
+        StagedWorker.stage = "take"
+        moving = cluster.move()
+        await StagedWorker.reached.wait()
+        draining = cluster.tasks.create_task(cluster.drain(source))
+        await asyncio.sleep(0.01)
+        StagedWorker.go_on.set()
+        completion = await asked
+        await moving
+        await draining
+
+        assert completion.tokens == expected.tokens
+        assert cluster.num_sampled == 2 * NUM
+
+
+@virtual
+async def test_a_take_of_an_earlier_move_gets_nothing(tmp_path):
+    """It was called off since, and the request is parked for another target now."""
+    async with bench(tmp_path, engines=3) as cluster:
+        asked = cluster.ask(REQUEST)
+        await cluster.sampled(5)
+        engine = next(e for e in cluster.engines if e._requests.running)
+        incarnation = engine.incarnation
+        others = [e.name for e in cluster.engines if e is not engine]
+        assert isinstance(await engine.prepare_move(PrepareMove("r", 1, others[0], 0)), MovePrepared)
+        engine._departures.keep("r", 1)
+        await cluster.sampled(8)
+        assert isinstance(await engine.prepare_move(PrepareMove("r", 2, others[1], 0)), MovePrepared)
+
+        late = await engine.take_move(TakeMove("r", 1, incarnation))
+        older = await engine.prepare_move(PrepareMove("r", 1, others[0], 0))
+        engine._departures.keep("r", 1)
+        taken = await engine.take_move(TakeMove("r", 2, incarnation))
+        again = await engine.take_move(TakeMove("r", 2, incarnation))
+        engine._departures.keep("r", 2)
+
+        assert isinstance(late, NotMoved)
+        assert isinstance(older, NotMoved)
+        assert isinstance(taken, MovePart)
+        assert isinstance(again, MovePart)
+        assert "r" not in engine._requests.running or engine._requests.running["r"].parked.settle(False)
+        assert len((await asked).tokens.ids) // 4 == NUM
