@@ -272,11 +272,12 @@ class EngineWorker(Actor):
                 shared.generating = False
             if finish_reason != "exported" or shared.parked is None:
                 return finish_reason
-            parked, work = shared.parked, await shared.parked.work
-            if await parked.taken:
+            parked, work = shared.parked, await asyncio.shield(shared.parked.work)
+            if await asyncio.shield(parked.taken):
                 return "moved"
             work = work._replace(cache=parked.cache)
             parked.drop()
+            shared.parked = None
             if shared.abort_reason:
                 return "aborted"
 

@@ -2,9 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from actors.checkpoint import name
+from actors.engines.engine import Engine
+from actors.engines.moves import Departures
+from actors.engines.worker import EngineRequest, EngineWorker
+from actors.messages.moves import MovePart, MovePrepared, NotMoved, PrepareMove, TakeMove
 from actors.messages.samples import Batch, Claim, Commit, DrawEpoch, Epoch, NotReady, Put, Stored
 from actors.rewards.service import RewardService
 from actors.samples.buffer import SampleBuffer
@@ -79,6 +83,37 @@ class SimBuffer(SampleBuffer):
         if self.process.alive:
             self.monitor.trainer_answered("COMMIT", request.step, request.epoch, newest)
         return ack
+
+
+class SimDepartures(Departures):
+    """Tells the monitor what became of each request that was parked."""
+
+    async def prepare(
+        self, engine: Engine, shared: EngineRequest, order: PrepareMove, version: int
+    ) -> MovePrepared | NotMoved:
+        reply = await super().prepare(engine, shared, order, version)
+        parked, monitor = shared.parked, cast("SimEngine", self._actor).monitor
+        if parked is not None and parked.epoch == order.epoch:
+            move = (order.request_id, order.epoch)
+            parked.taken.add_done_callback(lambda taken: taken.result() or monitor.kept(move))
+        return reply
+
+    def take(self, request: TakeMove) -> MovePart | NotMoved:
+        reply = super().take(request)
+        if isinstance(reply, MovePart):
+            cast("SimEngine", self._actor).monitor.given((request.request_id, request.epoch))
+        return reply
+
+
+class SimEngine(EngineWorker):
+    """Tells the monitor which requests left it."""
+
+    monitor: InvariantChecks
+    process: ActorProcess
+
+    def __init__(self, config: Any, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
+        self._departures = SimDepartures(self)
 
 
 class SimRewards(RewardService):

@@ -64,6 +64,9 @@ class InvariantChecks:
         self.newest_epoch = 0
         """That was ever written."""
         self.num_losses = 0
+        self._kept: set[tuple[str, int]] = set()
+        self._given: set[tuple[str, int]] = set()
+        """(request, epoch) of moves, by what became of them."""
 
     def fail(self, invariant: str, text: str) -> None:
         if self.violation is None:
@@ -137,6 +140,20 @@ class InvariantChecks:
         if epoch > self.newest_epoch:
             self.fail("one committer per epoch", f"epoch {epoch} was answered before it was durable")
         self.epochs.add(epoch)
+
+    def kept(self, move: tuple[str, int]) -> None:
+        """An engine goes on with a request that it had parked for this move."""
+        self._kept.add(move)
+        self._moves_once(move)
+
+    def given(self, move: tuple[str, int]) -> None:
+        """An engine let another one go on with it."""
+        self._given.add(move)
+        self._moves_once(move)
+
+    def _moves_once(self, move: tuple[str, int]) -> None:
+        if move in self._kept and move in self._given:
+            self.fail("one engine per request", f"{move[0]} was kept and given away in its move {move[1]:#x}")
 
     def stored(self, trajectory: Trajectory, fate: str) -> None:
         """The buffer acknowledged a Put."""

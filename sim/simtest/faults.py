@@ -87,8 +87,12 @@ KINDS: dict[str, tuple[int, Draw]] = {
     "weights_corrupt": (1, _engine()),
     "weights_half": (1, _engine()),
     "cancel": (1, _buffer()),
+    "moves": (0, _store(1.0, 10.0)),
 }
-"""Kind → how often it is drawn, and how its target and length are drawn."""
+"""Kind → how often it is drawn, and how its target and length are drawn. What has 0 comes on top of those that are drawn, at most once."""
+
+MOVES_SHARE = 0.5
+"""Of the seeds, how many have requests that move."""
 
 DEFAULT = list(KINDS)
 """Drawn unless others are asked for."""
@@ -102,9 +106,11 @@ def draw(seed: int, names: Sequence[str], steps: int, kinds: Sequence[str], roun
     found = [_at(cancels, "cancel", names, steps) for _ in range(num_cancels)]
     rng, kinds = random.Random(f"{seed}/faults"), [kind for kind in kinds if kind != "cancel"]
     weights = [KINDS[kind][0] for kind in kinds]
-    for _ in range(sum(rng.randint(3, 7) for _ in range(rounds)) if kinds else 0):
+    for _ in range(sum(rng.randint(3, 7) for _ in range(rounds)) if any(weights) else 0):
         kind = rng.choices(kinds, weights)[0]
         found.append(_at(rng, kind, names, steps))
+    if "moves" in kinds and rng.random() < (MOVES_SHARE if any(weights) else 1.0):
+        found.append(_at(rng, "moves", names, steps))
     return sorted(found, key=lambda fault: (fault.step, fault.after_s))
 
 

@@ -7,6 +7,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+from actors.messages.moves import Move
+from bus.errors import AskFailed
+from runtime.errors import NotRunning
 from sim.simtest.actors import SimBuffer
 from sim.simtest.blobs import corrupted, half
 from sim.simtest.checks import InvariantChecks
@@ -24,6 +27,18 @@ TAKE_OVER_S = 0.5
 
 NAMING_TICKS = 12
 """Of the loop, from the writing of a checkpoint until COMMIT has left, and a few more."""
+
+
+MISHAPS = 0.1
+"""Share of moves whose links are hit."""
+
+SLOW_TOKEN_S = 0.1
+"""While requests move: each lives for several moves."""
+
+
+async def _suppressed(ask: Awaitable[object]) -> None:
+    with suppress(AskFailed):
+        await ask
 
 
 class Injector:
@@ -57,6 +72,7 @@ class Injector:
             "weights_corrupt": self._spoil,
             "weights_half": self._spoil,
             "cancel": self._cancel,
+            "moves": self._moves,
         }
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -203,6 +219,69 @@ class Injector:
             self._world.record.say("the store is down")
             await asyncio.sleep(0.1)
             store.restart()
+
+    # -- requests that move ------------------------------------------------------------------------------------------
+
+    async def _moves(self, fault: Fault) -> None:
+        """Engines are slow, and requests move to and fro between them; now and then the links break that a move needs."""
+        loop, rng = asyncio.get_running_loop(), self._rng
+        ends, names = loop.time() + fault.seconds, self._world.setup.names
+        async with asyncio.TaskGroup() as mishaps:
+            while loop.time() < ends:
+                await asyncio.sleep(rng.uniform(0.0, 0.1))
+                for name in names:
+                    if name.startswith("engine-"):
+                        self._slow_tokens(name, SLOW_TOKEN_S)
+                running = self._running()
+                if not running:
+                    continue
+                shared, unlucky = rng.choice(running), rng.random() < MISHAPS
+                source = shared.engine
+                seats = self._world.processes["llm_proxy-1"].actor._placement.seats
+                targets = sorted(name for name in seats if name != source)
+                if not targets:
+                    continue
+                target = rng.choice(targets)
+                if unlucky:
+                    mishaps.create_task(self._mishap(shared.request.request_id, source, target), name="mishap")
+                else:
+                    self._ask_to_move(shared.request.request_id, target)
+        for name in names:
+            if name.startswith("engine-"):
+                self._slow_tokens(name, 0.0)
+
+    def _slow_tokens(self, name: str, token_s: float) -> None:
+        """An engine's tokens take so long; 0: as long as its config says."""
+        engine = self._world.processes[name].actor and self._world.processes[name].actor._engine
+        if engine is not None:
+            section = engine._section.scripted
+            engine._script = section.model_copy(update={"token_s": token_s}) if token_s else section
+
+    def _running(self) -> list[Any]:
+        """What the proxy has on engines, where it and somebody who asks it are up."""
+        proxy, manager = self._world.processes["llm_proxy-1"], self._world.processes["env_manager-1"]
+        if not all(p.alive and not p.frozen and p.kernel and p.kernel.ready.is_set() for p in (proxy, manager)):
+            return []
+        return [shared for shared in proxy.actor._requests.running.values() if shared.asking is not None]
+
+    def _ask_to_move(self, request_id: str, target: str) -> None:
+        manager = self._world.processes["env_manager-1"]
+        ask = manager.actor.ref("llm_proxy").ask(Move(request_id, target), timeout=30.0, retry=False)
+        with suppress(NotRunning):
+            manager.context.run(lambda: manager.actor.spawn(_suppressed(ask), name="move"))
+
+    async def _mishap(self, request_id: str, source: str, target: str) -> None:
+        """The target comes late for the request: the proxy has lost it meanwhile, and has the request move again."""
+        network, seconds = self._world.network, self._rng.uniform(0.1, 1.5)
+        network.cut(target, source, seconds)
+        self._ask_to_move(request_id, target)
+        await asyncio.sleep(self._rng.uniform(0.01, 0.1))
+        network.snap("llm_proxy-1", target, "the link broke")
+        for other in self._world.setup.names:
+            if other.startswith("engine-") and other not in (source, target):
+                await asyncio.sleep(self._rng.uniform(0.01, 0.1))
+                self._ask_to_move(request_id, other)
+        await asyncio.sleep(seconds)
 
     # -- the trainer and its weights ----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from actors.engines.moves import Departures
 from actors.samples.buffer import SampleBuffer
 from actors.samples.groups import Groups
 from actors.samples.journal import Journal
@@ -139,6 +140,11 @@ MUTATIONS: dict[str, Mutation] = {
         "the count of tokens that only a checkpoint still knows of",
         (Edit(Groups, "_bring_back", "self._tell(group, max(0, member.outcome.tokens) - known)", "pass"),),
         ("store_loss_kill", "store_loss"),
+    ),
+    "move": Mutation(
+        "the epoch of a move: whoever comes for a request that is parked gets it",
+        (Edit(Departures, "take", "parked.epoch != request.epoch", "False"),),
+        ("moves", "link_delay", "kill"),
     ),
     "digest": Mutation(
         "the digest check of weights",

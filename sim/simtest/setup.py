@@ -26,12 +26,12 @@ from runtime.actor import Actor
 from runtime.config import ActorSpec, Config
 from runtime.config.sections import BaseRoot
 from runtime.host import role_of
-from sim.simtest.actors import SimBuffer, SimRewards, SimTrainer
+from sim.simtest.actors import SimBuffer, SimEngine, SimRewards, SimTrainer
 
 CLASSES: Mapping[str, type[Actor]] = {
     "sample_buffer": SimBuffer,
     "llm_proxy": LLMProxy,
-    "engine": EngineWorker,
+    "engine": SimEngine,
     "env_manager": EnvManager,
     "reward_service": SimRewards,
     "trainer": SimTrainer,

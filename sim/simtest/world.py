@@ -15,7 +15,7 @@ from runtime.kernel import NODE
 from runtime.launch.agent import Hosting, JobOutcome, NodeAgent
 from runtime.messages import Progress
 from runtime.store.errors import StoreError
-from sim.simtest.actors import SimBuffer, SimKernel, SimTrainer
+from sim.simtest.actors import SimBuffer, SimEngine, SimKernel, SimTrainer
 from sim.simtest.blobs import SimBlobClient, SimBlobServer
 from sim.simtest.checks import CheckedMailbox, InvariantChecks
 from sim.simtest.journal import Log, Record
@@ -167,7 +167,7 @@ class World:
     def _equip(self, actor: Any, process: ActorProcess) -> None:
         if isinstance(actor, NodeAgent):
             self._agent = actor
-        if isinstance(actor, SimBuffer | SimTrainer):
+        if isinstance(actor, SimBuffer | SimEngine | SimTrainer):
             actor.monitor, actor.process = self.monitor, process
         if isinstance(actor, SimTrainer):
             actor.saving = self._saving

@@ -233,12 +233,15 @@ async def test_one_whose_asker_goes_away_while_it_moves_is_gone_everywhere(tmp_p
         StagedWorker.stage = "take"
         moving = cluster.move()
         await StagedWorker.reached.wait()
+        source = next(engine for engine in cluster.engines if engine._departures._parked)
         asked.cancel()
         await asyncio.sleep(0.01)
+        fate = source._departures._parked["r"].taken.result()
         StagedWorker.go_on.set()
         await moving
         await asyncio.sleep(1.0)
 
+        assert fate is False
         assert cluster.num_sampled < 25
         assert all(not engine._requests.running for engine in cluster.engines)
 
