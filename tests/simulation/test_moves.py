@@ -5,14 +5,18 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from actors.config import ModelSection
+from actors.engines.engine import ENGINES
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.messages.generation import Abort, Aborted, Completion, Generate, Sampling
 from actors.messages.moves import Move, Moved, MovePart, MovePrepared, NotMoved, PrepareMove, TakeMove
 from actors.proxy.proxy import LLMProxy
+from actors.scripted.engine import ScriptedEngine
 from bus.errors import AskFailed
 from bus.message import pack_i32
 from runtime.actor import handler
+from tests.models import write_model
 from tests.simulation.test_proxy_on_the_bus import Asker, Cluster
 from tests.virtual import virtual
 
@@ -327,3 +331,96 @@ async def test_a_take_of_an_earlier_move_gets_nothing(tmp_path):
         assert isinstance(again, MovePart)
         assert "r" not in engine._requests.running or engine._requests.running["r"].parked.settle(False)
         assert len((await asked).tokens.ids) // 4 == NUM
+
+
+# -- with its cache or without --------------------------------------------------------------------------------------------
+
+
+class Prefilling(ScriptedEngine):
+    """Says that it prefills so many tokens a second."""
+
+    tokens_s = 0.0
+
+    def load(self):
+        return super().load()._replace(prefill_tokens_s=self.tokens_s)
+
+
+@pytest.mark.parametrize(
+    ("tokens_s", "link_bytes_s", "with_cache"), [(0.0, 0.0, True), (1e3, 1e6, True), (1e6, 1e3, False)]
+)
+@virtual
+async def test_the_cache_travels_where_the_link_is_sooner_there_than_a_prefill(
+    tmp_path, monkeypatch, tokens_s, link_bytes_s, with_cache
+):
+    monkeypatch.setattr(Prefilling, "tokens_s", tokens_s)
+    monkeypatch.setitem(ENGINES, "scripted", f"{__name__}:Prefilling")
+    async with bench(tmp_path) as cluster:
+        asked = cluster.ask(REQUEST)
+        await cluster.sampled(5)
+        source = next(engine for engine in cluster.engines if engine._requests.running)
+        source._departures.link_bytes_s, source._departures._bytes_per_token = link_bytes_s, 4.0
+        prepared = await source.prepare_move(PrepareMove("r", 1, "engine-9", 0))
+        cache = source._departures._parked["r"].cache
+        source._departures.keep("r", 1)
+        await asked
+
+    assert (cache is not None) == with_cache
+    assert ("unknown" if not tokens_s else "prefilling") in prepared.why
+
+
+@virtual
+async def test_a_cache_of_other_weights_stays_behind(tmp_path):
+    async with bench(tmp_path) as cluster:
+        asked = cluster.ask(REQUEST)
+        await cluster.sampled(5)
+        source = next(engine for engine in cluster.engines if engine._requests.running)
+        prepared = await source.prepare_move(PrepareMove("r", 1, "engine-9", 7))
+        source._departures.keep("r", 1)
+        await asked
+
+    assert prepared.why == "its cache is of other weights"
+
+
+@pytest.mark.slow
+async def test_torch_engines_hand_over_keys_and_values_and_go_on_token_for_token(tmp_path):
+    folder = write_model(tmp_path / "model")
+    section = EngineSection(kind="torch", num_slots=2, max_len=400, stream_every=1)
+    config = EngineWorker.Config(model=ModelSection(path=str(folder), device="cpu"), engine=section)
+    request = Generate("r", "s", pack_i32(range(3, 40)), Sampling(300, seed=5))
+    taken = []
+    async with asyncio.TaskGroup() as tasks:
+        cluster = Cluster(tasks, tmp_path)
+        for name in ("engine-1", "engine-2"):
+            await cluster.start(EngineWorker, name, **dict(config))
+        await cluster.start(LLMProxy, "llm_proxy-1")
+        await cluster.start(Asker, "env_manager-1")
+        ref = cluster.actors["env_manager-1"].ref("llm_proxy")
+        expected = await ref.ask(Generate("unmoved", "s", request.prompt, request.sampling), timeout=60.0)
+        asked = tasks.create_task(ref.ask(request, timeout=60.0))
+        for _ in range(2):
+            shared = await running(cluster, len(taken))
+            target = "engine-1" if shared.engine == "engine-2" else "engine-2"
+            arrive = cluster.actors[target]._departures.arrive
+
+            async def arrived(work, moved, arrive=arrive):
+                taken.append(await arrive(work, moved))
+                return taken[-1]
+
+            cluster.actors[target]._departures.arrive = arrived
+            assert isinstance(await ref.ask(Move("r", target), timeout=30.0), Moved)
+        completion = await asked
+        for name in list(cluster.serving):
+            await cluster.kill(name)
+
+    assert [work.cache is not None for work in taken] == [True, True]
+    assert completion.tokens.ids == expected.tokens.ids
+    assert completion.tokens.spans == expected.tokens.spans
+
+
+async def running(cluster, moves: int):
+    """The request, once it was sampled from again."""
+    while True:
+        shared = cluster.actors["llm_proxy-1"]._requests.running.get("r")
+        if shared is not None and shared.asking is not None and shared.num_tokens > 20 * (moves + 1):
+            return shared
+        await asyncio.sleep(0.001)
