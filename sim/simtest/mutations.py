@@ -144,7 +144,7 @@ MUTATIONS: dict[str, Mutation] = {
     "move": Mutation(
         "the epoch of a move: whoever comes for a request that is parked gets it",
         (Edit(Departures, "take", "parked.epoch != request.epoch", "False"),),
-        ("moves", "link_delay", "kill"),
+        ("moves",),
     ),
     "digest": Mutation(
         "the digest check of weights",

@@ -61,6 +61,14 @@ def test_a_removed_safeguard_is_noticed(bench, name):
     assert outcome.violation is not None
 
 
+def test_a_move_without_its_epoch_is_noticed(bench):
+    outcome, _ = first_catch(bench, "move", start=0, most=40, kinds=mutations.MUTATIONS["move"].faults)
+
+    assert outcome is not None
+    assert outcome.violation is not None
+    assert outcome.violation.invariant == "one engine per request"
+
+
 @pytest.mark.parametrize("name", mutations.MUTATIONS)
 def test_every_mutation_still_finds_the_safeguard_that_it_removes(name):
     with mutations.applied(name):
