@@ -58,7 +58,7 @@ def _field(field: msgspec.structs.FieldInfo, hint: Any) -> dict[str, Any]:
     found = {"name": field.name, "type": _type_name(hint)}
     if not field.required:
         default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-        found["default"] = msgspec.to_builtins(default)
+        found["default"] = msgspec.to_builtins(default, enc_hook=lambda buffer: bytes(buffer.data))
     return found
 
 
