@@ -154,22 +154,22 @@ class Departures:
         loop, request_id = asyncio.get_running_loop(), work.request_id
         give_up_at = loop.time() + TAKE_S
         while moved.source in self._actor.peers("engine"):
+            began = loop.time()
             part = await self._ask(moved, request_id, 0)
             if isinstance(part, NotMoved):
                 return None
             if part is not None:
-                return work._replace(cache=await self._fetch(moved, request_id, part))
+                return work._replace(cache=await self._fetch(moved, request_id, part, began))
             if loop.time() > give_up_at:
                 return None
             await asyncio.sleep(PAUSE_S)
         return work
 
-    async def _fetch(self, moved: MovedFrom, request_id: str, part: MovePart) -> Cache | None:
-        """The whole cache; None where there is none, or it went missing on the way."""
+    async def _fetch(self, moved: MovedFrom, request_id: str, part: MovePart, began: float) -> Cache | None:
+        """The whole cache, of which the first part was asked for at `began`; None where there is none, or it went missing on the way."""
         if not part.size_bytes:
             return None
-        loop = asyncio.get_running_loop()
-        began, data, have = loop.time(), bytearray(part.size_bytes), 0
+        loop, data, have = asyncio.get_running_loop(), bytearray(part.size_bytes), 0
         while True:
             data[have : have + len(part.data)] = part.data.data
             have += len(part.data)

@@ -36,9 +36,9 @@ SLOW_TOKEN_S = 0.1
 """While requests move: each lives for several moves."""
 
 
-async def _suppressed(ask: Awaitable[object]) -> None:
+async def _told(asker: Any, order: Move) -> None:
     with suppress(AskFailed):
-        await ask
+        await asker.ref("llm_proxy").ask(order, timeout=30.0, retry=False)
 
 
 class Injector:
@@ -266,9 +266,9 @@ class Injector:
 
     def _ask_to_move(self, request_id: str, target: str) -> None:
         manager = self._world.processes["env_manager-1"]
-        ask = manager.actor.ref("llm_proxy").ask(Move(request_id, target), timeout=30.0, retry=False)
         with suppress(NotRunning):
-            manager.context.run(lambda: manager.actor.spawn(_suppressed(ask), name="move"))
+            told = _told(manager.actor, Move(request_id, target))
+            manager.context.run(lambda: manager.actor.spawn(told, name="move"))
 
     async def _mishap(self, request_id: str, source: str, target: str) -> None:
         """The target comes late for the request: the proxy has lost it meanwhile, and has the request move again."""

@@ -15,7 +15,9 @@ from actors.proxy.proxy import LLMProxy
 from actors.scripted.engine import ScriptedEngine
 from bus.errors import AskFailed
 from bus.message import pack_i32
+from bus.zmq import ZmqTransport
 from runtime.actor import handler
+from sim.simtest.network import FaultPlan, FaultyNetwork
 from tests.models import write_model
 from tests.simulation.test_proxy_on_the_bus import Asker, Cluster
 from tests.virtual import virtual
@@ -100,9 +102,10 @@ class Bench(Cluster):
 
 
 @asynccontextmanager
-async def bench(folder, **options):
+async def bench(folder, delay_s=0.0, **options):
     async with asyncio.TaskGroup() as tasks:
         cluster = Bench(tasks, folder)
+        cluster.network = FaultyNetwork(FaultPlan(seed=1, delay_s=(delay_s, delay_s)))
         await cluster.begin(**options)
         yield cluster
         for name in ("env_manager-1", "llm_proxy-1", *[n for n in cluster.serving if n.startswith("engine-")]):
@@ -138,7 +141,7 @@ async def test_a_request_that_moves_is_answered_as_if_it_had_not_and_no_token_is
 async def test_its_cache_comes_with_it_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr("actors.engines.moves.PART_BYTES", 16)
     caches = []
-    async with bench(tmp_path) as cluster:
+    async with bench(tmp_path, delay_s=0.001) as cluster:
         for engine in cluster.engines:
             inner = engine._engine.generate
             monkeypatch.setattr(
@@ -149,6 +152,10 @@ async def test_its_cache_comes_with_it_in_parts(tmp_path, monkeypatch):
         assert isinstance(await cluster.move(), Moved)
         await asked
 
+        links = [engine._departures.link_bytes_s for engine in cluster.engines]
+
+    assert sorted(rate > 0 for rate in links) == [False, True]
+    assert max(links) == pytest.approx(16 / 0.002, rel=0.2)  # a part for each way there and back
     assert caches[0] is None
     assert caches[1].num_tokens >= 9 + 10 - 1
     assert len(caches[1].data) == 4 * caches[1].num_tokens > 16
@@ -381,15 +388,27 @@ async def test_a_cache_of_other_weights_stays_behind(tmp_path):
     assert prepared.why == "its cache is of other weights"
 
 
+class WiredCluster(Cluster):
+    """On the real bus, as within a host or between hosts."""
+
+    bind = ""
+
+    def transport(self, identity):
+        return ZmqTransport(identity, self.bind or f"ipc://{self.folder}/{identity.name}")
+
+
 @pytest.mark.slow
-async def test_torch_engines_hand_over_keys_and_values_and_go_on_token_for_token(tmp_path):
+@pytest.mark.parametrize("bind", ["", "tcp://127.0.0.1:*"])
+async def test_torch_engines_hand_over_keys_and_values_and_go_on_token_for_token(tmp_path, monkeypatch, bind):
+    monkeypatch.setattr(WiredCluster, "bind", bind)
+    monkeypatch.setattr("actors.engines.moves.PART_BYTES", 70_000)  # more than travels within a message's body
     folder = write_model(tmp_path / "model")
-    section = EngineSection(kind="torch", num_slots=2, max_len=400, stream_every=1)
+    section = EngineSection(kind="torch", num_slots=2, max_len=1100, stream_every=1)
     config = EngineWorker.Config(model=ModelSection(path=str(folder), device="cpu"), engine=section)
-    request = Generate("r", "s", pack_i32(range(3, 40)), Sampling(300, seed=5))
+    request = Generate("r", "s", pack_i32(range(3, 40)), Sampling(1000, seed=5))
     taken = []
     async with asyncio.TaskGroup() as tasks:
-        cluster = Cluster(tasks, tmp_path)
+        cluster = WiredCluster(tasks, tmp_path)
         for name in ("engine-1", "engine-2"):
             await cluster.start(EngineWorker, name, **dict(config))
         await cluster.start(LLMProxy, "llm_proxy-1")
@@ -397,10 +416,11 @@ async def test_torch_engines_hand_over_keys_and_values_and_go_on_token_for_token
         ref = cluster.actors["env_manager-1"].ref("llm_proxy")
         expected = await ref.ask(Generate("unmoved", "s", request.prompt, request.sampling), timeout=60.0)
         asked = tasks.create_task(ref.ask(request, timeout=60.0))
-        for _ in range(2):
-            shared = await running(cluster, len(taken))
+        for moves in range(2):
+            shared = await running(cluster, moves)
             target = "engine-1" if shared.engine == "engine-2" else "engine-2"
             arrive = cluster.actors[target]._departures.arrive
+            cluster.actors[shared.engine]._departures.link_bytes_s = 0.0  # of a known one its rate would decide
 
             async def arrived(work, moved, arrive=arrive):
                 taken.append(await arrive(work, moved))
@@ -409,10 +429,11 @@ async def test_torch_engines_hand_over_keys_and_values_and_go_on_token_for_token
             cluster.actors[target]._departures.arrive = arrived
             assert isinstance(await ref.ask(Move("r", target), timeout=30.0), Moved)
         completion = await asked
-        for name in list(cluster.serving):
-            await cluster.kill(name)
+        for name in ("env_manager-1", "llm_proxy-1", "engine-1", "engine-2"):
+            await cluster.drain(name)
 
     assert [work.cache is not None for work in taken] == [True, True]
+    assert all(len(work.cache.data) > 70_000 for work in taken)
     assert completion.tokens.ids == expected.tokens.ids
     assert completion.tokens.spans == expected.tokens.spans
 
@@ -421,6 +442,6 @@ async def running(cluster, moves: int):
     """The request, once it was sampled from again."""
     while True:
         shared = cluster.actors["llm_proxy-1"]._requests.running.get("r")
-        if shared is not None and shared.asking is not None and shared.num_tokens > 20 * (moves + 1):
+        if shared is not None and shared.asking is not None and shared.num_tokens > 100 * (moves + 1):
             return shared
         await asyncio.sleep(0.001)

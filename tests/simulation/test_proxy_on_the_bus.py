@@ -127,7 +127,7 @@ class Cluster:
             name=name,
             incarnation=incarnation,
             run=RunInfo("test", self.folder, 7, 1),
-            transport=MemoryTransport(Identity("test", name, incarnation), self.network),
+            transport=self.transport(Identity("test", name, incarnation)),
             store=self.store,
             blobs=NoBlobs(),
             log=logger("rubato.test"),
@@ -136,6 +136,9 @@ class Cluster:
         self.serving[name] = kernel, self.tasks.create_task(kernel.serve(), name=name)
         await kernel.ready.wait()
         return kernel
+
+    def transport(self, identity):
+        return MemoryTransport(identity, self.network)
 
     async def kill(self, name):
         """As SIGKILL would: nothing is flushed and the registry is not told."""
