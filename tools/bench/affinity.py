@@ -43,7 +43,7 @@ ALONE = {"h800": 2, "h20": 6}
 TASKS = {"read": (2400, 8), "write": (32, 256)}
 """Tokens shown, tokens sampled."""
 
-SCALE = 2.0
+SCALE = 3.0
 """Modelled seconds last so many."""
 
 AT_ONCE = 3
@@ -85,7 +85,7 @@ JOB: Mapping[str, Any] = {
     "env": {"isolation": "inline", "concurrency": 96},
     "rollout": {"max_len": 4096},
     "staleness": {"bounded": False},
-    "train": {"kind": "scripted", "batch_groups": 32, "group_size": 4, "scripted": {"step_s": 0.0, "weights_mib": 0.01}},
+    "train": {"kind": "scripted", "batch_groups": 24, "group_size": 4, "scripted": {"step_s": 0.0, "weights_mib": 0.01}},
     "check": {"enabled": False},
     "eval": {"every": 0, "final_num_tasks": 0},
     "checkpoint": {"every": 1000},
