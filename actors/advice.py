@@ -15,7 +15,7 @@ Row = dict[str, float]
 def advice_of(rows: Sequence[Row], alpha: int) -> Advice | None:
     """By the newest of `rows`, of which the very first counts only where it is alone; None where they lack the figures.
 
-    `alpha`: -1 where the job has no bound.
+    `alpha` is the config's, -1 where the job has no bound; rows have it where it adapts.
     """
     view = view_of(rows, alpha)
     return advise(view) if view else None
@@ -47,7 +47,7 @@ def view_of(rows: Sequence[Row], alpha: int) -> AdviceView | None:
         step_s=mean("time/step"),
         waited_s=min(mean("time/wait_for_batch"), mean("time/step")),
         train_s=mean("time/train"),
-        alpha=alpha,
+        alpha=int(newest.get("staleness/alpha", alpha)),
         batch=max(1, round(fmean(row["perf/samples_s"] * row["time/step"] for row in seen))),
         rollout_s=mean("rollout/wall_s_mean"),
         env_share=min(1.0, mean("rollout/env_frac")),

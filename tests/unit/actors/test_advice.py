@@ -33,6 +33,13 @@ def rows(num=12, **others):
     ]
 
 
+def test_an_alpha_that_adapts_is_as_the_newest_row_has_it():
+    view = view_of(rows(**{"staleness/alpha": 3.0}), alpha=1)
+
+    assert view is not None
+    assert view.alpha == 3
+
+
 def test_a_view_has_the_means_of_the_newest_steps_and_what_there_is_of_each_role():
     assert view_of(rows(), alpha=1) == AdviceView(
         step_s=2.0,
