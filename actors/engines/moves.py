@@ -64,12 +64,12 @@ class Parked:
         self._timer.cancel()
         cache, end = self.cache, offset + PART_BYTES
         if cache is None:
-            return MovePart()
+            return MovePart(Buffer(b""))
         if end < len(cache.data):
             self._timer = asyncio.get_running_loop().call_later(HOLD_S, self.drop)
         else:
             self.drop()
-        return MovePart(len(cache.data), cache.version, cache.shape, cache.dtype, Buffer(cache.data[offset:end]))
+        return MovePart(Buffer(cache.data[offset:end]), len(cache.data), cache.version, cache.shape, cache.dtype)
 
     def drop(self) -> None:
         self.cache = None
@@ -126,7 +126,7 @@ class Departures:
         """The target wants it."""
         parked = self._parked.get(request.request_id)
         if parked is None and request.incarnation != self._actor.incarnation:
-            return MovePart()
+            return MovePart(Buffer(b""))
         if parked is None or parked.epoch != request.epoch or not parked.settle(True):
             return NotMoved(f"{request.request_id} stays on {self._actor.name}")
         return parked.part(request.offset)

@@ -63,11 +63,11 @@ class AbortMove(Request[Ack], frozen=True):
 class MovePart(Message, frozen=True):
     """The request is the target's. Bytes of its cache from the asked offset on; `size_bytes` 0 where none travels."""
 
+    data: Buffer
     size_bytes: int = 0
     version: int = -1
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    data: Buffer = Buffer(b"")
 
 
 class TakeMove(Request[MovePart | NotMoved], frozen=True):

@@ -67,7 +67,7 @@ class Moves:
 
     async def _move(self, shared: ProxyRequest, source: EngineSeat, target: EngineSeat) -> Moved | NotMoved:
         self._num += 1
-        epoch = (self._actor.incarnation << 32) + self._num
+        epoch = (self._actor.incarnation << 24) + self._num
         request_id, asking = shared.request.request_id, shared.asking
         order = PrepareMove(request_id, epoch, target.name, target.version)
         try:
