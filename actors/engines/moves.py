@@ -41,8 +41,6 @@ class Parked:
     def __init__(self, epoch: int) -> None:
         loop = asyncio.get_running_loop()
         self.epoch = epoch
-        self.work: asyncio.Future[Work] = loop.create_future()
-        """Once the engine exported it; without its cache."""
         self.cache: Cache | None = None
         self.taken: asyncio.Future[bool] = loop.create_future()
         """Its fate: True where the target goes on with it, False where this engine does."""
@@ -97,22 +95,23 @@ class Departures:
         if before is not None and (order.epoch <= before.epoch or not before.is_decided):
             return NotMoved(f"{order.request_id} moves already, or this is an order of before")
         parked = shared.parked = Parked(order.epoch)
+        loop = asyncio.get_running_loop()
+        exported = shared.exported = loop.create_future()
         self._remember(order.request_id, parked)
         plan = carry(self._moving(engine, shared, same_weights=version == order.version))
         with_cache = plan.with_cache and CACHE in capabilities(engine)
-        loop = asyncio.get_running_loop()
         began = loop.time()
         try:
             work = await engine.export(order.request_id, with_cache=with_cache)
         except EngineError as error:
             parked.settle(False)
-            parked.work.cancel()
+            exported.cancel()
             return NotMoved(str(error))
         if work.cache is not None:
             self._bytes_per_token = len(work.cache.data) / work.cache.num_tokens
             self._export_bytes_s = len(work.cache.data) / max(loop.time() - began, 1e-6)
         parked.cache = work.cache
-        parked.work.set_result(work._replace(cache=None))
+        exported.set_result(work._replace(cache=None))
         self._actor.log.info("request_parked", request=order.request_id, target=order.target, why=plan.why)
         return MovePrepared(work.resumed, self._actor.incarnation, plan.why)
 

@@ -68,6 +68,8 @@ class EngineRequest(SharedRequest):
         self.parked: Parked | None = None
         """Its last move away from here, to `moved_to`."""
         self.moved_to = ""
+        self.exported: asyncio.Future[Work]
+        """What the engine gives for that move; without its cache."""
 
     def keeps(self, result: Completion | Aborted) -> bool:
         """An aborted one may come back, from an engine that it went on to, and then goes on here."""
@@ -272,7 +274,7 @@ class EngineWorker(Actor):
                 shared.generating = False
             if finish_reason != "exported" or shared.parked is None:
                 return finish_reason
-            parked, work = shared.parked, await asyncio.shield(shared.parked.work)
+            parked, work = shared.parked, await asyncio.shield(shared.exported)
             if await asyncio.shield(parked.taken):
                 return "moved"
             work = work._replace(cache=parked.cache)

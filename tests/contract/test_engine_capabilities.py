@@ -249,6 +249,15 @@ async def test_a_cache_that_is_not_of_this_request_or_model_is_refused(engine, o
     assert (await collect(other, work))[1] == "length"
 
 
+@pytest.mark.parametrize("engine", ["scripted paced", "torch", "torch paced"], indirect=True)
+async def test_an_engine_that_prefilled_says_how_fast(engine):
+    before = engine.load().prefill_tokens_s
+    await collect(engine, Work("a", "s", prompt_of(1, 100), Sampling(2)))
+
+    assert before == 0.0
+    assert engine.load().prefill_tokens_s > 0.0
+
+
 # -- sleep --------------------------------------------------------------------------------------------------------------
 
 

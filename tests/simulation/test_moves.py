@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from actors.config import ModelSection
-from actors.engines.engine import ENGINES
+from actors.engines.engine import ENGINES, Cache
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.messages.generation import Abort, Aborted, Completion, Generate, Sampling
@@ -159,6 +159,26 @@ async def test_its_cache_comes_with_it_in_parts(tmp_path, monkeypatch):
     assert caches[0] is None
     assert caches[1].num_tokens >= 9 + 10 - 1
     assert len(caches[1].data) == 4 * caches[1].num_tokens > 16
+
+
+@virtual
+async def test_a_cache_that_the_target_can_not_use_is_computed_again(tmp_path, monkeypatch):
+    """As between pools whose engines have other types."""
+    async with bench(tmp_path) as cluster:
+        expected = await unmoved(cluster)
+        for engine in cluster.engines:
+
+            async def fetched(*_):
+                return Cache(0, (1, 1, 3, 1), "int32", memoryview(bytes(12)))
+
+            monkeypatch.setattr(engine._departures, "_fetch", fetched)
+        asked = cluster.ask(REQUEST)
+        await cluster.sampled(NUM + 20)
+        assert isinstance(await cluster.move(), Moved)
+        completion = await asked
+
+        assert completion.tokens == expected.tokens
+        assert cluster.num_sampled == 2 * NUM
 
 
 @pytest.mark.parametrize("victim", ["source", "target", "proxy"])
