@@ -12,7 +12,7 @@ from runtime.pool.pool import Unsendable
 
 
 @dataclass(eq=False)
-class Refused(Exception):
+class RewardRefused(Exception):
     """A whole call failed; each of its trajectories may be worth a call of its own. Fields as in `NotScored`."""
 
     reason: str
@@ -27,7 +27,7 @@ class RewardBackend(Protocol):
         ...
 
     async def call(self, function: str, requests: Sequence[Score]) -> list[float | NotScored]:
-        """One number without a flaw per request, or why that one has none. Raises Refused where the call failed as a whole."""
+        """One number without a flaw per request, or why that one has none. Raises RewardRefused where the call failed as a whole."""
         ...
 
     async def run(self) -> None:
@@ -35,7 +35,7 @@ class RewardBackend(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of everything; calls under way end as Refused."""
+        """Let go of everything; calls under way end as RewardRefused."""
         ...
 
 
@@ -47,22 +47,22 @@ def columns_of(request: Score) -> dict[str, Any]:
 
 
 def checked(function: str, result: Any, num: int) -> list[float]:
-    """A function's result as `num` numbers without a flaw. Raises Refused."""
+    """A function's result as `num` numbers without a flaw. Raises RewardRefused."""
     if not isinstance(result, list):
-        raise Refused("wrong_type", f"{function} returned a {_kind(result)} instead of a list of numbers")
+        raise RewardRefused("wrong_type", f"{function} returned a {_kind(result)} instead of a list of numbers")
     numbers = cast("list[Any]", result)
     if len(numbers) != num:
-        raise Refused("wrong_length", f"{function} returned {len(numbers)} numbers for {num} trajectories")
+        raise RewardRefused("wrong_length", f"{function} returned {len(numbers)} numbers for {num} trajectories")
     return [checked_number(function, number) for number in numbers]
 
 
 def checked_number(function: str, number: Any) -> float:
-    """One of them. Raises Refused."""
+    """One of them. Raises RewardRefused."""
     if not isinstance(number, Real):
-        raise Refused("wrong_type", f"{function} returned a {_kind(number)} instead of a number")
+        raise RewardRefused("wrong_type", f"{function} returned a {_kind(number)} instead of a number")
     if flaw := flaw_of_reward(float(number)):
         most = f", more than ±{MOST_REWARD:g}" if flaw == "out_of_range" else ""
-        raise Refused(flaw, f"{function} returned {number}{most}")
+        raise RewardRefused(flaw, f"{function} returned {number}{most}")
     return float(number)
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score
-from actors.rewards.backend import Refused, checked_number, columns_of
+from actors.rewards.backend import RewardRefused, checked_number, columns_of
 from runtime.observe.figures import Metrics
 
 TRIES = 3
@@ -58,8 +58,8 @@ class HttpBackend:
         """A batch of none, for which a cold start is waited."""
         try:
             await self._post(function, "", _body([], [], COLD_START_S), 0, COLD_START_S)
-        except (Refused, _Again) as error:
-            said = error.detail if isinstance(error, Refused) else str(error)
+        except (RewardRefused, _Again) as error:
+            said = error.detail if isinstance(error, RewardRefused) else str(error)
             return f"reward function {said}. Is this its URL, and does its server run?"
         return ""
 
@@ -82,7 +82,7 @@ class HttpBackend:
             await self._client.aclose()
 
     async def _post(self, url: str, key: str, body: bytes, num: int, timeout_s: float) -> list[Any]:
-        """The scores; `num` of them. Raises _Again where no try got an answer, and Refused for one that is not what was asked for."""
+        """The scores; `num` of them. Raises _Again where no try got an answer, and RewardRefused for one that is not what was asked for."""
         for tries_left in reversed(range(TRIES)):
             try:
                 answer = await self._try(url, key, body, timeout_s)
@@ -106,7 +106,7 @@ class HttpBackend:
                 async for piece in response.aiter_bytes():
                     answer += piece
                     if len(answer) > MOST_BYTES:
-                        raise Refused("too_large", f"{url} answered more than {MOST_BYTES:,} bytes")
+                        raise RewardRefused("too_large", f"{url} answered more than {MOST_BYTES:,} bytes")
         except TimeoutError:
             raise _Again("timeout", f"{url} gave no answer within {timeout_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -116,19 +116,19 @@ class HttpBackend:
             self._metrics.count("reward/cold_starts", response.status_code == 503)
             raise _Again("unreachable", f"{url} answered {_status(response, answer)}", _retry_after(response))
         if response.status_code != 200:
-            raise Refused("refused", f"{url} answered {_status(response, answer)}")
+            raise RewardRefused("refused", f"{url} answered {_status(response, answer)}")
         return answer
 
     def _read(self, url: str, answer: bytes, num: int) -> list[Any]:
         try:
             found = msgspec.json.decode(answer)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise Refused("wrong_type", f"{url} answered no JSON: {_short(answer)}") from None
+            raise RewardRefused("wrong_type", f"{url} answered no JSON: {_short(answer)}") from None
         scores = found.get("scores") if isinstance(found, dict) else None
         if not isinstance(scores, list):
-            raise Refused("wrong_type", f'{url} answered no {{"scores": […]}}: {_short(answer)}')
+            raise RewardRefused("wrong_type", f'{url} answered no {{"scores": […]}}: {_short(answer)}')
         if len(scores) != num:
-            raise Refused("wrong_length", f"{url} answered {len(scores)} scores for {num} trajectories")
+            raise RewardRefused("wrong_length", f"{url} answered {len(scores)} scores for {num} trajectories")
         self._metrics.count("reward/cold_starts", found.get("cold") is True)
         return scores
 

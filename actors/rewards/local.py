@@ -8,7 +8,7 @@ from typing import Any
 
 from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score
-from actors.rewards.backend import Refused, checked, columns_of
+from actors.rewards.backend import RewardRefused, checked, columns_of
 from planning.autoscale import PoolBounds, PoolMeter, WorkersWanted, autoscale
 from runtime.observe.figures import Metrics
 from runtime.pool.errors import (
@@ -170,7 +170,7 @@ class ElasticBackend:
 
     async def _free_worker(self) -> WorkerPool:
         if self._closed:
-            raise Refused("lost", "no process could be started for it: the pool was closed")
+            raise RewardRefused("lost", "no process could be started for it: the pool was closed")
         if self._idle and not self._waiting:
             pool = self._idle.pop()
             self._busy.add(pool)
@@ -182,7 +182,7 @@ class ElasticBackend:
         try:
             return await waiting
         except PoolError as error:
-            raise Refused("lost", f"no process could be started for it: {error}") from error
+            raise RewardRefused("lost", f"no process could be started for it: {error}") from error
         except asyncio.CancelledError:
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
                 self._busy.discard(waiting.result())
@@ -244,9 +244,9 @@ class _Functions:
                 reply = await pool.apply(function, arguments, deadline_s=self._section.timeout_s)
             except WorkerKilled as error:
                 if not tries_left:
-                    raise Refused(error.reason, f"{function}: {error}") from error
+                    raise RewardRefused(error.reason, f"{function}: {error}") from error
             except PoolError as error:
-                raise Refused(error.reason, f"{function} {describe(error)}{self._limits(error)}") from error
+                raise RewardRefused(error.reason, f"{function} {describe(error)}{self._limits(error)}") from error
             else:
                 return checked(function, decode(reply), len(requests))
         raise AssertionError

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from actors.config import RewardSection, is_url
 from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.backend import Refused, RewardBackend
+from actors.rewards.backend import RewardBackend, RewardRefused
 from actors.rewards.local import ElasticBackend, LocalBackend
 from actors.tasks import TaskSection, rewards_of
 from runtime.observe.figures import Metrics
@@ -61,12 +61,12 @@ class Scorer:
         """One reply per request. When a batch fails, each of its members is tried alone, so that one bad trajectory costs no other."""
         try:
             return await self._score(requests)
-        except Refused as error:
+        except RewardRefused as error:
             if len(requests) == 1:
                 return [NotScored(error.reason, error.detail)]
             return await self._one_by_one(requests, error)
 
-    async def _one_by_one(self, requests: Sequence[Score], together: Refused) -> list[Scores | NotScored]:
+    async def _one_by_one(self, requests: Sequence[Score], together: RewardRefused) -> list[Scores | NotScored]:
         """Bounded as a whole: were each of a full batch given its own timeout, the last would wait for minutes."""
         loop = asyncio.get_running_loop()
         end = loop.time() + ALONE_TIMEOUTS * self._section.timeout_s

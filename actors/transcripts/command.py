@@ -7,7 +7,16 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from actors.transcripts.reading import EVAL, Filters, Found, Row, decoder, find, group_or_trajectory, sample_of
+from actors.transcripts.reading import (
+    EVAL,
+    Filters,
+    FoundSamples,
+    SampleRow,
+    decoder,
+    find,
+    group_or_trajectory,
+    sample_of,
+)
 from actors.transcripts.writing import summary, table, whole, width_of
 from runtime.errors import ExitCode
 
@@ -72,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def choose(found: Found, num: int, *, best: bool, worst: bool) -> list[Row]:
+def choose(found: FoundSamples, num: int, *, best: bool, worst: bool) -> list[SampleRow]:
     """The newest `num` samples as they came, after them those that left no text; or those of the highest or lowest reward, these first."""
     if best or worst:
         return sorted(found.kept, key=lambda row: row.line["reward"], reverse=best)[:num]

@@ -27,7 +27,7 @@ EVAL = "eval"
 Decode = Callable[[list[int]], str]
 
 
-class Turn(msgspec.Struct, frozen=True):
+class SampleTurn(msgspec.Struct, frozen=True):
     """One turn of a trajectory, special tokens included."""
 
     prompt: str
@@ -68,7 +68,7 @@ class Sample(msgspec.Struct, frozen=True):
     wall_s: float
     versions: dict[int, int] | None
     """Sampled tokens by weight version."""
-    turns: list[Turn] | None
+    turns: list[SampleTurn] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Filters:
         )
 
 
-class Row(NamedTuple):
+class SampleRow(NamedTuple):
     """A line of samples.jsonl, or what stands for one, and the trajectory, where that is kept."""
 
     line: dict[str, Any]
@@ -109,11 +109,11 @@ class Row(NamedTuple):
 
 
 @dataclass
-class Found:
+class FoundSamples:
     """The samples that were asked for: those whose text is kept, oldest first, and figures over all of them."""
 
-    kept: list[Row] = field(default_factory=list)
-    textless: list[Row] = field(default_factory=list)
+    kept: list[SampleRow] = field(default_factory=list)
+    textless: list[SampleRow] = field(default_factory=list)
     """Those of which no trajectory came, oldest first; no more than `MOST_TEXTLESS`."""
     fates: Counter[str] = field(default_factory=Counter)
     """Of every sample that was asked for, kept or not."""
@@ -136,25 +136,25 @@ class Found:
 MOST_TEXTLESS = 200
 
 
-def find(folder: Path, filters: Filters) -> Found:
+def find(folder: Path, filters: Filters) -> FoundSamples:
     """What the run in `folder` has. Raises LaunchError where that is no run, or nothing in it was asked for."""
     if not (folder / "config.yaml").is_file():
         raise LaunchError(f"{folder} holds no run: there is no config.yaml in it.")
-    found, texts = Found(), dict[str, dict[int, Trajectory]]()
+    found, texts = FoundSamples(), dict[str, dict[int, Trajectory]]()
     for trajectory in read_kept(folder):
         texts.setdefault(trajectory.ticket.trajectory_id, {})[trajectory.ticket.attempt] = trajectory
     for line in _ledger(folder):
-        _take(found, filters, Row(line, texts.pop(line["trajectory_id"], {}).get(line["attempt"])))
+        _take(found, filters, SampleRow(line, texts.pop(line["trajectory_id"], {}).get(line["attempt"])))
     for attempts in texts.values():
         newest = attempts[max(attempts)]
-        _take(found, filters, Row(_line_of(newest), newest))
+        _take(found, filters, SampleRow(_line_of(newest), newest))
     found.kept.sort(key=lambda row: row.order)
     if not found.fates:
         raise LaunchError(_nothing(folder, filters, found))
     return found
 
 
-def _take(found: Found, filters: Filters, row: Row) -> None:
+def _take(found: FoundSamples, filters: Filters, row: SampleRow) -> None:
     line = row.line
     found.tasks.add(line["task"])
     if not filters.take(line):
@@ -223,7 +223,7 @@ SHARED = (
 )  # fmt: skip
 
 
-def sample_of(row: Row, decode: Decode) -> Sample:
+def sample_of(row: SampleRow, decode: Decode) -> Sample:
     """All that there is to tell of one."""
     line, trajectory = row
     turns = None if trajectory is None else turns_of(trajectory, decode)
@@ -240,9 +240,9 @@ def sample_of(row: Row, decode: Decode) -> Sample:
     )
 
 
-def turns_of(trajectory: Trajectory, decode: Decode) -> list[Turn]:
+def turns_of(trajectory: Trajectory, decode: Decode) -> list[SampleTurn]:
     """What was shown and what was sampled, turn by turn; segments follow one another."""
-    turns: list[Turn] = []
+    turns: list[SampleTurn] = []
     for segment in trajectory.segments:
         tokens, start, prompt = array("i", segment.tokens), 0, ""
         for sampled, run in groupby(segment.mask):
@@ -250,7 +250,7 @@ def turns_of(trajectory: Trajectory, decode: Decode) -> list[Turn]:
             text = decode(tokens[start:end].tolist())
             if sampled:
                 reason = trajectory.finish_reasons[len(turns)] if len(turns) < len(trajectory.finish_reasons) else ""
-                turns.append(Turn(prompt, text, end - start, reason, _versions(segment, start, end)))
+                turns.append(SampleTurn(prompt, text, end - start, reason, _versions(segment, start, end)))
                 prompt = ""
             else:
                 prompt = text
@@ -285,7 +285,7 @@ def group_or_trajectory(text: str) -> str:
     return f"g{int(match[1]):08d}{match[2] or ''}" if match else text
 
 
-def _nothing(folder: Path, filters: Filters, found: Found) -> str:
+def _nothing(folder: Path, filters: Filters, found: FoundSamples) -> str:
     if not found.others:
         return f"{folder} has no trajectory yet: none has ended, or samples.keep is 0."
     names = ("step", "fate", "task", "row", "purpose")

@@ -11,7 +11,7 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Static
 
 from actors.transcripts.command import choose
-from actors.transcripts.reading import Decode, Filters, Found, Row, decoder, find, sample_of
+from actors.transcripts.reading import Decode, Filters, FoundSamples, SampleRow, decoder, find, sample_of
 from actors.transcripts.writing import cells, columns, heads, summary, whole
 from runtime.errors import RubatoError
 
@@ -43,7 +43,7 @@ class SamplesScreen(Screen[None]):
         super().__init__()
         self._folder = folder
         self._order, self._purpose = ORDERS[0], "train"
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, SampleRow] = {}
         self._decode: Decode | None = None
 
     def compose(self) -> ComposeResult:
@@ -82,7 +82,7 @@ class SamplesScreen(Screen[None]):
         else:
             self.app.call_from_thread(self._show, found, decode, summary(found))
 
-    def _show(self, found: Found | None, decode: Decode | None, told: str) -> None:
+    def _show(self, found: FoundSamples | None, decode: Decode | None, told: str) -> None:
         self._decode = decode
         rows = choose(found, SHOWN, best=self._order == "best", worst=self._order == "worst") if found else []
         rows = rows[::-1] if self._order == "newest" else rows

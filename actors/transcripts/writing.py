@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from actors.transcripts.reading import Found, Sample, Turn
+from actors.transcripts.reading import FoundSamples, Sample, SampleTurn
 
 MOST_SCORES, WIDE = 4, 110
 """Columns of scores, and the width of screen that has room for them beside the text."""
@@ -23,7 +23,7 @@ _SPECIAL = re.compile(r"<\|[^|<>]{1,40}\|>|<(?:s|/s|pad|bos|eos|unk)>")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def summary(found: Found) -> str:
+def summary(found: FoundSamples) -> str:
     """How many there are and how they end, the reward and its parts, how many were cut: of every sample asked for, kept or not."""
     num, parts = found.fates.total(), [name for name in found.sums if name not in ("reward", "cut")]
     told = [f"{num:,} {'trajectory' if num == 1 else 'trajectories'}, {len(found.kept):,} kept"]
@@ -69,7 +69,7 @@ def cells(sample: Sample, parts: Sequence[str]) -> list[Text]:
     return [*map(Text, plain), fate, Text(_versions(sample.versions or {})), Text(text)]
 
 
-def in_one_line(turns: Sequence[Turn]) -> str:
+def in_one_line(turns: Sequence[SampleTurn]) -> str:
     """The answers, then what came before the first: what tells trajectories of one task apart comes first."""
     told = " ▸ ".join(_flat(turn.completion) + _mark(turn) for turn in turns)
     return f"{told}   ◂ {_flat(turns[0].prompt)}" if turns else ""
@@ -129,7 +129,7 @@ def _spans(versions: Mapping[int, int]) -> str:
     return ", ".join(f"{num} by v{version}" for version, num in versions.items())
 
 
-def _mark(turn: Turn) -> str:
+def _mark(turn: SampleTurn) -> str:
     if turn.finish_reason == "stop":
         return STOP
     return CUT if turn.finish_reason == "length" and turn.tokens > 1 else ""

@@ -104,7 +104,7 @@ class LengthJob(NamedTuple):
     trained: list[str]
 
 
-class Measured(NamedTuple):
+class RuleFigures(NamedTuple):
     """What a rule did to a job."""
 
     tokens_s: float
@@ -189,13 +189,13 @@ def length_job(
     return LengthJob(job, costs.drawn, groups, buffer.trained_names)
 
 
-def measured(played: LengthJob) -> Measured:
+def measured(played: LengthJob) -> RuleFigures:
     """Of the whole job, its beginning included."""
     job, drawn = played.job, played.drawn
     seconds, ages, ess = job.rows[-1].published_s, job.buffer.ages, job.buffer.ess
     trained = [drawn[name] for name in played.trained]
     gone = sum(1 for name in drawn if _group(name) not in played.groups.live) - len(trained)
-    return Measured(
+    return RuleFigures(
         tokens_s=sum(trained) / seconds,
         samples_s=len(trained) / seconds,
         ess=fmean(ess),

@@ -97,7 +97,7 @@ class BlockingCosts(ClusterCosts):
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class SystemArm:
     """One model on all systems."""
 
     scenario: EndToEnd
@@ -166,7 +166,7 @@ def run(scenario: EndToEnd, progress: RunProgress) -> RunResult:
     ]
     total = len(scenario.models) * len(SYSTEMS)
     for name, size in scenario.models.items():
-        arm, step_s = Arm(scenario, size), {}
+        arm, step_s = SystemArm(scenario, size), {}
         for system in SYSTEMS:
             step_s[system], advised = arm.step_s(system)
             notes += [f"advice for {system}, {name}: {advised}"] if advised else []

@@ -19,25 +19,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rich.console import Console
 from rich.table import Table
 
-from sim.admission.job import LengthWorkload, Measured, distributions, length_job, measured
+from sim.admission.job import LengthWorkload, RuleFigures, distributions, length_job, measured
 from sim.admission.rules import ArealRule, PrimeRlRule, RollRule
 from sim.admission.workloads import ALPHAS, hardware, workloads
 
 COLUMNS = ("tokens/s", "age mean", "age max", "dropped", "length bias", "samples/s × ESS")
 
 
-def cells(found: Measured) -> tuple[str, ...]:
+def cells(found: RuleFigures) -> tuple[str, ...]:
     return (
         f"{found.tokens_s:.0f}", f"{found.age_mean:.2f}", str(found.age_max), f"{found.dropped:.1%}", f"{found.length_bias:.3f}",
         f"{found.value:.3f}",
     )  # fmt: skip
 
 
-def compare(bound: int, steps: int, seed: int, step_s: float) -> dict[str, dict[str, Measured]]:
+def compare(bound: int, steps: int, seed: int, step_s: float) -> dict[str, dict[str, RuleFigures]]:
     """By distribution and rule."""
     rules: dict[str, Any] = {"rubato": bound, "rubato auto": "auto"}
     models = {f"model of {rule.name}": rule for rule in (ArealRule(bound), RollRule(bound), PrimeRlRule(bound))}
-    found: dict[str, dict[str, Measured]] = {}
+    found: dict[str, dict[str, RuleFigures]] = {}
     for name, lengths in distributions().items():
         workload = LengthWorkload(lengths, step_s)
         for label, rule in (rules | models).items():
@@ -46,7 +46,7 @@ def compare(bound: int, steps: int, seed: int, step_s: float) -> dict[str, dict[
     return found
 
 
-def adaptive(steps: int, seed: int) -> dict[str, dict[str, Measured]]:
+def adaptive(steps: int, seed: int) -> dict[str, dict[str, RuleFigures]]:
     """By workload and α."""
     return {
         name: {str(a): measured(length_job(load, a, steps=steps, seed=seed, hardware=hardware())) for a in ALPHAS}
@@ -54,7 +54,7 @@ def adaptive(steps: int, seed: int) -> dict[str, dict[str, Measured]]:
     }
 
 
-def show(found: dict[str, dict[str, Measured]], first: str, second: str) -> None:
+def show(found: dict[str, dict[str, RuleFigures]], first: str, second: str) -> None:
     table = Table(first, second, *COLUMNS, box=None, pad_edge=False)
     for name, rows in found.items():
         for label, row in rows.items():
