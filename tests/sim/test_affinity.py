@@ -3,11 +3,13 @@
 import pytest
 from pydantic import ValidationError
 
+from actors.samples.group import GroupLimits
+from actors.samples.groups import Groups
 from planning.routing import RequestView
 from sim.affinity_model import ModelledAffinity, fixed_shares
-from sim.buffer_model import NEVER_LAPSES_S
+from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
 from sim.cluster import ClusterCosts, ClusterJobSpec, PoolSpec, engines_of
-from sim.job import GroupLimits, Job
+from sim.job import Job
 from sim.proxy_model import ModelledProxy
 from sim.timeline import Timeline
 from sim.workload import Episode, TaskSpec, episode, task_of
@@ -57,7 +59,7 @@ def job(pools, swap_at=10**6, **changes) -> tuple[Job, Swapping]:
         group_size=4, batch_groups=32, steps=STEPS, run_seed=1, max_attempts=3, unbounded_batches=8,
         ticket_ttl_s=NEVER_LAPSES_S,
     )  # fmt: skip
-    return Job(limits, spec.alpha, costs), costs
+    return Job(ModelledBuffer(costs.timeline, Groups(limits, spec.alpha)), STEPS, costs), costs
 
 
 def seconds(simulated: Job) -> float:

@@ -23,6 +23,7 @@ import yaml  # noqa: E402
 
 from actors.messages.samples import Ticket  # noqa: E402
 from actors.samples.group import GroupLimits  # noqa: E402
+from actors.samples.groups import Groups  # noqa: E402
 from actors.samples.sample import group_id, split_id, trajectory_id  # noqa: E402
 from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer  # noqa: E402
 from sim.timeline import SimEvent, Timeline  # noqa: E402
@@ -205,7 +206,7 @@ def arm_of(name: str, alpha: int) -> Arm:
         ticket_ttl_s=NEVER_LAPSES_S,
     )
     environments = rollouts if name == "none" else round(rollouts * REDUNDANCY)
-    return Arm(workload(), timeline, ModelledBuffer(timeline, limits, alpha), environments)
+    return Arm(workload(), timeline, ModelledBuffer(timeline, Groups(limits, alpha)), environments)
 
 
 def figures(arm: Arm) -> dict[str, float]:

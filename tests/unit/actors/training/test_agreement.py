@@ -173,7 +173,7 @@ def test_a_mismatch_that_stays_is_told_of_once_with_its_likely_cause_after_a_com
         )
         trainer._num_published = 2
         for step, kl in enumerate([1e-6, None, 2e-3, 1e-6, *[2e-3] * 8], 3):
-            trainer._policy, trainer._engine = PolicyState(step, 1), Training(step)
+            trainer._policy, trainer._engine, trainer._out.version = PolicyState(step, 1), Training(step), step
             took = await trainer._compare(step, kl)
             told.extend((step, "time/check" in took, text) for text in context.notices if "mismatch_kl" in text)
             context.notices.clear()
