@@ -63,14 +63,15 @@ class WorkerPool:
     async def close(self) -> None:
         """Kill every worker and wait for its end; calls in flight end as WorkerKilled."""
         self._closed = True
-        workers = [worker for worker in (*self._workers, *self._ended) if worker is not None]
+        self._ended.update(worker for worker in self._workers if worker is not None)
         self._workers = [None] * len(self._workers)
         self._homes.clear()
-        self._ended.clear()
-        for worker in workers:
+        for worker in self._ended:
             worker.kill("the pool was closed")
-        for worker in workers:
+        while self._ended:  # one that is cancelled here may be called again
+            worker = next(iter(self._ended))
             await worker.gone()
+            self._ended.discard(worker)
 
     async def inspect(self, target: str, *, deadline_s: float, attributes: Sequence[str] = ()) -> Traits:
         """Load `target` in a worker and say what it is. Raises TargetMissing, or what `apply` raises."""
@@ -167,6 +168,7 @@ class WorkerPool:
         await worker.start()
         if self._closed:
             worker.kill("the pool was closed")
+            await worker.gone()
             raise NoWorker("the pool was closed")
         self._workers[index] = worker
         for target, deadline_s in self._preloaded.items():

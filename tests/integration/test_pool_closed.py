@@ -14,6 +14,7 @@ from bus.transport import MemoryTransport
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.kernel import Kernel
 from runtime.observe.log import logger
+from runtime.pool.pool import WorkerPool
 from tests.simulation.test_kernel import Client, cluster
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"
@@ -72,3 +73,18 @@ async def test_a_reward_service_that_stopped_leaves_no_worker(tmp_path):
 
 async def _quiet(ask):
     await asyncio.gather(ask, return_exceptions=True)
+
+
+async def test_a_pool_whose_closing_was_cancelled_is_closed_by_whoever_closes_it_next():
+    pool = WorkerPool(workers=1)
+    await pool.start()
+    (worker,) = pool._workers
+    async with asyncio.TaskGroup() as tasks:
+        closing = tasks.create_task(pool.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+
+    await pool.close()
+
+    assert worker is not None
+    assert worker.over
