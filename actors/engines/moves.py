@@ -105,12 +105,12 @@ class Departures:
             work = await engine.export(order.request_id, with_cache=with_cache)
         except EngineError as error:
             parked.settle(False)
-            exported.cancel()
+            exported.set_result(None)
             return NotMoved(str(error))
         if work.cache is not None:
             self._bytes_per_token = len(work.cache.data) / work.cache.num_tokens
             self._export_bytes_s = len(work.cache.data) / max(loop.time() - began, 1e-6)
-        parked.cache = work.cache
+        parked.cache = None if shared.run.done() else work.cache
         exported.set_result(work._replace(cache=None))
         self._actor.log.info("request_parked", request=order.request_id, target=order.target, why=plan.why)
         return MovePrepared(work.resumed, self._actor.incarnation, plan.why)

@@ -68,8 +68,8 @@ class EngineRequest(SharedRequest):
         self.parked: Parked | None = None
         """Its last move away from here, to `moved_to`."""
         self.moved_to = ""
-        self.exported: asyncio.Future[Work]
-        """What the engine gives for that move; without its cache."""
+        self.exported: asyncio.Future[Work | None]
+        """What the engine gives for that move, without its cache; None where it has not got the request any more."""
 
     def keeps(self, result: Completion | Aborted) -> bool:
         """An aborted one may come back, from an engine that it went on to, and then goes on here."""
@@ -241,8 +241,8 @@ class EngineWorker(Actor):
                     finish_reason = await self._generated(shared, await self._with_cache(request, work))
         finally:
             self._reports.discard(request.request_id)
-            if shared.parked is not None:
-                shared.parked.settle(False)
+            if shared.parked is not None and not shared.parked.settle(False):
+                shared.parked.drop()
         if finish_reason in ("stop", "length"):
             return Completion(request.request_id, shared.tokens, finish_reason, self.name)
         if finish_reason == "moved":
@@ -261,7 +261,7 @@ class EngineWorker(Actor):
 
     async def _generated(self, shared: EngineRequest, work: Work) -> str:
         """Generate, and go on with what was parked and then kept; returns why it ended here."""
-        while True:
+        while not shared.abort_reason:
             try:
                 finish_reason = await self._generate(shared, work)
             except EngineError as error:
@@ -274,14 +274,15 @@ class EngineWorker(Actor):
                 shared.generating = False
             if finish_reason != "exported" or shared.parked is None:
                 return finish_reason
-            parked, work = shared.parked, await asyncio.shield(shared.exported)
+            parked, exported = shared.parked, await asyncio.shield(shared.exported)
+            if exported is None:
+                return finish_reason
             if await asyncio.shield(parked.taken):
                 return "moved"
-            work = work._replace(cache=parked.cache)
+            work = exported._replace(cache=parked.cache)
             parked.drop()
             shared.parked = None
-            if shared.abort_reason:
-                return "aborted"
+        return "aborted"
 
     async def _generate(self, shared: EngineRequest, work: Work) -> str:
         engine, _ = self._started()

@@ -267,13 +267,38 @@ async def test_one_whose_asker_goes_away_while_it_moves_is_gone_everywhere(tmp_p
         source = next(engine for engine in cluster.engines if engine._departures._parked)
         asked.cancel()
         await asyncio.sleep(0.01)
-        fate = source._departures._parked["r"].taken.result()
+        parked = source._departures._parked["r"]
+        fate, cache = parked.taken.result(), parked.cache
         StagedWorker.go_on.set()
         await moving
         await asyncio.sleep(1.0)
 
         assert fate is False
+        assert cache is None
         assert cluster.num_sampled < 25
+        assert all(not engine._requests.running for engine in cluster.engines)
+
+
+class SlowlyExporting(ScriptedEngine):
+    async def export(self, request_id, *, with_cache=False):
+        work = await super().export(request_id, with_cache=with_cache)
+        await asyncio.sleep(0.5)
+        return work
+
+
+@virtual
+async def test_the_cache_of_one_whose_asker_goes_away_while_it_is_taken_out_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENGINES, "scripted", f"{__name__}:SlowlyExporting")
+    async with bench(tmp_path) as cluster:
+        asked = cluster.ask(REQUEST)
+        await cluster.sampled(20)
+        source = next(engine for engine in cluster.engines if engine._requests.running)
+        moving = cluster.move()
+        await asyncio.sleep(0.1)
+        asked.cancel()
+        await moving
+
+        assert source._departures._parked["r"].cache is None
         assert all(not engine._requests.running for engine in cluster.engines)
 
 

@@ -1,12 +1,16 @@
 """Prompts prefilled on some engines and decoded on others, in virtual time: token for token what one engine gives, whoever dies."""
 
+import asyncio
+
 import pytest
 
 from actors.config import ProxySection
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
-from actors.messages.generation import FetchCache, Generate, Sampling, VersionSpan
+from actors.messages.generation import Abort, Aborted, FetchCache, Generate, KeptCache, Sampling, VersionSpan
+from actors.messages.moves import NotMoved, PrepareMove
 from actors.proxy.proxy import LLMProxy
+from runtime.actor import handler
 from tests.simulation.test_proxy_on_the_bus import Asker, _ids, cluster
 from tests.virtual import virtual
 
@@ -108,3 +112,79 @@ async def test_the_planner_gives_an_engine_to_the_stage_that_holds_up_the_other_
     assert apart == alone
     assert sum(sampled(actors[f"engine-{i}"]) <= 0 for i in (1, 2, 3, 4)) == 0
     assert actors["llm_proxy-1"].metrics.snapshot()["proxy/prefill_engines"] > 1
+
+
+class HoardingWorker(EngineWorker):
+    """Gives no cache away until the test goes on."""
+
+    asked: asyncio.Event
+    go_on: asyncio.Event
+
+    @handler(concurrency=256)
+    async def fetch_cache(self, request: FetchCache) -> KeptCache:
+        self.asked.set()
+        await self.go_on.wait()
+        return await super().fetch_cache(request)
+
+
+@pytest.mark.parametrize("drains", [False, True])
+@virtual
+async def test_one_that_is_aborted_or_handed_back_while_its_cache_comes_is_not_decoded(tmp_path, drains):
+    HoardingWorker.asked, HoardingWorker.go_on = asyncio.Event(), asyncio.Event()
+    async with cluster(tmp_path) as made:
+        await made.start(LLMProxy, "llm_proxy-1")
+        await made.start(HoardingWorker, "engine-1", engine=section("prefill"))
+        await made.start(EngineWorker, "engine-2", engine=section("decode"))
+        engine = made.actors["engine-2"]
+        proxy = (await made.start(Asker, "env_manager-1")).ref("llm_proxy")
+        await made.until(lambda: len(made.actors["llm_proxy-1"]._placement.seats) == 2)
+        asked = made.tasks.create_task(proxy.ask(requests(1)[0], timeout=60))
+        await HoardingWorker.asked.wait()
+        if drains:
+            ending = made.tasks.create_task(made.drain("engine-2"))
+        else:
+            ending = made.tasks.create_task(proxy.ask(Abort("t0", "enough"), timeout=60))
+        await asyncio.sleep(0.01)
+        HoardingWorker.go_on.set()
+        answer = await asked
+        await ending
+
+        assert sampled(engine) == 0
+        if drains:
+            assert len(_ids(answer)) == TOKENS
+        else:
+            assert isinstance(answer, Aborted)
+            assert answer.reason == "enough"
+
+
+class LeavingWorker(EngineWorker):
+    """Its first request is told to move just before or after it is taken out to be handed over."""
+
+    before = True
+    told: object = None
+
+    async def _keep_cache(self, request_id):
+        if self.told is None and self.before:
+            self.told = await self.prepare_move(PrepareMove(request_id, 1, "engine-2", 0))
+        await super()._keep_cache(request_id)
+        if self.told is None:
+            self.told = await self.prepare_move(PrepareMove(request_id, 1, "engine-2", 0))
+
+
+@pytest.mark.parametrize("before", [True, False])
+@virtual
+async def test_one_that_is_to_move_while_it_is_handed_over_is_decoded_as_ever(tmp_path, monkeypatch, before):
+    monkeypatch.setattr(LeavingWorker, "before", before)
+    alone, _ = await play(tmp_path, ["both"], num=1)
+    async with cluster(tmp_path) as made:
+        await made.start(LLMProxy, "llm_proxy-1")
+        await made.start(LeavingWorker, "engine-1", engine=section("prefill"))
+        await made.start(EngineWorker, "engine-2", engine=section("decode"))
+        asker = await made.start(Asker, "env_manager-1")
+        await made.until(lambda: len(made.actors["llm_proxy-1"]._placement.seats) == 2)
+
+        completion = await asker.ref("llm_proxy").ask(requests(1)[0], timeout=60, retry=False)
+
+        assert isinstance(made.actors["engine-1"].told, NotMoved) != before
+        assert completion.engine == "engine-2"
+        assert [_ids(completion)] == alone
