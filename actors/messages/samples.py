@@ -259,6 +259,10 @@ class Claim(Request[Batch | NotReady], frozen=True):
     epoch: int
     groups: int
     wait_s: float = 10.0
+    ess: float = 1.0
+    """Share of effective samples in the batch of the step before; 1 where nobody knows."""
+    kl: float = 0.0
+    """In nats, what ages added to KL(behaviour ‖ policy) in the step before; 0 where nobody knows."""
 
 
 class Advance(Request[PolicyState], frozen=True):
@@ -267,10 +271,6 @@ class Advance(Request[PolicyState], frozen=True):
     idempotent: ClassVar[bool] = True
     step: int
     epoch: int
-    ess: float = 1.0
-    """Share of effective samples in the step's batch; 1 where nobody knows."""
-    kl: float = 0.0
-    """In nats, what ages added to KL(behaviour ‖ policy of the step); 0 where nobody knows."""
 
 
 class StepRaised(Request[Ack], frozen=True):

@@ -218,7 +218,6 @@ class SampleBuffer(Actor):
     async def advance(self, request: Advance) -> PolicyState:
         groups, before = self._groups, self._groups.training.version
         groups.check_epoch(request.epoch)
-        self._alpha.trained(request.step, request.ess, request.kl)
         groups.advance(request.step)
         groups.drop_old(min_version(groups.base + 1, groups.alpha))
         self._moved()
@@ -388,6 +387,7 @@ class SampleBuffer(Actor):
         groups = self._groups
         groups.check_epoch(request.epoch)
         groups.advance(request.step - 1)
+        self._alpha.trained(request.step - 1, request.ess, request.kl)
         self._alpha.asked(request.step)
         self._freed()
         samples: list[list[bytes]] | None = None

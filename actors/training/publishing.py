@@ -166,7 +166,7 @@ def filtered_metrics(groups: Sequence[Sequence[Trajectory]], num: int, total: fl
 
 
 def off_policy(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`ess` and `kl` as Advance tells them, of a step's metrics. What engine and trainer compute differently is in no age's KL."""
+    """`ess` and `kl` as Claim tells them, of a step's metrics. What engine and trainer compute differently is in no age's KL."""
     kl = metrics.get("policy/kl", 0.0) - metrics.get("policy/mismatch_kl", 0.0)
     told = {"ess": metrics.get("policy/ess", 1.0), "kl": max(0.0, kl)}
     return {name: value for name, value in told.items() if math.isfinite(value)}
@@ -263,8 +263,8 @@ class Publisher:
         delta = {"weights/delta_bytes": self.delta_bytes} if self.delta_bytes else {}
         return {"weights/bytes": self.size_bytes, **delta}
 
-    async def publish(self, step: int, epoch: int, engine: WeightsSource, ess: float = 1.0, kl: float = 0.0) -> None:
-        """Take version `step` out of `engine`, which may train on when this returns; `ess` and `kl` as in Advance.
+    async def publish(self, step: int, epoch: int, engine: WeightsSource) -> None:
+        """Take version `step` out of `engine`, which may train on when this returns.
 
         What is left goes on beside that: the version is written to its end, told to everybody, and the slots of its samples are freed. One
         version at a time, so this waits for the one before.
@@ -280,7 +280,7 @@ class Publisher:
             draft = await actor.blobs.draft(WEIGHTS, step, epoch, engine.image_bytes())
             whole = await actor.offload(engine.export, draft.memory)
         self.version = step
-        announcing = self._announce(Advance(step, epoch, ess, kl), draft, whole, started)
+        announcing = self._announce(Advance(step, epoch), draft, whole, started)
         self._announcing = actor.spawn(announcing, name=f"{actor.name}.publish")
 
     async def announced(self) -> PolicyState | None:

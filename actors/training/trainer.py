@@ -152,6 +152,8 @@ class Trainer(Actor):
         self._mismatches = deque([0.0], maxlen=PATIENCE + 1)
         self._took_s: deque[float] = deque(maxlen=REMEMBERED)
         self._began = self._last_row = 0.0
+        self._off_policy: dict[str, float] = {}
+        """What the newest step showed, as Claim tells it."""
         self._receipts: deque[tuple[int, float, bytes]] = deque()
         """(step, loop time of its binding, receipt) of the steps that the next checkpoint has to name."""
         self._writing: asyncio.Task[None] | None = None
@@ -284,7 +286,8 @@ class Trainer(Actor):
         for said in (self._spread.step(result.metrics, groups), self._info.step(groups)):
             if said:
                 self.notice(said)
-        await self._publish(**off_policy(result.metrics))
+        self._off_policy = off_policy(result.metrics)
+        await self._publish()
         times = {
             "time/wait_for_batch": claimed - asked,
             "time/train": trained - claimed,
@@ -330,7 +333,7 @@ class Trainer(Actor):
 
     async def _claim(self, step: int) -> Batch | None:
         """The batch of `step`, or None when the actor is to leave first."""
-        request = Claim(step, self._epoch, self.config.train.batch_groups)
+        request = Claim(step, self._epoch, self.config.train.batch_groups, **self._off_policy)
         with (
             self.waits.on(f"batch {step}", stage="batch", holder=BUFFER, blocks_actor=True, idle=True) as wait,
             self.trace.span("claim", "wait", step=step),
@@ -343,9 +346,9 @@ class Trainer(Actor):
                 wait.update(detail=reply.why)
         return None
 
-    async def _publish(self, ess: float = 1.0, kl: float = 0.0) -> None:
-        """Publish version `step`, of which `ess` and `kl` are told as in Advance. Steps that are only replayed are older than what engines hold: as the buffer knows it now, which may
-        have lost its newest step with the Store."""
+    async def _publish(self) -> None:
+        """Publish version `step`. Steps that are only replayed are older than what engines hold: as the buffer knows it now, which may have
+        lost its newest step with the Store."""
         self._policy = await self._out.announced() or self._policy
         if self._policy.version > self._step:
             self._policy = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
@@ -353,7 +356,7 @@ class Trainer(Actor):
             return
         with self.waits.on(f"evaluation {self._step}", stage="evaluation", holder="engine", blocks_actor=True):
             await self._held_out.settled()
-        await self._out.publish(self._step, self._epoch, self._engine, ess, kl)
+        await self._out.publish(self._step, self._epoch, self._engine)
         self._num_published += 1
 
     async def _compare(self, step: int, mismatch_kl: float | None = None) -> dict[str, float]:

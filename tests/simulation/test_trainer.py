@@ -533,8 +533,12 @@ def test_the_buffer_hears_what_ages_cost_and_rows_have_the_bound_that_it_answers
 
         @handler
         async def advance(self, request: Advance) -> PolicyState:
-            self.told[request.step] = (request.ess, round(request.kl, 6))
             return PolicyState(request.step, 3)
+
+        @handler
+        async def claim(self, request: Claim) -> Batch | NotReady:
+            self.told[request.step] = (request.ess, round(request.kl, 6))
+            return await super().claim(request)
 
     async def main():
         network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 2)
@@ -551,6 +555,6 @@ def test_the_buffer_hears_what_ages_cost_and_rows_have_the_bound_that_it_answers
 
     told = run_virtual(main)
 
-    assert (told[1], told[2]) == ((0.8, 0.2), (0.8, 0.2))
+    assert told == {1: (1.0, 0.0), 2: (0.8, 0.2)}
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["staleness/alpha"] == 3

@@ -11,12 +11,16 @@ from actors.samples.journal import TRAINING
 
 
 class LittleJob:
-    """A trainer and rollout places around a buffer; each takes its time. `ess` and `kl` are what training shows."""
+    """A trainer and rollout places around a buffer; each takes its time. `ess` and `kl` are what training shows.
 
-    def __init__(self, stage, *, places=16, rollout_s=5.0, train_s=1.0):
-        self.stage, self.places, self.rollout_s, self.train_s = stage, places, rollout_s, train_s
+    A version is told beside the next step, as the trainer does it.
+    """
+
+    def __init__(self, stage, *, places=16, rollout_s=5.0, train_s=1.0, publish_s=0.2):
+        self.stage, self.places, self.rollout_s = stage, places, rollout_s
+        self.train_s, self.publish_s = train_s, publish_s
         self.ess, self.kl, self.epoch, self.step = 1.0, 0.0, 0, 0
-        self.told, self.ages = [], []
+        self.told, self.ages, self.publishing = [], [], None
         """α as the buffer told it after each step; the largest age in each."""
         self.work = [stage.tasks.create_task(self._place(f"env_manager-{n}")) for n in range(1, places + 1)]
 
@@ -26,9 +30,10 @@ class LittleJob:
         self.epoch = reply.epoch
         for _ in range(steps):
             await self._train()
+        await self.publishing
 
     def stop(self):
-        for task in self.work:
+        for task in (*self.work, self.publishing):
             task.cancel()
 
     async def _place(self, name):
@@ -39,13 +44,18 @@ class LittleJob:
 
     async def _train(self):
         self.step += 1
-        batch = await self.stage.buffer.claim(Claim(self.step, self.epoch, 2, 1000.0))
+        batch = await self.stage.buffer.claim(Claim(self.step, self.epoch, 2, 1000.0, self.ess, self.kl))
         assert isinstance(batch, Batch)
         groups = self.stage.buffer._groups.steps[self.step]
         self.ages.append(max(self.step - 1 - m.outcome.version_first for group in groups for m in group.members))
         await asyncio.sleep(self.train_s)
-        told = await self.stage.buffer.advance(Advance(self.step, self.epoch, self.ess, self.kl))
-        self.told.append(told.alpha)
+        if self.publishing is not None:
+            await self.publishing
+        self.publishing = self.stage.tasks.create_task(self._publish(self.step))
+
+    async def _publish(self, step):
+        await asyncio.sleep(self.publish_s)
+        self.told.append((await self.stage.buffer.advance(Advance(step, self.epoch))).alpha)
 
 
 @pytest.fixture
