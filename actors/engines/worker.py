@@ -9,7 +9,7 @@ from typing import Any
 
 from actors.config import CUDA, ModelSection, WeightsSection
 from actors.engines.caches import KeptCaches, fetch
-from actors.engines.engine import ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, EngineError, Work
+from actors.engines.engine import CACHE, ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, EngineError, Work, require
 from actors.engines.moves import Departures, Parked
 from actors.engines.section import EngineSection
 from actors.engines.tokens import joined, shifted
@@ -186,6 +186,8 @@ class EngineWorker(Actor):
         by_rings = self.config.weights.broadcast == "rings"
         blobs = HostWeights(self, by_rings=by_rings)
         self._engine = engine = build(self.run.folder / self.config.model.path, self.config.model, section)
+        if section.serves != "both":
+            require(engine, CACHE)
         await engine.start()
         self._weights = weights = WeightsPuller(engine, blobs, self, self._swapped)
         await weights.pull()

@@ -60,7 +60,7 @@ def check_affinity(job: Job) -> None:
         try:
             one_of(task, (*tasks, DEFAULT))
         except ValueError as error:
-            raise ValueError(f"affinity names the task {error}") from None
+            raise ValueError(f"affinity is a map of tasks: {error}") from None
         if not classes:
             raise ValueError(
                 f"affinity.{task} is {name}, but no pool says its hardware class: set actors.engine.pools.NAME.hardware"

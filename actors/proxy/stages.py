@@ -26,7 +26,7 @@ def check_stages(job: Job) -> None:
         return
     given = job.section("engine")
     pools = [pool for role, spec in job.actors.items() if _has_engines(job, role) for pool in spec.pools.values()]
-    serves = {pool.set.get(SERVES, BOTH) for pool in pools} or {given.serves}
+    serves = {pool.set.get(SERVES, given.serves) for pool in pools} or {given.serves}
     if serves == {BOTH}:
         if job.has("proxy") and job.section("proxy").balance == "auto":
             raise ValueError(
@@ -61,8 +61,8 @@ class Stages:
         self._views: dict[str, dict[str, EngineView]] = {PREFILL: {}, DECODE: {}}
         self._watches = {PREFILL: StageWatch(), DECODE: StageWatch()}
         self._seats: dict[str, EngineSeat] = {}
-        self._busy: dict[str, tuple[int, float]] = {}
-        """Engine → prefills that it has, and since when it has any."""
+        self._busy: dict[str, tuple[set[str], float]] = {}
+        """Engine → requests that it has to prefill, and since when it has any."""
         self._balancing: asyncio.Task[None] | None = None
         self.apart = False
         """Some engine serves one stage only."""
@@ -100,8 +100,10 @@ class Stages:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def usable(self, shared: "ProxyRequest", views: Mapping[str, EngineView]) -> Collection[EngineView]:
-        """The engines of the request's stage; all of them where none serves it now."""
-        return (self._views[shared.stage] or views).values()
+        """The engines of the request's stage; all of them where each of those is gone, or held at an older version for an evaluation."""
+        oldest, own = shared.request.min_version, self._views[shared.stage].values()
+        there = any(not view.held or view.version >= oldest for view in own)
+        return own if there else views.values()
 
     def hands_over(self, shared: "ProxyRequest", engine: str) -> bool:
         """Whether `engine` only prefills the request, for another to decode."""
@@ -112,20 +114,23 @@ class Stages:
         shared.seated = now = self._now()
         shared.seated_for = shared.stage
         if shared.stage == PREFILL:
-            num, since = self._busy.get(engine, (0, now))
-            self._busy[engine] = (num + 1, since if num else now)
+            has, since = self._busy.get(engine, (set[str](), now))
+            self._busy[engine] = (has, since if has else now)
+            has.add(shared.request.request_id)
 
     def left(self, shared: "ProxyRequest", engine: str) -> None:
-        """The request left its seat, done with the stage or not."""
-        now, watch = self._now(), self._watches[shared.seated_for]
-        watch.finished += 1
-        watch.total_s += now - shared.asked
-        watch.seated_s += now - shared.seated
-        if shared.seated_for == PREFILL and engine in self._busy:
-            num, since = self._busy[engine]
-            self._busy[engine] = (num - 1, since)
-            if num == 1:
-                watch.busy_s += now - since
+        """The request left a seat there, done with the stage or not; one that moved goes on in its other seat."""
+        now, request_id = self._now(), shared.request.request_id
+        if shared.engine == engine:
+            watch = self._watches[shared.seated_for]
+            watch.finished += 1
+            watch.total_s += now - shared.asked
+            watch.seated_s += now - shared.seated
+        has, since = self._busy.get(engine, (set[str](), now))
+        if request_id in has:
+            has.remove(request_id)
+            if not has:
+                self._watches[PREFILL].busy_s += now - since
 
     # -- the planner ------------------------------------------------------------------------------------------------
 
@@ -133,10 +138,10 @@ class Stages:
         while True:
             await asyncio.sleep(self._period_s)
             now = self._now()
-            for engine, (num, since) in self._busy.items():
-                if num:
+            for engine, (has, since) in self._busy.items():
+                if has:
                     self._watches[PREFILL].busy_s += now - since
-                    self._busy[engine] = (num, now)
+                    self._busy[engine] = (has, now)
             only = {stage: [n for n, serves in self._serves.items() if serves == stage] for stage in self._views}
             if only[PREFILL] and only[DECODE]:
                 self._look(only[PREFILL], only[DECODE])

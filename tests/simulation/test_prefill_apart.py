@@ -188,3 +188,14 @@ async def test_one_that_is_to_move_while_it_is_handed_over_is_decoded_as_ever(tm
         assert isinstance(made.actors["engine-1"].told, NotMoved) != before
         assert completion.engine == "engine-2"
         assert [_ids(completion)] == alone
+
+
+@virtual
+async def test_an_engine_of_a_stage_that_can_not_take_up_a_cache_does_not_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("actors.scripted.engine.ScriptedEngine.capabilities", frozenset())
+
+    with pytest.raises(ExceptionGroup) as told:
+        async with cluster(tmp_path) as made:
+            await made.start(EngineWorker, "engine-1", engine=section("decode"))
+
+    assert "ScriptedEngine has not the capability cache" in repr(told.value.exceptions)

@@ -31,7 +31,7 @@ def test_a_map_of_tasks_to_classes_that_are_there_is_taken(affinity):
 @pytest.mark.parametrize(
     ("affinity", "words"),
     [
-        ({"maths": "h20"}, "affinity names the task 'maths' is none of math, game, default. Did you mean math?"),
+        ({"maths": "h20"}, "affinity is a map of tasks: 'maths' is none of math, game, default. Did you mean math?"),
         ({"math": "h2"}, "affinity.math must be the hardware class of a pool: 'h2' is none of h20, h800. Did you mean h20?"),
         ({"math": "far"}, "affinity.math must be the hardware class of a pool: 'far' is a pool; its hardware class is h20."),
         ("lerned", "affinity: 'lerned' is none of learned, and no map of tasks to hardware classes. Did you mean learned?"),

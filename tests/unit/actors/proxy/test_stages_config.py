@@ -45,3 +45,13 @@ def test_what_can_not_work_is_one_sentence(tmp_path, pools, sections, said):
         load(write(tmp_path, pools, **sections))
 
     assert "\n" not in str(told.value)
+
+
+def test_pools_that_say_nothing_serve_what_the_section_says(tmp_path):
+    path = write(tmp_path, ["prefill"], engine={"kind": "scripted", "serves": "prefill"})
+    job = yaml.safe_load(path.read_text())
+    job["actors"]["engine"]["pools"] = {"fast": {}, "slow": {}}
+    path.write_text(yaml.safe_dump(job))
+
+    with pytest.raises(ConfigError, match=r"engine\.serves is prefill for every engine"):
+        load(path)

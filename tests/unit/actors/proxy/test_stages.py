@@ -1,0 +1,57 @@
+"""What the proxy knows of the stages of its engines."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from actors.messages.generation import Generate, Sampling
+from actors.proxy.placement import ProxyRequest
+from actors.proxy.stages import DECODE, PREFILL, Stages
+from planning.routing import EngineView
+from tests.virtual import virtual
+
+
+@pytest.fixture
+def stages():
+    made = Stages(actor=None, period_s=0.0)
+    for name, serves in (("engine-1", PREFILL), ("engine-2", PREFILL), ("engine-3", DECODE)):
+        made.join(SimpleNamespace(name=name, serves=serves))
+        made.see(EngineView(name, 0, 4, 0))
+    return made
+
+
+def request(name="r", min_version=0):
+    return ProxyRequest(Generate(name, "s", b"", Sampling(1), min_version=min_version))
+
+
+@virtual
+async def test_one_that_moved_finished_its_stage_once(stages):
+    shared = request()
+    for name in ("engine-1", "engine-2"):
+        shared.engine = name
+        stages.seated(shared, name)
+    for name in ("engine-1", "engine-2"):
+        stages.left(shared, name)
+
+    assert stages._watches[PREFILL].finished == 1
+    assert not any(has for has, _ in stages._busy.values())
+
+
+@virtual
+async def test_one_that_was_seated_before_stages_were_apart_leaves_nobody_busy_or_idle(stages):
+    before, now = request("before"), request("now")
+    before.engine = now.engine = "engine-1"
+    stages.seated(now, "engine-1")
+    stages.left(before, "engine-1")
+
+    assert stages._busy["engine-1"][0] == {"now"}
+
+
+@virtual
+async def test_where_an_evaluation_holds_all_engines_of_a_stage_the_others_serve_it(stages):
+    views = {name: EngineView(name, 1, 4, 0) for name in ("engine-1", "engine-2", "engine-3")}
+    for name in ("engine-1", "engine-2"):
+        stages.see(EngineView(name, 0, 4, 0, held=True))
+
+    assert {view.name for view in stages.usable(request(min_version=0), views)} == {"engine-1", "engine-2"}
+    assert {view.name for view in stages.usable(request(min_version=1), views)} == set(views)
