@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
@@ -279,7 +280,11 @@ def is_url(target: str) -> bool:
 
 
 def _url(given: str) -> str:
-    if given and not re.match(r"^https?://[^/?#\s]+\S*$", given):
+    try:
+        there = bool(re.match(r"^https?://[^/?#\s]+\S*$", given)) and urlsplit(given).port != 0
+    except ValueError:  # of a port that can't be
+        there = False
+    if given and not there:
         raise ValueError(f"{given!r} is no URL of a server. Give one such as http://127.0.0.1:8000/")
     return given
 

@@ -42,7 +42,8 @@ def test_a_task_without_rewards_of_its_own_has_the_functions_and_the_url():
     assert rewards_of(named, reward) == {"plain": ("m:f", url), "own": (judge,)}
     assert {name: task.reward.targets for name, task in found.items()} == {"plain": ("m:f", url), "own": (judge,)}
     assert found["plain"].reward.names == reward.names == ("f", "url")
-    assert "no URL of a server" in refused(own={"class": BANDIT, "rewards": ["http:///x"]})
+    for url in ("http:///x", "http://host:99999/", "http://host:port/"):
+        assert "no URL of a server" in refused(own={"class": BANDIT, "rewards": [url]})
 
 
 def test_a_task_takes_what_it_does_not_say_itself_from_the_other_sections():
