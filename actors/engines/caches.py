@@ -1,6 +1,5 @@
 """KV caches that change engines: an engine that only prefills keeps them until the one that decodes has fetched them."""
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from actors.engines.engine import Cache
@@ -18,16 +17,19 @@ GONE = KeptCache(-1, (), "", Buffer(b""))
 
 
 class KeptCaches:
-    """Bounded: the oldest is forgotten first, for whoever was to fetch it may be gone."""
+    """Bounded: where it is full a new one is not kept, since the oldest are the next to be fetched."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._caches: OrderedDict[str, Cache] = OrderedDict()
+        self._caches: dict[str, Cache] = {}
 
     def keep(self, request_id: str, cache: Cache) -> None:
-        self._caches[request_id] = cache
-        if len(self._caches) > self._most:
-            self._caches.popitem(last=False)
+        if len(self._caches) < self._most or request_id in self._caches:
+            self._caches[request_id] = cache
+
+    def forget(self) -> None:
+        """New weights: nobody can use what is kept, nor will who went away without it."""
+        self._caches.clear()
 
     def take(self, request_id: str) -> Cache | None:
         return self._caches.pop(request_id, None)

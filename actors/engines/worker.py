@@ -416,6 +416,7 @@ class EngineWorker(Actor):
                         self.log.warning("hold_not_told", proxy=proxy, error=str(error))
 
     def _swapped(self, info: BlobInfo) -> None:
+        self._caches.forget()
         if self._told_held:
             self.spawn(self._tell_proxies(), name=f"{self.name}.let_go")
         self.spawn(self._tell_taken(WeightsTaken(self.name, info.version, info.epoch)), name=f"{self.name}.taken")
