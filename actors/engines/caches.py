@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from actors.engines.engine import Cache
 from actors.messages.generation import FetchCache, KeptCache
+from bus.codec import MAX_BODY_BYTES
 from bus.errors import AskFailed
 from bus.message import Buffer
 
@@ -17,14 +18,14 @@ GONE = KeptCache(-1, (), "", Buffer(b""))
 
 
 class KeptCaches:
-    """Bounded: where it is full a new one is not kept, since the oldest are the next to be fetched."""
+    """Bounded: where it is full a new one is not kept, since the oldest are the next to be fetched. Nor is one that no frame holds."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._caches: dict[str, Cache] = {}
 
     def keep(self, request_id: str, cache: Cache) -> None:
-        if len(self._caches) < self._most or request_id in self._caches:
+        if len(cache.data) <= MAX_BODY_BYTES and (len(self._caches) < self._most or request_id in self._caches):
             self._caches[request_id] = cache
 
     def forget(self) -> None:

@@ -3,6 +3,7 @@
 from actors.engines.caches import KeptCaches
 from actors.engines.engine import Cache
 from actors.messages.generation import FetchCache
+from bus.codec import MAX_BODY_BYTES
 
 
 def cache(version=0):
@@ -15,6 +16,14 @@ def test_those_that_are_fetched_next_stay_where_there_is_no_room_for_more():
         kept.keep(name, cache())
 
     assert [kept.take(name) is not None for name in "abc"] == [True, True, False]
+
+
+def test_one_that_no_frame_holds_is_not_kept():
+    kept = KeptCaches(1)
+
+    kept.keep("a", cache()._replace(data=memoryview(bytes(MAX_BODY_BYTES + 1))))
+
+    assert kept.give(FetchCache("a")).shape == ()
 
 
 def test_one_is_given_once():
