@@ -67,6 +67,13 @@ class StalenessSection(Section):
             raise ValueError(f"alpha_min={self.alpha_min} is above alpha_max={self.alpha_max}. Swap them")
         if self.alpha == "auto" and not self.bounded:
             raise ValueError("alpha=auto moves a bound, and bounded=false lifts it. Leave one of them out")
+        fields = StalenessSection.model_fields
+        for name in ("alpha_min", "alpha_max"):
+            given = getattr(self, name)
+            if self.alpha != "auto" and given != fields[name].default:
+                raise ValueError(
+                    f"{name}={given} bounds an alpha that moves, but alpha={self.alpha}. Set alpha=auto, or leave it out"
+                )
         return self
 
     @property
@@ -90,6 +97,8 @@ class ScriptedTrainSection(Section):
     """A training step."""
     weights_mib: float = Field(default=1.0, gt=0)
     """Size of the weights that it publishes."""
+    switch_s: float = Field(default=0.0, ge=0)
+    """Its way to host memory at the end of a permit, and the way back; see docs/rollmux.md."""
 
 
 CLIPS: Mapping[str, tuple[float, float]] = {
@@ -302,6 +311,11 @@ class RewardSection(Section):
     """Invoke URL of one more function: `rubato serve-rewards`, or what speaks as it does (docs/rewards.md)."""
     timeout_s: float = Field(default=5.0, gt=0)
     """Longest one call of a function may take; its process is killed after it. Over a URL: longest one try."""
+    deadline_factor: float | None = Field(default=None, ge=1)
+    """A call lasts at most so many times the longest that one with a score above 0 took, of the same task: from `deadline_least_s` to
+    `timeout_s`. Each trajectory has a call of its own then. Empty: always `timeout_s`. See docs/rollpacker.md."""
+    deadline_least_s: float = Field(default=2.0, gt=0)
+    """Where `deadline_factor` is set."""
     workers: int = Field(default=1, ge=1)
     """Processes that run the functions; calls that are under way at URLs."""
     min_workers: int | None = Field(default=None, ge=0)
@@ -351,6 +365,17 @@ class SamplesSection(Section):
     """MiB of samples that are kept in memory for as long as the Store may forget them; beyond that a put waits."""
     keep: int = Field(default=2048, ge=0)
     """Trajectories that stay in RUN/trajectories for `rubato samples`, whole groups spread over the run; 0: none. One takes five bytes a token."""
+
+
+class TailBatchingSection(Section):
+    """RollPacker's tail batching: short rounds put off the prompts that take longest, and long rounds train those. See docs/rollpacker.md."""
+
+    enabled: bool = False
+    """Go by rounds."""
+    eta_prompts: float = Field(default=1.25, ge=1, le=16)
+    """A short round launches so many times the prompts of a batch, and trains the first that are complete."""
+    eta_responses: float = Field(default=1.25, ge=1, le=16)
+    """And so many times `train.group_size` responses of each; the first that are scored train."""
 
 
 class EvalSection(Section):

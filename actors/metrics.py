@@ -27,6 +27,7 @@ NO_SAMPLING = "`train.dynamic_sampling` is off"
 NO_FABRIC = "no fabric_controller"
 NO_ADVICE = "no single change gives 3 % or more"
 NO_PACE = "no engine is paced (`engine.pace`)"
+LIVE = "rows: `rubato monitor` shows it of the live actor"
 
 M = MetricDoc
 """A short name: the table below is read, not the code."""
@@ -125,6 +126,7 @@ METRICS: Section = {
         M("time/wall_s", "s", "training time so far, earlier launches included"),
         M("time/unix_s", "s", "when the row was written, since 1970"),
         M("time/wait_for_batch", "s", "the trainer waited for samples"),
+        M("time/wait_for_permit", "s", "the trainer waited for its turn on the training pool", "the job shares none"),
         M("time/train", "s", "of the update"),
         M("time/train_cpu", "CPU s", "of the update, in the trainer's process"),
         M("time/publish", "s", "until training could go on: the weights copied, waits for an evaluation and for the version before included"),
@@ -138,6 +140,17 @@ METRICS: Section = {
     "Modelled time": (
         M("paced/engines", "engines", "those whose steps last what other hardware would take: throughput, times and ages of the row are *paced*, not measured", NO_PACE),
         M("paced/outlasted_frac", "share", "of their steps so far that took longer than their pace; above 0.02 the times are this host's", NO_PACE),
+    ),
+    "Engines and their orchestrator": (
+        M("engine/degree", "devices", "that compute the engine's model together", LIVE),
+        M("engine/asleep", "0 or 1", "the engine sleeps: its devices are another's", LIVE),
+        M("orchestrator/switches", "switches", "merges and splits of engines so far", LIVE),
+        M("orchestrator/moves", "requests", "that were moved to another engine so far, by switches too", LIVE),
+        M("orchestrator/circuits", "switches", "whose caches travelled by circuits, so far", LIVE),
+        M("orchestrator/electrical", "switches", "that asked for circuits and went without, so far", LIVE),
+        M("orchestrator/remaining_s", "s", "until the last engine is through with what runs, as forecast at the newest look, moves left out; of the hardware, without `engine.pace.scale`", LIVE),
+        M("orchestrator/forecast_s", "s", "what was forecast of the last load when most of it ran: until its last request is through", LIVE),
+        M("orchestrator/took_s", "s", "what that became, up to a look later (`orchestrator.interval_s`); none while requests never run out", LIVE),
     ),
     "Processes": (
         M("idle/<actor>", "share", "of the last 10 s in which the actor had nothing to do"),

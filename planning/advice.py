@@ -67,7 +67,7 @@ class AdviceView:
     """Share of the cores of the trainer's host that are in use."""
 
 
-class Change(NamedTuple):
+class SingleChange(NamedTuple):
     """What is changed: the new number of `name`, and by how much the job's throughput rises, 0.18 for 18 %."""
 
     name: ChangeName
@@ -104,7 +104,7 @@ class Advice:
     """What holds the job up, and the changes that are worth a word, the most useful first; `bound` is empty where there are none."""
 
     bound: Bound | Literal[""]
-    changes: tuple[Change, ...]
+    changes: tuple[SingleChange, ...]
     why: str
     """One sentence."""
 
@@ -123,11 +123,11 @@ def advise(view: AdviceView) -> Advice:
     return Advice(bound, changes, f"{bound}: {', '.join(listed)}{where}")
 
 
-def what_if(view: AdviceView) -> list[Change]:
+def what_if(view: AdviceView) -> list[SingleChange]:
     """Every change there is with its gain, the largest first; one that gives nothing is among them, with 0."""
     now = _period(_Changed(view))
     found = [
-        (Change(name, before, after, max(0.0, now / _period(changed) - 1.0)), _span(changed))
+        (SingleChange(name, before, after, max(0.0, now / _period(changed) - 1.0)), _span(changed))
         for name, before, after, changed in _candidates(view)
     ]
     # Two that meet the same next limit: the one that would go further is the surer.
@@ -243,7 +243,7 @@ def _in_flight(changed: _Changed, load: _Load) -> float:
     return min(by_room * changed.room, by_slots * (view.alpha + 1 + changed.alpha) / (view.alpha + 1))
 
 
-def _bound(view: AdviceView, first: Change) -> Bound:
+def _bound(view: AdviceView, first: SingleChange) -> Bound:
     match first.name:
         case "trainer":
             return "training-bound"
@@ -255,5 +255,5 @@ def _bound(view: AdviceView, first: Change) -> Bound:
             return "environment-bound" if view.env_share > 0.5 else "rollout-bound"
 
 
-def _is_one(change: Change) -> bool:
+def _is_one(change: SingleChange) -> bool:
     return change.name in ("alpha", "trainer", "concurrency") or change.after == change.before + 1

@@ -19,6 +19,8 @@ class EngineView(NamedTuple):
     """It takes no new request: paused, drained, or it refused the last one."""
     held: bool = False
     """It stays on `version` for an evaluation."""
+    asleep: bool = False
+    """What it is given waits until it wakes."""
 
 
 class RequestView(NamedTuple):
@@ -75,12 +77,17 @@ def choose(request: RequestView, engines: Collection[EngineView], sticky: str | 
     """Route one request over `engines`; `sticky` names the engine that served the session last.
 
     Never an engine that is suspended or full, nor one that is held at an older version; for an exact request only those that are held at its
-    version. Otherwise least loaded by in_flight / num_slots, those that already hold
+    version. One that is asleep only where all that serve the request are. Otherwise least loaded by in_flight / num_slots, those that already hold
     `min_version` before those that must pull first. Equals are spread by rendezvous hashing of the session, so the same
     session meets the same engine and no engine is everybody's first choice. Depends on nothing but its arguments, and not on
     the order of `engines`.
     """
     best, least, kept_load, kept_slots = _scan(request, engines, sticky)
+    if not best:
+        able = [e for e in engines if (_serves(e.version, request) if e.held else not request.exact)]
+        if all_asleep(able):
+            woken = [engine._replace(asleep=False) for engine in able]
+            best, least, kept_load, kept_slots = _scan(request, woken, sticky)
     if not best:
         return Route(None, _why_none(request, engines))
     if not sticky:
@@ -102,8 +109,8 @@ def _scan(
     kept_slots, least = 1, 2.0
     for engine in engines:
         # Unpacked, because this loop is most of the cost of a request with many engines.
-        name, version, num_slots, in_flight, suspended, held = engine
-        if suspended or (in_flight >= num_slots and in_flight >= capacity(engine)):
+        name, version, num_slots, in_flight, suspended, held, asleep = engine
+        if suspended or asleep or (in_flight >= num_slots and in_flight >= capacity(engine)):
             continue
         if not _serves(version, request) if held else request.exact:
             continue
@@ -127,6 +134,11 @@ def _scan(
     return best, least, kept_load, kept_slots
 
 
+def all_asleep(engines: Collection[EngineView]) -> bool:
+    """Whether there are some, and each is asleep."""
+    return bool(engines) and all(engine.asleep for engine in engines)
+
+
 def _serves(version: int, request: RequestView) -> bool:
     """Whether an engine that is held at `version` may take it."""
     return version == request.min_version if request.exact else version >= request.min_version
@@ -137,7 +149,7 @@ def _why_none(request: RequestView, engines: Collection[EngineView]) -> Why:
     if request.exact:
         there = any(engine.version == request.min_version for engine in held)
         return "no room" if there else "no engine holds its version"
-    has_room = any(not engine.suspended and engine.in_flight < capacity(engine) for engine in held)
+    has_room = any(not (engine.suspended or engine.asleep) and engine.in_flight < capacity(engine) for engine in held)
     return "engines with room are held" if has_room else "no room"
 
 

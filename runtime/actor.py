@@ -102,6 +102,11 @@ class Actor:
         """Compare what the sections of a job say with each other. Raises ValueError with one sentence that names the keys."""
 
     @classmethod
+    def starts(cls, config: Any) -> bool:
+        """False: its config says that the job is to go on without it, and no process of it is started."""
+        return True
+
+    @classmethod
     def check_host(cls, config: Any) -> None:
         """Look whether this host has what the config names (packages, devices, user files), before the job's preparations.
 

@@ -20,6 +20,7 @@ class Command(NamedTuple):
 
 
 LAUNCH = "runtime.launch.commands"
+CLUSTER = "actors.scheduling.commands"
 
 COMMANDS = {
     "launch": Command(LAUNCH, False, "run the job that a config describes, or go on with one"),
@@ -31,6 +32,10 @@ COMMANDS = {
     "stop": Command(LAUNCH, True, "drain and save a running job"),
     "hosts": Command(LAUNCH, True, "list the hosts of a running job, and what each runs"),
     "leave": Command(LAUNCH, True, "take this host out of the job that it joined"),
+    "cluster": Command(CLUSTER, True, "start, show or stop a cluster, which jobs share"),
+    "submit": Command(CLUSTER, True, "give a job to a cluster"),
+    "jobs": Command(CLUSTER, True, "list the jobs of a cluster"),
+    "cancel": Command(CLUSTER, True, "take a job from a cluster; what it did is saved"),
     "monitor": Command(
         "runtime.monitor.command", False, "watch a run: live, as one table, as JSON, or what waits for what"
     ),

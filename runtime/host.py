@@ -28,7 +28,7 @@ class Ending(NamedTuple):
     """It never got ready, for a reason that another start would meet again."""
 
 
-class Instance(Protocol):
+class Incarnation(Protocol):
     """One incarnation of an actor, from its start to its end."""
 
     def drain(self) -> None:
@@ -51,7 +51,7 @@ class Instance(Protocol):
 class Backend(Protocol):
     """Starts actors by name. None of them outlives the process that holds the back end."""
 
-    async def start(self, name: str) -> Instance:
+    async def start(self, name: str) -> Incarnation:
         """A new incarnation of `name`, on its way. Raises ActorFailed where there can't be one now, which counts as its death."""
         ...
 
@@ -107,7 +107,7 @@ class Death(NamedTuple):
 class _Hosted:
     def __init__(self, budget: RestartBudget, rank: int) -> None:
         self.budget, self.rank = budget, rank
-        self.instance: Instance | None = None
+        self.instance: Incarnation | None = None
         self.lives = 0
         self.leaving = False
         self.restarting = False

@@ -269,17 +269,17 @@ class Registry:
         return after
 
 
-class Seen(NamedTuple):
+class SeenRecord(NamedTuple):
     """An actor's record, and how long ago it was renewed: a healthy process does so every `BEAT_S`."""
 
     record: ActorRecord
     silent_s: float
 
 
-async def list_seen(store: Store) -> list[Seen]:
+async def list_seen(store: Store) -> list[SeenRecord]:
     """Every live actor of the run, by name, with its age: what the monitor reads."""
     return [
-        Seen(msgspec.msgpack.decode(lease.value, type=ActorRecord), max(0.0, LEASE_TTL_S - lease.remaining_s))
+        SeenRecord(msgspec.msgpack.decode(lease.value, type=ActorRecord), max(0.0, LEASE_TTL_S - lease.remaining_s))
         for _, lease in sorted((await store.leases("actor/")).items())
     ]
 

@@ -1,6 +1,6 @@
 """A job on a cluster: pools of modelled engines, a trainer on GPUs of its own, weights through a store."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -9,15 +9,20 @@ from actors.config import Alpha
 from actors.messages.samples import Ticket
 from actors.samples.group import GroupLimits
 from actors.samples.groups import Groups
+from actors.samples.prompts import Mixture, mixture_of
+from actors.tasks import TaskSection
 from planning.adaptive_alpha import AlphaBounds
 from planning.roofline import EngineSpec, Roofline
 from runtime.config import Section
 from sim.affinity_model import ModelledAffinity, fixed_shares
 from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
+from sim.disaggregated import DisaggregatedProxy
 from sim.engine_model import ModelledEngine
 from sim.job import Environments, Job
-from sim.manager_model import ModelledManager, drawn_scores
+from sim.manager_model import GeneratesTokens, ModelledManager, Scores, drawn_scores
+from sim.moves_model import keep_moving
 from sim.proxy_model import ModelledProxy
+from sim.reward_model import RewardPool
 from sim.timeline import SimEvent, Timeline
 from sim.training_model import TrainerSpec
 from sim.weight_sync import StoreSync
@@ -32,6 +37,8 @@ class PoolSpec(Section):
     count: int = Field(ge=1)
     tasks: tuple[str, ...] = ()
     """Task domains that are sent here; none means that every domain may come."""
+    serves: Literal["both", "prefill", "decode"] = "both"
+    """As the live `engine.serves`; either every pool does both, or some prefill and the others decode."""
 
 
 class ClusterJobSpec(Section):
@@ -54,6 +61,12 @@ class ClusterJobSpec(Section):
     max_attempts: int = Field(default=3, ge=1)
     affinity: Literal["", "learned"] = ""
     """learned: domains are shared out by what is seen, anew at each weight version. Otherwise pools that name their `tasks` say it."""
+    draw: Literal["chance", "mixture"] = "chance"
+    """Of which task a group is. chance: its name says it, so that all who are compared meet the same groups. mixture: as a live job has it."""
+    reward_workers: int = Field(default=0, ge=0)
+    """Of the reward service, which score one trajectory after another; with 0 each score takes its time by itself."""
+    move_every_s: float = Field(default=0.0, ge=0)
+    """Period at which a request moves from the engine that has most to the one that has fewest; 0 moves none."""
 
     @model_validator(mode="after")
     def _maps_tasks_once(self) -> Self:
@@ -61,6 +74,17 @@ class ClusterJobSpec(Section):
             raise ValueError(
                 f"affinity is {self.affinity}, so tasks of the pool {named[0]} have no effect. Leave them out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _serves_both_stages(self) -> Self:
+        stages = {pool.serves for pool in self.pools}
+        if stages == {"both"}:
+            return self
+        if stages != {"prefill", "decode"}:
+            raise ValueError("pools that prefill or decode need pools for both stages, and none that does both")
+        if self.affinity or self.move_every_s or any(pool.tasks for pool in self.pools):
+            raise ValueError("pools that prefill or decode go with neither affinity, tasks of a pool nor move_every_s")
         return self
 
 
@@ -71,14 +95,29 @@ class ClusterCosts:
         self.timeline = Timeline()
         self.engines = engines_of(self.timeline, spec.pools)
         self.affinity = affinity_of(self.engines, spec.pools, learned=spec.affinity == "learned")
-        manager = manager_of(self.timeline, self.engines, self.affinity)
+        manager = ModelledManager(self.timeline, self._proxy(spec), self._scores(spec))
         self.environments = (Environments(manager, spec.environments),)
         self._spec = spec
         self._seed = seed
         self._pushed: SimEvent | None = None
 
+    def _proxy(self, spec: ClusterJobSpec) -> GeneratesTokens:
+        if any(pool.serves != "both" for pool in spec.pools):
+            num_prefill = sum(pool.count for pool in spec.pools if pool.serves == "prefill")
+            return DisaggregatedProxy(self.timeline, self.engines, num_prefill)
+        proxy = ModelledProxy(self.timeline, self.engines, self.affinity)
+        if spec.move_every_s:
+            self.timeline.start(keep_moving(self.timeline, proxy, spec.move_every_s))
+        return proxy
+
+    def _scores(self, spec: ClusterJobSpec) -> Scores:
+        if not spec.reward_workers:
+            return drawn_scores(self.timeline)
+        return RewardPool(self.timeline, spec.reward_workers).score
+
     def episode(self, ticket: Ticket) -> Episode:
-        task = task_of(self._spec.tasks, self._seed, ticket.group_id)
+        named = [task for task in self._spec.tasks if task.name == ticket.task]
+        task = named[0] if named else task_of(self._spec.tasks, self._seed, ticket.group_id)
         return episode(task, self._seed, ticket.trajectory_id, ticket.attempt)
 
     async def store(self) -> None:
@@ -118,22 +157,39 @@ class ClusterCosts:
         return {}
 
 
-def cluster_job(spec: ClusterJobSpec, seed: int, costs: type[ClusterCosts] = ClusterCosts) -> Job:
+def cluster_job(
+    spec: ClusterJobSpec,
+    seed: int,
+    costs: type[ClusterCosts] = ClusterCosts,
+    groups_of: Callable[[GroupLimits, int], Groups] = Groups,
+) -> Job:
+    """`groups_of` makes the groups, of their limits and α."""
     limits = GroupLimits(
         group_size=spec.group_size, batch_groups=spec.batch_groups, steps=spec.steps, run_seed=seed,
         max_attempts=spec.max_attempts, unbounded_batches=8, ticket_ttl_s=NEVER_LAPSES_S,
+        mixture=mixture_of(sections_of(spec), seed) if spec.draw == "mixture" else Mixture(),
     )  # fmt: skip
     made = costs(spec, seed)
     bounds = AlphaBounds(spec.alpha_min, spec.alpha_max) if spec.alpha == "auto" else None
-    groups = Groups(limits, spec.alpha_max if spec.alpha == "auto" else spec.alpha)
+    groups = groups_of(limits, spec.alpha_max if spec.alpha == "auto" else spec.alpha)
     return Job(ModelledBuffer(made.timeline, groups, bounds, spec.drift), spec.steps, made)
 
 
+def sections_of(spec: ClusterJobSpec) -> dict[str, TaskSection]:
+    """The live section `tasks` that says the same of them as `spec`; their environment class is the second mode's."""
+    found: dict[str, TaskSection] = {}
+    for task in spec.tasks:
+        kwargs = {"task": task.model_dump(mode="json")}
+        given = {"class": "sim.live.environment:ModelledEnv", "weight": task.share, "kwargs": kwargs}
+        found[task.name] = TaskSection.model_validate(given)
+    return found
+
+
 def engines_of(timeline: Timeline, pools: tuple[PoolSpec, ...]) -> list[ModelledEngine]:
-    """All engines of all pools, named after their pool."""
+    """All engines of all pools, named after their pool; those that only prefill come first."""
     return [
         ModelledEngine(timeline, f"{pool.name}-{number}", Roofline(pool.engine))
-        for pool in pools
+        for pool in sorted(pools, key=lambda pool: pool.serves != "prefill")
         for number in range(pool.count)
     ]
 

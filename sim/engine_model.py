@@ -91,6 +91,7 @@ class ModelledEngine:
         self._waiting: deque[BatchRequest] = deque()
         self._early: list[BatchRequest] = []
         """They ask for weights that are not here yet."""
+        self._aborted: dict[str, SimEvent] = {}
         self._running: list[tuple[int, int, BatchRequest]] = []
         self._batch = self._context = self._steps = self._serial = 0
         self._idle: OrderedDict[str, int] = OrderedDict()
@@ -123,6 +124,15 @@ class ModelledEngine:
         """Requests that run or wait here."""
         return self._batch + len(self._waiting) + len(self._early)
 
+    @property
+    def left(self) -> dict[str, tuple[int, int]]:
+        """Of each request that runs or waits here: tokens that are to come, and those whose KV is here. Steps under way don't count yet."""
+        running = (job for _, entry, job in self._running if entry == job.entry)
+        found = {job.session: (job.finish - self._steps, job) for job in running}
+        here = {name: (left, job.context + job.new_tokens - left) for name, (left, job) in found.items()}
+        waiting = {job.session: (job.new_tokens, self.held(job.session)) for job in (*self._waiting, *self._early)}
+        return here | waiting
+
     def held(self, session: str) -> int:
         """Tokens of an idle session whose KV is here."""
         return self._idle.get(session, 0)
@@ -138,6 +148,13 @@ class ModelledEngine:
     def forget(self, session: str) -> None:
         """The session is over: its KV is free."""
         self._idle_tokens -= self._idle.pop(session, 0)
+
+    async def abort(self, session: str) -> int:
+        """Take the session's request off at the next step's boundary, without its KV, and let its `generate` return; the tokens that
+        were still to come: 0 where it had ended."""
+        aborted = self._aborted.setdefault(session, self.timeline.event())
+        self._wake()
+        return await aborted
 
     def suspend(self) -> None:
         """From the next step's boundary nothing is computed."""
@@ -164,6 +181,7 @@ class ModelledEngine:
     async def _serve(self) -> None:
         while True:
             self._changed = changed = self.timeline.event()
+            self._drop_aborted()
             if not self.suspended and (prefill_s := self._admit()):
                 await self.timeline.sleep(prefill_s)
                 self.usage.prefill_s += prefill_s
@@ -256,6 +274,24 @@ class ModelledEngine:
         self.usage.preempted += 1
         job.context, job.new_tokens = has, left
         self._waiting.appendleft(job)
+
+    def _drop_aborted(self) -> None:
+        if not self._aborted:
+            return
+        running = [job for _, entry, job in self._running if entry == job.entry and job.session in self._aborted]
+        for job in running:
+            job.new_tokens, held = job.finish - self._steps, job.context + job.new_tokens - job.finish + self._steps
+            self._take_off(job, held)
+        queued = [job for job in (*self._waiting, *self._early) if job.session in self._aborted]
+        self._waiting = deque(job for job in self._waiting if job.session not in self._aborted)
+        self._early = [job for job in self._early if job.session not in self._aborted]
+        for job in running + queued:
+            self._aborted.pop(job.session).set(job.new_tokens)
+            job.done.set()
+        for session, aborted in self._aborted.items():
+            self.forget(session)
+            aborted.set(0)
+        self._aborted.clear()
 
     def _take_off(self, job: BatchRequest, held: int) -> None:
         job.entry = 0

@@ -65,6 +65,8 @@ class ModelledManager:
     proxy: GeneratesTokens
     score: Scores
     reset_tries: int = field(default_factory=lambda: EnvSection().reset_tries)
+    awaits_version: bool = True
+    """A rollout begins under weights no older than its ticket; else under those that engines have."""
 
     async def play(
         self, session: str, episode: Episode, min_version: int = 0, still_useful: Callable[[int], bool] = lambda _: True
@@ -74,6 +76,7 @@ class ModelledManager:
         `still_useful` is asked at every turn with the version of the first token.
         """
         played, timeline, context = Played(), self.timeline, 0
+        oldest = min_version if self.awaits_version else 0
         try:
             await self._reset(episode, played)
             for turn in episode.turns:
@@ -81,7 +84,7 @@ class ModelledManager:
                     raise RolloutFailed("stale", retry=True)
                 context += turn.shown
                 began = timeline.now
-                request = RequestView(session, max(min_version, played.version_first))
+                request = RequestView(session, max(oldest, played.version_first))
                 version = await self.proxy.generate(request, context, turn.sampled, episode.task)
                 if played.version_first < 0:
                     played.version_first = version

@@ -1,13 +1,15 @@
 """The LLMProxy in virtual time: the live router picks the engine, and who finds no room waits in order."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from actors.proxy.line import USUAL, Lane, Line
 from planning.routing import EngineView, RequestView, choose, goes_first
 from sim.affinity_model import ModelledAffinity
-from sim.timeline import SimEvent, Timeline
+from sim.engine_model import ModelledEngine
+from sim.moves_model import ModelledCarry
+from sim.timeline import SimEvent, SimProcess, Timeline
 
 
 class RoutedEngine(Protocol):
@@ -24,6 +26,16 @@ class RoutedEngine(Protocol):
     def num_slots(self) -> int: ...
     async def generate(self, session: str, context: int, new_tokens: int, min_version: int = 0) -> int: ...
     def forget(self, session: str) -> None: ...
+
+
+class MoveOrder(NamedTuple):
+    """A turn on its way from one engine to another, once it is out of the first."""
+
+    taken_off: SimProcess
+    """Ends with the tokens that are still to come."""
+    ordered_s: float
+    source: ModelledEngine
+    target: ModelledEngine
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +63,12 @@ class ModelledProxy:
         self._timeline = timeline
         self._affinity = affinity
         self.engines: dict[str, RoutedEngine] = {engine.name: engine for engine in engines}
-        self._in_flight = dict.fromkeys(self.engines, 0)
+        self._seated: dict[str, dict[str, None]] = {name: {} for name in self.engines}
+        """Engine → sessions whose turn it has, the oldest first."""
+        self._moving: dict[str, MoveOrder] = {}
+        self._carry = ModelledCarry()
+        self.moved = 0
+        """Turns that changed their engine."""
         self._views: dict[str, EngineView] = {}
         self._sessions: dict[str, tuple[str, int]] = {}
         """Session → engine of its last turn, and the tokens that it had then."""
@@ -65,14 +82,42 @@ class ModelledProxy:
         if self._affinity is not None:
             self._affinity.came()
         engine = self.engines[await self._place(WaitingTurn(request, task, context, self._timeline.event()))]
-        self._sessions[request.session] = (engine.name, context + new_tokens)
+        session, total = request.session, context + new_tokens
+        self._sessions[session] = (engine.name, total)
         try:
-            return await engine.generate(request.session, context, new_tokens, request.min_version)
+            version = await engine.generate(session, context, new_tokens, request.min_version)
+            while (order := self._moving.pop(session, None)) and (left := await order.taken_off.ended):
+                have, source, engine = total - left, order.source, order.target
+                carried = self._carry.is_carried(source, have, same_weights=engine.version == source.version)
+                if carried:
+                    await self._timeline.sleep(source.model.kv_move_s(have))
+                    self._carry.travelled(source.name, engine.name, have, self._timeline.now - order.ordered_s)
+                self._take_seat(session, engine)
+                self._leave_seat(session, source)
+                self._sessions[session] = (engine.name, total)
+                if carried and engine.version == source.version:
+                    order.target.adopt(session, have)
+                await engine.generate(session, have, left, request.min_version)
+                self.moved += 1
+            return version
         finally:
-            self._in_flight[engine.name] -= 1
             if self._affinity is not None:
                 self._affinity.ended(task, new_tokens)
-            self._changed(engine)
+            self._leave_seat(session, engine)
+
+    def requests(self) -> Mapping[str, Sequence[str]]:
+        """Sessions whose turn an engine has, by engine, the oldest first."""
+        return {name: tuple(seated) for name, seated in self._seated.items()}
+
+    def move(self, session: str, target: str) -> None:
+        """Let the engine `target`, a modelled one as all are then, go on with the turn of `session`."""
+        to = self.engines[target]
+        source = self.engines[next(name for name, seated in self._seated.items() if session in seated)]
+        if source is to:
+            return
+        assert isinstance(to, ModelledEngine)
+        assert isinstance(source, ModelledEngine)
+        self._moving[session] = MoveOrder(self._timeline.start(source.abort(session)), self._timeline.now, source, to)
 
     def forget(self, session: str) -> None:
         """The trajectory is over: its KV is free."""
@@ -96,16 +141,25 @@ class ModelledProxy:
         else:
             name = affinity.route(request, turn.task, self._views, sticky).engine
         if name is not None:
-            self._in_flight[name] += 1
-            self._see(self.engines[name])
+            self._take_seat(request.session, self.engines[name])
             if affinity is not None:
                 new = turn.context - (held if sticky == name else 0)
                 affinity.began(turn.task, name, sticky, turn.context, max(1, new))
         return name
 
+    def _take_seat(self, session: str, engine: RoutedEngine) -> None:
+        self._seated[engine.name][session] = None
+        self._see(engine)
+
+    def _leave_seat(self, session: str, engine: RoutedEngine) -> None:
+        del self._seated[engine.name][session]
+        self._changed(engine)
+
     def _see(self, engine: RoutedEngine) -> None:
         name = engine.name
-        self._views[name] = EngineView(name, engine.version, engine.num_slots, self._in_flight[name], engine.suspended)
+        self._views[name] = EngineView(
+            name, engine.version, engine.num_slots, len(self._seated[name]), engine.suspended
+        )
 
     def _changed(self, engine: RoutedEngine) -> None:
         """Seat those who wait, in order, until no engine has room for the first of any lane."""

@@ -23,10 +23,34 @@ DPI = 130
 
 
 TABLES: Final = frozenset(
-    {"agreement", "circuits", "cost", "links", "modes", "phases", "sensitivity", "splits", "staleness", "windows"}
+    {
+        "agreement",
+        "circuits",
+        "cost",
+        "links",
+        "modes",
+        "phases",
+        "plans",
+        "sensitivity",
+        "splits",
+        "staleness",
+        "windows",
+    }
 )
 PLOTS: Final = frozenset(
-    {"affinity", "agreement", "cost", "modelsync", "sigma", "splits", "staleness", "throughput", "windows"}
+    {
+        "affinity",
+        "agreement",
+        "cost",
+        "generation",
+        "modelsync",
+        "sigma",
+        "splits",
+        "staleness",
+        "tail",
+        "throughput",
+        "windows",
+    }
 )
 """What the kinds call theirs: the files of an earlier run, of whatever kind, that a new one in its folder removes."""
 

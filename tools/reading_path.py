@@ -1,7 +1,8 @@
 """Names the files that one rollout runs through: what a reader opens to follow it from its ticket to the weights that it trained.
 
 An embedded job (examples/embedded_job.py) trains one step. Every product file of which a function body runs, on any thread, from the first
-request for tickets until an engine has swapped in the weights of that step counts.
+request for tickets until an engine has swapped in the weights of that step, and its row stands in metrics.jsonl, counts: of these two either
+comes first.
 
     python tools/reading_path.py [--most N]      exits 1 where there are more than N files
 """
@@ -23,19 +24,26 @@ sys.path.insert(0, str(ROOT))
 PRODUCT = ("bus", "runtime", "planning", "actors")
 
 FIRST = ("actors/samples/buffer.py", "admit")
-LAST = ("actors/engines/torch_engine.py", "swap")
+SWAP = ("actors/engines/torch_engine.py", "swap")
 """Of a `version` from 1 on: 0 is the base model."""
+
+ROW = ("actors/training/publishing.py", "append_step")
 
 OPTIMIZED = 0x1
 """Flag of a function's code: module and class bodies lack it."""
 
 
 class Tracer:
-    """A profile function. `files` has the number of functions that ran, by file; `ended` is set once LAST returned."""
+    """A profile function. `files` has the number of functions that ran, by file; `ended` is set once SWAP and ROW returned."""
 
     def __init__(self) -> None:
-        self.began = self.ended = False
+        self.began = False
+        self._last: set[tuple[str, str]] = {SWAP, ROW}
         self._seen: set[CodeType] = set()
+
+    @property
+    def ended(self) -> bool:
+        return not self._last
 
     @property
     def files(self) -> Counter[str]:
@@ -54,7 +62,8 @@ class Tracer:
             return
         code = frame.f_code
         if event == "return":
-            self.ended = self.began and _is(code, LAST) and frame.f_locals["version"] >= 1
+            if self.began and (_is(code, ROW) or (_is(code, SWAP) and frame.f_locals["version"] >= 1)):
+                self._last.discard(ROW if _is(code, ROW) else SWAP)
         else:
             self.began = self.began or _is(code, FIRST)
             if self.began and code.co_flags & OPTIMIZED:
@@ -101,7 +110,7 @@ def main() -> int:
             tracer.stop()
     if not tracer.ended:
         print(
-            f"{LAST[0]} never ran {LAST[1]}: the constants at the top of this tool no longer say where a rollout ends"
+            "the rollout did not end: SWAP and ROW at the top of this tool no longer name what its last functions are"
         )
         return 2
     files = tracer.files

@@ -55,7 +55,7 @@ class Chunk(NamedTuple):
     finish_reason: str = ""
 
 
-class Load(NamedTuple):
+class EngineLoad(NamedTuple):
     """A snapshot for routing and the monitor."""
 
     num_slots: int
@@ -111,7 +111,7 @@ class Engine(Protocol):
         """
         ...
 
-    def load(self) -> Load: ...
+    def load(self) -> EngineLoad: ...
 
     async def stop(self) -> None:
         """End every request as `aborted`, free the model, end every process the engine started."""

@@ -207,7 +207,14 @@ class KVCache:
 
     def on(self, device: torch.device, *, kept: bool = True) -> None:
         """Be on `device`; what is not `kept` is zeros there."""
-        self._table = self._table.to(device) if kept else torch.zeros_like(self._table, device=device)
+        self._table = (
+            self._table.to(device) if kept else torch.zeros(self._table.shape, device=device, dtype=self._table.dtype)
+        )
+        self._view()
+
+    def drop(self) -> None:
+        """Hold no memory, until it is somewhere with nothing kept."""
+        self._table = self._table.new_zeros(()).expand(self._table.shape)
         self._view()
 
     def shape_of(self, num_tokens: int) -> tuple[int, ...]:

@@ -8,28 +8,26 @@ import asyncio
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from actors.engines.engine import CACHE, EXPORT, Cache, Engine, EngineError, Work, capabilities
+from actors.engines.caches import Caches
+from actors.engines.engine import CACHE, EXPORT, Engine, EngineError, Work, capabilities
 from actors.messages.generation import MovedFrom
-from actors.messages.moves import MovePart, MovePrepared, NotMoved, PrepareMove, TakeMove
+from actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
 from bus.errors import AskFailed
-from bus.message import Buffer
-from planning.moves import Moving, carry
+from bus.message import Ack
+from planning.moves import Carry, Moving, carry
 from runtime.actor import Actor
 
 if TYPE_CHECKING:
     from actors.engines.worker import EngineRequest
 
 HOLD_S = 10.0
-"""A parked request that its target has not taken by then is kept; and a cache that was not fetched by then is dropped."""
+"""A parked request that its target has not taken by then is kept."""
 
 TAKE_S = 12.0
 """A target that can't reach the source for this long, though it is there, leaves the request to it: longer than HOLD_S."""
 
 PAUSE_S = 0.2
 """Between two attempts to reach the source."""
-
-PART_BYTES = 2 << 20
-"""A cache travels in parts of this size: half of what a link may have under way, so that other messages pass between them."""
 
 FATES_KEPT = 1024
 """Moves whose outcome is known for whoever asks late; the oldest is forgotten first."""
@@ -41,7 +39,6 @@ class Parked:
     def __init__(self, epoch: int) -> None:
         loop = asyncio.get_running_loop()
         self.epoch = epoch
-        self.cache: Cache | None = None
         self.taken: asyncio.Future[bool] = loop.create_future()
         """Its fate: True where the target goes on with it, False where this engine does."""
         self._timer = loop.call_later(HOLD_S, self.settle, False)
@@ -57,32 +54,16 @@ class Parked:
             self.taken.set_result(taken)
         return self.taken.result()
 
-    def part(self, offset: int) -> MovePart:
-        """Of the cache. It is dropped once its last part was given, or nobody asked for HOLD_S: who still lacks it computes it."""
-        self._timer.cancel()
-        cache, end = self.cache, offset + PART_BYTES
-        if cache is None:
-            return MovePart(Buffer(b""))
-        if end < len(cache.data):
-            self._timer = asyncio.get_running_loop().call_later(HOLD_S, self.drop)
-        else:
-            self.drop()
-        return MovePart(Buffer(cache.data[offset:end]), len(cache.data), cache.version, cache.shape, cache.dtype)
-
-    def drop(self) -> None:
-        self.cache = None
-
 
 class Departures:
     """The newest move of each request that was ever to leave."""
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: Actor, caches: Caches) -> None:
         self._actor = actor
+        self._caches = caches
         self._parked: OrderedDict[str, Parked] = OrderedDict()
         self._bytes_per_token = 0.0
         self._export_bytes_s = 0.0
-        self.link_bytes_s = 0.0
-        """What the last cache that came here travelled at."""
 
     async def prepare(
         self, engine: Engine, shared: "EngineRequest", order: PrepareMove, version: int
@@ -95,14 +76,20 @@ class Departures:
         if before is not None and (order.epoch <= before.epoch or not before.is_decided):
             return NotMoved(f"{order.request_id} moves already, or this is an order of before")
         parked = shared.parked = Parked(order.epoch)
-        loop = asyncio.get_running_loop()
-        exported = shared.exported = loop.create_future()
+        shared.exported = asyncio.get_running_loop().create_future()
         self._remember(order.request_id, parked)
         plan = carry(self._moving(engine, shared, same_weights=version == order.version))
-        with_cache = plan.with_cache and CACHE in capabilities(engine)
+        # It is seen through though the proxy may give it up before the engine's step is over: the request waits for what is exported.
+        parking = self._park(engine, shared, order, parked, plan)
+        return await asyncio.shield(self._actor.spawn(parking, name=f"{name}.park"))
+
+    async def _park(
+        self, engine: Engine, shared: "EngineRequest", order: PrepareMove, parked: Parked, plan: Carry
+    ) -> MovePrepared | NotMoved:
+        loop, exported = asyncio.get_running_loop(), shared.exported
         began = loop.time()
         try:
-            work = await engine.export(order.request_id, with_cache=with_cache)
+            work = await engine.export(order.request_id, with_cache=plan.with_cache and CACHE in capabilities(engine))
         except EngineError as error:
             parked.settle(False)
             exported.set_result(None)
@@ -110,7 +97,8 @@ class Departures:
         if work.cache is not None:
             self._bytes_per_token = len(work.cache.data) / work.cache.num_tokens
             self._export_bytes_s = len(work.cache.data) / max(loop.time() - began, 1e-6)
-        parked.cache = None if shared.run.done() else work.cache
+            if not shared.run.done():
+                self._caches.keep(order.request_id, work.cache, order.epoch)
         exported.set_result(work._replace(cache=None))
         self._actor.log.info("request_parked", request=order.request_id, target=order.target, why=plan.why)
         return MovePrepared(work.resumed, self._actor.incarnation, plan.why)
@@ -121,19 +109,19 @@ class Departures:
         if parked is not None and parked.epoch == epoch:
             parked.settle(False)
 
-    def take(self, request: TakeMove) -> MovePart | NotMoved:
+    def take(self, request: TakeMove) -> Ack | NotMoved:
         """The target wants it."""
         parked = self._parked.get(request.request_id)
         if parked is None and request.incarnation != self._actor.incarnation:
-            return MovePart(Buffer(b""))
+            return Ack()
         if parked is None or parked.epoch != request.epoch or not parked.settle(True):
             return NotMoved(f"{request.request_id} stays on {self._actor.name}")
-        return parked.part(request.offset)
+        return Ack()
 
     def _moving(self, engine: Engine, shared: "EngineRequest", *, same_weights: bool) -> Moving:
         tokens = (len(shared.request.prompt) + len(shared.tokens.ids)) // 4
-        ways = [rate for rate in (self.link_bytes_s, self._export_bytes_s) if rate]
-        link_bytes_s = 1 / sum(1 / rate for rate in ways) if self.link_bytes_s else 0.0
+        ways = [rate for rate in (self._caches.link_bytes_s, self._export_bytes_s) if rate]
+        link_bytes_s = 1 / sum(1 / rate for rate in ways) if self._caches.link_bytes_s else 0.0
         prefill = engine.load().prefill_tokens_s
         return Moving(tokens, tokens - 1, self._bytes_per_token, link_bytes_s, prefill, same_weights)
 
@@ -153,36 +141,21 @@ class Departures:
         loop, request_id = asyncio.get_running_loop(), work.request_id
         give_up_at = loop.time() + TAKE_S
         while moved.source in self._actor.peers("engine"):
-            began = loop.time()
-            part = await self._ask(moved, request_id, 0)
-            if isinstance(part, NotMoved):
+            reply = await self._take(moved, request_id)
+            if isinstance(reply, NotMoved):
                 return None
-            if part is not None:
-                return work._replace(cache=await self._fetch(moved, request_id, part, began))
+            if reply is not None:
+                return work._replace(
+                    cache=await self._caches.fetch(self._actor.ref(moved.source), request_id, moved.epoch)
+                )
             if loop.time() > give_up_at:
                 return None
             await asyncio.sleep(PAUSE_S)
         return work
 
-    async def _fetch(self, moved: MovedFrom, request_id: str, part: MovePart, began: float) -> Cache | None:
-        """The whole cache, of which the first part was asked for at `began`; None where there is none, or it went missing on the way."""
-        if not part.size_bytes:
-            return None
-        loop, data, have = asyncio.get_running_loop(), bytearray(part.size_bytes), 0
-        while True:
-            data[have : have + len(part.data)] = part.data.data
-            have += len(part.data)
-            if have >= part.size_bytes:
-                self.link_bytes_s = have / max(loop.time() - began, 1e-6)
-                return Cache(part.version, part.shape, part.dtype, memoryview(data).toreadonly())
-            further = await self._ask(moved, request_id, have)
-            if not isinstance(further, MovePart) or not further.size_bytes:
-                return None
-            part = further
-
-    async def _ask(self, moved: MovedFrom, request_id: str, offset: int) -> MovePart | NotMoved | None:
+    async def _take(self, moved: MovedFrom, request_id: str) -> Ack | NotMoved | None:
         """None where the source could not be reached."""
-        request = TakeMove(request_id, moved.epoch, moved.incarnation, offset)
+        request = TakeMove(request_id, moved.epoch, moved.incarnation)
         try:
             return await self._actor.ref(moved.source).ask(request, timeout=TAKE_S, retry=False)
         except AskFailed:

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from actors.engines.engine import EngineError
 from actors.engines.scheduler import Row
 from actors.engines.section import PaceSection
+from actors.messages.generation import Modelled
 from planning.roofline import Roofline
 
 MOST_OUTLASTED = 0.02
@@ -20,7 +21,12 @@ def unpaced(degree: int) -> float:
     return 0.0
 
 
-class Pace:
+def modelled(section: PaceSection) -> Modelled:
+    """What an engine says of its pace."""
+    return Modelled(section.hardware, section.model, section.degree, section.scale)
+
+
+class EnginePace:
     """One device that does one thing after another. It computes durations and never waits: that is the engine's to do."""
 
     def __init__(self, section: PaceSection) -> None:

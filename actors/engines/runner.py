@@ -99,10 +99,15 @@ class ModelRunner:
     # -- sleep ----------------------------------------------------------------------------------------------------------
 
     def move_to(self, device: torch.device | None, *, with_cache: bool) -> None:
-        """Everything large goes to `device`, or (None) to the one that steps are computed on; without its cache that is empty then."""
+        """Everything large goes to `device`, or (None) to the one that steps are computed on. Without its cache there is none on `device`,
+        and an empty one where steps are computed.
+        """
         self._home = device or self._shape.device
         self.weights = on_device(self.weights, self._home)
-        self._cache.on(self._home, kept=with_cache)
+        if device is None or with_cache:
+            self._cache.on(self._home, kept=with_cache)
+        else:
+            self._cache.drop()
         if self._shape.device.type == "cuda":
             torch.cuda.empty_cache()
 

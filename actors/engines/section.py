@@ -22,6 +22,8 @@ class ScriptedSection(Section):
     """Probability that a token is a stop token, where the request names any."""
     vocab_size: int = Field(default=256, ge=1)
     """Token ids are drawn below this, where the model folder has no config.json that says better."""
+    told_lengths: bool = False
+    """Where a request names stop tokens, the first token of its prompt says how many are sampled: none but the last is a stop token."""
 
 
 class PaceSection(Section):

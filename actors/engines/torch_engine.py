@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from actors.config import ModelSection
-from actors.engines.engine import CAPABILITIES, Chunk, EngineDead, EngineError, Load, Work, check_level
+from actors.engines.engine import CAPABILITIES, Chunk, EngineDead, EngineError, EngineLoad, Work, check_level
 from actors.engines.model import Weights
-from actors.engines.pace import Pace, unpaced
+from actors.engines.pace import EnginePace, unpaced
 from actors.engines.runner import HOST, ModelRunner
 from actors.engines.scheduler import Row, Scheduler, Sequence, check, contents
 from actors.engines.section import EngineSection
@@ -117,10 +117,10 @@ class TorchEngine:
         """Without `engine.pace` it is one device; with it, as many as the class has."""
         return await self._command(StepLoop.reconfigure, degree)
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         steps = self._started()
         scheduler, pace = steps.scheduler, steps.pace
-        return Load(
+        return EngineLoad(
             self._section.num_slots, scheduler.num_waiting, scheduler.num_running, steps.version, steps.suspended,
             pace.num if pace else 0, pace.outlasted if pace else 0, bool(steps.asleep), pace.degree if pace else 1,
             tuple(steps.sums.values), pace.busy_s if pace else 0.0, steps.prefill_tokens_s,
@@ -135,7 +135,7 @@ class TorchEngine:
             await asyncio.to_thread(steps.join, STOP_S)
             self._tell_times(steps.times)
 
-    def _tell_times(self, times: "StepTimes") -> None:
+    def _tell_times(self, times: "StepCpuTimes") -> None:
         """For calibration: what steps and weight updates cost, and what this process spent since the engine started."""
         logger("engines").info(
             "step_times", steps=times.num, rows=times.rows, tokens=times.tokens, cpu_s=times.cpu_s,
@@ -155,7 +155,7 @@ class TorchEngine:
 
 
 @dataclass
-class StepTimes:
+class StepCpuTimes:
     """What the steps so far cost this thread, in CPU seconds; GPUs' time and further torch threads are not in it."""
 
     num: int = 0
@@ -191,9 +191,9 @@ class StepLoop(threading.Thread):
         self.prefill_tokens_s = 0.0
         self.dead: EngineDead | None = None
         """Why the loop ended, when it did not end by `stop`."""
-        self.times = StepTimes()
+        self.times = StepCpuTimes()
         self.sums = StepSums()
-        self.pace = None if section.pace is None else Pace(section.pace)
+        self.pace = None if section.pace is None else EnginePace(section.pace)
         self.stopping = threading.Event()
         """Set: nothing is waited for any more that only modelled time asks for."""
         self.runner = runner
@@ -301,7 +301,7 @@ class StepLoop(threading.Thread):
         self.version = version
         if self._recompute:
             self.scheduler.forget_caches()
-        if self.pace is not None:
+        if self.pace is not None and not self.asleep:  # to one that sleeps they come as it wakes, in place of its own
             self._last(self.pace, self.pace.swap_s(), due_from)
         return perf_counter() - began
 
@@ -386,7 +386,7 @@ class StepLoop(threading.Thread):
             self._hand_out(sequence)
         self.times.add(rows, thread_time() - began)
 
-    def _last(self, pace: Pace, duration_s: float, began: float) -> None:
+    def _last(self, pace: EnginePace, duration_s: float, began: float) -> None:
         """Wait until what began at `began` has lasted `duration_s`."""
         due = pace.due(duration_s, began, self._loop.time())
         self.stopping.wait(max(0.0, due - self._loop.time()))

@@ -8,14 +8,27 @@ import importlib.util
 import os
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from actors.config import ModelSection
-from actors.engines.engine import CACHE, EXPORT, VLLM_MISSING, Chunk, EngineDead, EngineError, Load, Work, require
+from actors.engines.engine import (
+    CACHE,
+    EXPORT,
+    RECONFIGURE,
+    VLLM_MISSING,
+    Chunk,
+    EngineDead,
+    EngineError,
+    EngineLoad,
+    Work,
+    require,
+)
 from actors.engines.scheduler import Sequence, bits, check
 from actors.engines.section import EngineSection
 from actors.engines.vllm_weights import EXTENSION, OWNER, check_tensors, handed_over, shapes_of
+from runtime.observe.log import logger
 
 CPU_KV_BYTES = 1 << 30
 """KV cache on CPU, where vLLM would else take most of the machine's memory; untouched pages cost nothing."""
@@ -99,6 +112,17 @@ def arguments(folder: Path, model: ModelSection, section: EngineSection) -> Any:
     return kind(**{**ours, **FIXED, **_on_device(model.device, section), **section.vllm})
 
 
+def check_degree(degree: int, heads: int) -> None:
+    """Raises EngineError, one sentence, for GPUs that can't share a layer of `heads` attention heads, or that are not there."""
+    if degree < 1 or heads % degree:
+        raise EngineError(f"degree={degree} does not divide the {heads} attention heads of the model")
+    if not _platform().is_cpu() and degree > (there := _platform().device_count()):
+        raise EngineError(
+            f"degree={degree} is more than the {there} GPUs that the engine's process sees: "
+            "give it more with actors.engine.pools.NAME.gpus"
+        )
+
+
 def first_line(error: BaseException) -> str:
     """The error's first line, or its type where it has none."""
     lines = str(error).strip().splitlines()
@@ -156,6 +180,8 @@ class _Request:
         self.marks = [(0, version)]
         """(number of the first token, version), ascending."""
         self.aborted = False
+        self.goes_on = False
+        """Its vLLM let go of it, and another one takes it."""
         self.export: asyncio.Future[Work] | None = None
         """Who waits for what was sampled, once vLLM let go of it."""
 
@@ -176,7 +202,10 @@ class _Request:
         if output.finished and not self.sequence.finish_reason:
             if completion.finish_reason == "error":
                 raise EngineError(f"request {self.sequence.work.request_id} failed inside vLLM; its log says why")
-            self.sequence.finish_reason = self.how_taken_out
+            if self.goes_on and not self.aborted:
+                self.collector = None
+            else:
+                self.sequence.finish_reason = self.how_taken_out
 
     @property
     def how_taken_out(self) -> str:
@@ -193,6 +222,18 @@ class _Request:
         return chunk
 
 
+async def _end(llm: Any) -> None:
+    """Its processes are gone then."""
+    await asyncio.to_thread(llm.shutdown, STOP_S)
+    llm.shutdown = lambda: None  # its __del__ would call it again, maybe when the interpreter is half gone
+    if llm.output_handler is not None:
+        await asyncio.wait([llm.output_handler], timeout=STOP_S)
+
+
+def _of_degree(section: EngineSection, degree: int) -> EngineSection:
+    return section.model_copy(update={"vllm": {**section.vllm, "tensor_parallel_size": degree}})
+
+
 def _not_here(request_id: str) -> EngineError:
     return EngineError(f"request {request_id} does not run here: there is nothing to export")
 
@@ -201,10 +242,11 @@ class VllmEngine:
     """Lives on one event loop. Commands go to vLLM's engine-core process, which heeds them between two steps.
 
     A request that it exports is computed again elsewhere: vLLM gives no cache away. One that goes on here is drawn by a seed of its
-    position, which gives other tokens than one run without a break.
+    position, which gives other tokens than one run without a break. So does one that is under way while the degree changes, for which
+    vLLM is started anew; for that the newest weights stay in host memory.
     """
 
-    capabilities = frozenset({EXPORT})
+    capabilities = frozenset({EXPORT, RECONFIGURE})
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
         self._folder = folder
@@ -216,6 +258,13 @@ class VllmEngine:
         self._requests: dict[str, _Request] = {}
         self._version = 0
         self._suspended = False
+        self._newest = ExitStack()
+        self._newest_at = ""
+        """Where the weights of `_version` are; empty for those of the folder."""
+        self._changing = False
+        """One vLLM ends and the next one is not there yet: no request is in either."""
+        self.switch_s: dict[str, float] = {}
+        """What the last change of degree took, by part."""
         self._boundary = asyncio.Lock()
         """Held while a request is added or the weights change, so that each token's version is certain."""
 
@@ -227,7 +276,7 @@ class VllmEngine:
         self._vocab_size = self._llm.model_config.get_vocab_size()
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
-        llm = self._started()
+        self._started()
         check(work, self._section.max_len, self._vocab_size, self._requests)
         sequence = Sequence(work, self._section.max_len)
         if sequence.finish_reason:
@@ -236,36 +285,39 @@ class VllmEngine:
         request = self._requests[work.request_id] = _Request(sequence, self._version)
         over = False
         try:
-            await self._add(llm, request)
+            await self._add(request)
             while not over:
                 if request.collector is None:
                     sequence.finish_reason, over = request.how_taken_out, True
                 else:
                     output = await self._next(request)
                     request.take(output)
-                    over = output.finished
+                    over = output.finished and bool(sequence.finish_reason)
                 yield request.last_chunk() if over else sequence.chunk()
+                if request.collector is None and not over:
+                    await self._add(request)
         finally:
             del self._requests[work.request_id]
             request.last_chunk()
-            if not over and not llm.errored:
-                await llm.abort(work.request_id)
+            if not over:
+                await self._take_out(work.request_id)
 
     async def abort(self, request_id: str) -> None:
-        llm = self._started()
+        self._started()
         request = self._requests.get(request_id)
         if request is not None:
             request.aborted = True
-            await llm.abort(request_id)
+            await self._take_out(request_id)
 
     async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
         if with_cache:
             require(self, CACHE)
-        llm, request = self._started(), self._requests.get(request_id)
+        self._started()
+        request = self._requests.get(request_id)
         if request is None or request.aborted:
             raise _not_here(request_id)
         request.aborted, request.export = True, asyncio.get_running_loop().create_future()
-        await llm.abort(request_id)
+        await self._take_out(request_id)
         return await request.export
 
     async def suspend(self) -> None:
@@ -282,24 +334,29 @@ class VllmEngine:
 
     async def update(self, version: int, weights: memoryview) -> float:
         """The image is checked and copied while vLLM goes on; the pause is the reload itself, and stopping between two steps."""
-        llm = self._started()
+        self._started()
         await asyncio.to_thread(check_tensors, self._shapes, weights, f"weights version {version}")
         with ExitStack() as stack:
             path = await asyncio.to_thread(stack.enter_context, handed_over(weights))
             async with self._boundary:
+                llm = self._started()
                 began = asyncio.get_running_loop().time()
                 if not self._suspended:
                     await self._pause(llm)
-                await self._swap(llm, version, path, sorted(self._shapes))
+                await self._swap(llm, version, path)
+                self._newest.close()
+                self._newest, self._newest_at = stack.pop_all(), path
                 if not self._suspended:
                     await llm.resume_generation()
                 return asyncio.get_running_loop().time() - began
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         self._started()
         running = min(len(self._requests), self._section.num_slots)
         waiting = len(self._requests) - running
-        return Load(self._section.num_slots, waiting, running, self._version, self._suspended)
+        return EngineLoad(
+            self._section.num_slots, waiting, running, self._version, self._suspended, degree=self._degree
+        )
 
     async def stop(self) -> None:
         llm, self._llm = self._llm, None
@@ -308,20 +365,72 @@ class VllmEngine:
         for request in self._requests.values():
             request.aborted = True
         await llm.abort(list(self._requests))
-        await asyncio.to_thread(llm.shutdown, STOP_S)
-        llm.shutdown = lambda: None  # its __del__ would call it again, maybe when the interpreter is half gone
-        if llm.output_handler is not None:
-            await asyncio.wait([llm.output_handler], timeout=STOP_S)
+        await _end(llm)
+        self._newest.close()
+
+    async def reconfigure(self, degree: int) -> float:
+        """vLLM is started anew with other GPUs and the newest weights; requests keep what they sampled, and wait meanwhile.
+
+        Raises EngineDead where the new one does not start.
+        """
+        check_degree(degree, self._started().model_config.hf_text_config.num_attention_heads)
+        loop = asyncio.get_running_loop()
+        async with self._boundary:
+            old, times = self._started(), [loop.time()]
+            self._changing = True
+            try:
+                await self._let_go(old)
+                times.append(loop.time())
+                await _end(old)
+                times.append(loop.time())
+                self._section = _of_degree(self._section, degree)
+                new = await asyncio.to_thread(launch, self._folder, self._model, self._section)
+                if self._llm is None:
+                    await _end(new)
+                    raise EngineDead("the engine was stopped while its degree changed")
+                self._llm = new
+                times.append(loop.time())
+                await self._catch_up(new)
+                times.append(loop.time())
+            except EngineError as error:
+                self._llm = None
+                raise EngineDead(f"the engine did not come back with degree={degree}: {error}") from error
+            finally:
+                self._changing = False
+        parts = zip(("export", "stop", "start", "weights"), pairwise(times), strict=True)
+        self.switch_s = {part: later - earlier for part, (earlier, later) in parts}
+        logger("engines").info("reconfigured", degree=degree, **{f"{k}_s": v for k, v in self.switch_s.items()})
+        return times[-1] - times[0]
 
     # -- vLLM -------------------------------------------------------------------------------------------------------
 
-    async def _add(self, llm: Any, request: _Request) -> None:
+    async def _let_go(self, llm: Any) -> None:
+        """Take every request out with all that it sampled; what is not over goes on at the next vLLM."""
+        if not self._suspended:
+            await self._pause(llm)
+        for request in self._requests.values():
+            request.goes_on = request.collector is not None
+        await llm.abort(list(self._requests))
+
+    async def _catch_up(self, llm: Any) -> None:
+        """A new vLLM has the newest weights, and is suspended where the one before was."""
+        if self._newest_at:
+            await self._swap(llm, self._version, self._newest_at)
+        if self._suspended:
+            await self._pause(llm)
+
+    async def _take_out(self, request_id: str) -> None:
+        if not self._changing and self._llm is not None and not self._llm.errored:
+            await self._llm.abort(request_id)
+
+    async def _add(self, request: _Request) -> None:
         """Give vLLM the request, unless it was aborted meanwhile."""
         sequence, work = request.sequence, request.sequence.work
         async with self._boundary:
             if request.aborted:
                 return
-            request.marks = [(0, self._version)]
+            llm = self._started()
+            request.marks, request.num_taken, request.goes_on = [(0, self._version)], 0, False
             try:
                 prompt = {"type": "token", "prompt_token_ids": sequence.tokens.copy()}
                 if self._section.kv_on_update == "keep":
@@ -331,7 +440,7 @@ class VllmEngine:
             except Exception as error:  # vLLM raises what its many parts raise
                 raise self._failed(f"request {work.request_id}", error) from error
         if request.aborted:
-            await llm.abort(work.request_id)
+            await self._take_out(work.request_id)
 
     async def _next(self, request: _Request) -> Any:
         try:
@@ -361,9 +470,9 @@ class VllmEngine:
         while not outputs.empty():  # noqa: ASYNC110 - vLLM's queue has nothing to wait on
             await asyncio.sleep(0)
 
-    async def _swap(self, llm: Any, version: int, path: str, names: list[str]) -> None:
+    async def _swap(self, llm: Any, version: int, path: str) -> None:
         try:
-            await llm.collective_rpc("swap_weights", args=(path, names))
+            await llm.collective_rpc("swap_weights", args=(path, sorted(self._shapes)))
             recompute = self._section.kv_on_update == "recompute"
             if recompute and not await llm.reset_prefix_cache(reset_running_requests=True):
                 raise EngineError("it refused to reset its prefix cache")
@@ -374,6 +483,10 @@ class VllmEngine:
         for request in self._requests.values():
             request.mark(version)
 
+    @property
+    def _degree(self) -> int:
+        return int(self._section.vllm.get("tensor_parallel_size", 1))
+
     def _failed(self, what: str, error: Exception) -> EngineError:
         if self._llm is None or self._llm.errored:
             return EngineDead(f"{what}: the vLLM engine is not running any more ({first_line(error)})")
@@ -382,6 +495,6 @@ class VllmEngine:
     def _started(self) -> Any:
         if self._llm is None:
             raise EngineDead("the engine is not running: start it first")
-        if self._llm.errored:
+        if self._llm.errored and not self._changing:
             raise EngineDead("the vLLM engine-core process ended; its log says why")
         return self._llm

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from actors.engines.engine import Engine
 from actors.messages.weights import WeightsPublished
@@ -39,10 +40,12 @@ class WeightsPuller:
         blobs: "HostWeights",
         actor: Actor,
         swapped: Callable[[BlobInfo], None] = lambda info: None,
+        permit: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
     ) -> None:
+        """`swapped` hears of each version; each is brought and swapped in within `permit`."""
         self._engine = engine
         self._blobs = blobs
-        self._tell = swapped
+        self._tell, self._permit = swapped, permit
         self._metrics, self._waits, self._log = actor.metrics, actor.waits, actor.log
         self._blob = BLOB
         self._held = (0, 0)
@@ -134,11 +137,12 @@ class WeightsPuller:
         with self._waits.on(f"weights {newest.version}", stage="pull", holder=BLOBS) as wait:
             self._blame(ITSELF)
             try:
-                info, image = await self._fetch(newest)
-                if image is not None:
-                    wait.update(detail="swapping them in", holder="")
-                    pause_s = await self._engine.update(info.version, image)
-                    self._took(info, pause_s, asyncio.get_running_loop().time() - began)
+                async with self._permit():
+                    info, image = await self._fetch(newest)
+                    if image is not None:
+                        wait.update(detail="swapping them in", holder="")
+                        pause_s = await self._engine.update(info.version, image)
+                        self._took(info, pause_s, asyncio.get_running_loop().time() - began)
             finally:
                 self._metrics.gauge("weights/pulled", 1.0)
                 self._blame(TRAINER)

@@ -7,25 +7,29 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from actors.cluster import ClusterSection
 from actors.config import CUDA, ModelSection, WeightsSection
-from actors.engines.caches import KeptCaches, fetch
+from actors.engines.caches import Caches
 from actors.engines.engine import CACHE, ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, EngineError, Work, require
 from actors.engines.moves import Departures, Parked
+from actors.engines.orders import Orders
+from actors.engines.pace import modelled
+from actors.engines.permitted import PermittedOrders
 from actors.engines.section import EngineSection
 from actors.engines.tokens import joined, shifted
 from actors.engines.weights import HostWeights, WeightsPuller
+from actors.messages.engines import EngineChanged, EngineState, Reconfigure, SleepEngine, WakeEngine
 from actors.messages.generation import (
     HANDED_BACK,
     HANDED_OVER,
     Abort,
     Aborted,
+    CachePart,
     Completion,
-    EngineHolds,
     EngineStatus,
     FetchCache,
     Generate,
     Inspect,
-    KeptCache,
     Measure,
     Resume,
     StepsMeasured,
@@ -33,7 +37,7 @@ from actors.messages.generation import (
     Tokens,
     TokensSampled,
 )
-from actors.messages.moves import AbortMove, MovePart, MovePrepared, NotMoved, PrepareMove, TakeMove
+from actors.messages.moves import AbortMove, MovePrepared, NotMoved, PrepareMove, TakeMove
 from actors.messages.weights import HoldWeights, WeightsHeld, WeightsPublished, WeightsTaken
 from actors.model_folder import check_device, check_model_folder, may_use_cuda
 from actors.requests import SharedRequest, SharedRequests, in_task
@@ -108,6 +112,7 @@ class EngineWorker(Actor):
         model: ModelSection = ModelSection()
         engine: EngineSection = EngineSection()
         weights: WeightsSection = WeightsSection()
+        cluster: ClusterSection = ClusterSection()
 
     config: Config
 
@@ -165,10 +170,15 @@ class EngineWorker(Actor):
         self._requests = SharedRequests(
             EngineRequest, in_task(self._run, self.spawn, fatal=(EngineDead,)), max_results=config.engine.results_kept
         )
-        self._caches = KeptCaches(2 * config.engine.num_slots)
+        self._caches = Caches(2 * config.engine.num_slots)
         self._reports: set[str] = set()
         self._report_due = asyncio.Event()
-        self._departures = Departures(self)
+        self._departures = Departures(self, self._caches)
+        self._orders = (
+            PermittedOrders(self, config.cluster, self._tell_proxies)
+            if config.cluster.dir
+            else Orders(self.name, self._tell_proxies)
+        )
         self._draining = False
         self._engine: Engine | None = None
         self._weights: WeightsPuller | None = None
@@ -188,8 +198,10 @@ class EngineWorker(Actor):
         self._engine = engine = build(self.run.folder / self.config.model.path, self.config.model, section)
         if section.serves != "both":
             require(engine, CACHE)
+        self.log.info("model_loads")
         await engine.start()
-        self._weights = weights = WeightsPuller(engine, blobs, self, self._swapped)
+        await self._orders.begin(engine)
+        self._weights = weights = WeightsPuller(engine, blobs, self, self._swapped, self._orders.weight_sync)
         await weights.pull()
         self.metrics.gauge("weights/version", weights.version)
         self.spawn(weights.keep_up(section.check_s), name=f"{self.name}.weights")
@@ -244,7 +256,7 @@ class EngineWorker(Actor):
         finally:
             self._reports.discard(request.request_id)
             if shared.parked is not None and not shared.parked.settle(False):
-                shared.parked.drop()
+                self._caches.take(request.request_id, shared.parked.epoch)
         if finish_reason in ("stop", "length"):
             return Completion(request.request_id, shared.tokens, finish_reason, self.name)
         if finish_reason == "moved":
@@ -259,7 +271,7 @@ class EngineWorker(Actor):
         if request.cache_at == self.name:
             return work._replace(cache=self._caches.take(request.request_id))
         with self.waits.on(request.request_id, stage="kv", holder=request.cache_at):
-            return work._replace(cache=await fetch(self.ref(request.cache_at), request.request_id))
+            return work._replace(cache=await self._caches.fetch(self.ref(request.cache_at), request.request_id))
 
     async def _generated(self, shared: EngineRequest, work: Work) -> str:
         """Generate, and go on with what was parked and then kept; returns why it ended here."""
@@ -281,8 +293,7 @@ class EngineWorker(Actor):
                 return finish_reason
             if await asyncio.shield(parked.taken):
                 return "moved"
-            work = exported._replace(cache=parked.cache)
-            parked.drop()
+            work = exported._replace(cache=self._caches.take(work.request_id, parked.epoch))
             shared.parked = None
         return "aborted"
 
@@ -357,7 +368,7 @@ class EngineWorker(Actor):
         return Ack()
 
     @handler(concurrency=64)
-    async def take_move(self, request: TakeMove) -> MovePart | NotMoved:
+    async def take_move(self, request: TakeMove) -> Ack | NotMoved:
         return self._departures.take(request)
 
     @handler(concurrency=4)
@@ -372,18 +383,30 @@ class EngineWorker(Actor):
         self.log.info("resumed")
         return Ack()
 
+    @handler(concurrency=4, outlives_asker=True)
+    async def sleep_engine(self, order: SleepEngine) -> EngineChanged:
+        return await self._orders.carry_out(self._started()[0], order)
+
+    @handler(concurrency=4, outlives_asker=True)
+    async def wake_engine(self, order: WakeEngine) -> EngineChanged:
+        return await self._orders.carry_out(self._started()[0], order)
+
+    @handler(concurrency=4, outlives_asker=True)
+    async def reconfigure(self, order: Reconfigure) -> EngineChanged:
+        return await self._orders.carry_out(self._started()[0], order)
+
     @handler
     async def inspect(self, request: Inspect) -> EngineStatus:
         engine, weights = self._started()
         load = engine.load()
-        running, finished = tuple(self._requests.running), self._requests.finished()
+        running, finished, pace = tuple(self._requests.running), self._requests.finished(), self.config.engine.pace
         return EngineStatus(
             self.name, weights.version, load.num_slots, running, finished, load.suspended, weights.is_held,
-            self.config.engine.serves,
+            self.config.engine.serves, self._is_asleep, load.degree, pace and modelled(pace),
         )  # fmt: skip
 
     @handler(concurrency=256)
-    async def fetch_cache(self, request: FetchCache) -> KeptCache:
+    async def fetch_cache(self, request: FetchCache) -> CachePart:
         return self._caches.give(request)
 
     @handler
@@ -402,18 +425,19 @@ class EngineWorker(Actor):
         return WeightsHeld(self.name, held)
 
     async def _tell_proxies(self) -> None:
-        """Whether it is held now: one after the other, so that no old word comes last, and until each has it or is gone."""
+        """How it is now: one after the other, so that no old word comes last, and until each has it or is gone."""
         async with self._telling:
-            weights = self._started()[1]
+            engine, weights = self._started()
             self._told_held = weights.is_held
-            message = EngineHolds(self.name, weights.version, self._told_held)
+            degree = engine.load().degree
+            message = EngineState(self.name, weights.version, self._told_held, self._is_asleep, degree)
             for proxy in self.peers("llm_proxy"):
                 while proxy in self.peers("llm_proxy"):
                     try:
                         await self.ref(proxy).ask(message, timeout=TELL_S)
                         break
                     except AskFailed as error:
-                        self.log.warning("hold_not_told", proxy=proxy, error=str(error))
+                        self.log.warning("state_not_told", proxy=proxy, error=str(error))
 
     def _swapped(self, info: BlobInfo) -> None:
         self._caches.forget()
@@ -456,12 +480,18 @@ class EngineWorker(Actor):
             self.metrics.gauge("rollout/slots", load.num_slots)
             self.metrics.gauge("engine/running", load.running)
             self.metrics.gauge("engine/waiting", load.waiting)
+            self.metrics.gauge("engine/degree", load.degree)
+            self.metrics.gauge("engine/asleep", float(load.asleep))
             if self.config.engine.pace is not None:
                 self.metrics.gauge("paced/engines", 1)
                 self.metrics.gauge("paced/steps", load.paced)
                 self.metrics.gauge("paced/busy_s", load.paced_s)
                 self.metrics.gauge("paced/outlasted_frac", load.outlasted / max(1, load.paced))
             await asyncio.sleep(GAUGES_S)
+
+    @property
+    def _is_asleep(self) -> bool:
+        return self._orders.falls_asleep or self._started()[0].load().asleep
 
     def _started(self) -> tuple[Engine, WeightsPuller]:
         if self._engine is None or self._weights is None:

@@ -36,17 +36,18 @@ class ChatRenderer:
         system_prompt: str = "",
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        cached: int = CACHED,
     ) -> None:
-        """`variables` and `tools` go to the template. Raises ValueError too for one of them that it never reads."""
+        """`variables` and `tools` go to the template; `cached` texts are kept. Raises ValueError too for one of them that it never reads."""
         self._tokenizer, self._special = read_tokenizer(folder)
         given = {**(variables or {}), **({"tools": [*tools]} if tools else {})}
         self._template = _compile(template_of(folder), given, folder)
         self._variables = {"tools": None, **given}
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self.stop_token_ids = self._stop_tokens(folder)
-        self._opening = lru_cache(CACHED)(self._render_opening)
-        self._follow_up = lru_cache(CACHED)(self._render_follow_up)
-        self._decoded = lru_cache(CACHED)(self._decode)
+        self._opening = lru_cache(cached)(self._render_opening)
+        self._follow_up = lru_cache(cached)(self._render_follow_up)
+        self._decoded = lru_cache(cached)(self._decode)
 
     def opening(self, observation: Observation) -> bytes:
         """Token ids of the first prompt: system prompt, the observation, and the start of the model's turn."""

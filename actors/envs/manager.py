@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import ClassVar
 
 import msgspec
 
+from actors.cluster import ClusterSection
 from actors.config import EvalSection, ModelSection, RewardSection, RolloutSection
 from actors.envs.chat import ChatRenderer, check_template
+from actors.envs.generating import GeneratingCount
 from actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
 from actors.envs.named_renderer import NamedRenderer, renderer_config
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext, RolloutRecord
@@ -92,6 +95,7 @@ class EnvManager(Actor):
         reward: RewardSection = RewardSection()
         eval: EvalSection = EvalSection()
         tasks: Tasks = {}
+        cluster: ClusterSection = ClusterSection()
 
     config: Config
 
@@ -149,6 +153,7 @@ class EnvManager(Actor):
         self._admitting: asyncio.Task[None] | None = None
         self._rollouts: dict[str, RolloutContext] = {}
         self._ended = self._aside = False
+        self._turns = GeneratingCount(self) if config.cluster.dir else None
 
     async def on_start(self) -> None:
         """Try the environment, then begin to admit. A broken one ends the job with one sentence."""
@@ -161,6 +166,13 @@ class EnvManager(Actor):
         self.metrics.gauge("rollout/env_workers", self.config.env.workers if pooled else 0)
         self._admitting = self.spawn(self._admit(), name=f"{self.name}.admit")
         self.spawn(self._hold(), name=f"{self.name}.hold")
+        if self._turns is not None:
+            self.spawn(self._turns.tell(), name=f"{self.name}.turns")
+
+    async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
+        """A new proxy knows nothing of what runs."""
+        if self._turns is not None:
+            self._turns.again()
 
     async def on_drain(self) -> None:
         """Admit no more, let rollouts finish, and give back what is not finished in time."""
@@ -246,6 +258,7 @@ class EnvManager(Actor):
             waits=self.waits,
             eval=self.config.eval,
             score_names=task.reward.names,
+            turns=self._turns or nullcontext(),
         )
         return ""
 

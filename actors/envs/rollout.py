@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from actors.envs.chat import TOKEN_BYTES, Renderer, Transcript
 from actors.envs.environment import Observation
 from actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, sentence
 from actors.envs.section import EnvSection
-from actors.messages.generation import Aborted, Completion, Generate, Sampling, Tokens
+from actors.messages.generation import NOT_ITS_TURN, Aborted, Completion, Generate, Sampling, Tokens
 from actors.messages.samples import GiveUp, NotScored, PolicyState, Score, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
 from planning.hopeless import RECENT, is_hopeless
@@ -66,6 +66,8 @@ class RolloutContext:
     eval: EvalSection = field(default_factory=EvalSection)
     score_names: tuple[str, ...] = ()
     """Of the reward functions, in their order."""
+    turns: AbstractContextManager[None] = field(default_factory=nullcontext)
+    """Around the turns of each rollout; it is entered many times at once."""
 
 
 class Rollout:
@@ -113,7 +115,8 @@ class Rollout:
         began = loop.time()
         env, observation = await self._reset()
         try:
-            transcript = await self._play_turns(env, observation)
+            with self._context.turns:
+                transcript = await self._play_turns(env, observation)
         except GaveUp:
             self._context.host.give_back(env, self._ticket.purpose)
             raise
@@ -209,13 +212,17 @@ class Rollout:
             )
 
     async def _generate(self, transcript: Transcript) -> Tokens:
-        """The next turn, appended to `transcript`; an aborted request goes on from the tokens it has, under a new id."""
+        """The next turn, appended to `transcript`; an aborted request goes on from the tokens it has, under a new id.
+
+        One that waited for its job's turn on a shared pool has not been tried.
+        """
         limits, turn = self._context.rollout, len(self._texts)
         # A Store that lost its last seconds gives the same attempt out again: what it gets is no older than its own ticket.
         request_id = f"{self._key}v{self._ticket.version}.{turn}"
         prompt = transcript.prompt
         resumed, reason = Tokens(), ""
-        for attempt in range(limits.generate_tries):
+        tries = 0
+        for attempt in count():
             request = Generate(
                 request_id=request_id if attempt == 0 else f"{request_id}r{attempt}",
                 session=self._ticket.trajectory_id,
@@ -238,6 +245,9 @@ class Rollout:
                 return reply.tokens
             resumed, reason = reply.tokens, reply.reason
             self._check_age(transcript)
+            tries += reason != NOT_ITS_TURN
+            if tries == limits.generate_tries:
+                break
         raise GaveUp("generation_failed", f"aborted {limits.generate_tries} times, lastly: {reason}", retry=True)
 
     async def _ask_proxy(self, request: Generate) -> Completion | Aborted:

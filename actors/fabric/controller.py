@@ -1,9 +1,11 @@
 """FabricController: gives each phase of the job its circuits, ahead of time once it knows the rhythm of the phases."""
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any
 
 from actors.config import WeightsSection
+from actors.fabric.asked import RESHARD, AskedCircuits
 from actors.fabric.connect import check_files, device, emulated
 from actors.fabric.driver import FabricError, NotTheWriter
 from actors.fabric.racks import Racks
@@ -11,7 +13,18 @@ from actors.fabric.reconciler import CircuitLedger, LedgerUnavailable, PortsFail
 from actors.fabric.rhythm import Accounts, Aim, Aims, Rhythm
 from actors.fabric.section import FabricSection
 from actors.fabric.templates import Templates, choose
-from actors.messages.fabric import Circuit, FabricReport, InspectFabric, PhaseIntent
+from actors.messages.fabric import (
+    AskCircuits,
+    AwaitCircuits,
+    Circuit,
+    CircuitsPromised,
+    CircuitsReady,
+    FabricReport,
+    InspectFabric,
+    NoCircuits,
+    PhaseIntent,
+    ReleaseCircuits,
+)
 from planning.circuits import FITS, KEPT, CircuitPlan, Cross, FabricSnapshot, plan
 from planning.demand import Links
 from runtime.actor import Actor, handler
@@ -34,6 +47,11 @@ RETRY_S = 0.5
 """First pause before asking a switch that failed again; doubles up to `RETRY_MAX_S`."""
 
 RETRY_MAX_S = 30.0
+
+ASKER = "orchestrator"
+"""What it asked for between two phases is over when it goes away."""
+
+NO_SWITCH = "no optical switch is ready"
 
 
 class FabricController(Actor):
@@ -66,6 +84,7 @@ class FabricController(Actor):
         self._rhythm = Rhythm()
         self._epochs: dict[str, int] = {}
         self._aims = Aims()
+        self._asked = AskedCircuits()
         self._ledger = CircuitLedger(self.store, self._fence, lease_s=section.attempt_s)
         self._reconciler: Reconciler | None = None
         self._stage: Stage = "idle"
@@ -88,6 +107,8 @@ class FabricController(Actor):
         await self._disconnect()
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
+        if any(name.rpartition("-")[0] == ASKER for name in left):
+            self._take_back()
         if any(name.rpartition("-")[0] == "optical_switch" for name in (*joined, *left)):
             await self._disconnect()
             self._templates.without(frozenset())
@@ -114,6 +135,42 @@ class FabricController(Actor):
             self._aims.coming = None
             self._aim_at_present(message.phase)
 
+    @handler(concurrency=16)
+    async def ask_circuits(self, request: AskCircuits) -> CircuitsPromised | NoCircuits:
+        """Promised unless the electrical path carries everything, or a phase is expected before they could be lit."""
+        now, delay_s = asyncio.get_running_loop().time(), self._accounts.delay_s
+        links = self._templates.links_for(self._racks.traffic(RESHARD, request.traffic))
+        coming = self._aims.coming
+        if request.epoch <= self._asked.epoch:
+            return NoCircuits(f"epoch {request.epoch} comes after epoch {self._asked.epoch}")
+        if not self._section.enabled or self._electrical:
+            return NoCircuits("the electrical path carries everything")
+        if links is None:
+            return NoCircuits("no circuit would serve this traffic")
+        aim = Aim(RESHARD, now, now, restore=True, links=links, asked=request.epoch)
+        planned = self._plan(aim, links, restore=True)
+        if not planned.reconfigure and self._stage == "idle" and self._aims.present is None:
+            self._asked.begin(request.epoch)
+            self._asked.settle()
+            return CircuitsPromised(request.epoch, 0.0, planned.why)
+        ready_in_s = delay_s * (1 + (self._stage != "idle"))
+        busy = f"those of {coming.phase} begin to change in {coming.due - now:.3g} s" if coming else ""
+        if ready_in_s > request.within_s or (coming is not None and coming.due < now + ready_in_s):
+            late = f"they would be ready in {ready_in_s:.3g} s"
+            return NoCircuits(f"{late}, {busy}" if busy else f"{late}, wanted within {request.within_s:.3g} s")
+        self._asked.begin(request.epoch)
+        self._aims.now(aim)
+        return CircuitsPromised(request.epoch, ready_in_s, planned.why)
+
+    @handler(concurrency=16)
+    async def await_circuits(self, request: AwaitCircuits) -> CircuitsReady | NoCircuits:
+        return await self._asked.outcome(request.epoch)
+
+    @handler
+    async def release_circuits(self, message: ReleaseCircuits) -> None:
+        if message.epoch == self._asked.epoch:
+            self._take_back()
+
     @handler
     async def inspect_fabric(self, request: InspectFabric) -> FabricReport:
         totals = self.metrics.snapshot()
@@ -131,8 +188,15 @@ class FabricController(Actor):
     # -- what is wanted ---------------------------------------------------------------------------------------------
 
     def _aim_at_present(self, phase: str, *, restore: bool = False, pause_s: float = 0.0) -> None:
+        self._asked.settle(f"those of {phase} are wanted now")
         due = asyncio.get_running_loop().time() + pause_s
         self._aims.now(Aim(phase, due, due, restore))
+
+    def _take_back(self) -> None:
+        """Circuits that were lent: the phase gets its own, unless those of the next one are about to come."""
+        coming, now = self._aims.coming, asyncio.get_running_loop().time()
+        if self._asked.lent and (coming is None or coming.due > now + self._accounts.delay_s):
+            self._aim_at_present(self._rhythm.phase)
 
     def _aim_at_coming(self, phase: str, starts_at: float, *, not_before: float) -> None:
         self._aims.later(Aim(phase, max(not_before, starts_at - LEAD * self._accounts.delay_s), starts_at))
@@ -156,9 +220,12 @@ class FabricController(Actor):
     async def _reconcile(self) -> None:
         while True:
             aim = await self._aims.next()
+            if aim.phase != RESHARD:
+                self._asked.lent = False
             await self._save()
             try:
-                await self._carry_out(aim)
+                with self._asked.told(aim.asked) if aim.phase == RESHARD else nullcontext():
+                    await self._carry_out(aim)
             except PortsFailed as error:
                 self._leave_out(error)
             except (LedgerUnavailable, NotTheWriter) as error:
@@ -173,13 +240,19 @@ class FabricController(Actor):
 
     async def _carry_out(self, aim: Aim) -> None:
         """Read, plan, reach, account. Raises FabricError when the switch does not do its part."""
-        links, scheduled = self._links(aim.phase)
-        if links is None and self._racks.names:
+        links, scheduled = self._links(aim.phase) if aim.links is None else (aim.links, True)
+        # Circuits that were asked for have no template: one that a dead controller was changing to must not stay half dark.
+        if (
+            links is None
+            and (self._racks.names or self._ledger.entry.stage == "changing")
+            and self._templates.book.endpoints
+        ):
             links = self._templates.even()
         if links is None:
             return
         if self._switch() and not self.peers(self._switch()):
-            self._fall_back("no optical switch is ready")
+            self._fall_back(NO_SWITCH)
+            self._asked.settle(NO_SWITCH)
             return
         reconciler = self._reconciler = self._reconciler or await self._connect()
         state = await reconciler.driver.read()

@@ -10,8 +10,8 @@ import hmac
 import json
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import uvicorn
@@ -20,6 +20,7 @@ from actors.fabric.driver import Login, Status
 from actors.fabric.links import links
 from actors.fabric.restconf import BULK, CONFIG, DATA, TABLE, YANG_JSON, entry, parse_id
 from actors.fabric.section import FabricSection
+from actors.http_server import HttpServer
 from actors.messages.fabric import FindSwitch, SwitchAddress, SwitchReply, SwitchRequest
 from planning.circuits import Cross
 from runtime.actor import Actor, handler
@@ -168,7 +169,7 @@ class HttpFront:
         settings = uvicorn.Config(
             application(dialect), lifespan="off", log_config=None, access_log=False, ws="none", limit_concurrency=64
         )
-        self._server = _Server(settings)
+        self._server = HttpServer(settings)
 
     async def serve(self) -> None:
         """Until `stop`."""
@@ -177,13 +178,6 @@ class HttpFront:
     def stop(self) -> None:
         """The socket is closed by the server, within a tenth of a second."""
         self._server.should_exit = True
-
-
-class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """The process' signals are the kernel's."""
-        yield
 
 
 def application(dialect: Dialect) -> Callable[[dict[str, Any], Receive, Send], Awaitable[None]]:

@@ -5,6 +5,7 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
+from planning.demand import Links
 from runtime.observe.figures import Metrics
 
 KEPT = 5
@@ -63,6 +64,10 @@ class Aim(NamedTuple):
     """When the phase began, or is expected to."""
     restore: bool = False
     """The switch lost its circuits: however short the phase, it needs a connected fabric."""
+    links: Links | None = None
+    """Not those of the phase's template, but these."""
+    asked: int = -1
+    """The epoch that they were asked for under."""
 
 
 class Aims:

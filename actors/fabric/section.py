@@ -1,6 +1,7 @@
 """The fabric's section of the config: read by the controller and by the emulated switch."""
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
@@ -63,10 +64,12 @@ class FabricSection(Section):
     racks: dict[str, tuple[str, ...]] = {}
     """The racks in the order of their ports on the switch, each with the addresses of its hosts (their bus.host). Empty: every actor
     is an endpoint of its own, in the order of first appearance."""
+    pods: dict[str, tuple[str, ...]] = {}
+    """The racks of each pod, every rack in one: for planner pods."""
     planner: str = "direct"
-    """How circuits are chosen for a phase. direct: a link for each pair that talks, the slowest as fast as can be. multi_hop: several hops by
-    a linear program, for more partners than ports (the extra `fabric`). greedy (MixNet) and matching (TopoOpt), for comparison. Or your own
-    function as `package.module:function`."""
+    """How circuits are chosen for a phase. direct: a link for each pair that talks, the slowest as fast as can be. pods: each rack's ports are
+    split between its pod and the core first (RFabric). multi_hop: several hops by a linear program, for more partners than ports (the
+    extra `fabric`). greedy (MixNet) and matching (TopoOpt), for comparison. Or your own function as `package.module:function`."""
     static: bool = False
     """One set of circuits for all phases, by their traffic together: what a fabric that never changes could do at best."""
     testbed: str = ""
@@ -84,9 +87,9 @@ class FabricSection(Section):
     @field_validator("planner")
     @classmethod
     def _known(cls, planner: str) -> str:
-        if planner not in ("direct", "multi_hop", *BASELINES) and ":" not in planner:
+        if planner not in ("direct", "pods", "multi_hop", *BASELINES) and ":" not in planner:
             raise ValueError(
-                f"{planner} is not direct, multi_hop, greedy or matching, nor a function of yours as package.module:function"
+                f"{planner} is not direct, pods, multi_hop, greedy or matching, nor a function of yours as package.module:function"
             )
         return planner
 
@@ -105,6 +108,12 @@ class FabricSection(Section):
             )
         if self.testbed and (len(self.racks) < 2 or not all(self.racks.values())):
             raise ValueError("testbed needs racks: two or more, each with the address of its host")
+        if self.planner == "pods" and (not self.racks or sorted(chain(*self.pods.values())) != sorted(self.racks)):
+            raise ValueError(
+                "planner pods needs racks, and pods with every rack in one of them: pods={pod-a: [rack-0, rack-1], …}"
+            )
+        if self.pods and self.planner != "pods":
+            raise ValueError(f"pods are for planner pods, and planner is {self.planner}")
         if self.planner == "multi_hop" and (self.testbed or self.ports // self.ports_per_endpoint > MOST_MULTI_HOP):
             raise ValueError(
                 f"planner multi_hop is for at most {MOST_MULTI_HOP} endpoints (ports / ports_per_endpoint) that forward for others, "

@@ -10,6 +10,7 @@ from actors.fabric.rhythm import Rhythm
 from actors.fabric.section import BASELINES, FabricSection
 from planning.demand import Demand, Flows, Links, flows, per_link
 from planning.multihop import LinearProgram, bottleneck, multi_hop, one_hop
+from planning.pods import plan_pods
 from planning.switching import PhaseCost, Schedule, schedule
 from planning.topology import Planner, direct, template
 from runtime.errors import ConfigError
@@ -43,7 +44,7 @@ class Templates:
     def __init__(self, section: FabricSection, endpoints: tuple[str, ...]) -> None:
         """For this switch; the racks of a test-bed don't forward. Raises ConfigError where the planner needs what is not installed."""
         self.book = TemplateCache(endpoints)
-        self._planner = _planner(section.planner)
+        self._planner = _planner(section)
         self._fixed, self._static = endpoints, section.static
         self._trickle = section.trickle_mbps / 1e3 / section.link_gbps if section.testbed else None
         self._ports_per_endpoint = section.ports_per_endpoint
@@ -72,6 +73,12 @@ class Templates:
             return next((profile.links for profile in self.book.phases.values()), None)
         profile = self.book.phases.get(phase)
         return profile.links if profile else None
+
+    def links_for(self, traffic: Sequence[Demand]) -> Links | None:
+        """For traffic that is no phase's; None where none of it is between endpoints of the fabric."""
+        if self._static or not flows(traffic, self.book.endpoints):
+            return None
+        return template(traffic, self.book.endpoints, self._ports_per_endpoint, self.dead, self._planner)
 
     def even(self) -> Links:
         """For what nothing is known of: the ports divided evenly among all pairs of endpoints."""
@@ -133,7 +140,11 @@ class Templates:
         self._bytes.clear()
 
 
-def _planner(name: str) -> Planner:
+def _planner(section: FabricSection) -> Planner:
+    name = section.planner
+    if name == "pods":
+        pod_of = [at for rack in section.racks for at, pod in enumerate(section.pods.values()) if rack in pod]
+        return lambda directed, ports: _by_pods(directed, ports, pod_of)
     if name == "multi_hop":
         if find_spec("scipy") is None:
             raise ConfigError(
@@ -144,6 +155,12 @@ def _planner(name: str) -> Planner:
         direct if name == "direct" else load_configured(BASELINES.get(name, name), key="fabric.planner")
     )
     return lambda directed, ports: choose_links(per_link(directed), ports)
+
+
+def _by_pods(directed: Flows, ports: Sequence[int], pod_of: Sequence[int]) -> Links:
+    """Every rack as if it had the fewest ports of all."""
+    planned = plan_pods(directed, pod_of, min(ports))
+    return tuple(sorted((*planned.pod, *planned.core)))
 
 
 def choose(rhythm: Rhythm, templates: Templates, *, link_bytes_s: float, delay_s: float) -> dict[str, str]:

@@ -56,6 +56,47 @@ class SwitchRequest(Request[SwitchReply], frozen=True):
     body: bytes
 
 
+class CircuitsPromised(Message, frozen=True):
+    """They will be lit in `ready_in_s`, by what changes took lately; 0 where those in place carry the traffic already."""
+
+    epoch: int
+    ready_in_s: float
+    why: str
+
+
+class NoCircuits(Message, frozen=True):
+    """The electrical path carries it, and whatever circuits there are stay."""
+
+    why: str
+
+
+class CircuitsReady(Message, frozen=True):
+    """They are lit, until the next phase begins or they are released."""
+
+    epoch: int
+
+
+class AskCircuits(Request[CircuitsPromised | NoCircuits], frozen=True):
+    """Before a switch of parallelism: may the `traffic` (bytes between named actors) that it causes have circuits of its own, lit within
+    `within_s`? A promise is being kept when it is given. One epoch has one answer, and an older one than was asked for before has none."""
+
+    epoch: int
+    traffic: tuple[tuple[str, str, int], ...]
+    within_s: float
+
+
+class AwaitCircuits(Request[CircuitsReady | NoCircuits], frozen=True):
+    """Answered once the circuits of a promise are lit, or it is clear that they will not be."""
+
+    epoch: int
+
+
+class ReleaseCircuits(Message, frozen=True):
+    """What they were asked for is over, or off: those of the running phase come back."""
+
+    epoch: int
+
+
 class FabricReport(Message, frozen=True):
     """Totals since start. Hidden delay passed before its phase began; exposed delay is what the phase waited for."""
 

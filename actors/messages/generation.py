@@ -49,6 +49,10 @@ HANDED_BACK = "handed back"
 """`Aborted.reason` of an engine that drains: the proxy goes on with the request, and its tokens, elsewhere."""
 
 
+NOT_ITS_TURN = "the job had no turn on the rollout pool before the deadline"
+"""`Aborted.reason` of a proxy whose job waits for a permit: it says nothing against the request, which may come again."""
+
+
 HANDED_OVER = "handed over"
 """`Aborted.reason` of an engine that only prefills: the proxy has the request decoded elsewhere, with the cache that waits here."""
 
@@ -117,6 +121,16 @@ class TokensSampled(Message, frozen=True):
     progress: tuple[tuple[str, Tokens], ...]
 
 
+class Modelled(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """What an engine lasts like by its `engine.pace`: names of configs/hardware and configs/models, and the GPUs that it was started with."""
+
+    hardware: str
+    model: str
+    degree: int
+    scale: float = 1.0
+    """Seconds that a second of that hardware lasts."""
+
+
 class EngineStatus(Message, frozen=True):
     """An engine's own account of itself: a restarted proxy rebuilds its table from these."""
 
@@ -132,15 +146,11 @@ class EngineStatus(Message, frozen=True):
     """It stays on `version` for an evaluation."""
     serves: str = "both"
     """Its `engine.serves`."""
-
-
-class EngineHolds(Request[Ack], frozen=True):
-    """Engine → proxies: it stays on `version` for an evaluation, or (`held` false) no longer does."""
-
-    idempotent: ClassVar[bool] = True
-    engine: str
-    version: int
-    held: bool
+    asleep: bool = False
+    degree: int = 1
+    """GPUs that share each layer."""
+    modelled: Modelled | None = None
+    """None where nobody says what hardware it is."""
 
 
 class Inspect(Request[EngineStatus], frozen=True):
@@ -175,17 +185,22 @@ class Resume(Request[Ack], frozen=True):
     idempotent: ClassVar[bool] = True
 
 
-class KeptCache(Message, frozen=True):
-    """KV cache of a request that was handed over, as actors.engines.engine.Cache has it; `shape` is empty where it is gone."""
+class CachePart(Message, frozen=True):
+    """Bytes of a KV cache, as actors.engines.engine.Cache has it, from the asked offset on; none where it is gone."""
 
-    version: int
-    shape: tuple[int, ...]
-    dtype: str
     data: Buffer
+    size_bytes: int = 0
+    """Of the whole cache."""
+    version: int = -1
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
 
 
-class FetchCache(Request[KeptCache], frozen=True):
-    """Engine → engine: give me the KV cache of this request, and forget it."""
+class FetchCache(Request[CachePart], frozen=True):
+    """Engine → engine: give me the next part of this request's KV cache. With the last one it is forgotten."""
 
     idempotent: ClassVar[bool] = False
     request_id: str
+    epoch: int = 0
+    """Of the move that it is kept for; 0 where the request was handed over."""
+    offset: int = 0

@@ -8,7 +8,7 @@ no effect.
 from typing import ClassVar
 
 from actors.messages.generation import Tokens
-from bus.message import Ack, Buffer, Message, Request
+from bus.message import Ack, Message, Request
 
 
 class Moved(Message, frozen=True):
@@ -29,6 +29,8 @@ class Move(Request[Moved | NotMoved], frozen=True):
     idempotent: ClassVar[bool] = True
     request_id: str
     target: str
+    epoch: int = 0
+    """Of the orchestrator that orders it: refused once the proxy was asked by a later one. 0: of nobody who could be replaced."""
 
 
 class MovePrepared(Message, frozen=True):
@@ -60,22 +62,11 @@ class AbortMove(Request[Ack], frozen=True):
     epoch: int
 
 
-class MovePart(Message, frozen=True):
-    """The request is the target's. Bytes of its cache from the asked offset on; `size_bytes` 0 where none travels."""
-
-    data: Buffer
-    size_bytes: int = 0
-    version: int = -1
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-
-
-class TakeMove(Request[MovePart | NotMoved], frozen=True):
-    """Target → source: I go on with it. Once it was answered by a part, the source does not, whatever happens; it may be repeated."""
+class TakeMove(Request[Ack | NotMoved], frozen=True):
+    """Target → source: I go on with it. Once it was answered by Ack the source does not, whatever happens; it may be repeated."""
 
     idempotent: ClassVar[bool] = True
     request_id: str
     epoch: int
     incarnation: int
     """Of the source that parked it: another one has lost it with everything else."""
-    offset: int = 0

@@ -11,7 +11,7 @@ from actors.messages.generation import Aborted, Completion, Generate, Measure, S
 from bus.errors import AskFailed
 from planning.affinity import AffinityPlan, told
 from planning.binding import Binding, ClassSeen, TaskProfiles, planned
-from planning.routing import EngineView, RequestView, Route, choose
+from planning.routing import EngineView, RequestView, Route, all_asleep, choose
 from planning.step_cost import StepSums
 from runtime.actor import Actor
 from runtime.config import Config as Job
@@ -146,7 +146,7 @@ class HardwareAffinity:
         now, stuck, none = asyncio.get_running_loop().time(), True, Route(None, "no room")
         for name in order:
             engines = self._classes.get(name)
-            if engines is None:
+            if engines is None or all_asleep(engines.values()):
                 continue
             found = choose(request, engines.values(), sticky)
             if found.engine is not None:
@@ -205,7 +205,7 @@ class HardwareAffinity:
         self._actor.metrics.count("proxy/fell_back")
         if task not in self._elsewhere:
             self._elsewhere.add(task)
-            there = [name for name in order if name in self._classes]
+            there = [name for name in order if name in self._classes and not all_asleep(self._classes[name].values())]
             why = (
                 f"no {there[0]} had room for {PATIENCE_S:g} s" if there else f"no engine of {' or '.join(order)} is up"
             )
@@ -223,12 +223,13 @@ class HardwareAffinity:
         async with asyncio.TaskGroup() as asked:
             for engine in list(self._class_of):
                 asked.create_task(self._measure(engine))
+        awake = {name: [v for v in views.values() if not v.asleep] for name, views in self._classes.items()}
         classes = [
-            ClassSeen(name, len(views), sum(v.num_slots for v in views.values()) / len(views), self._sums[name])
-            for name, views in self._classes.items()
-            if name in self._sums
+            ClassSeen(name, len(views), sum(v.num_slots for v in views) / len(views), self._sums[name])
+            for name, views in awake.items()
+            if views and name in self._sums
         ]
-        if len(classes) < len(self._classes):
+        if len(classes) < sum(map(bool, awake.values())):
             return
         in_flight, self._most_running = self._most_running, len(self._running)
         found = await self._actor.offload(planned, self._profiles.take(), classes, in_flight, self._binding.shares)

@@ -61,6 +61,8 @@ class Moves:
             return f"{order.request_id} is on {order.target} already"
         if shared.behind is not None or order.request_id in self._preparing:
             return f"{order.request_id} moves already"
+        if target.asleep:
+            return f"{order.target} is asleep"
         if shared.request.exact or target.held:
             return f"{order.request_id} or {order.target} is bound to one version for an evaluation"
         return ""

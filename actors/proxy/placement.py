@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from actors.messages.generation import Abort, Aborted, Completion, Generate, Inspect, MovedFrom, Resume, Suspend
+from actors.messages.generation import (
+    Abort,
+    Aborted,
+    Completion,
+    Generate,
+    Inspect,
+    Modelled,
+    MovedFrom,
+    Resume,
+    Suspend,
+)
 from actors.proxy.affinity import HardwareAffinity
 from actors.proxy.line import EXACT, PASSED, USUAL, Lane, Line
 from actors.proxy.stages import BOTH, DECODE, PREFILL, Stages
@@ -129,6 +139,10 @@ class EngineSeat:
     held: bool = False
     """It stays on `version` for an evaluation."""
     serves: str = BOTH
+    asleep: bool = False
+    degree: int = 1
+    """GPUs that share each of its layers."""
+    modelled: Modelled | None = None
     resting: bool = False
     """It refused or could not be reached a moment ago."""
     requests: dict[str, ProxyRequest] = field(default_factory=dict)
@@ -143,7 +157,8 @@ class EngineSeat:
 
     def view(self) -> EngineView:
         stopped = self.suspended or self.resting
-        return EngineView(self.name, self.version, self.num_slots, len(self.requests), stopped, self.held)
+        num = len(self.requests)
+        return EngineView(self.name, self.version, self.num_slots, num, stopped, self.held, self.asleep)
 
 
 class Placement:
@@ -406,7 +421,18 @@ class Roster:
                 pause_s = min(2 * pause_s, INSPECT_S)
         self._inspections.pop(name, None)
         num_slots = max(1, status.num_slots)
-        seat = EngineSeat(name, ref, num_slots, status.version, status.suspended, status.held, status.serves)
+        seat = EngineSeat(
+            name,
+            ref,
+            num_slots,
+            status.version,
+            status.suspended,
+            status.held,
+            status.serves,
+            status.asleep,
+            status.degree,
+            status.modelled,
+        )
         for request_id in (*status.running, *status.finished):
             if request_id not in self.requests.running:
                 self.placement.located[request_id] = name

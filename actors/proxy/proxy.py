@@ -4,15 +4,17 @@ import asyncio
 from functools import partial
 from typing import Any
 
+from actors.cluster import ClusterSection
 from actors.config import ProxySection
+from actors.messages.engines import EngineState
 from actors.messages.fabric import PhaseIntent
 from actors.messages.generation import (
     HANDED_BACK,
     HANDED_OVER,
+    NOT_ITS_TURN,
     Abort,
     Aborted,
     Completion,
-    EngineHolds,
     Generate,
     MovedFrom,
     Resume,
@@ -22,8 +24,12 @@ from actors.messages.generation import (
     VersionSpan,
 )
 from actors.messages.moves import Move, Moved, NotMoved
+from actors.messages.orchestration import OutOfDate, Survey, Surveyed
+from actors.messages.phases import Generating
 from actors.proxy.affinity import AffinityMap, HardwareAffinity, check_affinity
 from actors.proxy.moves import Moves
+from actors.proxy.outlook import Outlook
+from actors.proxy.permit import RolloutPermit, check_cluster
 from actors.proxy.placement import EngineSeat, Placement, ProxyRequest, Roster
 from actors.proxy.stages import DECODE, PREFILL, Stages, check_stages
 from actors.requests import Run, SharedRequests
@@ -48,6 +54,7 @@ class LLMProxy(Actor):
 
     class Config(ActorConfig):
         proxy: ProxySection = ProxySection()
+        cluster: ClusterSection = ClusterSection()
         affinity: AffinityMap = {}
         """Which class of hardware serves which task: `learned`, or task → class of a pool, `default` for the others; see docs/affinity.md."""
 
@@ -57,6 +64,7 @@ class LLMProxy(Actor):
     def check(cls, job: Job) -> None:
         check_affinity(job)
         check_stages(job)
+        check_cluster(job)
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
@@ -73,7 +81,11 @@ class LLMProxy(Actor):
             section.max_waiting, section.sessions_kept, self._turn, self._stages, self._affinity
         )
         self._roster = Roster(self, self._placement, self._requests, lambda seat: self._begin_phase(seat.version))
+        self._outlook = Outlook(self._requests.running, self._placement.seats)
         self._moves = Moves(self, self._placement, self._requests.running, self._ask)
+        self._permit = None
+        if config.cluster.dir:
+            self._permit = RolloutPermit(self, config.cluster, self._placement, self._requests.running, self._moves)
         self._phase = -1
         """The newest weight version whose rollout phase was announced to the fabric."""
 
@@ -82,6 +94,8 @@ class LLMProxy(Actor):
     async def on_start(self) -> None:
         """Learn from every ready engine what it runs and keeps, before the first request is routed."""
         await self._roster.first_look()
+        if self._permit is not None:
+            self.spawn(self._permit.serve(), name=f"{self.name}.permit")
 
     async def on_drain(self) -> None:
         """Wait until every request is answered."""
@@ -89,6 +103,8 @@ class LLMProxy(Actor):
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         self._roster.changed(joined, left)
+        if self._permit is not None:
+            self._permit.left(left)
 
     # -- requests: no task for any of them, since there are more of these than of anything else ---------------------
 
@@ -100,6 +116,8 @@ class LLMProxy(Actor):
     def _too_late(self, request: Generate) -> Aborted:
         """Its deadline passed, which says nothing against the request: it may come again."""
         shared = self._requests.running.get(request.request_id)
+        if self._permit is not None and not self._permit.is_held:
+            return Aborted(request.request_id, shared.tokens if shared else request.resumed, NOT_ITS_TURN)
         what = f"{shared.engine} had not finished it" if shared and shared.engine else "no engine had room"
         tokens = shared.tokens if shared else request.resumed
         return Aborted(request.request_id, tokens, f"{request.request_id}: {what} before the deadline")
@@ -109,6 +127,7 @@ class LLMProxy(Actor):
         shared.run = asyncio.get_running_loop().create_future()
         self.metrics.gauge("proxy/in_flight", len(self._requests.running))
         self._go_on(shared)
+        self._came_or_went()
         return shared.run
 
     def _go_on(self, shared: ProxyRequest) -> None:
@@ -201,7 +220,14 @@ class LLMProxy(Actor):
         self.metrics.gauge("proxy/in_flight", len(self._requests.running) - 1)
         if self._affinity is not None:
             self._affinity.ended(shared.request, outcome)
+        if self._outlook.epoch:
+            self._outlook.ended(shared, outcome)
         shared.run.set_result(outcome)
+        self._came_or_went()
+
+    def _came_or_went(self) -> None:
+        if self._permit is not None:
+            self._permit.look()
 
     def _waiting(self, shared: ProxyRequest, stage: str, holder: str) -> Wait:
         request = shared.request
@@ -264,10 +290,13 @@ class LLMProxy(Actor):
         self._begin_phase(version)
 
     @handler(concurrency=16)
-    async def engine_holds(self, message: EngineHolds) -> Ack:
+    async def engine_state(self, message: EngineState) -> Ack:
         if (seat := self._placement.seats.get(message.engine)) is not None:
             seat.version, seat.held = message.version, message.held
+            seat.asleep, seat.degree = message.asleep, message.degree
             self._placement.changed(seat)
+        if self._permit is not None and message.asleep:
+            self._permit.slept(message.engine)
         return Ack()
 
     def _begin_phase(self, version: int) -> None:
@@ -292,6 +321,12 @@ class LLMProxy(Actor):
         except NotSent:
             self.log.debug("not_told", target=target, message=type(message).__name__)
 
+    @handler(concurrency=16)
+    async def generating(self, message: Generating) -> Ack:
+        if self._permit is not None:
+            self._permit.told(message.manager, message.num)
+        return Ack()
+
     # -- commands ---------------------------------------------------------------------------------------------------
 
     @handler(concurrency=64)
@@ -313,7 +348,13 @@ class LLMProxy(Actor):
     @handler(concurrency=64)
     async def move(self, request: Move) -> Moved | NotMoved:
         """Answered once another engine has the request, or it is clear that none will; who asked for it hears of neither."""
+        if self._outlook.is_old(request.epoch):
+            return NotMoved(f"an order of epoch {request.epoch}: a later orchestrator is at work")
         return await self._moves.move(request)
+
+    @handler
+    async def survey(self, request: Survey) -> Surveyed | OutOfDate:
+        return self._outlook.look(request)
 
     @handler(concurrency=4)
     async def suspend(self, request: Suspend) -> Ack:

@@ -25,8 +25,9 @@ def check_stages(job: Job) -> None:
     if not job.has("engine"):
         return
     given = job.section("engine")
-    pools = [pool for role, spec in job.actors.items() if _has_engines(job, role) for pool in spec.pools.values()]
-    serves = {pool.set.get(SERVES, given.serves) for pool in pools} or {given.serves}
+    pools = {n: pool for role, spec in job.actors.items() if _has_engines(job, role) for n, pool in spec.pools.items()}
+    named = {name: pool.set.get(SERVES, given.serves) for name, pool in pools.items()}
+    serves = set(named.values()) or {given.serves}
     if serves == {BOTH}:
         if job.has("proxy") and job.section("proxy").balance == "auto":
             raise ValueError(
@@ -36,6 +37,9 @@ def check_stages(job: Job) -> None:
     for stage, other in ((PREFILL, DECODE), (DECODE, PREFILL)):
         if serves == {stage}:
             raise ValueError(f"engine.serves is {stage} for every engine, so none is there to {other}: add a pool")
+        able = [name for name, its in named.items() if its in (other, BOTH)]
+        if able and not any(pools[name].count for name in able):
+            raise ValueError(f"pool {able[0]} has count 0, so no engine is there to {other}: raise its count")
     if given.kind == "vllm":
         raise ValueError(
             f"engine.serves is {' and '.join(sorted(serves))}, but engine.kind={given.kind} takes no KV cache from another engine: "
@@ -100,14 +104,15 @@ class Stages:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def usable(self, shared: "ProxyRequest", views: Mapping[str, EngineView]) -> Collection[EngineView]:
-        """The engines of the request's stage; all of them where each of those is gone, or held at an older version for an evaluation."""
+        """The engines of the request's stage; all of them where each of those is gone, asleep, or held at an older version for an evaluation."""
         oldest, own = shared.request.min_version, self._views[shared.stage].values()
-        there = any(not view.held or view.version >= oldest for view in own)
+        there = any(not view.asleep and (not view.held or view.version >= oldest) for view in own)
         return own if there else views.values()
 
     def hands_over(self, shared: "ProxyRequest", engine: str) -> bool:
         """Whether `engine` only prefills the request, for another to decode."""
-        only = self._serves.get(engine) == PREFILL and bool(self._views[DECODE])
+        awake = any(not view.asleep for view in self._views[DECODE].values())
+        only = self._serves.get(engine) == PREFILL and awake
         return self.apart and shared.stage == PREFILL and only and not shared.request.exact
 
     def seated(self, shared: "ProxyRequest", engine: str) -> None:
@@ -142,7 +147,8 @@ class Stages:
                 if has:
                     self._watches[PREFILL].busy_s += now - since
                     self._busy[engine] = (has, now)
-            only = {stage: [n for n, serves in self._serves.items() if serves == stage] for stage in self._views}
+            awake = [(name, serves) for name, serves in self._serves.items() if not self._seats[name].asleep]
+            only = {stage: [name for name, serves in awake if serves == stage] for stage in self._views}
             if only[PREFILL] and only[DECODE]:
                 self._look(only[PREFILL], only[DECODE])
 

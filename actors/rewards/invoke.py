@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score
 from actors.rewards.backend import RewardRefused, checked_number, columns_of
+from actors.rewards.deadlines import Deadlines
 from runtime.observe.figures import Metrics
 
 TRIES = 3
@@ -47,11 +47,11 @@ class _Again(Exception):
 
 
 class HttpBackend:
-    """Asks each function's URL; a try lasts at most `reward.timeout_s`."""
+    """Asks each function's URL; a try lasts as long as `deadlines` say."""
 
-    def __init__(self, section: RewardSection, metrics: Metrics) -> None:
-        self._timeout_s = section.timeout_s
+    def __init__(self, metrics: Metrics, deadlines: Deadlines) -> None:
         self._metrics = metrics
+        self._deadlines = deadlines
         self._client: httpx.AsyncClient | None = None
 
     async def load(self, function: str) -> str:
@@ -67,12 +67,15 @@ class HttpBackend:
         """A URL that nobody answers at scores none of them, and they are not tried one by one."""
         keys = [key_of(request) for request in requests]
         together = hashlib.sha256("".join(keys).encode()).hexdigest()[:32]
-        body = _body(requests, keys, self._timeout_s)
+        timeout_s = self._deadlines.of(function, requests)
+        body = _body(requests, keys, timeout_s)
         try:
-            scores = await self._post(function, together, body, len(requests), self._timeout_s)
+            found, seconds = await self._post(function, together, body, len(requests), timeout_s)
         except _Again as error:
             return [NotScored(error.reason, str(error))] * len(requests)
-        return [_score(function, score) for score in scores]
+        scores = [_score(function, score) for score in found]
+        self._deadlines.took(function, requests, scores, seconds)
+        return scores
 
     async def run(self) -> None:
         """Nothing."""
@@ -81,9 +84,11 @@ class HttpBackend:
         if self._client is not None:
             await self._client.aclose()
 
-    async def _post(self, url: str, key: str, body: bytes, num: int, timeout_s: float) -> list[Any]:
-        """The scores; `num` of them. Raises _Again where no try got an answer, and RewardRefused for one that is not what was asked for."""
+    async def _post(self, url: str, key: str, body: bytes, num: int, timeout_s: float) -> tuple[list[Any], float]:
+        """The scores, `num` of them, and the seconds of the try that got them. Raises _Again where no try got an answer, and RewardRefused for one that is not what was asked for."""
+        loop = asyncio.get_running_loop()
         for tries_left in reversed(range(TRIES)):
+            began = loop.time()
             try:
                 answer = await self._try(url, key, body, timeout_s)
             except _Again as error:
@@ -92,7 +97,7 @@ class HttpBackend:
                 self._metrics.count("reward/retries")
                 await asyncio.sleep(max(PAUSE_S * 2 ** (TRIES - 1 - tries_left), min(error.pause_s, timeout_s)))
             else:
-                return self._read(url, answer, num)
+                return self._read(url, answer, num), loop.time() - began
         raise AssertionError
 
     async def _try(self, url: str, key: str, body: bytes, timeout_s: float) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score
 from actors.rewards.backend import RewardRefused, checked, columns_of
+from actors.rewards.deadlines import Deadlines
 from planning.autoscale import PoolBounds, PoolMeter, WorkersWanted, autoscale
 from runtime.observe.figures import Metrics
 from runtime.pool.errors import (
@@ -39,8 +40,10 @@ OnOutput = Callable[[str], None]
 class LocalBackend:
     """A fixed number of processes, each with every function loaded."""
 
-    def __init__(self, section: RewardSection, metrics: Metrics, on_output: OnOutput | None = None) -> None:
-        self._functions = _Functions(section, metrics)
+    def __init__(
+        self, section: RewardSection, metrics: Metrics, deadlines: Deadlines, on_output: OnOutput | None = None
+    ) -> None:
+        self._functions = _Functions(section, metrics, deadlines)
         self._pool = _pool(section, section.workers, on_output)
         metrics.gauge("reward/workers", section.workers)
 
@@ -63,9 +66,11 @@ class ElasticBackend:
     Processes are started and ended by `run` alone.
     """
 
-    def __init__(self, section: RewardSection, metrics: Metrics, on_output: OnOutput | None = None) -> None:
+    def __init__(
+        self, section: RewardSection, metrics: Metrics, deadlines: Deadlines, on_output: OnOutput | None = None
+    ) -> None:
         self._metrics = metrics
-        self._functions = _Functions(section, metrics)
+        self._functions = _Functions(section, metrics, deadlines)
         self._new_pool = partial(_pool, section, 1, on_output)
         self._bounds = PoolBounds(section.min_workers or 0, section.workers)
         self._meter = PoolMeter()
@@ -205,9 +210,10 @@ class ElasticBackend:
 class _Functions:
     """Calls of functions in a pool, and what their signatures take."""
 
-    def __init__(self, section: RewardSection, metrics: Metrics) -> None:
+    def __init__(self, section: RewardSection, metrics: Metrics, deadlines: Deadlines) -> None:
         self._section = section
         self._metrics = metrics
+        self._deadlines = deadlines
         self._takes: dict[str, Sequence[str]] = {}
 
     async def load(self, pool: WorkerPool, function: str) -> str:
@@ -238,17 +244,20 @@ class _Functions:
             self._metrics.count("reward/busy_s", loop.time() - began)
 
     async def _call(self, pool: WorkerPool, function: str, requests: Sequence[Score]) -> list[float]:
-        arguments = _arguments(requests, self._takes.get(function, ("**",)))
+        arguments, seconds = _arguments(requests, self._takes.get(function, ("**",))), [0.0]
         for tries_left in reversed(range(KILLED_TRIES)):
+            limit_s = self._deadlines.of(function, requests)
             try:
-                reply = await pool.apply(function, arguments, deadline_s=self._section.timeout_s)
+                reply = await pool.apply(function, arguments, deadline_s=limit_s, took=seconds.append)
             except WorkerKilled as error:
                 if not tries_left:
                     raise RewardRefused(error.reason, f"{function}: {error}") from error
             except PoolError as error:
                 raise RewardRefused(error.reason, f"{function} {describe(error)}{self._limits(error)}") from error
             else:
-                return checked(function, decode(reply), len(requests))
+                scores = checked(function, decode(reply), len(requests))
+                self._deadlines.took(function, requests, scores, seconds[-1])
+                return scores
         raise AssertionError
 
     def _limits(self, error: PoolError) -> str:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from actors.config import RewardSection, is_url
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.backend import RewardBackend, RewardRefused
+from actors.rewards.deadlines import Deadlines
 from actors.rewards.local import ElasticBackend, LocalBackend
 from actors.tasks import TaskSection, rewards_of
 from runtime.observe.figures import Metrics
@@ -32,8 +33,9 @@ class Scorer:
         self._section = section
         self._functions = rewards_of(tasks, section)
         self._metrics = metrics = metrics or Metrics()
+        self._deadlines = Deadlines(section)
         local = LocalBackend if section.min_workers is None else ElasticBackend
-        self._local: RewardBackend = local(section, metrics, on_output)
+        self._local: RewardBackend = local(section, metrics, self._deadlines, on_output)
         self._remote: RewardBackend | None = None
 
     async def start(self) -> str:
@@ -59,6 +61,8 @@ class Scorer:
 
     async def score(self, requests: Sequence[Score]) -> list[Scores | NotScored]:
         """One reply per request. When a batch fails, each of its members is tried alone, so that one bad trajectory costs no other."""
+        if self._deadlines.are_anchored and len(requests) > 1:
+            return [reply for request in requests for reply in await self.score([request])]
         try:
             return await self._score(requests)
         except RewardRefused as error:
@@ -101,5 +105,5 @@ class Scorer:
         if self._remote is None:
             from actors.rewards.invoke import HttpBackend  # httpx, for those alone who have a URL
 
-            self._remote = HttpBackend(self._section, self._metrics)
+            self._remote = HttpBackend(self._metrics, self._deadlines)
         return self._remote

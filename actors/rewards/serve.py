@@ -11,8 +11,7 @@ import os
 import signal
 import socket
 from collections import OrderedDict
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import msgspec
 from pydantic import ValidationError
 
 from actors.config import RewardSection
+from actors.http_server import HttpServer
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.invoke import TOKEN
 from actors.rewards.scorer import Scorer
@@ -202,7 +202,7 @@ async def _serve(section: RewardSection, host: str, port: int) -> int:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(scorer.run())
             served = RewardServer(function, scorer, metrics, tasks)
-            server = _Uvicorn(
+            server = HttpServer(
                 uvicorn.Config(served.app, lifespan="off", ws="none", log_level="warning", limit_concurrency=MOST_CALLS)
             )
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -215,16 +215,3 @@ async def _serve(section: RewardSection, host: str, port: int) -> int:
         await scorer.close()
         listening.close()
     return ExitCode.DONE
-
-
-class _Uvicorn(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again once it has ended."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-    def end(self) -> None:
-        """Answer what is under way, and end; called twice, end now."""
-        self.force_exit = self.should_exit
-        self.should_exit = True

@@ -1,4 +1,5 @@
-"""Answers what a trajectory is worth, by reward functions wherever they run; each failure has a name. It keeps no state."""
+"""Answers what a trajectory is worth, by reward functions wherever they run; each failure has a name. It keeps no state
+but `reward.deadline_factor`'s, which only makes calls shorter."""
 
 import asyncio
 from collections import deque
@@ -18,7 +19,7 @@ from runtime.kernel import Kernel
 from runtime.observe.figures import ITSELF
 
 BATCH = 64
-"""Trajectories per call of a function: enough to make the call's own cost vanish."""
+"""Trajectories per call of a function: enough to make the call's own cost vanish. One alone where its deadline depends on its task."""
 
 MAX_NOTICES = 3
 """Kinds of failure the user is told about; the log has all of them."""
@@ -55,6 +56,7 @@ class RewardService(Actor):
             metrics=self.metrics,
             on_output=lambda line: self.log.info("user_output", text=line),
         )
+        self._batch = BATCH if config.reward.deadline_factor is None else 1
         self._waiting: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
         self._noticed: set[str] = set()
@@ -87,7 +89,7 @@ class RewardService(Actor):
 
     async def _serve(self) -> None:
         while True:
-            batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+            batch = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
             batch = [(request, reply) for request, reply in batch if not reply.done()]
             if batch:
                 await self._answer(batch)

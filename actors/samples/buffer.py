@@ -11,7 +11,7 @@ import msgspec
 from pydantic import Field
 
 from actors.checkpoint import newest_receipts
-from actors.config import ModelSection, SamplesSection, StalenessSection, TrainSection
+from actors.config import ModelSection, SamplesSection, StalenessSection, TailBatchingSection, TrainSection
 from actors.messages.samples import (
     Admit,
     Advance,
@@ -38,7 +38,6 @@ from actors.model_folder import vocab_size_of
 from actors.samples.alpha import AlphaKeeper
 from actors.samples.cancels import Cancels
 from actors.samples.group import MIN_SCORED, Group, Receipt, limits_of
-from actors.samples.groups import Groups
 from actors.samples.holders import ENV_MANAGER, NOBODY, Holders, gauges, why_no_batch, why_no_tickets, why_unfinished
 from actors.samples.journal import Journal, Wake
 from actors.samples.kept import KeptTrajectories
@@ -55,12 +54,14 @@ from actors.samples.sample import (
     outcome_of,
     spent_of,
 )
+from actors.samples.tail import check_put_off, check_rounds, groups_of
 from actors.tasks import Tasks
 from bus.errors import AskFailed
 from bus.message import Ack
 from planning.staleness import HandOver, min_version
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
+from runtime.config import Config as Job
 from runtime.errors import ConfigError
 from runtime.observe.figures import STORE, Wait
 from runtime.store.store import Fence
@@ -92,9 +93,15 @@ class SampleBuffer(Actor):
         staleness: StalenessSection = Field(default_factory=StalenessSection)
         train: TrainSection = Field(default_factory=TrainSection)
         samples: SamplesSection = Field(default_factory=SamplesSection)
+        tail_batching: TailBatchingSection = Field(default_factory=TailBatchingSection)
         tasks: Tasks = {}
 
     config: Config
+
+    @classmethod
+    def check(cls, job: Job) -> None:
+        """Refuse what rounds can't go with."""
+        check_rounds(job.section("tail_batching"), job.section("staleness"), job.section("samples"))
 
     async def on_start(self) -> None:
         """Rebuild from the Store and the newest checkpoint, then serve."""
@@ -102,7 +109,7 @@ class SampleBuffer(Actor):
         self._slots, self._outcomes, self._claiming, config = Wake(), Wake(), asyncio.Lock(), self.config
         mixture = await self.offload(mixture_of, config.tasks, self.run.seed)
         limits = limits_of(config.train, config.samples, self.run, mixture)
-        self._groups = groups = Groups(limits, config.staleness.bound)
+        self._groups = groups = groups_of(config.tail_batching, limits, config.staleness.bound, self.log)
         self._journal = journal = Journal(
             self.store, Fence(self.role, self.incarnation), groups, window_s=self.run.window_s,
             most_bytes=config.samples.unsettled_mb << 20, metrics=self.metrics, log=self.log, store_back=self._slots.set,
@@ -114,6 +121,7 @@ class SampleBuffer(Actor):
         self._payloads = Payloads(self.run.folder / "samples", journal, self.offload, self._tell_gone, self.log)
         self._vocab_size = await self.offload(vocab_size_of, self.run.folder / self.config.model.path)
         groups.restore(*await journal.take_over(), self._now())
+        check_put_off(groups)
         self._alpha = AlphaKeeper(groups, config.staleness.bounds, self._now, self.notice)
         await self._cover()
         self.spawn(journal.run(), name="journal")
@@ -408,9 +416,9 @@ class SampleBuffer(Actor):
             self._lose_gone(bound, found)
         await self._journal.sync()
         gauges(groups, self.metrics)
-        ends = tuple(end for group in bound for end in group.ends(request.epoch))
-        receipt = msgspec.msgpack.encode(Receipt(request.step, groups.training.cursor, ends))
-        return Batch.of(request.step, samples, receipt, groups.training.filtered.bound.get(request.step, (0, 0.0)))
+        ends, training = tuple(end for group in bound for end in group.ends(request.epoch)), groups.training
+        receipt = msgspec.msgpack.encode(Receipt(request.step, training.cursor, ends, training.tail))
+        return Batch.of(request.step, samples, receipt, training.filtered.bound.get(request.step, (0, 0.0)))
 
     async def _bind(self, request: Claim, chosen: list[Group]) -> list[list[bytes]] | None:
         """The payloads of the chosen groups, which are bound now; None where some are gone, or something came between."""

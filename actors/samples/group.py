@@ -5,7 +5,8 @@
       │                │  ◀──────unbind──────┼────────────────┘
       │                │                     ├──commit─────────────────────▶ ENDED  trained, zero_spread
       │                │                     └──poison─────────────────────▶ ENDED  poisoned
-      └────discard─────┴───────────────────────────────────────────────────▶ ENDED  stale, group_too_small, filtered, unused
+      └────discard─────┴───────────────────────────────────────────────────▶ ENDED  stale, group_too_small, filtered, unused,
+                                                                                    surplus
 
 A member's fate is told once, in the SampleEnd that a move returns: where it failed alone, as it fails (`failed`, `stale`, `surplus`, `lost`;
 its group is open or ready then, or bound where its payload is lost); otherwise as its group ends. No fate is ever taken back.
@@ -24,6 +25,7 @@ from actors.samples.prompts import Mixture, TaskCursor
 from actors.samples.sample import Outcome, noise_of, seed_of, trajectory_id
 from actors.samples.tally import TRAINED, Tally
 from planning.adaptive_alpha import AlphaState
+from planning.tail import TailState
 from runtime.actor import RunInfo
 
 NOTHING = Outcome(-1, None)
@@ -84,6 +86,18 @@ class Filtered(msgspec.Struct, array_like=True):
         self.num, self.reward = 0, 0.0
 
 
+class Tail(msgspec.Struct):
+    """Where tail batching stands. A prompt's number is its place in what the mixture gave."""
+
+    state: TailState = TailState()
+    rows: dict[int, tuple[str, int]] = {}
+    """Prompt → its task and row, until a checkpoint covers its step."""
+    groups: dict[int, str] = {}
+    """Prompt → the group that plays it, while its round is under way."""
+    steps: dict[int, tuple[int, tuple[int, ...]]] = {}
+    """Step that no checkpoint covers → its round and that one's prompts."""
+
+
 class Training(msgspec.Struct):
     """Where training stands."""
 
@@ -108,6 +122,8 @@ class Training(msgspec.Struct):
     filtered: Filtered = msgspec.field(default_factory=Filtered)
     alpha: AlphaState | None = None
     """Of `staleness.alpha: auto`."""
+    tail: Tail | None = None
+    """Of `tail_batching`."""
 
     def draw(self, mixture: Mixture) -> tuple[str, int]:
         """Task and row of the next group. Raises ConfigError where a sampler of the user's fails."""
@@ -131,6 +147,8 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
     """Groups admitted when the step was handed out."""
     ends: tuple[SampleEnd, ...]
     """Of every member, groups in the order of the batch."""
+    tail: Tail | None = None
+    """As it was then."""
 
 
 class Member(msgspec.Struct, array_like=True):

@@ -60,10 +60,8 @@ class Groups(GroupTable):
         """Up to `num` tickets: held-out tasks, then rollouts to be run again and rest of groups, oldest first, then new groups."""
         tickets: list[Ticket] = []
         while len(tickets) < num:
-            if not self._pending:
-                if not self.admission().num_groups:
-                    break
-                self._open()
+            if not self._pending and not self._more():
+                break
             _, name, index = heapq.heappop(self._pending)
             group = self.live.get(name) or self.rounds.get(name)
             if group is None or group.state != "open" or group.members[index].state != "pending":
@@ -76,6 +74,13 @@ class Groups(GroupTable):
             self._changed(group)
             tickets.append(ticket)
         return tickets
+
+    def _more(self) -> bool:
+        """Open another group, where there may be one."""
+        may = self.admission().num_groups > 0
+        if may:
+            self._open()
+        return may
 
     def unsend(self, tickets: Iterable[Ticket]) -> None:
         """Take back tickets that never left: the same attempts are issued to the next asker."""
@@ -234,6 +239,9 @@ class Groups(GroupTable):
                 "the Store forgot those between, and the trainer begins again with its checkpoint"
             )
         self.drop_old(min_version(step, self.alpha))
+        return self._hand_over(step, num_groups)
+
+    def _hand_over(self, step: int, num_groups: int) -> HandOver:
         return hand_over(self.supply(step, num_groups))
 
     def chosen(self, plan: HandOver) -> list[Group]:
@@ -312,9 +320,13 @@ class Groups(GroupTable):
             if group.step:
                 self.steps.setdefault(group.step, []).append(group)
             while training.cursor <= group_number(group.id):
-                training.draw(self.limits.mixture)
+                self._skip()
         for bound in self.steps.values():
             bound.sort(key=lambda group: (group.version(0), group.id))
+
+    def _skip(self) -> None:
+        """The next group was opened before, and the Store forgot that."""
+        self.training.draw(self.limits.mixture)
 
     def cover(self, receipts: Iterable[Receipt]) -> None:
         """Bring in line what a checkpoint says of the steps that it covers: a Store that forgot them shows in nothing else."""

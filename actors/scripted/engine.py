@@ -8,7 +8,7 @@ from pathlib import Path
 from zlib import crc32
 
 from actors.config import ModelSection
-from actors.engines.engine import CAPABILITIES, Cache, Chunk, EngineDead, EngineError, Load, Work, check_level
+from actors.engines.engine import CAPABILITIES, Cache, Chunk, EngineDead, EngineError, EngineLoad, Work, check_level
 from actors.engines.hf_files import read_config, read_header
 from actors.engines.pace import unpaced
 from actors.engines.scheduler import Sequence, bits, check, key_of
@@ -120,10 +120,12 @@ class ScriptedEngine:
             self._version = version
         return self._script.update_s
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         running = sum(slot.runs for slot in self._requests.values())
         waiting = len(self._requests) - running
-        return Load(self._section.num_slots, waiting, running, self._version, self._suspended, asleep=self._asleep)
+        return EngineLoad(
+            self._section.num_slots, waiting, running, self._version, self._suspended, asleep=self._asleep
+        )
 
     async def stop(self) -> None:
         self._alive = False
@@ -208,6 +210,12 @@ class ScriptedEngine:
         number = bits(slot.key + self._version * 0x9E3779B1, len(slot.sequence.tokens))
         stops = sorted(slot.sequence.stop_ids)
         logprob = -(1 + (number >> 8) % 1024) / 256
+        if stops and self._script.told_lengths:
+            tokens, shown = slot.sequence.tokens, len(slot.sequence.work.prompt)
+            if len(tokens) + 1 - shown >= tokens[0]:
+                return stops[0], logprob
+            token = number % (self._vocab_size - len(stops))
+            return token + sum(stop <= token + place for place, stop in enumerate(stops)), logprob
         if stops and (number >> 20) % 1024 < self._script.stop_share * 1024:
             return stops[number % len(stops)], logprob
         return number % self._vocab_size, logprob

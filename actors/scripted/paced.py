@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import ModelSection
-from actors.engines.engine import Chunk, Engine, EngineError, Load, Work, check_level
+from actors.engines.engine import Chunk, Engine, EngineError, EngineLoad, Work, check_level
 from actors.engines.hf_files import read_header
-from actors.engines.pace import Pace
+from actors.engines.pace import EnginePace
 from actors.engines.scheduler import Row, Scheduler, contents
 from actors.engines.section import EngineSection, PaceSection
 from actors.scripted.engine import ScriptedEngine, Slot
@@ -35,7 +35,7 @@ class PacedScriptedEngine(ScriptedEngine):
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection, pace: PaceSection) -> None:
         super().__init__(folder, model, section)
-        self._pace = Pace(pace)
+        self._pace = EnginePace(pace)
         self._scheduler = Scheduler(section.num_slots, section.max_batch_tokens, prefix_cache=section.prefix_cache)
         self._sums = StepSums()
         self._inboxes: dict[str, asyncio.Queue[Chunk]] = {}
@@ -89,12 +89,12 @@ class PacedScriptedEngine(ScriptedEngine):
 
     async def update(self, version: int, weights: memoryview) -> float:
         read_header(weights, f"weights version {version}")
-        return await self._lasting(self._pace.swap_s, partial(self._swap, version))
+        return await self._lasting(self._swap_s, partial(self._swap, version))
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         running, waiting = self._scheduler.num_running, self._scheduler.num_waiting
         pace = self._pace
-        return Load(
+        return EngineLoad(
             self._section.num_slots, waiting, running, self._version, self._suspended, pace.num, pace.outlasted,
             self._asleep, pace.degree, tuple(self._sums.values), pace.busy_s, self._prefill_tokens_s,
         )  # fmt: skip
@@ -168,6 +168,10 @@ class PacedScriptedEngine(ScriptedEngine):
         sequence.finish_reason = "exported"
         self._hand_out(slot)
         return sequence.moved(self._cache_of(sequence, num_cached) if with_cache and num_cached else None)
+
+    def _swap_s(self) -> float:
+        """New weights come to an engine that sleeps as it wakes, in place of its own."""
+        return 0.0 if self._asleep else self._pace.swap_s()
 
     def _swap(self, version: int) -> None:
         self._version = version

@@ -29,7 +29,8 @@ class ScriptedTrainEngine:
     def __init__(self, model: ModelSection, train: TrainSection, *, steps: int, seed: int) -> None:
         self._section = train.scripted
         self._state = _State(0, 0)
-        self._content = bytearray(os.urandom(4 * math.ceil(self._section.weights_mib * 2**18)))
+        self._awake = True
+        self._content = os.urandom(4 * math.ceil(self._section.weights_mib * 2**18))
         size = len(self._content)
         header = json.dumps({"scripted": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
         self._head = len(header).to_bytes(8, "little") + header
@@ -55,10 +56,21 @@ class ScriptedTrainEngine:
         return len(self._head) + len(self._content)
 
     def export(self, memory: memoryview) -> Callable[[], None]:
-        self._content[:8] = self._state.step.to_bytes(8, "little")
+        """Every byte is another one than a step before, so that no delta is smaller than the whole."""
+        flipped = bytes(byte ^ self._state.step % 256 for byte in range(256))
         memory[: len(self._head)] = self._head
-        memory[len(self._head) :] = self._content
+        memory[len(self._head) :] = self._content.translate(flipped)
         return _nothing
+
+    def sleep(self) -> None:
+        if self._awake:
+            time.sleep(self._section.switch_s)  # noqa: TID251 - stands for the copies, which the actor offloads
+        self._awake = False
+
+    def wake(self) -> None:
+        if not self._awake:
+            time.sleep(self._section.switch_s)  # noqa: TID251 - as above
+        self._awake = True
 
     def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
         self._state.epoch = epoch

@@ -1,7 +1,8 @@
-"""Compares trainer and engines: do they give the same tokens the same log-probabilities?"""
+"""Compares trainer and engines: do they give the same tokens the same log-probabilities? And names what most likely parts them."""
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -12,9 +13,9 @@ from actors.config import ModelSection, TrainSection
 from actors.messages.generation import Aborted, Completion, Generate, Sampling
 from actors.model_folder import vocab_size_of
 from actors.training.engine import TrainEngine, TrainError
+from actors.training.permit import TrainingPermit, TurnGivenUp
 from bus.errors import AskFailed
 from bus.message import pack_i32, unpack_f32, unpack_i32
-from planning.agreement import why_apart
 from runtime.actor import Actor
 from runtime.config import Section
 from runtime.courier import Ref
@@ -24,6 +25,12 @@ FULL_ROWS = 2
 """Prompts of a check that are as long as trajectories may get: some thousand tokens of prefill, which a check can afford."""
 
 WORST_SHOWN = 5
+
+PATIENCE = 5
+"""Steps in a row: one batch of rare tokens says nothing."""
+
+MOST_KL = {"float32": 1e-3, "bfloat16": 1e-2}
+"""Nats per token between two computations of the same weights; rounding alone stays a tenfold below."""
 
 
 class CheckSection(Section):
@@ -57,28 +64,36 @@ class Agreement:
         self._agreed = False
         """They were compared, and agreed."""
 
-    async def check(self, step: int, engine: TrainEngine) -> bool:
-        """Compare with the engines under version `step`; False where they gave nothing to compare. Raises TrainError where they differ."""
+    async def check(self, step: int, engine: TrainEngine, permit: TrainingPermit, leaving: asyncio.Event) -> bool:
+        """Compare with the engines under version `step`; False where they gave nothing to compare, or the trainer is `leaving`.
+
+        Raises TrainError where they differ. The trainer's turn begins once the engines have answered: they may wait for one of their own.
+        """
+        try:
+            return await self._compared(step, engine, permit, leaving)
+        except (NotCompared, TurnGivenUp) as error:
+            self._actor.notice(f"trainer and engines were not compared after step {step}: {error}")
+            return False
+
+    async def _compared(self, step: int, engine: TrainEngine, permit: TrainingPermit, leaving: asyncio.Event) -> bool:
         actor, config = self._actor, self._actor.config
         temperature = config.rollout.temperature
         vocab_size = await actor.offload(vocab_size_of, actor.run.folder / config.model.path)
         with actor.waits.on("agreement", stage="check", holder="llm_proxy", blocks_actor=True) as wait:
-            try:
+            async with permit.waiting(leaving):
                 sampled = await sample_random_prompts(
                     actor.ref("llm_proxy"), config.check, vocab_size=vocab_size or 2, version=step,
                     key=f"{actor.incarnation}.{step}", seed=actor.run.seed, temperature=temperature,
                     max_len=config.rollout.max_len,
                 )  # fmt: skip
-            except NotCompared as error:
-                actor.notice(f"trainer and engines were not compared after step {step}: {error}")
-                return False
             wait.update(holder="")
-            found = await actor.offload(
-                compare_logprobs, sampled, step, partial(engine.logprobs, temperature=temperature)
-            )
-            at_1, dtype = found, coarser_dtype(config.model, config.train)
-            if temperature not in (0.0, 1.0) and not agree(found, config.check, dtype):
-                at_1 = await actor.offload(compare_logprobs, sampled, step, engine.logprobs)
+            dtype = coarser_dtype(config.model, config.train)
+            async with permit.turn(engine, leaving):
+                found = at_1 = await actor.offload(
+                    compare_logprobs, sampled, step, partial(engine.logprobs, temperature=temperature)
+                )
+                if temperature not in (0.0, 1.0) and not agree(found, config.check, dtype):
+                    at_1 = await actor.offload(compare_logprobs, sampled, step, engine.logprobs)
         told = require_agreement(found, at_1, config.check, dtype, temperature=temperature, agreed_before=self._agreed)
         actor.log.info("agreement", step=step, found=told)
         if not self._agreed:
@@ -216,3 +231,44 @@ def require_agreement(
     raise TrainError(
         f"trainer and engine disagree: {measured}, limit {limit:.0e} ({dtype}). {cause}\n" + "\n".join(lines)
     )
+
+
+class MismatchWatch:
+    """`policy/mismatch_kl` step by step, where both compute in `dtype` or finer."""
+
+    def __init__(self, dtype: str) -> None:
+        self._most = MOST_KL[dtype]
+        self._seen = deque([0.0], maxlen=PATIENCE + 1)
+
+    def alarms(self, mismatch_kl: float) -> bool:
+        """Whether the newest `PATIENCE` values are all above what rounding explains, and the one before them was not."""
+        self._seen.append(mismatch_kl)
+        before, *newest = self._seen
+        return len(newest) == PATIENCE and before <= self._most < min(newest)
+
+    def why(self, *, compared: bool) -> str:
+        """What the user is told then; `compared`: on prompts of their own, trainer and engines agreed just now."""
+        told = (
+            f"policy/mismatch_kl has been above {self._most:g} for {PATIENCE} steps, {self._seen[-1]:.1e} now: "
+            "engines sample from another policy than is trained. "
+        )
+        if compared:
+            return told + (
+                "On fresh prompts they agree, so rollouts most likely go on with KV caches of older weights: "
+                "set engine.kv_on_update=recompute"
+            )
+        return told + (
+            "Most likely the engines' weights, dtype or temperature differ from the trainer's: check.enabled=true finds out which"
+        )
+
+
+def why_apart(engine: str, *, agreed_before: bool, agrees_at_1: bool, temperature: float) -> str:
+    """The likely cause where `engine` and the trainer differ; `agrees_at_1`: not where the trainer takes temperature 1."""
+    if agrees_at_1:
+        return (
+            f"{engine} gives log-probs of temperature 1: they must be of the distribution sampled from, "
+            f"at rollout.temperature={temperature:g}."
+        )
+    if agreed_before:
+        return f"They agreed before this update, so its weights most likely never reached {engine}, or not whole: see its log."
+    return "Check that both load the same model folder, and compute in the same dtype."

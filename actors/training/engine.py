@@ -55,6 +55,17 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def sleep(self) -> None:
+        """Move model, optimiser and whatever else lies on a device to host memory; all but `train` and `logprobs` goes on from there.
+
+        Asleep already, or without a device: nothing happens.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Bring it back to the device. Awake already: nothing happens."""
+        ...
+
 
 def image_of(engine: TrainEngine) -> memoryview:
     """The weights in memory of their own, for a process that trains and samples. Blocks."""

@@ -285,11 +285,15 @@ class Publisher:
 
     async def announced(self) -> PolicyState | None:
         """Return once the version that was published last is told to everybody: what the sample buffer answered. None where there is none."""
-        return None if self._announcing is None else await asyncio.shield(self._announcing)
+        if self._announcing is None or self._announcing.done():
+            return self._announcing and self._announcing.result()
+        what = f"weights {self.version}"
+        with self._actor.waits.on(what, stage="publish", holder=NODE, detail="announced", blocks_actor=True):
+            return await asyncio.shield(self._announcing)
 
     async def _announce(self, advance: Advance, draft: Draft, whole: Callable[[], None], started: float) -> PolicyState:
         actor, step, epoch = self._actor, advance.step, advance.epoch
-        with actor.waits.on(f"weights {step}", stage="publish", holder=NODE, blocks_actor=True) as wait:
+        with actor.waits.on(f"weights {step}", stage="publish", holder=NODE) as wait:
             with actor.trace.span("publish", "weights", version=step):
                 await actor.offload(whole)
                 digest = join_digests(await piece_digests_beside(draft.memory))

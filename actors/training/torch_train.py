@@ -213,6 +213,23 @@ class TorchTrainEngine:
     def export(self, memory: memoryview) -> Callable[[], None]:
         return self._image.write(self._state(), memory)
 
+    def sleep(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._move(torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        for model in filter(None, (self._model, self._reference)):
+            model.to(device)
+        for master in self._masters.values():
+            master.data = master.data.to(device)
+        for state in self._optimizer.state.values():
+            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, torch.Tensor)})
+
     def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
         weights = self._state() | {name: master.detach() for name, master in self._masters.items()}
         files = {

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from actors import checkpoint as checkpoints
 from actors.checkpoint import CheckpointError, Replaced
+from actors.cluster import ClusterSection
 from actors.config import EvalSection, ModelSection, RolloutSection, StalenessSection, TrainSection
 from actors.loggers import Loggers, LoggingSection, check_loggers, start_loggers
 from actors.messages.samples import (
@@ -31,10 +32,11 @@ from actors.messages.samples import (
 )
 from actors.messages.weights import WeightsTaken
 from actors.model_folder import check_device, check_model_folder, may_use_cuda, num_parameters, same_model
-from actors.training.agreement import Agreement, CheckSection, coarser_dtype
+from actors.training.agreement import Agreement, CheckSection, MismatchWatch, coarser_dtype
 from actors.training.concerns import InfoWatch, SpreadWatch, clip_concern, lr_concern
 from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from actors.training.evaluation import HeldOut
+from actors.training.permit import TrainingPermit, TurnGivenUp
 from actors.training.publishing import (
     ASK_S,
     BUFFER,
@@ -45,7 +47,6 @@ from actors.training.publishing import (
     off_policy,
     own_metrics,
 )
-from planning.agreement import MOST_KL, PATIENCE, begins_to_part, why_parted
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig, RunSection, Section
 from runtime.errors import ActorFailed, ConfigError
@@ -96,6 +97,7 @@ class Trainer(Actor):
         check: CheckSection = Field(default_factory=CheckSection)
         rollout: RolloutSection = Field(default_factory=RolloutSection)
         logging: LoggingSection = LoggingSection()
+        cluster: ClusterSection = ClusterSection()
 
     config: Config
 
@@ -145,11 +147,12 @@ class Trainer(Actor):
         self._rows = Rows(self.run.folder / "metrics.jsonl", alpha=config.staleness.bound)
         self._checkpoints = self.run.folder / "checkpoints"
         self._out, self._agreement = Publisher(self), Agreement(self)
+        self._permit = TrainingPermit(self, config.cluster)
         self._policy = PolicyState(0, config.staleness.bound)
         self._step = self._saved = self._epoch = 0
         self._training = False
         self._num_published = 0
-        self._mismatches = deque([0.0], maxlen=PATIENCE + 1)
+        self._mismatch = MismatchWatch(coarser_dtype(config.model, config.train))
         self._took_s: deque[float] = deque(maxlen=REMEMBERED)
         self._began = self._last_row = 0.0
         self._off_policy: dict[str, float] = {}
@@ -166,7 +169,9 @@ class Trainer(Actor):
         """Load the newest complete checkpoint (or the base model), take a new epoch, and start to train."""
         try:
             self._engine = await self.offload(self._build)
+            self.log.info("model_loads")
             newest, passed_over, drawn = await self._take_over()
+            await self._permit.begin(self._engine)
         except REFUSED as error:
             self.finish(str(error), failed=True)
             return
@@ -259,6 +264,8 @@ class Trainer(Actor):
                 self.finish(f"trained {self._step} steps")
         except REFUSED as error:
             self.finish(str(error), failed=True)
+        except TurnGivenUp as error:
+            self.log.info("turn_given_up", why=str(error))
         finally:
             self._left.set()
 
@@ -274,9 +281,10 @@ class Trainer(Actor):
         await self._out.intend("train_step", step)
         if self._took_s:
             await self._out.intend("weight_sync", step, in_s=median(self._took_s))
-        waiting, cpu_s = self.waits.on(f"step {step}", stage="train", blocks_actor=True), process_time()
-        with waiting, self.metrics.busy(), self.trace.span("train_step", "train", step=step):
-            groups, result = await self._trained(step, batch)
+        async with self._permit.turn(self._engine, self._leaving) as waited_s:
+            waiting, cpu_s = self.waits.on(f"step {step}", stage="train", blocks_actor=True), process_time()
+            with waiting, self.metrics.busy(), self.trace.span("train_step", "train", step=step):
+                groups, result = await self._trained(step, batch)
         trained, cpu_s = loop.time(), process_time() - cpu_s
         self._step = step
         self._took_s.append(trained - claimed)
@@ -290,9 +298,11 @@ class Trainer(Actor):
         await self._publish()
         times = {
             "time/wait_for_batch": claimed - asked,
-            "time/train": trained - claimed,
+            "time/train": trained - claimed - waited_s,
             "time/publish": loop.time() - trained,
         }
+        if self.config.cluster.dir:
+            times["time/wait_for_permit"] = waited_s
         times |= await self._compare(step, result.metrics.get("policy/mismatch_kl"))
         if not _virtual():
             times["time/train_cpu"] = cpu_s
@@ -361,18 +371,17 @@ class Trainer(Actor):
 
     async def _compare(self, step: int, mismatch_kl: float | None = None) -> dict[str, float]:
         """Compare log-probs with the engines where that is due, or the last steps' mismatch asks for it; returns what it took."""
-        if mismatch_kl is not None:
-            self._mismatches.append(mismatch_kl)
-        most = MOST_KL[coarser_dtype(self.config.model, self.config.train)]
-        alarmed = mismatch_kl is not None and begins_to_part(tuple(self._mismatches), most)
+        alarmed = mismatch_kl is not None and self._mismatch.alarms(mismatch_kl)
         section, began = self.config.check, asyncio.get_running_loop().time()
         published = self._out.version == step
         compared = published and (section.due(self._num_published, step) or (alarmed and section.enabled))
         if compared:
             await self._out.announced()
-        agreed = compared and await self._agreement.check(step, self._engine)
-        if alarmed and mismatch_kl is not None:
-            self.notice(why_parted(mismatch_kl, most, compared=agreed))
+        agreed = False
+        if compared:
+            agreed = await self._agreement.check(step, self._engine, self._permit, self._leaving)
+        if alarmed:
+            self.notice(self._mismatch.why(compared=agreed))
         return {"time/check": asyncio.get_running_loop().time() - began} if compared else {}
 
     def _save_due(self, step: int) -> bool:
@@ -395,7 +404,8 @@ class Trainer(Actor):
     async def _written(self) -> None:
         """Return once the checkpoint that was taken down last counts, or can't be had."""
         if self._writing is not None:
-            await asyncio.shield(self._writing)
+            with self.waits.on("checkpoint", stage="checkpoint", detail="the one before", blocks_actor=True):
+                await asyncio.shield(self._writing)
 
     async def _write(self, step: int, epoch: int, write: Callable[[Path], None]) -> None:
         """Write a checkpoint, give it its name, and commit its steps.
@@ -406,7 +416,7 @@ class Trainer(Actor):
         waiting = self._checkpoints / f"waiting_{step}.{epoch}"
         try:
             with (
-                self.waits.on(f"checkpoint {step}", stage="checkpoint", blocks_actor=True),
+                self.waits.on(f"checkpoint {step}", stage="checkpoint"),
                 self.trace.span("checkpoint", "train", step=step),
             ):
                 await self.offload(write, waiting)
@@ -418,7 +428,7 @@ class Trainer(Actor):
             await self.offload(checkpoints.name, waiting, self._checkpoints / f"step_{step}", epoch)
         except Replaced as error:
             raise ActorFailed(str(error)) from None
-        with self.waits.on(f"commit {step}", stage="checkpoint", holder=BUFFER, blocks_actor=True):
+        with self.waits.on(f"commit {step}", stage="checkpoint", holder=BUFFER):
             await self._buffer.ask(Commit(step, epoch), timeout=ASK_S)
         self._saved = step
         await self.offload(self._prune, epoch)

@@ -64,6 +64,10 @@ class Config:
         """The `Config` of `role`'s class, holding the sections it asked for, as processes of `pool` have them."""
         return self.pooled[Pool(role, pool)] if pool else self._configs[role]
 
+    def members(self, role: str) -> tuple[str, ...]:
+        """The pool of each process of `role` that is started at launch; empty names where it has no pools."""
+        return self.actors[role].members if self._classes[role].starts(self._configs[role]) else ()
+
     def hardware_of(self, role: str, pool: str) -> str:
         """The class of the hardware of `pool`; empty where it names none, or `role` has no pool."""
         return self.actors[role].pools[pool].hardware if pool else ""
@@ -116,14 +120,14 @@ class Config:
     def _in_use(self) -> list[tuple[type[Actor], ActorConfig]]:
         return [
             (self._classes[role], self.actor_config(role, pool))
-            for role, spec in self.actors.items()
-            for pool in dict.fromkeys(spec.members)
+            for role in self.actors
+            for pool in dict.fromkeys(self.members(role))
         ]
 
     def _check_modules(self) -> None:
         """Those that run by themselves, as `python -m`."""
-        finish = [self.report.finish] if self.report.finish else []
-        named = [("prepare", name) for name in self.prepare] + [("report.finish", name) for name in finish]
+        own = [("report.finish", self.report.finish), ("report.monitor", self.report.monitor)]
+        named = [("prepare", name) for name in self.prepare] + [each for each in own if each[1]]
         if missing := [f"{key}: there is no module {name}." for key, name in named if not has_module(name)]:
             raise ConfigError("\n".join(missing))
 

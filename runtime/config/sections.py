@@ -87,6 +87,8 @@ class StateSection(Section):
     """redis://, rediss:// or unix:// address of a Redis or Valkey server; empty starts one for this run."""
     durability: Literal["everysec", "always"] = "everysec"
     """everysec: a killed server may lose two seconds of acknowledged writes; always: none, at one disk sync per write."""
+    shared: bool = False
+    """Whether the server has a scope for other jobs too, as a cluster's has: RUN/cluster.json says how they reach it, and nothing else."""
 
     @property
     def window_s(self) -> float:
@@ -213,6 +215,8 @@ class ReportSection(Section):
     """Class whose `header()` and `line(step, steps, row)` make the launcher's step table."""
     finish: str = "actors.report"
     """Module run as `python -m MODULE RUN_DIR` when the job has ended; empty runs none."""
+    monitor: str = ""
+    """Module whose `main(argv)` is `rubato monitor` of such a run; empty is the usual one."""
 
 
 class BaseRoot(Section):

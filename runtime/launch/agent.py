@@ -109,8 +109,8 @@ class NodeAgent(HostBlobs):
 
     def start_actors(self) -> None:
         """Start every actor of the config."""
-        for role, spec in self.job.actors.items():
-            for index, pool in enumerate(spec.members, 1):
+        for role in self.job.actors:
+            for index, pool in enumerate(self.job.members(role), 1):
                 self.start(f"{role}-{index}", pool)
 
     def start(self, name: str, pool: str = "") -> None:

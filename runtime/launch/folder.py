@@ -25,7 +25,7 @@ KEYS_FILE = "keys.json"
 PREFIX = "rubato-"
 """Of folders of sockets."""
 MADE = (
-    "checkpoints", CODE, "config.yaml", "evals.jsonl", "logs", "metrics.jsonl", "report.png", "run.json", "run.tmp", "samples", "samples.jsonl",
+    "checkpoints", "cluster.json", CODE, "config.yaml", "evals.jsonl", "logs", "metrics.jsonl", "report.png", "run.json", "run.tmp", "samples", "samples.jsonl",
     "samples.lost.jsonl", "state", "trace", "trace.json", "trace.json.tmp", "trajectories",
 )  # fmt: skip
 """What a run writes into its folder, and all that `force` takes away: a model made there, the keys and a user's files stay."""
@@ -85,21 +85,24 @@ class RunFolder:
     def card(self) -> Path:
         return self.path / "run.json"
 
-    def open(self, *, resume: bool, force: bool, model: str = "", update_code: bool = False) -> RunCard:
+    def open(
+        self, *, resume: bool, force: bool, model: str = "", update_code: bool = False, same_sockets: bool = False
+    ) -> RunCard:
         """Take the folder for a launch. Raises LaunchError when it holds a run and neither flag allows for that.
 
         A run that made no step is replaced without `force`. What is replaced is only set aside until `commit`; `close` before
         that brings it back. `model` is the job's base model, which is never taken away. With `update_code` a resumed run's kept code is
-        replaced too.
+        replaced too. With `same_sockets` its sockets lie where they lay before, if that place is free: whoever was connected finds them.
         """
         try:
-            return self._open(resume=resume, force=force, model=model, update_code=update_code)
+            card = self._open(resume=resume, force=force, model=model, update_code=update_code, same=same_sockets)
         except LaunchError:
             self.close()
             raise
         except OSError as error:
             self.close()
             raise self._unusable(error) from error
+        return card
 
     def problems(self, *, resume: bool, force: bool, model: str) -> list[str]:
         """The sentence that `open` would refuse with, if any; nothing is made or changed."""
@@ -130,7 +133,7 @@ class RunFolder:
         at = f" ({error.filename})" if error.filename and str(error.filename) != path and len(path) < 200 else ""
         return LaunchError(f"{shown} can't be used as a run folder: {error.strerror}{at}. Choose {self._words.other}.")
 
-    def _open(self, *, resume: bool, force: bool, model: str, update_code: bool) -> RunCard:
+    def _open(self, *, resume: bool, force: bool, model: str, update_code: bool, same: bool) -> RunCard:
         temporary = tempfile.gettempdir()
         if not self._embedded and len(os.fsencode(temporary)) > MAX_TEMPORARY_BYTES:
             raise LaunchError(f"{temporary} is too long for the paths of sockets. Set TMPDIR=/tmp.")
@@ -146,7 +149,7 @@ class RunFolder:
             self._set_aside((CODE,) if update_code else (), "", copied=self.config)
         (self.path / "logs").mkdir(exist_ok=True)
         if not self._embedded:
-            self._sockets = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self._sockets = _sockets(previous.sockets if same and previous else "")
         run_id = previous.id if previous else f"{self.path.name}-{secrets.token_hex(4)}"
         gate = previous.gate if previous else ""
         return RunCard(run_id, str(self._sockets or ""), "", os.getpid(), wall_s(), gate=gate)
@@ -179,7 +182,7 @@ class RunFolder:
 
     def write(self, card: RunCard) -> None:
         """Publish the card atomically, 0600."""
-        _write_private(self.card, card)
+        write_private(self.card, card)
 
     def close(self) -> None:
         """Release the folder; the sockets go, everything else stays, and what was to be replaced is back unless `commit` came."""
@@ -306,6 +309,15 @@ def is_up(card: RunCard) -> bool:
     return True
 
 
+def _sockets(before: str) -> Path:
+    """A new private folder, at `before` where a launch had one there that is gone."""
+    if Path(before).name.startswith(PREFIX):
+        with suppress(OSError):
+            os.mkdir(before, 0o700)
+            return Path(before)
+    return Path(tempfile.mkdtemp(prefix=PREFIX))
+
+
 def is_held(folder: Path) -> bool:
     """Whether a launcher holds this folder, whatever its card says. A held lock is not touched by the asking."""
     try:
@@ -318,7 +330,8 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def _write_private(path: Path, content: msgspec.Struct) -> None:
+def write_private(path: Path, content: msgspec.Struct) -> None:
+    """Write `content` as JSON, atomically and 0600."""
     temporary = path.with_suffix(".tmp")
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(msgspec.json.encode(content))
@@ -367,7 +380,7 @@ def write_keys(folder: Path, keys: RunKeys) -> None:
     """Atomically, 0600, in a folder that is made 0700 if it is new."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_private(folder / KEYS_FILE, keys)
+        write_private(folder / KEYS_FILE, keys)
     except OSError as error:
         raise LaunchError(f"the keys can't be written to {folder}: {error.strerror}.") from error
 

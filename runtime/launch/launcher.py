@@ -25,13 +25,14 @@ from runtime.launch.console import Console, step_table
 from runtime.launch.folder import RunCard, RunFolder, RunKeys, command_for, find_keys, write_keys
 from runtime.launch.gate import GateClient, GateServer, way_through, way_to
 from runtime.launch.processes import ProcessBackend, process_backend, process_host
+from runtime.launch.shared import SharedScope, password_for, scope_of, write_shared
 from runtime.launch.token import JoinToken
 from runtime.messages import MOST_ADDED, AddActors, NotAdded
 from runtime.observe.log import configure, logger
 from runtime.observe.trace import merge_traces
 from runtime.places import HostPlaces
 from runtime.registry import NODE, list_actors
-from runtime.store.embedded import EmbeddedRedis
+from runtime.store.embedded import EmbeddedRedis, ScopedGuest
 from runtime.store.errors import StoreUnavailable
 from runtime.store.redis import RedisStore
 
@@ -78,8 +79,9 @@ class Launcher:
         self._main = asyncio.current_task()
         on_signals(self._interrupt)
         card = self._folder.open(
-            resume=self._resume, force=self._force, model=self._config.model_path, update_code=self._update_code
-        )
+            resume=self._resume, force=self._force, model=self._config.model_path, update_code=self._update_code,
+            same_sockets=self._config.state.shared,
+        )  # fmt: skip
         try:
             self._keys = find_keys(self._folder.path)
             card.host = self._host_address()
@@ -103,6 +105,10 @@ class Launcher:
         if wrong := self._folder.problems(resume=self._resume, force=self._force, model=self._config.model_path):
             raise LaunchError(wrong[0])
         self._keys = find_keys(self._folder.path)
+        if self._config.state.shared and self._keys is None:
+            raise LaunchError(
+                f"state.shared needs the run's own keys. Make them with: {command_for(self._folder.path)}"
+            )
         self._host_address()
         if wrong := [
             *HostPlaces.here(self._config).problems(),
@@ -112,7 +118,7 @@ class Launcher:
 
     async def _serve(self, card: RunCard, stack: AsyncExitStack) -> JobOutcome:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        roles = [role for role, spec in self._config.actors.items() if spec.count]
+        roles = [role for role in self._config.actors if self._config.members(role)]
         backend = await stack.enter_async_context(process_backend(self._folder.path, self._config, roles, tasks))
         await self._open_state(card, stack, tasks)
         self._folder.write(card)
@@ -147,17 +153,21 @@ class Launcher:
         """Reach the Store, or start one and keep it alive."""
         began = self._clock()
         if self._config.state.url:
-            card.state_url = self._config.state.url
+            card.state_url = guest_url = self._config.state.url
             what = "redis given by state.url"
         else:
             password = self._keys.state_password if self._keys else ""
+            guest = ScopedGuest(scope_of(card.id), password_for(password)) if self._config.state.shared else None
             server = EmbeddedRedis(
-                self._folder.path, self._config.state.durability, sockets=Path(card.sockets), password=password
-            )
+                self._folder.path, self._config.state.durability, sockets=Path(card.sockets), password=password, guest=guest
+            )  # fmt: skip
             card.state_url = await server.start()
             stack.push_async_callback(server.stop)
             stack.callback(tasks.create_task(self._keep_alive(server), name="launch.redis").cancel)  # before that stop
             what = server.describe()
+            guest_url = server.guest_url if guest else ""
+        if self._config.state.shared:
+            write_shared(self._folder.path, SharedScope(scope_of(card.id), guest_url))
         store = RedisStore(card.state_url, card.id, patience_s=3.0)
         try:
             await store.get("config")

@@ -2,15 +2,17 @@
 
 import argparse
 import asyncio
+import importlib
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from runtime.errors import ExitCode, RubatoError
-from runtime.monitor.source import RunSource, View
+from runtime.monitor.source import RunSource, View, read_config
 from runtime.monitor.text import once, render
 
 PLAIN_WIDTH = 80
@@ -19,12 +21,22 @@ PLAIN_WIDTH = 80
 
 def main(argv: Sequence[str]) -> int:
     """One look, or the live view; RubatoError is the caller's to print."""
+    if own := _own(argv):
+        run: Callable[[Sequence[str]], int] = importlib.import_module(own).main
+        return run(argv)
     given = _parser().parse_args(list(argv))
     source = RunSource(given.run)
     if given.once or given.json or given.why:
         print(_rendered(asyncio.run(_look(source)), given))  # noqa: T201 - what was asked for
         return ExitCode.DONE
     return _live(given, source)
+
+
+def _own(argv: Sequence[str]) -> str:
+    """The module that the run named first has for this, if any: `report.monitor`."""
+    folder = next((word for word in argv if not word.startswith("-")), "")
+    report = read_config(Path(folder) / "config.yaml").get("report") if folder else None
+    return str(cast("dict[str, object]", report).get("monitor") or "") if isinstance(report, dict) else ""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,7 +21,7 @@ from runtime.monitor.blocked import seconds
 from runtime.monitor.snapshot import Row, snapshot
 from runtime.monitor.views import RunState, Snapshot
 from runtime.observe.trace import wall_s
-from runtime.registry import NODE, Seen, list_seen
+from runtime.registry import NODE, SeenRecord, list_seen
 from runtime.store.errors import StoreUnavailable
 from runtime.store.redis import RedisStore
 from runtime.store.store import Store
@@ -70,7 +70,7 @@ class RunSource:
         )
         return View(shown, rows)
 
-    async def _live(self, card: RunCard | None) -> tuple[RunState, str, list[Seen]]:
+    async def _live(self, card: RunCard | None) -> tuple[RunState, str, list[SeenRecord]]:
         """How it stands, the sentence about a run that is up and can't be reached or can't go on, and its actors."""
         if card is None and is_held(self.folder):
             said = (

@@ -9,17 +9,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from runtime.monitor.blocked import distance, seconds
+from runtime.monitor.lines import Shown, advice, engines, labelled, lengths, network, pools, totals
 from runtime.monitor.snapshot import VERSION, Row, total
 from runtime.monitor.views import ActorView, BlockedRow, Snapshot, WaitRow
-
-
-class Shown(NamedTuple):
-    """One figure: what it is called on the screen, the metric it is read from, and how it is written (a format spec)."""
-
-    label: str
-    metric: str
-    spec: str = ".2f"
-
 
 TREND = Shown("reward", "reward/mean")
 """Drawn as a sparkline."""
@@ -44,20 +36,6 @@ FLOW = (
 )
 """Summed over live actors, in the order in which work passes through."""
 
-NETWORK = (
-    Shown("circuits", "fabric/circuits", ",.0f"),
-    Shown("epoch", "fabric/epoch", ",.0f"),
-    Shown("hidden s", "fabric/hidden_s", ".3f"),
-    Shown("exposed s", "fabric/exposed_s", ".3f"),
-)
-"""A line of its own, where any of them is known."""
-
-LENGTH, TRAINED_FRAC, ENDED = "length/", "/trained_frac", "/ended"
-"""How the metrics of one length of samples begin and end."""
-
-PHASE = "fabric/phase/"
-"""Gauges whose names begin so, one of them 1: the phase of the network, at the name's end."""
-
 PULLED = "weights/pulled"
 """Share of the newest version that an actor has pulled, 0 to 1."""
 
@@ -81,7 +59,7 @@ def once(shown: Snapshot, rows: Sequence[Row], *, width: int = 80) -> str:
         head_of_pool = "  pool" if any(actor["pool"] for actor in shown["actors"]) else ""
         parts += [" ".join(cells(COLUMNS)) + head_of_pool]
         parts += [*(" ".join(cells(actor_row(a))) + _in_pool(a) for a in shown["actors"]), ""]
-    parts += _hung("pools", pools(shown), width)
+    parts += [*_hung("pools", pools(shown), width), *_hung("engines", engines(shown), width)]
     parts += [*_hung("flow", flow(shown), width), *_hung("weights", versions(shown), width)]
     parts += _hung("trained", lengths(shown), width)
     parts += _hung("fabric", network(shown), width)
@@ -115,7 +93,7 @@ def trend(shown: Snapshot, rows: Sequence[Row], width: int) -> str:
     line = f"{TREND.label} {sparkline(values, 16)} {values[-1]:{TREND.spec}}" if values else "no step yet"
     for figure in HEADLINE:
         if figure.metric in shown["metrics"]:
-            told = f"   {_labelled(figure, shown['metrics'][figure.metric])}"
+            told = f"   {labelled(figure, shown['metrics'][figure.metric])}"
             line += told if len(line) + len(told) <= width else ""
     return line
 
@@ -141,51 +119,9 @@ def _in_pool(actor: ActorView) -> str:
     return f"  {actor['pool']} {where}" if actor["pool"] else ""
 
 
-def pools(shown: Snapshot) -> str:
-    """How many of each pool's actors are ready, and the class of its hardware; empty where no role has pools."""
-    states: dict[str, list[str]] = {}
-    for actor in shown["actors"]:
-        if actor["pool"]:
-            states.setdefault(f"{actor['pool']} {actor['hardware']}".rstrip(), []).append(actor["state"])
-    return ", ".join(f"{name} {found.count('ready')}/{len(found)}" for name, found in sorted(states.items()))
-
-
 def flow(shown: Snapshot) -> str:
     """How much work is at each place, in the order it passes through."""
-    return " ▸ ".join(_totals(shown, FLOW)) or "nothing yet"
-
-
-def network(shown: Snapshot) -> str:
-    """The phase of the network and its figures; empty for a run without one."""
-    told = ", ".join(_totals(shown, NETWORK))
-    everywhere = {name for actor in shown["actors"] for name in actor["metrics"]} | set(shown["metrics"])
-    phases = sorted(name for name in everywhere if name.startswith(PHASE) and total(shown, name))
-    phase = f"{phases[0].removeprefix(PHASE)}: " if phases else ""
-    down = " (electrical path only)" if total(shown, "fabric/electrical") else ""
-    return f"{phase}{told}{down}" if told else ""
-
-
-def advice(shown: Snapshot) -> str:
-    """`generation-bound: engine 1 more +18%, alpha 1 more +9%`; empty where no change is worth a word."""
-    found = [(*name.split("/", 2)[1:], gain) for name, gain in shown["advice"].items()]
-    told = ", ".join(f"{change.replace('_', ' ')} +{gain:.0%}" for _, change, gain in found)
-    return f"{found[0][0]}: {told}" if found else ""
-
-
-def lengths(shown: Snapshot) -> str:
-    """The share of the samples of each length that was trained: where these differ, long ones are missing, or short ones."""
-    known = {name for at in (shown["metrics"], *(actor["metrics"] for actor in shown["actors"])) for name in at}
-    found = sorted(int(name.split("/")[1]) for name in known if name.startswith(LENGTH) and name.endswith(TRAINED_FRAC))
-    told = [
-        (n, total(shown, f"{LENGTH}{n}{TRAINED_FRAC}") or 0.0, total(shown, f"{LENGTH}{n}{ENDED}") or 0.0)
-        for n in found
-    ]
-    return ", ".join(f"{share:.1%} of {num:,.0f} ≤ {n}" for n, share, num in told) + (" tokens" if told else "")
-
-
-def _totals(shown: Snapshot, figures: Sequence[Shown]) -> list[str]:
-    known = [(figure, total(shown, figure.metric)) for figure in figures]
-    return [_labelled(figure, value) for figure, value in known if value is not None]
+    return " ▸ ".join(totals(shown, FLOW)) or "nothing yet"
 
 
 def versions(shown: Snapshot) -> str:
@@ -273,10 +209,6 @@ def _hung(label: str, text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=f"{label:<9}", subsequent_indent=" " * 11, break_long_words=False)
 
 
-def _labelled(figure: Shown, value: float) -> str:
-    return f"{figure.label} {value:{figure.spec}}"
-
-
 HELP = """\
 q quit          a actors (back to the overview; Esc too)
 s samples       what the model wrote, turn by turn, and what became of it
@@ -298,11 +230,9 @@ rate/s = messages handled per second, idle = share of the last 10 s."""
 
 def flow_panel(shown: Snapshot, failed: Sequence[str] = ()) -> str:
     """One place per line, then the weight versions and what fails: narrow enough for half a screen."""
-    fabric, in_pools, advised = network(shown), pools(shown), advice(shown)
     lines = [flow(shown).replace(" ▸ ", "\n  ▸ "), f"weights {versions(shown)}"]
-    lines += [f"pools {in_pools}"] if in_pools else []
-    lines += [f"fabric {fabric}"] if fabric else []
-    return "\n".join([*lines, *([f"advice {advised}"] if advised else []), *failed])
+    named = {"pools": pools(shown), "engines": engines(shown), "fabric": network(shown), "advice": advice(shown)}
+    return "\n".join([*lines, *(f"{label} {line}" for label, line in named.items() if line), *failed])
 
 
 def flow_page(shown: Snapshot, failed: Sequence[str] = ()) -> str:

@@ -49,6 +49,7 @@ class _Call(NamedTuple):
     id: int
     reply: "asyncio.Future[bytes]"
     deadline_s: float
+    took: Callable[[float], object] | None
 
 
 class WorkerProcess:
@@ -62,6 +63,8 @@ class WorkerProcess:
         self._transport: asyncio.SubprocessTransport | None = None
         self._calls: deque[_Call] = deque()
         self._num_calls = 0
+        self._began = 0.0
+        """Loop time at which the call that runs now did."""
         self._timer: asyncio.TimerHandle | None = None
         self._verdict: str | None = None
         self._cut = False
@@ -112,12 +115,20 @@ class WorkerProcess:
         self._transport = transport
 
     def request(
-        self, verb: str, target: str, instance: str, payload: bytes, deadline_s: float
+        self,
+        verb: str,
+        target: str,
+        instance: str,
+        payload: bytes,
+        deadline_s: float,
+        took: Callable[[float], object] | None = None,
     ) -> asyncio.Future[bytes]:
-        """Send one call. The future ends with its result or a PoolError; cancelling it leaves the call running."""
+        """Send one call. The future ends with its result or a PoolError; cancelling it leaves the call running.
+
+        `took` is told the seconds that it ran, if it ended by itself."""
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._num_calls += 1
-        self._calls.append(_Call(self._num_calls, reply, deadline_s))
+        self._calls.append(_Call(self._num_calls, reply, deadline_s, took))
         self._channel.send(msgspec.msgpack.encode((self._num_calls, verb, target, instance, payload)))
         if len(self._calls) == 1:
             self._watch()
@@ -144,6 +155,7 @@ class WorkerProcess:
             self._timer.cancel()
             self._timer = None
         self._output.start_count()
+        self._began = asyncio.get_running_loop().time()
         if self._calls:
             self._timer = asyncio.get_running_loop().call_later(self._calls[0].deadline_s, self._overdue)
 
@@ -205,6 +217,8 @@ class WorkerProcess:
             self.garbled()
             return
         self._calls.popleft()
+        if head.took is not None:
+            head.took(asyncio.get_running_loop().time() - self._began)
         self._watch()
         if not head.reply.done():
             if error is None:

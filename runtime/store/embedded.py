@@ -6,9 +6,10 @@ import os
 import secrets
 import shutil
 import tempfile
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from runtime.errors import LaunchError
 from runtime.launch.children import die_with_parent
@@ -22,7 +23,7 @@ POLL_S = 0.01
 """A starting server is asked this often whether it answers; it sends no event when it does."""
 LONGEST_SOCKET_PATH = 100
 """The kernel takes 107 bytes."""
-USER = "rubato"
+USER, GUEST = "rubato", "guest"
 COMMANDS = (
     "del", "eval", "evalsha", "exists", "get", "hdel", "hget", "hincrby", "hkeys", "hmget", "hset", "info", "set", "time", "xadd",
     "xrange", "xread", "xtrim", "zadd", "zrange", "zrangebylex", "zrangebyscore", "zrem", "zscore",
@@ -36,7 +37,7 @@ unixsocket {socket}
 unixsocketperm 600
 # Off, so nobody logs in as it; but the server reads its own log back as this user, which must be allowed what the log holds.
 user default off allkeys allcommands
-user {rule}
+{users}
 daemonize no
 databases 1
 dir "{state}"
@@ -49,12 +50,20 @@ maxmemory-policy noeviction
 """
 
 
+class ScopedGuest(NamedTuple):
+    """Who has one scope of the server, and no other key."""
+
+    scope: str
+    password: str
+
+
 class EmbeddedRedis:
     """One server for the run in `folder`; its append-only file is `folder/state/appendonly.aof` (a folder from Redis 7 on).
 
     `everysec` may lose the last two seconds of acknowledged writes, when the machine dies and, where its disk was slow, when only
     the server is killed; `always` loses none. `program` is the server to run; `find_server` picks it otherwise. It admits one user,
-    limited to our keys and commands, by `password`, which is drawn where none is given. Its socket lies in a
+    limited to our keys and commands, by `password`, which is drawn where none is given, and where there is a `guest` that one, limited
+    to the keys of one scope. Its socket lies in a
     private folder below `sockets`, which whoever owns that removes if this process can't. Raises LaunchError when there is no server
     program or it does not start.
     """
@@ -67,12 +76,13 @@ class EmbeddedRedis:
         program: Path | None = None,
         sockets: Path | None = None,
         password: str = "",
+        guest: ScopedGuest | None = None,
     ) -> None:
         self._program = program or find_server()
         self._state = folder.resolve() / "state"
         self._durability = durability
         self._password = password or secrets.token_urlsafe(32)
-        self._sockets = sockets
+        self._sockets, self._guest = sockets, guest
         self._private: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._version, self._packaged = "redis, not started", self._program == packaged_server()
@@ -86,6 +96,12 @@ class EmbeddedRedis:
     def url(self) -> str:
         """Where it listens, password included: keep it to yourself. It stays the same when the server is started again."""
         return f"unix://{self.socket}?username={USER}&password={self._password}"
+
+    @property
+    def guest_url(self) -> str:
+        """The same for its guest."""
+        assert self._guest is not None, "it has none"
+        return f"unix://{self.socket}?username={GUEST}&password={self._guest.password}"
 
     @property
     def socket(self) -> Path:
@@ -148,8 +164,12 @@ class EmbeddedRedis:
         if self._private is None:
             self._private = _private_folder(self._sockets)
         quoted = str(self._state).replace("\\", "\\\\").replace('"', '\\"')
+        users = [rule(self._password)] + ([guest_rule(self._guest)] if self._guest else [])
         text = CONFIGURATION.format(
-            socket=self.socket, rule=rule(self._password), state=quoted, durability=self._durability
+            socket=self.socket,
+            users="\n".join(f"user {each}" for each in users),
+            state=quoted,
+            durability=self._durability,
         )
         path = self._private / "redis.conf"
         path.touch(mode=0o600)
@@ -187,7 +207,11 @@ class EmbeddedRedis:
 
 
 def _private_folder(parent: Path | None) -> Path:
-    """A new 0700 folder whose path is short enough for a socket, however long TMPDIR is."""
+    """A new 0700 folder whose path is short enough for a socket, however long TMPDIR is; the same each time in a new `parent`."""
+    if parent is not None and len(os.fsencode(parent / "redis" / "redis.sock")) <= LONGEST_SOCKET_PATH:
+        with suppress(FileExistsError):
+            os.mkdir(parent / "redis", 0o700)
+            return parent / "redis"
     folder = Path(tempfile.mkdtemp(prefix="rubato-", dir=parent))
     if len(os.fsencode(folder / "redis.sock")) <= LONGEST_SOCKET_PATH:
         return folder
@@ -197,9 +221,16 @@ def _private_folder(parent: Path | None) -> Path:
 
 def rule(password: str) -> str:
     """What the run's user may do: our keys and commands, nothing that configures or lists a server. As it stands behind `user` in redis.conf, and behind `ACL SETUSER` on a server that is shared."""
-    return " ".join(
-        (USER, "on", f">{password}", "~rubato:*", "resetchannels", "-@all", *(f"+{name}" for name in COMMANDS))
-    )
+    return _rule(USER, password, "~rubato:*")
+
+
+def guest_rule(guest: ScopedGuest) -> str:
+    """The same for the keys of one scope."""
+    return _rule(GUEST, guest.password, f"~rubato:{{{guest.scope}}}:*")
+
+
+def _rule(user: str, password: str, keys: str) -> str:
+    return " ".join((user, "on", f">{password}", keys, "resetchannels", "-@all", *(f"+{name}" for name in COMMANDS)))
 
 
 def installed_server() -> Path | None:

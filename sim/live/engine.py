@@ -2,20 +2,25 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
 from actors.config import ModelSection
-from actors.engines.engine import Chunk, EngineError, Load, Work
+from actors.engines.engine import CACHE, EXPORT, Cache, Chunk, EngineError, EngineLoad, Work
 from actors.engines.scheduler import Sequence, check
 from actors.engines.section import EngineSection
 from planning.roofline import EngineSpec, Roofline
+from planning.step_cost import StepSums
 from sim.engine_model import ModelledEngine
+from sim.live.environment import asked
+from sim.moves_model import PROMPT_TOKENS
 from sim.timeline import SimProcess, Timeline
 
-TOKEN = 2
-"""What it samples, always: no stop token, so every turn has its full length."""
+TOKEN, STOP = 2, 1
+"""What it samples: so many of the first, and one of the second at the end of a turn."""
 
 
 class LoopTimeline(Timeline):
@@ -41,40 +46,85 @@ class RooflineSection(EngineSection):
     vocab_size: int = Field(default=8, ge=TOKEN + 1)
 
 
+@dataclass(eq=False, slots=True)
+class LiveRequest:
+    """One request under way."""
+
+    sequence: Sequence
+    session: str
+    total: int
+    """Tokens of the whole completion, as its prompt says."""
+    why: str = ""
+    """The finish reason of one that is to end before its last token."""
+    to_end: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Nothing more is sampled for it here."""
+    computing: bool = False
+    taken_off: SimProcess | None = None
+    """Ends with the tokens that the modelled engine did not come to."""
+
+    @property
+    def left(self) -> int:
+        return self.total - (len(self.sequence.tokens) - len(self.sequence.work.prompt))
+
+    def sampled(self, num: int, version: int) -> None:
+        for _ in range(num):
+            self.sequence.sampled(STOP if self.left == 1 else TOKEN, -1.0, version)
+
+
 class RooflineEngine:
-    """Every turn is `max_new_tokens` long. An aborted request yields what it had before; its steps are charged to their end."""
+    """Every turn samples as many tokens as its prompt says."""
+
+    capabilities = frozenset({EXPORT, CACHE})
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
         if not isinstance(section, RooflineSection):
             raise EngineError("the modelled engine needs a RooflineSection")
         self._section = section
-        self._requests: dict[str, tuple[Sequence, asyncio.Event]] = {}
+        self._requests: dict[str, LiveRequest] = {}
 
     async def start(self) -> None:
         self._timeline = LoopTimeline()
         self._engine = ModelledEngine(self._timeline, "engine", Roofline(self._section.spec))
+        self._engine.usage.steps = StepSums()
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
         check(work, self._section.max_len, self._section.vocab_size, self._requests)
-        sequence, ended = Sequence(work, self._section.max_len), asyncio.Event()
-        if work.request_id in self._requests:
-            raise EngineError(f"request {work.request_id} runs already; a request id is used once at a time")
-        self._requests[work.request_id] = (sequence, ended)
+        sequence = Sequence(work, self._section.max_len)
+        request = LiveRequest(sequence, work.session or work.request_id, asked(work.prompt))
+        self._requests[work.request_id] = request
         try:
-            left = sequence.max_tokens - len(sequence.tokens)
-            computed = self._timeline.start(self._compute(work, len(sequence.tokens), left, ended))
-            await ended.wait()
-            if not sequence.finish_reason:
-                self._sample(sequence, left, computed)
-            yield sequence.chunk()
+            if work.cache is not None and work.cache.version == self._engine.version:
+                self._engine.adopt(request.session, len(sequence.tokens))
+            await self._compute(request, 1 if work.first_at_once else request.left)
+            if request.left and not request.why:
+                yield sequence.chunk()
+                await request.to_end.wait()  # another engine goes on with it
+            sequence.finish_reason = sequence.finish_reason or request.why
+            last = sequence.chunk()
+            request.over.set()
+            yield last
         finally:
+            self._end(request, "aborted")
             del self._requests[work.request_id]
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._requests:
-            sequence, ended = self._requests[request_id]
-            sequence.finish_reason = sequence.finish_reason or "aborted"
-            ended.set()
+            self._end(self._requests[request_id], "aborted")
+
+    async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
+        """It lasts what the cache takes to the other engine, while steps go on."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, "exported")
+            await request.over.wait()
+        if request is None or request.sequence.finish_reason != "exported":
+            raise EngineError(f"request {request_id} does not run here: there is nothing to export")
+        if not with_cache:
+            return request.sequence.moved(None)
+        num, version = len(request.sequence.tokens) - 1, self._engine.version
+        await asyncio.sleep(self._engine.model.kv_move_s(num))
+        return request.sequence.moved(Cache(version, (2, 1, num, 1), "modelled", memoryview(bytes(num))))
 
     async def suspend(self) -> None:
         self._engine.suspend()
@@ -91,22 +141,43 @@ class RooflineEngine:
             self._engine.suspend()
         return self._section.load_s
 
-    def load(self) -> Load:
-        running, slots = self._engine.in_flight, self._section.num_slots
-        version, suspended = self._engine.version, self._engine.suspended
-        return Load(slots, max(0, running - slots), min(running, slots), version, suspended)
+    def load(self) -> EngineLoad:
+        running, slots, steps = self._engine.in_flight, self._section.num_slots, self._engine.usage.steps
+        return EngineLoad(
+            slots, max(0, running - slots), min(running, slots), self._engine.version, self._engine.suspended,
+            steps=() if steps is None else tuple(steps.values),
+            prefill_tokens_s=PROMPT_TOKENS / self._engine.model.prefill_s(PROMPT_TOKENS),
+        )  # fmt: skip
 
     async def stop(self) -> None:
         for request_id in list(self._requests):
             await self.abort(request_id)
 
-    async def _compute(self, work: Work, context: int, new_tokens: int, ended: asyncio.Event) -> int:
-        version = await self._engine.generate(work.session or work.request_id, context, new_tokens)
-        ended.set()
-        return version
+    def _end(self, request: LiveRequest, why: str) -> None:
+        """At the next step's boundary, unless it is complete by then, or ends already."""
+        if request.why:
+            return
+        request.why = why
+        request.to_end.set()
+        if request.computing:
+            request.taken_off = self._timeline.start(self._engine.abort(request.session))
 
-    def _sample(self, sequence: Sequence, left: int, computed: SimProcess) -> None:
-        # Set in the same step of the loop, before the process has ended where nothing had to be waited for.
-        version = computed.ended.value if computed.ended.happened else self._engine.version
-        for _ in range(left):
-            sequence.sampled(TOKEN, -1.0, version)
+    async def _compute(self, request: LiveRequest, num: int) -> None:
+        request.computing = True
+        asking = self._engine.generate(request.session, len(request.sequence.tokens), num)
+        version = await self._until(self._timeline.start(asking))
+        request.computing = False
+        lacks = 0 if request.taken_off is None else await self._until(request.taken_off)
+        request.sampled(num - lacks, max(version, 0))
+
+    async def _until(self, process: SimProcess) -> Any:
+        """What it ends with."""
+        ended = asyncio.Event()
+
+        async def wait() -> None:
+            await process.ended
+            ended.set()
+
+        self._timeline.start(wait())
+        await ended.wait()
+        return process.ended.value

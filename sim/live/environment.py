@@ -1,47 +1,82 @@
-"""An environment that takes the time, and shows the tokens, that a workload says."""
+"""An environment that takes the time, and shows the tokens, that a workload says; and the scores of its trajectories."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sim.workload import TaskSpec, episode, task_of
+from actors.messages.samples import NotScored, Score, Scores
+from actors.rewards.backend import columns_of
+from sim.simtest.toys import WORDS, ToyScorer
+from sim.workload import TaskSpec, episode
 
-WORD = "a"
-"""One token of the toy tokenizer."""
+FIRST_WORD = 2
+"""Of the toy tokenizer's, the first that stands for nothing; the others follow it."""
 
-OPENING_TOKENS, FOLLOW_UP_TOKENS = 1, 2
-"""What the toy chat template adds to an observation: its end, and after a turn without a stop token that turn's end."""
+DIGITS = WORDS[FIRST_WORD:]
+
+NUM_DIGITS = 8
+"""Of the number that ends each observation: how many tokens are sampled next. 6^8 is above any limit of a model."""
+
+END_TOKENS = 1
+"""What the toy chat template adds to an observation: its end."""
 
 
 class ModelledEnv:
-    """`tasks` are TaskSpecs as plain data; `seed` is the job's. Plays the very episode that the modelled job draws for a trajectory."""
+    """`task` is a TaskSpec as plain data; `seed` is the job's. Plays the very episode that the modelled job draws for a trajectory.
 
-    def __init__(self, tasks: Sequence[Mapping[str, Any]], seed: int) -> None:
-        self._tasks = [TaskSpec.model_validate(task) for task in tasks]
+    The last words of each observation say how many tokens the turn samples, for the modelled engine to read.
+    """
+
+    def __init__(self, task: Mapping[str, Any], seed: int) -> None:
+        self._task = TaskSpec.model_validate(task)
         self._seed = seed
 
     async def reset(self, *, seed: int) -> tuple[str, Mapping[str, Any]]:
         """A manager names each rollout's task after itself and the trajectory: env_manager-1.g00000001.0."""
         rollout = asyncio.current_task()
         name = rollout.get_name().partition(".")[2] if rollout is not None else str(seed)
-        task = task_of(self._tasks, self._seed, name.rpartition(".")[0])
-        self._episode = episode(task, self._seed, name)
+        self._episode = episode(self._task, self._seed, name)
         self._turn = 0
         for seconds in self._episode.resets_s:
             await asyncio.sleep(seconds)
-        return _words(self._episode.turns[0].shown - OPENING_TOKENS), {}
+        return self._shown(), {"reward_s": self._episode.reward_s}
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        turn = self._episode.turns[self._turn]
-        await asyncio.sleep(turn.step_s)
+        await asyncio.sleep(self._episode.turns[self._turn].step_s)
         self._turn += 1
         if self._turn == len(self._episode.turns):
             return "", 1.0, True, False, {}
-        return _words(self._episode.turns[self._turn].shown - FOLLOW_UP_TOKENS), 0.0, False, False, {}
+        return self._shown(), 0.0, False, False, {}
 
     def close(self) -> None:
         """Nothing is held."""
 
+    def _shown(self) -> str:
+        turn = self._episode.turns[self._turn]
+        words = [DIGITS[0]] * (turn.shown - END_TOKENS - NUM_DIGITS)
+        return " ".join([*words, *_digits(turn.sampled)])
 
-def _words(num: int) -> str:
-    return " ".join([WORD] * max(1, num))
+
+def _digits(num: int) -> list[str]:
+    base = len(DIGITS)
+    return [DIGITS[num // base**place % base] for place in reversed(range(NUM_DIGITS))]
+
+
+def asked(prompt: Sequence[int]) -> int:
+    """How many tokens the turn behind `prompt` samples."""
+    found = 0
+    for token in prompt[-END_TOKENS - NUM_DIGITS : -END_TOKENS]:
+        found = found * len(DIGITS) + token - FIRST_WORD
+    return found
+
+
+class ModelledScorer(ToyScorer):
+    """Scores one trajectory after another, each in the time that its episode says."""
+
+    async def score(self, requests: Sequence[Score]) -> list[Scores | NotScored]:
+        await asyncio.sleep(sum(columns_of(request)["reward_s"] for request in requests))
+        return [Scores((0.0,)) for _ in requests]
+
+
+def scored() -> None:
+    """Named in the config, so that rollouts ask for a score; ModelledScorer calls nothing."""

@@ -3,26 +3,25 @@
 What differs from sim/job.py is what the actors themselves do: messages, credit, leases, tickets, weights as blobs.
 """
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from actors.config import EvalSection, RolloutSection, StalenessSection
-from actors.engines.worker import EngineWorker
-from actors.envs.manager import EnvManager
-from actors.envs.section import EnvSection
-from actors.training.agreement import CheckSection
-from actors.training.trainer import CheckpointSection
+from actors.messages.moves import Move, Moved
+from actors.proxy.proxy import LLMProxy
 from sim.cluster import ClusterJobSpec
-from sim.live.engine import RooflineSection
-from sim.simtest.actors import SimKernel, SimTrainer
+from sim.live.configs import LONG_S, check, engine_config, engine_pools, live_configs, staleness_of
+from sim.live.environment import ModelledScorer
+from sim.moves_model import next_move
+from sim.simtest.actors import SimKernel, SimRewards
 from sim.simtest.checks import InvariantChecks
 from sim.simtest.journal import Record
 from sim.simtest.loop import SimLoop
 from sim.simtest.process import ActorProcess
 from sim.simtest.run import SeedJob, settings
-from sim.simtest.setup import Setup, configs
+from sim.simtest.setup import Setup
 from sim.simtest.toys import write_tokenizer
 from sim.simtest.world import World
 from sim.virtual import run_virtual
@@ -30,8 +29,6 @@ from sim.virtual import run_virtual
 ResultT = TypeVar("ResultT")
 
 LIMIT_S = 86_400.0
-LONG_S = 3600.0
-"""Deadlines that must never pass here."""
 
 
 class ModelledKernel(SimKernel):
@@ -54,27 +51,62 @@ class LiveWorld(World):
 
     kernel_class = ModelledKernel
     spec: ClusterJobSpec
-    tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._configs = live_configs(self.spec, self.tokens, self.setup, self._model)
+        self._configs = live_configs(self.spec, self.setup, self._model)
+        self._pools = {f"engine-{number}": pool for number, pool in enumerate(engine_pools(self.spec), 1)}
+        self.num_moved = 0
+        """Requests that changed their engine."""
+
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
+        await super().run(tasks)
+        if self.spec.move_every_s:
+            proxy = self.processes["llm_proxy-1"]
+            proxy.context.run(proxy.actor.spawn, self._keep_moving(proxy.actor), name="moves")
+
+    def config_of(self, name: str) -> Any:
+        if name in self._pools:
+            return engine_config(self._configs["engine"], self.spec, self._pools[name])
+        return super().config_of(name)
+
+    def hardware_of(self, name: str) -> str:
+        return self._pools[name].name if name in self._pools else ""
 
     def _equip(self, actor: Any, process: ActorProcess) -> None:
         super()._equip(actor, process)
         assert isinstance(process.kernel, ModelledKernel)
         process.kernel.spec = self.spec
+        if isinstance(actor, SimRewards):
+            actor._scorer = ModelledScorer()  # pyright: ignore[reportPrivateUsage]
+
+    async def _keep_moving(self, proxy: LLMProxy) -> None:
+        """As sim.moves_model.keep_moving, of the real proxy."""
+        while True:
+            await asyncio.sleep(self.spec.move_every_s)
+            seats = proxy._placement.seats  # pyright: ignore[reportPrivateUsage]
+            found = next_move({name: tuple(seat.requests) for name, seat in seats.items()})
+            if found is not None:
+                proxy.spawn(self._move(proxy, Move(*found)), name="move")
+
+    async def _move(self, proxy: LLMProxy, order: Move) -> None:
+        self.num_moved += isinstance(await proxy.move(order), Moved)
 
 
-def run(spec: ClusterJobSpec, seed: int, folder: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl, one per step. Every task must sample one constant number of tokens per turn; one pool, no rewards.
+class LiveRun(NamedTuple):
+    """`rows` of metrics.jsonl, one per step."""
 
-    Raises ValueError where `spec` is none of that, and sim.simtest.checks.Violation when an actor breaks a promise.
-    """
-    tokens = sampled_per_turn(spec)
+    rows: list[dict[str, Any]]
+    moved: int
+    """Requests that changed their engine."""
+
+
+def run(spec: ClusterJobSpec, seed: int, folder: Path) -> LiveRun:
+    """Raises ValueError where `spec` asks for what these actors can't do, and sim.simtest.checks.Violation when one breaks a promise."""
+    check(spec)
     setup = Setup(
         seed=seed, steps=spec.steps, alpha=staleness_of(spec).bound, group_size=spec.group_size, batch_groups=spec.batch_groups,
-        num_engines=spec.pools[0].count, num_managers=1, concurrency=spec.environments,
+        num_engines=sum(pool.count for pool in spec.pools), num_managers=1, concurrency=spec.environments,
         num_slots=spec.pools[0].engine.num_slots, checkpoint_every=1 << 20, window=64, durable=True, patience_s=20.0,
         delay_s=0.0, latency_s=0.0,
     )  # fmt: skip
@@ -83,56 +115,14 @@ def run(spec: ClusterJobSpec, seed: int, folder: Path) -> list[dict[str, Any]]:
     monitor.now = loop.time
     job = SeedJob(setup, [], folder, write_tokenizer(folder / "model"), record, monitor)
     job.progress_s = LONG_S
-    job.world_class = type("JobWorld", (LiveWorld,), {"spec": spec, "tokens": tokens})
+    job.world_class = type("JobWorld", (LiveWorld,), {"spec": spec})
     with settings(setup):
         run_virtual(job.main, loop=loop)
     if monitor.violation is not None:
         raise monitor.violation
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def sampled_per_turn(spec: ClusterJobSpec) -> int:
-    """What every turn samples. Raises ValueError where turns or pools differ: the real sampler has one limit."""
-    laws = {task.action_tokens.model_dump_json() for task in spec.tasks}
-    if len(spec.pools) != 1 or len(laws) != 1 or spec.tasks[0].action_tokens.law != "constant":
-        raise ValueError("the real actors run one pool, and tasks whose turns all sample one constant number of tokens")
-    return int(spec.tasks[0].action_tokens.value)
-
-
-def staleness_of(spec: ClusterJobSpec) -> StalenessSection:
-    return StalenessSection(alpha=spec.alpha, alpha_min=spec.alpha_min, alpha_max=spec.alpha_max)
-
-
-def live_configs(spec: ClusterJobSpec, tokens: int, setup: Setup, model: Path) -> dict[str, Any]:
-    """The sections of every role."""
-    base = configs(setup, model)
-    engine, pool = base["engine"].engine, spec.pools[0]
-    max_len = max(task.max_context for task in spec.tasks)
-    size = spec.trainer.model.weight_bytes
-    roofline = RooflineSection(
-        kind="sim.live.engine:RooflineEngine", spec=pool.engine, num_slots=pool.engine.num_slots, max_len=max_len,
-        load_s=spec.weights.load_s(size, pool.engine.num_gpus), scripted=engine.scripted,
-    )  # fmt: skip
-    environment = {
-        "class": "sim.live.environment:ModelledEnv", "concurrency": spec.environments, "isolation": "inline",
-        "kwargs": {"tasks": [task.model_dump(mode="json") for task in spec.tasks], "seed": setup.seed},
-        "reset_timeout_s": LONG_S, "step_timeout_s": LONG_S,
-    }  # fmt: skip
-    rollout = RolloutSection(
-        max_turns=1 << 16, max_new_tokens=tokens, max_len=max_len, generate_timeout_s=LONG_S, hold_s=2.0
-    )
-    train, staleness = base["trainer"], staleness_of(spec)
-    return base | {
-        "sample_buffer": base["sample_buffer"].model_copy(update={"staleness": staleness}),
-        "engine": EngineWorker.Config(model=train.model, engine=roofline),
-        "env_manager": EnvManager.Config(
-            env=EnvSection.model_validate(environment), rollout=rollout, model=train.model
-        ),
-        "trainer": SimTrainer.Config(
-            model=train.model, train=train.train, staleness=staleness, eval=EvalSection(every=0, final_num_tasks=0),
-            checkpoint=CheckpointSection(every=setup.checkpoint_every), check=CheckSection(enabled=False),
-        ),
-    }  # fmt: skip
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert isinstance(job.world, LiveWorld)
+    return LiveRun(rows, job.world.num_moved)
 
 
 def _nothing() -> None:

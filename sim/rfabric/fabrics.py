@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 from pydantic import Field
 
 from planning.demand import Links, per_link
+from planning.pods import plan_pods
 from planning.switching import PhaseCost, schedule
 from planning.topology import direct
 from runtime.config import Section
@@ -14,7 +15,6 @@ from sim.net.direct import DirectSpec, direct_network
 from sim.net.network import Network
 from sim.rfabric.iteration import PhaseTime, Traffic, demand, phase_time, traffic
 from sim.rfabric.job import PHASES, FabricJob, Phase
-from sim.rfabric.pods import plan_pods
 
 STAGE_WEIGHTS = (4, 16, 64)
 """Candidates beside the plain one wherever the execution's traffic is planned for; the fastest is taken."""

@@ -61,7 +61,10 @@ class BatchRun:
         return self._done(played)
 
     def lock_step(self, episodes: Sequence[Episode]) -> BatchDone:
-        """All generate, then all environments step together; each turn waits for its slowest, as batched environments do."""
+        """All generate, then all environments step together; each turn waits for its slowest, as batched environments do.
+
+        The scores come at the end, all at once, and are waited for.
+        """
         played = {number: Played(version_first=0) for number in range(len(episodes))}
         self.timeline.run(until=self.timeline.start(self._turns(episodes, played)).ended)
         return self._done(played)
@@ -89,6 +92,10 @@ class BatchRun:
                 played[number].generate_s += timeline.now - began
                 played[number].step_s += step_s
             await timeline.sleep(step_s)
+        score_s = max(episode.reward_s for episode in episodes)
+        for each in played.values():
+            each.score_s = score_s
+        await timeline.sleep(score_s)
 
     def _done(self, played: dict[int, Played]) -> BatchDone:
         busy = {engine.name: engine.usage.busy_s for engine in self.engines}

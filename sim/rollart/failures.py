@@ -27,7 +27,7 @@ class Failures(Scenario):
 
     pools: tuple[PoolSpec, ...] = Field(min_length=1)
     task: TaskSpec
-    """Its environments take no time to step here: `rest_s` holds that."""
+    """Its environments take no time to step, and its scores none, here: `rest_s` holds that."""
     redundancy_task: TaskSpec
     """The task on which redundancy is held against the paper."""
     trainer: TrainerSpec
@@ -43,7 +43,7 @@ class Failures(Scenario):
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class FailureArm:
     """One way to run the same batches."""
 
     scenario: Failures
@@ -64,19 +64,20 @@ class Arm:
 
 
 def run(scenario: Failures, progress: RunProgress) -> RunResult:
-    task, math = scenario.task.model_copy(update={"step_s": Constant(value=0.0)}), scenario.redundancy_task
-    alone = fmean(done.seconds - LONG_S for done in Arm(scenario, task, LONG_S).rollouts())
+    still = Constant(value=0.0)
+    task, math = scenario.task.model_copy(update={"step_s": still, "reward_s": still}), scenario.redundancy_task
+    alone = fmean(done.seconds - LONG_S for done in FailureArm(scenario, task, LONG_S).rollouts())
     reset_s = fmean(drawn(scenario, task, number, 1)[0].resets_s[-1] for number in range(scenario.batches))
     # The hanging trajectory alone decides: its resets are the share, the rest of it runs by itself.
     hang_s = max(0.0, (alone - reset_s) * scenario.reset_share / (1 - scenario.reset_share) - reset_s)
     deadline_s = EnvSection().reset_timeout_s
     arms = {
-        "healthy": Arm(scenario, task),
-        "failing": Arm(scenario, task, hang_s),
-        "redundant": Arm(scenario, task, hang_s, scenario.redundancy),
-        "deadline": Arm(scenario, task, min(hang_s, deadline_s)),
-        "gem_math": Arm(scenario, math),
-        "gem_math_redundant": Arm(scenario, math, launched=scenario.redundancy),
+        "healthy": FailureArm(scenario, task),
+        "failing": FailureArm(scenario, task, hang_s),
+        "redundant": FailureArm(scenario, task, hang_s, scenario.redundancy),
+        "deadline": FailureArm(scenario, task, min(hang_s, deadline_s)),
+        "gem_math": FailureArm(scenario, math),
+        "gem_math_redundant": FailureArm(scenario, math, launched=scenario.redundancy),
     }
     rows: list[tuple[Cell, ...]] = []
     figures: dict[str, float] = {"hang": hang_s}
@@ -103,7 +104,7 @@ def drawn(scenario: Failures, task: TaskSpec, batch: int, num: int) -> list[Epis
     return [episode(task, scenario.seed, f"{batch}/t{number}") for number in range(num)]
 
 
-def _train_s(arm: Arm) -> float:
+def _train_s(arm: FailureArm) -> float:
     scenario = arm.scenario
     batches = [drawn(scenario, arm.task, n, scenario.trajectories) for n in range(scenario.batches)]
     return fmean(scenario.trainer.step_s(sum(e.tokens for e in batch), len(batch)) for batch in batches)

@@ -8,7 +8,7 @@ from actors.checkpoint import name
 from actors.engines.engine import Engine
 from actors.engines.moves import Departures
 from actors.engines.worker import EngineRequest, EngineWorker
-from actors.messages.moves import MovePart, MovePrepared, NotMoved, PrepareMove, TakeMove
+from actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
 from actors.messages.samples import Batch, Claim, Commit, DrawEpoch, Epoch, NotReady, Put, Stored
 from actors.rewards.service import RewardService
 from actors.samples.buffer import SampleBuffer
@@ -98,9 +98,9 @@ class SimDepartures(Departures):
             parked.taken.add_done_callback(lambda taken: taken.result() or monitor.kept(move))
         return reply
 
-    def take(self, request: TakeMove) -> MovePart | NotMoved:
+    def take(self, request: TakeMove) -> Ack | NotMoved:
         reply = super().take(request)
-        if isinstance(reply, MovePart):
+        if isinstance(reply, Ack):
             cast("SimEngine", self._actor).monitor.given((request.request_id, request.epoch))
         return reply
 
@@ -113,7 +113,7 @@ class SimEngine(EngineWorker):
 
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)
-        self._departures = SimDepartures(self)
+        self._departures = SimDepartures(self, self._caches)
 
 
 class SimRewards(RewardService):

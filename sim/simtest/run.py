@@ -5,7 +5,7 @@ import gc
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,18 +106,19 @@ def run(bench: Bench, seed: int, faults: list[Fault], *, keep: bool = False, set
     )
 
 
-class settings:
-    """Small windows of credit make the accounting matter; managers share one renderer; what only costs time is rare."""
+RARE: dict[tuple[object, str], object] = {
+    (runtime.courier, "SWEEP_S"): 0.5,
+    (runtime.observe.figures, "LAG_PERIOD_S"): 60.0,
+}
+"""What only costs time."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._new = {
-            (bus.link, "WINDOW_MESSAGES"): setup.window,
-            (bus.link, "REGRANT_MESSAGES"): max(1, setup.window // 2),
-            (actors.envs.manager, "ChatRenderer"): renderer,
-            (runtime.courier, "SWEEP_S"): 0.5,
-            (runtime.observe.figures, "LAG_PERIOD_S"): 60.0,
-        }
-        self._old: dict[object, object] = {}
+
+class replaced:
+    """While the block runs, attributes of modules, by (module, name), are these."""
+
+    def __init__(self, new: Mapping[tuple[object, str], object]) -> None:
+        self._new = new
+        self._old: dict[tuple[object, str], object] = {}
 
     def __enter__(self) -> None:
         for (module, name), value in self._new.items():
@@ -125,8 +126,18 @@ class settings:
             setattr(module, name, value)
 
     def __exit__(self, *_: object) -> None:
-        for (module, name), value in self._old.items():  # type: ignore[misc]
+        for (module, name), value in self._old.items():
             setattr(module, name, value)
+
+
+def settings(setup: Setup) -> replaced:
+    """Small windows of credit make the accounting matter; managers share one renderer; what only costs time is rare."""
+    new: dict[tuple[object, str], object] = {
+        (bus.link, "WINDOW_MESSAGES"): setup.window,
+        (bus.link, "REGRANT_MESSAGES"): max(1, setup.window // 2),
+        (actors.envs.manager, "ChatRenderer"): renderer,
+    }
+    return replaced(new | RARE)
 
 
 class SeedJob:

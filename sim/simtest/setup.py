@@ -12,6 +12,7 @@ from actors.config import (
     RolloutSection,
     SamplesSection,
     StalenessSection,
+    TailBatchingSection,
     TrainSection,
 )
 from actors.engines.section import EngineSection, ScriptedSection
@@ -60,6 +61,8 @@ class Setup(NamedTuple):
     extra_rollouts: int = 0
     auto: bool = False
     """α adapts, up to `alpha`."""
+    tail: bool = False
+    """Groups go by rounds, and not by `extra_rollouts`."""
 
     @property
     def names(self) -> list[str]:
@@ -88,6 +91,7 @@ def draw(seed: int) -> Setup:
         delay_s=rng.choice((0.0, 0.002, 0.02)),
         latency_s=rng.choice((0.0, 0.001, 0.005)),
         extra_rollouts=rng.choice((0, 0, 1, 2)),
+        tail=rng.random() < 0.15,
     )
 
 
@@ -102,8 +106,11 @@ def job(setup: Setup, configs: Mapping[str, Any]) -> Config:
 def configs(setup: Setup, model: Path) -> dict[str, Any]:
     """The config of each role."""
     train = TrainSection(batch_groups=setup.batch_groups, group_size=setup.group_size)
-    samples = SamplesSection(ticket_ttl_s=8.0, extra_rollouts=setup.extra_rollouts)
-    staleness = StalenessSection(alpha="auto" if setup.auto else setup.alpha, alpha_max=setup.alpha)
+    samples = SamplesSection(ticket_ttl_s=8.0, extra_rollouts=0 if setup.tail else setup.extra_rollouts)
+    staleness = (
+        StalenessSection(alpha="auto", alpha_max=setup.alpha) if setup.auto else StalenessSection(alpha=setup.alpha)
+    )
+    tail = TailBatchingSection(enabled=setup.tail, eta_prompts=1.5, eta_responses=1.5)
     where = ModelSection(path=str(model))
     reward = RewardSection(functions=("sim.simtest.toys:score",))
     scripted = ScriptedSection(token_s=0.01, stop_share=0.4, vocab_size=8)
@@ -111,7 +118,7 @@ def configs(setup: Setup, model: Path) -> dict[str, Any]:
         max_turns=2, max_new_tokens=3, max_len=64, generate_timeout_s=20.0, reward_timeout_s=10.0, put_timeout_s=60.0, hold_s=2.0
     )  # fmt: skip
     return {
-        "sample_buffer": SimBuffer.Config(staleness=staleness, train=train, samples=samples),
+        "sample_buffer": SimBuffer.Config(staleness=staleness, train=train, samples=samples, tail_batching=tail),
         "llm_proxy": LLMProxy.Config(),
         "engine": EngineWorker.Config(
             model=where,

@@ -98,6 +98,12 @@ class ToyTrainEngine:
         memory[:] = _HEAD + self._state.step.to_bytes(4, "little")
         return toy_whole
 
+    def sleep(self) -> None:
+        """A toy lies on no device."""
+
+    def wake(self) -> None:
+        """Nor comes back to one."""
+
     def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
         self._state.epoch = epoch
         return functools.partial(self.write_toy, self._state.step, msgspec.json.encode(self._state), epoch, receipts)

@@ -11,6 +11,7 @@ from bus.link import Frame, Identity
 from bus.transport import MemoryTransport
 from runtime.actor import RunInfo
 from runtime.errors import ActorFailed
+from runtime.host import role_of
 from runtime.kernel import NODE
 from runtime.launch.agent import Hosting, JobOutcome, NodeAgent
 from runtime.messages import Progress
@@ -150,7 +151,7 @@ class World:
         log: Any = Log(self.record, f"{process.name}.{process.incarnation}", lambda text: self._broke(process, text))
         kernel = process.kernel = self.kernel_class(
             NodeAgent if is_node else CLASSES[process.role],
-            hosting if is_node else self._configs[process.role],
+            hosting if is_node else self.config_of(process.name),
             name=process.name,
             incarnation=process.incarnation,
             run=self._run,
@@ -158,11 +159,20 @@ class World:
             store=store,
             blobs=SimBlobClient(self.blobs, process),
             log=log,
+            hardware="" if is_node else self.hardware_of(process.name),
         )
         kernel.process = process
         kernel.dispatch._mailbox = CheckedMailbox(self.monitor, process)  # pyright: ignore[reportPrivateUsage]
         self._equip(kernel.build(), process)
         return kernel
+
+    def config_of(self, name: str) -> Any:
+        """Of one process."""
+        return self._configs[role_of(name)]
+
+    def hardware_of(self, name: str) -> str:
+        """The class of one process's hardware."""
+        return ""
 
     def _equip(self, actor: Any, process: ActorProcess) -> None:
         if isinstance(actor, NodeAgent):

@@ -12,12 +12,15 @@ from actors.engines.tokens import joined
 from actors.messages.generation import Sampling, Tokens, VersionSpan
 from tests.contract.engines import (
     DRAW_BY_POSITION,
+    KINDS,
     collect,
     every_engine,
     first_tokens,
     prompt_of,
     running,
 )
+from tests.contract.test_engine import worst
+from tests.models import write_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -377,7 +380,35 @@ async def test_who_is_reconfigured_goes_on_where_it_was_with_other_gpus(engine):
     assert tokens.ids == unmoved.ids
 
 
-@capable_engine
+@pytest.mark.parametrize("engine", KINDS[-1:], indirect=True)
+async def test_vllm_goes_on_with_what_it_had_at_another_degree_and_back(engine, other_image, tmp_path):
+    other = write_model(tmp_path, seed=1)
+    await engine.update(3, other_image)
+    before, _ = await collect(engine, Work("b", "b", prompt_of(4), Sampling(30, temperature=0.0)))
+
+    for degree in (2, 1):
+        async with in_flight(engine, "a", 3, Sampling(200, seed=3)) as (chunks, tokens), asyncio.TaskGroup() as tasks:
+            changing = tasks.create_task(engine.reconfigure(degree))
+            while not engine._changing:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.001)
+            aborted = tasks.create_task(collect(engine, Work("c", "c", prompt_of(4), Sampling(200))))
+            came = tasks.create_task(collect(engine, Work("d", "d", prompt_of(4), Sampling(30, temperature=0.0))))
+            await asyncio.sleep(0)
+            await engine.abort("c")
+            load = engine.load()
+            await changing
+            print(f"degree {degree}: {engine.switch_s}")
+            tokens = await read_on(chunks, tokens)
+
+        assert (load.running, engine.load().degree) == (3, degree)
+        assert tokens.spans == (VersionSpan(3, 0, 200),)
+        assert worst(other, [(Work("a", "s", prompt_of(4), Sampling(200, seed=3)), tokens)]) < 1e-4
+        assert aborted.result() == (Tokens(), "aborted")
+        assert came.result()[0].ids == before.ids
+        assert list(engine.switch_s) == ["export", "stop", "start", "weights"]
+
+
+@pytest.mark.parametrize("engine", [*CAPABLE, KINDS[-1]], indirect=True)
 async def test_a_degree_that_can_not_be_is_refused_and_changes_nothing(engine):
     with pytest.raises(EngineError, match="degree=3 "):
         await engine.reconfigure(3)

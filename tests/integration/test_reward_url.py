@@ -15,10 +15,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from actors.config import RewardSection
+from actors.http_server import HttpServer
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards import invoke
 from actors.rewards.scorer import Scorer
-from actors.rewards.serve import RewardServer, _Uvicorn
+from actors.rewards.serve import RewardServer
 from runtime.observe.figures import Metrics
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"
@@ -32,7 +33,7 @@ def request(*texts, name="t1.1", **columns):
 async def listening(app):
     """The URL of `app` on a free port."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        server = _Uvicorn(uvicorn.Config(app, lifespan="off", ws="none", log_level="warning"))
+        server = HttpServer(uvicorn.Config(app, lifespan="off", ws="none", log_level="warning"))
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[bound]))
             yield f"http://127.0.0.1:{bound.getsockname()[1]}/"

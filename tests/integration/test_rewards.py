@@ -25,9 +25,9 @@ def request(*texts, **columns):
 async def scorer_of():
     scorers = []
 
-    async def start(*names, timeout_s=10.0):
+    async def start(*names, timeout_s=10.0, **section):
         functions = tuple(name if ":" in name else f"{USER}:{name}" for name in names)
-        scorers.append(Scorer(RewardSection(functions=functions, timeout_s=timeout_s, memory_mb=512)))
+        scorers.append(Scorer(RewardSection(functions=functions, timeout_s=timeout_s, memory_mb=512, **section)))
         assert await scorers[-1].start() == ""
         return scorers[-1]
 
@@ -112,3 +112,18 @@ async def test_a_function_is_asked_for_the_tasks_that_have_it_and_given_what_its
         assert await scorer.score(requests) == [Scores((4.0,)), Scores((3.0,)), Scores(())]
     finally:
         await scorer.close()
+
+
+async def test_a_reward_much_later_than_its_tasks_correct_ones_ends_as_a_timeout_and_costs_no_other(scorer_of):
+    def asked(task, seconds, worth):
+        columns = msgspec.msgpack.encode({"seconds": seconds, "worth": worth})
+        return Score(f"{task}.1", ("text",), columns, task)
+
+    scorer = await scorer_of("slow", timeout_s=60.0, deadline_factor=1.5, deadline_least_s=0.5)
+    assert await scorer.score([asked("quick", 0.0, 1)]) == [Scores((1.0,))]
+
+    late, in_time, unknown = await scorer.score([asked("quick", 50, 1), asked("quick", 0.0, 1), asked("new", 1.0, 0)])
+
+    assert isinstance(late, NotScored)
+    assert late.reason == "timeout"
+    assert (in_time, unknown) == (Scores((1.0,)), Scores((0.0,)))

@@ -15,6 +15,8 @@ views = st.lists(
         st.integers(1, 16),
         st.integers(0, 20),
         st.booleans(),
+        st.booleans(),
+        st.booleans(),
     ),
     unique_by=lambda view: view.name,
     max_size=6,
@@ -24,18 +26,23 @@ stickies = st.one_of(st.none(), st.sampled_from(NAMES))
 
 
 def usable(request, engines):
-    """Name → engine of those that may take it: one that is held at a version serves what that version may, and exact requests no other does."""
+    """Name → engine of those that may take it: one that is held at a version serves what that version may, and exact requests no other does.
+
+    While one that serves it is awake, whether it has room or not, none that sleeps.
+    """
 
     def serves(engine):
         if not engine.held:
             return not request.exact
         return engine.version == request.min_version if request.exact else engine.version >= request.min_version
 
-    return {e.name: e for e in engines if not e.suspended and e.in_flight < capacity(e) and serves(e)}
+    able = [e for e in engines if serves(e)]
+    awake = [e for e in able if not e.asleep]
+    return {e.name: e for e in awake or able if not e.suspended and e.in_flight < capacity(e)}
 
 
 @given(requests, views, stickies)
-def test_a_suspended_full_held_or_dead_engine_is_never_chosen(request, engines, sticky):
+def test_a_suspended_full_held_sleeping_or_dead_engine_is_never_chosen(request, engines, sticky):
     route = choose(request, engines, sticky)
 
     able = usable(request, engines)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from planning.demand import heaviest_first, per_link
 from planning.multihop import bottleneck, loads
+from planning.pods import plan_pods, split
 from planning.topology import direct, reserve
 from sim.rfabric.baselines import assignment, greedy, matching
-from sim.rfabric.pods import plan_pods, split
 
 QUIET = settings(deadline=None)
 """Busy machines are slow; nothing here is about time."""

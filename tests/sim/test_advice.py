@@ -76,7 +76,7 @@ def modelled(settings: dict):
 def real_actors(settings: dict, folder: Path):
     spec = job(**settings).model_copy(update={"steps": STEPS})
     folder.mkdir()
-    rows = run(spec, 1, folder)
+    rows = run(spec, 1, folder).rows
     return (rows[-1]["time/wall_s"] - rows[WARM - 1]["time/wall_s"]) / (STEPS - WARM), view_of_rows(rows, spec.alpha)
 
 
@@ -105,7 +105,7 @@ def test_the_first_advice_helps_most_in_the_modelled_job(name):
 def test_the_rows_of_real_actors_have_all_that_advice_is_made_from(tmp_path):
     spec = job(environments=6).model_copy(update={"steps": 2})
 
-    view = view_of_rows(run(spec, 1, tmp_path), spec.alpha)
+    view = view_of_rows(run(spec, 1, tmp_path).rows, spec.alpha)
 
     assert view is not None
     assert (view.engines, view.slots, view.managers, view.room, view.env_workers) == (2, 128, 1, 6, 0)

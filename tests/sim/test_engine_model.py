@@ -117,3 +117,36 @@ def test_what_can_never_fit_is_refused():
 
     with pytest.raises(ConfigError, match="Give the engine more GPUs"):
         timeline.start(served.generate("a", served.model.kv_tokens, 1))
+
+
+def test_an_aborted_request_leaves_at_the_next_boundary_and_says_what_was_to_come():
+    timeline, served = engine()
+    job = timeline.start(served.generate("a", 1000, 400))
+    began_s = served.model.prefill_s(1000)
+
+    async def aborts() -> int:
+        await timeline.sleep(began_s + 1.5 * served.model.step_s(1, 1000))
+        return await served.abort("a")
+
+    abort = timeline.start(aborts())
+    timeline.run(until=job.ended)
+
+    assert abort.ended.value == 398
+    assert job.ended.happened
+    assert timeline.now == pytest.approx(began_s + served.model.step_s(1, 1000) + served.model.step_s(1, 1001))
+    assert (served.in_flight, served.held("a")) == (0, 0)
+
+
+def test_an_abort_after_the_end_frees_the_kv_and_one_of_many_leaves_the_others():
+    timeline, served = engine()
+    timeline.start(served.generate("a", 1000, 2))
+    timeline.run()
+    assert served.held("a") == 1002
+
+    abort = timeline.start(served.abort("a"))
+    others = [timeline.start(served.generate(name, 100, 50)) for name in "bc"]
+    timeline.start(served.abort("b"))
+    timeline.run()
+
+    assert (abort.ended.value, served.held("a"), served.held("c")) == (0, 0, 150)
+    assert all(job.ended.happened for job in others)

@@ -1,5 +1,7 @@
 """A modelled job keeps what the live one promises, and is the same twice."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import yaml
 
 from planning.roofline import Roofline
 from planning.routing import RequestView
-from sim.cluster import ClusterJobSpec, PoolSpec, cluster_job, engines_of
+from sim.cluster import ClusterJobSpec, PoolSpec, cluster_job, engines_of, manager_of
 from sim.engine_model import ModelledEngine
 from sim.job import Job
 from sim.proxy_model import ModelledProxy
@@ -143,6 +145,32 @@ def test_whoever_finds_every_engine_full_waits_its_turn():
     timeline.run()
 
     assert ended == list("abcdefgh")
+
+
+def test_a_rollout_begins_under_older_weights_where_it_does_not_await_its_tickets_version():
+    task = TaskSpec.model_validate(part("workloads/frozen_lake.yaml"))
+    first: dict[bool, int] = {}
+    for awaits in (True, False):
+        timeline = Timeline()
+        (engine,) = engines = engines_of(timeline, pools(1))
+        manager = replace(manager_of(timeline, engines), awaits_version=awaits)
+        playing = timeline.start(manager.play("t0", episode(task, 1, "t0"), min_version=3))
+        timeline.at(0.001, partial(engine.resume, 3))
+        timeline.run(until=playing.ended)
+        first[awaits] = playing.ended.value.version_first
+
+    assert first == {True: 3, False: 0}
+
+
+def test_lock_step_waits_for_the_slowest_score_at_its_end():
+    task = TaskSpec.model_validate(part("workloads/frozen_lake.yaml"))
+    plain = [episode(task, 1, f"t{number}") for number in range(4)]
+    scored = [each._replace(reward_s=float(number)) for number, each in enumerate(plain)]
+
+    done = BatchRun(pools(4)).lock_step(scored)
+
+    assert done.seconds == pytest.approx(BatchRun(pools(4)).lock_step(plain).seconds + 3.0)
+    assert done.played[0].score_s == 3.0
 
 
 def test_lock_step_is_never_faster_and_is_the_same_where_nothing_varies():

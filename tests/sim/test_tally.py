@@ -50,7 +50,7 @@ def seen(monkeypatch):
 
 @pytest.mark.parametrize("alpha", [1, 3])
 def test_tokens_balance_and_lengths_are_trained_alike_in_a_heavy_tailed_run(alpha, tmp_path, seen):
-    rows = run(heavy_tailed(alpha), 1, tmp_path)
+    rows = run(heavy_tailed(alpha), 1, tmp_path).rows
 
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     tally = seen["buffer"]._groups.training.tally
@@ -65,7 +65,7 @@ def test_tokens_balance_and_lengths_are_trained_alike_in_a_heavy_tailed_run(alph
 def test_a_run_that_takes_whatever_is_ready_first_shows_that_it_trains_less_of_what_is_long(tmp_path, monkeypatch):
     monkeypatch.setattr(actors.samples.groups, "hand_over", lambda view: hand_over(replace(view, in_flight=())))
 
-    rows = run(heavy_tailed(1), 1, tmp_path)
+    rows = run(heavy_tailed(1), 1, tmp_path).rows
 
     found = shares(rows[-1])
     assert found[max(found)] < 0.8 * found[64]

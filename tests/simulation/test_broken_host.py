@@ -26,7 +26,7 @@ def played(folder, *, repaired_at):
     """A job of two managers, of which the second one's environments break at step 3. What it said, and the lines of its ledger."""
     bench = Bench()
     setup = setups.draw(3)._replace(
-        num_managers=2, concurrency=8, steps=80, alpha=2, delay_s=0.002, extra_rollouts=0, window=64
+        num_managers=2, concurrency=8, steps=80, alpha=2, delay_s=0.002, extra_rollouts=0, window=64, tail=False
     )
     loop, monitor = SimLoop(3, limit_s=600.0), InvariantChecks(setup.alpha, setup.window)
     record = Record(loop.time, keep=True)

@@ -5,14 +5,16 @@ import functools
 import json
 import struct
 
+import pytest
+
 from actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from actors.engines.worker import EngineWorker
+from actors.messages.engines import EngineChanged, EngineState, Reconfigure, SleepEngine, WakeEngine
 from actors.messages.generation import (
     HANDED_BACK,
     Abort,
     Aborted,
     Completion,
-    EngineHolds,
     Generate,
     Inspect,
     Resume,
@@ -22,6 +24,7 @@ from actors.messages.generation import (
     VersionSpan,
 )
 from actors.messages.weights import HoldWeights, WeightsPublished
+from actors.scripted.engine import ScriptedEngine
 from bus.errors import Failed
 from bus.link import Identity
 from bus.message import Ack, unpack_i32
@@ -44,14 +47,16 @@ class Proxy(Actor):
         super().__init__(config, kernel)
         self.reports: list[TokensSampled] = []
         self.holds: list[tuple[int, bool]] = []
+        self.states: list[tuple[bool, int]] = []
 
     @handler
     async def tokens_sampled(self, message: TokensSampled) -> None:
         self.reports.append(message)
 
     @handler
-    async def engine_holds(self, message: EngineHolds) -> Ack:
+    async def engine_state(self, message: EngineState) -> Ack:
         self.holds.append((message.version, message.held))
+        self.states.append((message.asleep, message.degree))
         return Ack()
 
 
@@ -457,3 +462,61 @@ async def test_an_engine_without_a_pace_says_nothing_of_one(bench, worker):
     await asyncio.sleep(1.0)
 
     assert not [name for name in worker.metrics.snapshot() if name.startswith("paced/")]
+
+
+@simulated()
+async def test_who_is_told_to_sleep_keeps_its_requests_and_its_proxy_knows_first(bench, worker):
+    asked = bench.tasks.create_task(bench.ask(request()))
+    await asyncio.sleep(0.035)
+
+    slept = await bench.ask(SleepEngine())
+    states = list(bench.proxy.states)
+    await asyncio.sleep(5.0)
+    sampled, status = worker.metrics.snapshot()["engine/tokens"], await bench.ask(Inspect())
+    woken = await bench.ask(WakeEngine())
+
+    assert (slept, woken) == (EngineChanged("engine-1", 0.0, 1, True), EngineChanged("engine-1", 0.0, 1, False))
+    assert states[0] == states[-1] == (True, 1)
+    assert bench.proxy.states[-1] == (False, 1)
+    assert (sampled, status.running, status.asleep) == (3, ("r",), True)
+    assert (await asked).finish_reason == "length"
+
+
+@simulated(pace=PaceSection(hardware="h20", model="qwen3-8b"))
+async def test_another_degree_is_carried_out_once_and_an_order_of_before_is_refused(bench, worker):
+    asked = bench.tasks.create_task(bench.ask(request(num=100)))
+    await asyncio.sleep(0.1)
+
+    changed = await bench.ask(Reconfigure(4, epoch=7))
+    again = await bench.ask(Reconfigure(4, epoch=7))
+    with pytest.raises(Failed, match="epoch=6 is an order of before: engine-1 has carried out one of epoch 7"):
+        await bench.ask(Reconfigure(2, epoch=6))
+
+    assert (changed.engine, changed.degree, changed.asleep) == ("engine-1", 4, False)
+    assert changed.seconds > 0.0
+    assert (again.seconds, again.degree) == (0.0, 4)
+    assert bench.proxy.states[-1] == (False, 4)
+    assert (await bench.ask(Inspect())).degree == 4
+    assert (await asked).finish_reason == "length"
+
+
+@simulated(pace=PaceSection(hardware="h20", model="qwen3-8b"))
+async def test_an_order_that_can_not_be_is_refused_in_a_sentence_and_counts_for_nothing(bench, worker):
+    with pytest.raises(Failed, match="degree=3 does not divide the 32 attention heads"):
+        await bench.ask(Reconfigure(3, epoch=9))
+    with pytest.raises(Failed, match="level=3 is no level of sleep"):
+        await bench.ask(SleepEngine(3))
+    assert bench.proxy.states[-1] == (False, 1)
+
+    assert (await bench.ask(Reconfigure(2, epoch=8))).degree == 2
+
+
+class Incapable(ScriptedEngine):
+    capabilities = frozenset()
+
+
+@simulated(kind=f"{__name__}:Incapable")
+async def test_an_engine_without_the_capability_refuses_in_a_sentence(bench, worker):
+    for order in (SleepEngine(), WakeEngine(), Reconfigure(2, 0)):
+        with pytest.raises(Failed, match=r"Incapable has not the capability (sleep|reconfigure) .*engine\.kind"):
+            await bench.ask(order)

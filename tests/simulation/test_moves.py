@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from typing import ClassVar
 
 import pytest
 
@@ -10,11 +11,12 @@ from actors.engines.engine import ENGINES, Cache
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.messages.generation import Abort, Aborted, Completion, Generate, Sampling
-from actors.messages.moves import Move, Moved, MovePart, MovePrepared, NotMoved, PrepareMove, TakeMove
+from actors.messages.moves import Move, Moved, MovePrepared, NotMoved, PrepareMove, TakeMove
 from actors.proxy.proxy import LLMProxy
 from actors.scripted.engine import ScriptedEngine
+from bus.codec import MAX_BODY_BYTES
 from bus.errors import AskFailed
-from bus.message import pack_i32
+from bus.message import Ack, pack_i32
 from bus.zmq import ZmqTransport
 from runtime.actor import handler
 from sim.simtest.network import FaultPlan, FaultyNetwork
@@ -56,7 +58,7 @@ class StagedWorker(EngineWorker):
         return reply
 
     @handler(concurrency=64)
-    async def take_move(self, request: TakeMove) -> MovePart | NotMoved:
+    async def take_move(self, request: TakeMove) -> Ack | NotMoved:
         await self._pass("take")
         reply = await super().take_move(request)
         await self._pass("taken")
@@ -139,7 +141,7 @@ async def test_a_request_that_moves_is_answered_as_if_it_had_not_and_no_token_is
 
 @virtual
 async def test_its_cache_comes_with_it_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("actors.engines.moves.PART_BYTES", 16)
+    monkeypatch.setattr("actors.engines.caches.PART_BYTES", 16)
     caches = []
     async with bench(tmp_path, delay_s=0.001) as cluster:
         for engine in cluster.engines:
@@ -152,13 +154,27 @@ async def test_its_cache_comes_with_it_in_parts(tmp_path, monkeypatch):
         assert isinstance(await cluster.move(), Moved)
         await asked
 
-        links = [engine._departures.link_bytes_s for engine in cluster.engines]
+        links = [engine._caches.link_bytes_s for engine in cluster.engines]
 
     assert sorted(rate > 0 for rate in links) == [False, True]
     assert max(links) == pytest.approx(16 / 0.002, rel=0.2)  # a part for each way there and back
     assert caches[0] is None
     assert caches[1].num_tokens >= 9 + 10 - 1
     assert len(caches[1].data) == 4 * caches[1].num_tokens > 16
+
+
+class LargeCaches(ScriptedEngine):
+    """Of 4 MiB a token."""
+
+    took: ClassVar[list[int]] = []
+
+    def generate(self, work):
+        self.took += [len(work.cache.data)] if work.cache else []
+        return super().generate(work)
+
+    def _cache_of(self, sequence, num_tokens):
+        cache = super()._cache_of(sequence, num_tokens)
+        return cache._replace(shape=(1, 1, num_tokens, 1 << 20), data=memoryview(bytes(cache.data) * (1 << 20)))
 
 
 @virtual
@@ -171,7 +187,7 @@ async def test_a_cache_that_the_target_can_not_use_is_computed_again(tmp_path, m
             async def fetched(*_):
                 return Cache(0, (1, 1, 3, 1), "int32", memoryview(bytes(12)))
 
-            monkeypatch.setattr(engine._departures, "_fetch", fetched)
+            monkeypatch.setattr(engine._caches, "fetch", fetched)
         asked = cluster.ask(REQUEST)
         await cluster.sampled(NUM + 20)
         assert isinstance(await cluster.move(), Moved)
@@ -268,13 +284,13 @@ async def test_one_whose_asker_goes_away_while_it_moves_is_gone_everywhere(tmp_p
         asked.cancel()
         await asyncio.sleep(0.01)
         parked = source._departures._parked["r"]
-        fate, cache = parked.taken.result(), parked.cache
+        fate, kept = parked.taken.result(), dict(source._caches._kept)
         StagedWorker.go_on.set()
         await moving
         await asyncio.sleep(1.0)
 
         assert fate is False
-        assert cache is None
+        assert not kept
         assert cluster.num_sampled < 25
         assert all(not engine._requests.running for engine in cluster.engines)
 
@@ -298,8 +314,27 @@ async def test_the_cache_of_one_whose_asker_goes_away_while_it_is_taken_out_is_n
         asked.cancel()
         await moving
 
-        assert source._departures._parked["r"].cache is None
+        assert not source._caches._kept
         assert all(not engine._requests.running for engine in cluster.engines)
+
+
+@virtual
+async def test_one_that_its_engine_takes_out_too_late_goes_on_where_it_is(tmp_path, monkeypatch):
+    """As where a step lasts longer than the proxy waits."""
+    monkeypatch.setitem(ENGINES, "scripted", f"{__name__}:SlowlyExporting")
+    monkeypatch.setattr("actors.proxy.moves.PREPARE_S", 0.1)
+    async with bench(tmp_path) as cluster:
+        expected = await unmoved(cluster)
+        asked = cluster.ask(REQUEST)
+        await cluster.sampled(80)
+        source = cluster.source
+
+        moved = await cluster.move()
+        completion = await asked
+
+        assert isinstance(moved, NotMoved)
+        assert completion.engine == source
+        assert completion.tokens == expected.tokens
 
 
 @virtual
@@ -379,8 +414,8 @@ async def test_a_take_of_an_earlier_move_gets_nothing(tmp_path):
 
         assert isinstance(late, NotMoved)
         assert isinstance(older, NotMoved)
-        assert isinstance(taken, MovePart)
-        assert isinstance(again, MovePart)
+        assert isinstance(taken, Ack)
+        assert isinstance(again, Ack)
         assert "r" not in engine._requests.running or engine._requests.running["r"].parked.settle(False)
         assert len((await asked).tokens.ids) // 4 == NUM
 
@@ -410,13 +445,13 @@ async def test_the_cache_travels_where_the_link_is_sooner_there_than_a_prefill(
         asked = cluster.ask(REQUEST)
         await cluster.sampled(5)
         source = next(engine for engine in cluster.engines if engine._requests.running)
-        source._departures.link_bytes_s, source._departures._bytes_per_token = link_bytes_s, 4.0
+        source._caches.link_bytes_s, source._departures._bytes_per_token = link_bytes_s, 4.0
         prepared = await source.prepare_move(PrepareMove("r", 1, "engine-9", 0))
-        cache = source._departures._parked["r"].cache
+        kept = list(source._caches._kept)
         source._departures.keep("r", 1)
         await asked
 
-    assert (cache is not None) == with_cache
+    assert kept == ([("r", 1)] if with_cache else [])
     assert ("unknown" if not tokens_s else "prefilling") in prepared.why
 
 
@@ -442,11 +477,38 @@ class WiredCluster(Cluster):
         return ZmqTransport(identity, self.bind or f"ipc://{self.folder}/{identity.name}")
 
 
+async def test_a_cache_that_is_larger_than_a_frame_travels(tmp_path, monkeypatch):
+    """Of a request that moves, and of one that is handed over."""
+    monkeypatch.setitem(ENGINES, "scripted", f"{__name__}:LargeCaches")
+    monkeypatch.setattr(LargeCaches, "took", [])
+    async with asyncio.TaskGroup() as tasks:
+        cluster = WiredCluster(tasks, tmp_path)
+        for i, serves in enumerate(["prefill", "decode", "decode"], 1):
+            slow = ScriptedSection(token_s=0.2, stop_share=0.0)
+            section = WORKER.engine.model_copy(update={"serves": serves, "scripted": slow})
+            await cluster.start(EngineWorker, f"engine-{i}", engine=section)
+        await cluster.start(LLMProxy, "llm_proxy-1")
+        ref = (await cluster.start(Asker, "env_manager-1")).ref("llm_proxy")
+        asked = tasks.create_task(ref.ask(Generate("r", "s", REQUEST.prompt, Sampling(200)), timeout=60.0))
+        running = cluster.actors["llm_proxy-1"]._requests.running
+        await cluster.until(lambda: LargeCaches.took and running["r"].num_tokens > 2)
+        shared = running["r"]
+        target = "engine-2" if shared.engine == "engine-3" else "engine-3"
+        assert isinstance(await ref.ask(Move("r", target), timeout=30.0), Moved)
+        await cluster.until(lambda: len(LargeCaches.took) == 2)
+        await ref.ask(Abort("r"), timeout=30.0)
+        await asked
+        for name in reversed(list(cluster.actors)):
+            await cluster.drain(name)
+
+    assert min(LargeCaches.took) > MAX_BODY_BYTES
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bind", ["", "tcp://127.0.0.1:*"])
 async def test_torch_engines_hand_over_keys_and_values_and_go_on_token_for_token(tmp_path, monkeypatch, bind):
     monkeypatch.setattr(WiredCluster, "bind", bind)
-    monkeypatch.setattr("actors.engines.moves.PART_BYTES", 70_000)  # more than travels within a message's body
+    monkeypatch.setattr("actors.engines.caches.PART_BYTES", 70_000)  # more than travels within a message's body
     folder = write_model(tmp_path / "model")
     section = EngineSection(kind="torch", num_slots=2, max_len=1100, stream_every=1)
     config = EngineWorker.Config(model=ModelSection(path=str(folder), device="cpu"), engine=section)
@@ -465,7 +527,7 @@ async def test_torch_engines_hand_over_keys_and_values_and_go_on_token_for_token
             shared = await running(cluster, moves)
             target = "engine-1" if shared.engine == "engine-2" else "engine-2"
             arrive = cluster.actors[target]._departures.arrive
-            cluster.actors[shared.engine]._departures.link_bytes_s = 0.0  # of a known one its rate would decide
+            cluster.actors[shared.engine]._caches.link_bytes_s = 0.0  # of a known one its rate would decide
 
             async def arrived(work, moved, arrive=arrive):
                 taken.append(await arrive(work, moved))

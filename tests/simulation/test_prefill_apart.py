@@ -7,7 +7,7 @@ import pytest
 from actors.config import ProxySection
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
-from actors.messages.generation import Abort, Aborted, FetchCache, Generate, KeptCache, Sampling, VersionSpan
+from actors.messages.generation import Abort, Aborted, CachePart, FetchCache, Generate, Sampling, VersionSpan
 from actors.messages.moves import NotMoved, PrepareMove
 from actors.proxy.proxy import LLMProxy
 from runtime.actor import handler
@@ -121,7 +121,7 @@ class HoardingWorker(EngineWorker):
     go_on: asyncio.Event
 
     @handler(concurrency=256)
-    async def fetch_cache(self, request: FetchCache) -> KeptCache:
+    async def fetch_cache(self, request: FetchCache) -> CachePart:
         self.asked.set()
         await self.go_on.wait()
         return await super().fetch_cache(request)

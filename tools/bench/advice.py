@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from actors.advice import Row, view_of  # noqa: E402
-from planning.advice import Change, advise, what_if  # noqa: E402
+from planning.advice import SingleChange, advise, what_if  # noqa: E402
 from runtime.launch.children import die_with_parent  # noqa: E402
 
 Settings = dict[str, str | int | float]
@@ -74,7 +74,7 @@ KEYS = {
 }
 
 
-def applied(settings: Settings, change: Change) -> Settings:
+def applied(settings: Settings, change: SingleChange) -> Settings:
     """The job with what was advised."""
     if change.name == "trainer":
         return settings | {"train.scripted.step_s": float(settings["train.scripted.step_s"]) / 2}

@@ -12,7 +12,6 @@ outlasted their pace.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import subprocess
 import sys
@@ -30,11 +29,10 @@ sys.path.insert(0, str(ROOT))
 from actors import catalog  # noqa: E402
 from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
 from actors.training.base_model import make_tokenizer, write_tokenizer  # noqa: E402
-from runtime.errors import LaunchError  # noqa: E402
 from runtime.launch.children import die_with_parent  # noqa: E402
 from runtime.launch.connection import connect  # noqa: E402
-from runtime.launch.folder import running  # noqa: E402
 from runtime.registry import ActorRecord, list_actors  # noqa: E402
+from tools.bench.paced_job import is_up  # noqa: E402
 
 MIXED = {"h800": 1, "h20": 3}
 ALONE = {"h800": 2, "h20": 6}
@@ -129,18 +127,6 @@ def plans(folder: Path) -> list[str]:
     log = folder / "logs" / "llm_proxy-1.jsonl"
     lines = log.read_text().splitlines() if log.exists() else []
     return [json.loads(line)["why"] for line in lines if '"affinity_planned"' in line]
-
-
-async def is_up(folder: Path, launcher: "subprocess.Popen[bytes]") -> None:
-    """Wait for the run. Raises TimeoutError where it ended, or does not come."""
-    async with asyncio.timeout(START_S):
-        while True:
-            await asyncio.sleep(0.2)
-            if launcher.poll() is not None:
-                raise TimeoutError
-            with contextlib.suppress(LaunchError):
-                running(folder)
-                return
 
 
 async def measure(folder: Path, launcher: "subprocess.Popen[bytes]", arm: Arm, seconds: float) -> Measured:

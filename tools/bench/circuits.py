@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from planning.circuits import FabricSnapshot, materialise, plan
 from planning.demand import Demand, Flows, Links, flows, per_link
 from planning.multihop import bottleneck
+from planning.pods import plan_pods
 from planning.switching import PhaseCost, schedule
 from planning.topology import direct, template
 from sim.rfabric.baselines import greedy, matching
-from sim.rfabric.pods import plan_pods
 
 
 def patterns(num: int) -> dict[str, tuple[Demand, ...]]:

@@ -11,7 +11,6 @@ pace.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import subprocess
 import sys
@@ -26,13 +25,11 @@ sys.path.insert(0, str(ROOT))
 
 from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
 from actors.messages.generation import Completion, Generate, Sampling  # noqa: E402
-from runtime.errors import LaunchError  # noqa: E402
 from runtime.guest import Guest, join  # noqa: E402
 from runtime.launch.children import die_with_parent  # noqa: E402
 from runtime.launch.connection import connect  # noqa: E402
-from runtime.launch.folder import running  # noqa: E402
 from runtime.registry import list_actors  # noqa: E402
-from runtime.store.store import Store  # noqa: E402
+from tools.bench.paced_job import all_here, is_up  # noqa: E402
 
 ENGINES = 4
 IN_FLIGHT = 64
@@ -48,7 +45,7 @@ class Phase(NamedTuple):
 
 PHASES = Phase("reading", 176, 6000, 32), Phase("writing", 200, 64, 400)
 AT_ONCE = 4
-START_S, ASK_S, END_S, BEAT_S = 120.0, 240.0, 30.0, 2.0
+ASK_S, END_S, BEAT_S = 240.0, 30.0, 2.0
 
 
 class Measured(NamedTuple):
@@ -91,27 +88,6 @@ def job(num_prefill: int, balance: str) -> dict[str, Any]:
     }
 
 
-async def is_up(folder: Path, launcher: "subprocess.Popen[bytes]") -> None:
-    """Raises TimeoutError where the run ended, or does not come."""
-    async with asyncio.timeout(START_S):
-        while True:
-            await asyncio.sleep(0.2)
-            if launcher.poll() is not None:
-                raise TimeoutError
-            with contextlib.suppress(LaunchError):
-                running(folder)
-                return
-
-
-async def all_here(store: Store) -> None:
-    """Wait for every engine."""
-    async with asyncio.timeout(START_S):
-        while True:
-            if len([actor for actor in await list_actors(store) if actor.role == "engine"]) == ENGINES:
-                return
-            await asyncio.sleep(0.2)
-
-
 async def play(me: Guest) -> dict[str, float]:
     """All requests in order, `IN_FLIGHT` at a time; returns the seconds of each phase."""
     loop = asyncio.get_running_loop()
@@ -141,7 +117,7 @@ async def measure(folder: Path, launcher: "subprocess.Popen[bytes]") -> Measured
     """Play the load on the run in `folder`. Raises TimeoutError where it does not come up."""
     await is_up(folder, launcher)
     async with connect(folder) as run, join(folder) as me:
-        await all_here(run.store)
+        await all_here(run.store, ENGINES)
         phases_s = await play(me)
         await asyncio.sleep(BEAT_S)  # the engines' figures are a beat old
         engines = [actor.metrics for actor in await list_actors(run.store) if actor.role == "engine"]

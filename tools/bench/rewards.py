@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from actors.engines.pace import MOST_OUTLASTED, Pace  # noqa: E402
+from actors.engines.pace import MOST_OUTLASTED, EnginePace  # noqa: E402
 from actors.engines.section import PaceSection  # noqa: E402
 from runtime.launch.children import die_with_parent  # noqa: E402
 from runtime.launch.connection import connect  # noqa: E402
@@ -102,7 +102,7 @@ async def measure(folder: Path, launcher: "subprocess.Popen[bytes]", steps: int)
             watching.cancel()
         await asyncio.sleep(TOLD_S)
         last = Seen(await list_actors(run.store))
-    swap_s = Pace(PaceSection.model_validate(PACE)).swap_s()
+    swap_s = EnginePace(PaceSection.model_validate(PACE)).swap_s()
     rollouts = [row["time/wait_for_batch"] - swap_s for row in _rows(folder)[1 : 1 + steps]]
     wall_s = SLOTS * sum(rollouts)
     freed_s = last.freed_s - first.freed_s - SLOTS * steps * swap_s

@@ -3,8 +3,8 @@
 from planning.routing import EngineView, RequestView, capacity, choose, goes_first
 
 
-def engine(name, in_flight=0, *, num_slots=8, version=0, suspended=False, held=False):
-    return EngineView(name, version, num_slots, in_flight, suspended, held)
+def engine(name, in_flight=0, *, num_slots=8, version=0, suspended=False, held=False, asleep=False):
+    return EngineView(name, version, num_slots, in_flight, suspended, held, asleep)
 
 
 def test_the_least_loaded_engine_is_chosen():
@@ -34,6 +34,16 @@ def test_an_overloaded_engine_loses_its_session():
 def test_a_session_whose_engine_is_gone_or_suspended_goes_elsewhere():
     assert choose(RequestView("s"), [engine("b")], "a") == ("b", "session's engine is gone")
     assert choose(RequestView("s"), [engine("a", suspended=True), engine("b", 5)], "a").engine == "b"
+
+
+def test_one_that_is_asleep_gets_nothing_unless_all_are():
+    sleeper = engine("a", asleep=True)
+
+    assert choose(RequestView("s"), [sleeper, engine("b", 5)], "a") == ("b", "session's engine is gone")
+    assert choose(RequestView("s"), [sleeper, engine("b", 9)]) == (None, "no room")
+    assert choose(RequestView("s"), [sleeper, engine("b", 1, asleep=True)], "b") == ("b", "sticky")
+    held = engine("b", held=True, version=2)
+    assert choose(RequestView("s", 2, exact=True), [engine("a"), held._replace(asleep=True)]).engine == "b"
 
 
 def test_engines_that_hold_the_version_come_first():

@@ -117,7 +117,8 @@ async def test_what_was_started_is_ended_with_all_that_came_from_it(tmp_path, mo
     assert len(played.rows) == 3
     try:
         child = psutil.Process(int((tmp_path / "child").read_text()))
-        assert child.status() == psutil.STATUS_ZOMBIE or child.wait(timeout=10) is None
+        if child.status() != psutil.STATUS_ZOMBIE:
+            child.wait(timeout=10)  # raises where it lives on; what it ended with depends on who reaps it
     except psutil.NoSuchProcess:
         pass
 

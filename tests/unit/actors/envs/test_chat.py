@@ -138,3 +138,10 @@ def test_a_damaged_file_of_a_model_is_named(name, content, sentence, tmp_path, w
 
     with pytest.raises(ValueError, match=f"{name} {sentence}"):
         ChatRenderer(folder)
+
+
+def test_a_renderer_that_keeps_nothing_renders_the_same(model_folder):
+    keeps, forgets = ChatRenderer(model_folder), ChatRenderer(model_folder, cached=0)
+
+    assert forgets.opening("one") == keeps.opening("one")
+    assert (forgets._opening.cache_info().currsize, keeps._opening.cache_info().currsize) == (0, 1)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from actors.messages.engines import EngineState
 from actors.proxy.affinity import PATIENCE_S
 from planning.step_cost import StepCost, StepSums
 
@@ -85,6 +86,20 @@ def test_without_an_engine_of_its_class_a_task_goes_elsewhere_and_that_is_said_o
         near = await stage.joins("engine-1", "h800", num_slots=8)
         await stage.ask("r3", task="read")
         assert near.asked == ["r3"]
+
+    scene(ended(play), affinity=MAP)
+
+
+def test_a_class_that_sleeps_is_as_one_that_is_not_there(scene):
+    async def play(stage):
+        near, far = await two_classes(stage, num_slots=8)
+        await stage.proxy.engine_state(EngineState("engine-1", 0, False, asleep=True))
+        await stage.ask("r0", task="read")
+        await stage.proxy.engine_state(EngineState("engine-1", 0, False, asleep=False))
+        await stage.ask("r1", task="read")
+
+        assert (near.asked, far.asked) == (["r1"], ["r0"])
+        assert stage.context.notices == ["affinity: requests of task read go to h20 for now: no engine of h800 is up"]
 
     scene(ended(play), affinity=MAP)
 

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
+from actors.messages.engines import EngineState
 from actors.messages.fabric import PhaseIntent
-from actors.messages.generation import Abort, Aborted, EngineHolds, Generate, Resume, Suspend, VersionSpan
+from actors.messages.generation import Abort, Aborted, Generate, Resume, Suspend, VersionSpan
 from bus.errors import Failed
 
 
@@ -383,7 +384,7 @@ def test_the_fabric_hears_of_each_version_once_with_the_traffic_since(scene):
 def test_a_held_engine_goes_on_with_what_it_may_serve_and_evaluations_go_first(scene):
     async def play(stage):
         engine = await stage.joins("engine-1", num_slots=1, version=1)
-        await stage.proxy.engine_holds(EngineHolds("engine-1", 1, True))
+        await stage.proxy.engine_state(EngineState("engine-1", 1, True))
         newer = [await stage.ask(f"new{i}", min_version=2) for i in range(3)]
         older = await stage.ask("old", min_version=1)
         running, waiting = [await stage.ask(f"more{i}", min_version=1) for i in range(2)]
@@ -398,7 +399,7 @@ def test_a_held_engine_goes_on_with_what_it_may_serve_and_evaluations_go_first(s
             await stage.settle()
         assert engine.asked == ["old", "more0", "exact", "more1"]
 
-        await stage.proxy.engine_holds(EngineHolds("engine-1", 2, False))
+        await stage.proxy.engine_state(EngineState("engine-1", 2, False))
         await stage.settle()
         assert engine.asked[4:] == ["new0", "new1"]
         await asyncio.gather(older, running, waiting, exact)
@@ -412,11 +413,11 @@ def test_an_exact_request_ends_at_once_where_nobody_holds_its_version_any_more(s
     async def play(stage):
         engine = await stage.joins("engine-1", num_slots=1, version=1)
         early = await stage.ask("early", min_version=1, exact=True)
-        await stage.proxy.engine_holds(EngineHolds("engine-1", 1, True))
+        await stage.proxy.engine_state(EngineState("engine-1", 1, True))
         asking = [await stage.ask(f"r{i}", min_version=1, exact=True) for i in range(3)]
         assert engine.asked == ["r0", "r1"]
 
-        await stage.proxy.engine_holds(EngineHolds("engine-1", 2, False))
+        await stage.proxy.engine_state(EngineState("engine-1", 2, False))
 
         assert [(await task).reason for task in (early, asking[2])] == ["no engine holds version 1 any more"] * 2
         for task in asking[:2]:
@@ -428,7 +429,7 @@ def test_an_exact_request_ends_at_once_where_nobody_holds_its_version_any_more(s
 def test_an_exact_request_whose_engine_died_does_not_go_on_under_other_weights(scene):
     async def play(stage):
         await stage.joins("engine-1", version=1)
-        await stage.proxy.engine_holds(EngineHolds("engine-1", 1, True))
+        await stage.proxy.engine_state(EngineState("engine-1", 1, True))
         asking = await stage.ask("r", min_version=1, exact=True)
         await stage.joins("engine-2", version=2)
 

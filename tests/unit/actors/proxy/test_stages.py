@@ -55,3 +55,17 @@ async def test_where_an_evaluation_holds_all_engines_of_a_stage_the_others_serve
 
     assert {view.name for view in stages.usable(request(min_version=0), views)} == {"engine-1", "engine-2"}
     assert {view.name for view in stages.usable(request(min_version=1), views)} == set(views)
+
+
+@virtual
+async def test_where_all_engines_of_a_stage_sleep_the_others_serve_it(stages):
+    views = {name: EngineView(name, 0, 4, 0) for name in ("engine-1", "engine-2", "engine-3")}
+    stages.see(EngineView("engine-1", 0, 4, 0, asleep=True))
+    assert {view.name for view in stages.usable(request(), views)} == {"engine-1", "engine-2"}
+    assert stages.hands_over(request(), "engine-2")
+
+    stages.see(EngineView("engine-2", 0, 4, 0, asleep=True))
+    stages.see(EngineView("engine-3", 0, 4, 0, asleep=True))
+
+    assert {view.name for view in stages.usable(request(), views)} == set(views)
+    assert not stages.hands_over(request(), "engine-2")

@@ -47,6 +47,22 @@ def test_what_can_not_work_is_one_sentence(tmp_path, pools, sections, said):
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(("empty", "others"), [("prefill", ["decode"]), ("decode", ["prefill"])])
+def test_a_stage_whose_engines_are_none_is_one_sentence(tmp_path, empty, others):
+    path = write(tmp_path, [empty, *others])
+    job = yaml.safe_load(path.read_text())
+    job["actors"]["engine"]["pools"][empty]["count"] = 0
+    path.write_text(yaml.safe_dump(job))
+    with pytest.raises(
+        ConfigError, match=f"pool {empty} has count 0, so no engine is there to {empty}: raise its count"
+    ):
+        load(path)
+
+    job["actors"]["engine"]["pools"]["all"] = {"set": {"engine.serves": "both"}}
+    path.write_text(yaml.safe_dump(job))
+    load(path)
+
+
 def test_pools_that_say_nothing_serve_what_the_section_says(tmp_path):
     path = write(tmp_path, ["prefill"], engine={"kind": "scripted", "serves": "prefill"})
     job = yaml.safe_load(path.read_text())

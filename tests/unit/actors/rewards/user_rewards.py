@@ -1,6 +1,7 @@
 """Reward functions as users write them."""
 
 import sys
+import time
 
 
 def lengths(completions, **columns):
@@ -44,3 +45,8 @@ def scalar(completions, **columns):
 
 def strict(completions, row, task):
     return [float(number) for number in row]
+
+
+def slow(completions, seconds, worth, **columns):
+    time.sleep(sum(seconds))  # noqa: TID251
+    return [float(number) for number in worth]

@@ -7,7 +7,7 @@ import pytest
 
 from actors.config import ModelSection
 from actors.engines.engine import EngineError, Work
-from actors.engines.pace import Pace
+from actors.engines.pace import EnginePace
 from actors.engines.scheduler import Row
 from actors.engines.section import EngineSection, PaceSection
 from actors.messages.generation import Sampling
@@ -166,6 +166,16 @@ async def test_sleep_and_wake_last_what_weights_and_caches_take_to_host_memory(t
 
 
 @virtual
+async def test_new_weights_come_to_one_that_sleeps_as_it_wakes(tmp_path):
+    engine, model = await started(tmp_path), roofline()
+    await engine.sleep(2)
+
+    assert await takes(engine.update(1, weights_image(write_model(tmp_path / "model")))) == 0.0
+    assert await takes(engine.wake()) == pytest.approx(model.sleep_s(0))
+    assert engine.load().version == 1
+
+
+@virtual
 async def test_another_degree_lasts_what_its_change_takes_and_then_as_that_many_gpus(tmp_path):
     engine, model, four = await started(tmp_path), roofline(), roofline(degree=4)
 
@@ -223,7 +233,7 @@ async def test_a_load_takes_what_rlsims_engine_says_of_it(tmp_path):
 
 
 def test_what_lies_between_two_steps_belongs_to_the_later_one():
-    pace = Pace(PaceSection(**H20))
+    pace = EnginePace(PaceSection(**H20))
 
     assert pace.due(2.0, began=10.0, now=10.5) == 12.0
     assert pace.due(2.0, began=12.3, now=13.0) == 14.0
@@ -234,7 +244,7 @@ def test_what_lies_between_two_steps_belongs_to_the_later_one():
 
 
 def test_a_step_that_outlasts_its_pace_is_counted_and_what_follows_begins_at_its_end():
-    pace = Pace(PaceSection(**H20))
+    pace = EnginePace(PaceSection(**H20))
 
     assert pace.due(2.0, began=10.0, now=15.0) == 15.0
     assert pace.due(2.0, began=15.0, now=15.1) == 17.0
@@ -243,7 +253,7 @@ def test_a_step_that_outlasts_its_pace_is_counted_and_what_follows_begins_at_its
 
 
 def test_a_mixed_step_is_its_prefills_and_one_batch_of_decodes():
-    pace, model = Pace(PaceSection(**H20, scale=2.0)), roofline()
+    pace, model = EnginePace(PaceSection(**H20, scale=2.0)), roofline()
     rows = [Row(None, 0, 300), Row(None, 300, 600), Row(None, 40, 41), Row(None, 60, 61)]
 
     expected = model.prefill_s(300) + model.prefill_s(300, 300) + model.step_s(2, 100)
@@ -251,7 +261,7 @@ def test_a_mixed_step_is_its_prefills_and_one_batch_of_decodes():
 
 
 def test_kv_goes_over_the_nics_and_weights_come_from_host_memory():
-    pace, spec = Pace(PaceSection(**H20, degree=2)), PaceSection(**H20).spec()
+    pace, spec = EnginePace(PaceSection(**H20, degree=2)), PaceSection(**H20).spec()
 
     assert pace.kv_move_s(1000) == pytest.approx(1000 * spec.model.kv_bytes_per_token / (2 * 48.5e9))
     assert pace.swap_s() == pytest.approx(spec.model.weight_bytes / 2 / (14.19 * 2**30 / 0.9))

@@ -1,6 +1,8 @@
 """Trainer and engines compared again and again: what an engine that keeps its old weights, or gives other log-probs, comes to."""
 
+import asyncio
 import json
+from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from actors.messages.samples import PolicyState
 from actors.training import trainer as training
 from actors.training.agreement import FULL_ROWS, PROMPT_TOKENS, Agreement, CheckSection
 from actors.training.engine import TrainError
+from actors.training.permit import TurnGivenUp
 from bus.errors import NotSent
 from bus.message import pack_f32, pack_i32, unpack_i32
 from runtime.actor import Actor
@@ -56,16 +59,38 @@ class Engines:
         return Completion(request.request_id, tokens, "length", name)
 
 
+class Turns:
+    """Stands for the trainer's permit of a pool that is shared."""
+
+    def __init__(self, *, leaves=False):
+        self.leaves, self.is_held = leaves, False
+
+    def waiting(self, leaving):
+        return nullcontext()
+
+    @asynccontextmanager
+    async def turn(self, engine, leaving):
+        if self.leaves:
+            raise TurnGivenUp("it is being saved")
+        self.is_held = True
+        yield
+        self.is_held = False
+
+
 @pytest.fixture
 def compared(on_stage, tmp_path):
     """`compared(engines, [(step, version that the trainer holds), …])`: whether each comparison took place, and the notices."""
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
 
-    def run(engines, steps, **rollout):
-        found, failed = [], []
+    def run(engines, steps, turns=None, **rollout):
+        found, failed, turns = [], [], turns or Turns()
+
+        async def ask(request):
+            assert not turns.is_held, "the pool is kept from others while the engines wait for their turn"
+            return await engines(request)
 
         async def main(context):
-            context.actors["llm_proxy"] = engines
+            context.actors["llm_proxy"] = ask
             config = SimpleNamespace(
                 check=SECTION,
                 model=ModelSection(path=str(tmp_path)),
@@ -75,7 +100,7 @@ def compared(on_stage, tmp_path):
             agreement = Agreement(Trainer(config, context))
             try:
                 for step, version in steps:
-                    found.append(await agreement.check(step, Training(version)))
+                    found.append(await agreement.check(step, Training(version), turns, asyncio.Event()))
             except TrainError as error:
                 failed.append(error)
             found.extend(context.notices)
@@ -143,6 +168,13 @@ def test_engines_that_are_busy_or_away_are_told_of_and_training_goes_on(compared
     assert compared(busy, [(7, 7)]) == [
         False,
         "trainer and engines were not compared after step 7: llm_proxy has no room",
+    ]
+
+
+def test_a_trainer_that_leaves_before_its_turn_is_told_and_goes_on_to_the_row_of_its_step(compared):
+    assert compared(Engines(), [(7, 7)], Turns(leaves=True)) == [
+        False,
+        "trainer and engines were not compared after step 7: it is being saved",
     ]
 
 

@@ -116,6 +116,34 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(engine, traj
     assert bytes(image_of(resumed)) == bytes(image_of(subject))
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_engine_that_slept_between_two_steps_trains_as_if_it_had_not(model_folder, trajectory, tmp_path, device):
+    subjects = []
+    for _ in range(2):
+        section = ModelSection(path=str(model_folder), device=device, dtype="bfloat16")
+        subjects.append(TorchTrainEngine(section, TrainSection(lr=5e-3, minibatches=1), steps=10, seed=1))
+        subjects[-1].load(model_folder, None)
+    awake, sleeper = subjects
+    for step in (1, 2):
+        batch = [group_of(awake, trajectory, step - 1)]
+        awake.train(step, batch)
+
+        sleeper.wake()
+        sleeper.train(step, batch)
+        sleeper.sleep()
+        sleeper.sleep()
+
+    assert all(not tensor.is_cuda for tensor in sleeper._state().values())
+    assert all(not value.is_cuda for state in sleeper._optimizer.state.values() for value in state.values())
+    assert bytes(image_of(sleeper)) == bytes(image_of(awake))
+    for subject, folder in ((awake, "a"), (sleeper, "b")):
+        subject.snapshot(epoch=1)(tmp_path / folder)
+    assert (tmp_path / "a" / "optimizer.state").read_bytes() == (tmp_path / "b" / "optimizer.state").read_bytes()
+
+
 def saved_weights(subject, folder):
     """All weights of a checkpoint by name."""
     from safetensors.torch import load_file

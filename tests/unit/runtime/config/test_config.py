@@ -142,7 +142,7 @@ def test_a_dump_holds_every_default_and_loads_as_the_same(write, tmp_path):
 
     data = yaml.safe_load(config.dump())
     assert data["staleness"]["alpha"] == 1
-    assert data["state"] == {"url": "", "durability": "everysec"}
+    assert data["state"] == {"url": "", "durability": "everysec", "shared": False}
     assert load(tmp_path / "config.yaml").dump() == config.dump()
 
 

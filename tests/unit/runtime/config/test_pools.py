@@ -86,7 +86,7 @@ DECODE = "actors.engine.pools.decode"
         (f"{DECODE}.set.engine.kind.x=1", f"{DECODE}.set: engine.kind.x can't be set: engine.kind is the value 'scripted'."),
         (
             f"{DECODE}.set.rollout.max_turns=4",
-            f"{DECODE}.set: rollout.max_turns has no effect there: engine reads model, engine, weights.",
+            f"{DECODE}.set: rollout.max_turns has no effect there: engine reads model, engine, weights, cluster.",
         ),
         (f"{ENGINE}.count=2", f"{ENGINE}: count=2 and pools both say how many. Leave count out, and set that of each pool."),
         (f"{ENGINE}.pools.a b.count=1", f"{ENGINE}: a b can't be a pool's name: use letters, digits, - and _."),

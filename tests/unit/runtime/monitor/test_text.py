@@ -79,6 +79,29 @@ def test_pools_stand_beside_their_actors_and_in_a_line_of_their_own(make_record)
     assert "pools" not in once(snapshot("r", [make_record("llm_proxy-1")], [], {}), [])
 
 
+def test_engines_are_told_by_degree_with_what_was_changed_and_forecast_against_fact(make_record):
+    degrees = {1: (2.0, 0.0), 2: (1.0, 1.0), **dict.fromkeys(range(3, 9), (1.0, 0.0))}
+    engines = [
+        make_record(f"engine-{n}", engine__degree=degree, engine__asleep=asleep)
+        for n, (degree, asleep) in degrees.items()
+    ]
+    counted = {"switches": 3.0, "moves": 12.0, "circuits": 2.0, "electrical": 1.0, "remaining_s": 9.44}
+    figures = {**counted, "forecast_s": 11.2, "took_s": 11.94}
+    orchestrator = make_record("orchestrator-1", **{f"orchestrator__{name}": each for name, each in figures.items()})
+    unsure = make_record("orchestrator-1", orchestrator__moves=1.0)
+
+    shown = snapshot("r", [*engines, orchestrator], [], {})
+
+    shapes = "degree 2: engine-1; degree 1: engine-3, engine-4, engine-5, engine-6 and 2 more; asleep: engine-2"
+    changes = "switches 3, moves 12, circuits lit 2, electrical 1, left s 9.4"
+    told = f"{shapes}; {changes}, the last load 11.9 s of 11.2 s forecast"
+    assert f"engines {told}" in " ".join(once(shown, []).split())
+    assert f"engines {told}" in flow_page(shown).splitlines()
+    assert "degree 1: engine-3; moves 1" in once(snapshot("r", [engines[2], unsure], [], {}), [])
+    assert "asleep: engine-2" in once(snapshot("r", [engines[1]], [], {}), [])
+    assert "engines " not in once(snapshot("r", engines[2:], [], {}), [])
+
+
 def test_the_share_that_was_trained_is_told_by_length(make_record):
     figures = {
         "length/16/ended": 2048.0,

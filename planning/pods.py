@@ -1,4 +1,4 @@
-"""Plans a phase on the two optical layers of RFabric: circuits between the racks of a pod, and between racks of different pods. Pure, like planning."""
+"""Plans a phase on the two optical layers of RFabric: circuits between the racks of a pod, and between racks of different pods."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

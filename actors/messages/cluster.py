@@ -1,0 +1,63 @@
+"""Jobs of a cluster: what a user asks of its scheduler. Every request carries the cluster's token."""
+
+from typing import ClassVar
+
+from bus.message import Message, Request
+
+
+class JobNeeds(Message, frozen=True):
+    """What a job takes of the cluster, as far as its config says. Seconds and bytes; 0 where it doesn't."""
+
+    rollout_gpus: int
+    train_gpus: int
+    rollout_bytes: float
+    """Of host memory, for what its engines leave there while others generate."""
+    train_bytes: float
+    """The same for its trainer."""
+    rollout_s: float
+    """One rollout with every response at max_tokens."""
+    train_s: float
+    """The step after it."""
+
+
+class JobAccepted(Message, frozen=True):
+    """It is on record: nothing that ends from here on loses it. `why` says where it goes, or what it waits for."""
+
+    why: str
+
+
+class JobRefused(Message, frozen=True):
+    """Nothing was changed; `why` is one sentence."""
+
+    why: str
+
+
+class SubmitJob(Request[JobAccepted | JobRefused], frozen=True):
+    """Run this job, now or when there is room. Asked again with the same `id` it is the same submission."""
+
+    idempotent: ClassVar[bool] = True
+    token: str
+    id: str
+    name: str
+    config: str
+    """Resolved, as YAML."""
+    cwd: str
+    """Where its relative paths start."""
+    slo: float
+    """Its time may be so many times its time alone; 0 takes the cluster's."""
+    needs: JobNeeds
+
+
+class CancelJob(Request[JobAccepted | JobRefused], frozen=True):
+    """Drain and save the job, if it runs, and do not start it again. Answered once that is on record."""
+
+    idempotent: ClassVar[bool] = True
+    token: str
+    name: str
+
+
+class StopJobs(Request[JobAccepted | JobRefused], frozen=True):
+    """Drain and save all that run, and start nothing more; answered when they have ended. The cluster's next start goes on with them."""
+
+    idempotent: ClassVar[bool] = True
+    token: str

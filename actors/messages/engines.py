@@ -1,0 +1,59 @@
+"""What an engine is told to be: asleep or awake, and on how many GPUs. Its requests keep their place and tokens in all of it.
+
+What an engine can't do (actors/engines/engine.py: `sleep`, `reconfigure`) fails the ask with a sentence and changes nothing.
+"""
+
+from typing import ClassVar
+
+from bus.message import Ack, Message, Request
+
+
+class EngineChanged(Message, frozen=True):
+    """It was carried out, in `seconds`, and the proxies know; 0 where `engine` was that way already."""
+
+    engine: str
+    seconds: float
+    degree: int
+    """GPUs that share each layer."""
+    asleep: bool
+
+
+class SleepEngine(Request[EngineChanged], frozen=True):
+    """Weights and KV cache to host memory (`level` 1), or the weights alone (2); the device's is free, and nothing is computed until WakeEngine.
+
+    The proxies give it no new request while another engine is awake.
+    """
+
+    idempotent: ClassVar[bool] = True
+    level: int = 1
+    epoch: int = 0
+    """As that of Reconfigure; 0: of nobody who could be replaced."""
+
+
+class WakeEngine(Request[EngineChanged], frozen=True):
+    """Weights and KV cache back to the device; requests go on."""
+
+    idempotent: ClassVar[bool] = True
+    epoch: int = 0
+    """As that of SleepEngine. Where the job shares its pool: of the permit under which it may compute, and refused for any but the one that
+    holds now."""
+
+
+class Reconfigure(Request[EngineChanged], frozen=True):
+    """Let `degree` GPUs share each layer. Refused where one of a later `epoch` was carried out: it is an order of before."""
+
+    idempotent: ClassVar[bool] = True
+    degree: int
+    epoch: int
+
+
+class EngineState(Request[Ack], frozen=True):
+    """Engine → proxies: what decides which requests it gets is now this."""
+
+    idempotent: ClassVar[bool] = True
+    engine: str
+    version: int
+    held: bool
+    """It stays on `version` for an evaluation."""
+    asleep: bool = False
+    degree: int = 1

@@ -1,0 +1,72 @@
+"""A switch of parallelism agrees with the optical fabric first: its traffic gets circuits, or is known to go without."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+from actors.messages.fabric import AskCircuits, AwaitCircuits, CircuitsPromised, NoCircuits, ReleaseCircuits
+from bus.errors import AskFailed
+from planning.demand import Demand
+from runtime.actor import Actor
+
+CONTROLLER = "fabric_controller"
+
+MOST_WAIT_S = 1.0
+"""For circuits: a switch that waits longer loses more than they gain."""
+
+ANSWER_S = 2.0
+"""Of the controller, beyond what was promised. One that is gone or stands still costs a switch no more."""
+
+
+class SwitchCircuits:
+    """Of one orchestrator. Each ask has an epoch of its own, above those of every orchestrator before."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self._num = 0
+
+    @asynccontextmanager
+    async def lit(self, switch: str, traffic: Sequence[Demand]) -> AsyncGenerator[None]:
+        """The block runs once circuits for `traffic` (bytes between actors) are lit, or it is clear that the electrical path carries it.
+
+        `switch` names it where somebody asks what it waits for. They are given back afterwards.
+        """
+        epoch = await self._agree(switch, tuple(traffic)) if traffic and self._actor.peers(CONTROLLER) else 0
+        try:
+            yield
+        finally:
+            if epoch:
+                await self._release(epoch)
+
+    async def _agree(self, switch: str, traffic: tuple[Demand, ...]) -> int:
+        """The epoch of circuits that are lit; 0 where there are none."""
+        self._num += 1
+        epoch = (self._actor.incarnation << 24) + self._num
+        controller = self._actor.ref(CONTROLLER)
+        try:
+            promised = await controller.ask(AskCircuits(epoch, traffic, MOST_WAIT_S), timeout=ANSWER_S, retry=False)
+            if isinstance(promised, CircuitsPromised):
+                detail = f"{switch} waits for circuits, ready in {1e3 * promised.ready_in_s:.0f} ms"
+                with self._actor.waits.on("circuits", holder=CONTROLLER, detail=detail):
+                    async with asyncio.timeout(promised.ready_in_s + ANSWER_S):
+                        lit = await controller.ask(AwaitCircuits(epoch), timeout=MOST_WAIT_S + ANSWER_S, retry=False)
+                why_not = lit.why if isinstance(lit, NoCircuits) else ""
+            else:
+                why_not = promised.why
+        except (AskFailed, TimeoutError) as error:
+            why_not = str(error) or f"{CONTROLLER} did not light them in time"
+            await self._release(epoch)
+        except asyncio.CancelledError:
+            await self._release(epoch)
+            raise
+        circuits = "electrical path" if why_not else "lit"
+        self._actor.log.info("switch_agreed", switch=switch, epoch=epoch, circuits=circuits, why=why_not)
+        self._actor.metrics.count("orchestrator/electrical" if why_not else "orchestrator/circuits")
+        return 0 if why_not else epoch
+
+    async def _release(self, epoch: int) -> None:
+        """Where the controller can't be told, the next phase brings its own circuits."""
+        try:
+            await self._actor.ref(CONTROLLER).tell(ReleaseCircuits(epoch))
+        except AskFailed as error:
+            self._actor.log.info("circuits_not_released", epoch=epoch, error=str(error))

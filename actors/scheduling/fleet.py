@@ -1,0 +1,111 @@
+"""Engines as planners see them: which have GPUs of one server between them, what they run, and how fast they are at each degree."""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from actors import catalog
+from actors.messages.generation import Modelled
+from actors.messages.orchestration import EngineSeen, RequestSeen
+from planning.demand import Demand
+from planning.makespan import Instance, Load
+from planning.roofline import EngineSpec, Roofline
+
+
+class Server(NamedTuple):
+    """Engines that share GPUs by sleeping and waking: those of one host, pool and hardware. Each was started with `gpus` of them."""
+
+    name: str
+    modelled: Modelled
+    engines: tuple[EngineSeen, ...]
+
+    @property
+    def gpus(self) -> int:
+        return self.modelled.degree * len(self.engines)
+
+    @property
+    def adds_up(self) -> bool:
+        """The engines that are awake have all GPUs, and none twice."""
+        return sum(each.degree for each in self.engines if not each.asleep) == self.gpus
+
+
+def servers(engines: Iterable[EngineSeen], place_of: Callable[[str], str]) -> list[Server]:
+    """`place_of` names an engine's host and pool. Engines whose hardware nobody says are left out."""
+    found: dict[tuple[str, Modelled], list[EngineSeen]] = defaultdict(list)
+    for each in engines:
+        if each.modelled is not None:
+            found[place_of(each.name), each.modelled].append(each)
+    return [
+        Server(place, modelled, tuple(sorted(group, key=lambda each: each.name)))
+        for (place, modelled), group in sorted(found.items())
+    ]
+
+
+class Speeds:
+    """Rooflines, made once each."""
+
+    def __init__(self, degrees: Sequence[int]) -> None:
+        """`degrees` are those that engines may have; empty: every power of two."""
+        self._degrees = degrees
+        self._known: dict[tuple[str, str, int, int], Roofline | None] = {}
+
+    def of(self, server: Server) -> dict[int, Roofline]:
+        """By degree: those that its engines have, and may have."""
+        allowed = self._degrees or [1 << power for power in range(server.gpus.bit_length())]
+        base, most = server.modelled.degree, server.gpus
+        may = [each for each in allowed if each <= most and each % base == 0 and most % each == 0]
+        slots = min(each.num_slots for each in server.engines)
+        has = {each.degree for each in server.engines}
+        found = {degree: self._roofline(server.modelled, degree, slots) for degree in sorted({*may, *has})}
+        return {degree: roofline for degree, roofline in found.items() if roofline is not None}
+
+    def _roofline(self, modelled: Modelled, degree: int, num_slots: int) -> Roofline | None:
+        """None where the model does not fit."""
+        key = (modelled.hardware, modelled.model, degree, num_slots)
+        if key not in self._known:
+            gpu, model = catalog.hardware(modelled.hardware), catalog.model(modelled.model)
+            fits = model.heads % degree == 0 and degree <= gpu.gpus_per_server
+            try:
+                spec = EngineSpec(gpu=gpu, model=model, tp=degree, num_slots=num_slots) if fits else None
+            except ValidationError:
+                spec = None
+            self._known[key] = None if spec is None else Roofline(spec)
+        return self._known[key]
+
+
+def instances(
+    servers: Iterable[Server],
+    requests: Iterable[RequestSeen],
+    remaining: Callable[[RequestSeen], float],
+    settling: Collection[str] = (),
+) -> list[Instance]:
+    """Engines that are awake and take requests, with theirs; those named in `settling` changed a moment ago."""
+    loads: Mapping[str, list[Load]] = defaultdict(list)
+    for each in requests:
+        if each.engine:
+            loads[each.engine].append(load(each, remaining(each)))
+    return [
+        Instance(each.name, each.degree, tuple(loads[each.name]), server.name, each.name not in settling)
+        for server in servers
+        for each in server.engines
+        if each.takes and not each.asleep
+    ]
+
+
+def load(request: RequestSeen, left: float) -> Load:
+    """One that has tokens has the cache of all but the last of them."""
+    context = request.shown + request.sampled
+    return Load(request.request_id, context, left, context - 1 if request.sampled else 0)
+
+
+def cache_traffic(server: Server, requests: Iterable[RequestSeen], to: Mapping[str, str]) -> tuple[Demand, ...]:
+    """Bytes of KV cache between engines, where requests change engines as `to` (by request id) says."""
+    per_token = catalog.model(server.modelled.model).kv_bytes_per_token
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    for each in requests:
+        target = to.get(each.request_id, each.engine)
+        if each.engine and target != each.engine:
+            found[each.engine, target] += (each.shown + each.sampled) * per_token
+    return tuple((*pair, size_bytes) for pair, size_bytes in sorted(found.items()))

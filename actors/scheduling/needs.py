@@ -1,0 +1,80 @@
+"""What a job takes of a cluster, as its config says: GPUs, host memory, and a step with every response at max_tokens."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from actors import catalog
+from actors.messages.cluster import JobNeeds
+from actors.model_folder import num_parameters
+from planning.roofline import Roofline
+from runtime.config import ActorSpec, Config
+
+ENGINE, TRAINER = "engine", "trainer"
+"""Roles that compute on the rollout pool and on the training pool."""
+
+TRAIN_BYTES = {"float32": 18, "bfloat16": 8}
+"""Per parameter: weights, summed gradients and AdamW's states, by `train.master_dtype`."""
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def needs_of(job: Config) -> JobNeeds:
+    """Of a job that may run anywhere: `job` has both roles."""
+    engines, params = job.actors[ENGINE], _parameters(job)
+    trains = job.section("train").master_dtype if job.has("train") else "float32"
+    dtype = job.section("model").dtype if job.has("model") else "float32"
+    return JobNeeds(
+        rollout_gpus=_gpus(engines), train_gpus=_gpus(job.actors[TRAINER]),
+        rollout_bytes=float(params * WEIGHT_BYTES[dtype] * engines.count), train_bytes=float(params * TRAIN_BYTES[trains]),
+        rollout_s=_rollout_s(job, engines.count), train_s=_train_s(job),
+    )  # fmt: skip
+
+
+def _gpus(spec: ActorSpec) -> int:
+    return sum(pool.count * pool.gpus for pool in spec.pools.values()) or spec.count
+
+
+def _parameters(job: Config) -> int:
+    """Of the model whose times count, or of the one that is computed; 0 where it is made only when the job begins."""
+    pace: Any = job.section("engine").pace if job.has("engine") else None
+    if pace is not None:
+        return catalog.model(pace.model).params
+    return num_parameters(Path(job.model_path)) if job.model_path else 0
+
+
+def _rollout_s(job: Config, engines: int) -> float:
+    """Every response at max_tokens, in as many waves as there are slots; 0 where an engine's time is not known beforehand."""
+    if not (job.has("engine") and job.has("rollout") and job.has("train")):
+        return 0.0
+    engine, train = job.section("engine"), job.section("train")
+    tokens = max(_tokens(job))
+    num = train.batch_groups * train.group_size
+    slots = min(num, engine.num_slots * max(1, engines))
+    step_s = _step_s(engine, math.ceil(slots / max(1, engines)), tokens)
+    return math.ceil(num / slots) * tokens * step_s
+
+
+def _tokens(job: Config) -> list[int]:
+    """Most of one trajectory, for each task."""
+    rollout = job.section("rollout")
+    tasks: dict[str, Any] = dict(job.section("tasks")) if job.has("tasks") else {}
+    return [
+        min(
+            (getattr(each, "max_turns", None) or rollout.max_turns)
+            * (getattr(each, "max_new_tokens", None) or rollout.max_new_tokens),
+            rollout.max_len,
+        )
+        for each in (tasks.values() or [rollout])
+    ]
+
+
+def _step_s(engine: Any, batch: int, tokens: int) -> float:
+    """One token for each of `batch` requests."""
+    if engine.pace is not None:
+        return engine.pace.scale * Roofline(engine.pace.spec()).step_s(batch, batch * tokens / 2)
+    return engine.scripted.token_s if engine.kind == "scripted" else 0.0
+
+
+def _train_s(job: Config) -> float:
+    train = job.section("train") if job.has("train") else None
+    return train.scripted.step_s if train is not None and train.kind == "scripted" else 0.0

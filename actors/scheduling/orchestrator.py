@@ -1,0 +1,241 @@
+"""Orchestrator: moves requests off engines that would be last, and merges and splits engines as the load changes. It only carries out plans.
+
+It keeps nothing that counts: who runs where and which engine sleeps is read from proxies at every look, so that one which was killed in the
+middle of anything is followed by one that goes on from what there is. Orders bear its incarnation, and proxies and engines refuse those of
+an earlier one.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from actors.messages.orchestration import RequestSeen, Surveyed
+from actors.scheduling.circuits import SwitchCircuits
+from actors.scheduling.fleet import Server, Speeds, cache_traffic, instances, load, servers
+from actors.scheduling.foresight import Foresight
+from actors.scheduling.lengths import Lengths, remaining
+from actors.scheduling.reshapes import as_merge, as_split, as_step
+from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection, check_orchestrator
+from actors.scheduling.switches import CommandFailed, Commands, Reshape, Superseded, Wanted, reset
+from planning.makespan import Load
+from planning.parallelism import coming, within
+from planning.rebalance import rebalance
+from runtime.actor import Actor
+from runtime.config import ActorConfig
+from runtime.config import Config as Job
+from runtime.kernel import Kernel
+
+REST = 10
+"""Periods of rebalancing in which a request moves once at most."""
+
+SETTLED = 2
+"""Periods of switching that an engine is left alone after a change."""
+
+GROWN = 2
+"""A step is planned again once it has so many times the requests that its plan knew."""
+
+HORIZON = 2
+"""Steps over which a switch for the coming one is to pay: lengths drift slowly, and the next step is more like this one than not."""
+
+
+class Orchestrator(Actor):
+    """One loop. Where two orchestrators are at work, for a moment after a cut, the earlier one is refused and ends its loop."""
+
+    role = "orchestrator"
+    most = 1
+    most_moves = 8
+    """Requests that move in one period."""
+    needs = ("engine", "llm_proxy")
+    drain_order = 10
+
+    class Config(ActorConfig):
+        orchestrator: OrchestratorSection = OrchestratorSection()
+
+    config: Config
+
+    @classmethod
+    def check(cls, job: Job) -> None:
+        check_orchestrator(job)
+
+    @classmethod
+    def starts(cls, config: Config) -> bool:
+        return config.orchestrator.enabled
+
+    def __init__(self, config: Config, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
+        self._section = config.orchestrator
+        self._planners = frozenset(self._section.planners)
+        self._commands, self._circuits = Commands(self), SwitchCircuits(self)
+        self._lengths = Lengths()
+        self._foresight = Foresight(self.metrics)
+        self._speeds = Speeds(self._section.degrees)
+        self._moved_s: dict[str, float] = {}
+        self._changed_s: dict[str, float] = {}
+        self._looked_s = 0.0
+        self._planned_for = 0
+        """Requests of the running step that its plan knew."""
+        self._turn = asyncio.Lock()
+        """Held while something is looked at and changed."""
+
+    async def on_start(self) -> None:
+        self.spawn(self._keep_on(), name=f"{self.name}.plan")
+
+    async def on_drain(self) -> None:
+        """Nothing is begun any more; engines are left as they are."""
+        self._planners = frozenset()
+
+    async def _keep_on(self) -> None:
+        while True:
+            await asyncio.sleep(self._section.interval_s)
+            if not self._planners:
+                continue
+            try:
+                async with self._turn:
+                    await self._tend()
+            except Superseded as error:
+                self.log.warning("superseded", error=str(error))
+                return
+            except CommandFailed as error:
+                self.log.warning("command_failed", error=str(error))
+
+    async def _tend(self) -> None:
+        """One look, and what follows from it: putting right, or a switch, or moves."""
+        surveyed, whose = await self._commands.look()
+        if self._lengths.note(surveyed.ended, surveyed.requests):
+            self._planned_for = 0
+        found = servers(surveyed.engines, self._place)
+        if found and not surveyed.requests:
+            self._foresight.over(self._now(), found[0].modelled.scale)
+        for server in found:
+            if not server.adds_up:
+                await self._put_right(server)
+                return
+        if await self._begin_step(found, surveyed) or await self._switch(found, surveyed):
+            return
+        if REBALANCE in self._planners and surveyed.requests:
+            await self._rebalance(found, surveyed, whose)
+
+    def _place(self, engine: str) -> str:
+        """Host and pool."""
+        record = self.directory.find(engine)
+        return f"{record.host} {record.pool}" if record is not None else ""
+
+    async def _put_right(self, server: Server) -> None:
+        """Somebody died in a switch: its engines are started over as they were, and what slept without an owner is awake."""
+        before = {each.name: Wanted(each.degree, each.asleep) for each in server.engines}
+        text = ", ".join(
+            f"{each.name} {'asleep' if each.asleep else f'of degree {each.degree}'}" for each in server.engines
+        )
+        self.log.warning("server_put_right", engines=text, degree=server.modelled.degree)
+        await self._commands.shape(reset(server.engines, server.modelled.degree), before)
+        self._changed(before)
+
+    # -- moves -----------------------------------------------------------------------------------------------------
+
+    async def _rebalance(self, found: Sequence[Server], surveyed: Surveyed, whose: Mapping[str, str]) -> None:
+        """Between engines of the same hardware and model."""
+        left = self._left(surveyed.requests)
+        still = {each.request_id for each in surveyed.requests if each.moves}
+        now = self._now()
+        self._moved_s = {name: at for name, at in self._moved_s.items() if name in whose} | dict.fromkeys(still, now)
+        for modelled in sorted({server.modelled for server in found}):
+            alike = [server for server in found if server.modelled == modelled]
+            fleet = instances(alike, surveyed.requests, lambda each: left[each.request_id])
+            speeds = self._speeds.of(max(alike, key=lambda server: server.gpus))
+            planned = partial(rebalance, fleet, speeds, now_s=now, moved_s=self._moved_s, most=self.most_moves)
+            plan = await self.offload(partial(planned, interval_s=REST * self._section.interval_s))
+            self.metrics.gauge("orchestrator/remaining_s", plan.before_s)
+            self._foresight.expect(sum(len(each.loads) for each in fleet), plan.after_s, now)
+            if not plan.moves:
+                continue
+            self.log.info("rebalancing", why=plan.why)
+            moved = await self._commands.move(((each.request, each.target) for each in plan.moves), whose)
+            self._moved_s |= dict.fromkeys(moved, self._now())
+            self.metrics.count("orchestrator/moves", len(moved))
+
+    def _left(self, requests: Sequence[RequestSeen]) -> Mapping[str, float]:
+        """Tokens that each is expected to sample yet."""
+        forecast = self._lengths.forecast(requests)
+        return {each.request_id: remaining(forecast, each) for each in requests}
+
+    # -- a step's beginning ----------------------------------------------------------------------------------------
+
+    async def _begin_step(self, found: Sequence[Server], surveyed: Surveyed) -> bool:
+        """Whether something was changed, or tried. Degrees are planned once the step's requests are there, for the lengths that are due."""
+        if SWITCH not in self._planners or len(surveyed.requests) < max(1, GROWN * self._planned_for):
+            return False
+        self._planned_for = len(surveyed.requests)
+        lengths = self._lengths.drawn(surveyed.requests)
+        if lengths is None:
+            return False
+        changed = False
+        for server in found:
+            names = {each.name for each in server.engines}
+            loads = [load(each, lengths[each.request_id]) for each in surveyed.requests if each.engine in names]
+            if loads and all(each.takes or each.asleep for each in server.engines):
+                changed |= await self._plan_step(server, loads, surveyed)
+        return changed
+
+    async def _plan_step(self, server: Server, loads: Sequence[Load], surveyed: Surveyed) -> bool:
+        current = [each.degree for each in server.engines if not each.asleep]
+        planned = partial(coming, loads, server.gpus, self._speeds.of(server), current, steps=HORIZON)
+        try:
+            plan = await self.offload(planned)
+        except ValueError as error:
+            self.log.warning("step_not_planned", error=str(error))
+            return False
+        self.log.info("step_planned", why=plan.why, requests=len(loads))
+        if plan.switched:
+            await self._carry_out(server, as_step(server, plan), surveyed)
+        return plan.switched
+
+    # -- switches --------------------------------------------------------------------------------------------------
+
+    async def _switch(self, found: Sequence[Server], surveyed: Surveyed) -> bool:
+        """Whether something was changed, or tried; nothing is while no length is known, for it would be paid with certainty."""
+        if SWITCH not in self._planners or not surveyed.requests or not self._lengths.known:
+            return False
+        now = self._now()
+        if now - self._looked_s < self._section.switch_s:
+            return False
+        self._looked_s = now
+        for server in found:
+            if not all(each.takes or each.asleep for each in server.engines):
+                continue
+            change = await self._change(server, surveyed)
+            if change is not None:
+                await self._carry_out(server, change, surveyed)
+                return True
+        return False
+
+    async def _change(self, server: Server, surveyed: Surveyed) -> Reshape | None:
+        speeds = self._speeds.of(server)
+        left = self._left(surveyed.requests)
+        since = self._now() - SETTLED * self._section.switch_s
+        settling = {name for name, at in self._changed_s.items() if at > since}
+        fleet = instances([server], surveyed.requests, lambda each: left[each.request_id], settling)
+        plan = await self.offload(within, fleet, speeds)
+        if not plan.changes:
+            return None
+        first = plan.changes[0]
+        return as_merge(server, first) if len(first.parts) == 1 else as_split(server, first)
+
+    async def _carry_out(self, server: Server, change: Reshape, surveyed: Surveyed) -> None:
+        self._changed(change.wanted)
+        began, caches = self._now(), cache_traffic(server, surveyed.requests, change.requests)
+        async with self._circuits.lit(change.name, caches):
+            with self.waits.on(change.name, stage="switch", detail=change.why, holder=min(change.wanted)):
+                moved = await self._commands.reshape(change, server.engines)
+        self._changed(change.wanted)
+        self._moved_s |= dict.fromkeys(moved, self._now())
+        self.metrics.count("orchestrator/switches")
+        self.metrics.count("orchestrator/moves", len(moved))
+        self.log.info("switched", why=change.why, moved=len(moved), seconds=round(self._now() - began, 1))
+        self.notice(change.why)
+
+    def _changed(self, engines: Mapping[str, Wanted]) -> None:
+        self._changed_s |= dict.fromkeys(engines, self._now())
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,355 @@
+"""Scheduler: the one actor of a cluster. It keeps the book of its jobs, gives each a place, starts it there and sees it end.
+
+What it decides it writes before it says so or acts on it; jobs are processes of their own, which it finds again when it is started again.
+"""
+
+import asyncio
+import hmac
+import signal
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from actors.messages.cluster import CancelJob, JobAccepted, JobRefused, StopJobs, SubmitJob
+from actors.permits import Permits
+from actors.scheduling.book import Book, JobRecord, Spot
+from actors.scheduling.cycles import Cycle, Cycles
+from actors.scheduling.devices import overrides, prepared
+from actors.scheduling.job import files
+from actors.scheduling.lives import JobLife, opened
+from actors.scheduling.pools import SchedulerSection
+from actors.scheduling.token import read_token
+from runtime.actor import Actor, handler
+from runtime.config import ActorConfig
+from runtime.errors import ExitCode
+from runtime.launch.shared import open_shared
+from runtime.monitor.source import RowTail
+from runtime.observe.trace import wall_s
+from runtime.store.errors import StoreUnavailable
+from runtime.store.redis import RedisStore
+from runtime.store.store import Fence
+
+Reply = JobAccepted | JobRefused
+MAX_CONFIG_BYTES = 1 << 20
+LISTEN_S = 10.0
+AGAIN_S = 1.0
+
+
+def rollout_pool(node: int) -> str:
+    """The permit of that node."""
+    return f"rollout-{node}"
+
+
+def training_pool(group: int) -> str:
+    """The permit of that group's training node."""
+    return f"training-{group}"
+
+
+class ClusterScheduler(Actor):
+    """Jobs are at `jobs/NAME` in the cluster's Store, written under its incarnation: a scheduler that was replaced changes nothing."""
+
+    role: ClassVar[str] = "scheduler"
+    least: ClassVar[int] = 1
+    most: ClassVar[int] = 1
+
+    class Config(ActorConfig):
+        scheduler: SchedulerSection
+
+    config: Config
+
+    async def on_start(self) -> None:
+        """Find what runs; what should and doesn't comes back as a new arrival."""
+        self._section = self.config.scheduler
+        self._token = read_token(self.run.folder)
+        self._shared: RedisStore = open_shared(self.run.folder)
+        self._lives: dict[str, JobLife] = {}
+        self._stopping, self._writing = False, asyncio.Lock()
+        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self._wake.set()
+        found = (await self.store.scan("jobs/")).values()
+        self._book = Book(self._section, [msgspec.msgpack.decode(value, type=JobRecord) for value in found])
+        self._cycles = Cycles(frozenset(map(rollout_pool, range(self._section.rollout.nodes))), wall_s())
+        for record in list(self._book.jobs.values()):
+            if record.holds:
+                await self._adopt(record)
+        self.spawn(self._place_jobs(), name="scheduler.place")
+        for pool in self._pools():
+            self.spawn(self._listen(pool), name=f"scheduler.{pool}")
+
+    async def on_stop(self) -> None:
+        """Jobs go on."""
+        await self._shared.close()
+
+    # -- what users ask ------------------------------------------------------------------------------------------
+
+    @handler
+    async def submitted(self, request: SubmitJob) -> Reply:
+        known = self._book.jobs.get(request.name)
+        if why := self._refusal(request, known):
+            return JobRefused(why)
+        if known is not None:
+            return JobAccepted(known.why)
+        record = JobRecord(
+            name=request.name, id=request.id, number=await self.store.increment("arrivals"), cwd=request.cwd,
+            slo=request.slo or self._section.slo, needs=request.needs,
+        )  # fmt: skip
+        try:
+            self._book.check(record)
+        except ValueError as error:
+            return JobRefused(f"{error}.")
+        spot = self._book.spot(record)
+        record = msgspec.structs.replace(record, why=spot.why)
+        await self.offload(self._keep_config, request.name, request.config)
+        await self._write(record)
+        self._book.jobs[record.name] = record
+        self._wake.set()
+        return JobAccepted(spot.why)
+
+    @handler
+    async def cancelled(self, request: CancelJob) -> Reply:
+        record = self._book.jobs.get(request.name)
+        if not self._is_user(request.token):
+            return JobRefused(WRONG_TOKEN)
+        if record is None:
+            return JobRefused(
+                f"{request.name} is no job of this cluster. Its jobs: {', '.join(self._book.jobs) or 'none'}."
+            )
+        if record.over:
+            return JobRefused(f"{request.name} is over already: {record.why}.")
+        if record.state == "queued":
+            await self._record(msgspec.structs.replace(record, state="cancelled", why="cancelled before it ran"))
+        elif record.state != "cancelling":
+            await self._leave(request.name, "cancelling", "cancelled: it drains and saves")
+        return JobAccepted(self._book.jobs[request.name].why)
+
+    @handler(concurrency=4, outlives_asker=True)
+    async def stopped(self, request: StopJobs) -> Reply:
+        if not self._is_user(request.token):
+            return JobRefused(WRONG_TOKEN)
+        self._stopping = True
+        for record in list(self._book.jobs.values()):
+            if record.state == "running":
+                await self._leave(record.name, "leaving", "the cluster was stopped: it goes on with the next start")
+        while self._lives:
+            self._idle.clear()
+            await self._idle.wait()
+        return JobAccepted("every job is saved")
+
+    def _refusal(self, request: SubmitJob, known: JobRecord | None) -> str:
+        """Why it is no submission, if it is none."""
+        if not self._is_user(request.token):
+            return WRONG_TOKEN
+        if self._stopping:
+            return "the cluster is being stopped and takes no jobs. Start it again with: rubato cluster start DIR"
+        if request.slo and not request.slo >= 1:
+            return f"job {request.name} has an SLO of {request.slo:g}: it must be at least 1, its time alone."
+        if len(request.config) > MAX_CONFIG_BYTES:
+            return f"the config of job {request.name} has {len(request.config)} bytes; at most {MAX_CONFIG_BYTES} are taken."
+        if known is not None and known.id != request.id:
+            how = f"is {known.state}" if known.over else f"is there already ({known.state})"
+            return f"job {request.name} {how} in this cluster. Give this one a name of its own: run.name=NAME"
+        return ""
+
+    def _is_user(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self._token.encode())
+
+    # -- its jobs ------------------------------------------------------------------------------------------------
+
+    async def _place_jobs(self) -> None:
+        """Whenever something has changed, start what has a place."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            for name in [record.name for record in self._book.queue()]:
+                record = self._book.jobs[name]
+                try:
+                    await self._try(record)
+                except StoreUnavailable as error:
+                    self._book.jobs[name] = record
+                    self.log.warning("not_placed", job=name, error=str(error))
+                    await asyncio.sleep(AGAIN_S)
+                    self._wake.set()
+                    break
+
+    async def _try(self, record: JobRecord) -> None:
+        if self._stopping or record.state != "queued":  # while another one was placed
+            return
+        spot = self._book.spot(record)
+        if spot.group >= 0:
+            await self._begin(record, spot)
+        elif spot.why != record.why:
+            await self._record(msgspec.structs.replace(record, why=spot.why))
+
+    async def _begin(self, record: JobRecord, spot: Spot) -> None:
+        self._cycles.forget(record.name)
+        record = msgspec.structs.replace(
+            record, state="running", group=spot.group, node=spot.node, why=spot.why, slowdowns=(), planned=record.times,
+            starts=record.starts + 1,
+        )  # fmt: skip
+        await self._record(record)
+        self.notice(spot.why, good=True)
+        try:
+            life = await self.offload(self._begin_life, record)
+        except OSError as error:
+            await self._record(_out(record, "failed", f"can't be started: {error.strerror} ({error.filename})"))
+            return
+        self._follow(record.name, life)
+
+    async def _adopt(self, record: JobRecord) -> None:
+        """Go on with a job that a scheduler before this one started."""
+        folder = self._folder(record.name)
+        life = JobLife.found(folder, files(folder))
+        if life is None:
+            gone = JobLife(folder, files(folder))
+            if record.state == "running":  # it ended while there was no scheduler: whoever stopped it did not cancel it
+                self._book.jobs[record.name] = msgspec.structs.replace(record, state="leaving")
+            await self._ended(record.name, await gone.ended(), gone.last_words())
+            return
+        self.log.info("adopted", job=record.name)
+        self._follow(record.name, life)
+
+    def _follow(self, name: str, life: JobLife) -> None:
+        self._lives[name] = life
+        if self._book.jobs[name].state != "running":  # it was to leave, and nobody was there to tell it
+            life.stop()
+        self.spawn(self._until_ended(name, life), name=f"scheduler.job.{name}")
+
+    async def _until_ended(self, name: str, life: JobLife) -> None:
+        code = await life.ended()
+        await self._ended(name, code, life.last_words())
+        if self._lives.get(name) is life:  # it may run again already
+            del self._lives[name]
+        self._idle.set()
+        self._wake.set()
+
+    async def _ended(self, name: str, code: int | None, words: str) -> None:
+        """Its group is as it was before it came; whatever was not meant to end comes back."""
+        step, turn = await self.offload(last_step, self._folder(name)), await self.store.increment("arrivals")
+        self._cycles.forget(name)
+        job = self._book.jobs[name]
+        job = msgspec.structs.replace(job, step=step, crashes=0 if step > job.step else job.crashes)
+        if code == ExitCode.DONE:
+            job = _out(job, "done", f"done after step {step}")
+        elif job.state == "cancelling":
+            job = _out(job, "cancelled", f"cancelled after step {step}")
+        elif code == ExitCode.INTERRUPTED and job.state == "running":
+            job = _out(job, "cancelled", f"stopped by its user after step {step}")
+        elif code == ExitCode.REFUSED:
+            job = _out(job, "failed", words or "it was refused")
+        elif job.state == "leaving" and code == ExitCode.INTERRUPTED:
+            job = _out(job, "queued", job.why)
+        else:
+            job = self._crashed(job, code, words)
+        if job.state == "queued":
+            job = msgspec.structs.replace(job, number=turn)
+        await self._record(job)
+        self.notice(f"job {name} is {job.state}: {job.why}", good=job.state == "done")
+
+    def _crashed(self, job: JobRecord, code: int | None, words: str) -> JobRecord:
+        """From its last finished step on it is a new arrival, as long as it gets anywhere."""
+        crashes = job.crashes + 1
+        how = f"exit {code}: {words}" if code is not None else "it was killed"
+        job = msgspec.structs.replace(job, crashes=crashes)
+        if crashes > self._section.crashes:
+            return _out(job, "failed", f"crashed {crashes} times without finishing a step ({how})")
+        return _out(job, "queued", f"crashed ({how}); it goes on after step {job.step}")
+
+    async def _leave(self, name: str, state: str, why: str) -> None:
+        """Let it drain and save."""
+        job = self._book.jobs[name]
+        await self._record(msgspec.structs.replace(job, state=state, why=why))
+        life = self._lives.get(name)
+        if life is not None:
+            await self.offload(life.stop, signal.SIGINT)
+
+    def _overrides(self, record: JobRecord) -> list[str]:
+        """What differs from place to place."""
+        config = files(self._folder(record.name)).config.read_text()
+        return [
+            f"cluster.rollout_pool={rollout_pool(record.node)}", f"cluster.training_pool={training_pool(record.group)}",
+            *overrides(config, self._section, record.node, record.group),
+        ]  # fmt: skip
+
+    def _folder(self, name: str) -> Path:
+        return self.run.folder / "jobs" / name
+
+    def _begin_life(self, record: JobRecord) -> JobLife:
+        folder = self._folder(record.name)
+        try:
+            return JobLife.start(folder, files(folder), Path(record.cwd), self._overrides(record))
+        except BlockingIOError:  # a scheduler before this one was killed just after it had started it
+            return JobLife(folder, files(folder))
+
+    def _keep_config(self, name: str, config: str) -> None:
+        kept = files(self._folder(name))
+        kept.config.parent.mkdir(mode=0o700, exist_ok=True)
+        self._folder(name).parent.mkdir(mode=0o700, exist_ok=True)
+        with opened(kept.config) as file:
+            file.write(prepared(config, self._section).encode())
+
+    async def _record(self, job: JobRecord) -> None:
+        """What is decided from here on goes by it; it is durable once this returns."""
+        self._book.jobs[job.name] = job
+        async with self._writing:  # the newest, whoever is first
+            await self._write(self._book.jobs[job.name])
+
+    async def _write(self, job: JobRecord) -> None:
+        fence = Fence("scheduler", self.incarnation)
+        await self.store.write({f"jobs/{job.name}": msgspec.msgpack.encode(job)}, fence=fence)
+
+    # -- what permits tell ----------------------------------------------------------------------------------------
+
+    def _pools(self) -> list[str]:
+        section = self._section
+        return [*map(rollout_pool, range(section.rollout.nodes)), *map(training_pool, range(section.training.nodes))]
+
+    async def _listen(self, pool: str) -> None:
+        """Every change of the pool's line."""
+        permits, at = Permits(self._shared), 0
+        while True:
+            try:
+                events = await permits.events(pool, at)
+                if not events:
+                    await self._shared.read(f"permits/{pool}", at, wait_s=LISTEN_S)
+            except StoreUnavailable as error:
+                self.log.warning("permits_away", pool=pool, error=str(error))
+                await asyncio.sleep(AGAIN_S)
+                continue
+            for index, event in events:
+                at = index
+                cycle = self._cycles.told(pool, event)
+                if cycle is not None:
+                    await self._stepped(cycle)
+
+    async def _stepped(self, cycle: Cycle) -> None:
+        job = self._book.jobs.get(cycle.job)
+        if job is None or job.state != "running":
+            return
+        verdict = self._book.stepped(cycle.job, cycle.times, cycle.slowdown)
+        await self._record(self._book.jobs[cycle.job])
+        if verdict is None:
+            return
+        self.notice(verdict.why, good=not verdict.leaves)
+        if not verdict.leaves:
+            await self._record(msgspec.structs.replace(self._book.jobs[cycle.job], why=verdict.why))
+        else:
+            leaver = self._book.jobs[verdict.leaves]
+            moved = verdict.leaves == cycle.job and len(job.slowdowns) < 2
+            self._book.jobs[verdict.leaves] = msgspec.structs.replace(leaver, avoids=-1 if moved else leaver.group)
+            await self._leave(verdict.leaves, "leaving", verdict.why)
+        self._wake.set()
+
+
+def last_step(folder: Path) -> int:
+    """The newest step that the job in `folder` has finished."""
+    rows = RowTail(folder / "metrics.jsonl").read()
+    return int(rows[-1].get("step", 0)) if rows else 0
+
+
+WRONG_TOKEN = "the token is not this cluster's: it is in DIR/token, which its owner alone reads."
+
+
+def _out(job: JobRecord, state: str, why: str) -> JobRecord:
+    """Without a place."""
+    return msgspec.structs.replace(job, state=state, why=why, group=-1, node=-1, planned=None)

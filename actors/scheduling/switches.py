@@ -1,0 +1,200 @@
+"""Carries out what was planned: moves of requests, and engines that merge and split, in two phases.
+
+Prepare: requests leave the engines that are to sleep, one by one and while all others go on, and these sleep, so that no request comes to
+them. Commit: engines have their new degrees. What fails before the commit is over is taken back; what can't be, because somebody is gone, is
+found by the next look at the engines, whose state is the only one there is.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from actors.messages.engines import EngineChanged, Reconfigure, SleepEngine, WakeEngine
+from actors.messages.moves import Move, Moved
+from actors.messages.orchestration import EngineSeen, OutOfDate, Survey, Surveyed
+from bus.errors import AskFailed, BusError
+from bus.message import Request
+from runtime.actor import Actor
+
+SURVEY_S = 5.0
+MOVE_S = 40.0
+"""Longer than the proxy takes to see a move through."""
+ORDER_S = 60.0
+"""Longer than any change of an engine takes."""
+AT_ONCE = 16
+"""Moves that are under way together."""
+ROUNDS = 3
+"""Times that the requests of an engine which is to sleep are looked for."""
+
+
+class CommandFailed(BusError):
+    """One sentence: what did not happen."""
+
+
+class Superseded(CommandFailed):
+    """A later orchestrator is at work."""
+
+
+class Wanted(NamedTuple):
+    """What an engine is to be."""
+
+    degree: int
+    asleep: bool = False
+
+
+class Reshape(NamedTuple):
+    """Engines of one server that change together."""
+
+    name: str
+    """Such as `merge engine-2 + engine-3`."""
+    wanted: Mapping[str, Wanted]
+    requests: Mapping[str, str]
+    """Request → its engine afterwards; one that is not named goes anywhere."""
+    why: str
+
+
+class Commands:
+    """Of one orchestrator: each bears its epoch, and has no effect once a later one asked."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self._after: dict[str, int] = {}
+
+    # -- what is ---------------------------------------------------------------------------------------------------
+
+    async def look(self) -> tuple[Surveyed, Mapping[str, str]]:
+        """All proxies' surveys as one, with what ended since the last such look, and which proxy has each request. Raises CommandFailed."""
+        found = await self._survey()
+        self._after |= {proxy: reply.num_ended for proxy, reply in found.items()}
+        return _joined(found)
+
+    async def _survey(self) -> dict[str, Surveyed]:
+        epoch, proxies = self._actor.incarnation, self._actor.peers("llm_proxy")
+        asks = [self._ask(proxy, Survey(epoch, self._after.get(proxy, 0)), SURVEY_S) for proxy in proxies]
+        found: dict[str, Surveyed] = {}
+        for proxy, reply in zip(proxies, await asyncio.gather(*asks), strict=True):
+            if isinstance(reply, OutOfDate):
+                raise Superseded(f"the orchestrator of epoch {reply.epoch} has taken over from {self._actor.name}")
+            found[proxy] = reply
+        return found
+
+    # -- moves -----------------------------------------------------------------------------------------------------
+
+    async def move(self, moves: Iterable[tuple[str, str]], whose: Mapping[str, str]) -> list[str]:
+        """Each request to its engine; returns those that went. One that stays, or ended, is no error."""
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def one(request_id: str, target: str) -> str:
+            async with places:
+                order = Move(request_id, target, self._actor.incarnation)
+                try:
+                    reply = await self._ask(whose[request_id], order, MOVE_S)
+                except CommandFailed as error:
+                    self._actor.log.info("not_moved", request=request_id, target=target, why=str(error))
+                    return ""
+            if not isinstance(reply, Moved):
+                self._actor.log.info("not_moved", request=request_id, target=target, why=reply.why)
+                return ""
+            return request_id
+
+        async with asyncio.TaskGroup() as tasks:
+            done = [tasks.create_task(one(*each)) for each in moves if each[0] in whose]
+        return [request_id for task in done if (request_id := task.result())]
+
+    # -- switches --------------------------------------------------------------------------------------------------
+
+    async def reshape(self, change: Reshape, engines: Sequence[EngineSeen]) -> list[str]:
+        """Raises CommandFailed where the change did not come about; engines are then as they were, as far as they can be reached.
+
+        Returns the requests that moved.
+        """
+        before = {each.name: Wanted(each.degree, each.asleep) for each in engines if each.name in change.wanted}
+        to_sleep = [name for name, want in change.wanted.items() if want.asleep and not before[name].asleep]
+        moved: list[str] = []
+        try:
+            moved += await self._empty(to_sleep, change)
+            await self._all(self._be(name, SleepEngine(epoch=self._actor.incarnation)) for name in to_sleep)
+            moved += await self._empty(to_sleep, change)
+            await self.shape(change.wanted, before)
+        except Superseded:
+            raise
+        except CommandFailed:
+            await self._take_back(before)
+            raise
+        _, whose = _joined(await self._survey())
+        return moved + await self.move(change.requests.items(), whose)
+
+    async def shape(self, wanted: Mapping[str, Wanted], before: Mapping[str, Wanted]) -> None:
+        """First what frees GPUs, then what takes them. Raises CommandFailed."""
+        epoch = self._actor.incarnation
+        awake = [name for name, want in wanted.items() if not want.asleep]
+        smaller = [name for name in awake if not before[name].asleep and wanted[name].degree < before[name].degree]
+        await self._all(self._be(name, Reconfigure(wanted[name].degree, epoch)) for name in smaller)
+        await self._all(
+            self._be(name, SleepEngine(epoch=epoch))
+            for name, want in wanted.items()
+            if want.asleep and not before[name].asleep
+        )
+        await self._all(self._be(name, WakeEngine(epoch)) for name in awake if before[name].asleep)
+        others = [name for name in awake if name not in smaller and wanted[name].degree != before[name].degree]
+        await self._all(self._be(name, Reconfigure(wanted[name].degree, epoch)) for name in others)
+
+    async def _take_back(self, before: Mapping[str, Wanted]) -> None:
+        try:
+            surveyed, _ = _joined(await self._survey())
+            now = {each.name: Wanted(each.degree, each.asleep) for each in surveyed.engines if each.name in before}
+            await self.shape({name: want for name, want in before.items() if name in now}, now)
+        except CommandFailed as error:
+            self._actor.log.warning("switch_not_taken_back", engines=sorted(before), error=str(error))
+
+    async def _empty(self, names: Sequence[str], change: Reshape) -> list[str]:
+        """Move all requests off the engines `names`, to where they belong or to one that stays. Raises CommandFailed where some can't be moved."""
+        stay = sorted(name for name, want in change.wanted.items() if not want.asleep and name not in names)
+        moved: list[str] = []
+        for _ in range(ROUNDS if names else 0):
+            surveyed, whose = _joined(await self._survey())
+            asleep = {each.name for each in surveyed.engines if each.asleep}
+            heirs = [name for name in stay if name not in asleep]
+            left = [each.request_id for each in surveyed.requests if each.engine in names]
+            if not left:
+                return moved
+            if not heirs:
+                raise CommandFailed(f"no engine of {', '.join(stay)} is awake to go on with {len(left)} requests")
+            to = {name: change.requests.get(name, heirs[0]) for name in left}
+            moved += await self.move(
+                ((name, target if target in heirs else heirs[0]) for name, target in to.items()), whose
+            )
+        surveyed, _ = _joined(await self._survey()) if names else (None, None)
+        if surveyed and (left := [each.request_id for each in surveyed.requests if each.engine in names]):
+            raise CommandFailed(f"{len(left)} requests stay on {', '.join(names)}, such as {left[0]}")
+        return moved
+
+    async def _be(self, engine: str, order: SleepEngine | WakeEngine | Reconfigure) -> EngineChanged:
+        return await self._ask(engine, order, ORDER_S)
+
+    async def _all(self, orders: Iterable[Awaitable[EngineChanged]]) -> None:
+        """All of them are carried out, or tried to, before one that failed is told."""
+        results = await asyncio.gather(*orders, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _ask(self, target: str, request: Request[Any], timeout_s: float) -> Any:
+        try:
+            return await self._actor.ref(target).ask(request, timeout=timeout_s)
+        except AskFailed as error:
+            raise CommandFailed(f"{target} did not answer {type(request).__name__}: {error}") from error
+
+
+def _joined(found: Mapping[str, Surveyed]) -> tuple[Surveyed, Mapping[str, str]]:
+    """Of each proxy, as `look` returns it."""
+    whose = {each.request_id: proxy for proxy, reply in found.items() for each in reply.requests}
+    engines = {each.name: each for reply in found.values() for each in reply.engines}
+    requests = tuple(each for reply in found.values() for each in reply.requests)
+    ended = tuple(each for reply in found.values() for each in reply.ended)
+    return Surveyed(requests, tuple(engines[name] for name in sorted(engines)), ended, 0), whose
+
+
+def reset(engines: Sequence[EngineSeen], degree: int) -> Mapping[str, Wanted]:
+    """Every engine as it was started: what puts any server right."""
+    return {each.name: Wanted(degree) for each in engines}

@@ -1,0 +1,17 @@
+"""A program of one's own takes turns with other jobs of a cluster: python phases.py CLUSTER JOB"""
+
+import sys
+
+from actors.scheduling.phase import Phases
+
+with Phases(sys.argv[1], job=sys.argv[2], pools={"rollout": "h20", "training": "h800"}) as phase:
+
+    @phase("training")
+    def train(samples: list[int]) -> float:
+        return sum(samples) / len(samples)
+
+    for step in range(3):
+        with phase("rollout") as permit:
+            samples = [step, step + 1]
+            print(f"step {step}: rolled out under permit {permit.epoch}")
+        print(f"step {step}: loss {train(samples)}")

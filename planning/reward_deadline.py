@@ -1,0 +1,35 @@
+"""How long a reward may take before it counts as failed: from how long correct responses to the same task took (RollPacker, section 4.3)."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class DeadlineRule(NamedTuple):
+    """Defaults: RollPacker, section 4.3."""
+
+    factor: float = 1.5
+    least_s: float = 2.0
+    most_s: float = 30.0
+
+    def checked(self) -> "DeadlineRule":
+        """Itself. Raises ValueError for a factor below 1, or bounds that cross."""
+        if not 1 <= self.factor < math.inf:
+            raise ValueError(f"factor is {self.factor:g}; below 1 it would fail rewards as slow as correct ones were")
+        if not 0 < self.least_s <= self.most_s < math.inf:
+            raise ValueError(f"least_s is {self.least_s:g} and most_s {self.most_s:g}; 0 < least_s <= most_s must hold")
+        return self
+
+
+def deadline_s(rule: DeadlineRule, anchor_s: float | None) -> float:
+    """Seconds: min(max(T_min, lambda * T_anchor), T_max) (RollPacker, section 4.3); T_max while nothing correct was seen."""
+    if anchor_s is None:
+        return rule.most_s
+    return min(max(rule.least_s, rule.factor * anchor_s), rule.most_s)
+
+
+def anchored(anchors: Mapping[str, float], task: str, took_s: float, *, correct: bool) -> dict[str, float]:
+    """The anchors after a reward of `task` took `took_s`: the longest time, seconds, of a correct response by task (or test case)."""
+    if not correct:
+        return dict(anchors)
+    return {**anchors, task: max(took_s, anchors.get(task, 0.0))}

@@ -1,0 +1,167 @@
+"""What jobs that share nodes get done: their phases in turn, first come first served on each node (RollMux, arXiv 2512.11306, section 4.3).
+
+A step of a job is its environments' time, its rollout on the nodes it is pinned to, and its update on the training pool. A phase that ends
+asks for the next one at once; a rollout needs all its nodes, an update the whole pool. Durations are known, so who asks first starts first,
+as soon as all who asked before it for any of the same nodes are through. Times in seconds.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+WARM: Final = 2
+"""Steps of each job that are left out: all begin at once, which a running group's jobs don't."""
+
+WINDOW: Final = 4
+"""Steps that a job's slowdown is taken over where durations are certain: what a step waits, the next ones may make up for."""
+
+
+class StepTimes(NamedTuple):
+    """One step, phase by phase; whatever has no environments has 0 for them."""
+
+    environment: float
+    """Resets before the rollout and rewards after it, taken as one phase before it."""
+    rollout: float
+    train: float
+
+
+class PhasedJob(NamedTuple):
+    """A job as its group sees it. `steps` and `alone` are of one length, and repeat."""
+
+    steps: Sequence[StepTimes]
+    """In the group: what switching takes is in them, and its training pool's size."""
+    alone: Sequence[float]
+    """What the same steps take on nodes of its own."""
+    nodes: Sequence[int]
+    cores: float = 0.0
+    """CPU cores that its environments take while they run."""
+
+
+def slowdowns(
+    jobs: Sequence[PhasedJob],
+    cores: float,
+    windows: int,
+    bounds: Sequence[float],
+    *,
+    window: int = WINDOW,
+    most: float = math.inf,
+) -> list[list[float]] | None:
+    """Per job, its time in the group ÷ its time alone, over every `window` steps of it: at least `windows` such figures each, at most `most`.
+
+    None as soon as `window` steps of a job take longer than its bound times the longest `window` steps that it would have alone: like is
+    held against like, the slowest stretch against the slowest. `cores` are the group's, at least those of each job.
+    """
+    enough = WARM + window + windows
+    ends: list[list[float]] = [[] for _ in jobs]
+    alone = [_sums(job.alone, window) for job in jobs]
+    limits = [bound * max(sums) for bound, sums in zip(bounds, alone, strict=True)]
+    ratios: list[list[float]] = [[] for _ in jobs]
+    short = len(jobs)
+    for at, end in _step_ends(jobs, cores):
+        own = ends[at]
+        own.append(end)
+        num = len(own)
+        if num <= WARM + window or len(ratios[at]) >= most:
+            continue
+        took = end - own[-1 - window]
+        if took > limits[at]:
+            return None
+        sums = alone[at]
+        ratios[at].append(took / sums[num % len(sums)])
+        short -= num == enough
+        if not short:
+            break
+    return ratios
+
+
+def overloaded(jobs: Sequence[PhasedJob], bounds: Sequence[float]) -> bool:
+    """Whether jobs whose steps never differ keep some node or the pool busy for longer than there is time, each as slow as its bound allows."""
+    pool = 0.0
+    loads: dict[int, float] = {}
+    for job, bound in zip(jobs, bounds, strict=True):
+        step, longest = job.steps[0], bound * job.alone[0]
+        pool += step.train / longest
+        for node in job.nodes:
+            loads[node] = loads.get(node, 0.0) + step.rollout / longest
+    return max(pool, *loads.values()) > 1
+
+
+def _sums(alone: Sequence[float], window: int) -> list[float]:
+    """By the number of steps done, what the latest `window` of them take alone; it repeats as the steps do."""
+    num = len(alone)
+    whole, rest = divmod(window, num)
+    total = [0.0, *accumulate((*alone, *alone))]
+    return [whole * total[num] + total[num + done] - total[num + done - rest] for done in range(num)]
+
+
+def _step_ends(jobs: Sequence[PhasedJob], cores: float) -> Iterator[tuple[int, float]]:
+    """(job, when a step of it ends), without end, in the order in which updates start."""
+    free: dict[int, float] = {}
+    pool = 0.0
+    environments = _Cores(cores)
+    done = [0] * len(jobs)
+    asks = [(0.0, at, 0) for at in range(len(jobs))]
+    heapify(asks)
+    while True:
+        now, at, phase = heappop(asks)
+        job = jobs[at]
+        step = job.steps[done[at] % len(job.steps)]
+        if phase == 0 and step.environment:
+            heappush(asks, (environments.taken(now, step.environment, job.cores), at, 1))
+        elif phase < 2:
+            for node in job.nodes:
+                now = max(now, free.get(node, 0.0))
+            end = now + step.rollout
+            for node in job.nodes:
+                free[node] = end
+            heappush(asks, (end, at, 2))
+        else:
+            pool = max(now, pool) + step.train
+            done[at] += 1
+            yield at, pool
+            heappush(asks, (pool, at, 0))
+
+
+class _Cores:
+    """CPU cores, given out first come first served."""
+
+    def __init__(self, cores: float) -> None:
+        self._cores = cores
+        self._held: list[tuple[float, float]] = []
+        self._last = 0.0
+
+    def taken(self, now: float, seconds: float, cores: float) -> float:
+        """When environments end that ask at `now`, not before who asked earlier."""
+        now = max(now, self._last)
+        self._held = [each for each in self._held if each[0] > now]
+        while self._held and sum(held for _, held in self._held) + cores > self._cores * (1 + 1e-9):
+            self._held.sort()
+            now = self._held.pop(0)[0]
+        self._last = now
+        self._held.append((now + seconds, cores))
+        return now + seconds
+
+
+def meta_iteration_s(jobs: Sequence[PhasedJob], rounds: int = 32) -> float:
+    """Seconds of a meta-iteration in which each job has one rollout and one update, in the order given (Theorem 1 of RollMux).
+
+    Where the longest job alone takes at least as long as all rollouts of the busiest node and as all updates together, it is that job's
+    time alone. The mean of the later half of `rounds`; first steps count, environments come before the rollout and wait for nobody.
+    """
+    free: dict[int, float] = {}
+    ready = [0.0] * len(jobs)
+    pool, half = 0.0, 0.0
+    for done in range(2 * (rounds // 2)):
+        if done == rounds // 2:
+            half = pool
+        for at, job in enumerate(jobs):
+            step = job.steps[0]
+            end = max(ready[at] + step.environment, *(free.get(node, 0.0) for node in job.nodes)) + step.rollout
+            free.update(dict.fromkeys(job.nodes, end))
+            ready[at] = end
+        for at, job in enumerate(jobs):
+            pool = max(ready[at], pool) + job.steps[0].train
+            ready[at] = pool
+    return (pool - half) / (rounds // 2)

@@ -1,0 +1,210 @@
+"""OrchestrRL's throughput: generation with planners over the best configuration that never changes, on lengths that drift over the steps."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from planning.forecast import Forecast, Seen, fit
+from planning.hardware import GpuSpec
+from planning.language_model import ModelSpec
+from planning.roofline import EngineSpec, Roofline
+from runtime.config import Section
+from sim.claims import Value
+from sim.orchestrrl.generation import Arm, Pace, StepDone, StepRun
+from sim.orchestrrl.pool import PoolUse, Response
+from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from sim.rollpacker.rollout import LengthModel
+from sim.scenario import Scenario, ScenarioKind
+
+PAST = 8
+"""Steps before a simulated one whose lengths the forecast has: all that it remembers."""
+
+PROMPTS_APART = 1_000_000
+"""Between the prompts of one step and those of the next."""
+
+
+class Drift(Section):
+    """Lengths and their limit grow by the same factor every step."""
+
+    lengths: LengthModel
+    first: float = Field(gt=0)
+    """Factor of the first step."""
+    last: float = Field(gt=0)
+    steps: int = Field(ge=2)
+    every: int = Field(ge=1)
+    """Of these steps each so-manieth is simulated, the first and the last among them."""
+    prompts: int = Field(ge=1)
+    samples: int = Field(ge=1)
+    """Per prompt."""
+    prompt_tokens: int = Field(ge=1)
+
+    def factor(self, step: int) -> float:
+        return self.first * (self.last / self.first) ** (step / (self.steps - 1))
+
+    def limit(self, step: int) -> int:
+        """Of a response, in tokens."""
+        return round(self.lengths.most * self.factor(step))
+
+    @property
+    def simulated(self) -> range:
+        return range(0, self.steps, self.every)
+
+    def batch(self, seed: int, step: int, share: float = 1.0) -> list[Response]:
+        """The responses of a step, or of the first `share` of its prompts; the same for the same arguments."""
+        factor, found = self.factor(step), list[Response]()
+        for prompt in range(max(1, round(self.prompts * share))):
+            place = step * PROMPTS_APART + prompt
+            for number in range(self.samples):
+                tokens = max(1, round(self.lengths.tokens(seed, place, number) * factor))
+                found.append(Response(f"{step}/{prompt}/{number}", f"{step}/{prompt}", self.prompt_tokens, tokens))
+        return found
+
+    def forecast(self, seed: int, step: int, share: float = 1.0) -> Forecast:
+        """From the steps before, by the live planner."""
+        past = range(step - PAST, step)
+        seen = [[Seen("", each.prompt, each.tokens) for each in self.batch(seed, at, share)] for at in past]
+        return fit(seen, limit=self.limit(step))
+
+
+class EngineUse(Section):
+    """What all engines have, whatever their degree."""
+
+    num_slots: int = Field(default=256, ge=1)
+    launch_s: float = Field(default=0.0, ge=0)
+
+
+class DriftScenario(Scenario):
+    """A pool and its work; every arm, and every degree as a static configuration."""
+
+    model: ModelSpec
+    gpu: GpuSpec
+    engine: EngineUse = EngineUse()
+    gpus: int = Field(ge=1)
+    """That generate."""
+    degrees: tuple[int, ...] = Field(min_length=1)
+    drift: Drift
+    pace: Pace = Pace()
+    arms: tuple[Arm, ...] = Field(min_length=1)
+    """The first is the whole, whose gain is the headline's; the others its parts and the oracle."""
+
+
+class DriftDone(NamedTuple):
+    """An arm's simulated steps."""
+
+    steps: tuple[StepDone, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def use(self) -> PoolUse:
+        return PoolUse(*(sum(values) for values in zip(*(step.use for step in self.steps), strict=True)))
+
+
+def engines_of(model: ModelSpec, gpu: GpuSpec, degrees: Sequence[int], use: EngineUse) -> dict[int, Roofline]:
+    """One engine per degree. Raises ValueError where the model does not fit one."""
+    return {
+        degree: Roofline(EngineSpec(gpu=gpu, model=model, tp=degree, num_slots=use.num_slots, launch_s=use.launch_s))
+        for degree in degrees
+    }
+
+
+def static(engines: Mapping[int, Roofline], gpus: int, degree: int, drift: Drift, seed: int, pace: Pace) -> DriftDone:
+    """Every step on instances of one degree, each of which gets as many requests."""
+    arm = Arm(name=f"tp{degree}")
+    degrees = (degree,) * (gpus // degree)
+    return DriftDone(
+        tuple(StepRun(engines, arm, pace, None).run(drift.batch(seed, step), degrees) for step in drift.simulated)
+    )
+
+
+def planned(
+    engines: Mapping[int, Roofline], degrees: Sequence[int], arm: Arm, drift: Drift, seed: int, pace: Pace
+) -> DriftDone:
+    """Every step with the arm's planners. It begins with `degrees`, and with them again where none are planned across steps."""
+    done, current = list[StepDone](), tuple(degrees)
+    for step in drift.simulated:
+        forecast = None if arm.knows else drift.forecast(seed, step)
+        done.append(StepRun(engines, arm, pace, forecast).run(drift.batch(seed, step), degrees, current))
+        current = done[-1].degrees
+    return DriftDone(tuple(done))
+
+
+def run(scenario: DriftScenario, progress: RunProgress) -> RunResult:
+    s, total = scenario, len(scenario.degrees) + len(scenario.arms)
+    engines = engines_of(s.model, s.gpu, s.degrees, s.engine)
+    fixed: dict[int, DriftDone] = {}
+    for degree in s.degrees:
+        progress(len(fixed), total, f"static TP{degree}")
+        fixed[degree] = static(engines, s.gpus, degree, s.drift, s.seed, s.pace)
+    best = min(fixed, key=lambda degree: (fixed[degree].seconds, degree))
+    found: dict[str, DriftDone] = {}
+    for arm in s.arms:
+        progress(len(fixed) + len(found), total, arm.name)
+        found[arm.name] = planned(engines, (best,) * (s.gpus // best), arm, s.drift, s.seed, s.pace)
+    return RunResult(
+        figures=dict(_figures(s, fixed, best, found)),
+        tables={
+            "phases": Table(
+                ("arm", "step", "factor", "seconds", "ended_90_s", "degrees_at_end"), list(_rows(s, fixed, found))
+            ),
+            "plans": Table(("arm", "step", "why"), list(_plans(s, found))),
+        },
+        plots={"generation": Plot("Generation per step", lambda figure: _draw(figure, s, fixed, found))},
+        notes=(
+            f"best static configuration: TP{best}; the others: "
+            + ", ".join(f"TP{degree} {done.seconds:.0f} s" for degree, done in fixed.items()),
+            "throughput of generation, the stage that bounds the job; training is not simulated here",
+        ),
+    )
+
+
+def _figures(
+    s: DriftScenario, fixed: Mapping[int, DriftDone], best: int, found: Mapping[str, DriftDone]
+) -> Iterator[tuple[str, Value]]:
+    yield "best_static_degree", float(best)
+    for degree, done in fixed.items():
+        yield f"static_tp{degree}_s", done.seconds
+    for name, done in found.items():
+        yield f"{name}_gain", fixed[best].seconds / done.seconds
+        yield f"{name}_switches", float(done.use.switches)
+        yield f"{name}_moves", float(done.use.moves)
+        for degree in s.degrees:
+            yield f"{name}_over_tp{degree}", fixed[degree].seconds / done.seconds
+    whole, *parts = (found[arm.name] for arm in s.arms if not arm.knows)
+    yield "whole_beats_each_part", all(whole.seconds <= part.seconds for part in parts)
+    steps = list(zip(fixed[best].steps, whole.steps, strict=True))
+    yield "whole_beats_every_static", whole.seconds < fixed[best].seconds
+    yield "no_step_slower", all(ours.seconds <= 1.03 * theirs.seconds for theirs, ours in steps)
+
+
+def _rows(
+    s: DriftScenario, fixed: Mapping[int, DriftDone], found: Mapping[str, DriftDone]
+) -> Iterator[tuple[Cell, ...]]:
+    arms = {f"static TP{degree}": done for degree, done in fixed.items()} | dict(found)
+    for name, done in arms.items():
+        for step, one in zip(s.drift.simulated, done.steps, strict=True):
+            most = one.ended_s[int(0.9 * len(one.ended_s))]
+            yield name, step, s.drift.factor(step), one.seconds, most, " ".join(map(str, one.degrees))
+
+
+def _plans(s: DriftScenario, found: Mapping[str, DriftDone]) -> Iterator[tuple[Cell, ...]]:
+    for name, done in found.items():
+        for step, one in zip(s.drift.simulated, done.steps, strict=True):
+            yield from ((name, step, why) for why in one.why)
+
+
+def _draw(figure: Any, s: DriftScenario, fixed: Mapping[int, DriftDone], found: Mapping[str, DriftDone]) -> None:
+    axes = figure.subplots()
+    factors = [s.drift.factor(step) for step in s.drift.simulated]
+    for degree, done in fixed.items():
+        axes.plot(factors, [step.seconds for step in done.steps], "--", label=f"static TP{degree}")
+    for name, done in found.items():
+        axes.plot(factors, [step.seconds for step in done.steps], marker="o", label=name)
+    axes.set(xlabel="lengths over those of Figure 2a", ylabel="s", xscale="log", yscale="log")
+    axes.legend(fontsize=7)
+
+
+KIND = ScenarioKind(DriftScenario, run)

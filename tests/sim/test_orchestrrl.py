@@ -1,0 +1,186 @@
+"""OrchestrRL's scenarios: the live planners decide, no token is lost in a move or a switch, and claims come out as they were reviewed."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+import sim.orchestrrl.generation as generation
+from planning.moves import Carry
+from planning.parallelism import Change
+from planning.rebalance import RequestMove
+from sim.claims import judge
+from sim.orchestrrl.drift import Drift, EngineUse, engines_of
+from sim.orchestrrl.generation import Arm, Pace, StepRun
+from sim.orchestrrl.joint import IterationStages, iterations_s
+from sim.orchestrrl.pool import ElasticPool, Response
+from sim.outcome import silent
+from sim.scenario import load
+from sim.timeline import Timeline
+
+SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
+SMALL = {
+    "orchestrrl_48_14b": ["drift.prompts=16", "drift.every=16", "gpus=8"],
+    "orchestrrl_48_32b": ["drift.prompts=16", "drift.every=16", "gpus=8"],
+    "orchestrrl_64_14b": ["drift.prompts=16", "drift.every=16", "gpus=8"],
+    "orchestrrl_within": ["drift.prompts=16", "gpus=8"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SMALL, "orchestrrl_joint"])
+def test_every_claim_comes_out_as_reviewed(name):
+    loaded = load(SCENARIOS / f"{name}.yaml")
+
+    claims = judge(loaded.scenario.claims, loaded.kind.run(loaded.scenario, silent).figures)
+
+    assert [claim.name for claim in claims if claim.surprising] == []
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_run_is_the_same_twice_and_has_the_figures_of_its_claims(name):
+    loaded = load(SCENARIOS / f"{name}.yaml", SMALL[name])
+
+    first, second = loaded.kind.run(loaded.scenario, silent), loaded.kind.run(loaded.scenario, silent)
+
+    assert first.figures == second.figures
+    assert first.tables == second.tables
+    assert {claim.name for claim in loaded.scenario.claims} <= set(first.figures)
+
+
+@pytest.mark.parametrize("name", [*SMALL, "orchestrrl_joint"])
+def test_at_most_half_of_the_claims_are_expected_to_fail(name):
+    claims = load(SCENARIOS / f"{name}.yaml").scenario.claims
+
+    assert claims
+    assert 2 * sum(claim.expected == "fails" for claim in claims) <= len(claims)
+
+
+def test_circuits_that_change_are_no_slower_and_the_network_is_priced():
+    training = "{train_share: 0.5, pipeline: 1, expert: 1, sequence_tokens: 2048, sequences: 320, updates: 4, compute_efficiency: 0.5}"
+    size = f"{{model: ../models/qwen2.5-14b.yaml, gpus: 48, training: {training}, fabric: {{radix: 16}}, degrees: [2, 8], radices: [64]}}"
+    loaded = load(SCENARIOS / "orchestrrl_joint.yaml", [f"sizes={{small: {size}}}", "drift.prompts=64"])
+
+    figures = loaded.kind.run(loaded.scenario, silent).figures
+
+    assert figures["small_joint_gain"] >= figures["small_compute_gain"]
+    assert figures["small_joint_beats_compute_only"] == (figures["small_joint_gain"] > figures["small_compute_gain"])
+    assert figures["small_sync_changed_s"] < figures["small_sync_kept_s"]
+    assert figures["small_pays_over_fat-tree_r64"] == (figures["small_per_cost_over_fat-tree_r64"] > 1)
+
+
+@pytest.fixture
+def scenario():
+    return load(SCENARIOS / "orchestrrl_48_14b.yaml").scenario
+
+
+@pytest.fixture
+def engines(scenario):
+    return engines_of(scenario.model, scenario.gpu, scenario.degrees, EngineUse())
+
+
+def pool_of(engines, degrees, responses, at):
+    pool = ElasticPool(Timeline(), engines)
+    seats = [pool.add(degree, 0) for degree in degrees]
+    pool.take(responses, {each.name: seats[place] for each, place in zip(responses, at, strict=True)})
+    return pool, seats
+
+
+def later(pool, when_s, call):
+    pool.timeline.at(when_s, call)
+
+
+def decoded(pool):
+    return sum(seat.engine.usage.tokens for seat in pool.seats.values())
+
+
+def test_a_move_carries_tokens_and_cache_and_loses_none(engines):
+    pool, seats = pool_of(engines, (2, 2), [Response("a", "p", 500, 1000)], [0])
+    order = RequestMove("a", seats[0], seats[1], Carry(True, 0, 0, ""), "")
+    later(pool, 2.0, lambda: pool.move([order]))
+    pool.run()
+
+    assert list(pool.done) == ["a"]
+    assert decoded(pool) == 1000
+    assert pool.use.moves == 1
+    assert pool.use.moved_bytes > 500 * engines[2].spec.model.kv_bytes_per_token
+    assert pool.seats[seats[1]].engine.usage.prefilled == 0
+
+
+def test_a_merge_drains_waits_for_its_cost_and_goes_on_where_it_was(engines):
+    responses = [Response(name, name, 500, 3000) for name in "abcd"]
+    pool, seats = pool_of(engines, (2, 2, 2, 2), responses, range(4))
+    change = Change(tuple(seats), 8, (tuple("abcd"),), 0, 0, "")
+    gone = []
+    later(pool, 5.0, lambda: (gone.extend(seat.engine for seat in pool.seats.values()), pool.change([change])))
+    seconds = pool.run()
+
+    assert [seat.degree for seat in pool.seats.values()] == [8]
+    assert sum(engine.usage.tokens for engine in gone) + decoded(pool) == 4 * 3000
+    assert pool.use.switch_s >= engines[2].reconfigure_s(0, engines[8])
+    alone, _ = pool_of(engines, (2, 2, 2, 2), responses, range(4))
+    assert seconds < alone.run()
+
+
+def test_a_change_waits_for_its_circuits(engines):
+    def seconds(delay_s):
+        pool, seats = pool_of(engines, (2, 2), [Response("a", "p", 500, 2000)], [0])
+        pool.delay_s = delay_s
+        later(pool, 1.0, lambda: pool.change([Change(tuple(seats), 4, (("a",),), 0, 0, "")]))
+        return pool.run()
+
+    assert seconds(0.5) == pytest.approx(seconds(0.0) + 0.5)
+
+
+def test_an_instance_that_has_just_changed_or_expects_a_request_is_not_settled(engines):
+    pool, seats = pool_of(engines, (2, 2), [Response("a", "p", 500, 2000), Response("b", "q", 500, 2000)], [0, 0])
+    later(pool, 1.0, lambda: pool.move([RequestMove("a", seats[0], seats[1], Carry(True, 0, 0, ""), "")]))
+    seen = []
+    later(pool, 1.001, lambda: seen.extend(pool.instances({"a": 1.0, "b": 1.0})))
+    pool.run()
+
+    assert {each.name: each.settled for each in seen} == {seats[0]: True, seats[1]: False}
+
+
+def test_the_live_planners_are_asked(engines, scenario, monkeypatch):
+    asked = []
+    for name in ("coming", "within", "rebalance"):
+        real = getattr(generation, name)
+        monkeypatch.setattr(generation, name, lambda *a, _n=name, _r=real, **k: (asked.append(_n), _r(*a, **k))[1])
+    drift = scenario.drift.model_copy(update={"prompts": 8})
+    arm = Arm(name="whole", across=True, within=True, rebalance=True)
+    done = StepRun(engines, arm, Pace(), drift.forecast(1, 8)).run(drift.batch(1, 8), (2,) * 4, (2,) * 4)
+
+    assert set(asked) == {"coming", "within", "rebalance"}
+    assert len(done.ended_s) == 40
+
+
+def test_lengths_and_their_limit_drift_by_one_factor_a_step():
+    lengths = yaml.safe_load((SCENARIOS.parent / "workloads/orchestrrl_math.yaml").read_text())
+    drift = Drift(lengths=lengths, first=0.5, last=2.0, steps=17, every=8, prompts=200, samples=2, prompt_tokens=1)
+    means = [sum(each.tokens for each in drift.batch(1, step)) for step in drift.simulated]
+
+    assert list(drift.simulated) == [0, 8, 16]
+    assert [drift.limit(step) for step in drift.simulated] == [8192, 16384, 32768]
+    assert means[0] * 2 == pytest.approx(means[1], rel=0.15)
+    assert all(each.tokens <= drift.limit(0) for each in drift.batch(1, 0))
+
+
+def test_an_iteration_lasts_as_long_as_its_longer_stage_and_the_weights():
+    assert iterations_s((10.0, 30.0), IterationStages(20.0, 1.0)) == 52.0
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_alike_instances_get_as_many_requests_unless_their_lengths_are_known(engines, scenario, monkeypatch, knows):
+    given = []
+    real = ElasticPool.take
+    monkeypatch.setattr(
+        ElasticPool, "take", lambda pool, all_, at: (given.append(Counter(at.values())), real(pool, all_, at))
+    )
+    drift = scenario.drift.model_copy(update={"prompts": 16})
+    arm = Arm(name="across", across=True, knows=knows)
+    StepRun({2: engines[2]}, arm, Pace(), drift.forecast(1, 8)).run(drift.batch(1, 8), (2,) * 4, (2,) * 4)
+
+    [counts] = given
+    assert (set(counts.values()) == {20}) == (not knows)

@@ -1,0 +1,93 @@
+"""RollPacker's scenarios: claims come out as they were reviewed, and what a round trains is what the planner says."""
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from planning.tail import TailRound, TailRules
+from runtime.errors import ConfigError
+from sim.claims import judge
+from sim.outcome import silent
+from sim.rollpacker.rollout import RoundDone, RoundRun, periods_of
+from sim.rollpacker.stream import left_s
+from sim.scenario import load
+
+SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
+SMALL = {
+    "rollpacker_stream": ["prompts=8", "size.engines=2"],
+    "rollpacker_tail": ["prompts=8", "updates=2", "sensitivity=[]"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_every_claim_comes_out_as_reviewed(name):
+    loaded = load(SCENARIOS / f"{name}.yaml", ["sensitivity=[]"] if name == "rollpacker_tail" else [])
+
+    claims = judge(loaded.scenario.claims, loaded.kind.run(loaded.scenario, silent).figures)
+
+    assert [claim.name for claim in claims if claim.surprising] == []
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_run_is_the_same_twice_and_has_the_figures_of_its_claims(name):
+    loaded = load(SCENARIOS / f"{name}.yaml", SMALL[name])
+
+    first, second = loaded.kind.run(loaded.scenario, silent), loaded.kind.run(loaded.scenario, silent)
+
+    assert first.figures == second.figures
+    assert first.tables == second.tables
+    assert {claim.name for claim in loaded.scenario.claims} <= set(first.figures)
+
+
+@pytest.mark.parametrize("key", ["prompts", "responses"])
+def test_speculation_below_1_is_refused_in_a_sentence(key):
+    with pytest.raises(ConfigError, match=rf"arms.0.{key} is 0.5; it must be at least 1"):
+        load(SCENARIOS / "rollpacker_tail.yaml", [f"arms=[{{name: a, prompts: 1, responses: 1, {key}: 0.5}}]"])
+
+
+@pytest.fixture
+def size():
+    return load(SCENARIOS / "rollpacker_tail.yaml").scenario.sizes["8k"]
+
+
+def test_a_round_trains_whole_groups_and_ends_with_the_last(size):
+    round_ = TailRound(0, "short", tuple(range(10)), 5, 8, 4, 0, "")
+
+    done = RoundRun(size.engine, 2).run(round_, size.lengths, 1)
+
+    assert len(set(done.trained)) == 8
+    assert len(done.ended) == 32
+    assert done.ended[-1][0] == done.seconds
+
+
+def test_short_rounds_are_shorter_and_no_prompt_waits_at_a_periods_end(size):
+    done = periods_of(TailRules(8, 4), 5, size.engine, 2, size.lengths, 1)
+
+    assert [each.kind for each in done] == ["short"] * 4 + ["long"]
+    assert fmean(each.seconds for each in done[:4]) < done[4].seconds
+    assert sorted(prompt for each in done for prompt in each.trained) == list(range(40))
+
+
+def test_freeing_half_of_the_engines_loses_no_response(size):
+    round_ = TailRound(0, "long", tuple(range(8)), 4, 8, 4, 0, "")
+
+    plain = RoundRun(size.engine, 4).run(round_, size.lengths, 1)
+    freed = RoundRun(size.engine, 4, 0.25).run(round_, size.lengths, 1)
+
+    assert sorted(tokens for _, tokens in freed.ended) == sorted(tokens for _, tokens in plain.ended)
+    assert freed.freed_s is not None
+    assert freed.seconds > plain.seconds
+
+
+def test_what_the_freed_half_trained_is_not_left():
+    done = RoundDone("long", 10.0, ((1.0, 1), (2.0, 1), (9.0, 2)), (0,), freed_s=2.0)
+
+    assert left_s(done, 4.0, 0.0) == pytest.approx(
+        2.0
+    )  # two of one second each, at half of the speed; the third came too late
+    assert left_s(done, 4.0, 7.0) == pytest.approx(4.0)
+    assert left_s(done._replace(seconds=20.0), 4.0, 0.0) == 0.0
+    assert left_s(done._replace(seconds=20.0), 4.0, 0.0, once=True) == pytest.approx(2.0)
+    assert left_s(done._replace(freed_s=None), 4.0, 0.0) == 4.0

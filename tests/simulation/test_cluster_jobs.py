@@ -1,0 +1,350 @@
+"""Jobs that share a rollout pool and a training pool, in one virtual loop: what each of them trains is what it trains alone."""
+
+import asyncio
+import json
+
+import pytest
+
+from actors.cluster import ClusterSection
+from actors.engines.section import EngineSection, ScriptedSection
+from actors.engines.worker import EngineWorker
+from actors.messages.engines import WakeEngine
+from actors.permits import TTL_S, Permits
+from bus.errors import Failed
+from bus.message import unpack_i32
+from runtime.config import ActorConfig, from_mapping
+from runtime.embed import embed
+from runtime.errors import ConfigError
+from runtime.store.errors import StoreUnavailable
+from runtime.store.store import MemoryStore
+from sim.simtest.toys import write_tokenizer
+from tests.simulation.test_engine_worker import Bench, Proxy, request
+from tests.virtual import virtual
+
+STEPS = 4
+
+
+class Talk:
+    """Two turns; the reward is in what was said."""
+
+    async def reset(self, seed):
+        self.seed, self.turns = seed, 0
+        await asyncio.sleep(0.3)
+        return f"task {seed}", {}
+
+    async def step(self, action):
+        self.turns += 1
+        await asyncio.sleep(0.05)
+        return "on", float(len(action) % 7), self.turns == 2, False, {}
+
+    async def close(self):
+        pass
+
+
+def config(model, name, *overrides):
+    return from_mapping(
+        {
+            "run": {"name": name, "steps": STEPS, "seed": 3},
+            "actors": {
+                "sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"},
+                "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
+                "engine": {"class": "actors.engines.worker:EngineWorker", "count": 2},
+                "env_manager": {"class": "actors.envs.manager:EnvManager", "count": 2},
+                "trainer": {"class": "actors.training.trainer:Trainer"},
+            },
+            "model": {"path": str(model)},
+            "env": {"class": f"{__file__}:Talk", "concurrency": 16, "isolation": "inline"},
+            "engine": {"kind": "scripted", "num_slots": 4},
+            "rollout": {"max_turns": 2, "max_new_tokens": 12},
+            "staleness": {"alpha": 0},
+            "train": {"kind": "scripted", "batch_groups": 2, "group_size": 4, "scripted": {"step_s": 0}},
+            "check": {"enabled": False},
+            "eval": {"every": 0, "final_num_tasks": 0},
+        },
+        overrides,
+    )
+
+
+class Link:
+    """A job's way to the Store of its cluster; while it is cut nothing arrives, as where the job's processes are stopped."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self.whole = asyncio.Event()
+        self.whole.set()
+        self._refused = False
+
+    def cut(self, how: str) -> None:
+        """Until it is mended, calls are `silent` or `refused`."""
+        self._refused = how == "refused"
+        self.whole.clear()
+
+    def mend(self) -> None:
+        self.whole.set()
+
+    def __getattr__(self, name):
+        async def ask(*args, **kwargs):
+            if self._refused and not self.whole.is_set():
+                raise StoreUnavailable("the Store is away")
+            await self.whole.wait()
+            return await getattr(self._store, name)(*args, **kwargs)
+
+        return ask
+
+
+class SharedCluster:
+    """Its Store, and each job's link to it, by `cluster.dir`."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.links: dict[str, Link] = {}
+        self.permits = Permits(self.store)
+
+    def open(self, folder: str) -> Link:
+        return self.links.setdefault(folder, Link(self.store))
+
+    async def turns(self, pool: str) -> list[str]:
+        """Who held the pool, in order."""
+        return [event.stand.job for _, event in await self.permits.events(pool) if event.kind == "holds"]
+
+    async def held(self, pool: str, job: str) -> None:
+        """Return once `job` holds it."""
+        after = 0
+        while True:
+            for index, event in await self.permits.events(pool, after, wait_s=1000):
+                after = index
+                if event.kind == "holds" and event.stand.job == job:
+                    return
+
+
+@pytest.fixture
+def cluster(monkeypatch) -> SharedCluster:
+    made = SharedCluster()
+    monkeypatch.setattr("actors.cluster.open_shared", lambda folder: made.open(str(folder)))
+    return made
+
+
+def share(name: str) -> tuple[str, ...]:
+    return (f"cluster.dir={name}", f"cluster.job={name}")
+
+
+async def run(folder, given, beside=None) -> list[dict]:
+    """The job's ledger, by id. `beside` does something to the running job."""
+    async with embed(given, folder) as job:
+        if beside is not None:
+            await beside(job)
+        await job.done()
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    keys = ("trajectory_id", "group_id", "task", "fate", "step", "reward", "tokens", "turns")
+    return sorted(({key: sample[key] for key in keys} for sample in samples), key=lambda s: s["trajectory_id"])
+
+
+JOBS = {"a": ("run.seed=3",), "b": ("run.seed=4", "rollout.max_new_tokens=20")}
+
+
+@virtual
+async def test_each_of_two_jobs_trains_the_samples_that_it_trains_alone(tmp_path, cluster):
+    model = write_tokenizer(tmp_path / "model")
+    alone = {name: await run(tmp_path / f"solo_{name}", config(model, name, *own)) for name, own in JOBS.items()}
+
+    async with asyncio.TaskGroup() as tasks:
+        together = {
+            name: tasks.create_task(run(tmp_path / name, config(model, name, *own, *share(name))))
+            for name, own in JOBS.items()
+        }
+
+    for name, ledger in together.items():
+        assert len(ledger.result()) == STEPS * 8
+        assert ledger.result() == alone[name]
+    for pool in ("rollout", "training"):
+        turns = await cluster.turns(pool)
+        assert turns.count("a") == turns.count("b") == STEPS
+
+
+@virtual
+async def test_a_job_that_stands_still_in_its_rollout_loses_the_pool_and_still_trains_what_it_trains_alone(
+    tmp_path, cluster
+):
+    model = write_tokenizer(tmp_path / "model")
+    own = ("run.seed=3", "rollout.max_new_tokens=200")
+    alone = await run(tmp_path / "solo", config(model, "a", *own))
+
+    async with asyncio.TaskGroup() as tasks:
+        stalled = tasks.create_task(run(tmp_path / "a", config(model, "a", *own, *share("a"))))
+        await cluster.held("rollout", "a")
+        cluster.links["a"].whole.clear()
+        assert len(await run(tmp_path / "b", config(model, "b", "run.seed=4", *share("b")))) == STEPS * 8
+        turns = await cluster.turns("rollout")
+        cluster.links["a"].whole.set()
+
+    assert turns == ["a", *["b"] * STEPS]
+    assert stalled.result() == alone
+
+
+@virtual
+async def test_a_job_that_waits_for_its_turn_longer_than_for_a_completion_loses_nothing(tmp_path, cluster):
+    model, own = write_tokenizer(tmp_path / "model"), ("run.seed=3", "rollout.generate_timeout_s=20")
+    alone = await run(tmp_path / "solo", config(model, "a", *own))
+
+    async with asyncio.TaskGroup() as tasks, cluster.permits.hold("rollout", "rollout", "b"):
+        waiting = tasks.create_task(run(tmp_path / "a", config(model, "a", *own, *share("a"))))
+        await asyncio.sleep(1000)
+    assert waiting.result() == alone
+
+
+@virtual
+async def test_the_tail_of_a_rollout_moves_together_and_the_next_job_begins_on_the_other_engines(tmp_path, cluster):
+    model = write_tokenizer(tmp_path / "model")
+    long = (
+        "rollout.max_new_tokens=400",
+        "engine.scripted.stop_share=0.01",
+        "engine.num_slots=8",
+        "rollout.max_len=1024",
+    )
+    alone = {n: await run(tmp_path / f"solo_{n}", config(model, n, *own, *long)) for n, own in JOBS.items()}
+
+    async with asyncio.TaskGroup() as tasks:
+        together = {
+            name: tasks.create_task(run(tmp_path / name, config(model, name, *JOBS[name], *long, *share(name))))
+            for name in JOBS
+        }
+
+    events = [event for _, event in await cluster.permits.events("rollout")]
+    narrowed = [at for at, event in enumerate(events) if event.kind == "narrows"]
+    assert narrowed
+    for at in narrowed:
+        assert len(events[at].stand.places) == 1
+        after = [(event.kind, event.stand.job) for event in events[at + 1 :]]
+        assert after[0] == ("holds", "b" if events[at].stand.job == "a" else "a")
+    assert {name: ledger.result() for name, ledger in together.items()} == alone
+
+
+@pytest.mark.parametrize("actor", ["llm_proxy-1", "engine-1", "env_manager-1"])
+@virtual
+async def test_an_actor_that_is_killed_in_its_rollout_costs_no_sample_and_lets_nobody_in(tmp_path, cluster, actor):
+    model, own = write_tokenizer(tmp_path / "model"), ("rollout.max_new_tokens=200", "engine.scripted.stop_share=0")
+    alone = await run(tmp_path / "solo", config(model, "a", *own))
+
+    async def kill(job):
+        await cluster.held("rollout", "a")
+        await asyncio.sleep(1.0)
+        job._agent.host._hosted[actor].instance.kill()
+
+    async with asyncio.TaskGroup() as tasks:
+        job = tasks.create_task(run(tmp_path / "a", config(model, "a", *own, *share("a")), kill))
+        await cluster.held("rollout", "a")
+        tasks.create_task(run(tmp_path / "b", config(model, "b", "run.seed=4", *share("b"))))
+
+    assert job.result() == alone
+    turns = await cluster.turns("rollout")
+    assert turns[:2] == (["a", "a"] if actor == "llm_proxy-1" else ["a", "b"])
+
+
+@pytest.mark.parametrize("lost", ["silent", "refused"])
+@virtual
+async def test_an_engine_that_alone_lost_sight_of_its_permit_is_woken_again_under_it(tmp_path, cluster, lost):
+    model, own = write_tokenizer(tmp_path / "model"), ("rollout.max_new_tokens=200", "engine.scripted.stop_share=0")
+    alone = await run(tmp_path / "solo", config(model, "a", *own))
+    links, together = [], cluster.open
+
+    def open_own(folder):  # each engine has a way of its own to the Store
+        if not asyncio.current_task().get_name().startswith("engine-"):
+            return together(folder)
+        links.append(Link(cluster.store))
+        return links[-1]
+
+    cluster.open = open_own
+
+    async def cut(job):
+        await cluster.held("rollout", "a")
+        await asyncio.sleep(0.5)
+        for link in links:
+            link.cut(lost)
+        await asyncio.sleep(TTL_S + 1)
+        for link in links:
+            link.mend()
+
+    assert await run(tmp_path / "a", config(model, "a", *own, "engine.scripted.token_s=0.1", *share("a")), cut) == alone
+    assert len(await cluster.turns("rollout")) == STEPS
+
+
+@virtual
+async def test_a_job_that_is_drained_does_not_wait_for_its_turn_to_train(tmp_path, cluster):
+    given = config(write_tokenizer(tmp_path / "model"), "a", "checkpoint.every=100", *share("a"))
+    loop = asyncio.get_running_loop()
+    async with embed(given, tmp_path / "a") as job:
+        rows = job.rows()
+        await anext(rows)
+        async with cluster.permits.hold("training", "training", "b"):
+            while not (await cluster.permits.lines())["training"].queue:  # noqa: ASYNC110 - in virtual time
+                await asyncio.sleep(0.1)
+            began = loop.time()
+            await job._agent.stop("interrupted")
+            took_s = loop.time() - began
+
+    assert took_s < 20
+    assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir() if path.name.startswith("step_")]
+
+
+@virtual
+async def test_held_out_tasks_are_rolled_out_under_the_permit_too(tmp_path, cluster):
+    given = config(
+        write_tokenizer(tmp_path / "model"),
+        "a",
+        "eval.every=2",
+        "eval.final_num_tasks=4",
+        "eval.num_tasks=4",
+        *share("a"),
+    )
+
+    assert len(await run(tmp_path / "a", given)) >= STEPS * 8
+
+    evals = [json.loads(line) for line in (tmp_path / "a" / "evals.jsonl").read_text().splitlines()]
+    assert [each["version"] for each in evals] == [0, 2, 4]
+    assert all(each["failed"] == 0 for each in evals)
+
+
+@virtual
+async def test_an_engine_computes_nothing_under_a_permit_that_is_not_held(tmp_path, cluster):
+    async with asyncio.TaskGroup() as tasks:
+        bench = Bench(tasks, tmp_path)
+        await bench.start(Proxy, "llm_proxy-1", ActorConfig())
+        section = EngineSection(kind="scripted", scripted=ScriptedSection(token_s=0.1))
+        shared = ClusterSection(dir="a", job="a")
+        worker = await bench.start(EngineWorker, "engine-1", EngineWorker.Config(engine=section, cluster=shared))
+        asked = tasks.create_task(bench.ask(request(num=50)))
+
+        async with cluster.permits.hold("rollout", "rollout", "a") as old:
+            await bench.ask(WakeEngine(old.epoch))
+            await asyncio.sleep(1.0)
+        async with cluster.permits.hold("rollout", "rollout", "b") as other:
+            await asyncio.sleep(TTL_S)
+            num, asleep = worker._num_tokens, worker._engine.load().asleep
+            with pytest.raises(Failed, match=f"epoch {old.epoch} does not hold rollout now"):
+                await bench.ask(WakeEngine(old.epoch))
+            await asyncio.sleep(1.0)
+            assert worker._num_tokens == num
+        async with cluster.permits.hold("rollout", "rollout", "a") as new:
+            await bench.ask(WakeEngine(new.epoch))
+            reply = await asked
+
+        assert asleep
+        assert 0 < num < 50
+        assert len(unpack_i32(reply.tokens.ids)) == 50
+        assert new.epoch > other.epoch > old.epoch
+        for kernel in bench.kernels.values():
+            kernel.stop()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("staleness.alpha=1", "with staleness.alpha above 0 rollouts never pause"),
+        ("actors.llm_proxy.count=2", "it must be 1"),
+        ("orchestrator.enabled=true", "engines sleep and wake by the job's turns"),
+    ],
+)
+def test_a_job_that_can_not_take_turns_is_refused(tmp_path, override, said):
+    orchestrator = "actors.orchestrator={class: 'actors.scheduling.orchestrator:Orchestrator'}"
+    with pytest.raises(ConfigError, match=said):
+        config(tmp_path, "a", "cluster.dir=c", orchestrator, override)

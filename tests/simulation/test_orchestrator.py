@@ -1,0 +1,284 @@
+"""The orchestrator, real proxy and real workers with paced engines, in virtual time: moves, merges, and whoever is killed in them."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from actors.engines.section import EngineSection, PaceSection, ScriptedSection
+from actors.engines.worker import EngineWorker
+from actors.fabric.controller import FabricController
+from actors.fabric.emulated import EmulatedSwitch
+from actors.fabric.section import FabricSection
+from actors.messages.engines import EngineChanged, Reconfigure, SleepEngine, WakeEngine
+from actors.messages.fabric import PhaseIntent
+from actors.messages.generation import Generate, Sampling
+from actors.messages.moves import Move, NotMoved
+from actors.messages.orchestration import OutOfDate, Survey, Surveyed
+from actors.proxy.proxy import LLMProxy
+from actors.scheduling.orchestrator import Orchestrator
+from actors.scheduling.section import OrchestratorSection
+from actors.scheduling.switches import Reshape
+from bus.errors import Failed
+from bus.message import pack_i32
+from runtime.actor import handler
+from tests.simulation.test_proxy_on_the_bus import Asker, Cluster
+from tests.virtual import virtual
+
+STOP = 1
+LONG, SHORT = 1500, 40
+WORKER = EngineWorker.Config(
+    engine=EngineSection(
+        kind="scripted",
+        num_slots=64,
+        max_len=65536,
+        max_batch_tokens=8192,
+        stream_every=8,
+        prefix_cache=False,
+        scripted=ScriptedSection(told_lengths=True, vocab_size=65536),
+        pace=PaceSection(hardware="h800", model="qwen2.5-14b"),
+    )
+)
+
+
+class HaltingWorker(EngineWorker):
+    """Stops at one order, until the test goes on."""
+
+    halts_at: type | None = None
+    reached: asyncio.Event
+    go_on: asyncio.Event
+
+    async def _halt(self, order) -> None:
+        if type(order) is type(self).halts_at:
+            type(self).halts_at = None
+            self.reached.set()
+            await self.go_on.wait()
+
+    @handler(concurrency=4, outlives_asker=True)
+    async def sleep_engine(self, order: SleepEngine) -> EngineChanged:
+        await self._halt(order)
+        return await super().sleep_engine(order)
+
+    @handler(concurrency=4, outlives_asker=True)
+    async def reconfigure(self, order: Reconfigure) -> EngineChanged:
+        await self._halt(order)
+        return await super().reconfigure(order)
+
+
+class Fleet(Cluster):
+    switch_s = 1.0
+
+    async def begin(self, planners, engines=2):
+        HaltingWorker.halts_at, HaltingWorker.reached, HaltingWorker.go_on = None, asyncio.Event(), asyncio.Event()
+        for number in range(engines):
+            await self.start(HaltingWorker, f"engine-{number + 1}", **dict(WORKER))
+        await self.start(LLMProxy, "llm_proxy-1")
+        await self.start(Asker, "env_manager-1")
+        self.asker = self.actors["env_manager-1"]
+        self.planners = planners
+        await self.until(lambda: len(self.seats) == engines)
+
+    async def restart(self, name):
+        if name in self.serving:
+            await self.kill(name)
+        if name.startswith("engine"):
+            await self.start(HaltingWorker, name, **dict(WORKER))
+        elif name.startswith("llm"):
+            await self.start(LLMProxy, name)
+        else:
+            section = OrchestratorSection(enabled=True, planners=self.planners, switch_s=self.switch_s)
+            await self.start(Orchestrator, name, orchestrator=section)
+
+    @property
+    def seats(self):
+        return self.actors["llm_proxy-1"]._placement.seats
+
+    @property
+    def shapes(self):
+        return sorted((seat.asleep, seat.degree) for seat in self.seats.values())
+
+    def ask(self, number, length, shown=200):
+        name = f"r{number}"
+        prompt = pack_i32([length, number, *[7] * (shown - 2)])
+        request = Generate(name, name, prompt, Sampling(2048, stop_token_ids=(STOP,)))
+        return self.tasks.create_task(self.asker.ref("llm_proxy").ask(request, timeout=900.0))
+
+    def tail(self):
+        """Three long ones, many short ones: what remains is worth a merge."""
+        lengths = [LONG + place if place < 3 else SHORT + place for place in range(12)]
+        return lengths, [self.ask(place, length) for place, length in enumerate(lengths)]
+
+    async def right(self, shape):
+        async with asyncio.timeout(120):
+            while self.shapes != shape:  # noqa: ASYNC110 - in virtual time
+                await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def fleet(folder, planners=("rebalance", "switch"), engines=2):
+    async with asyncio.TaskGroup() as tasks:
+        made = Fleet(tasks, folder)
+        await made.begin(planners, engines)
+        yield made
+        for name in ("orchestrator-1", "env_manager-1", "llm_proxy-1", *[n for n in made.serving if "engine" in n]):
+            if name in made.serving:
+                await made.kill(name)
+
+
+async def whole(lengths, asked):
+    """Every answer has exactly the tokens that its request was to sample: none is lost, none doubled."""
+    for length, each in zip(lengths, asked, strict=True):
+        completion = await each
+        assert completion.finish_reason == "stop"
+        assert len(completion.tokens.ids) == 4 * length
+        ends = [(span.start, span.end) for span in completion.tokens.spans]
+        assert ends[0][0] == 0
+        assert ends[-1][1] == length
+
+
+@virtual
+async def test_engines_merge_for_the_last_requests_and_these_are_through_sooner(tmp_path):
+    loop = asyncio.get_running_loop()
+    took = []
+    for planners in ((), ("switch",)):
+        async with fleet(tmp_path, planners) as made:
+            await made.restart("orchestrator-1")
+            began = loop.time()
+            lengths, asked = made.tail()
+            await whole(lengths, asked)
+            took.append(loop.time() - began)
+            assert made.shapes == ([(False, 2), (True, 1)] if planners else [(False, 1), (False, 1)])
+
+    assert took[1] < 0.95 * took[0]  # nothing is known of lengths before the first ones end
+
+
+@virtual
+async def test_a_step_s_degrees_are_planned_at_its_beginning_once_lengths_are_known(tmp_path):
+    apart, together = [(False, 1), (False, 1)], [(False, 2), (True, 1)]
+    async with fleet(tmp_path, ("switch",)) as made:
+        made.switch_s = 1e9  # no step is looked at again
+        await made.restart("orchestrator-1")
+        loop = asyncio.get_running_loop()
+        took = []
+        for step, shapes in enumerate((apart, together, together)):
+            lengths = [LONG + place for place in range(4)]
+            began = loop.time()
+            await whole(lengths, [made.ask(4 * step + place, each) for place, each in enumerate(lengths)])
+            took.append(loop.time() - began)
+            assert made.shapes == shapes
+        found = made.actors["orchestrator-1"].metrics.snapshot()
+
+    assert found["orchestrator/switches"] == 1
+    assert took[2] < took[1] < took[0]
+
+
+@virtual
+async def test_nothing_is_switched_while_no_length_is_known(tmp_path):
+    async with fleet(tmp_path, ("switch",)) as made:
+        await made.restart("orchestrator-1")
+        lengths = [LONG] * 4
+        await whole(lengths, [made.ask(place, each) for place, each in enumerate(lengths)])
+        assert made.shapes == [(False, 1), (False, 1)]
+
+
+@virtual
+async def test_requests_leave_the_engine_that_would_be_last(tmp_path):
+    loop = asyncio.get_running_loop()
+    took = []
+    for planners in ((), ("rebalance",)):
+        async with fleet(tmp_path, planners) as made:
+            lengths = [800] * 6
+            asked = [made.ask(place, length, 30000) for place, length in enumerate(lengths)]
+            await made.until(lambda: len(made.actors["llm_proxy-1"]._requests.running) == 6)
+            for place in range(6):
+                await made.asker.ref("llm_proxy").ask(Move(f"r{place}", "engine-1"), timeout=60.0)
+            began = loop.time()
+            await made.restart("orchestrator-1")
+            await whole(lengths, asked)
+            took.append(loop.time() - began)
+
+    assert took[1] < 0.8 * took[0]
+
+
+@pytest.mark.parametrize("stage", [SleepEngine, Reconfigure])
+@pytest.mark.parametrize("victim", ["orchestrator-1", "llm_proxy-1", "engine-1", "engine-2"])
+@virtual
+async def test_whoever_is_killed_in_a_switch_nothing_is_lost_or_doubled_and_every_gpu_is_used_again(
+    tmp_path, stage, victim
+):
+    async with fleet(tmp_path, ("switch",)) as made:
+        await made.restart("orchestrator-1")
+        lengths, asked = made.tail()
+        HaltingWorker.halts_at = stage
+        await HaltingWorker.reached.wait()
+
+        await made.restart(victim)
+        HaltingWorker.go_on.set()
+
+        await whole(lengths, asked)
+        async with asyncio.timeout(200):
+            while sum(degree for asleep, degree in made.shapes if not asleep) != 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+
+@virtual
+async def test_an_engine_that_sleeps_without_an_owner_is_woken(tmp_path):
+    async with fleet(tmp_path) as made:
+        await made.asker.ref("engine-1").ask(SleepEngine(), timeout=60.0)
+        await made.restart("orchestrator-1")
+        await made.right([(False, 1), (False, 1)])
+
+
+@virtual
+async def test_orders_of_an_orchestrator_that_was_replaced_are_refused(tmp_path):
+    async with fleet(tmp_path) as made:
+        proxy, engine = made.asker.ref("llm_proxy"), made.asker.ref("engine-1")
+        assert isinstance(await proxy.ask(Survey(7), timeout=5.0), Surveyed)
+        await engine.ask(Reconfigure(2, 7), timeout=60.0)
+        lengths = [SHORT]
+        asked = [made.ask(0, SHORT)]
+
+        assert await proxy.ask(Survey(6), timeout=5.0) == OutOfDate(7)
+        moved = await proxy.ask(Move("r0", "engine-2", 6), timeout=60.0)
+        assert isinstance(moved, NotMoved)
+        assert "later orchestrator" in moved.why
+        for order in (SleepEngine(epoch=6), WakeEngine(6), Reconfigure(1, 6)):
+            with pytest.raises(Failed, match="order of before"):
+                await engine.ask(order, timeout=60.0)
+        await whole(lengths, asked)
+
+
+@virtual
+async def test_lengths_that_ended_during_a_switch_are_told_at_the_next_look(tmp_path):
+    async with fleet(tmp_path, ()) as made:
+        await made.restart("orchestrator-1")
+        commands = made.actors["orchestrator-1"]._commands
+        await commands.look()
+        await whole([SHORT], [made.ask(0, SHORT)])
+        await commands.reshape(Reshape("merge nothing", {}, {}, ""), ())
+
+        found, _ = await commands.look()
+
+        assert [each.sampled for each in found.ended] == [SHORT]
+
+
+@pytest.mark.parametrize(("enabled", "counted"), [(True, "orchestrator/circuits"), (False, "orchestrator/electrical")])
+@virtual
+async def test_a_merge_waits_for_circuits_and_takes_the_electrical_path_where_there_are_none(
+    tmp_path, enabled, counted
+):
+    section = FabricSection(enabled=enabled, ports=16, reconfiguration_s=0.05)
+    async with fleet(tmp_path, ("switch",)) as made:
+        await made.start(EmulatedSwitch, "optical_switch-1", fabric=section)
+        await made.start(FabricController, "fabric_controller-1", fabric=section)
+        caches = (("engine-1", "engine-2", 1000), ("llm_proxy-1", "engine-1", 10), ("llm_proxy-1", "engine-2", 10))
+        await made.asker.ref("fabric_controller").tell(PhaseIntent("rollout", 1, 0.0, caches))
+        await made.restart("orchestrator-1")
+        lengths, asked = made.tail()
+        await whole(lengths, asked)
+
+        found = made.actors["orchestrator-1"].metrics.snapshot()
+        assert made.shapes == [(False, 2), (True, 1)]
+        assert found[counted] == found["orchestrator/switches"] >= 1
+        await made.kill("fabric_controller-1")
+        await made.kill("optical_switch-1")

@@ -1,0 +1,181 @@
+"""How the vLLM engine goes over to another vLLM, by a fake one; tests/contract/test_engine_capabilities.py has a real one."""
+
+import asyncio
+import sys
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from actors.config import ModelSection
+from actors.engines import vllm_engine
+from actors.engines.engine import EngineDead, EngineError, Work
+from actors.engines.section import EngineSection
+from actors.engines.vllm_engine import VllmEngine
+from actors.messages.generation import Sampling, VersionSpan
+from bus.message import unpack_i32
+from tests.contract.engines import collect
+from tests.unit.actors.engines.test_vllm_setup import image_of
+
+NUM = 6
+
+
+class Collector:
+    """Outputs of one request, as the test has them sampled."""
+
+    def __init__(self):
+        self.outputs, self.there = deque(), asyncio.Event()
+
+    def put(self, ids, finish_reason=None):
+        completion = SimpleNamespace(
+            token_ids=ids, logprobs=[{i: SimpleNamespace(logprob=-0.5)} for i in ids], finish_reason=finish_reason
+        )
+        self.outputs.append(SimpleNamespace(outputs=[completion], finished=finish_reason is not None))
+        self.there.set()
+
+    def get_nowait(self):
+        return self.outputs.popleft() if self.outputs else None
+
+    async def get(self):
+        self.there.clear()
+        await self.there.wait()
+        return self.outputs.popleft()
+
+
+class Llm:
+    """What the engine asks of AsyncLLM."""
+
+    def __init__(self, degree):
+        self.degree, self.errored, self.output_handler = degree, False, None
+        self.prompts, self.collectors, self.swapped = {}, {}, []
+        self.engine_core = SimpleNamespace(outputs_queue=SimpleNamespace(empty=lambda: True))
+        self.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(num_attention_heads=4))
+
+    async def add_request(self, request_id, prompt, params):
+        self.prompts[request_id] = (prompt["prompt_token_ids"], params.max_tokens)
+        self.collectors[request_id] = Collector()
+        return self.collectors[request_id]
+
+    async def abort(self, ids):
+        assert not self.errored
+        for request_id in [ids] if isinstance(ids, str) else ids:
+            if (collector := self.collectors.pop(request_id, None)) is not None:
+                collector.put([], "abort")
+
+    async def pause_generation(self, **_): ...
+
+    async def resume_generation(self): ...
+
+    async def collective_rpc(self, method, args):
+        self.swapped.append(Path(args[0]).read_bytes())
+
+    async def reset_prefix_cache(self, *, reset_running_requests):
+        return True
+
+    def shutdown(self, timeout=None):
+        assert not self.collectors, "requests are lost"
+        self.errored = True
+
+
+@pytest.fixture
+def llms(monkeypatch):
+    """All vLLMs that were ever launched; `hold` keeps the next one from starting, `fail` has it fail."""
+    library = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(DELTA=0))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", library)
+    platform = SimpleNamespace(is_cpu=lambda: True)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    made = [Llm(1)]
+
+    def launch(folder, model, section):
+        if section.vllm["tensor_parallel_size"] == 4:
+            raise EngineError("no room for 4")
+        made.append(Llm(section.vllm["tensor_parallel_size"]))
+        return made[-1]
+
+    monkeypatch.setattr(vllm_engine, "launch", launch)
+    return made
+
+
+@pytest.fixture
+def engine(llms):
+    engine = VllmEngine(Path("/model"), ModelSection(), EngineSection(kind="vllm"))
+    engine._llm, engine._vocab_size, engine._shapes = llms[0], 99, {"a": (1,)}
+    return engine
+
+
+async def seated(llm, name="r"):
+    while name not in llm.collectors:  # noqa: ASYNC110 - as a vLLM would see it
+        await asyncio.sleep(0)
+    return llm.collectors[name]
+
+
+def work(name="r"):
+    return Work(name, name, (1, 2, 3), Sampling(NUM))
+
+
+async def test_requests_go_on_at_the_next_vllm_under_the_newest_weights(engine, llms):
+    image = image_of(a=[1.0])
+    await engine.update(5, image)
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(collect(engine, work()))
+        (await seated(llms[0])).put([10, 11])
+
+        assert await engine.reconfigure(2) >= 0.0
+        (await seated(llms[1])).put([12, 13, 14, 15], "length")
+
+    tokens, reason = asked.result()
+    assert (unpack_i32(tokens.ids), reason) == ([10, 11, 12, 13, 14, 15], "length")
+    assert tokens.spans == (VersionSpan(5, 0, NUM),)
+    assert llms[1].prompts["r"] == ([1, 2, 3, 10, 11], NUM - 2)
+    assert llms[1].swapped == [bytes(image)]
+    assert engine.load().degree == llms[1].degree == 2
+    assert list(engine.switch_s) == ["export", "stop", "start", "weights"]
+
+
+async def test_one_that_is_aborted_exported_or_comes_meanwhile_has_its_place(engine, llms, monkeypatch):
+    go_on, launch, loop = asyncio.Event(), vllm_engine.launch, asyncio.get_running_loop()
+
+    def held(*args):
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+        return launch(*args)
+
+    monkeypatch.setattr(vllm_engine, "launch", held)
+    async with asyncio.TaskGroup() as tasks:
+        asked = {name: tasks.create_task(collect(engine, work(name))) for name in ("aborted", "exported")}
+        for name in asked:
+            (await seated(llms[0], name)).put([10, 11])
+        changing = tasks.create_task(engine.reconfigure(2))
+        while not llms[0].errored:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        late = tasks.create_task(collect(engine, work("late")))
+        await asyncio.sleep(0.01)
+        assert (engine.load().running, engine.load().degree) == (3, 2)
+        await engine.abort("aborted")
+        exporting = tasks.create_task(engine.export("exported"))
+        await asyncio.sleep(0)
+        go_on.set()
+        await changing
+        (await seated(llms[1], "late")).put([20] * NUM, "length")
+
+    assert (unpack_i32(asked["aborted"].result()[0].ids), asked["aborted"].result()[1]) == ([10, 11], "aborted")
+    assert asked["exported"].result()[1] == "exported"
+    assert unpack_i32(exporting.result().resumed.ids) == [10, 11]
+    assert late.result()[1] == "length"
+    assert list(llms[1].prompts) == ["late"]
+
+
+async def test_a_degree_that_can_not_be_changes_nothing(engine, llms):
+    with pytest.raises(EngineError, match="degree=3 does not divide the 4 attention heads"):
+        await engine.reconfigure(3)
+
+    assert len(llms) == 1
+    assert engine.load().degree == 1
+
+
+async def test_one_that_does_not_start_ends_the_engine(engine, llms):
+    with pytest.raises(EngineDead, match="did not come back with degree=4: no room for 4"):
+        await engine.reconfigure(4)
+
+    with pytest.raises(EngineDead):
+        engine.load()

@@ -1,0 +1,85 @@
+"""What a user sees of a cluster."""
+
+import pytest
+
+from actors.messages.cluster import JobNeeds
+from actors.permits import PermitEvent
+from actors.scheduling.board import ClusterBoard
+from actors.scheduling.book import Book, JobRecord
+from actors.scheduling.pools import ClusterPoolSection, SchedulerSection
+from planning.permits import PermitLine, Stand
+
+NOW = 1000.0
+
+
+def record(name, number, **changes):
+    needs = JobNeeds(1, 1, 1e9, 1e9, 10.0, 10.0)
+    fields = {"state": "running", "group": 0, "node": 0, "slo": 1.5, "why": f"job {name} is placed", **changes}
+    return JobRecord(name=name, id=name, number=number, needs=needs, cwd="/", **fields)
+
+
+@pytest.fixture
+def board():
+    section = SchedulerSection(
+        rollout=ClusterPoolSection(usd_hour=1.85, memory_gb=8), training=ClusterPoolSection(usd_hour=5.28, memory_gb=8)
+    )
+    jobs = [
+        record("a", 1, slowdowns=(1.04,)),
+        record("b", 2),
+        record("c", 3, state="queued", group=-1, node=-1, why="job c waits: no group has room"),
+        record("d", 0, state="done", group=-1, node=-1, why="done after step 60"),
+    ]
+    held = Stand("a", "rollout", 7, NOW - 3.1, 9)
+    lines = {"rollout-0": PermitLine(held, (Stand("b", "rollout", 8, NOW - 2.0),)), "training-0": PermitLine()}
+    events = {
+        "rollout-0": [PermitEvent("holds", held, NOW - 30)],
+        "training-0": [PermitEvent("holds", Stand("b", "training", 3, 0), NOW - 60),
+                       PermitEvent("gone", Stand("b", "training", 3, 0), NOW - 30)],
+    }  # fmt: skip
+    return ClusterBoard("lab", Book(section, jobs), lines, events, {"a": 14}, {"a": (12, 64)}, NOW)
+
+
+def test_who_waits_for_whom_is_told_across_jobs(board):
+    assert board.whys().splitlines() == [
+        "job b waits 2.0 s for rollout-0: a holds it for rollout since 3.1 s, 12 of 64 responses left",
+        "job c waits: no group has room",
+    ]
+
+
+def test_jobs_are_listed_with_what_they_hold_their_slowdown_and_slack(board):
+    rows = {line.split()[0]: line for line in board.jobs().splitlines()}
+
+    assert rows["a"].split()[1:6] == ["0", "14", "running", "rollout-0", "3.1"]
+    assert "1.04   0.46" in rows["a"]
+    assert rows["b"].endswith("a holds it for rollout since 3.1 s, 12 of 64 responses left")
+    assert list(rows)[-1] == "d"
+
+
+def test_groups_have_their_cost_beside_that_of_jobs_alone(board):
+    lines = board.table().splitlines()
+
+    assert lines[0] == "cluster lab · rollout 1, training 1 nodes · 7.13 $/h, 14.26 if each had its own"
+    assert lines[1] == "group 0: a, b on rollout 0 · 7.13 $/h"
+
+
+def test_the_last_minute_of_each_pool_is_drawn(board):
+    assert board.gantt(20) == [
+        " last 60 s  a a  b b",
+        " rollout-0  ▐          aaaaaaaaaa▌",
+        " training-0 ▐bbbbbbbbbb          ▌",
+    ]
+
+
+def test_a_program_gets_the_same(board):
+    data = board.data()
+
+    assert data["groups"] == [{"group": 0, "nodes": (0,), "jobs": ["a", "b"]}]
+    assert [(job["name"], job["state"]) for job in data["jobs"]][:2] == [("d", "done"), ("a", "running")]
+    assert (data["usd_hour"], data["usd_hour_solo"]) == pytest.approx((7.13, 14.26))
+
+
+def test_a_cluster_without_jobs_says_how_to_give_it_one(board):
+    empty = board._replace(book=Book(board.book.section), events={})
+
+    assert empty.jobs() == "no jobs. Submit one with: rubato submit JOB.yaml --cluster DIR"
+    assert empty.gantt() == []
