@@ -20,6 +20,10 @@ WINDOW = 8
 BEYOND_NOISE = 3.0
 """Standard errors from which a trend is one: eight steps of some hundred requests still show drift of 2 or 3 % a step."""
 
+NOISE = 2.0
+MOST_UNSURE = 0.15
+"""Sums of what is forecast for an engine's requests are off by about NOISE / √(lengths that are known) of them; never more than MOST_UNSURE."""
+
 NORMAL = NormalDist()
 EDGE = 1e-6
 
@@ -93,6 +97,12 @@ class Forecast:
     curves: Mapping[str, LengthCurve]
     tokens_s: float
     limit: float
+
+    @property
+    def unsure(self) -> float:
+        """Share by which engines' loads are off: the more lengths are known, the less."""
+        num = len(self.curves[""].works) if self.curves else 1
+        return min(MOST_UNSURE, NOISE / math.sqrt(num))
 
     def remaining(self, request: Seen, quantile: float = 0.5) -> Remaining:
         """Of a running `request` at `quantile` within (0, 1); rises with the quantile.

@@ -6,8 +6,6 @@ rule below, its thresholds and the order of the search are ours.
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
-from math import sqrt
-from statistics import fmean
 from typing import NamedTuple
 
 from planning.makespan import Instance, Load
@@ -15,11 +13,7 @@ from planning.moves import Carry, Moving, carry
 from planning.roofline import Roofline
 
 MARGIN = 0.05
-"""A plan that shortens the whole by a smaller share is left alone: forecasts are off by as much."""
-
-NOISE = 0.5
-MOST_MARGIN = 0.15
-"""What is forecast of an engine is off by about NOISE / √(its requests), so more is asked of a plan for few; never more than MOST_MARGIN."""
+"""A plan that shortens the whole by a smaller share is left alone: its costs are off by as much."""
 
 CANDIDATES = 6
 """Requests of the straggler that are tried, and engines that each is tried on: a plan is made once or twice a second."""
@@ -70,14 +64,15 @@ def rebalance(
     moved_s: Mapping[str, float] | None = None,
     interval_s: float = 10.0,
     most: int = 8,
+    unsure: float = 0.0,
 ) -> Rebalance:
-    """At most `most` moves that bring the last of `instances` through earlier, by more than forecasts are off; `engines` by degree.
+    """At most `most` moves that bring the last of `instances` through earlier, by more than loads are `unsure`; `engines` by degree.
 
     `moved_s` says when each request was last moved: one moved less than `interval_s` before `now_s` stays, and none is moved twice in a plan.
     Depends on nothing but its arguments, and not on the order of `instances`.
     """
     recent = {name for name, at in (moved_s or {}).items() if now_s - at < interval_s}
-    margin = _margin(instances)
+    margin = max(MARGIN, unsure)
     found = shorten(instances, engines, recent, most, margin)
     if not found.moves or found.after_s > (1 - margin) * found.before_s:
         why = f"no moves shorten {found.before_s:.1f} s by {100 * margin:.0f} %"
@@ -85,11 +80,6 @@ def rebalance(
     num = f"{len(found.moves)} move" + "s" * (len(found.moves) > 1)
     why = f"{num}: the last engine is through in {found.after_s:.1f} s instead of {found.before_s:.1f} s"
     return Rebalance(found.moves, found.before_s, found.after_s, why)
-
-
-def _margin(instances: Sequence[Instance]) -> float:
-    num = fmean(len(each.loads) for each in instances) if instances else 0.0
-    return min(MOST_MARGIN, max(MARGIN, NOISE / sqrt(max(1.0, num))))
 
 
 def shorten(

@@ -30,6 +30,11 @@ class Server(NamedTuple):
         """The engines that are awake have all GPUs, and none twice."""
         return sum(each.degree for each in self.engines if not each.asleep) == self.gpus
 
+    @property
+    def settled(self) -> bool:
+        """Every engine takes requests, or sleeps: none is on its way from one to the other."""
+        return all(each.takes or each.asleep for each in self.engines)
+
 
 def servers(engines: Iterable[EngineSeen], place_of: Callable[[str], str]) -> list[Server]:
     """`place_of` names an engine's host and pool. Engines whose hardware nobody says are left out."""

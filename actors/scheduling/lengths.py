@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from actors.messages.orchestration import RequestEnded, RequestSeen
 from planning.forecast import WINDOW, Forecast, Seen, fit
@@ -11,6 +12,13 @@ STEPS_KEPT = 2 * WINDOW
 
 QUANTILE = 0.7
 """That of the mean of a log-normal distribution whose deviation is about 1, as those of configs/lengths are."""
+
+
+class Expected(NamedTuple):
+    """Tokens that each request has still to sample, and the share by which engines' sums of them are off."""
+
+    tokens: Mapping[str, float]
+    unsure: float
 
 
 class Lengths:
@@ -46,22 +54,26 @@ class Lengths:
             self._steps.append(tuple(self._now))
             self._now = []
 
-    def forecast(self, running: Iterable[RequestSeen] = ()) -> Forecast:
-        """Of the running step."""
-        return fit(tuple(self._steps), (*self._now, *map(_seen, running)))
+    def left(self, requests: Iterable[RequestSeen]) -> Expected:
+        """Of each of the running `requests`, at one quantile for all: which of them is long shows only as they run."""
+        running = list(requests)
+        forecast = self._forecast(running)
+        return Expected({each.request_id: _left(forecast, each) for each in running}, forecast.unsure)
 
     def drawn(self, requests: Iterable[RequestSeen]) -> Mapping[str, float] | None:
-        """Tokens to come of a whole step's requests, spread as their lengths are; None where no length is known."""
+        """Tokens to come of all that runs, spread as lengths are, so that their tail is among them; None where no length is known."""
         by_name = {each.request_id: each for each in requests}
-        forecast = self.forecast(by_name.values())
+        forecast = self._forecast(by_name.values())
         if not forecast.curves:
             return None
         spread = forecast.spread({name: _seen(each) for name, each in by_name.items()})
         return {name: max(1.0, min(spread[name], each.limit - each.sampled)) for name, each in by_name.items()}
 
+    def _forecast(self, running: Iterable[RequestSeen]) -> Forecast:
+        return fit(tuple(self._steps), (*self._now, *map(_seen, running)))
 
-def remaining(forecast: Forecast, request: RequestSeen) -> float:
-    """Tokens that `request` still has to sample: at QUANTILE, and within its limit."""
+
+def _left(forecast: Forecast, request: RequestSeen) -> float:
     left = forecast.remaining(_seen(request), QUANTILE).tokens
     return max(1.0, min(left, request.limit - request.sampled))
 

@@ -6,17 +6,17 @@ an earlier one.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-from actors.messages.orchestration import RequestSeen, Surveyed
+from actors.messages.orchestration import Surveyed
 from actors.scheduling.circuits import SwitchCircuits
 from actors.scheduling.fleet import Server, Speeds, cache_traffic, instances, load, servers
 from actors.scheduling.foresight import Foresight
-from actors.scheduling.lengths import Lengths, remaining
+from actors.scheduling.lengths import Lengths
 from actors.scheduling.reshapes import as_merge, as_split, as_step
 from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection, check_orchestrator
-from actors.scheduling.switches import CommandFailed, Commands, Reshape, Superseded, Wanted, reset
+from actors.scheduling.switches import CommandFailed, Commands, Reshape, Superseded, Wanted, all_tried, reset
 from planning.makespan import Load
 from planning.parallelism import coming, within
 from planning.rebalance import rebalance
@@ -134,7 +134,7 @@ class Orchestrator(Actor):
 
     async def _rebalance(self, found: Sequence[Server], surveyed: Surveyed, whose: Mapping[str, str]) -> None:
         """Between engines of the same hardware and model."""
-        left = self._left(surveyed.requests)
+        left, unsure = self._lengths.left(surveyed.requests)
         still = {each.request_id for each in surveyed.requests if each.moves}
         now = self._now()
         self._moved_s = {name: at for name, at in self._moved_s.items() if name in whose} | dict.fromkeys(still, now)
@@ -143,7 +143,7 @@ class Orchestrator(Actor):
             fleet = instances(alike, surveyed.requests, lambda each: left[each.request_id])
             speeds = self._speeds.of(max(alike, key=lambda server: server.gpus))
             planned = partial(rebalance, fleet, speeds, now_s=now, moved_s=self._moved_s, most=self.most_moves)
-            plan = await self.offload(partial(planned, interval_s=REST * self._section.interval_s))
+            plan = await self.offload(partial(planned, interval_s=REST * self._section.interval_s, unsure=unsure))
             self.metrics.gauge("orchestrator/remaining_s", plan.before_s)
             self._foresight.expect(sum(len(each.loads) for each in fleet), plan.after_s, now)
             if not plan.moves:
@@ -152,11 +152,6 @@ class Orchestrator(Actor):
             moved = await self._commands.move(((each.request, each.target) for each in plan.moves), whose)
             self._moved_s |= dict.fromkeys(moved, self._now())
             self.metrics.count("orchestrator/moves", len(moved))
-
-    def _left(self, requests: Sequence[RequestSeen]) -> Mapping[str, float]:
-        """Tokens that each is expected to sample yet."""
-        forecast = self._lengths.forecast(requests)
-        return {each.request_id: remaining(forecast, each) for each in requests}
 
     # -- a step's beginning ----------------------------------------------------------------------------------------
 
@@ -168,26 +163,24 @@ class Orchestrator(Actor):
         lengths = self._lengths.drawn(surveyed.requests)
         if lengths is None:
             return False
-        changed = False
+        changes: dict[Server, Reshape] = {}
         for server in found:
             names = {each.name for each in server.engines}
             loads = [load(each, lengths[each.request_id]) for each in surveyed.requests if each.engine in names]
-            if loads and all(each.takes or each.asleep for each in server.engines):
-                changed |= await self._plan_step(server, loads, surveyed)
-        return changed
+            if loads and server.settled and (change := await self._step_plan(server, loads)):
+                changes[server] = change
+        return await self._carry_out(changes, surveyed)
 
-    async def _plan_step(self, server: Server, loads: Sequence[Load], surveyed: Surveyed) -> bool:
+    async def _step_plan(self, server: Server, loads: Sequence[Load]) -> Reshape | None:
         current = [each.degree for each in server.engines if not each.asleep]
         planned = partial(coming, loads, server.gpus, self._speeds.of(server), current, steps=HORIZON)
         try:
             plan = await self.offload(planned)
         except ValueError as error:
             self.log.warning("step_not_planned", error=str(error))
-            return False
+            return None
         self.log.info("step_planned", why=plan.why, requests=len(loads))
-        if plan.switched:
-            await self._carry_out(server, as_step(server, plan), surveyed)
-        return plan.switched
+        return as_step(server, plan) if plan.switched else None
 
     # -- switches --------------------------------------------------------------------------------------------------
 
@@ -199,33 +192,41 @@ class Orchestrator(Actor):
         if now - self._looked_s < self._section.switch_s:
             return False
         self._looked_s = now
-        for server in found:
-            if not all(each.takes or each.asleep for each in server.engines):
-                continue
-            change = await self._change(server, surveyed)
-            if change is not None:
-                await self._carry_out(server, change, surveyed)
-                return True
-        return False
+        lengths = self._lengths.drawn(surveyed.requests)
+        if lengths is None:
+            return False
+        planned = {server: await self._change(server, surveyed, lengths) for server in found if server.settled}
+        return await self._carry_out({server: change for server, change in planned.items() if change}, surveyed)
 
-    async def _change(self, server: Server, surveyed: Surveyed) -> Reshape | None:
-        speeds = self._speeds.of(server)
-        left = self._left(surveyed.requests)
+    async def _change(self, server: Server, surveyed: Surveyed, left: Mapping[str, float]) -> Reshape | None:
         since = self._now() - SETTLED * self._section.switch_s
         settling = {name for name, at in self._changed_s.items() if at > since}
         fleet = instances([server], surveyed.requests, lambda each: left[each.request_id], settling)
-        plan = await self.offload(within, fleet, speeds)
+        plan = await self.offload(within, fleet, self._speeds.of(server))
         if not plan.changes:
             return None
         first = plan.changes[0]
         return as_merge(server, first) if len(first.parts) == 1 else as_split(server, first)
 
-    async def _carry_out(self, server: Server, change: Reshape, surveyed: Surveyed) -> None:
+    async def _carry_out(self, changes: Mapping[Server, Reshape], surveyed: Surveyed) -> bool:
+        """All at once, under circuits for all of their caches. Returns whether there are any; raises CommandFailed once all were tried."""
+        if not changes:
+            return False
+        caches = [
+            each
+            for server, change in changes.items()
+            for each in cache_traffic(server, surveyed.requests, change.requests)
+        ]
+        names = "; ".join(change.name for change in changes.values())
+        async with self._circuits.lit(names, caches):
+            await all_tried(self._reshape(server, change) for server, change in changes.items())
+        return True
+
+    async def _reshape(self, server: Server, change: Reshape) -> None:
         self._changed(change.wanted)
-        began, caches = self._now(), cache_traffic(server, surveyed.requests, change.requests)
-        async with self._circuits.lit(change.name, caches):
-            with self.waits.on(change.name, stage="switch", detail=change.why, holder=min(change.wanted)):
-                moved = await self._commands.reshape(change, server.engines)
+        began = self._now()
+        with self.waits.on(change.name, stage="switch", detail=change.why, holder=min(change.wanted)):
+            moved = await self._commands.reshape(change, server.engines)
         self._changed(change.wanted)
         self._moved_s |= dict.fromkeys(moved, self._now())
         self.metrics.count("orchestrator/switches")
@@ -233,7 +234,7 @@ class Orchestrator(Actor):
         self.log.info("switched", why=change.why, moved=len(moved), seconds=round(self._now() - began, 1))
         self.notice(change.why)
 
-    def _changed(self, engines: Mapping[str, Wanted]) -> None:
+    def _changed(self, engines: Collection[str]) -> None:
         self._changed_s |= dict.fromkeys(engines, self._now())
 
     @staticmethod

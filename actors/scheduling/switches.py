@@ -112,8 +112,8 @@ class Commands:
         to_sleep = [name for name, want in change.wanted.items() if want.asleep and not before[name].asleep]
         moved: list[str] = []
         try:
-            moved += await self._empty(to_sleep, change)
-            await self._all(self._be(name, SleepEngine(epoch=self._actor.incarnation)) for name in to_sleep)
+            moved += await self._empty(to_sleep, change, meanwhile=True)
+            await all_tried(self._be(name, SleepEngine(epoch=self._actor.incarnation)) for name in to_sleep)
             moved += await self._empty(to_sleep, change)
             await self.shape(change.wanted, before)
         except Superseded:
@@ -129,15 +129,15 @@ class Commands:
         epoch = self._actor.incarnation
         awake = [name for name, want in wanted.items() if not want.asleep]
         smaller = [name for name in awake if not before[name].asleep and wanted[name].degree < before[name].degree]
-        await self._all(self._be(name, Reconfigure(wanted[name].degree, epoch)) for name in smaller)
-        await self._all(
+        await all_tried(self._be(name, Reconfigure(wanted[name].degree, epoch)) for name in smaller)
+        await all_tried(
             self._be(name, SleepEngine(epoch=epoch))
             for name, want in wanted.items()
             if want.asleep and not before[name].asleep
         )
-        await self._all(self._be(name, WakeEngine(epoch)) for name in awake if before[name].asleep)
+        await all_tried(self._be(name, WakeEngine(epoch)) for name in awake if before[name].asleep)
         others = [name for name in awake if name not in smaller and wanted[name].degree != before[name].degree]
-        await self._all(self._be(name, Reconfigure(wanted[name].degree, epoch)) for name in others)
+        await all_tried(self._be(name, Reconfigure(wanted[name].degree, epoch)) for name in others)
 
     async def _take_back(self, before: Mapping[str, Wanted]) -> None:
         try:
@@ -147,37 +147,33 @@ class Commands:
         except CommandFailed as error:
             self._actor.log.warning("switch_not_taken_back", engines=sorted(before), error=str(error))
 
-    async def _empty(self, names: Sequence[str], change: Reshape) -> list[str]:
-        """Move all requests off the engines `names`, to where they belong or to one that stays. Raises CommandFailed where some can't be moved."""
+    async def _empty(self, names: Sequence[str], change: Reshape, meanwhile: bool = False) -> list[str]:
+        """Move all requests off the engines `names`, to where they belong or to one that stays; `meanwhile`, others may come and are left there.
+
+        Raises CommandFailed where some can't be moved.
+        """
         stay = sorted(name for name, want in change.wanted.items() if not want.asleep and name not in names)
-        moved: list[str] = []
-        for _ in range(ROUNDS if names else 0):
+        moved, first = list[str](), None
+        for rounds in range(ROUNDS if names else -1, -1, -1):
             surveyed, whose = _joined(await self._survey())
+            left = [each.request_id for each in surveyed.requests if each.engine in names]
+            first = frozenset(left) if first is None else first
+            if not (first.intersection(left) if meanwhile else left):
+                break
+            if not rounds:
+                raise CommandFailed(f"{len(left)} requests stay on {', '.join(names)}, such as {left[0]}")
             asleep = {each.name for each in surveyed.engines if each.asleep}
             heirs = [name for name in stay if name not in asleep]
-            left = [each.request_id for each in surveyed.requests if each.engine in names]
-            if not left:
-                return moved
             if not heirs:
                 raise CommandFailed(f"no engine of {', '.join(stay)} is awake to go on with {len(left)} requests")
             to = {name: change.requests.get(name, heirs[0]) for name in left}
             moved += await self.move(
                 ((name, target if target in heirs else heirs[0]) for name, target in to.items()), whose
             )
-        surveyed, _ = _joined(await self._survey()) if names else (None, None)
-        if surveyed and (left := [each.request_id for each in surveyed.requests if each.engine in names]):
-            raise CommandFailed(f"{len(left)} requests stay on {', '.join(names)}, such as {left[0]}")
         return moved
 
     async def _be(self, engine: str, order: SleepEngine | WakeEngine | Reconfigure) -> EngineChanged:
         return await self._ask(engine, order, ORDER_S)
-
-    async def _all(self, orders: Iterable[Awaitable[EngineChanged]]) -> None:
-        """All of them are carried out, or tried to, before one that failed is told."""
-        results = await asyncio.gather(*orders, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
 
     async def _ask(self, target: str, request: Request[Any], timeout_s: float) -> Any:
         try:
@@ -193,6 +189,14 @@ def _joined(found: Mapping[str, Surveyed]) -> tuple[Surveyed, Mapping[str, str]]
     requests = tuple(each for reply in found.values() for each in reply.requests)
     ended = tuple(each for reply in found.values() for each in reply.ended)
     return Surveyed(requests, tuple(engines[name] for name in sorted(engines)), ended, 0), whose
+
+
+async def all_tried(orders: Iterable[Awaitable[Any]]) -> None:
+    """All of them at once; raises what the first of those that failed raised, once every one is over."""
+    results = await asyncio.gather(*orders, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
 
 
 def reset(engines: Sequence[EngineSeen], degree: int) -> Mapping[str, Wanted]:

@@ -5,7 +5,7 @@ Degrees are not planned for the step as a whole: it begins with engines that are
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
@@ -19,6 +19,7 @@ from actors.engines.worker import EngineWorker
 from actors.messages.generation import Completion, Generate, Sampling
 from actors.messages.orchestration import RequestEnded, RequestSeen
 from actors.proxy.proxy import LLMProxy
+from actors.scheduling.lengths import Expected, Lengths
 from actors.scheduling.orchestrator import Orchestrator
 from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection
 from bus.link import Identity
@@ -124,8 +125,9 @@ class LiveStep:
             interval_s=pace.interval_s, switch_s=pace.switch_s,
         )  # fmt: skip
         config = Orchestrator.Config(orchestrator=section)
-        made = await start(KnowingOrchestrator if arm.knows else Orchestrator, config, "orchestrator-1")
-        made.tokens = {each.name: each.tokens for each in responses}
+        made = await start(Orchestrator, config, "orchestrator-1")
+        if arm.knows:
+            made._lengths = KnownLengths({each.name: each.tokens for each in responses})
         made.notice = lambda text: self._why.append(f"{loop.time() - began:.1f} s: {text}")
         for step in self._history:
             made._lengths.note([RequestEnded("", n, each.tokens, 0) for n, each in enumerate(step)], ())
@@ -153,13 +155,20 @@ class StepAsker(Actor):
     role = "env_manager"
 
 
-class KnowingOrchestrator(Orchestrator):
-    """Knows how many tokens each request samples."""
+class KnownLengths(Lengths):
+    """Of requests that sample as many `tokens` as is told by their names."""
 
-    tokens: Mapping[str, int]
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        super().__init__()
+        self._tokens = tokens
 
-    def _left(self, requests: Sequence[RequestSeen]) -> Mapping[str, float]:
-        return {each.request_id: float(self.tokens[each.request_id] - each.sampled) for each in requests}
+    def left(self, requests: Iterable[RequestSeen]) -> Expected:
+        """Exactly."""
+        return Expected(self.drawn(requests), 0.0)
+
+    def drawn(self, requests: Iterable[RequestSeen]) -> Mapping[str, float]:
+        """Exactly."""
+        return {each.request_id: float(self._tokens[each.request_id] - each.sampled) for each in requests}
 
 
 class NoWeights:

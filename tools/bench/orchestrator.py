@@ -31,6 +31,8 @@ from random import Random
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
@@ -255,7 +257,7 @@ async def play_arms(me: Guest | Actor, scenario: Scenario, seeds: int) -> list[d
     for seed in range(seeds):
         took: dict[str, list[float]] = {}
         for name, arm in scenario.arms.items():
-            await me.ref("orchestrator").ask(arm, timeout=ASK_S)
+            await me.ref("orchestrator").ask(replace(arm, fleet=scenario.engines), timeout=ASK_S)
             took[name] = []
             for asked in steps(scenario, seed):
                 sessions = await player.placed(asked) if name == PLACED else {}
