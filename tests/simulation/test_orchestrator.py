@@ -18,7 +18,7 @@ from actors.messages.orchestration import OutOfDate, Survey, Surveyed
 from actors.proxy.proxy import LLMProxy
 from actors.scheduling.orchestrator import Orchestrator
 from actors.scheduling.section import OrchestratorSection
-from actors.scheduling.switches import Reshape
+from actors.scheduling.switches import Reshape, Wanted
 from bus.errors import Failed
 from bus.message import pack_i32
 from runtime.actor import handler
@@ -68,10 +68,10 @@ class HaltingWorker(EngineWorker):
 class Fleet(Cluster):
     switch_s = 1.0
 
-    async def begin(self, planners, engines=2):
+    async def begin(self, planners, engines=2, pools=("",)):
         HaltingWorker.halts_at, HaltingWorker.reached, HaltingWorker.go_on = None, asyncio.Event(), asyncio.Event()
         for number in range(engines):
-            await self.start(HaltingWorker, f"engine-{number + 1}", **dict(WORKER))
+            await self.start(HaltingWorker, f"engine-{number + 1}", pools[number % len(pools)], **dict(WORKER))
         await self.start(LLMProxy, "llm_proxy-1")
         await self.start(Asker, "env_manager-1")
         self.asker = self.actors["env_manager-1"]
@@ -103,9 +103,9 @@ class Fleet(Cluster):
         request = Generate(name, name, prompt, Sampling(2048, stop_token_ids=(STOP,)))
         return self.tasks.create_task(self.asker.ref("llm_proxy").ask(request, timeout=900.0))
 
-    def tail(self):
-        """Three long ones, many short ones: what remains is worth a merge."""
-        lengths = [LONG + place if place < 3 else SHORT + place for place in range(12)]
+    def tail(self, servers=1):
+        """Three long ones for each server, many short ones: what remains is worth a merge."""
+        lengths = [LONG + place if place < 3 * servers else SHORT + place for place in range(12 * servers)]
         return lengths, [self.ask(place, length) for place, length in enumerate(lengths)]
 
     async def right(self, shape):
@@ -115,10 +115,10 @@ class Fleet(Cluster):
 
 
 @asynccontextmanager
-async def fleet(folder, planners=("rebalance", "switch"), engines=2):
+async def fleet(folder, planners=("rebalance", "switch"), engines=2, pools=("",)):
     async with asyncio.TaskGroup() as tasks:
         made = Fleet(tasks, folder)
-        await made.begin(planners, engines)
+        await made.begin(planners, engines, pools)
         yield made
         for name in ("orchestrator-1", "env_manager-1", "llm_proxy-1", *[n for n in made.serving if "engine" in n]):
             if name in made.serving:
@@ -179,6 +179,40 @@ async def test_nothing_is_switched_while_no_length_is_known(tmp_path):
         lengths = [LONG] * 4
         await whole(lengths, [made.ask(place, each) for place, each in enumerate(lengths)])
         assert made.shapes == [(False, 1), (False, 1)]
+
+
+@virtual
+async def test_all_servers_switch_at_once(tmp_path):
+    async with fleet(tmp_path, ("switch",), 4, ("left", "right")) as made:
+        await made.restart("orchestrator-1")
+        lengths, asked = made.tail(servers=2)
+        HaltingWorker.halts_at = SleepEngine
+        await HaltingWorker.reached.wait()
+
+        await made.right([(False, 1), (False, 1), (False, 2), (True, 1)])
+        HaltingWorker.go_on.set()
+        await whole(lengths, asked)
+
+        assert made.shapes == [(False, 2), (False, 2), (True, 1), (True, 1)]
+
+
+@virtual
+async def test_engines_merge_while_requests_wait_that_go_to_whichever_has_room(tmp_path):
+    """Such as to one that is emptied, and does not sleep yet."""
+    async with fleet(tmp_path, ()) as made:
+        await made.restart("orchestrator-1")
+        lengths = [LONG] * 600
+        asked = [made.ask(place, length) for place, length in enumerate(lengths)]
+        await made.until(lambda: len(made.actors["llm_proxy-1"]._requests.running) >= 128)
+        commands = made.actors["orchestrator-1"]._commands
+        surveyed, _ = await commands.look()
+        merge = Reshape("merge engine-1 + engine-2", {"engine-1": Wanted(2), "engine-2": Wanted(1, True)}, {}, "")
+
+        moved = await commands.reshape(merge, surveyed.engines)
+
+        assert made.shapes == [(False, 2), (True, 1)]
+        assert len(moved) > 64
+        await whole(lengths, asked)
 
 
 @virtual

@@ -119,7 +119,7 @@ class Cluster:
         self.network, self.store = FaultyNetwork(FaultPlan(seed=1)), MemoryStore()
         self.serving, self.actors = {}, {}
 
-    async def start(self, actor_class, name, **sections):
+    async def start(self, actor_class, name, pool="", **sections):
         incarnation = await self.store.increment("incarnation")
         kernel = Kernel(
             actor_class,
@@ -131,6 +131,7 @@ class Cluster:
             store=self.store,
             blobs=NoBlobs(),
             log=logger("rubato.test"),
+            pool=pool,
         )
         self.actors[name] = kernel.build()
         self.serving[name] = kernel, self.tasks.create_task(kernel.serve(), name=name)
