@@ -20,9 +20,9 @@ WINDOW = 8
 BEYOND_NOISE = 3.0
 """Standard errors from which a trend is one: eight steps of some hundred requests still show drift of 2 or 3 % a step."""
 
-NOISE = 2.0
+NOISE = 2.5
 MOST_UNSURE = 0.15
-"""Sums of what is forecast for an engine's requests are off by about NOISE / √(lengths that are known) of them; never more than MOST_UNSURE."""
+"""A rule of thumb for how far the curves are off: NOISE / √(lengths that are known), never more than MOST_UNSURE."""
 
 NORMAL = NormalDist()
 EDGE = 1e-6
@@ -62,6 +62,8 @@ class LengthCurve:
     """Of each prompt: how many finished, and the mean of their normal scores."""
     trend: float
     """Growth of the log of work per step."""
+    known: int = 0
+    """Requests that ended, of which it is made."""
 
     def cdf(self, work: float) -> float:
         """P(a request's work is at most `work`)."""
@@ -100,9 +102,8 @@ class Forecast:
 
     @property
     def unsure(self) -> float:
-        """Share by which engines' loads are off: the more lengths are known, the less."""
-        num = len(self.curves[""].works) if self.curves else 1
-        return min(MOST_UNSURE, NOISE / math.sqrt(num))
+        """Share of an engine's load by which the curves are off: the more lengths are known, the less. What few requests spread by is not in it."""
+        return min(MOST_UNSURE, NOISE / math.sqrt(self.curves[""].known)) if self.curves else MOST_UNSURE
 
     def remaining(self, request: Seen, quantile: float = 0.5) -> Remaining:
         """Of a running `request` at `quantile` within (0, 1); rises with the quantile.
@@ -182,7 +183,8 @@ def _curve(pairs: Sequence[tuple[int, Seen]], tokens_s: float, limit: float) -> 
     likeness, scores = _prompts(
         [(seen.prompt, _score(plain, work(age, seen))) for age, seen in pairs if age and seen.done]
     )
-    return LengthCurve(works, below, plain.token_share, likeness, scores, trend)
+    known = sum(seen.done for _, seen in recent)
+    return LengthCurve(works, below, plain.token_share, likeness, scores, trend, known)
 
 
 def _trend(points: Iterable[tuple[int, float]]) -> float:

@@ -26,21 +26,22 @@ class SwitchCircuits:
         self._num = 0
 
     @asynccontextmanager
-    async def lit(self, switch: str, traffic: Sequence[Demand]) -> AsyncGenerator[None]:
+    async def lit(self, switches: Sequence[str], traffic: Sequence[Demand]) -> AsyncGenerator[None]:
         """The block runs once circuits for `traffic` (bytes between actors) are lit, or it is clear that the electrical path carries it.
 
-        `switch` names it where somebody asks what it waits for. They are given back afterwards.
+        `switches` that are made under them are named where somebody asks what they wait for. They are given back afterwards.
         """
-        epoch = await self._agree(switch, tuple(traffic)) if traffic and self._actor.peers(CONTROLLER) else 0
+        epoch = await self._agree(switches, tuple(traffic)) if traffic and self._actor.peers(CONTROLLER) else 0
         try:
             yield
         finally:
             if epoch:
                 await self._release(epoch)
 
-    async def _agree(self, switch: str, traffic: tuple[Demand, ...]) -> int:
+    async def _agree(self, switches: Sequence[str], traffic: tuple[Demand, ...]) -> int:
         """The epoch of circuits that are lit; 0 where there are none."""
         self._num += 1
+        switch = "; ".join(switches)
         epoch = (self._actor.incarnation << 24) + self._num
         controller = self._actor.ref(CONTROLLER)
         try:
@@ -61,7 +62,7 @@ class SwitchCircuits:
             raise
         circuits = "electrical path" if why_not else "lit"
         self._actor.log.info("switch_agreed", switch=switch, epoch=epoch, circuits=circuits, why=why_not)
-        self._actor.metrics.count("orchestrator/electrical" if why_not else "orchestrator/circuits")
+        self._actor.metrics.count("orchestrator/electrical" if why_not else "orchestrator/circuits", len(switches))
         return 0 if why_not else epoch
 
     async def _release(self, epoch: int) -> None:

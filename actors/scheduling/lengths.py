@@ -15,7 +15,7 @@ QUANTILE = 0.7
 
 
 class Expected(NamedTuple):
-    """Tokens that each request has still to sample, and the share by which engines' sums of them are off."""
+    """Tokens that each request has still to sample, and how unsure the forecast is of them (`Forecast.unsure`)."""
 
     tokens: Mapping[str, float]
     unsure: float
@@ -43,11 +43,6 @@ class Lengths:
             self._close()
         self._running = names
         return begins and bool(names)
-
-    @property
-    def known(self) -> bool:
-        """Whether any request ended."""
-        return bool(self._now or self._steps)
 
     def _close(self) -> None:
         if self._now:

@@ -106,10 +106,9 @@ class Orchestrator(Actor):
         found = servers(surveyed.engines, self._place)
         if found and not surveyed.requests:
             self._foresight.over(self._now(), found[0].modelled.scale)
-        for server in found:
-            if not server.adds_up:
-                await self._put_right(server)
-                return
+        if broken := [server for server in found if not server.adds_up]:
+            await all_tried(self._put_right(server) for server in broken)
+            return
         if await self._begin_step(found, surveyed) or await self._switch(found, surveyed):
             return
         if REBALANCE in self._planners and surveyed.requests:
@@ -186,15 +185,13 @@ class Orchestrator(Actor):
 
     async def _switch(self, found: Sequence[Server], surveyed: Surveyed) -> bool:
         """Whether something was changed, or tried; nothing is while no length is known, for it would be paid with certainty."""
-        if SWITCH not in self._planners or not surveyed.requests or not self._lengths.known:
+        soon = self._now() - self._looked_s < self._section.switch_s
+        if SWITCH not in self._planners or not surveyed.requests or soon:
             return False
-        now = self._now()
-        if now - self._looked_s < self._section.switch_s:
-            return False
-        self._looked_s = now
         lengths = self._lengths.drawn(surveyed.requests)
         if lengths is None:
             return False
+        self._looked_s = self._now()
         planned = {server: await self._change(server, surveyed, lengths) for server in found if server.settled}
         return await self._carry_out({server: change for server, change in planned.items() if change}, surveyed)
 
@@ -209,7 +206,7 @@ class Orchestrator(Actor):
         return as_merge(server, first) if len(first.parts) == 1 else as_split(server, first)
 
     async def _carry_out(self, changes: Mapping[Server, Reshape], surveyed: Surveyed) -> bool:
-        """All at once, under circuits for all of their caches. Returns whether there are any; raises CommandFailed once all were tried."""
+        """All at once, under circuits for all of their caches. Returns whether there are any; what fails is told by the change."""
         if not changes:
             return False
         caches = [
@@ -217,8 +214,7 @@ class Orchestrator(Actor):
             for server, change in changes.items()
             for each in cache_traffic(server, surveyed.requests, change.requests)
         ]
-        names = "; ".join(change.name for change in changes.values())
-        async with self._circuits.lit(names, caches):
+        async with self._circuits.lit([change.name for change in changes.values()], caches):
             await all_tried(self._reshape(server, change) for server, change in changes.items())
         return True
 
@@ -226,8 +222,15 @@ class Orchestrator(Actor):
         self._changed(change.wanted)
         began = self._now()
         with self.waits.on(change.name, stage="switch", detail=change.why, holder=min(change.wanted)):
-            moved = await self._commands.reshape(change, server.engines)
-        self._changed(change.wanted)
+            try:
+                moved = await self._commands.reshape(change, server.engines)
+            except Superseded:
+                raise
+            except CommandFailed as error:
+                self.log.warning("switch_failed", switch=change.name, error=str(error))
+                return
+            finally:
+                self._changed(change.wanted)
         self._moved_s |= dict.fromkeys(moved, self._now())
         self.metrics.count("orchestrator/switches")
         self.metrics.count("orchestrator/moves", len(moved))

@@ -7,6 +7,7 @@ found by the next look at the engines, whose state is the only one there is.
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
 from actors.messages.engines import EngineChanged, Reconfigure, SleepEngine, WakeEngine
@@ -22,7 +23,7 @@ MOVE_S = 40.0
 ORDER_S = 60.0
 """Longer than any change of an engine takes."""
 AT_ONCE = 16
-"""Moves that are under way together."""
+"""Moves of one change that are under way together."""
 ROUNDS = 3
 """Times that the requests of an engine which is to sleep are looked for."""
 
@@ -148,7 +149,7 @@ class Commands:
             self._actor.log.warning("switch_not_taken_back", engines=sorted(before), error=str(error))
 
     async def _empty(self, names: Sequence[str], change: Reshape, meanwhile: bool = False) -> list[str]:
-        """Move all requests off the engines `names`, to where they belong or to one that stays; `meanwhile`, others may come and are left there.
+        """Move all requests off the engines `names`, to where they belong or to those that stay; `meanwhile`, others may come and are left there.
 
         Raises CommandFailed where some can't be moved.
         """
@@ -156,9 +157,10 @@ class Commands:
         moved, first = list[str](), None
         for rounds in range(ROUNDS if names else -1, -1, -1):
             surveyed, whose = _joined(await self._survey())
-            left = [each.request_id for each in surveyed.requests if each.engine in names]
-            first = frozenset(left) if first is None else first
-            if not (first.intersection(left) if meanwhile else left):
+            here = [each.request_id for each in surveyed.requests if each.engine in names]
+            first = frozenset(here) if first is None else first
+            left = [name for name in here if name in first] if meanwhile else here
+            if not left:
                 break
             if not rounds:
                 raise CommandFailed(f"{len(left)} requests stay on {', '.join(names)}, such as {left[0]}")
@@ -166,10 +168,9 @@ class Commands:
             heirs = [name for name in stay if name not in asleep]
             if not heirs:
                 raise CommandFailed(f"no engine of {', '.join(stay)} is awake to go on with {len(left)} requests")
-            to = {name: change.requests.get(name, heirs[0]) for name in left}
-            moved += await self.move(
-                ((name, target if target in heirs else heirs[0]) for name, target in to.items()), whose
-            )
+            planned = [change.requests.get(name, "") for name in left]
+            to = [name if name in heirs else heir for name, heir in zip(planned, cycle(heirs), strict=False)]
+            moved += await self.move(zip(left, to, strict=True), whose)
         return moved
 
     async def _be(self, engine: str, order: SleepEngine | WakeEngine | Reconfigure) -> EngineChanged:
@@ -192,11 +193,11 @@ def _joined(found: Mapping[str, Surveyed]) -> tuple[Surveyed, Mapping[str, str]]
 
 
 async def all_tried(orders: Iterable[Awaitable[Any]]) -> None:
-    """All of them at once; raises what the first of those that failed raised, once every one is over."""
+    """All of them at once. Once every one is over, raises what one of those that failed raised: a CommandFailed only where nothing else was."""
     results = await asyncio.gather(*orders, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    failed = [result for result in results if isinstance(result, BaseException)]
+    if failed:
+        raise min(failed, key=lambda error: type(error) is CommandFailed)
 
 
 def reset(engines: Sequence[EngineSeen], degree: int) -> Mapping[str, Wanted]:

@@ -17,8 +17,9 @@ from actors.config import ProxySection
 from actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.messages.generation import Completion, Generate, Sampling
-from actors.messages.orchestration import RequestEnded, RequestSeen
+from actors.messages.orchestration import RequestEnded, RequestSeen, Surveyed
 from actors.proxy.proxy import LLMProxy
+from actors.scheduling.fleet import Server
 from actors.scheduling.lengths import Expected, Lengths
 from actors.scheduling.orchestrator import Orchestrator
 from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection
@@ -125,7 +126,7 @@ class LiveStep:
             interval_s=pace.interval_s, switch_s=pace.switch_s,
         )  # fmt: skip
         config = Orchestrator.Config(orchestrator=section)
-        made = await start(Orchestrator, config, "orchestrator-1")
+        made = await start(WithinOrchestrator, config, "orchestrator-1")
         if arm.knows:
             made._lengths = KnownLengths({each.name: each.tokens for each in responses})
         made.notice = lambda text: self._why.append(f"{loop.time() - began:.1f} s: {text}")
@@ -153,6 +154,13 @@ class StepAsker(Actor):
     """Asks in place of the managers of environments."""
 
     role = "env_manager"
+
+
+class WithinOrchestrator(Orchestrator):
+    """Changes degrees within a step only."""
+
+    async def _begin_step(self, found: Sequence[Server], surveyed: Surveyed) -> bool:
+        return False
 
 
 class KnownLengths(Lengths):

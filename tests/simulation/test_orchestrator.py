@@ -45,6 +45,7 @@ class HaltingWorker(EngineWorker):
     """Stops at one order, until the test goes on."""
 
     halts_at: type | None = None
+    stay_awake: frozenset[str] = frozenset()
     reached: asyncio.Event
     go_on: asyncio.Event
 
@@ -57,6 +58,8 @@ class HaltingWorker(EngineWorker):
     @handler(concurrency=4, outlives_asker=True)
     async def sleep_engine(self, order: SleepEngine) -> EngineChanged:
         await self._halt(order)
+        if self.name in self.stay_awake:
+            raise RuntimeError(f"{self.name} stays awake")
         return await super().sleep_engine(order)
 
     @handler(concurrency=4, outlives_asker=True)
@@ -70,8 +73,10 @@ class Fleet(Cluster):
 
     async def begin(self, planners, engines=2, pools=("",)):
         HaltingWorker.halts_at, HaltingWorker.reached, HaltingWorker.go_on = None, asyncio.Event(), asyncio.Event()
-        for number in range(engines):
-            await self.start(HaltingWorker, f"engine-{number + 1}", pools[number % len(pools)], **dict(WORKER))
+        HaltingWorker.stay_awake = frozenset()
+        self.pools = {f"engine-{number + 1}": pools[number % len(pools)] for number in range(engines)}
+        for name in self.pools:
+            await self.restart(name)
         await self.start(LLMProxy, "llm_proxy-1")
         await self.start(Asker, "env_manager-1")
         self.asker = self.actors["env_manager-1"]
@@ -82,7 +87,7 @@ class Fleet(Cluster):
         if name in self.serving:
             await self.kill(name)
         if name.startswith("engine"):
-            await self.start(HaltingWorker, name, **dict(WORKER))
+            await self.start(HaltingWorker, name, self.pools[name], **dict(WORKER))
         elif name.startswith("llm"):
             await self.start(LLMProxy, name)
         else:
@@ -197,6 +202,20 @@ async def test_all_servers_switch_at_once(tmp_path):
 
 
 @virtual
+async def test_a_server_whose_switch_fails_stays_as_it_was_and_another_one_switches(tmp_path):
+    async with fleet(tmp_path, ("switch",), 4, ("left", "right")) as made:
+        HaltingWorker.stay_awake = frozenset({"engine-1", "engine-3"})
+        await made.restart("orchestrator-1")
+        lengths, asked = made.tail(servers=2)
+        await whole(lengths, asked)
+
+        shapes = {name: (seat.asleep, seat.degree) for name, seat in made.seats.items()}
+        assert shapes["engine-1"] == shapes["engine-3"] == (False, 1)
+        assert sorted((shapes["engine-2"], shapes["engine-4"])) == [(False, 2), (True, 1)]
+        assert made.actors["orchestrator-1"].metrics.snapshot()["orchestrator/switches"] == 1
+
+
+@virtual
 async def test_engines_merge_while_requests_wait_that_go_to_whichever_has_room(tmp_path):
     """Such as to one that is emptied, and does not sleep yet."""
     async with fleet(tmp_path, ()) as made:
@@ -256,11 +275,12 @@ async def test_whoever_is_killed_in_a_switch_nothing_is_lost_or_doubled_and_ever
 
 
 @virtual
-async def test_an_engine_that_sleeps_without_an_owner_is_woken(tmp_path):
-    async with fleet(tmp_path) as made:
-        await made.asker.ref("engine-1").ask(SleepEngine(), timeout=60.0)
+async def test_engines_that_sleep_without_an_owner_are_woken(tmp_path):
+    async with fleet(tmp_path, engines=4, pools=("left", "right")) as made:
+        for name in ("engine-1", "engine-2"):
+            await made.asker.ref(name).ask(SleepEngine(), timeout=60.0)
         await made.restart("orchestrator-1")
-        await made.right([(False, 1), (False, 1)])
+        await made.right([(False, 1)] * 4)
 
 
 @virtual

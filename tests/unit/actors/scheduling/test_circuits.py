@@ -58,7 +58,7 @@ def switch(on_stage):
             if controller is not None:
                 context.actors["fabric_controller"] = controller
             circuits = SwitchCircuits(Asker(ActorConfig(), context))
-            async with circuits.lit("merge engine-1 + engine-2", traffic):
+            async with circuits.lit(["merge engine-1 + engine-2"], traffic):
                 found.append(asyncio.get_running_loop().time())
             found.append(context.metrics.snapshot())
 
@@ -108,7 +108,7 @@ def test_why_names_the_switch_that_is_held_and_when_its_circuits_are_ready(on_st
             return CircuitsReady(message.epoch) if isinstance(message, AwaitCircuits) else None
 
         context.actors["fabric_controller"] = controller
-        async with SwitchCircuits(Asker(ActorConfig(), context)).lit("merge engine-2 + engine-3", MOVE):
+        async with SwitchCircuits(Asker(ActorConfig(), context)).lit(["merge engine-2 + engine-3"], MOVE):
             pass
 
     on_stage(main, name="orchestrator-1")
@@ -145,7 +145,7 @@ def test_a_switch_that_is_given_up_while_it_waits_gives_its_circuits_back(on_sta
         context.actors["fabric_controller"] = controller
         circuits = SwitchCircuits(Asker(ActorConfig(), context))
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5), circuits.lit("merge engine-1 + engine-2", MOVE):
+            async with asyncio.timeout(0.5), circuits.lit(["merge engine-1 + engine-2"], MOVE):
                 pytest.fail("they were not lit yet")
 
     on_stage(main, name="orchestrator-1")

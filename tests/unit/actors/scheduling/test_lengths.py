@@ -56,14 +56,6 @@ def test_a_step_begins_where_all_that_runs_is_new():
     assert [len(step) for step in lengths._steps] == [3, 2]
 
 
-def test_lengths_are_known_once_a_request_ended():
-    lengths = Lengths()
-    lengths.note([], running("a"))
-    assert not lengths.known
-    lengths.note(ended(10), running("b"))
-    assert lengths.known
-
-
 def test_a_step_s_lengths_are_spread_as_those_before_were_and_within_each_limit():
     lengths = Lengths()
     names = [f"r{number}" for number in range(200)]
