@@ -35,6 +35,11 @@ def check_cluster(job: Job) -> None:
             "cluster.dir shares pools by phases, but with staleness.alpha above 0 rollouts never pause: set staleness.alpha=0, or leave "
             "cluster.dir out"
         )
+    if job.has("engine") and job.section("engine").kind == "vllm":
+        raise ValueError(
+            "cluster.dir has engines sleep between the job's turns, which engine.kind=vllm can't: set engine.kind=torch, or leave "
+            "cluster.dir out"
+        )
 
 
 class RolloutPermit:

@@ -11,8 +11,8 @@ from runtime.config import Section
 
 REBALANCE, SWITCH = PLANNERS = ("rebalance", "switch")
 
-MOVING = ("torch", "scripted")
-"""Kinds of engine of which requests move to another."""
+SLEEPING = ("torch", "scripted")
+"""Kinds of engine that can give their devices away, and take them again."""
 
 
 def _planners(given: tuple[str, ...]) -> tuple[str, ...]:
@@ -46,7 +46,8 @@ def check_orchestrator(job: Job) -> None:
     engine, spec = job.section("engine"), job.actors["engine"]
     if engine.kind == "vllm":
         raise ValueError(
-            f"orchestrator.enabled is true, but requests of engine.kind={engine.kind} can't move: set engine.kind={' or '.join(MOVING)}"
+            f"orchestrator.enabled is true, but engine.kind={engine.kind} can be neither paced nor put to sleep: set "
+            f"engine.kind={' or '.join(SLEEPING)}"
         )
     if engine.pace is None:
         raise ValueError(

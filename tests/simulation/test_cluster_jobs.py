@@ -341,6 +341,7 @@ async def test_an_engine_computes_nothing_under_a_permit_that_is_not_held(tmp_pa
     [
         ("staleness.alpha=1", "with staleness.alpha above 0 rollouts never pause"),
         ("actors.llm_proxy.count=2", "it must be 1"),
+        ("engine.kind=vllm", "which engine.kind=vllm can't"),
         ("orchestrator.enabled=true", "engines sleep and wake by the job's turns"),
     ],
 )

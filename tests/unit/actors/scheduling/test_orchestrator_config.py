@@ -27,7 +27,7 @@ def test_no_orchestrator_is_started_unless_it_is_enabled():
         (["orchestrator.degrees=[1, 3]"], "3, which does not divide the 40 attention heads of qwen2.5-14b"),
         (["orchestrator.degrees=[1, 8]"], "8, into which 4 GPUs, 1 in each engine, can't be divided"),
         (["actors.engine.count=1"], "with 1 engine there is nowhere to move a request to"),
-        (["engine.kind=vllm", "engine.pace=null"], "requests of engine.kind=vllm can't move"),
+        (["engine.kind=vllm", "engine.pace=null"], "engine.kind=vllm can be neither paced nor put to sleep"),
         (["engine.pace=null"], "engine.pace, which is not set"),
         (["orchestrator.planners=[rebalnce]"], "Did you mean rebalance?"),
     ],
