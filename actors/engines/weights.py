@@ -65,8 +65,10 @@ class WeightsPuller:
         return self._held == self._hold and asyncio.get_running_loop().time() < self._hold_until
 
     async def hold(self, version: int, epoch: int, for_s: float) -> bool:
-        """Take nothing newer of `epoch` than `version` for `for_s` from now; 0 lets go. True once it is in place, False where the engine is
-        past it."""
+        """Take nothing newer of `epoch` than `version` for `for_s` from now; 0 lets go of that version, and of no other that was asked for
+        since. True once it is in place, False where the engine is past it."""
+        if not for_s and self._hold != (epoch, version):
+            return False
         self._hold, self._hold_until = (epoch, version), asyncio.get_running_loop().time() + for_s
         self._wake.set()
         while for_s and self._held < self._hold:

@@ -8,6 +8,7 @@ that a hold that was lost can spoil an evaluation, which is then done again, but
 import asyncio
 import math
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from statistics import fmean
 from typing import Final
 
@@ -161,7 +162,7 @@ class HeldOut:
 
         Where engines died, the last version is evaluated again at once; another one may be gone, and the next published takes its place.
         """
-        log = self._actor.log
+        log, self._held_by = self._actor.log, ()
         try:
             async with asyncio.timeout(self._section.timeout_s):
                 await self._evaluate(version, epoch, num, share)
@@ -172,13 +173,14 @@ class HeldOut:
             log.warning("evaluation_failed", version=version, error=str(error))
         finally:
             self._settled.set()
-        await self._ask_all(self._held_by, HoldWeights(version, epoch, 0.0))
+        for name in self._held_by:
+            self._actor.spawn(self._let_go(name, version, epoch), name=f"{self._actor.name}.let_go.{name}")
 
     async def _evaluate(self, version: int, epoch: int, num: int, share: int) -> None:
         for attempt in range(TRIES if share == 1 else 1):
-            engines = self._actor.peers("engine")
-            # Without any, the first that is ready answers.
-            self._held_by = engines[-max(1, len(engines) // share) :] or ("engine",)
+            while not (engines := self._actor.peers("engine")):
+                await self._actor.directory.change()
+            self._held_by = engines[-max(1, len(engines) // share) :]
             key, samples = f"{epoch}.{version}.{attempt}", self._section.samples
             if await self._evaluate_once(Evaluate(key, num, version=version, samples=samples), epoch):
                 return
@@ -209,18 +211,21 @@ class HeldOut:
 
         async def ask(name: str) -> str:
             try:
-                reply = await self._actor.ref(name).ask(
-                    request, timeout=self._section.timeout_s, retry=name == "engine"
-                )
+                reply = await self._actor.ref(name).ask(request, timeout=self._section.timeout_s, retry=False)
             except AskFailed as error:
                 self._actor.log.warning("weights_not_held", engine=name, version=request.version, error=str(error))
                 return ""
-            return reply.engine if reply.held else ""
+            return name if reply.held else ""
 
         async with asyncio.TaskGroup() as tasks:
             asked = {name: tasks.create_task(ask(name)) for name in names}
             self._asked |= asked
         return {task.result() for task in asked.values() if not task.cancelled()} - {""}
+
+    async def _let_go(self, name: str, version: int, epoch: int) -> None:
+        """A link that breaks under this must not keep an engine from newer weights: asked again until its hold has ended by itself."""
+        with suppress(AskFailed):
+            await self._actor.ref(name).ask(HoldWeights(version, epoch, 0.0), timeout=HOLD_S)
 
     async def _keep(self, found: EvalResult, seconds: float) -> None:
         """One row, and its figures for the next training row. A failed rollout has no reward: 0 would mix broken with unsolved."""

@@ -416,10 +416,12 @@ async def test_a_held_engine_takes_nothing_newer_until_it_is_let_go_and_its_prox
     assert exact.tokens.spans == (VersionSpan(1, 0, 100),)
     assert (await bench.ask(Inspect())).held
 
+    assert not (await bench.ask(HoldWeights(0, 1, 0.0))).held
+    assert (await bench.ask(Inspect())).held  # a late word about another version lets go of nothing
     assert not (await bench.ask(HoldWeights(1, 1, 0.0))).held
     newer = await bench.ask(request("newer", 1, min_version=2))
     assert newer.tokens.spans[0].version == 2
-    assert bench.proxy.holds[:2] == [(1, True), (1, False)]
+    assert bench.proxy.holds[:3] == [(1, True), (1, True), (1, False)]
     late = await bench.ask(request("late", 1, min_version=1, exact=True))
     assert late.reason == "engine-1 does not hold version 1 any more"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 
 import msgspec
 import pytest
@@ -40,6 +41,7 @@ from runtime.kernel import Kernel
 from runtime.messages import Drain
 from runtime.observe.log import logger
 from runtime.store.store import MemoryStore
+from sim.simtest.network import FaultPlan, FaultyNetwork
 from sim.simtest.toys import ToyTrainEngine
 from sim.virtual import run_virtual
 
@@ -359,17 +361,19 @@ def run_to_the_last_evaluation(folder, steps, window_s=0.0, **section):
     return folder / "checkpoints"
 
 
-def run_to_the_end(folder, steps, eval_every=0, **section):
+def run_to_the_end(folder, steps, eval_every=0, *, network=None, buffer=Evaluating, engine=HeldEngine, **section):
     """Train `steps` steps with their evaluations; returns the rewards of the versions that were evaluated."""
 
+    network = network or MemoryNetwork()
+
     async def main():
-        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", folder, 7, steps)
+        store, run = MemoryStore(), RunInfo("test", folder, 7, steps)
         config = ToyTrainer.Config(
             check=CheckSection(enabled=False),
             eval=EvalSection(every=eval_every),
             checkpoint=CheckpointSection(**section),
         )
-        actors = ((Evaluating, ActorConfig()), (HeldEngine, ActorConfig()), (ToyTrainer, config))
+        actors = ((buffer, ActorConfig()), (engine, ActorConfig()), (ToyTrainer, config))
         async with asyncio.TaskGroup() as tasks:
             kernels = [kernel_of(*what, network, store, run) for what in actors]
             serving = [tasks.create_task(kernel.serve()) for kernel in kernels]
@@ -380,6 +384,28 @@ def run_to_the_end(folder, steps, eval_every=0, **section):
     run_virtual(main)
     rows = [json.loads(line) for line in (folder / "evals.jsonl").read_text().splitlines()]
     return {row["version"]: row["reward"] for row in rows}
+
+
+def test_an_engine_is_let_go_although_the_link_breaks_under_the_word_of_it(tmp_path):
+    network, heard = FaultyNetwork(FaultPlan(seed=7)), []
+
+    class Severed(Evaluating):
+        @handler(concurrency=4)
+        async def evaluate(self, request: Evaluate) -> EvalResult | NotReady:
+            reply = await super().evaluate(request)
+            network.lose_next("trainer-1", "engine-1", math.inf)
+            return reply
+
+    class Hearing(HeldEngine):
+        @handler
+        async def hold(self, request: HoldWeights) -> WeightsHeld:
+            heard.append((request.version, request.for_s > 0))
+            return await super().hold(request)
+
+    run_to_the_end(tmp_path, 8, 4, network=network, buffer=Severed, engine=Hearing)
+
+    held = [version for version, is_held in heard if is_held]
+    assert held[:3] == [0, 5, 8] and {(0, False), (5, False)} <= set(heard)
 
 
 def test_a_resumed_run_does_the_evaluation_that_was_cut_short_and_none_twice(tmp_path):
