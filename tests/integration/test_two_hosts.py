@@ -142,8 +142,7 @@ def test_a_joined_host_works_is_cut_off_and_comes_back_as_a_new_incarnation(host
         until(lambda: all(_anew(job, name) for name in joined), "new incarnations of everything that was cut off")
         healed = len(job.steps())
         until(lambda: len(job.steps()) > healed + 5, "steps after the cut")
-        shown = json.loads(job.ask("monitor", job.run, "--json"))
-        metrics = {actor["name"]: actor["metrics"] for actor in shown["actors"]}
+        until(lambda: _told_of_the_cut(job), "figures of what was asked and said across the cut")
         wrong = job.ended("add", "env_manager", "--run", "managers")
         job.ask("stop", "--run", job.run)
         codes = launcher.wait(LIMIT_S), managers.wait(LIMIT_S), engines.wait(LIMIT_S)
@@ -158,11 +157,6 @@ def test_a_joined_host_works_is_cut_off_and_comes_back_as_a_new_incarnation(host
     assert all(line["age"] <= 1 for line in ledger if line["fate"] == "trained")
     assert any(line["attempt"] > 0 for line in ledger if line["fate"] in ("trained", "zero_spread"))
     assert [event for event in job.events("sample_buffer-1", "tickets_taken_back") if event["reason"] == "holder_left"]
-    # What was asked across the cut ended on either side, without anybody's knowing whether it ran.
-    assert all(metrics[name].get("bus/asks_unknown", 0) > 0 for name in ("env_manager-2", "env_manager-3")), metrics
-    assert any(metrics[name].get("bus/asks_unknown", 0) > 0 for name in FIRST_HOST), metrics
-    # Rollouts that the cut host held went to another attempt; what it still said of its own was not taken.
-    assert metrics["sample_buffer-1"]["tickets/refused"] > 0
     pulled = Counter(
         (e["blob"], e["version"]) for node in ("node-2", "node-3") for e in job.events(node, "blob_pulled")
     )
@@ -175,3 +169,13 @@ def _anew(job: Job, name: str) -> bool:
     """Whether `name` noticed that its lease had lapsed, and came back under a higher incarnation."""
     first = job.events(name, "ready")[0]["incarnation"]
     return any(e["silent_s"] > 10 and e["incarnation"] > first for e in job.events(name, "rejoined"))
+
+
+def _told_of_the_cut(job: Job) -> bool:
+    """Whether what was asked across it ended on either side, without anybody's knowing whether it ran, and what the cut host still said of
+    rollouts that had gone to another attempt was not taken. Figures come with heartbeats, and a rollout's end with its last turn."""
+    shown = json.loads(job.ask("monitor", job.run, "--json"))
+    metrics = {actor["name"]: actor["metrics"] for actor in shown["actors"]}
+    unknown = {name for name, figures in metrics.items() if figures.get("bus/asks_unknown", 0) > 0}
+    refused = metrics["sample_buffer-1"].get("tickets/refused", 0)
+    return unknown >= {"env_manager-2", "env_manager-3"} and bool(unknown & {*FIRST_HOST}) and refused > 0
