@@ -114,7 +114,8 @@ async def test_a_caller_that_goes_away_leaves_its_place_to_the_next(tmp_path):
         assert await first == await third == [Scores((1.0,))]
 
 
-async def test_a_reward_service_has_its_pool_grow_while_it_is_asked(tmp_path):
+async def test_a_reward_service_has_its_pool_grow_while_it_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("planning.autoscale.KEPT_STARTS", 1000)  # the one that is there from the start stays
     (tmp_path / "gated.py").write_text(GATED)
     async with cluster(tmp_path) as made:
         config = {"reward": {"functions": [f"{tmp_path}/gated.py:f"], "workers": 2, "min_workers": 0}}

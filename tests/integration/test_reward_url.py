@@ -224,19 +224,34 @@ async def test_a_key_that_was_answered_is_not_computed_again():
         assert metrics.snapshot()["reward/scored"] == 1
 
 
+SLOW = """
+import time
+from pathlib import Path
+
+def f(completions):
+    open({calls!r}, "a").write("x")
+    while not Path({gate!r}).exists():
+        time.sleep(0.01)
+    return [5.0]
+"""
+
+
 async def test_a_call_that_outlives_its_deadline_goes_on_and_the_next_try_finds_its_result(tmp_path):
     calls = tmp_path / "calls"
     calls.touch()
     calls.chmod(0o666)
     file = tmp_path / "slow.py"
-    text = "import time\ndef f(completions):\n    open({!r}, 'a').write('x')\n    time.sleep(1.0)\n    return [5.0]\n"
-    file.write_text(text.format(str(calls)))
+    file.write_text(SLOW.format(calls=str(calls), gate=str(tmp_path / "open")))
     async with serving("f", file) as (url, _):
         body = {"keys": ["k"], "completions": ["a"], "deadline_s": 0.1}
         async with httpx.AsyncClient() as client:
             late = await client.post(url, json=body)
-        async with scorer_at(url, timeout_s=1.5) as (scorer, metrics):  # the call before takes most of it
-            replies = await scorer.score([request("abc")])
+        async with scorer_at(url, timeout_s=1.5) as (scorer, metrics), asyncio.TaskGroup() as tasks:
+            scoring = tasks.create_task(scorer.score([request("abc")]))
+            while not metrics.snapshot().get("reward/retries"):  # noqa: ASYNC110 - its first try ends by its deadline
+                await asyncio.sleep(0.02)
+            (tmp_path / "open").touch()
+            replies = await scoring
 
     assert (late.status_code, "deadline_s=0.1" in late.json()["error"]) == (504, True)
     assert replies == [Scores((5.0,))]
