@@ -405,7 +405,8 @@ def test_an_engine_is_let_go_although_the_link_breaks_under_the_word_of_it(tmp_p
     run_to_the_end(tmp_path, 8, 4, network=network, buffer=Severed, engine=Hearing)
 
     held = [version for version, is_held in heard if is_held]
-    assert held[:3] == [0, 5, 8] and {(0, False), (5, False)} <= set(heard)
+    assert held[:3] == [0, 5, 8]
+    assert {(0, False), (5, False)} <= set(heard)
 
 
 def test_a_resumed_run_does_the_evaluation_that_was_cut_short_and_none_twice(tmp_path):
