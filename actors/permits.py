@@ -59,14 +59,20 @@ class Grant:
         self.pool, self.job, self.phase = pool, stand.job, stand.phase
         self.epoch, self.ticket, self.places = stand.epoch, stand.ticket, stand.places
         self.lost = asyncio.Event()
-        """Set once it is no longer held. See `check` for who has not been told yet."""
+        """Set once it is no longer held. See `is_held` for who has not been told yet."""
         self.until = 0.0
         """Loop time up to which it is held for certain."""
 
-    def check(self) -> None:
-        """Raises PermitLost from the moment on at which somebody else may hold it; needs no Store."""
-        if self.lost.is_set() or asyncio.get_running_loop().time() >= self.until:
+    @property
+    def is_held(self) -> bool:
+        """For certain: False from the moment on at which somebody else may hold it. Needs no Store."""
+        if asyncio.get_running_loop().time() >= self.until:
             self.lost.set()
+        return not self.lost.is_set()
+
+    def check(self) -> None:
+        """Raises PermitLost where it is not held for certain any more."""
+        if not self.is_held:
             raise PermitLost(
                 f"{self.job} no longer holds {self.pool} for {self.phase} (epoch {self.epoch}): it was not renewed in time. "
                 "What was computed since is not to be used."

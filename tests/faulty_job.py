@@ -408,6 +408,10 @@ class ToyEngine:
     def train(self, step, groups):
         return StepResult({"reward/mean": 0.0}, 1)
 
+    def parts(self, step, groups):
+        yield
+        return self.train(step, groups)
+
     def image_bytes(self):
         return 10
 

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 
 from actors.engines.engine import RECONFIGURE, SLEEP, Engine, EngineDead, EngineError, require
+from actors.engines.weights import unshared
 from actors.messages.engines import EngineChanged, Reconfigure, SleepEngine, WakeEngine
 from bus.errors import Failed
 
@@ -25,9 +26,9 @@ class Orders:
     async def begin(self, engine: Engine) -> None:
         """The engine has started."""
 
-    def weight_sync(self) -> AbstractAsyncContextManager[object]:
-        """Around the pull and the swap of new weights."""
-        return nullcontext()
+    def weight_sync(self) -> AbstractAsyncContextManager[Callable[[], bool]]:
+        """Around the pull and the swap of new weights; tells whether they may go on."""
+        return unshared()
 
     async def carry_out(self, engine: Engine, order: SleepEngine | WakeEngine | Reconfigure) -> EngineChanged:
         """Raises Failed, one sentence, for an order that can't be or is older than the last one: nothing has changed then."""

@@ -36,13 +36,13 @@ class PermittedOrders(Orders):
             await asyncio.Event().wait()
 
     @asynccontextmanager
-    async def weight_sync(self) -> AsyncGenerator[None]:
-        """One transfer at a time over the link that the cluster's jobs share."""
+    async def weight_sync(self) -> AsyncGenerator[Callable[[], bool]]:
+        """One transfer at a time over the link that the cluster's jobs share; tells by the engine's own clock whether that is certain."""
         member = f"{self._section.job}.{self._actor.name}"
         with self._actor.waits.on("permit", stage=WEIGHT_SYNC, detail="the link for weights"):
             permits = await self._permits
-        async with permits.hold(WEIGHT_SYNC, WEIGHT_SYNC, member):
-            yield
+        async with permits.hold(WEIGHT_SYNC, WEIGHT_SYNC, member) as grant:
+            yield lambda: grant.is_held
 
     async def _wake(self, engine: Engine, epoch: int) -> float:
         """Raises EngineError where `epoch` does not hold the pool, or nobody knows: it is an order of a permit that is over."""

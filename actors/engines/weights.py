@@ -28,6 +28,11 @@ PULL_S = 1800.0
 """Longer than the largest weights take on a slow link; dead sources are left after seconds."""
 
 
+def unshared() -> AbstractAsyncContextManager[Callable[[], bool]]:
+    """The permit of who has the link for weights to itself."""
+    return nullcontext(lambda: True)
+
+
 class WeightsPuller:
     """One per engine: hints wake it, a slow check covers lost hints, and only the newest version is pulled.
 
@@ -40,9 +45,9 @@ class WeightsPuller:
         blobs: "HostWeights",
         actor: Actor,
         swapped: Callable[[BlobInfo], None] = lambda info: None,
-        permit: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
+        permit: Callable[[], AbstractAsyncContextManager[Callable[[], bool]]] = unshared,
     ) -> None:
-        """`swapped` hears of each version; each is brought and swapped in within `permit`."""
+        """`swapped` hears of each version; each is brought and swapped in within `permit`, which tells whether it is held for certain."""
         self._engine = engine
         self._blobs = blobs
         self._tell, self._permit = swapped, permit
@@ -129,18 +134,28 @@ class WeightsPuller:
         return any(version > self.version for version in self._waiting.values())
 
     async def pull(self) -> None:
-        """Bring the engine to the newest version, if it isn't there. A damaged or vanished blob is left for the next time."""
+        """Bring the engine to the newest version, if it isn't there. A damaged or vanished blob is left for the next time.
+
+        Nothing is swapped in under a permit that was lost meanwhile: it is asked for anew.
+        """
+        while not await self._pulled():
+            self._log.warning("weights_permit_lost")
+
+    async def _pulled(self) -> bool:
+        """False where the permit was lost before the swap."""
         newest = await self._blobs.newest(self._blob)
         if newest is None or (newest.epoch, newest.version) <= self._held:
-            return
+            return True
         if self.is_held and newest.epoch == self._held[0]:
-            return
+            return True
         began = asyncio.get_running_loop().time()
         with self._waits.on(f"weights {newest.version}", stage="pull", holder=BLOBS) as wait:
             self._blame(ITSELF)
             try:
-                async with self._permit():
+                async with self._permit() as is_held:
                     info, image = await self._fetch(newest)
+                    if image is not None and not is_held():
+                        return False
                     if image is not None:
                         wait.update(detail="swapping them in", holder="")
                         pause_s = await self._engine.update(info.version, image)
@@ -148,6 +163,7 @@ class WeightsPuller:
             finally:
                 self._metrics.gauge("weights/pulled", 1.0)
                 self._blame(TRAINER)
+        return True
 
     async def _fetch(self, newest: BlobInfo) -> tuple[BlobInfo, memoryview | None]:
         began = asyncio.get_running_loop().time()

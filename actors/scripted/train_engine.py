@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +48,10 @@ class ScriptedTrainEngine:
         self._state.step = step
         rewards = [t.reward for group in groups for t in group]
         return StepResult({"reward/mean": sum(rewards) / max(1, len(rewards))}, len(rewards))
+
+    def parts(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> Generator[None, None, StepResult]:
+        yield
+        return self.train(step, groups)
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         raise TrainError("the scripted trainer has no model to compare: set check.enabled=false")

@@ -88,12 +88,12 @@ class Agreement:
                 )  # fmt: skip
             wait.update(holder="")
             dtype = coarser_dtype(config.model, config.train)
-            async with permit.turn(engine, leaving):
-                found = at_1 = await actor.offload(
+            async with permit.turn(engine, leaving) as turn:
+                found = at_1 = await turn.compute(
                     compare_logprobs, sampled, step, partial(engine.logprobs, temperature=temperature)
                 )
                 if temperature not in (0.0, 1.0) and not agree(found, config.check, dtype):
-                    at_1 = await actor.offload(compare_logprobs, sampled, step, engine.logprobs)
+                    at_1 = await turn.compute(compare_logprobs, sampled, step, engine.logprobs)
         told = require_agreement(found, at_1, config.check, dtype, temperature=temperature, agreed_before=self._agreed)
         actor.log.info("agreement", step=step, found=told)
         if not self._agreed:

@@ -51,6 +51,13 @@ def clip_concern(train: TrainSection) -> str:
     )
 
 
+def best_concern(*, keep_best: bool, every: int) -> str:
+    """A sentence where `checkpoint.keep_best` has no figures to go by, with `eval.every` at 0."""
+    if not keep_best or every:
+        return ""
+    return "checkpoint.keep_best keeps no checkpoint: eval.every is 0, and no version before the last is evaluated. Set eval.every."
+
+
 class SpreadWatch:
     """Looks at each step's batch; says once that nothing can be learned from the rewards.
 

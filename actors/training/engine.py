@@ -1,10 +1,12 @@
 """The TrainEngine seam: what the Trainer actor asks of the ranks that hold the model. Calls block; the actor offloads them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from actors.messages.samples import Trajectory
+
+ResultT = TypeVar("ResultT")
 
 
 class StepResult(NamedTuple):
@@ -28,6 +30,13 @@ class TrainEngine(Protocol):
         """One step over whole groups. Those that teach nothing count in the statistics.
 
         Raises TrainError where a loss of the user's own is none.
+        """
+        ...
+
+    def parts(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> Generator[None, None, StepResult]:
+        """`train`, which stops at each `yield`, so at least between two micro-batches: none is computed before the next is asked for.
+
+        Only `sleep` and `wake` may come in between. The step is the same with them.
         """
         ...
 
@@ -56,7 +65,7 @@ class TrainEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Move model, optimiser and whatever else lies on a device to host memory; all but `train` and `logprobs` goes on from there.
+        """Move model, optimiser and whatever else lies on a device to host memory; all but `train`, `parts` and `logprobs` goes on from there.
 
         Asleep already, or without a device: nothing happens.
         """
@@ -65,6 +74,22 @@ class TrainEngine(Protocol):
     def wake(self) -> None:
         """Bring it back to the device. Awake already: nothing happens."""
         ...
+
+
+def finished(parts: Generator[None, None, ResultT]) -> ResultT:
+    """What comes of `parts`, without a stop."""
+    while (result := advance(parts)) is None:
+        pass
+    return result
+
+
+def advance(parts: Generator[None, None, ResultT]) -> ResultT | None:
+    """Compute the next of `parts`; after the last, what comes of them."""
+    try:
+        next(parts)
+    except StopIteration as end:
+        return end.value
+    return None
 
 
 def image_of(engine: TrainEngine) -> memoryview:

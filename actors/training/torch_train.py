@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from actors.config import ModelSection, TrainSection
 from actors.messages.samples import Trajectory
 from actors.model_folder import files_beside_weights, pick_device
 from actors.training import forward
-from actors.training.engine import StepResult, TrainError
+from actors.training.engine import StepResult, TrainError, finished
 from actors.training.image import WeightsImage
 from actors.training.losses import has_spread
 from actors.training.objective import Figures, Objective, Policies
@@ -141,6 +141,8 @@ class TorchTrainEngine:
         self._image: WeightsImage
         self._described: dict[str, bytes] = {}
         self._step = 0
+        self._within_step = False
+        """Gradients are of a step that goes on."""
         torch.set_num_threads(model.torch_threads)
         torch.manual_seed(seed)
         self._device = torch.device(pick_device(model.device, torch.cuda.device_count()))
@@ -175,7 +177,11 @@ class TorchTrainEngine:
         return manifest.step, manifest.epoch
 
     def train(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> StepResult:
-        """One update from version step - 1 to step; `train.minibatches` optimiser steps over whole groups."""
+        return finished(self.parts(step, groups))
+
+    def parts(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> Generator[None, None, StepResult]:
+        """One update from version step - 1 to step; `train.minibatches` optimiser steps over whole groups. A part is a micro-batch."""
+        self._within_step = True
         lr = self._learning_rate(step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -187,11 +193,15 @@ class TorchTrainEngine:
         figures, num_skipped, norm = Figures(), 0, 0.0
         updates = [self._micro_batches(sequences) for sequences in minibatches if sequences]
         if self._train_section.proximal == "recomputed":
-            updates[1:] = [[self._with_start(batch) for batch in batches] for batches in updates[1:]]
+            for batches in updates[1:]:
+                for index, batch in enumerate(batches):
+                    yield
+                    batches[index] = self._with_start(batch)
         for index, batches in enumerate(updates):
-            norm = self._update(batches, figures, first=index == 0)
+            norm = yield from self._update(batches, figures, first=index == 0)
             num_skipped += not math.isfinite(norm)
         self._step = step
+        self._within_step = False
         measured = {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped": num_skipped}
         num_tokens = sum(len(s.tokens) for sequences in minibatches for s in sequences)
         return StepResult(figures.metrics() | measured | _reward_metrics(groups), num_tokens)
@@ -214,7 +224,8 @@ class TorchTrainEngine:
         return self._image.write(self._state(), memory)
 
     def sleep(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        if not self._within_step:
+            self._optimizer.zero_grad(set_to_none=True)
         self._move(torch.device("cpu"))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -226,7 +237,9 @@ class TorchTrainEngine:
         for model in filter(None, (self._model, self._reference)):
             model.to(device)
         for master in self._masters.values():
+            grad, master.grad = master.grad, None
             master.data = master.data.to(device)
+            master.grad = None if grad is None else grad.to(device)
         for state in self._optimizer.state.values():
             state.update({name: value.to(device) for name, value in state.items() if isinstance(value, torch.Tensor)})
 
@@ -266,7 +279,7 @@ class TorchTrainEngine:
         with torch.no_grad():
             return batch._replace(start_N=forward.policy_logprobs(self._model, batch)[0])
 
-    def _update(self, batches: Sequence[MicroBatch], figures: Figures, *, first: bool) -> float:
+    def _update(self, batches: Sequence[MicroBatch], figures: Figures, *, first: bool) -> Generator[None, None, float]:
         """One optimiser step on a minibatch; returns the gradient's norm before clipping.
 
         A norm that is not finite changes no weight: one such step would end every one of them.
@@ -274,6 +287,7 @@ class TorchTrainEngine:
         self._optimizer.zero_grad(set_to_none=True)
         figures.num_updates += 1
         for batch in batches:
+            yield
             logprobs_N, entropy_N = forward.policy_logprobs(self._model, batch)
             figures.add(entropy=entropy_N.sum())
             reference_N = None

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,10 +33,10 @@ from actors.messages.samples import (
 from actors.messages.weights import WeightsTaken
 from actors.model_folder import check_device, check_model_folder, may_use_cuda, num_parameters, same_model
 from actors.training.agreement import Agreement, CheckSection, MismatchWatch, coarser_dtype
-from actors.training.concerns import InfoWatch, SpreadWatch, clip_concern, lr_concern
-from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
+from actors.training.concerns import InfoWatch, SpreadWatch, best_concern, clip_concern, lr_concern
+from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError, finished
 from actors.training.evaluation import HeldOut
-from actors.training.permit import TrainingPermit, TurnGivenUp
+from actors.training.permit import StepGivenUp, TrainingPermit, Turn, TurnGivenUp
 from actors.training.publishing import (
     ASK_S,
     BUFFER,
@@ -150,7 +150,7 @@ class Trainer(Actor):
         self._permit = TrainingPermit(self, config.cluster)
         self._policy = PolicyState(0, config.staleness.bound)
         self._step = self._saved = self._epoch = 0
-        self._training = False
+        self._training = self._torn = False
         self._num_published = 0
         self._mismatch = MismatchWatch(coarser_dtype(config.model, config.train))
         self._took_s: deque[float] = deque(maxlen=REMEMBERED)
@@ -232,7 +232,7 @@ class Trainer(Actor):
         if self._epoch:
             await self._left.wait()
             await self._written()
-            if self._step > self._saved:
+            if self._step > self._saved and not self._torn:
                 await self._save()
                 await self._written()
         if self._loggers is not None:
@@ -266,6 +266,7 @@ class Trainer(Actor):
             self.finish(str(error), failed=True)
         except TurnGivenUp as error:
             self.log.info("turn_given_up", why=str(error))
+            self._torn = isinstance(error, StepGivenUp)
         finally:
             self._left.set()
 
@@ -281,10 +282,10 @@ class Trainer(Actor):
         await self._out.intend("train_step", step)
         if self._took_s:
             await self._out.intend("weight_sync", step, in_s=median(self._took_s))
-        async with self._permit.turn(self._engine, self._leaving) as waited_s:
+        async with self._permit.turn(self._engine, self._leaving) as turn:
             waiting, cpu_s = self.waits.on(f"step {step}", stage="train", blocks_actor=True), process_time()
             with waiting, self.metrics.busy(), self.trace.span("train_step", "train", step=step):
-                groups, result = await self._trained(step, batch)
+                groups, result = await self._trained(step, batch, turn)
         trained, cpu_s = loop.time(), process_time() - cpu_s
         self._step = step
         self._took_s.append(trained - claimed)
@@ -298,11 +299,11 @@ class Trainer(Actor):
         await self._publish()
         times = {
             "time/wait_for_batch": claimed - asked,
-            "time/train": trained - claimed - waited_s,
+            "time/train": trained - claimed - turn.waited_s,
             "time/publish": loop.time() - trained,
         }
         if self.config.cluster.dir:
-            times["time/wait_for_permit"] = waited_s
+            times["time/wait_for_permit"] = turn.waited_s
         times |= await self._compare(step, result.metrics.get("policy/mismatch_kl"))
         if not _virtual():
             times["time/train_cpu"] = cpu_s
@@ -452,10 +453,7 @@ class Trainer(Actor):
         """What in the config may spoil the result without an error."""
         count = 0 if self.config.train.kind == "scripted" else num_parameters(self.run.folder / self.config.model.path)
         said = [lr_concern(self.config.train.lr, count) if count else "", clip_concern(self.config.train)]
-        if self.config.checkpoint.keep_best and not self.config.eval.every:
-            said.append(
-                "checkpoint.keep_best keeps no checkpoint: eval.every is 0, and no version before the last is evaluated. Set eval.every."
-            )
+        said.append(best_concern(keep_best=self.config.checkpoint.keep_best, every=self.config.eval.every))
         return [each for each in said if each]
 
     def _build(self) -> TrainEngine:
@@ -464,14 +462,16 @@ class Trainer(Actor):
         train = config.train.resolved(alpha=config.staleness.bound, folder=self.run.folder)
         return build(config.model, train, steps=self.run.steps, seed=self.run.seed)
 
-    async def _trained(self, step: int, batch: Batch) -> tuple[list[list[Trajectory]], StepResult]:
+    async def _trained(self, step: int, batch: Batch, turn: Turn) -> tuple[list[list[Trajectory]], StepResult]:
         """Train on a batch. What raises twice in the same step is held to lie in the batch, and its groups end as `poisoned`.
 
         The weights may be half updated then: the trainer begins again with its checkpoint.
         """
         try:
+            if turn.is_shared:
+                return await turn.run(self._parts(step, batch))
             return await self.offload(self._train, step, batch)
-        except REFUSED:
+        except (*REFUSED, TurnGivenUp):
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
@@ -479,9 +479,12 @@ class Trainer(Actor):
             raise ActorFailed(f"training on step {step} raised {what}: it begins again with its checkpoint") from error
 
     def _train(self, step: int, batch: Batch) -> tuple[list[list[Trajectory]], StepResult]:
-        """Runs off the loop, decoding included: a batch is some MB of MessagePack."""
+        return finished(self._parts(step, batch))
+
+    def _parts(self, step: int, batch: Batch) -> Generator[None, None, tuple[list[list[Trajectory]], StepResult]]:
+        """Run off the loop, decoding included: a batch is some MB of MessagePack."""
         groups = [[msgspec.msgpack.decode(t, type=Trajectory) for t in group] for group in batch.groups]
-        metrics, num_tokens = self._engine.train(step, groups)
+        metrics, num_tokens = yield from self._engine.parts(step, groups)
         if self.config.train.dynamic_sampling:
             metrics = {**metrics, **filtered_metrics(groups, batch.num_filtered, batch.filtered_reward)}
         return groups, StepResult(metrics, num_tokens)

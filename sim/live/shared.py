@@ -31,6 +31,7 @@ from actors.scheduling.scheduler import ClusterScheduler
 from actors.scheduling.token import make_token, read_token
 from actors.scripted.engine import ScriptedEngine
 from actors.training.engine import StepResult
+from actors.training.permit import Turn
 from actors.training.trainer import Trainer
 from planning.coexecution import CoexecutionGroup, JobProfile, NodePool, SharedCluster
 from planning.round_robin import WARM
@@ -83,10 +84,10 @@ class TimedTrainer(Trainer):
 
     config: Config  # pyright: ignore[reportIncompatibleVariableOverride] - the base class only reads its own sections
 
-    async def _trained(self, step: int, batch: Batch) -> tuple[list[list[Trajectory]], StepResult]:
+    async def _trained(self, step: int, batch: Batch, turn: Turn) -> tuple[list[list[Trajectory]], StepResult]:
         update = self.config.update
         await asyncio.sleep(update.train_s + (update.load_s if self.config.cluster.dir else 0.0))
-        return await super()._trained(step, batch)
+        return await super()._trained(step, batch, turn)
 
 
 class SlowReset:

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,10 @@ class ToyTrainEngine:
         self._state.step = step
         rewards = [t.reward for group in held for t in group]
         return StepResult({"reward/mean": sum(rewards) / max(1, len(rewards))}, len(rewards))
+
+    def parts(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> Generator[None, None, StepResult]:
+        yield
+        return self.train(step, groups)
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         raise NotImplementedError("the agreement check is off in the simulation")

@@ -10,8 +10,12 @@ from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.messages.engines import WakeEngine
 from actors.permits import TTL_S, Permits
+from actors.scripted.train_engine import ScriptedTrainEngine
+from actors.training.engine import StepResult
+from actors.training.trainer import Trainer
 from bus.errors import Failed
 from bus.message import unpack_i32
+from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig, from_mapping
 from runtime.embed import embed
 from runtime.errors import ConfigError
@@ -39,6 +43,56 @@ class Talk:
 
     async def close(self):
         pass
+
+
+PARTS = 4
+LASTS_S = {"wake": TTL_S + 4, "part": TTL_S / 2}
+"""Waking alone is longer than a lease; a part of a step is not."""
+
+
+class PartsEngine(ScriptedTrainEngine):
+    """A step is in parts, and the reward that it shows goes through all of them."""
+
+    def parts(self, step, groups):
+        rewards = []
+        for part in range(PARTS):
+            yield
+            rewards += [t.reward for group in groups for t in group][part::PARTS]
+        self.train(step, groups)
+        return StepResult({"reward/mean": sum(rewards) / len(rewards)}, len(rewards))
+
+
+class PartsTrainer(Trainer):
+    """Its engine's wake-up and parts last; `computed` in the run folder says when each began."""
+
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
+        at_once = self.offload
+
+        async def offload(fn, *args, cost_s=0.0):
+            name = getattr(fn, "__name__", "")
+            if name in LASTS_S:
+                with (self.run.folder / "computed").open("a") as file:
+                    file.write(f"{name} {asyncio.get_running_loop().time()}\n")
+            return await at_once(fn, *args, cost_s=LASTS_S.get(name, cost_s))
+
+        self.offload = offload
+
+    def _build(self):
+        return PartsEngine(self.config.model, self.config.train, steps=self.run.steps, seed=self.run.seed)
+
+
+IN_PARTS = f"actors.trainer={{class: '{__file__}:PartsTrainer'}}"
+
+
+def computed(folder, began=0.0, ended=float("inf")):
+    """What its trainer began between these two moments."""
+    lines = [line.split() for line in (folder / "computed").read_text().splitlines()]
+    return [what for what, at in lines if began <= float(at) < ended]
+
+
+def rewards(folder):
+    return [json.loads(line)["reward/mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def config(model, name, *overrides):
@@ -107,13 +161,14 @@ class SharedCluster:
         """Who held the pool, in order."""
         return [event.stand.job for _, event in await self.permits.events(pool) if event.kind == "holds"]
 
-    async def held(self, pool: str, job: str) -> None:
-        """Return once `job` holds it."""
+    async def held(self, pool: str, job: str, times: int = 1) -> None:
+        """Return once `job` holds it, or has held it so many times."""
         after = 0
         while True:
             for index, event in await self.permits.events(pool, after, wait_s=1000):
                 after = index
-                if event.kind == "holds" and event.stand.job == job:
+                times -= event.kind == "holds" and event.stand.job == job
+                if not times:
                     return
 
 
@@ -128,9 +183,9 @@ def share(name: str) -> tuple[str, ...]:
     return (f"cluster.dir={name}", f"cluster.job={name}")
 
 
-async def run(folder, given, beside=None) -> list[dict]:
+async def run(folder, given, beside=None, **goes_on) -> list[dict]:
     """The job's ledger, by id. `beside` does something to the running job."""
-    async with embed(given, folder) as job:
+    async with embed(given, folder, **goes_on) as job:
         if beside is not None:
             await beside(job)
         await job.done()
@@ -286,6 +341,59 @@ async def test_a_job_that_is_drained_does_not_wait_for_its_turn_to_train(tmp_pat
     assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir() if path.name.startswith("step_")]
 
 
+@pytest.mark.parametrize("within", LASTS_S)
+@virtual
+async def test_a_trainer_that_loses_its_permit_computes_nothing_until_the_pool_is_its_own_again(
+    tmp_path, cluster, within
+):
+    model, loop = write_tokenizer(tmp_path / "model"), asyncio.get_running_loop()
+    alone = await run(tmp_path / "solo", config(model, "a", IN_PARTS))
+
+    async with asyncio.TaskGroup() as tasks:
+        stalled = tasks.create_task(run(tmp_path / "a", config(model, "a", IN_PARTS, *share("a"))))
+        await cluster.held("training", "a")
+        await asyncio.sleep(1.0 if within == "wake" else LASTS_S["wake"] + 1.5 * LASTS_S["part"])
+        cluster.links["a"].cut("silent")
+        async with cluster.permits.hold("training", "training", "b"):
+            began = loop.time()
+            await asyncio.sleep(50)
+            cluster.links["a"].mend()
+            await asyncio.sleep(50)
+            ended = loop.time()
+
+    assert stalled.result() == alone
+    assert rewards(tmp_path / "a") == rewards(tmp_path / "solo")
+    assert computed(tmp_path / "a", began, ended) == []
+    assert computed(tmp_path / "a", 0, began)[-1] == within
+    assert computed(tmp_path / "a", ended)[0] == "wake"
+    assert computed(tmp_path / "a").count("part") == STEPS * (PARTS + 1)
+    assert await cluster.turns("training") == ["a", "b", *["a"] * STEPS]
+
+
+@virtual
+async def test_a_job_that_is_drained_within_a_step_whose_permit_was_lost_trains_that_step_when_it_goes_on(
+    tmp_path, cluster
+):
+    model, every = write_tokenizer(tmp_path / "model"), "checkpoint.every=100"
+    alone = await run(tmp_path / "solo", config(model, "a", IN_PARTS, every))
+    given, store = config(model, "a", IN_PARTS, every, *share("a")), MemoryStore()
+
+    async with embed(given, tmp_path / "a", store=store) as job:
+        await anext(job.rows())
+        await cluster.held("training", "a", 2)
+        await asyncio.sleep(LASTS_S["wake"] + 1.5 * LASTS_S["part"])
+        cluster.links["a"].cut("silent")
+        async with cluster.permits.hold("training", "training", "b"):
+            cluster.links["a"].mend()
+            await asyncio.sleep(TTL_S)
+            await job._agent.stop("interrupted")
+    saved = list((tmp_path / "a" / "checkpoints").glob("step_*"))
+
+    assert saved == [], "model and optimiser were those of no step"
+    assert await run(tmp_path / "a", given, store=store, resume=True) == alone
+    assert rewards(tmp_path / "a") == rewards(tmp_path / "solo")
+
+
 @virtual
 async def test_held_out_tasks_are_rolled_out_under_the_permit_too(tmp_path, cluster):
     given = config(
@@ -332,6 +440,41 @@ async def test_an_engine_computes_nothing_under_a_permit_that_is_not_held(tmp_pa
         assert 0 < num < 50
         assert len(unpack_i32(reply.tokens.ids)) == 50
         assert new.epoch > other.epoch > old.epoch
+        for kernel in bench.kernels.values():
+            kernel.stop()
+
+
+class SlowBlobs(MemoryBlobStore):
+    """Weights are longer on their way than a lease lasts."""
+
+    async def get(self, name, version, *, check=True):
+        await asyncio.sleep(TTL_S + 4)
+        return await super().get(name, version, check=check)
+
+
+@virtual
+async def test_an_engine_that_loses_the_permit_of_the_link_swaps_no_weights_in_until_the_link_is_its_own_again(
+    tmp_path, cluster
+):
+    async with asyncio.TaskGroup() as tasks:
+        bench = Bench(tasks, tmp_path)
+        bench.blobs = SlowBlobs()
+        await bench.start(Proxy, "llm_proxy-1", ActorConfig())
+        section, shared = EngineSection(kind="scripted"), ClusterSection(dir="a", job="a")
+        worker = await bench.start(EngineWorker, "engine-1", EngineWorker.Config(engine=section, cluster=shared))
+
+        await bench.publish(1)
+        await cluster.held("weight_sync", "a.engine-1")
+        cluster.links["a"].cut("silent")
+        async with cluster.permits.hold("weight_sync", "weight_sync", "b.engine-1"):
+            await asyncio.sleep(TTL_S + 4)
+            cluster.links["a"].mend()
+            await asyncio.sleep(TTL_S)
+            within = worker._weights.version
+        await worker._weights.wait_for(1)
+
+        assert within == 0
+        assert await cluster.turns("weight_sync") == ["a.engine-1", "b.engine-1", "a.engine-1"]
         for kernel in bench.kernels.values():
             kernel.stop()
 

@@ -68,12 +68,15 @@ class Turns:
     def waiting(self, leaving):
         return nullcontext()
 
+    async def compute(self, call, *args):
+        return call(*args)
+
     @asynccontextmanager
     async def turn(self, engine, leaving):
         if self.leaves:
             raise TurnGivenUp("it is being saved")
         self.is_held = True
-        yield
+        yield self
         self.is_held = False
 
 

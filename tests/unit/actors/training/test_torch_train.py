@@ -10,7 +10,7 @@ import torch
 
 from actors.config import ModelSection, TrainSection
 from actors.messages.samples import MOST_REWARD
-from actors.training.engine import TrainError, image_of
+from actors.training.engine import TrainError, advance, image_of
 from actors.training.image import WeightsImage
 from actors.training.torch_train import TorchTrainEngine, micro_batch, pack, sequences_of
 from tests.jobs import write_model
@@ -140,6 +140,35 @@ def test_an_engine_that_slept_between_two_steps_trains_as_if_it_had_not(model_fo
     assert all(not value.is_cuda for state in sleeper._optimizer.state.values() for value in state.values())
     assert bytes(image_of(sleeper)) == bytes(image_of(awake))
     for subject, folder in ((awake, "a"), (sleeper, "b")):
+        subject.snapshot(epoch=1)(tmp_path / folder)
+    assert (tmp_path / "a" / "optimizer.state").read_bytes() == (tmp_path / "b" / "optimizer.state").read_bytes()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_in_parts_between_which_the_engine_sleeps_is_the_step_without_a_stop(
+    model_folder, trajectory, tmp_path, device
+):
+    subjects = []
+    options = {"minibatches": 2, "proximal": "recomputed", "micro_batch_tokens": 8}
+    for _ in range(2):
+        section = ModelSection(path=str(model_folder), device=device, dtype="bfloat16")
+        subjects.append(TorchTrainEngine(section, TrainSection(lr=5e-3, **options), steps=10, seed=1))
+        subjects[-1].load(model_folder, None)
+    whole, stopped = subjects
+    groups = [group_of(whole, trajectory) for _ in range(2)]
+    expected = whole.train(1, groups)
+
+    parts, num_parts = stopped.parts(1, groups), 0
+    while (result := advance(parts)) is None:
+        stopped.sleep()
+        assert all(m.grad is None or not m.grad.is_cuda for m in stopped._masters.values())
+        stopped.wake()
+        num_parts += 1
+
+    assert num_parts == 6, "four micro-batches, and what the two of the second minibatch began with"
+    assert result == expected
+    assert bytes(image_of(stopped)) == bytes(image_of(whole))
+    for subject, folder in ((whole, "a"), (stopped, "b")):
         subject.snapshot(epoch=1)(tmp_path / folder)
     assert (tmp_path / "a" / "optimizer.state").read_bytes() == (tmp_path / "b" / "optimizer.state").read_bytes()
 
