@@ -4,7 +4,8 @@ import sys
 
 from actors.scheduling.phase import Phases
 
-with Phases(sys.argv[1], job=sys.argv[2], pools={"rollout": "h20", "training": "h800"}) as phase:
+pools = {"rollout": "rollout-0", "training": "training-0"}
+with Phases(sys.argv[1], job=sys.argv[2], pools=pools) as phase:
 
     @phase("training")
     def train(samples: list[int]) -> float:

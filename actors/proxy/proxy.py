@@ -4,7 +4,7 @@ import asyncio
 from functools import partial
 from typing import Any
 
-from actors.cluster import ClusterSection
+from actors.cluster import ClusterSection, check_pools
 from actors.config import ProxySection
 from actors.messages.engines import EngineState
 from actors.messages.fabric import PhaseIntent
@@ -65,6 +65,11 @@ class LLMProxy(Actor):
         check_affinity(job)
         check_stages(job)
         check_cluster(job)
+
+    @classmethod
+    def check_host(cls, config: Config) -> None:
+        """A pool that its cluster does not have would be nobody else's."""
+        check_pools(config.cluster)
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from actors.cluster import rollout_pool, training_pool
 from actors.messages.cluster import CancelJob, JobAccepted, JobRefused, StopJobs, SubmitJob
 from actors.scheduling.board import read_board
 from actors.scheduling.job import JobFiles
@@ -215,7 +216,9 @@ def _shared_job(file: Path, overrides: list[str], folder: Path) -> Config:
             raise ConfigError(
                 f"cluster.{pool}={getattr(given, pool)} is no pool that a job can choose: the scheduler gives each job its place. Leave it out."
             )
-    where = [f"cluster.dir='{folder}'", f"cluster.job={config.run.name}"]
+    # Which pools it gets the scheduler says each time that it starts it.
+    pools = [f"cluster.rollout_pool={rollout_pool(0)}", f"cluster.training_pool={training_pool(0)}"]
+    where = [f"cluster.dir='{folder}'", f"cluster.job={config.run.name}", *pools]
     return load(file, [*overrides, *where])
 
 

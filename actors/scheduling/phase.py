@@ -5,25 +5,28 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ContextDecorator
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from actors.cluster import ClusterSection, permits_of
+from actors.cluster import ClusterSection, check_pool, permits_of
 from actors.permits import Grant, PermitLost, Permits
 from runtime.errors import ConfigError
 
 
 class Phases:
     """The pools of the cluster in the folder `cluster`, for `job`. `pools` says on which pool each phase runs; one that it lacks runs on
-    the pool of its own name.
+    the pool of its own name. Pools of a cluster that places jobs are called as `rubato monitor CLUSTER` shows them.
 
     The permit is renewed by a thread of this object, so the program may compute without a pause. Used as a context manager, it lets go of
-    the cluster at the end. Raises ConfigError where no cluster is up.
+    the cluster at the end. Raises ConfigError where no cluster is up, or it has no such pool.
     """
 
     def __init__(self, cluster: str, job: str, pools: Mapping[str, str] | None = None) -> None:
         self._section = ClusterSection(dir=cluster, job=job)
         self._pools = pools or {}
+        for phase in self._pools:
+            self._pool(phase)
         self._loop: asyncio.AbstractEventLoop
         self._leaving: asyncio.Event
         reached = Future[Permits]()
@@ -33,7 +36,11 @@ class Phases:
         self._permits = reached.result()
 
     def __call__(self, name: str) -> "Phase":
-        """A context manager, and a decorator, that waits for the permit of the phase's pool, and gives it back."""
+        """A context manager, and a decorator, that waits for the permit of the phase's pool, and gives it back.
+
+        Raises ConfigError where the cluster has no such pool.
+        """
+        self._pool(name)
         return Phase(self, name)
 
     def __enter__(self) -> Self:
@@ -42,6 +49,11 @@ class Phases:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._leaving.set)
         self._thread.join()
+
+    def _pool(self, phase: str) -> str:
+        pool = self._pools.get(phase, phase)
+        check_pool(Path(self._section.dir), pool, f"the pool of phase {phase}")
+        return pool
 
     async def _serve(self, reached: "Future[Permits]") -> None:
         self._loop, self._leaving = asyncio.get_running_loop(), asyncio.Event()
@@ -64,7 +76,7 @@ class Phases:
         held.result()
 
     async def _hold(self, phase: str, granted: "Future[Grant]", over: asyncio.Event) -> None:
-        async with self._permits.hold(self._pools.get(phase, phase), phase, self._section.job) as grant:
+        async with self._permits.hold(self._pool(phase), phase, self._section.job) as grant:
             granted.set_result(grant)
             await over.wait()
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import msgspec
 
+from actors.cluster import rollout_pool, training_pool
 from actors.messages.cluster import CancelJob, JobAccepted, JobRefused, StopJobs, SubmitJob
 from actors.permits import Permits
 from actors.scheduling.book import Book, JobRecord, Spot
@@ -34,16 +35,6 @@ Reply = JobAccepted | JobRefused
 MAX_CONFIG_BYTES = 1 << 20
 LISTEN_S = 10.0
 AGAIN_S = 1.0
-
-
-def rollout_pool(node: int) -> str:
-    """The permit of that node."""
-    return f"rollout-{node}"
-
-
-def training_pool(group: int) -> str:
-    """The permit of that group's training node."""
-    return f"training-{group}"
 
 
 class ClusterScheduler(Actor):

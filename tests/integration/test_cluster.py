@@ -141,6 +141,10 @@ def test_real_jobs_take_turns_and_one_that_never_fits_is_told_so(lab):
     refused = lab.run("submit", CONFIGS / "cluster_job.yaml", "--cluster", "C", "run.name=c", large)
     ahead = lab.run("submit", CONFIGS / "cluster_job.yaml", "--cluster", "C", "run.name=c", "staleness.alpha=1")
 
+    by_hand = ["launch", CONFIGS / "cluster_job.yaml", f"cluster.dir={lab.folder}"]
+    mistyped = lab.run(*by_hand, "cluster.rollout_pool=rolout-0", "cluster.training_pool=training-0")
+    left_out = lab.run(*by_hand, "cluster.rollout_pool=rollout-0")
+
     lab.is_at("a", "done")
     lab.is_at("b", "done")
     held = asyncio.run(read_board(lab.folder)).events
@@ -148,6 +152,15 @@ def test_real_jobs_take_turns_and_one_that_never_fits_is_told_so(lab):
     for pool in ("rollout-0", "training-0"):
         holders = [event.stand.job for event in held[pool] if event.kind == "holds"]
         assert min(holders.count("a"), holders.count("b")) >= 3
+    for typo, near, ended in (
+        ("rollout_pool=rolout-0", "rollout-0", mistyped),
+        ("training_pool=training", "training-0", left_out),
+    ):
+        assert ended.code == 2
+        assert (
+            f"cluster.{typo}: the cluster in {lab.folder} has no such pool. Did you mean {near}? It has rollout-0, training-0.\n"
+            in ended.err
+        )
     assert lab.steps("a") == lab.steps("b") == [1, 2, 3]
     assert refused.code == ahead.code == 2
     assert re.match(r"job c needs .* GB of host memory on a rollout node, which has 8\.0 GB\.\n", refused.err)

@@ -45,7 +45,7 @@ def test_two_programs_never_have_a_pool_at_once(cluster):
 
     assert all(program.returncode == 0 for program in programs)
     assert all("step 2: loss 2.5" in text for text in said)
-    for pool in ("h20", "h800"):
+    for pool in ("rollout-0", "training-0"):
         turns = [(job, kind) for job, kind in asyncio.run(_events(cluster, pool)) if kind != "waits"]
         assert sorted(turns) == sorted([(job, kind) for job in "ab" for kind in ("holds", "gone")] * 3)
         assert all(first[0] == second[0] for first, second in zip(turns[::2], turns[1::2], strict=True))
@@ -83,6 +83,20 @@ def test_a_block_whose_permit_was_lost_ends_with_a_sentence(cluster):
 
         with phase("rollout") as permit:
             assert not permit.lost.is_set()
+
+
+def test_a_phase_on_a_pool_that_the_cluster_does_not_have_is_refused_with_the_nearest(cluster):
+    (cluster / "config.yaml").write_text("scheduler: {rollout: {nodes: 2}, training: {nodes: 1}}\n")
+
+    with pytest.raises(
+        ConfigError, match=r"rollout=rolout-1: .* Did you mean rollout-1\? It has rollout-0, rollout-1, training-0\."
+    ):
+        Phases(str(cluster), job="a", pools={"rollout": "rolout-1"})
+    with Phases(str(cluster), job="a", pools={"rollout": "rollout-1"}) as phase:
+        with pytest.raises(ConfigError, match=r"the pool of phase training=training: .* Did you mean training-0\?"):
+            phase("training")
+        with phase("rollout") as grant:
+            assert grant.pool == "rollout-1"
 
 
 def test_a_cluster_that_is_down_is_told_in_a_sentence(tmp_path):
