@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from actors.cluster import ROLLOUT
 from actors.permits import PermitEvent, Permits
 from actors.scheduling.book import Book, JobRecord
-from planning.permits import PermitLine, Stand
+from planning.consolidation import TAIL
+from planning.permits import PermitLine
 from runtime.config import load
 from runtime.errors import LaunchError
 from runtime.launch.connection import connect
@@ -21,6 +23,17 @@ GANTT_CYCLES_S = 60.0
 MARKS = "abcdefghijklmnopqrstuvwxyz"
 
 
+class RolloutLeft(NamedTuple):
+    """What a job that generates still has to."""
+
+    num: int
+    """Responses that are not there yet."""
+    of: int
+    """Those of a step."""
+    num_engines: int
+    """Of a pool of one engine nothing moves."""
+
+
 class ClusterBoard(NamedTuple):
     """One look at a cluster."""
 
@@ -31,14 +44,14 @@ class ClusterBoard(NamedTuple):
     events: dict[str, list[PermitEvent]]
     steps: dict[str, int]
     """Finished, by job."""
-    left: dict[str, tuple[int, int]]
-    """Of jobs that generate: responses that are not there yet, and those of a step."""
+    left: dict[str, RolloutLeft]
+    """Of jobs that generate."""
     now_s: float
     """Wall clock, in seconds."""
 
     def table(self) -> str:
         """Pools, groups, costs and jobs."""
-        return "\n".join([self._head(), *self._groups(), "", self.jobs(), "", *self.gantt()]).rstrip()
+        return "\n".join([self._head(), *self._groups(), *self.pools(), "", self.jobs(), "", *self.gantt()]).rstrip()
 
     def _head(self) -> str:
         book, section = self.book, self.book.section
@@ -47,6 +60,18 @@ class ClusterBoard(NamedTuple):
         return (
             f"cluster {self.name} · rollout {section.rollout.nodes}, training {section.training.nodes} nodes · {cost}"
         )
+
+    def pools(self) -> list[str]:
+        """A line for each pool that somebody has asked for: who holds it, and who waits for it, first come first."""
+        if not self.lines:
+            return []
+        rows = [f" {'pool':<12} {'held by':<28} queue"]
+        for pool, line in sorted(self.lines.items()):
+            held = [f"{each.job} {self.now_s - each.since_s:.1f} s" for each in (line.holder,) if each is not None]
+            held += [f"{line.tail.job}'s tail"] if line.tail is not None else []
+            queue = [f"{each.job} {self.now_s - each.since_s:.1f} s" for each in line.queue]
+            rows.append(f" {pool:<12} {', '.join(held) or '–':<28} {', '.join(queue) or '–'}")
+        return ["", *rows]
 
     def _groups(self) -> list[str]:
         return [
@@ -66,12 +91,12 @@ class ClusterBoard(NamedTuple):
 
     def _row(self, job: JobRecord, width: int) -> str:
         slow = f"{job.slowdown:.2f}" if job.slowdowns and job.holds else "–"
-        slack = f"{job.slo - job.slowdown:.2f}" if job.slowdowns and job.holds else "–"
+        slack = _slack(job)
         group = str(job.group) if job.holds else "–"
         waits = self.why(job.name)
         return (
             f" {job.name:<{width}}  {group:>5}  {self.steps.get(job.name, job.step):>5}  {job.state:<10} {self._holds(job.name):<22} "
-            f"{slow:>8}  {slack:>5}  {waits or job.why}"
+            f"{slow:>8}  {'–' if slack is None else f'{slack:.2f}':>5}  {waits or job.why}"
         )
 
     def _holds(self, name: str) -> str:
@@ -93,13 +118,23 @@ class ClusterBoard(NamedTuple):
             then = f"; {', '.join(before)} before it" if before else ""
             return (
                 f"waits {self.now_s - waiting.since_s:.1f} s for {pool}: {line.holder.job} holds it "
-                f"for {line.holder.phase} since {self.now_s - line.holder.since_s:.1f} s{self._left(line.holder)}{then}"
+                f"for {line.holder.phase} since {self.now_s - line.holder.since_s:.1f} s{self._left(line)}{then}"
             )
         return ""
 
-    def _left(self, holder: Stand) -> str:
-        left, of = self.left.get(holder.job, (0, 0))
-        return f", {left} of {of} responses left" if of and holder.phase == "rollout" else ""
+    def _left(self, line: PermitLine) -> str:
+        """How far the pool's holder is, and when the rest of it makes room."""
+        holder = line.holder
+        left = self.left.get(holder.job) if holder is not None and holder.phase == ROLLOUT else None
+        if left is None or not left.of:
+            return ""
+        if left.num_engines < 2:
+            moves = ""
+        elif line.tail is None:
+            moves = f", moves at {1 - TAIL:.0%}".replace("%", " %")
+        else:
+            moves = f", moves at {1 - TAIL:.0%} once the tail of {line.tail.job} is over".replace("%", " %")
+        return f", {left.num} of {left.of} responses left{moves}"
 
     def data(self) -> dict[str, object]:
         """The same for a program."""
@@ -116,7 +151,7 @@ class ClusterBoard(NamedTuple):
             "jobs": [
                 {
                     "name": job.name, "state": job.state, "group": job.group, "node": job.node, "slo": job.slo,
-                    "slowdown": job.slowdown, "step": self.steps.get(job.name, job.step), "why": self.why(job.name) or job.why,
+                    "slowdown": job.slowdown, "slack": _slack(job), "step": self.steps.get(job.name, job.step), "why": self.why(job.name) or job.why,
                 }
                 for job in sorted(book.jobs.values(), key=lambda job: job.number)
             ],
@@ -148,6 +183,11 @@ class ClusterBoard(NamedTuple):
                     cells[cell] = marks[job]
             rows.append(f" {pool:<{label}} ▐{''.join(cells)}▌")
         return rows
+
+
+def _slack(job: JobRecord) -> float | None:
+    """What is left of its bound; None where it has no place, or no step has been seen there."""
+    return job.slo - job.slowdown if job.slowdowns and job.holds else None
 
 
 class HeldTime(NamedTuple):
@@ -193,16 +233,17 @@ async def read_board(folder: Path) -> ClusterBoard:
     return ClusterBoard(config.run.name, book, lines, events, steps, left, wall_s())
 
 
-async def _left(job: Path) -> tuple[int, int]:
-    """Responses that the job in that run folder still generates, and how many a step has."""
+async def _left(job: Path) -> RolloutLeft:
+    """Of the job in that run folder."""
     config = read_config(job / "config.yaml")
     of = (lookup(config, "train.batch_groups") or 0) * (lookup(config, "train.group_size") or 0)
     try:
         source = RunSource(job)
     except LaunchError:
-        return 0, 0
+        return RolloutLeft(0, 0, 0)
     try:
-        return int(total((await source.read()).shown, "rollout/in_flight") or 0), int(of)
+        num = total((await source.read()).shown, "rollout/in_flight") or 0
+        return RolloutLeft(int(num), int(of), int(lookup(config, "actors.engine.count") or 1))
     finally:
         await source.close()
 

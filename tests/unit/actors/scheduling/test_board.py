@@ -4,7 +4,7 @@ import pytest
 
 from actors.messages.cluster import JobNeeds
 from actors.permits import PermitEvent
-from actors.scheduling.board import ClusterBoard
+from actors.scheduling.board import ClusterBoard, RolloutLeft
 from actors.scheduling.book import Book, JobRecord
 from actors.scheduling.pools import ClusterPoolSection, SchedulerSection
 from planning.permits import PermitLine, Stand
@@ -36,13 +36,34 @@ def board():
         "training-0": [PermitEvent("holds", Stand("b", "training", 3, 0), NOW - 60),
                        PermitEvent("gone", Stand("b", "training", 3, 0), NOW - 30)],
     }  # fmt: skip
-    return ClusterBoard("lab", Book(section, jobs), lines, events, {"a": 14}, {"a": (12, 64)}, NOW)
+    return ClusterBoard("lab", Book(section, jobs), lines, events, {"a": 14}, {"a": RolloutLeft(12, 64, 1)}, NOW)
 
 
 def test_who_waits_for_whom_is_told_across_jobs(board):
     assert board.whys().splitlines() == [
         "job b waits 2.0 s for rollout-0: a holds it for rollout since 3.1 s, 12 of 64 responses left",
         "job c waits: no group has room",
+    ]
+
+
+def test_where_several_engines_share_a_pool_it_is_told_when_the_rest_makes_room(board):
+    several = board._replace(left={"a": RolloutLeft(12, 64, 2)})
+    line = board.lines["rollout-0"]
+    behind_a_tail = several._replace(
+        lines={"rollout-0": line._replace(tail=Stand("c", "rollout", 6, NOW - 9, 8, (1,)))}
+    )
+
+    assert several.why("b").endswith(", 12 of 64 responses left, moves at 80 %")
+    assert behind_a_tail.why("b").endswith(", 12 of 64 responses left, moves at 80 % once the tail of c is over")
+
+
+def test_each_pool_has_a_line_with_its_holder_and_its_queue(board):
+    lines = board.table().splitlines()
+
+    assert lines[3:6] == [
+        " pool         held by                      queue",
+        " rollout-0    a 3.1 s                      b 2.0 s",
+        " training-0   –                            –",
     ]
 
 
@@ -75,6 +96,12 @@ def test_a_program_gets_the_same(board):
 
     assert data["groups"] == [{"group": 0, "nodes": (0,), "jobs": ["a", "b"]}]
     assert [(job["name"], job["state"]) for job in data["jobs"]][:2] == [("d", "done"), ("a", "running")]
+    assert {job["name"]: job["slack"] for job in data["jobs"]} == {
+        "a": pytest.approx(0.46),
+        "b": None,
+        "c": None,
+        "d": None,
+    }
     assert (data["usd_hour"], data["usd_hour_solo"]) == pytest.approx((7.13, 14.26))
 
 
