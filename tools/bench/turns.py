@@ -181,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--only", choices=("rubato", "http"))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="without FILE in place of the table")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     asked = parser.parse_args(argv)
     runs: list[dict[str, Any]] = []
@@ -190,9 +190,12 @@ def main(argv: Sequence[str]) -> int:
         theirs = {} if asked.only == "rubato" else http(asked.seconds)
         runs.append(ours | theirs)
     found = median_of(runs)
+    if asked.json == "-":
+        print(json.dumps(found))
+        return 0
     report(found)
     if asked.json:
-        asked.json.write_text(json.dumps(found, indent=2))
+        Path(asked.json).write_text(json.dumps(found, indent=2))
     return 0
 
 
