@@ -1,6 +1,7 @@
 """The orchestrator's section of the config, and what a job must have for it."""
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field
 
@@ -54,21 +55,78 @@ def check_orchestrator(job: Job) -> None:
             "orchestrator.enabled is true, but it counts with the hardware of engine.pace, which is not set: set engine.pace.hardware "
             "and engine.pace.model"
         )
-    if spec.count < 2 and not job.bus.host:
+    if not section.planners:
         raise ValueError(
-            f"orchestrator.enabled is true, but with {spec.count} engine there is nowhere to move a request to: add engines"
+            f"orchestrator.planners is empty, so it would do nothing: name {' or '.join(PLANNERS)}, or set orchestrator.enabled=false"
         )
-    _check_degrees(section.degrees, engine.pace, spec.count * engine.pace.degree)
+    if job.has("proxy") and job.section("proxy").balance == "auto":
+        raise ValueError(
+            "orchestrator.enabled is true, but with proxy.balance=auto engines of one pool prefill or decode by turns, and a request "
+            "could move to one of the other kind: set proxy.balance=fixed"
+        )
+    _check_degrees(section.degrees, engine.pace)
+    pools = _pools(job)
+    if job.bus.host or not pools:
+        return  # other hosts may bring as many as it takes; that nobody decodes is for the proxy to say
+    if all(pool.engines < 2 for pool in pools):
+        raise ValueError(f"orchestrator.enabled is true, but {_alone(pools, spec.count)}: add engines")
+    for degree in section.degrees:
+        _check_divides(degree, pools)
 
 
-def _check_degrees(degrees: tuple[int, ...], pace: Any, num_gpus: int) -> None:
-    heads = catalog.model(pace.model).heads
+class _Pool(NamedTuple):
+    """Engines that the launching host starts in one pool that decodes; without pools, all of them under an empty name."""
+
+    name: str
+    engines: int
+    degree: int
+    """GPUs of each at its start; 0 where nobody can tell here."""
+
+    def takes(self, degree: int) -> bool:
+        return not self.degree or (degree % self.degree == 0 and (self.engines * self.degree) % degree == 0)
+
+
+def _pools(job: Job) -> list[_Pool]:
+    engine, spec = job.section("engine"), job.actors["engine"]
+    if not spec.pools:
+        return [_Pool("", spec.count, engine.pace.degree)]
+    # A job is checked once more with the keys of each pool, as if all had them: then the others' own pace is not known.
+    differ = any(key.startswith("engine.pace") for pool in spec.pools.values() for key in pool.set)
+    return [
+        _Pool(name, pool.count, int(pool.set.get("engine.pace.degree", 0 if differ else engine.pace.degree)))
+        for name, pool in spec.pools.items()
+        if pool.set.get("engine.serves", engine.serves) != "prefill"
+    ]
+
+
+def _alone(pools: Sequence[_Pool], count: int) -> str:
+    if not pools[0].name:
+        return f"with {count} engine there is nowhere to move a request to"
+    return f"no pool that decodes ({', '.join(pool.name for pool in pools)}) has two engines, and requests move within one pool"
+
+
+def _check_degrees(degrees: tuple[int, ...], pace: Any) -> None:
+    """Compare them with the model and its hardware."""
+    gpu, heads = catalog.hardware(pace.hardware), catalog.model(pace.model).heads
     for degree in degrees:
         if degree < 1 or heads % degree:
             raise ValueError(
                 f"orchestrator.degrees has {degree}, which does not divide the {heads} attention heads of {pace.model}"
             )
-        if degree % pace.degree or num_gpus % degree:
+        if degree > gpu.gpus_per_server:
             raise ValueError(
-                f"orchestrator.degrees has {degree}, into which {num_gpus} GPUs, {pace.degree} in each engine, can't be divided"
+                f"orchestrator.degrees has {degree}, and a server has {gpu.gpus_per_server} {gpu.name}: engines merge within one host"
             )
+
+
+def _check_divides(degree: int, pools: Sequence[_Pool]) -> None:
+    """One pool at least can use it."""
+    if any(pool.takes(degree) for pool in pools):
+        return
+    told = [f"{pool.engines * pool.degree} GPUs, {pool.degree} in each engine" for pool in pools]
+    if not pools[0].name:
+        raise ValueError(f"orchestrator.degrees has {degree}, into which {told[0]}, can't be divided")
+    named = [f"{each} of pool {pool.name}" for each, pool in zip(told, pools, strict=True)]
+    raise ValueError(
+        f"orchestrator.degrees has {degree}, into which no pool can be divided, and engines merge within one pool: {'; '.join(named)}"
+    )

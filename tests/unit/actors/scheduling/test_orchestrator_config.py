@@ -30,6 +30,8 @@ def test_no_orchestrator_is_started_unless_it_is_enabled():
         (["engine.kind=vllm", "engine.pace=null"], "engine.kind=vllm can be neither paced nor put to sleep"),
         (["engine.pace=null"], "engine.pace, which is not set"),
         (["orchestrator.planners=[rebalnce]"], "Did you mean rebalance?"),
+        (["orchestrator.planners=[]"], "orchestrator.planners is empty, so it would do nothing"),
+        (["orchestrator.degrees=[1, 10]", "actors.engine.count=10"], "10, and a server has 8 H800"),
     ],
 )
 def test_what_can_not_work_is_one_sentence(changes, sentence):
@@ -42,3 +44,58 @@ def test_what_can_not_work_is_one_sentence(changes, sentence):
 
 def test_what_can_not_work_does_not_matter_while_it_is_off():
     from_mapping(JOB, ["actors.engine.count=1", "engine.pace=null"])
+
+
+def in_pools(pools, *changes):
+    engine = {"class": "actors.engines.worker:EngineWorker", "pools": pools}
+    job = JOB | {"actors": JOB["actors"] | {"engine": engine}}
+    return from_mapping(job, ["orchestrator.enabled=true", *changes])
+
+
+@pytest.mark.parametrize(
+    ("counts", "degrees", "sentence"),
+    [
+        (
+            (3, 3),
+            "[1, 2]",
+            "2, into which no pool can be divided, and engines merge within one pool: 3 GPUs, 1 in each",
+        ),
+        ((4, 4), "[1, 8]", "4 GPUs, 1 in each engine of pool left; 4 GPUs, 1 in each engine of pool right"),
+        ((1, 1), "[1, 2]", "no pool that decodes (left, right) has two engines, and requests move within one pool"),
+        ((1, 1), "[]", "no pool that decodes (left, right) has two engines, and requests move within one pool"),
+    ],
+)
+def test_a_degree_that_no_pool_can_be_divided_into_is_refused_whatever_all_pools_have_together(
+    counts, degrees, sentence
+):
+    pools = {name: {"count": count} for name, count in zip(("left", "right"), counts, strict=True)}
+
+    with pytest.raises(ConfigError) as raised:
+        in_pools(pools, f"orchestrator.degrees={degrees}")
+
+    assert sentence in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_degree_that_one_of_several_pools_can_use_is_taken():
+    in_pools({"left": {"count": 4}, "right": {"count": 3}}, "orchestrator.degrees=[1, 2, 4]")
+    larger = {"count": 2, "set": {"engine.pace.degree": 2}}
+    in_pools({"left": {"count": 4}, "right": larger}, "orchestrator.degrees=[1, 2, 4]")
+
+
+def test_engines_that_only_prefill_are_none_that_requests_move_between():
+    first = {"count": 4, "set": {"engine.serves": "prefill"}}
+    then = {"count": 1, "set": {"engine.serves": "decode"}}
+    with pytest.raises(ConfigError, match=r"no pool that decodes \(then\) has two engines"):
+        in_pools({"first": first, "then": then})
+    in_pools({"first": first, "then": then | {"count": 2}})
+
+
+def test_stages_that_change_under_the_orchestrator_are_refused():
+    first, then = ({"count": 2, "set": {"engine.serves": stage}} for stage in ("prefill", "decode"))
+    with pytest.raises(ConfigError, match=r"proxy\.balance=auto engines of one pool prefill or decode by turns"):
+        in_pools({"first": first, "then": then}, "proxy.balance=auto")
+
+
+def test_degrees_that_other_hosts_may_bring_engines_for_are_taken():
+    from_mapping(JOB, ["orchestrator.enabled=true", "orchestrator.degrees=[1, 8]", "bus.host=10.0.0.1"])
