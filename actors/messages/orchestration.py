@@ -48,6 +48,8 @@ class EngineSeen(msgspec.Struct, frozen=True, array_like=True):
     asleep: bool = False
     degree: int = 1
     modelled: Modelled | None = None
+    serves: str = "both"
+    """Which stage of requests: both, prefill or decode."""
 
 
 class Surveyed(Message, frozen=True):

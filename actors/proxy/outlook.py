@@ -68,4 +68,4 @@ def _request(shared: ProxyRequest) -> RequestSeen:
 
 def _engine(seat: EngineSeat) -> EngineSeen:
     takes = not (seat.suspended or seat.held or seat.gone)
-    return EngineSeen(seat.name, seat.num_slots, takes, seat.asleep, seat.degree, seat.modelled)
+    return EngineSeen(seat.name, seat.num_slots, takes, seat.asleep, seat.degree, seat.modelled, seat.serves)

@@ -13,6 +13,9 @@ from planning.demand import Demand
 from planning.makespan import Instance, Load
 from planning.roofline import EngineSpec, Roofline
 
+PREFILL = "prefill"
+"""What an engine serves that hands each request over once its first token is sampled."""
+
 
 class Server(NamedTuple):
     """Engines that share GPUs by sleeping and waking: those of one host, pool and hardware. Each was started with `gpus` of them."""
@@ -37,10 +40,13 @@ class Server(NamedTuple):
 
 
 def servers(engines: Iterable[EngineSeen], place_of: Callable[[str], str]) -> list[Server]:
-    """`place_of` names an engine's host and pool. Engines whose hardware nobody says are left out."""
+    """`place_of` names an engine's host and pool.
+
+    Left out are engines whose hardware nobody says, and those that only prefill: what is due to a request is sampled elsewhere.
+    """
     found: dict[tuple[str, Modelled], list[EngineSeen]] = defaultdict(list)
     for each in engines:
-        if each.modelled is not None:
+        if each.modelled is not None and each.serves != PREFILL:
             found[place_of(each.name), each.modelled].append(each)
     return [
         Server(place, modelled, tuple(sorted(group, key=lambda each: each.name)))

@@ -6,9 +6,11 @@ an earlier one.
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
+from actors.messages.generation import Modelled
 from actors.messages.orchestration import Surveyed
 from actors.scheduling.circuits import SwitchCircuits
 from actors.scheduling.fleet import Server, Speeds, cache_traffic, instances, load, servers
@@ -19,7 +21,7 @@ from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection, ch
 from actors.scheduling.switches import CommandFailed, Commands, Reshape, Superseded, Wanted, all_tried, reset
 from planning.makespan import Load
 from planning.parallelism import coming, within
-from planning.rebalance import rebalance
+from planning.rebalance import Rebalance, rebalance
 from runtime.actor import Actor
 from runtime.config import ActorConfig
 from runtime.config import Config as Job
@@ -119,6 +121,10 @@ class Orchestrator(Actor):
         record = self.directory.find(engine)
         return f"{record.host} {record.pool}" if record is not None else ""
 
+    def _pool(self, engine: str) -> str:
+        record = self.directory.find(engine)
+        return record.pool if record is not None else ""
+
     async def _put_right(self, server: Server) -> None:
         """Somebody died in a switch: its engines are started over as they were, and what slept without an owner is awake."""
         before = {each.name: Wanted(each.degree, each.asleep) for each in server.engines}
@@ -132,24 +138,34 @@ class Orchestrator(Actor):
     # -- moves -----------------------------------------------------------------------------------------------------
 
     async def _rebalance(self, found: Sequence[Server], surveyed: Surveyed, whose: Mapping[str, str]) -> None:
-        """Between engines of the same hardware and model."""
+        """Between engines of the same pool, hardware and model: what a pool's requests may use is its own."""
         left, unsure = self._lengths.left(surveyed.requests)
         still = {each.request_id for each in surveyed.requests if each.moves}
         now = self._now()
         self._moved_s = {name: at for name, at in self._moved_s.items() if name in whose} | dict.fromkeys(still, now)
-        for modelled in sorted({server.modelled for server in found}):
-            alike = [server for server in found if server.modelled == modelled]
+        fleets: dict[tuple[str, Modelled], list[Server]] = defaultdict(list)
+        for server in found:
+            fleets[self._pool(server.engines[0].name), server.modelled].append(server)
+        plans: list[Rebalance] = []
+        num_requests = 0
+        for _, alike in sorted(fleets.items()):
             fleet = instances(alike, surveyed.requests, lambda each: left[each.request_id])
-            speeds = self._speeds.of(max(alike, key=lambda server: server.gpus))
+            speeds = {degree: speed for server in alike for degree, speed in self._speeds.of(server).items()}
             planned = partial(rebalance, fleet, speeds, now_s=now, moved_s=self._moved_s, most=self.most_moves)
-            plan = await self.offload(partial(planned, interval_s=REST * self._section.interval_s, unsure=unsure))
-            self.metrics.gauge("orchestrator/remaining_s", plan.before_s)
-            self._foresight.expect(sum(len(each.loads) for each in fleet), plan.after_s, now)
-            if not plan.moves:
-                continue
+            plans.append(
+                await self.offload(partial(planned, interval_s=REST * self._section.interval_s, unsure=unsure))
+            )
+            num_requests += sum(len(each.loads) for each in fleet)
+        self.metrics.gauge("orchestrator/remaining_s", max((plan.before_s for plan in plans), default=0.0))
+        self._foresight.expect(num_requests, max((plan.after_s for plan in plans), default=0.0), now)
+        await self._move([plan for plan in plans if plan.moves], whose)
+
+    async def _move(self, plans: Sequence[Rebalance], whose: Mapping[str, str]) -> None:
+        for plan in plans:
             self.log.info("rebalancing", why=plan.why)
-            moved = await self._commands.move(((each.request, each.target) for each in plan.moves), whose)
-            self._moved_s |= dict.fromkeys(moved, self._now())
+        moved = await self._commands.move(((each.request, each.target) for plan in plans for each in plan.moves), whose)
+        self._moved_s |= dict.fromkeys(moved, self._now())
+        if plans:
             self.metrics.count("orchestrator/moves", len(moved))
 
     # -- a step's beginning ----------------------------------------------------------------------------------------

@@ -87,7 +87,9 @@ class Fleet(Cluster):
         if name in self.serving:
             await self.kill(name)
         if name.startswith("engine"):
-            await self.start(HaltingWorker, name, self.pools[name], **dict(WORKER))
+            serves = self.pools[name] if self.pools[name] in ("prefill", "decode") else "both"
+            section = WORKER.engine.model_copy(update={"serves": serves})
+            await self.start(HaltingWorker, name, self.pools[name], **dict(WORKER) | {"engine": section})
         elif name.startswith("llm"):
             await self.start(LLMProxy, name)
         else:
@@ -251,6 +253,23 @@ async def test_requests_leave_the_engine_that_would_be_last(tmp_path):
             took.append(loop.time() - began)
 
     assert took[1] < 0.8 * took[0]
+
+
+@pytest.mark.parametrize("pools", [("left", "right"), ("decode", "prefill")])
+@virtual
+async def test_requests_move_within_their_pool_alone(tmp_path, pools):
+    async with fleet(tmp_path, ("rebalance",), 4, pools) as made:
+        lengths = [800] * 6
+        asked = [made.ask(place, length, 30000) for place, length in enumerate(lengths)]
+        running = made.actors["llm_proxy-1"]._requests.running
+        await made.until(lambda: len(running) == 6 and all(each.num_tokens > 8 for each in running.values()))
+        for place in range(6):
+            await made.asker.ref("llm_proxy").ask(Move(f"r{place}", "engine-1"), timeout=60.0)
+        await made.restart("orchestrator-1")
+        await whole(lengths, asked)
+
+        assert {(await each).engine for each in asked} == {"engine-1", "engine-3"}
+        assert made.actors["orchestrator-1"].metrics.snapshot()["orchestrator/moves"] >= 1
 
 
 @pytest.mark.parametrize("stage", [SleepEngine, Reconfigure])
