@@ -147,6 +147,7 @@ METRICS: Section = {
         M("orchestrator/switches", "switches", "merges and splits of engines so far", LIVE),
         M("orchestrator/moves", "requests", "that were moved to another engine so far, by switches too", LIVE),
         M("orchestrator/circuits", "switches", "whose caches travelled by circuits, so far", LIVE),
+        M("orchestrator/epoch", "epochs", "number of the last one agreed with the fabric: that of the last switch whose circuits were lit, `epoch` of `switch_agreed` in its log", LIVE),
         M("orchestrator/electrical", "switches", "that asked for circuits and went without, so far", LIVE),
         M("orchestrator/remaining_s", "s", "until the last engine is through with what runs, as forecast at the newest look, moves left out; of the hardware, without `engine.pace.scale`", LIVE),
         M("orchestrator/forecast_s", "s", "what was forecast of the last load when most of it ran: until its last request is through", LIVE),

@@ -63,7 +63,10 @@ class SwitchCircuits:
         circuits = "electrical path" if why_not else "lit"
         self._actor.log.info("switch_agreed", switch=switch, epoch=epoch, circuits=circuits, why=why_not)
         self._actor.metrics.count("orchestrator/electrical" if why_not else "orchestrator/circuits", len(switches))
-        return 0 if why_not else epoch
+        if why_not:
+            return 0
+        self._actor.metrics.gauge("orchestrator/epoch", epoch)
+        return epoch
 
     async def _release(self, epoch: int) -> None:
         """Where the controller can't be told, the next phase brings its own circuits."""

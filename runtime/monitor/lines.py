@@ -30,6 +30,7 @@ CHANGES = (
     Shown("switches", "orchestrator/switches", ",.0f"),
     Shown("moves", "orchestrator/moves", ",.0f"),
     Shown("circuits lit", "orchestrator/circuits", ",.0f"),
+    Shown("agreed epoch", "orchestrator/epoch", ".0f"),
     Shown("electrical", "orchestrator/electrical", ",.0f"),
     Shown("left s", "orchestrator/remaining_s", ",.1f"),
 )

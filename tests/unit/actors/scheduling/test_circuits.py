@@ -76,6 +76,7 @@ def test_the_switch_runs_once_the_circuits_are_lit_and_gives_them_back(switch):
     assert at == pytest.approx(0.05)
     assert controller.kinds == [AskCircuits, AwaitCircuits, ReleaseCircuits]
     assert counted["orchestrator/circuits"] == 1
+    assert counted["orchestrator/epoch"] == controller.epoch > 0
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,7 @@ def test_where_there_are_none_the_electrical_path_carries_the_switch(switch, con
     _, counted = switch(controller)
 
     assert counted["orchestrator/electrical"] == 1
+    assert "orchestrator/epoch" not in counted
     assert ReleaseCircuits not in controller.kinds
 
 

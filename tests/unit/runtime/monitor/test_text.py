@@ -85,7 +85,14 @@ def test_engines_are_told_by_degree_with_what_was_changed_and_forecast_against_f
         make_record(f"engine-{n}", engine__degree=degree, engine__asleep=asleep)
         for n, (degree, asleep) in degrees.items()
     ]
-    counted = {"switches": 3.0, "moves": 12.0, "circuits": 2.0, "electrical": 1.0, "remaining_s": 9.44}
+    counted = {
+        "switches": 3.0,
+        "moves": 12.0,
+        "circuits": 2.0,
+        "epoch": 50331653.0,
+        "electrical": 1.0,
+        "remaining_s": 9.44,
+    }
     figures = {**counted, "forecast_s": 11.2, "took_s": 11.94}
     orchestrator = make_record("orchestrator-1", **{f"orchestrator__{name}": each for name, each in figures.items()})
     unsure = make_record("orchestrator-1", orchestrator__moves=1.0)
@@ -93,10 +100,11 @@ def test_engines_are_told_by_degree_with_what_was_changed_and_forecast_against_f
     shown = snapshot("r", [*engines, orchestrator], [], {})
 
     shapes = "degree 2: engine-1; degree 1: engine-3, engine-4, engine-5, engine-6 and 2 more; asleep: engine-2"
-    changes = "switches 3, moves 12, circuits lit 2, electrical 1, left s 9.4"
+    changes = "switches 3, moves 12, circuits lit 2, agreed epoch 50331653, electrical 1, left s 9.4"
     told = f"{shapes}; {changes}, the last load 11.9 s of 11.2 s forecast"
     assert f"engines {told}" in " ".join(once(shown, []).split())
     assert f"engines {told}" in flow_page(shown).splitlines()
+    assert shown["actors"][-1]["metrics"]["orchestrator/epoch"] == 50331653
     assert "degree 1: engine-3; moves 1" in once(snapshot("r", [engines[2], unsure], [], {}), [])
     assert "asleep: engine-2" in once(snapshot("r", [engines[1]], [], {}), [])
     assert "engines " not in once(snapshot("r", engines[2:], [], {}), [])
