@@ -11,9 +11,9 @@ from actors.fabric.controller import FabricController
 from actors.fabric.emulated import EmulatedSwitch
 from actors.fabric.section import FabricSection
 from actors.messages.engines import EngineChanged, Reconfigure, SleepEngine, WakeEngine
-from actors.messages.fabric import PhaseIntent
+from actors.messages.fabric import AwaitCircuits, CircuitsReady, NoCircuits, PhaseIntent
 from actors.messages.generation import Generate, Sampling
-from actors.messages.moves import Move, NotMoved
+from actors.messages.moves import Move, MovePrepared, NotMoved, PrepareMove
 from actors.messages.orchestration import OutOfDate, Survey, Surveyed
 from actors.proxy.proxy import LLMProxy
 from actors.scheduling.orchestrator import Orchestrator
@@ -27,6 +27,7 @@ from tests.virtual import virtual
 
 STOP = 1
 LONG, SHORT = 1500, 40
+FABRIC = FabricSection(enabled=True, ports=16, reconfiguration_s=0.05)
 WORKER = EngineWorker.Config(
     engine=EngineSection(
         kind="scripted",
@@ -41,38 +42,59 @@ WORKER = EngineWorker.Config(
 )
 
 
-class HaltingWorker(EngineWorker):
-    """Stops at one order, until the test goes on."""
+class Halt:
+    """Of all actors of one test: the first that is asked for `at` stops, until the test goes on."""
 
-    halts_at: type | None = None
-    stay_awake: frozenset[str] = frozenset()
+    at: type | None = None
     reached: asyncio.Event
     go_on: asyncio.Event
 
-    async def _halt(self, order) -> None:
-        if type(order) is type(self).halts_at:
-            type(self).halts_at = None
-            self.reached.set()
-            await self.go_on.wait()
+    @classmethod
+    async def halt(cls, order) -> None:
+        if type(order) is cls.at:
+            cls.at = None
+            cls.reached.set()
+            await cls.go_on.wait()
+
+
+class HaltingWorker(EngineWorker):
+    stay_awake: frozenset[str] = frozenset()
+
+    @handler(concurrency=64, outlives_asker=True)
+    async def prepare_move(self, request: PrepareMove) -> MovePrepared | NotMoved:
+        await Halt.halt(request)
+        return await super().prepare_move(request)
 
     @handler(concurrency=4, outlives_asker=True)
     async def sleep_engine(self, order: SleepEngine) -> EngineChanged:
-        await self._halt(order)
+        await Halt.halt(order)
         if self.name in self.stay_awake:
             raise RuntimeError(f"{self.name} stays awake")
         return await super().sleep_engine(order)
 
     @handler(concurrency=4, outlives_asker=True)
+    async def wake_engine(self, order: WakeEngine) -> EngineChanged:
+        await Halt.halt(order)
+        return await super().wake_engine(order)
+
+    @handler(concurrency=4, outlives_asker=True)
     async def reconfigure(self, order: Reconfigure) -> EngineChanged:
-        await self._halt(order)
+        await Halt.halt(order)
         return await super().reconfigure(order)
+
+
+class HaltingController(FabricController):
+    @handler(concurrency=16)
+    async def await_circuits(self, request: AwaitCircuits) -> CircuitsReady | NoCircuits:
+        await Halt.halt(request)
+        return await super().await_circuits(request)
 
 
 class Fleet(Cluster):
     switch_s = 1.0
 
     async def begin(self, planners, engines=2, pools=("",)):
-        HaltingWorker.halts_at, HaltingWorker.reached, HaltingWorker.go_on = None, asyncio.Event(), asyncio.Event()
+        Halt.at, Halt.reached, Halt.go_on = None, asyncio.Event(), asyncio.Event()
         HaltingWorker.stay_awake = frozenset()
         self.pools = {f"engine-{number + 1}": pools[number % len(pools)] for number in range(engines)}
         for name in self.pools:
@@ -92,6 +114,8 @@ class Fleet(Cluster):
             await self.start(HaltingWorker, name, self.pools[name], **dict(WORKER) | {"engine": section})
         elif name.startswith("llm"):
             await self.start(LLMProxy, name)
+        elif name.startswith("fabric"):
+            await self.start(HaltingController, name, fabric=FABRIC)
         else:
             section = OrchestratorSection(enabled=True, planners=self.planners, switch_s=self.switch_s)
             await self.start(Orchestrator, name, orchestrator=section)
@@ -120,6 +144,19 @@ class Fleet(Cluster):
             while self.shapes != shape:  # noqa: ASYNC110 - in virtual time
                 await asyncio.sleep(0.1)
 
+    async def fabric(self):
+        """A switch and its controller, which knows who talks to whom."""
+        await self.start(EmulatedSwitch, "optical_switch-1", fabric=FABRIC)
+        await self.restart("fabric_controller-1")
+        caches = (("engine-1", "engine-2", 1000), ("llm_proxy-1", "engine-1", 10), ("llm_proxy-1", "engine-2", 10))
+        await self.asker.ref("fabric_controller").tell(PhaseIntent("rollout", 1, 0.0, caches))
+
+    async def all_gpus(self, num=2):
+        """Are used, each once."""
+        async with asyncio.timeout(200):
+            while sum(degree for asleep, degree in self.shapes if not asleep) != num:  # noqa: ASYNC110 - in virtual time
+                await asyncio.sleep(0.1)
+
 
 @asynccontextmanager
 async def fleet(folder, planners=("rebalance", "switch"), engines=2, pools=("",)):
@@ -127,7 +164,8 @@ async def fleet(folder, planners=("rebalance", "switch"), engines=2, pools=("",)
         made = Fleet(tasks, folder)
         await made.begin(planners, engines, pools)
         yield made
-        for name in ("orchestrator-1", "env_manager-1", "llm_proxy-1", *[n for n in made.serving if "engine" in n]):
+        asking = ("orchestrator-1", "env_manager-1", "llm_proxy-1")
+        for name in (*asking, *[name for name in made.serving if name not in asking]):
             if name in made.serving:
                 await made.kill(name)
 
@@ -193,11 +231,11 @@ async def test_all_servers_switch_at_once(tmp_path):
     async with fleet(tmp_path, ("switch",), 4, ("left", "right")) as made:
         await made.restart("orchestrator-1")
         lengths, asked = made.tail(servers=2)
-        HaltingWorker.halts_at = SleepEngine
-        await HaltingWorker.reached.wait()
+        Halt.at = SleepEngine
+        await Halt.reached.wait()
 
         await made.right([(False, 1), (False, 1), (False, 2), (True, 1)])
-        HaltingWorker.go_on.set()
+        Halt.go_on.set()
         await whole(lengths, asked)
 
         assert made.shapes == [(False, 2), (False, 2), (True, 1), (True, 1)]
@@ -272,7 +310,7 @@ async def test_requests_move_within_their_pool_alone(tmp_path, pools):
         assert made.actors["orchestrator-1"].metrics.snapshot()["orchestrator/moves"] >= 1
 
 
-@pytest.mark.parametrize("stage", [SleepEngine, Reconfigure])
+@pytest.mark.parametrize("stage", [PrepareMove, SleepEngine, Reconfigure])
 @pytest.mark.parametrize("victim", ["orchestrator-1", "llm_proxy-1", "engine-1", "engine-2"])
 @virtual
 async def test_whoever_is_killed_in_a_switch_nothing_is_lost_or_doubled_and_every_gpu_is_used_again(
@@ -281,16 +319,53 @@ async def test_whoever_is_killed_in_a_switch_nothing_is_lost_or_doubled_and_ever
     async with fleet(tmp_path, ("switch",)) as made:
         await made.restart("orchestrator-1")
         lengths, asked = made.tail()
-        HaltingWorker.halts_at = stage
-        await HaltingWorker.reached.wait()
+        Halt.at = stage
+        await Halt.reached.wait()
 
         await made.restart(victim)
-        HaltingWorker.go_on.set()
+        Halt.go_on.set()
 
         await whole(lengths, asked)
-        async with asyncio.timeout(200):
-            while sum(degree for asleep, degree in made.shapes if not asleep) != 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
+        await made.all_gpus()
+
+
+@pytest.mark.parametrize("victim", ["orchestrator-1", "llm_proxy-1", "engine-1", "engine-2"])
+@virtual
+async def test_whoever_is_killed_as_an_engine_wakes_for_a_split_nothing_is_lost_or_doubled(tmp_path, victim):
+    async with fleet(tmp_path, ("switch",)) as made:
+        await made.asker.ref("engine-2").ask(SleepEngine(), timeout=60.0)
+        await made.asker.ref("engine-1").ask(Reconfigure(2, 1), timeout=60.0)
+        await made.restart("orchestrator-1")
+        await made.until(lambda: made.actors["llm_proxy-1"]._outlook.epoch > 1)  # it looks on as the first ones end
+        lengths = [10] * 64
+        await whole(lengths[:8], [made.ask(place, length) for place, length in enumerate(lengths[:8])])
+        assert made.shapes == [(False, 2), (True, 1)]
+        asked = [made.ask(8 + place, length, 12000) for place, length in enumerate(lengths)]  # long prompts
+        Halt.at = WakeEngine
+        await Halt.reached.wait()
+
+        await made.restart(victim)
+        Halt.go_on.set()
+
+        await whole(lengths, asked)
+        await made.all_gpus()
+
+
+@pytest.mark.parametrize("victim", ["orchestrator-1", "llm_proxy-1", "engine-1", "fabric_controller-1"])
+@virtual
+async def test_whoever_is_killed_while_a_switch_waits_for_circuits_nothing_is_lost_or_doubled(tmp_path, victim):
+    async with fleet(tmp_path, ("switch",)) as made:
+        await made.fabric()
+        await made.restart("orchestrator-1")
+        lengths, asked = made.tail()
+        Halt.at = AwaitCircuits
+        await Halt.reached.wait()
+
+        await made.restart(victim)
+        Halt.go_on.set()
+
+        await whole(lengths, asked)
+        await made.all_gpus()
 
 
 @virtual
