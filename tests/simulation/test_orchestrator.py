@@ -22,6 +22,8 @@ from actors.scheduling.switches import Reshape, Wanted
 from bus.errors import Failed
 from bus.message import pack_i32
 from runtime.actor import handler
+from sim.simtest.toys import write_tokenizer
+from tests.simulation.test_cluster_jobs import STEPS, config, run
 from tests.simulation.test_proxy_on_the_bus import Asker, Cluster
 from tests.virtual import virtual
 
@@ -430,3 +432,21 @@ async def test_a_merge_waits_for_circuits_and_takes_the_electrical_path_where_th
         assert found[counted] == found["orchestrator/switches"] >= 1
         await made.kill("fabric_controller-1")
         await made.kill("optical_switch-1")
+
+
+@virtual
+async def test_a_job_whose_orchestrator_is_off_trains_what_it_trains_without_the_section(tmp_path):
+    """Ids, fates and rewards are the same, each in the same step."""
+    model = write_tokenizer(tmp_path / "model")
+    off = (
+        "actors.orchestrator={class: 'actors.scheduling.orchestrator:Orchestrator'}",
+        "orchestrator.enabled=false",
+    )
+    without = await run(tmp_path / "without", config(model, "same"))
+
+    with_it_off = await run(tmp_path / "off", config(model, "same", *off))
+
+    assert len(without) == STEPS * 8
+    assert {"trained"} <= {sample["fate"] for sample in without}
+    assert len({sample["reward"] for sample in without}) > 1
+    assert with_it_off == without
