@@ -1,4 +1,6 @@
-"""The planners against the optimum of a mixed-integer program (HiGHS), on small cases: every set of requests on every instance is a column."""
+"""The planners against the optimum on small cases: of a mixed-integer program (HiGHS), in which every set of requests on every instance is
+a column, and of merges within a step by enumeration.
+"""
 
 from itertools import combinations, permutations
 from pathlib import Path
@@ -9,14 +11,16 @@ import pytest
 import yaml
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from planning.makespan import Instance, Load
-from planning.parallelism import coming
+from planning.makespan import Instance, Load, finish_s, left_after
+from planning.parallelism import coming, within
 from planning.rebalance import moved, rebalance
 from planning.roofline import EngineSpec, Roofline
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 CASES = 25
 """Of each of three engines."""
+LOOKS = 8
+"""At engines in the time that the last one would take: merges begin at one of them."""
 
 
 def hardware(model: str, slots: int, memory: float) -> dict[int, Roofline]:
@@ -119,6 +123,60 @@ def optimal_moves(instances: list[Instance], engines: dict[int, Roofline]) -> fl
     return least_max(columns, [(1, 1)] * len(instances))
 
 
+def partitions(names: list[str]) -> list[list[list[str]]]:
+    """Of a set into sets."""
+    if not names:
+        return [[]]
+    first, *rest = names
+    found = []
+    for given in partitions(rest):
+        found += [
+            [[first], *given],
+            *([*given[:at], [first, *given[at]], *given[at + 1 :]] for at in range(len(given))),
+        ]
+    return found
+
+
+def later(each: Instance, at_s: float, engines: dict[int, Roofline]) -> Instance:
+    return each._replace(loads=tuple(left_after(each.loads, engines[each.degree], at_s)))
+
+
+def merged_s(group: list[Instance], at_s: float, engines: dict[int, Roofline]) -> float:
+    """When a group of engines of one GPU is through that merges then, its requests in the best order; one engine stays as it is."""
+    if len(group) == 1:
+        return group[0].through_s(engines)
+    if len(group) not in engines:
+        return float("inf")
+    loads = tuple(load for each in group for load in later(each, at_s, engines).loads)
+    cost_s = engines[1].reconfigure_s(sum(load.cached for load in loads), engines[len(group)])
+    return at_s + cost_s + soonest_s(Instance("", len(group), loads), engines)
+
+
+def optimal_merges(instances: list[Instance], engines: dict[int, Roofline], looks: list[float]) -> float:
+    """Over every way to group the engines, and for each group over every look at which it may merge."""
+    by_name = {each.name: each for each in instances}
+    soonest: dict[tuple[str, ...], float] = {}
+    for names in subsets(len(instances))[1:]:
+        group = [instances[i] for i in names]
+        soonest[tuple(sorted(each.name for each in group))] = min(merged_s(group, at_s, engines) for at_s in looks)
+    return min(max(soonest[tuple(sorted(group))] for group in groups) for groups in partitions(list(by_name)))
+
+
+def planned_merges(instances: list[Instance], engines: dict[int, Roofline], looks: list[float]) -> float:
+    """Asked at each look, of what is left then; engines that merged do not change again."""
+    left, through_s = {each.name: each for each in instances}, 0.0
+    for at_s in looks:
+        now = [later(each, at_s, engines) for each in left.values()]
+        loads = {load.name: load for each in now for load in each.loads}
+        for change in within(now, engines).changes:
+            (part,) = change.parts
+            then_s = finish_s([loads[name] for name in part], engines[change.degree])
+            through_s = max(through_s, at_s + change.costs_s + then_s)
+            for name in change.old:
+                del left[name]
+    return max([through_s, *(each.through_s(engines) for each in left.values())])
+
+
 def show(what: str, gaps: list[float]) -> None:
     print(f"{what}: {len(gaps)} cases, gap mean {100 * sum(gaps) / len(gaps):.2f} %, worst {100 * max(gaps):.1f} %")
 
@@ -151,5 +209,27 @@ def test_rebalancing_is_within_5_percent_of_the_optimum_on_average(engines: dict
         gaps.append(rebalance(instances, engines, now_s=0.0).after_s / optimal_moves(instances, engines) - 1)
 
     show("rebalancing", gaps)
+    assert min(gaps) >= -1e-6
+    assert sum(gaps) / len(gaps) <= 0.05
+
+
+@pytest.mark.parametrize("engines", [PLENTY, FEW_SLOTS, LITTLE_KV], ids=["plenty", "few slots", "little KV"])
+def test_merges_within_a_step_are_within_5_percent_of_the_optimum_on_average(engines: dict[int, Roofline]):
+    gaps = []
+    for seed in range(CASES):
+        chance = Random(f"merges {seed}")
+        asked = requests(chance, chance.randint(2, 5), cached=True)
+        loads = [each._replace(wait_s=0.0) for each in asked]  # what the orchestrator plans for waits for nothing
+        num = chance.choice((2, 3, 4))
+        of = [chance.randrange(num) for _ in loads]
+        instances = [
+            Instance(name, 1, tuple(load for at, load in zip(of, loads, strict=True) if at == place), "server")
+            for place, name in enumerate("abcd"[:num])
+        ]
+        through_s = max(each.through_s(engines) for each in instances)
+        looks = [through_s * look / LOOKS for look in range(LOOKS)]
+        gaps.append(planned_merges(instances, engines, looks) / optimal_merges(instances, engines, looks) - 1)
+
+    show("merges within a step", gaps)
     assert min(gaps) >= -1e-6
     assert sum(gaps) / len(gaps) <= 0.05
