@@ -162,6 +162,10 @@ class WithinOrchestrator(Orchestrator):
     async def _begin_step(self, found: Sequence[Server], surveyed: Surveyed) -> bool:
         return False
 
+    def _pool(self, engine: str) -> str:
+        """One for all: the pools in which `_job` starts engines stand for their servers."""
+        return ""
+
 
 class KnownLengths(Lengths):
     """Of requests that sample as many `tokens` as is told by their names."""
