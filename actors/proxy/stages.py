@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
 from planning.prefill_decode import StageWatch, balance, stages
-from planning.routing import EngineView
+from planning.routing import EngineView, all_asleep
 from runtime.actor import Actor
 from runtime.config import Config as Job
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from actors.proxy.placement import EngineSeat, ProxyRequest
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+
+OTHER: Final = {PREFILL: DECODE, DECODE: PREFILL}
 
 SERVES: Final = "engine.serves"
 
@@ -38,8 +40,12 @@ def check_stages(job: Job) -> None:
         if serves == {stage}:
             raise ValueError(f"engine.serves is {stage} for every engine, so none is there to {other}: add a pool")
         able = [name for name, its in named.items() if its in (other, BOTH)]
-        if able and not any(pools[name].count for name in able):
-            raise ValueError(f"pool {able[0]} has count 0, so no engine is there to {other}: raise its count")
+        joined = bool(job.bus.host)  # other hosts may bring what the pool has
+        if able and not joined and not any(pools[name].count for name in able):
+            raise ValueError(
+                f"pool {able[0]} has count 0, so no engine is there to {other}: raise its count, or set bus.host if other "
+                "hosts are to bring them"
+            )
     if given.kind == "vllm":
         raise ValueError(
             f"engine.serves is {' and '.join(sorted(serves))}, but engine.kind={given.kind} takes no KV cache from another engine: "
@@ -67,6 +73,8 @@ class Stages:
         self._seats: dict[str, EngineSeat] = {}
         self._busy: dict[str, tuple[set[str], float]] = {}
         """Engine → requests that it has to prefill, and since when it has any."""
+        self._elsewhere: set[str] = set()
+        """Stages whose requests fell back to engines of the other one."""
         self._balancing: asyncio.Task[None] | None = None
         self.apart = False
         """Some engine serves one stage only."""
@@ -100,20 +108,43 @@ class Stages:
                 views[view.name] = view
             else:
                 views.pop(view.name, None)
+            if stage in self._elsewhere and any(not each.asleep and not each.held for each in views.values()):
+                self._elsewhere.discard(stage)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def usable(self, shared: "ProxyRequest", views: Mapping[str, EngineView]) -> Collection[EngineView]:
         """The engines of the request's stage; all of them where each of those is gone, asleep, or held at an older version for an evaluation."""
         oldest, own = shared.request.min_version, self._views[shared.stage].values()
-        there = any(not view.asleep and (not view.held or view.version >= oldest) for view in own)
-        return own if there else views.values()
+        if any(not view.asleep and (not view.held or view.version >= oldest) for view in own):
+            return own
+        self._fell_back(shared.stage)
+        return views.values()
 
     def hands_over(self, shared: "ProxyRequest", engine: str) -> bool:
         """Whether `engine` only prefills the request, for another to decode."""
+        if not self.apart or shared.stage != PREFILL or shared.request.exact or self._serves.get(engine) != PREFILL:
+            return False
         awake = any(not view.asleep for view in self._views[DECODE].values())
-        only = self._serves.get(engine) == PREFILL and awake
-        return self.apart and shared.stage == PREFILL and only and not shared.request.exact
+        if not awake:
+            self._fell_back(DECODE)
+        return awake
+
+    def _fell_back(self, stage: str) -> None:
+        """Told once, until an engine of the stage is there again; where no other is awake, nothing goes elsewhere."""
+        others = self._views[OTHER[stage]].values()
+        if stage in self._elsewhere or not any(not view.asleep for view in others):
+            return
+        self._elsewhere.add(stage)
+        own = self._views[stage].values()
+        if not own:
+            why = f"no engine that {stage}s is up"
+        elif all_asleep(own):
+            why = f"the engines that {stage} are asleep"
+        else:
+            why = f"the engines that {stage} are held at an older version for an evaluation"
+        self._actor.notice(f"requests to {stage} go to engines that {OTHER[stage]} for now: {why}")
+        self._actor.log.info("stage_fell_back", stage=stage, why=why)
 
     def seated(self, shared: "ProxyRequest", engine: str) -> None:
         shared.seated = now = self._now()

@@ -11,9 +11,20 @@ from planning.routing import EngineView
 from tests.virtual import virtual
 
 
+class Told:
+    """Keeps what an actor tells its user."""
+
+    def __init__(self):
+        self.notices = []
+        self.log = SimpleNamespace(info=lambda event, **fields: None)
+
+    def notice(self, text):
+        self.notices.append(text)
+
+
 @pytest.fixture
 def stages():
-    made = Stages(actor=None, period_s=0.0)
+    made = Stages(actor=Told(), period_s=0.0)
     for name, serves in (("engine-1", PREFILL), ("engine-2", PREFILL), ("engine-3", DECODE)):
         made.join(SimpleNamespace(name=name, serves=serves))
         made.see(EngineView(name, 0, 4, 0))
@@ -69,3 +80,49 @@ async def test_where_all_engines_of_a_stage_sleep_the_others_serve_it(stages):
 
     assert {view.name for view in stages.usable(request(), views)} == set(views)
     assert not stages.hands_over(request(), "engine-2")
+
+
+@virtual
+async def test_a_stage_that_falls_back_is_told_once_with_the_reason_and_again_only_after_it_was_served(stages):
+    told = stages._actor.notices
+    views = {name: EngineView(name, 0, 4, 0) for name in ("engine-1", "engine-2", "engine-3")}
+    stages.forget("engine-3")
+
+    assert not any(stages.hands_over(request(), name) for name in ("engine-1", "engine-2"))
+    assert told == ["requests to decode go to engines that prefill for now: no engine that decodes is up"]
+
+    stages.join(SimpleNamespace(name="engine-3", serves=DECODE))
+    stages.see(views["engine-3"])
+    stages.hands_over(request(), "engine-1")
+    assert len(told) == 1
+
+    stages.see(views["engine-3"]._replace(asleep=True))
+    stages.hands_over(request(), "engine-1")
+    assert told[1:] == ["requests to decode go to engines that prefill for now: the engines that decode are asleep"]
+
+
+@virtual
+async def test_a_stage_that_an_evaluation_holds_is_told_once_however_many_requests_fall_back(stages):
+    views = {name: EngineView(name, 1, 4, 0) for name in ("engine-1", "engine-2", "engine-3")}
+    for name in ("engine-1", "engine-2"):
+        stages.see(EngineView(name, 0, 4, 0, held=True))
+
+    for oldest in (1, 0, 1):
+        stages.usable(request(min_version=oldest), views)
+
+    assert stages._actor.notices == [
+        "requests to prefill go to engines that decode for now: the engines that prefill are held at an older version "
+        "for an evaluation"
+    ]
+
+
+@virtual
+async def test_where_every_engine_sleeps_or_is_gone_nothing_falls_back(stages):
+    for name in ("engine-1", "engine-2", "engine-3"):
+        stages.see(EngineView(name, 0, 4, 0, asleep=True))
+    stages.usable(request(), {})
+    for name in ("engine-1", "engine-2", "engine-3"):
+        stages.forget(name)
+    stages.usable(request(), {})
+
+    assert stages._actor.notices == []

@@ -53,14 +53,23 @@ def test_a_stage_whose_engines_are_none_is_one_sentence(tmp_path, empty, others)
     job = yaml.safe_load(path.read_text())
     job["actors"]["engine"]["pools"][empty]["count"] = 0
     path.write_text(yaml.safe_dump(job))
-    with pytest.raises(
-        ConfigError, match=f"pool {empty} has count 0, so no engine is there to {empty}: raise its count"
-    ):
+    advice = "raise its count, or set bus.host if other hosts are to bring them"
+    with pytest.raises(ConfigError, match=f"pool {empty} has count 0, so no engine is there to {empty}: {advice}"):
         load(path)
 
     job["actors"]["engine"]["pools"]["all"] = {"set": {"engine.serves": "both"}}
     path.write_text(yaml.safe_dump(job))
     load(path)
+
+
+@pytest.mark.parametrize(("empty", "others"), [("prefill", ["decode"]), ("decode", ["prefill"])])
+def test_other_hosts_may_bring_all_engines_of_a_stage(tmp_path, empty, others):
+    path = write(tmp_path, [empty, *others], bus={"host": "10.0.0.1"})
+    job = yaml.safe_load(path.read_text())
+    job["actors"]["engine"]["pools"][empty]["count"] = 0
+    path.write_text(yaml.safe_dump(job))
+
+    assert load(path).members("engine") == (*others,)
 
 
 def test_pools_that_say_nothing_serve_what_the_section_says(tmp_path):
