@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,6 +154,18 @@ def run(name: str, num_prefill: int, balance: str, overrides: Sequence[str]) -> 
     return found
 
 
+def summed_up(found: Mapping[str, Measured]) -> dict[str, Any]:
+    """As `--json` writes it."""
+    return {
+        "auto": found["auto"].samples_s,
+        "fixed": {name: each.samples_s for name, each in found.items() if name != "auto"},
+        "phases_s": {name: each.phases_s for name, each in found.items()},
+        "outlasted": {name: each.outlasted for name, each in found.items()},
+        "changes": found["auto"].changes,
+        "paced": True,
+    }
+
+
 def main(argv: Sequence[str]) -> int:
     """Measure, print, and write the figures where asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -162,20 +174,11 @@ def main(argv: Sequence[str]) -> int:
     asked = parser.parse_args(argv)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         jobs = {name: pool.submit(run, name, *arm, asked.overrides) for name, arm in arms().items()}
-        found = {name: each.result() for name, each in jobs.items()}
-    auto = found.pop("auto")
-    best = max(each.samples_s for each in found.values())
-    print(f"auto over the best fixed split: {auto.samples_s / best:.2f}")
+        summary = summed_up({name: each.result() for name, each in jobs.items()})
+    print(f"auto over the best fixed split: {summary['auto'] / max(summary['fixed'].values()):.2f}")
     if asked.json:
-        summary = {
-            "auto": auto.samples_s,
-            "fixed": {name: each.samples_s for name, each in found.items()},
-            "phases_s": {name: each.phases_s for name, each in (found | {"auto": auto}).items()},
-            "changes": auto.changes,
-            "paced": True,
-        }
         asked.json.write_text(json.dumps(summary, indent=1))
-    worst = max(each.outlasted for each in (*found.values(), auto))
+    worst = max(summary["outlasted"].values())
     if worst > MOST_OUTLASTED:
         print(
             f"{100 * worst:.1f} % of an arm's steps outlasted their pace: this machine is too slow or too busy for it"

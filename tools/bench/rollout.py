@@ -4,8 +4,8 @@ python tools/bench/rollout.py                             four spreads and a Par
 python tools/bench/rollout.py --json FILE --plot FILE     figures as JSON, and drawn
 python tools/bench/rollout.py --sigma 1 --no-tail         one point alone
 
-Sleeping environments, a paced scripted engine, and a scripted trainer, whose rows are what is timed. What is measured, and how:
-docs/benchmarks.md.
+Sleeping environments, a scripted engine whose every token takes the same time, and a scripted trainer, whose rows are what is timed. That time
+is no hardware's: `engine.pace` is not set. What is measured, and how: docs/benchmarks.md.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from tools.bench.peers.lock_step import ENVIRONMENTS, GROUP, PARETO_SHAPE, TURNS
 
 SIGMAS = (0.1, 0.3, 0.6, 1.0)
 GENERATION = 0.5
-"""Of a turn, in units of μ."""
+"""Of a turn, in units of μ: the scripted engine's fixed latency."""
 PEER = ROOT / "tools/bench/peers/lock_step.py"
 MANAGERS = {"batch": f"{PEER}:LockStepManager", "trajectory": "actors.envs.manager:EnvManager"}
 ROLES = {
@@ -211,6 +211,10 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Measure, print, and write the figures and the plot where asked for."""
     asked = arguments(argv)
+    print(
+        f"Generation is a scripted engine's fixed latency, {GENERATION * asked.mu:g} s a turn: no hardware's.",
+        flush=True,
+    )
     from actors.training.base_model import make
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is ended then too
@@ -226,6 +230,7 @@ def main(argv: Sequence[str]) -> int:
         except KeyboardInterrupt:
             return ExitCode.INTERRUPTED
     facts = {"points": points, **tail, "mu_s": asked.mu, "generation_over_mu": GENERATION, "batches": asked.batches}
+    facts["generation"] = "scripted, fixed latency"
     if asked.json:
         asked.json.write_text(json.dumps(facts, indent=1))
     if asked.plot:
