@@ -12,6 +12,7 @@ from actors.samples.groups import Groups
 from actors.samples.prompts import Mixture, mixture_of
 from actors.tasks import TaskSection
 from planning.adaptive_alpha import AlphaBounds
+from planning.autoscale import PoolBounds
 from planning.roofline import EngineSpec, Roofline
 from runtime.config import Section
 from sim.affinity_model import ModelledAffinity, fixed_shares
@@ -22,7 +23,7 @@ from sim.job import Environments, Job
 from sim.manager_model import GeneratesTokens, ModelledManager, Scores, drawn_scores
 from sim.moves_model import keep_moving
 from sim.proxy_model import ModelledProxy
-from sim.reward_model import RewardPool
+from sim.reward_model import ElasticWorkers, RewardPool
 from sim.timeline import SimEvent, Timeline
 from sim.training_model import TrainerSpec
 from sim.weight_sync import StoreSync
@@ -65,6 +66,10 @@ class ClusterJobSpec(Section):
     """Of which task a group is. chance: its name says it, so that all who are compared meet the same groups. mixture: as a live job has it."""
     reward_workers: int = Field(default=0, ge=0)
     """Of the reward service, which score one trajectory after another; with 0 each score takes its time by itself."""
+    reward_min_workers: int | None = Field(default=None, ge=0)
+    """As the live `reward.min_workers`: from here to `reward_workers` there are as many as scores need, one at first. None: always all."""
+    reward_start_s: float = Field(default=1.0, ge=0)
+    """What one of them takes to start; the first is there from the beginning."""
     move_every_s: float = Field(default=0.0, ge=0)
     """Period at which a request moves from the engine that has most to the one that has fewest; 0 moves none."""
 
@@ -74,6 +79,15 @@ class ClusterJobSpec(Section):
             raise ValueError(
                 f"affinity is {self.affinity}, so tasks of the pool {named[0]} have no effect. Leave them out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _bounds_rewards(self) -> Self:
+        if self.reward_min_workers is not None and self.reward_min_workers > self.reward_workers:
+            least, most = self.reward_min_workers, self.reward_workers
+            raise ValueError(f"reward_min_workers={least} is more than reward_workers={most}. Raise reward_workers")
+        if self.reward_min_workers is not None and not self.reward_workers:
+            raise ValueError("reward_min_workers has no effect without reward_workers: set how many there are at most")
         return self
 
     @model_validator(mode="after")
@@ -95,6 +109,8 @@ class ClusterCosts:
         self.timeline = Timeline()
         self.engines = engines_of(self.timeline, spec.pools)
         self.affinity = affinity_of(self.engines, spec.pools, learned=spec.affinity == "learned")
+        self.reward_workers: ElasticWorkers | None = None
+        """Where they come and go."""
         manager = ModelledManager(self.timeline, self._proxy(spec), self._scores(spec))
         self.environments = (Environments(manager, spec.environments),)
         self._spec = spec
@@ -113,7 +129,11 @@ class ClusterCosts:
     def _scores(self, spec: ClusterJobSpec) -> Scores:
         if not spec.reward_workers:
             return drawn_scores(self.timeline)
-        return RewardPool(self.timeline, spec.reward_workers).score
+        if spec.reward_min_workers is None:
+            return RewardPool(self.timeline, spec.reward_workers).score
+        bounds = PoolBounds(spec.reward_min_workers, spec.reward_workers)
+        self.reward_workers = ElasticWorkers(self.timeline, bounds, spec.reward_start_s, idle=1)
+        return RewardPool(self.timeline, spec.reward_workers, self.reward_workers).score
 
     def episode(self, ticket: Ticket) -> Episode:
         named = [task for task in self._spec.tasks if task.name == ticket.task]

@@ -60,7 +60,7 @@ def live_configs(spec: ClusterJobSpec, setup: Setup, model: Path) -> dict[str, A
         tasks = {}  # a live job's only task has no name
     reward = RewardSection(
         functions=("sim.live.environment:scored",) if spec.reward_workers else (),
-        workers=max(1, spec.reward_workers), timeout_s=LONG_S,
+        workers=max(1, spec.reward_workers), min_workers=spec.reward_min_workers, timeout_s=LONG_S,
     )  # fmt: skip
     longest = max(task.max_context for task in spec.tasks)
     sampled = max(min(task.max_action_tokens, task.max_context) for task in spec.tasks)

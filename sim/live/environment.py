@@ -1,11 +1,19 @@
 """An environment that takes the time, and shows the tokens, that a workload says; and the scores of its trajectories."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
+
+from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.backend import columns_of
+from actors.rewards.local import ElasticBackend
+from actors.rewards.scorer import Scorer
+from runtime.observe.figures import Metrics
+from runtime.pool.pool import Traits, WorkerPool, decode
 from sim.simtest.toys import WORDS, ToyScorer
 from sim.workload import TaskSpec, episode
 
@@ -78,5 +86,36 @@ class ModelledScorer(ToyScorer):
         return [Scores((0.0,)) for _ in requests]
 
 
+class ModelledWorker(WorkerPool):
+    """One worker process of rewards that takes `start_s` to start, and for each trajectory what its episode says."""
+
+    def __init__(self, start_s: float) -> None:
+        super().__init__()
+        self._start_s = start_s
+
+    async def preload(self, target: str, *, deadline_s: float) -> Traits:
+        await asyncio.sleep(self._start_s)
+        return Traits(inline=False, asynchronous=False, declared={}, takes=("reward_s",))
+
+    async def apply(
+        self, target: str, payload: bytes, *, deadline_s: float, took: Callable[[float], object] | None = None
+    ) -> bytes:
+        _, columns = decode(payload)
+        await asyncio.sleep(sum(columns["reward_s"]))
+        return msgspec.msgpack.encode([0.0] * len(columns["reward_s"]))
+
+    async def close(self) -> None:
+        """There is no process."""
+
+
+def elastic_scorer(section: RewardSection, metrics: Metrics, start_s: float) -> Scorer:
+    """The live one with workers that come and go, which are modelled."""
+    scorer = Scorer(section, metrics=metrics)
+    backend = scorer._local  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(backend, ElasticBackend)
+    backend._new_pool = partial(ModelledWorker, start_s)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    return scorer
+
+
 def scored() -> None:
-    """Named in the config, so that rollouts ask for a score; ModelledScorer calls nothing."""
+    """Named in the config, so that rollouts ask for a score; nobody calls it."""

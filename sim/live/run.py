@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from actors.messages.moves import Move, Moved
 from actors.proxy.proxy import LLMProxy
+from runtime.observe.figures import Metrics
 from sim.cluster import ClusterJobSpec
 from sim.live.configs import LONG_S, check, engine_config, engine_pools, live_configs, staleness_of
-from sim.live.environment import ModelledScorer
+from sim.live.environment import ModelledScorer, elastic_scorer
 from sim.moves_model import next_move
 from sim.simtest.actors import SimKernel, SimRewards
 from sim.simtest.checks import InvariantChecks
@@ -58,6 +59,12 @@ class LiveWorld(World):
         self._pools = {f"engine-{number}": pool for number, pool in enumerate(engine_pools(self.spec), 1)}
         self.num_moved = 0
         """Requests that changed their engine."""
+        self._rewards: Metrics | None = None
+
+    @property
+    def num_reward_starts(self) -> int:
+        """Workers of the reward service that were started since it is there."""
+        return int(self._rewards.snapshot().get("reward/cold_starts", 0)) if self._rewards is not None else 0
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         await super().run(tasks)
@@ -78,7 +85,13 @@ class LiveWorld(World):
         assert isinstance(process.kernel, ModelledKernel)
         process.kernel.spec = self.spec
         if isinstance(actor, SimRewards):
-            actor._scorer = ModelledScorer()  # pyright: ignore[reportPrivateUsage]
+            actor._scorer = self._scorer(actor)  # pyright: ignore[reportPrivateUsage]
+
+    def _scorer(self, actor: SimRewards) -> Any:
+        if self.spec.reward_min_workers is None:
+            return ModelledScorer()
+        self._rewards = actor.metrics
+        return elastic_scorer(actor.config.reward, actor.metrics, self.spec.reward_start_s)
 
     async def _keep_moving(self, proxy: LLMProxy) -> None:
         """As sim.moves_model.keep_moving, of the real proxy."""
@@ -99,6 +112,8 @@ class LiveRun(NamedTuple):
     rows: list[dict[str, Any]]
     moved: int
     """Requests that changed their engine."""
+    reward_starts: int
+    """Workers of the reward service that were started, where they come and go."""
 
 
 def run(spec: ClusterJobSpec, seed: int, folder: Path) -> LiveRun:
@@ -122,7 +137,7 @@ def run(spec: ClusterJobSpec, seed: int, folder: Path) -> LiveRun:
         raise monitor.violation
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert isinstance(job.world, LiveWorld)
-    return LiveRun(rows, job.world.num_moved)
+    return LiveRun(rows, job.world.num_moved, job.world.num_reward_starts)
 
 
 def _nothing() -> None:

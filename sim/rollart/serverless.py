@@ -1,21 +1,21 @@
 """RollArt, R3: a reward model on GPUs of its own against one behind functions, whose GPUs then roll out."""
 
-from collections import deque
 from statistics import fmean
 from typing import Self
 
 from pydantic import Field, model_validator
 
-from planning.autoscale import PoolBounds, PoolMeter, WorkersWanted, autoscale
+from planning.autoscale import PoolBounds
 from planning.roofline import EngineSpec, Roofline
 from planning.routing import RequestView
 from sim.cluster import PoolSpec, engines_of
 from sim.distribution import Distribution
 from sim.outcome import Cell, RunProgress, RunResult, Table
 from sim.proxy_model import ModelledProxy
+from sim.reward_model import ElasticWorkers
 from sim.rollart.batch import BatchRun
 from sim.scenario import Scenario, ScenarioKind
-from sim.timeline import SimEvent, Timeline
+from sim.timeline import Timeline
 from sim.workload import Episode, TaskSpec, chance_of, episode
 
 
@@ -65,78 +65,20 @@ class OwnGpus(Rewards):
 
 
 class Functions(Rewards):
-    """Instances that `planning.autoscale` starts and ends, one call at a time each; from none to as many as there are trajectories at once.
+    """Instances from none to as many as there are trajectories at once.
 
     One starts by bringing the reward model from host memory to its GPU.
     """
 
     def __init__(self, scenario: Serverless, timeline: Timeline) -> None:
         super().__init__(scenario)
-        self._timeline = timeline
         self._model = Roofline(scenario.reward)
-        self._start_s = self._model.swap_s()
-        self._bounds = PoolBounds(0, scenario.concurrency)
-        self._meter = PoolMeter()
-        self._plan = WorkersWanted(0, "nothing was asked yet")
-        self._waiting: deque[SimEvent] = deque()
-        self._idle = self._busy = self._starting = 0
-        self._look_at = -1.0
-        self._since, self._instance_s = 0.0, 0.0
-        self.most = self.cold_starts = 0
-        """Instances at once, and those that were started."""
+        self.instances = ElasticWorkers(timeline, PoolBounds(0, scenario.concurrency), self._model.swap_s())
 
     async def score(self, session: str, episode: Episode) -> None:
         tokens = self.verdict(session)
         steps_s = tokens * self._model.step_s(1, episode.tokens + tokens / 2)
-        service_s = self._scenario.call_s + self._model.prefill_s(episode.tokens) + steps_s
-        self._meter.arrived(self._timeline.now)
-        place = self._timeline.event()
-        self._waiting.append(place)
-        self._look()
-        await place
-        await self._timeline.sleep(service_s)
-        self._meter.served(service_s)
-        self._busy -= 1
-        self._idle += 1
-        self._look()
-
-    def instance_s(self) -> float:
-        """Seconds that instances were there until now, idle or not."""
-        now = self._timeline.now
-        self._instance_s += (now - self._since) * self._num
-        self._since = now
-        return self._instance_s
-
-    @property
-    def _num(self) -> int:
-        return self._idle + self._busy + self._starting
-
-    def _look(self) -> None:
-        """Give those that wait what is idle, then start and end as planned now."""
-        self.instance_s()
-        while self._idle and self._waiting:
-            self._idle -= 1
-            self._busy += 1
-            self._waiting.popleft().set()
-        now = self._timeline.now
-        load = self._meter.load(now, waiting=len(self._waiting), running=self._busy, workers=self._num)
-        self._plan = autoscale(load, self._bounds, self._plan)
-        for _ in range(self._plan.workers - self._num):
-            self._starting += 1
-            self.cold_starts += 1
-            self._timeline.at(now + self._start_s, self._started)
-        self._idle -= min(self._idle, max(0, self._num - self._plan.workers))
-        self.most = max(self.most, self._num)
-        if self._plan.again_s is not None and self._plan.again_s > self._look_at:
-            self._look_at = self._plan.again_s
-            self._timeline.at(self._look_at, self._look)
-
-    def _started(self) -> None:
-        self.instance_s()
-        self._meter.started(self._start_s)
-        self._starting -= 1
-        self._idle += 1
-        self._look()
+        await self.instances.call(self._scenario.call_s + self._model.prefill_s(episode.tokens) + steps_s)
 
 
 def run(scenario: Serverless, progress: RunProgress) -> RunResult:
@@ -153,7 +95,8 @@ def run(scenario: Serverless, progress: RunProgress) -> RunResult:
         rows.append((arm, done.seconds, used, rewarding))
         progress(len(rows), 2, arm)
     local, freed = rows
-    instance_s = functions.instance_s()
+    instances = functions.instances
+    instance_s = instances.worker_s()
     return RunResult(
         figures={
             "rollout_local": float(local[1]),
@@ -162,13 +105,13 @@ def run(scenario: Serverless, progress: RunProgress) -> RunResult:
             "utilisation_local": float(local[3]),
             "utilisation_serverless": float(freed[2]),
             "instances_mean": instance_s / float(freed[1]),
-            "instances_most": float(functions.most),
-            "cold_starts": float(functions.cold_starts),
+            "instances_most": float(instances.most),
+            "cold_starts": float(instances.cold_starts),
         },
         tables={"phases": Table(("arm", "rollout_s", "rollout_gpus_busy", "reward_gpus_busy"), rows)},
         notes=(
             "Utilisation is of the GPUs in question: they score in one arm and roll out in the other.",
-            f"Functions: {instance_s / float(freed[1]):.1f} instances on average, at most {functions.most}, {functions.cold_starts} started.",
+            f"Functions: {instance_s / float(freed[1]):.1f} instances on average, at most {instances.most}, {instances.cold_starts} started.",
         ),
     )
 

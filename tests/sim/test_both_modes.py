@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sim.cluster import ClusterJobSpec, cluster_job
+from sim.cluster import ClusterCosts, ClusterJobSpec, cluster_job
 from sim.live.run import run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -112,6 +112,10 @@ KINDS = {
     "pools and affinity": mixed(pools=[pool("compute", "h800", 1, tasks=["read"]), pool("memory", "h20", 2, tasks=["write"])]),
     "learned affinity": mixed(pools=[pool("compute", "h800", 1), pool("memory", "h20", 2)], affinity="learned"),
     "rewards": mixed(tasks=[READ, {**WRITE, "reward_s": {"law": "uniform", "low": 0.3, "high": 0.9}}], reward_workers=2),
+    "elastic rewards": mixed(
+        tasks=[READ, {**WRITE, "reward_s": {"law": "uniform", "low": 0.3, "high": 0.9}}],
+        reward_workers=4, reward_min_workers=0, reward_start_s=0.3,
+    ),
     "prefill and decode": mixed(
         pools=[pool("reads", "h800", 1, serves="prefill"), pool("writes", "h20", 2, serves="decode")], environments=32
     ),
@@ -136,6 +140,31 @@ def test_both_modes_agree_within_3_percent_on_each_kind_of_job(kind, tmp_path):
         assert bool(live.moved) == kind.startswith("moves")
     print(f"{kind}: modelled {ours:.2f} s, real actors {real:.2f} s ({real / ours - 1:+.1%})")
     assert real == pytest.approx(ours, rel=0.03)
+
+
+def test_reward_workers_come_and_go_in_both_modes_alike(tmp_path):
+    spec, made = KINDS["elastic rewards"], []
+    modelled = cluster_job(spec, 1, costs=lambda *given: made.append(ClusterCosts(*given)) or made[0])
+
+    modelled.run()
+    live = run(spec, 1, tmp_path)
+
+    workers = made[0].reward_workers
+    assert workers.most == spec.reward_workers
+    assert workers.cold_starts > 2 * spec.reward_workers  # they went, and came again
+    assert live.reward_starts == pytest.approx(workers.cold_starts, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"reward_workers": 2, "reward_min_workers": 3}, "reward_min_workers=3 is more than reward_workers=2"),
+        ({"reward_min_workers": 0}, "no effect without reward_workers"),
+    ],
+)
+def test_bounds_of_reward_workers_that_can_not_be_are_one_sentence(changes, said):
+    with pytest.raises(ValueError, match=said):
+        mixed(**changes)
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,12 @@ def test_functions_start_with_their_calls_serve_them_all_and_end_when_idle():
     timeline.run()
 
     assert all(call.ended.happened for call in calls)
-    assert (functions.most, functions.cold_starts) == (5, 5)
-    assert functions._num == 0
+    assert (functions.instances.most, functions.instances.cold_starts) == (5, 5)
+    assert functions.instances._num == 0
     again = timeline.start(functions.score("t5", one))
     timeline.run()
     assert again.ended.happened
-    assert functions.cold_starts == 6
+    assert functions.instances.cold_starts == 6
 
 
 def test_functions_take_no_less_time_than_their_start():
