@@ -1,6 +1,7 @@
 """Learned hardware affinity beside every map of two tasks to two classes, live, on paced engines: samples per second.
 
 python tools/bench/affinity.py [--seconds 20] [--only learned|best|uniform] [--json FILE] [key.sub=value …]
+python tools/bench/affinity.py --swap [STEPS] [--json FILE] [key.sub=value …]
 
 One H800 and three H20, which cost about the same, are two pools. `read` shows long prompts and samples few tokens, `write` the other way
 round; both have the same weight. `learned` is `affinity: learned` on both pools, `best` the best of the four maps of whole tasks to classes,
@@ -8,6 +9,10 @@ each on both pools; `uniform` are pools of one class alone that cost what both p
 (docs/pace.md): a step lasts what the class would take for it, and tokens are drawn by the scripted engine. Arms run three at a time.
 `--json` writes {"learned", "best", "uniform": {class: …}, "maps", "price", "outlasted"}. Fails where more than 2 % of any arm's steps
 outlasted their pace.
+
+`--swap` runs `learned` alone. After 6 steps of training, or as many as are given, the tasks change places: what comes of `read` is as `write` was,
+and the other way round. It tells after how many more steps the map follows, and `--json` writes {"before", "steps", "samples_s", "plans", "outlasted"}; it
+fails where that takes more than 3.
 """
 
 import argparse
@@ -17,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -32,13 +37,15 @@ from actors.training.base_model import make_tokenizer, write_tokenizer  # noqa: 
 from runtime.launch.children import die_with_parent  # noqa: E402
 from runtime.launch.connection import connect  # noqa: E402
 from runtime.registry import ActorRecord, list_actors  # noqa: E402
+from tools.bench import paced_job  # noqa: E402
 from tools.bench.paced_job import is_up  # noqa: E402
+from tools.bench.peers.changing_places import LONG, SAMPLED, SHORT  # noqa: E402
 
 MIXED = {"h800": 1, "h20": 3}
 ALONE = {"h800": 2, "h20": 6}
 """Engines of one GPU each. A class alone costs what both pools do: 10.56 and 11.10 US dollars an hour against 10.83."""
 
-TASKS = {"read": (2400, 8), "write": (32, 256)}
+TASKS = {"read": (LONG, SAMPLED[LONG]), "write": (SHORT, SAMPLED[SHORT])}
 """Tokens shown, tokens sampled."""
 
 SCALE = 3.0
@@ -48,6 +55,12 @@ AT_ONCE = 3
 WARM_S = 10.0
 """From the first sample: slots are full, and the requests in them are at different places."""
 PLAN_S, START_S, END_S = 100.0, 120.0, 30.0
+
+SWAP_AT, SWAPPED_WITHIN, SWAP_STEPS, SETTLED = 6, 3, 12, 4
+"""Steps of training before tasks change places, those within which the map is to follow, those after which nobody waits for it any more, and
+those that are watched beyond."""
+SWAP_S = 400.0
+"""Limit of all of them."""
 
 
 class Arm(NamedTuple):
@@ -122,11 +135,23 @@ def job(arm: Arm, model: Path) -> dict[str, Any]:
     return {**JOB, **own, "engine": {**ENGINE, "pace": pace}}
 
 
-def plans(folder: Path) -> list[str]:
-    """The plans that the proxy made so far."""
+class Planned(NamedTuple):
+    """A plan of the proxy."""
+
+    why: str
+    shares: Mapping[str, Mapping[str, float]]
+
+    def map(self) -> dict[str, str]:
+        """Task → the class that has most of it."""
+        return {task: max(shares, key=lambda name: shares[name]) for task, shares in self.shares.items()}
+
+
+def plans(folder: Path) -> list[Planned]:
+    """Those that the proxy made so far."""
     log = folder / "logs" / "llm_proxy-1.jsonl"
     lines = log.read_text().splitlines() if log.exists() else []
-    return [json.loads(line)["why"] for line in lines if '"affinity_planned"' in line]
+    made = [json.loads(line) for line in lines if '"affinity_planned"' in line]
+    return [Planned(each["why"], each["shares"]) for each in made]
 
 
 async def measure(folder: Path, launcher: "subprocess.Popen[bytes]", arm: Arm, seconds: float) -> Measured:
@@ -157,7 +182,7 @@ async def measure(folder: Path, launcher: "subprocess.Popen[bytes]", arm: Arm, s
     engines = [actor.metrics for actor in actors if actor.role == "engine"]
     steps = sum(each["paced/steps"] for each in engines)
     outlasted = sum(each["paced/steps"] * each["paced/outlasted_frac"] for each in engines) / steps
-    return Measured((has - had) / (ended_s - began_s), outlasted, (plans(folder) or [""])[-1])
+    return Measured((has - had) / (ended_s - began_s), outlasted, plans(folder)[-1].why if plans(folder) else "")
 
 
 def buffer(actors: Sequence[ActorRecord]) -> ActorRecord | None:
@@ -195,6 +220,92 @@ def run_all(wanted: Sequence[Arm], seconds: float, overrides: Sequence[str]) -> 
         return {arm.name: each for arm, each in zip(wanted, found, strict=True)}
 
 
+class Followed(NamedTuple):
+    """How the map came after tasks that changed places."""
+
+    before: int
+    """Steps of training before the tasks changed places."""
+    steps: int | None
+    """Those from then until the plan was made; None where it never was."""
+    samples_s: list[float]
+    """Of each step, from the first."""
+    plans: list[str]
+    outlasted: float
+
+
+def swapped_job(model: Path, flag: Path) -> dict[str, Any]:
+    """The config of `learned`, with tasks that change places once `flag` is there."""
+    found = job(Arm("learned", MIXED, "learned"), model)
+    peers = ROOT / "tools/bench/peers/changing_places.py"
+    found["actors"]["engine"]["class"] = f"{peers}:ByPrompt"
+    for name, (shown, _) in TASKS.items():
+        own = {"class": f"{peers}:ChangingPlaces", "kwargs": {"tokens": shown, "flag": str(flag)}}
+        found["tasks"][name] |= own | {"max_new_tokens": max(SAMPLED.values())}
+    return found
+
+
+def rates(folder: Path) -> list[float]:
+    """Samples per second of each step so far."""
+    rows = folder / "metrics.jsonl"
+    text = rows.read_text() if rows.exists() else ""
+    return [json.loads(line)["perf/samples_s"] for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+async def follow(after: int, overrides: Sequence[str]) -> Followed:
+    """Run `learned`, let tasks change places after so many steps, and wait until the map has followed. Raises TimeoutError."""
+    with tempfile.TemporaryDirectory(prefix="rubato-affinity-") as scratch:
+        model, flag = Path(scratch) / "model", Path(scratch) / "swapped"
+        write_tokenizer(model)
+        async with (
+            paced_job.job("affinity", swapped_job(model, flag), overrides) as folder,
+            connect(folder) as run,
+            asyncio.timeout(SWAP_S),
+        ):
+            await until(lambda: len(rates(folder)) >= after and bool(plans(folder)))
+            flag.touch()
+            before, known = len(rates(folder)), len(plans(folder))
+            new = exchanged(plans(folder)[-1].map())
+            print(f"after {before} steps tasks change places", flush=True)
+            await until(
+                lambda: (
+                    new in [plan.map() for plan in plans(folder)[known:]] or len(rates(folder)) > before + SWAP_STEPS
+                )
+            )
+            num, found = len(rates(folder)) - before, plans(folder)
+            steps = num if new in [plan.map() for plan in found[known:]] else None
+            await until(lambda: len(rates(folder)) >= before + num + SETTLED)
+            whys = [plan.why for plan in found]
+            return Followed(before, steps, rates(folder), whys, await paced_job.outlasted(run.store))
+
+
+def exchanged(plan: Mapping[str, str]) -> dict[str, str]:
+    """The map with its two tasks in each other's place. Raises SystemExit where both are on one class: nothing would show."""
+    (first, its), (second, other) = plan.items()
+    if its == other:
+        raise SystemExit(f"{first} and {second} are both mapped to {its}, so a change of places would not show")
+    return {first: other, second: its}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Of what other processes write, which has no event."""
+    while not condition():  # noqa: ASYNC110 - see above
+        await asyncio.sleep(0.05)
+
+
+def swap(after: int, overrides: Sequence[str], file: Path | None) -> int:
+    """Run it, print, and write the figures where asked for."""
+    found = asyncio.run(follow(after, overrides))
+    for number, why in enumerate(found.plans, 1):
+        print(f"plan {number}: {why}")
+    print(f"samples/s of each step (paced): {', '.join(f'{rate:.1f}' for rate in found.samples_s)}")
+    said = "did not follow" if found.steps is None else f"followed after {found.steps} steps"
+    print(f"the map {said}; {100 * found.outlasted:.1f} % of steps outlasted")
+    if file:
+        file.write_text(json.dumps(found._asdict(), indent=2))
+    followed = found.steps is not None and found.steps <= SWAPPED_WITHIN
+    return 0 if followed and found.outlasted <= MOST_OUTLASTED else 1
+
+
 def summed_up(found: Mapping[str, Measured], wanted: Sequence[Arm]) -> dict[str, Any]:
     """As `--json` writes it."""
     by_arm = {arm.name: found[arm.name].samples_s for arm in wanted}
@@ -218,9 +329,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each arm's measurement")
     parser.add_argument("--only", choices=("learned", "best", "uniform"))
+    parser.add_argument(
+        "--swap", type=int, nargs="?", const=SWAP_AT, metavar="STEPS", help="before tasks change places"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     asked = parser.parse_args(argv)
+    if asked.swap is not None:
+        return swap(asked.swap, asked.overrides, asked.json)
     kinds = {"learned": lambda a: a.affinity == "learned", "uniform": lambda a: not a.affinity}
     kinds["best"] = lambda a: not any(kinds[kind](a) for kind in ("learned", "uniform"))
     wanted = [arm for arm in arms() if not asked.only or kinds[asked.only](arm)]
