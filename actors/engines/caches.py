@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 PART_BYTES = 2 << 20
 """Size of a part: half of what a link may have under way, so that other messages pass between them."""
 
+PARTS_AT_ONCE = 4
+"""Asked for before the first of them is there, so that a link with a long way is not idle meanwhile: 8 MiB under way at most."""
+
 PART_S = 12.0
 """Where a part does not come within this, the cache is computed again."""
 
@@ -54,17 +57,46 @@ class Caches:
 
     async def fetch(self, source: "Ref", request_id: str, epoch: int = 0) -> Cache | None:
         """The whole cache; None where it is gone, or not the same any more, or its engine is gone."""
-        loop, data = asyncio.get_running_loop(), bytearray()
-        began, whole = loop.time(), None
-        while True:
-            try:
-                part = await source.ask(FetchCache(request_id, epoch, len(data)), timeout=PART_S, retry=False)
-            except AskFailed:
-                return None
-            form = part.size_bytes, part.version, part.shape, part.dtype
-            if not len(part.data) or form != (whole := whole or form):  # another one took its place meanwhile
-                return None
-            data += part.data.data
-            if len(data) >= part.size_bytes:
-                self.link_bytes_s = len(data) / max(loop.time() - began, 1e-6)
-                return Cache(part.version, part.shape, part.dtype, memoryview(data).toreadonly())
+        loop, cache = asyncio.get_running_loop(), None
+        began = loop.time()
+        try:
+            cache = await _fetched(source, request_id, epoch)
+        except* (AskFailed, _NotThere):
+            pass
+        if cache is not None:
+            self.link_bytes_s = len(cache.data) / max(loop.time() - began, 1e-6)
+        return cache
+
+
+class _NotThere(Exception):
+    """The cache is gone, or another one has taken the place of that whose first part came."""
+
+
+async def _fetched(source: "Ref", request_id: str, epoch: int) -> Cache:
+    """The first part tells how many there are; the others are asked for in their order, `PARTS_AT_ONCE` under way.
+
+    Raises AskFailed or _NotThere, or a group of those.
+    """
+
+    async def ask(offset: int) -> CachePart:
+        part = await source.ask(FetchCache(request_id, epoch, offset), timeout=PART_S, retry=False)
+        if not len(part.data) or len(part.data) != min(PART_BYTES, part.size_bytes - offset):
+            raise _NotThere
+        return part
+
+    first = await ask(0)
+    form = first.size_bytes, first.version, first.shape, first.dtype
+    data, offsets = bytearray(first.size_bytes), iter(range(PART_BYTES, first.size_bytes, PART_BYTES))
+    data[: len(first.data)] = first.data.data
+
+    async def ask_in_turn() -> None:
+        for offset in offsets:
+            part = await ask(offset)
+            if (part.size_bytes, part.version, part.shape, part.dtype) != form:
+                raise _NotThere
+            data[offset : offset + len(part.data)] = part.data.data
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(PARTS_AT_ONCE):
+            tasks.create_task(ask_in_turn())
+    return Cache(first.version, first.shape, first.dtype, memoryview(data).toreadonly())

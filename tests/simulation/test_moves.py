@@ -157,7 +157,8 @@ async def test_its_cache_comes_with_it_in_parts(tmp_path, monkeypatch):
         links = [engine._caches.link_bytes_s for engine in cluster.engines]
 
     assert sorted(rate > 0 for rate in links) == [False, True]
-    assert max(links) == pytest.approx(16 / 0.002, rel=0.2)  # a part for each way there and back
+    # There and back for the first part, and once more for the others, which are under way together.
+    assert max(links) == pytest.approx(len(caches[1].data) / 0.004, rel=0.2)
     assert caches[0] is None
     assert caches[1].num_tokens >= 9 + 10 - 1
     assert len(caches[1].data) == 4 * caches[1].num_tokens > 16
