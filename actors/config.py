@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
+from actors.messages.engines import GENERATION
 from planning.adaptive_alpha import AlphaBounds
-from runtime.config import Section
+from runtime.config import ActorSpec, Config, Section
 
 CUDA = re.compile(r"^cuda:(0|[1-9]\d{0,2})$")
 """A GPU by its place among those that a process sees."""
@@ -419,3 +420,8 @@ class ProxySection(Section):
     """Size limit of those results, in MiB."""
     sessions_kept: int = Field(default=65536, ge=1)
     """Sessions whose engine is remembered; the least recently used is forgotten first."""
+
+
+def engine_specs(job: Config) -> dict[str, ActorSpec]:
+    """The roles that run engines: a config may name several."""
+    return {role: spec for role, spec in job.actors.items() if GENERATION in job.actor_class(role).provides}

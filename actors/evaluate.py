@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from actors import checkpoint as checkpoints
+from actors.config import engine_specs
 from actors.model_folder import check_model_folder
 from runtime.config.config import compose
 from runtime.config.source import read
 from runtime.errors import LaunchError
 from runtime.launch import commands
 
-KEPT = ("sample_buffer", "llm_proxy", "engine", "env_manager", "reward_service")
-"""Roles that an evaluation needs, as the config has them; of all others none is started."""
+KEPT = ("sample_buffer", "llm_proxy", "env_manager", "reward_service")
+"""Roles that an evaluation needs besides those with engines, as the config has them; of all others none is started."""
 
 SHOWN = ("version", "reward", "num", "failed")
 
@@ -77,7 +78,7 @@ def job_of(config: Path, overrides: Sequence[str], models: Sequence[Path]) -> st
     whole = compose(source)  # what is wrong in it is told in its own words
     tree: dict[str, Any] = whole.tree()
     for role, spec in tree["actors"].items():
-        if role not in KEPT:
+        if role not in KEPT and role not in engine_specs(whole):
             spec |= {"count": whole.actor_class(role).least, "pools": {}}
     tree["actors"]["trainer"] = {"class": "actors.training.evaluator:Evaluator"}
     tree["evaluate"] = {"models": [str(model) for model in models]}

@@ -92,8 +92,10 @@ class Actor:
     """When the job is drained and saved, actors of a lower order drain first."""
     least: ClassVar[int] = 0
     """A job that has the role starts with at least this many, and drains no further."""
+    provides: ClassVar[frozenset[str]] = frozenset()
+    """What it can do for others, who find it by that under whatever role it runs: `peers` takes a role or such a word."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Other roles without which this one can't work: a job that has it must have them."""
+    """Other roles, or what they provide, without which this one can't work: a job that has it must have them."""
     most: ClassVar[int] = 1024
     """And never has more than this at once."""
 

@@ -88,7 +88,9 @@ class Kernel:
         self.registry = Registry(store, self.directory, self._peers_changed)
         self._actor_class = actor_class
         self._config = config
-        self._presence = _Presence(self, actor_class.role, pool, hardware)
+        # Who is found by what it provides may run under any role that the config names.
+        role = name.rpartition("-")[0] if actor_class.provides else actor_class.role
+        self._presence = _Presence(self, role, pool, hardware, actor_class.provides)
         self._stopping = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._owned: set[asyncio.Task[Any]] = set()
@@ -267,9 +269,9 @@ def is_permanent(error: BaseException, kernel: Kernel | None) -> bool:
 class _Presence:
     """How the rest of the run knows that the actor of `kernel` lives: its leased record, renewed every beat, and its return after it was away."""
 
-    def __init__(self, kernel: Kernel, role: str, pool: str, hardware: str) -> None:
+    def __init__(self, kernel: Kernel, role: str, pool: str, hardware: str, provides: frozenset[str]) -> None:
         self._kernel = kernel
-        self._role, self._pool, self._hardware = role, pool, hardware
+        self._role, self._pool, self._hardware, self._provides = role, pool, hardware, provides
         self._state: State = "starting"
         self._renewing = asyncio.Lock()
         self._beat = 0
@@ -405,4 +407,5 @@ class _Presence:
             public=self._kernel.transport.public_address,
             pool=self._pool,
             hardware=self._hardware,
+            provides=self._provides,
         )

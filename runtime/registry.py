@@ -57,6 +57,8 @@ class ActorRecord(msgspec.Struct, frozen=True):
     """Of its role, where that has pools: whoever hands out work finds by it what an actor may be used for."""
     hardware: str = ""
     """The class of the pool's hardware."""
+    provides: frozenset[str] = frozenset()
+    """What it can do for others, under whatever role it runs."""
 
 
 class MembershipEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -82,14 +84,16 @@ class Directory:
         self._suspects: dict[str, ActorRecord] = {}
         self._changed = asyncio.Event()
 
-    def ready(self, role: str) -> tuple[str, ...]:
-        found = self._ready.get(role)
+    def ready(self, what: str) -> tuple[str, ...]:
+        """All of a role, or all that provide something."""
+        found = self._ready.get(what)
         if found is None:
-            found = self._ready[role] = tuple(sorted(name for name, r in self._records.items() if r.role == role))
+            able = (name for name, r in self._records.items() if r.role == what or what in r.provides)
+            found = self._ready[what] = tuple(sorted(able))
         return found
 
     def resolve(self, target: str) -> ActorRecord | None:
-        """The ready actor of that name, or the next instance of a role in turn."""
+        """The ready actor of that name, or the next in turn of a role, or of those that provide it."""
         found = self.find(target)
         if found is not None:
             return found

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from actors.engines.caches import Caches
 from actors.engines.engine import CACHE, EXPORT, Engine, EngineError, Work, capabilities
+from actors.messages.engines import GENERATION
 from actors.messages.generation import MovedFrom
 from actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
 from bus.errors import AskFailed
@@ -140,7 +141,7 @@ class Departures:
         """
         loop, request_id = asyncio.get_running_loop(), work.request_id
         give_up_at = loop.time() + TAKE_S
-        while moved.source in self._actor.peers("engine"):
+        while moved.source in self._actor.peers(GENERATION):
             reply = await self._take(moved, request_id)
             if isinstance(reply, NotMoved):
                 return None

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from actors.engines.engine import Engine
+from actors.messages.engines import GENERATION
 from actors.messages.weights import WeightsPublished
 from bus.errors import AskFailed
 from planning.relay import plan, ring_sources, sources
@@ -232,7 +233,7 @@ class HostWeights:
 
     async def _bring(self, name: str, found: Newest, home: str) -> None:
         """Along a relay tree or a ring; as what changed, where it may be had so. Raises BlobMissing."""
-        readers = {record.node for name in self._peers("engine") if (record := self._find(name)) is not None}
+        readers = {record.node for name in self._peers(GENERATION) if (record := self._find(name)) is not None}
         hosts = {self._node} | (readers & set(self._peers("node")))
         where = ring_sources(home, hosts, self._node) if self._by_rings else sources(plan(home, hosts), self._node)
         ways = 2 if self._by_rings and len(where) > 1 else 1

@@ -18,7 +18,7 @@ from actors.engines.permitted import PermittedOrders
 from actors.engines.section import EngineSection
 from actors.engines.tokens import joined, shifted
 from actors.engines.weights import HostWeights, WeightsPuller
-from actors.messages.engines import EngineChanged, EngineState, Reconfigure, SleepEngine, WakeEngine
+from actors.messages.engines import GENERATION, EngineChanged, EngineState, Reconfigure, SleepEngine, WakeEngine
 from actors.messages.generation import (
     HANDED_BACK,
     HANDED_OVER,
@@ -106,6 +106,7 @@ class EngineWorker(Actor):
     """One engine per worker. A second ask with the same request id joins the first, or gets its result."""
 
     role = "engine"
+    provides = frozenset({GENERATION})
     least = 1
 
     class Config(ActorConfig):

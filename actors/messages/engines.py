@@ -3,9 +3,12 @@
 What an engine can't do (actors/engines/engine.py: `sleep`, `reconfigure`) fails the ask with a sentence and changes nothing.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from bus.message import Ack, Message, Request
+
+GENERATION: Final = "generation"
+"""What an engine provides: whoever needs engines finds them by it, whatever their role is called."""
 
 
 class EngineChanged(Message, frozen=True):

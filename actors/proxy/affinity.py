@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from actors.config import one_of
+from actors.config import engine_specs, one_of
 from actors.messages.generation import Aborted, Completion, Generate, Measure, StepsMeasured
 from bus.errors import AskFailed
 from planning.affinity import AffinityPlan, told
@@ -54,8 +54,9 @@ def check_affinity(job: Job) -> None:
             )
         return
     tasks = list(job.section("tasks")) if job.has("tasks") else []
-    pools = job.actors["engine"].pools
-    classes = sorted({pool.hardware for pool in pools.values() if pool.hardware})
+    known = [pool for spec in engine_specs(job).values() for pool in spec.pools.items()]
+    classes = sorted({pool.hardware for _, pool in known if pool.hardware})
+    pools = dict(known)
     for task, name in given.items():
         try:
             one_of(task, (*tasks, DEFAULT))

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 
 from actors.cluster import ROLLOUT, ClusterSection, permits_of, place_of
-from actors.messages.engines import SleepEngine, WakeEngine
+from actors.config import engine_specs
+from actors.messages.engines import GENERATION, SleepEngine, WakeEngine
 from actors.messages.moves import Move
 from actors.permits import Grant, Permits
 from actors.proxy.moves import Moves
@@ -29,6 +30,11 @@ def check_cluster(job: Job) -> None:
     if (num := job.actors["llm_proxy"].count) > 1:
         raise ValueError(
             f"actors.llm_proxy.count is {num}; with cluster.dir it must be 1: the proxy holds the permit of the job"
+        )
+    if len(roles := engine_specs(job)) > 1:
+        raise ValueError(
+            f"actors has engines under {' and '.join(sorted(roles))}; with cluster.dir one role may have engines, whose places on the pool "
+            "go by their numbers"
         )
     if job.has("staleness") and job.section("staleness").bound != 0:
         raise ValueError(
@@ -125,7 +131,7 @@ class RolloutPermit:
 
     async def _hold(self, permits: Permits, grant: Grant) -> None:
         self._awake, self._most, self.is_held = {}, self._num_rollouts, True
-        own = frozenset(name for name in self._actor.peers("engine") if place_of(name) in grant.places)
+        own = frozenset(name for name in self._actor.peers(GENERATION) if place_of(name) in grant.places)
         self._kept = own or None  # the proxy before this one may have had a tail
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -137,11 +143,11 @@ class RolloutPermit:
                 for task in beside:
                     task.cancel()
         except Exception:
-            await self._sleep(self._actor.peers("engine"))
+            await self._sleep(self._actor.peers(GENERATION))
             raise
         finally:
             self.is_held = False
-        await self._sleep(self._actor.peers("engine"))
+        await self._sleep(self._actor.peers(GENERATION))
 
     async def _turn(self, permits: Permits, grant: Grant) -> None:
         """Until the step's rollouts are over, or the permit is lost."""
@@ -188,7 +194,7 @@ class RolloutPermit:
 
     def _sleeping(self) -> list[ActorRecord]:
         """Engines that are to be woken: they are new, or their places are free now."""
-        names = self._actor.peers("engine") if self._kept is None else sorted(self._kept)
+        names = self._actor.peers(GENERATION) if self._kept is None else sorted(self._kept)
         records = (self._actor.directory.find(name) for name in names if place_of(name) not in self._blocked)
         return [r for r in records if r is not None and self._awake.get(r.name) != r.incarnation]
 

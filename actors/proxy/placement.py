@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from actors.messages.engines import GENERATION
 from actors.messages.generation import (
     Abort,
     Aborted,
@@ -332,7 +333,7 @@ class Roster:
 
     async def first_look(self) -> None:
         """Inspect every engine that is ready now."""
-        for name in self.actor.peers("engine"):
+        for name in self.actor.peers(GENERATION):
             self._welcome(name)
         if self._inspections:
             await asyncio.wait(list(self._inspections.values()), timeout=INSPECT_S)
@@ -348,7 +349,7 @@ class Roster:
             elif seat is not None:
                 self.actor.spawn(self._farewell(seat), name=f"{self.actor.name}.farewell.{name}")
         for name in joined:
-            if name.rpartition("-")[0] == "engine":
+            if name in self.actor.peers(GENERATION):
                 self._welcome(name)
 
     def rest(self, seat: EngineSeat, why: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from actors.cluster import ClusterSection, check_pools
 from actors.config import ProxySection
-from actors.messages.engines import EngineState
+from actors.messages.engines import GENERATION, EngineState
 from actors.messages.fabric import PhaseIntent
 from actors.messages.generation import (
     HANDED_BACK,
@@ -147,7 +147,9 @@ class LLMProxy(Actor):
             why = f"{num} requests wait for an engine already: add engines, or raise proxy.max_waiting"
             self._end(shared, Aborted(shared.request.request_id, shared.tokens, why))
         else:
-            shared.wait = self._waiting(shared, "a free slot", "engine")
+            shared.wait = self._waiting(
+                shared, "a free slot", next((name.rpartition("-")[0] for name in self.peers(GENERATION)), "engine")
+            )
             self._placement.line_up(shared)
             self.metrics.gauge("proxy/queued", self._placement.num_waiting)
 

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from actors.config import engine_specs
 from planning.prefill_decode import StageWatch, balance, stages
 from planning.routing import EngineView, all_asleep
 from runtime.actor import Actor
+from runtime.config import ActorSpec
 from runtime.config import Config as Job
 
 if TYPE_CHECKING:
@@ -27,9 +29,8 @@ def check_stages(job: Job) -> None:
     if not job.has("engine"):
         return
     given = job.section("engine")
-    pools = {n: pool for role, spec in job.actors.items() if _has_engines(job, role) for n, pool in spec.pools.items()}
-    named = {name: pool.set.get(SERVES, given.serves) for name, pool in pools.items()}
-    serves = set(named.values()) or {given.serves}
+    pools = [pool for spec in engine_specs(job).values() for pool in _pools_of(spec, given.serves)]
+    serves = {pool.serves for pool in pools}
     if serves == {BOTH}:
         if job.has("proxy") and job.section("proxy").balance == "auto":
             raise ValueError(
@@ -39,11 +40,11 @@ def check_stages(job: Job) -> None:
     for stage, other in ((PREFILL, DECODE), (DECODE, PREFILL)):
         if serves == {stage}:
             raise ValueError(f"engine.serves is {stage} for every engine, so none is there to {other}: add a pool")
-        able = [name for name, its in named.items() if its in (other, BOTH)]
+        able = [pool for pool in pools if pool.serves in (other, BOTH)]
         joined = bool(job.bus.host)  # other hosts may bring what the pool has
-        if able and not joined and not any(pools[name].count for name in able):
+        if able and not joined and not any(pool.engines for pool in able):
             raise ValueError(
-                f"pool {able[0]} has count 0, so no engine is there to {other}: raise its count, or set bus.host if other "
+                f"pool {able[0].name} has count 0, so no engine is there to {other}: raise its count, or set bus.host if other "
                 "hosts are to bring them"
             )
     if given.kind == "vllm":
@@ -55,9 +56,18 @@ def check_stages(job: Job) -> None:
         raise ValueError("affinity and engine.serves both say which engines a request may use: leave one of them out")
 
 
-def _has_engines(job: Job, role: str) -> bool:
-    config = job.actor_class(role).Config
-    return config is not None and "engine" in config.model_fields
+class _Pool(NamedTuple):
+    """Engines of one role and pool; without pools, all of the role under an empty name."""
+
+    name: str
+    engines: int
+    serves: str
+
+
+def _pools_of(spec: ActorSpec, serves: str) -> list[_Pool]:
+    if not spec.pools:
+        return [_Pool("", spec.count, serves)]
+    return [_Pool(name, pool.count, pool.set.get(SERVES, serves)) for name, pool in spec.pools.items()]
 
 
 class Stages:

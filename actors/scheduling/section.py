@@ -6,9 +6,9 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator, Field
 
 from actors import catalog
-from actors.config import one_of
+from actors.config import engine_specs, one_of
+from runtime.config import ActorSpec, Section
 from runtime.config import Config as Job
-from runtime.config import Section
 
 REBALANCE, SWITCH = PLANNERS = ("rebalance", "switch")
 
@@ -44,7 +44,7 @@ def check_orchestrator(job: Job) -> None:
         raise ValueError(
             "orchestrator.enabled is true, but with cluster.dir engines sleep and wake by the job's turns: leave one of the two out"
         )
-    engine, spec = job.section("engine"), job.actors["engine"]
+    engine = job.section("engine")
     if engine.kind == "vllm":
         raise ValueError(
             f"orchestrator.enabled is true, but engine.kind={engine.kind} can be neither paced nor put to sleep: set "
@@ -69,7 +69,7 @@ def check_orchestrator(job: Job) -> None:
     if job.bus.host or not pools:
         return  # other hosts may bring as many as it takes; that nobody decodes is for the proxy to say
     if all(pool.engines < 2 for pool in pools):
-        raise ValueError(f"orchestrator.enabled is true, but {_alone(pools, spec.count)}: add engines")
+        raise ValueError(f"orchestrator.enabled is true, but {_alone(pools)}: add engines")
     for degree in section.degrees:
         _check_divides(degree, pools)
 
@@ -87,7 +87,15 @@ class _Pool(NamedTuple):
 
 
 def _pools(job: Job) -> list[_Pool]:
-    engine, spec = job.section("engine"), job.actors["engine"]
+    found: dict[str, _Pool] = {}
+    for pool in (each for spec in engine_specs(job).values() for each in _pools_of(spec, job.section("engine"))):
+        known = found.get(pool.name)
+        # Requests move between roles: what counts is the pool, and for those without one the host.
+        found[pool.name] = pool if known is None else known._replace(engines=known.engines + pool.engines)
+    return list(found.values())
+
+
+def _pools_of(spec: ActorSpec, engine: Any) -> list[_Pool]:
     if not spec.pools:
         return [_Pool("", spec.count, engine.pace.degree)]
     # A job is checked once more with the keys of each pool, as if all had them: then the others' own pace is not known.
@@ -99,9 +107,9 @@ def _pools(job: Job) -> list[_Pool]:
     ]
 
 
-def _alone(pools: Sequence[_Pool], count: int) -> str:
+def _alone(pools: Sequence[_Pool]) -> str:
     if not pools[0].name:
-        return f"with {count} engine there is nowhere to move a request to"
+        return f"with {pools[0].engines} engine there is nowhere to move a request to"
     return f"no pool that decodes ({', '.join(pool.name for pool in pools)}) has two engines, and requests move within one pool"
 
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from actors.engines.worker import EngineRequest, EngineWorker
+from actors.messages.engines import GENERATION
 from actors.messages.fabric import PhaseIntent
 from actors.messages.generation import Aborted, Completion
 from bus.errors import AskFailed
@@ -75,7 +76,7 @@ class RemotePrefillWorker(EngineWorker):
 
     def _source(self) -> str:
         """The next engine by name on another host; empty on the launcher's host, and where there is no other."""
-        nodes = {name: r.node for name in self.peers("engine") if (r := self.directory.find(name)) is not None}
+        nodes = {name: r.node for name in self.peers(GENERATION) if (r := self.directory.find(name)) is not None}
         others = sorted(name for name, node in nodes.items() if node not in (NODE, self.node))
         if self.node == NODE or not others:
             return ""

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Final
 
 from actors.config import EvalSection
+from actors.messages.engines import GENERATION
 from actors.messages.samples import EvalResult, Evaluate
 from actors.messages.weights import HoldWeights
 from actors.training.publishing import BUFFER, Rows
@@ -178,7 +179,7 @@ class HeldOut:
 
     async def _evaluate(self, version: int, epoch: int, num: int, share: int) -> None:
         for attempt in range(TRIES if share == 1 else 1):
-            while not (engines := self._actor.peers("engine")):
+            while not (engines := self._actor.peers(GENERATION)):
                 await self._actor.directory.change()
             self._held_by = engines[-max(1, len(engines) // share) :]
             key, samples = f"{epoch}.{version}.{attempt}", self._section.samples

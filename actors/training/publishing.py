@@ -18,6 +18,7 @@ import msgspec
 
 from actors.advice import STEPS_SEEN, advice_metrics
 from actors.breakdown import breakdown
+from actors.messages.engines import GENERATION
 from actors.messages.fabric import Phase, PhaseIntent
 from actors.messages.samples import Advance, PolicyState, Trajectory
 from actors.messages.weights import WeightsPublished, WeightsTaken
@@ -305,7 +306,7 @@ class Publisher:
             self._taken, self.delta_bytes = set(), delta.size_bytes if delta else 0
             told = {"delta_bytes": self.delta_bytes} if delta else {}
             actor.log.info("weights_published", version=step, epoch=epoch, size_bytes=info.size_bytes, **told)
-            for name in actor.peers("engine"):
+            for name in actor.peers(GENERATION):
                 wait.update(holder=name)
                 with suppress(AskFailed):
                     await actor.ref(name).tell(self.published)
@@ -318,7 +319,7 @@ class Publisher:
     def _leave_host(self) -> bool:
         """Whether weights go to another host: on this one, engines map them whole."""
         actor = self._actor
-        records = (actor.directory.find(name) for name in actor.peers("engine"))
+        records = (actor.directory.find(name) for name in actor.peers(GENERATION))
         return any(record is not None and record.node != actor.node for record in records)
 
     def taken(self, message: WeightsTaken) -> bool:
@@ -327,12 +328,12 @@ class Publisher:
         if now is None or (message.version, message.epoch) != (now.version, now.epoch):
             return False
         self._taken.add(message.engine)
-        return self._taken >= set(self._actor.peers("engine"))
+        return self._taken >= set(self._actor.peers(GENERATION))
 
     async def intend(self, phase: Phase, step: int, in_s: float = 0.0) -> None:
         """Tell the fabric what comes, `in_s` from now, or what begins; it may be away."""
         actor = self._actor
-        engines = actor.peers("engine") if phase == "weight_sync" and self.size_bytes else ()
+        engines = actor.peers(GENERATION) if phase == "weight_sync" and self.size_bytes else ()
         traffic = tuple((actor.name, name, self.size_bytes) for name in engines)
         with suppress(AskFailed, TimeoutError):
             async with asyncio.timeout(INTEND_S):

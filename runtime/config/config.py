@@ -310,10 +310,15 @@ def _load(source: ConfigSource, role: str, spec: ActorSpec) -> type[Actor]:
 
 def _check_role(source: ConfigSource, role: str, classes: Mapping[str, type[Actor]]) -> None:
     cls = classes[role]
-    if cls.role and cls.role != role:
+    if cls.role and cls.role != role and not cls.provides:
         text = f"actors.{role} can't be a {cls.__name__}: others look for that under the role {cls.role}. Did you mean actors.{cls.role}?"
         raise ConfigError(source.sentence(("actors", role), text))
-    missing = [needed for needed in cls.needs if needed not in classes]
+    there = {
+        *classes,
+        *(each.role for each in classes.values()),
+        *(word for each in classes.values() for word in each.provides),
+    }
+    missing = [needed for needed in cls.needs if needed not in there]
     if missing:
         near = difflib.get_close_matches(missing[0], classes, n=1)
         advice = f"Did you mean that by actors.{near[0]}?" if near else f"Add actors.{missing[0]} with its class."

@@ -19,6 +19,7 @@ from actors.fabric.controller import FabricController
 from actors.fabric.emulated import EmulatedSwitch
 from actors.fabric.links import rates_mbps
 from actors.fabric.section import FabricSection
+from actors.messages.engines import GENERATION
 from actors.messages.fabric import InspectFabric, Phase, PhaseIntent
 from bus.link import Identity
 from bus.transport import MemoryNetwork, MemoryTransport
@@ -116,6 +117,7 @@ class _Trainer(Actor):
 
 class _Engine(Actor):
     role: ClassVar[str] = "engine"
+    provides: ClassVar[frozenset[str]] = frozenset({GENERATION})
 
 
 class ModeFigures(NamedTuple):

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from actors.messages.engines import GENERATION
 from bus.link import Identity
 from bus.message import Buffer
 from bus.transport import MemoryNetwork, MemoryTransport
@@ -51,6 +52,7 @@ class Host(HostBlobs):
 
 class Engine(Actor):
     role = "engine"
+    provides = frozenset({GENERATION})
 
 
 class Hosts:

@@ -10,6 +10,7 @@ from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.fabric.controller import FabricController
 from actors.fabric.emulated import EmulatedSwitch
+from actors.messages.engines import GENERATION
 from actors.messages.fabric import InspectFabric, PhaseIntent
 from actors.messages.generation import (
     HANDED_BACK,
@@ -41,6 +42,7 @@ class SteppedEngine(Actor):
     """Samples token n as the n-th of each completion, a few per tick, and reports each tick; version 0."""
 
     role = "engine"
+    provides = frozenset({GENERATION})
     stalls_at = -1
 
     def __init__(self, config, kernel):

@@ -9,6 +9,7 @@ import pytest
 
 from actors import checkpoint as checkpoints
 from actors.config import EvalSection, ModelSection, TrainSection
+from actors.messages.engines import GENERATION
 from actors.messages.generation import VersionSpan
 from actors.messages.samples import (
     Advance,
@@ -82,6 +83,7 @@ class Buffer(Actor):
 
 class HeldEngine(Actor):
     role = "engine"
+    provides = frozenset({GENERATION})
 
     @handler
     async def hold(self, request: HoldWeights) -> WeightsHeld:

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 from actors.engines.weights import HostWeights, WeightsPuller
+from actors.messages.engines import GENERATION
 from bus.link import Identity
 from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
@@ -65,6 +66,7 @@ class Placed:
 
 class Engine(Actor):
     role = "engine"
+    provides = frozenset({GENERATION})
 
     def __init__(self, config, kernel):
         super().__init__(config, kernel)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from actors import model_folder
+from actors.config import engine_specs
 from actors.engines import worker
 from runtime.config import load
 from runtime.errors import ConfigError
@@ -54,3 +55,19 @@ def test_a_gpu_by_its_number_is_not_vllm_s_to_take(monkeypatch):
 def test_a_device_that_is_none_is_refused(device):
     with pytest.raises(ConfigError, match=r"model.device: .* is none of auto, cpu, cuda, and no cuda:N"):
         load(CONFIGS / "quickstart.yaml", [f"model.device='{device}'"])
+
+
+ENGINES = "{class: 'actors.engines.worker:EngineWorker', pools: {far: {hardware: h20}}}"
+
+
+def test_engines_may_run_under_a_second_role_whose_pools_count_like_the_first_ones():
+    config = load(CONFIGS / "cluster_job.yaml", [f"actors.far_engine={ENGINES}", "affinity={default: h20}"])
+
+    assert list(engine_specs(config)) == ["engine", "far_engine"]
+
+
+def test_engines_under_two_roles_are_refused_on_pools_that_jobs_share():
+    with pytest.raises(
+        ConfigError, match=r"actors has engines under engine and far_engine; with cluster\.dir one role may"
+    ):
+        load(CONFIGS / "cluster_job.yaml", [f"actors.far_engine={ENGINES}", "cluster.dir=/nowhere"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from actors.messages.engines import GENERATION
 from bus.errors import NotSent
 from runtime.actor import RunInfo
 from runtime.observe.figures import Metrics, Waits
@@ -90,7 +91,8 @@ class FakeKernel:
     def ref(self, target):
         return FakeRef(self, target)
 
-    def ready(self, role):
+    def ready(self, what):
+        role = "engine" if what == GENERATION else what
         return tuple(sorted(name for name in self.actors if name.rpartition("-")[0] == role or name == role))
 
     def find(self, name):

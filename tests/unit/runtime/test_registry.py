@@ -1,5 +1,6 @@
 import asyncio
 
+import msgspec
 import pytest
 
 from runtime.registry import LEASE_TTL_S, LOOK_S, ActorRecord, Directory, Registry
@@ -48,6 +49,22 @@ async def test_ready_lists_one_role_sorted():
         directory.add(record(name, 1, role=role))
 
     assert directory.ready("engine") == ("engine-1", "engine-2")
+
+
+async def test_ready_lists_all_that_provide_something_whatever_their_role():
+    directory = Directory()
+    for name, role, provides in [
+        ("far_engine-1", "far_engine", {"tokens"}),
+        ("engine-1", "engine", {"tokens"}),
+        ("trainer-1", "trainer", ()),
+    ]:
+        directory.add(msgspec.structs.replace(record(name, 1, role=role), provides=frozenset(provides)))
+
+    assert directory.ready("tokens") == ("engine-1", "far_engine-1")
+    assert directory.ready("far_engine") == ("far_engine-1",)
+    assert directory.resolve("tokens").name == "engine-1"
+    directory.remove("engine-1", 1)
+    assert directory.ready("tokens") == ("far_engine-1",)
 
 
 class FullStore(MemoryStore):
