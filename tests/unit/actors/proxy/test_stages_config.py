@@ -47,6 +47,15 @@ def test_what_can_not_work_is_one_sentence(tmp_path, pools, sections, said):
     assert "\n" not in str(told.value)
 
 
+def test_engines_of_two_roles_serve_the_stages_together(tmp_path):
+    path = write(tmp_path, ["prefill"])
+    job = yaml.safe_load(path.read_text())
+    job["actors"]["far_engine"] = ACTORS["engine"] | {"pools": {"far": {"set": {"engine.serves": "decode"}}}}
+    path.write_text(yaml.safe_dump(job))
+
+    assert sorted(config.engine.serves for config in load(path).pooled.values()) == ["decode", "prefill"]
+
+
 @pytest.mark.parametrize(("empty", "others"), [("prefill", ["decode"]), ("decode", ["prefill"])])
 def test_a_stage_whose_engines_are_none_is_one_sentence(tmp_path, empty, others):
     path = write(tmp_path, [empty, *others])

@@ -42,6 +42,14 @@ def test_what_can_not_work_is_one_sentence(changes, sentence):
     assert len(str(raised.value).splitlines()) == 1
 
 
+def test_requests_move_between_engines_of_two_roles_with_one_engine_each():
+    far = "actors.far_engine={class: 'actors.engines.worker:EngineWorker'}"
+
+    job = from_mapping(JOB, ["orchestrator.enabled=true", "actors.engine.count=1", far])
+
+    assert job.members("orchestrator") == ("",)
+
+
 def test_what_can_not_work_does_not_matter_while_it_is_off():
     from_mapping(JOB, ["actors.engine.count=1", "engine.pace=null"])
 
