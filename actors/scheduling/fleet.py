@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -109,6 +110,22 @@ def load(request: RequestSeen, left: float) -> Load:
     """One that has tokens has the cache of all but the last of them."""
     context = request.shown + request.sampled
     return Load(request.request_id, context, left, context - 1 if request.sampled else 0)
+
+
+def asleep_with(servers: Iterable[Server], requests: Iterable[RequestSeen]) -> dict[str, str]:
+    """Where requests of engines that sleep are to go: engines of their server that are awake and take them.
+
+    Where every engine of a pool that lives is asleep, a proxy gives them requests, which wait until it wakes. If then another one comes back
+    in time to be given all GPUs, nobody wakes those that sleep.
+    """
+    found: dict[str, str] = {}
+    waiting = [each for each in requests if each.engine and not each.moves]
+    for server in servers:
+        asleep = {each.name for each in server.engines if each.asleep}
+        heirs = [each.name for each in server.engines if each.takes and not each.asleep]
+        here = [each.request_id for each in waiting if each.engine in asleep]
+        found |= dict(zip(here, cycle(heirs), strict=False))
+    return found
 
 
 def cache_traffic(server: Server, requests: Iterable[RequestSeen], to: Mapping[str, str]) -> tuple[Demand, ...]:

@@ -13,7 +13,7 @@ from functools import partial
 from actors.messages.generation import Modelled
 from actors.messages.orchestration import Surveyed
 from actors.scheduling.circuits import SwitchCircuits
-from actors.scheduling.fleet import Server, Speeds, cache_traffic, instances, load, servers
+from actors.scheduling.fleet import Server, Speeds, asleep_with, cache_traffic, instances, load, servers
 from actors.scheduling.foresight import Foresight
 from actors.scheduling.lengths import Lengths
 from actors.scheduling.reshapes import as_merge, as_split, as_step
@@ -111,6 +111,10 @@ class Orchestrator(Actor):
         if broken := [server for server in found if not server.adds_up]:
             await all_tried(self._put_right(server) for server in broken)
             return
+        if stranded := asleep_with(found, surveyed.requests):
+            self.log.warning("requests_on_sleepers", requests=sorted(stranded))
+            await self._commands.move(stranded.items(), whose)
+            return
         if await self._begin_step(found, surveyed) or await self._switch(found, surveyed):
             return
         if REBALANCE in self._planners and surveyed.requests:
@@ -167,6 +171,7 @@ class Orchestrator(Actor):
         self._moved_s |= dict.fromkeys(moved, self._now())
         if plans:
             self.metrics.count("orchestrator/moves", len(moved))
+            self.log.info("rebalanced", moved=len(moved))
 
     # -- a step's beginning ----------------------------------------------------------------------------------------
 
@@ -237,6 +242,7 @@ class Orchestrator(Actor):
     async def _reshape(self, server: Server, change: Reshape) -> None:
         self._changed(change.wanted)
         began = self._now()
+        self.log.info("switching", switch=change.name, why=change.why)
         with self.waits.on(change.name, stage="switch", detail=change.why, holder=min(change.wanted)):
             try:
                 moved = await self._commands.reshape(change, server.engines)
@@ -250,7 +256,9 @@ class Orchestrator(Actor):
         self._moved_s |= dict.fromkeys(moved, self._now())
         self.metrics.count("orchestrator/switches")
         self.metrics.count("orchestrator/moves", len(moved))
-        self.log.info("switched", why=change.why, moved=len(moved), seconds=round(self._now() - began, 1))
+        self.log.info(
+            "switched", switch=change.name, why=change.why, moved=len(moved), seconds=round(self._now() - began, 1)
+        )
         self.notice(change.why)
 
     def _changed(self, engines: Collection[str]) -> None:

@@ -371,6 +371,25 @@ async def test_whoever_is_killed_while_a_switch_waits_for_circuits_nothing_is_lo
 
 
 @virtual
+async def test_requests_that_came_to_an_engine_asleep_go_on_though_all_gpus_are_another_s(tmp_path):
+    """As where the one that was to stay died in a merge, and came back in time to have its GPUs: until then all that lived slept."""
+    async with fleet(tmp_path, ("switch",)) as made:
+        await made.asker.ref("engine-2").ask(SleepEngine(), timeout=60.0)
+        await made.kill("engine-1")
+        await made.until(lambda: list(made.seats) == ["engine-2"])
+        lengths = [SHORT] * 4
+        asked = [made.ask(place, length) for place, length in enumerate(lengths)]
+        await made.until(lambda: len(made.seats["engine-2"].requests) == len(asked))
+        await made.restart("engine-1")
+        await made.asker.ref("engine-1").ask(Reconfigure(2, 1), timeout=60.0)
+
+        await made.restart("orchestrator-1")
+
+        await whole(lengths, asked)
+        assert made.shapes == [(False, 2), (True, 1)]
+
+
+@virtual
 async def test_engines_that_sleep_without_an_owner_are_woken(tmp_path):
     async with fleet(tmp_path, engines=4, pools=("left", "right")) as made:
         for name in ("engine-1", "engine-2"):
