@@ -27,8 +27,10 @@ sys.path.insert(0, str(ROOT))
 
 from runtime.config import Config, load  # noqa: E402
 from runtime.errors import RubatoError  # noqa: E402
+from runtime.observe.trace import wall_s  # noqa: E402
 from sim.audit import AuditLimits, audit  # noqa: E402
 from tools.chaos_arguments import KINDS, chosen, parsed  # noqa: E402
+from tools.chaos_changes import changes, under_way  # noqa: E402
 from tools.chaos_job import Job, Victim, output_of  # noqa: E402
 
 LONGEST_STOP_S = 20.0
@@ -41,6 +43,8 @@ GONE_S = 10.0
 """Processes of a job that ended have so long to follow."""
 LOOK_S = 0.05
 """Another program's files and processes send no event when they change."""
+AIM_S = 8.0
+"""Longest that a hit waits for a switch to begin."""
 WEIGHTS = {"kill": 5, "stop": 3, "restart": 2}
 
 
@@ -51,13 +55,19 @@ class Broken(Exception):
 class Chaos:
     """Chooses who is hit, how and when, by the seed; keeps what happened."""
 
-    def __init__(self, job: Job, roles: list[str], kinds: list[str], rng: random.Random) -> None:
+    def __init__(self, job: Job, roles: list[str], kinds: list[str], rng: random.Random, *, orchestrated: bool) -> None:
         self._job, self._rng, self._roles, self._kinds = job, rng, roles, kinds
+        self._orchestrated = orchestrated
         self._deck: list[str] = []
         self._waking: dict[int, float] = {}
         self.events: list[dict[str, Any]] = []
         self.rows: list[tuple[float, int]] = []
         """When each step first had a row, and which."""
+
+    def is_time(self, late_s: float) -> bool:
+        """Where the job has an orchestrator, every second hit waits a while for a switch to fall into."""
+        aims = self._orchestrated and len(self.events) % 2 == 0
+        return not aims or late_s > AIM_S or under_way(self._job.folder)
 
     def hit(self, now: float) -> bool:
         """Hit the next role of the deck; False where none of its processes lives at the moment."""
@@ -76,7 +86,8 @@ class Chaos:
             return False
         if kind == "stop":
             self._waking[victim.pid] = now + stop_s
-        self.events.append({"at_s": round(now, 2), "role": role, "name": victim.name, "kind": kind, "stop_s": stop_s})
+        at = {"at_s": round(now, 2), "t": wall_s(), "step": self._job.steps()}
+        self.events.append(at | {"role": role, "name": victim.name, "kind": kind, "stop_s": stop_s})
         print(
             f"{now:6.1f} s  step {self._job.steps():<4} {kind} {victim.name}" + (f" for {stop_s} s" if stop_s else "")
         )
@@ -134,14 +145,18 @@ async def go(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos) -
     rng = random.Random(f"{args.seed}/when")
     await job.start()
     await _until_step(job, 1)
-    began = loop.time()
+    began, steps = loop.time(), config.run.steps
     next_at = began + rng.uniform(*args.pause)
     while (now := loop.time()) < began + args.seconds:
         chaos.saw(now - began)
         chaos.wake(now - began)
-        if job.launcher.returncode is not None:
-            await _again(job, config)
-        elif now >= next_at and chaos.hit(now - began):
+        if job.launcher.returncode == 0:  # it got through sooner than the chaos: it is given as many steps again
+            await _no_orphans(job)
+            steps += config.run.steps
+            await job.start(f"run.steps={steps}")
+        elif job.launcher.returncode is not None:
+            await _again(job)
+        elif now >= next_at and chaos.is_time(now - next_at) and chaos.hit(now - began):
             next_at = now + rng.uniform(*args.pause)
         await asyncio.sleep(LOOK_S)
     chaos.wake(float("inf"))
@@ -150,12 +165,11 @@ async def go(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos) -
         raise Broken(
             f"nothing was hit in {args.seconds:g} s: no process of {', '.join(chaos.missed())} lived when its turn came"
         )
-    steps = config.run.steps
     if args.rest is not None:
         await _kill(job)
         steps = min(steps, job.steps() + args.rest)
         await job.start(f"run.steps={steps}")
-    await _to_the_end(job, chaos, config, began)
+    await _to_the_end(job, chaos, began)
     return {"wall_s": round(loop.time() - began, 1), "wanted": steps}
 
 
@@ -177,11 +191,9 @@ async def _until_step(job: Job, step: int) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-async def _again(job: Job, config: Config) -> None:
-    """The launcher ended: nothing of it may be left, then it goes on."""
+async def _again(job: Job) -> None:
+    """The launcher was ended: nothing of it may be left, then it goes on."""
     code = job.launcher.returncode
-    if code == 0:
-        raise Broken(f"the run of {config.run.steps} steps ended during the chaos; give more with run.steps=")
     if code not in (-signal.SIGKILL, 130):
         raise Broken(f"the launcher ended with {code}: {job.last_words()}")
     await _no_orphans(job)
@@ -198,13 +210,13 @@ async def _no_orphans(job: Job) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-async def _to_the_end(job: Job, chaos: Chaos, config: Config, began: float) -> None:
+async def _to_the_end(job: Job, chaos: Chaos, began: float) -> None:
     loop = asyncio.get_running_loop()
     last, at = job.steps(), loop.time()
     while (code := job.launcher.returncode) != 0:
         chaos.saw(loop.time() - began)
         if code is not None:
-            await _again(job, config)
+            await _again(job)
         if job.steps() > last:
             last, at = job.steps(), loop.time()
         if loop.time() > at + PATIENCE_S:
@@ -236,7 +248,7 @@ def main(argv: list[str]) -> int:
     except RubatoError as error:
         print(error)
         return 2
-    chaos = Chaos(job, roles, args.kinds, random.Random(args.seed))
+    chaos = Chaos(job, roles, args.kinds, random.Random(args.seed), orchestrated="orchestrator" in config.actors)
     try:
         return asyncio.run(_run(args, config, job, chaos))
     except (asyncio.CancelledError, KeyboardInterrupt):
@@ -275,6 +287,7 @@ async def _run(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos)
     finally:
         await job.end_left()
     hits = Counter(event["kind"] for event in chaos.events)
+    figures |= changes(job.folder, [event["t"] for event in chaos.events])
     figures |= {"pauses": chaos.pauses(), "events": chaos.events, "launches": job.launches, "hits": dict(hits)}
     if args.json:
         args.json.write_text(json.dumps(figures | {"broken": sentence}, indent=1) + "\n")
@@ -292,8 +305,16 @@ def _summary(args: argparse.Namespace, figures: dict[str, Any], missed: list[str
     return (
         f"seed {args.seed}: {args.seconds:g} s of chaos ({hits}; {figures['launches']} launches), {figures['steps']} steps gapless, "
         f"{figures['samples']} samples each one fate ({fates}), 0 in two steps, 0 over the bound, 0 orphans, 0 leaks"
+        + _changed(figures)
         + (f"; never hit: {', '.join(missed)}" if missed else "")
     )
+
+
+def _changed(figures: dict[str, Any]) -> str:
+    if not figures["switches"] + figures["moves"]:
+        return ""
+    told = f"; {figures['switches']} switches and {figures['moves']} moves begun, {figures['failed']} failed or cut off"
+    return f"{told}; of the hits {figures['in_switch']} during a switch, {figures['in_move']} during moves"
 
 
 if __name__ == "__main__":
