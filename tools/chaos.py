@@ -55,7 +55,9 @@ class Broken(Exception):
 class Chaos:
     """Chooses who is hit, how and when, by the seed; keeps what happened."""
 
-    def __init__(self, job: Job, roles: list[str], kinds: list[str], rng: random.Random, *, orchestrated: bool) -> None:
+    def __init__(
+        self, job: Job, roles: list[str], kinds: list[str], rng: random.Random, *, orchestrated: bool = False
+    ) -> None:
         self._job, self._rng, self._roles, self._kinds = job, rng, roles, kinds
         self._orchestrated = orchestrated
         self._deck: list[str] = []
@@ -145,15 +147,15 @@ async def go(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos) -
     rng = random.Random(f"{args.seed}/when")
     await job.start()
     await _until_step(job, 1)
-    began, steps = loop.time(), config.run.steps
+    began, rounds = loop.time(), 1
     next_at = began + rng.uniform(*args.pause)
     while (now := loop.time()) < began + args.seconds:
         chaos.saw(now - began)
         chaos.wake(now - began)
         if job.launcher.returncode == 0:  # it got through sooner than the chaos: it is given as many steps again
             await _no_orphans(job)
-            steps += config.run.steps
-            await job.start(f"run.steps={steps}")
+            rounds += 1
+            await job.start(f"run.steps={rounds * config.run.steps}")
         elif job.launcher.returncode is not None:
             await _again(job)
         elif now >= next_at and chaos.is_time(now - next_at) and chaos.hit(now - began):
@@ -165,6 +167,7 @@ async def go(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos) -
         raise Broken(
             f"nothing was hit in {args.seconds:g} s: no process of {', '.join(chaos.missed())} lived when its turn came"
         )
+    steps = rounds * config.run.steps
     if args.rest is not None:
         await _kill(job)
         steps = min(steps, job.steps() + args.rest)
@@ -311,7 +314,7 @@ def _summary(args: argparse.Namespace, figures: dict[str, Any], missed: list[str
 
 
 def _changed(figures: dict[str, Any]) -> str:
-    if not figures["switches"] + figures["moves"]:
+    if not figures.get("switches", 0) + figures.get("moves", 0):
         return ""
     told = f"; {figures['switches']} switches and {figures['moves']} moves begun, {figures['failed']} failed or cut off"
     return f"{told}; of the hits {figures['in_switch']} during a switch, {figures['in_move']} during moves"
