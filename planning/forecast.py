@@ -20,14 +20,8 @@ WINDOW = 8
 BEYOND_NOISE = 3.0
 """Standard errors from which a trend is one: eight steps of some hundred requests still show drift of 2 or 3 % a step."""
 
-NOISE = 2.5
-MOST_UNSURE = 0.15
-"""How far the curves are off, by a rule of thumb: NOISE / √(lengths that are known), never more than MOST_UNSURE.
-
-Both are from the load *rebalance* of tools/bench/orchestrator.py. MOST_UNSURE was chosen on its seeds 0 to 4 and seen on 5 to 9 afterwards.
-NOISE was compared on all ten, so that none is left which it was not chosen on: 2.0 has 60 % of the oracle's gain, 2.5 and 4 have 62 %
-(docs/orchestrrl.md).
-"""
+MEAN_OF = 10
+"""Quantiles, evenly spread, whose mean stands for that of all."""
 
 NORMAL = NormalDist()
 EDGE = 1e-6
@@ -67,8 +61,6 @@ class LengthCurve:
     """Of each prompt: how many finished, and the mean of their normal scores."""
     trend: float
     """Growth of the log of work per step."""
-    known: int = 0
-    """Requests that ended, of which it is made."""
 
     def cdf(self, work: float) -> float:
         """P(a request's work is at most `work`)."""
@@ -105,11 +97,6 @@ class Forecast:
     tokens_s: float
     limit: float
 
-    @property
-    def unsure(self) -> float:
-        """Share of an engine's load by which the curves are off: the more lengths are known, the less. What few requests spread by is not in it."""
-        return min(MOST_UNSURE, NOISE / math.sqrt(self.curves[""].known)) if self.curves else MOST_UNSURE
-
     def remaining(self, request: Seen, quantile: float = 0.5) -> Remaining:
         """Of a running `request` at `quantile` within (0, 1); rises with the quantile.
 
@@ -135,6 +122,10 @@ class Forecast:
         return Remaining(
             tokens, env_s, f"quantile {quantile:g} {of}, trend {100 * math.expm1(curve.trend):+.1f} % a step"
         )
+
+    def expected(self, request: Seen) -> float:
+        """Tokens to come of a running `request` on average."""
+        return fmean(self.remaining(request, (i + 0.5) / MEAN_OF).tokens for i in range(MEAN_OF))
 
     def spread(self, requests: Mapping[str, Seen]) -> dict[str, float]:
         """Tokens to come of each by its name, at quantiles that its name decides: together they are distributed as forecast.
@@ -188,8 +179,7 @@ def _curve(pairs: Sequence[tuple[int, Seen]], tokens_s: float, limit: float) -> 
     likeness, scores = _prompts(
         [(seen.prompt, _score(plain, work(age, seen))) for age, seen in pairs if age and seen.done]
     )
-    known = sum(seen.done for _, seen in recent)
-    return LengthCurve(works, below, plain.token_share, likeness, scores, trend, known)
+    return LengthCurve(works, below, plain.token_share, likeness, scores, trend)
 
 
 def _trend(points: Iterable[tuple[int, float]]) -> float:

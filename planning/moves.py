@@ -1,6 +1,10 @@
 """Decides how a request moves: with its keys and values, or by its tokens alone, which the target then prefills."""
 
+from collections import deque
 from typing import NamedTuple
+
+TRANSFERS = 16
+"""That a way's rate is of."""
 
 
 class Moving(NamedTuple):
@@ -26,6 +30,26 @@ class Carry(NamedTuple):
     cache_s: float
     recompute_s: float
     why: str
+
+
+class Rate:
+    """Bytes per second of a way, of the last transfers on it.
+
+    The fastest of them counts: what else a transfer waits for, such as the end of a decode step, makes it slower and never faster. So a small
+    one that waited does not speak for large ones.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=TRANSFERS)
+
+    def saw(self, num_bytes: int, seconds: float) -> None:
+        """One transfer."""
+        self._seen.append(num_bytes / max(seconds, 1e-6))
+
+    @property
+    def bytes_s(self) -> float:
+        """0 before there was one."""
+        return max(self._seen, default=0.0)
 
 
 def carry(moving: Moving) -> Carry:

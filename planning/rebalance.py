@@ -64,18 +64,16 @@ def rebalance(
     moved_s: Mapping[str, float] | None = None,
     interval_s: float = 10.0,
     most: int = 8,
-    unsure: float = 0.0,
 ) -> Rebalance:
-    """At most `most` moves that bring the last of `instances` through earlier, by more than loads are `unsure`; `engines` by degree.
+    """At most `most` moves that bring the last of `instances` through earlier, by more than MARGIN; `engines` by degree.
 
     `moved_s` says when each request was last moved: one moved less than `interval_s` before `now_s` stays, and none is moved twice in a plan.
     Depends on nothing but its arguments, and not on the order of `instances`.
     """
     recent = {name for name, at in (moved_s or {}).items() if now_s - at < interval_s}
-    margin = max(MARGIN, unsure)
-    found = shorten(instances, engines, recent, most, margin)
-    if not found.moves or found.after_s > (1 - margin) * found.before_s:
-        why = f"no moves shorten {found.before_s:.1f} s by {100 * margin:.0f} %"
+    found = shorten(instances, engines, recent, most)
+    if not found.moves or found.after_s > (1 - MARGIN) * found.before_s:
+        why = f"no moves shorten {found.before_s:.1f} s by {100 * MARGIN:.0f} %"
         return Rebalance((), found.before_s, found.before_s, why)
     num = f"{len(found.moves)} move" + "s" * (len(found.moves) > 1)
     why = f"{num}: the last engine is through in {found.after_s:.1f} s instead of {found.before_s:.1f} s"
@@ -87,9 +85,8 @@ def shorten(
     engines: Mapping[int, Roofline],
     fixed: Collection[str] = (),
     most: int = 8,
-    margin: float = MARGIN,
 ) -> Shortened:
-    """Moves, however little each brings, until none brings the last instance through earlier, or all are through within `margin` of it.
+    """Moves, however little each brings, until none brings the last instance through earlier, or all are through within MARGIN of it.
 
     Requests in `fixed` stay.
     """
@@ -99,7 +96,7 @@ def shorten(
     best, moves, kept, stay = tuple(state.values()), list[RequestMove](), 0, set(fixed)
     while state and len(moves) < most:
         last = max(times, key=lambda name: (times[name], name))
-        if min(times.values()) > (1 - margin) * times[last]:
+        if min(times.values()) > (1 - MARGIN) * times[last]:
             break
         option = _best(state, times, last, engines, stay, most - len(moves))
         if option is None:

@@ -7,6 +7,7 @@ from actors.engines.engine import Cache
 from actors.messages.generation import CachePart, FetchCache
 from bus.errors import AskFailed
 from bus.message import Buffer
+from planning.moves import Rate
 
 if TYPE_CHECKING:
     from runtime.courier import Ref
@@ -27,8 +28,8 @@ class Caches:
     def __init__(self, most: int) -> None:
         self._most = most
         self._kept: dict[tuple[str, int], Cache] = {}
-        self.link_bytes_s = 0.0
-        """What the last cache that came here travelled at; 0 before there was one."""
+        self.link = Rate()
+        """Of caches that come here."""
 
     def keep(self, request_id: str, cache: Cache, epoch: int = 0) -> None:
         """`epoch` is of the move that it is for; 0 where it is handed over."""
@@ -64,7 +65,7 @@ class Caches:
         except* (AskFailed, _NotThere):
             pass
         if cache is not None:
-            self.link_bytes_s = len(cache.data) / max(loop.time() - began, 1e-6)
+            self.link.saw(len(cache.data), loop.time() - began)
         return cache
 
 

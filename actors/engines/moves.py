@@ -15,7 +15,7 @@ from actors.messages.generation import MovedFrom
 from actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
 from bus.errors import AskFailed
 from bus.message import Ack
-from planning.moves import Carry, Moving, carry
+from planning.moves import Carry, Moving, Rate, carry
 from runtime.actor import Actor
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Departures:
         self._caches = caches
         self._parked: OrderedDict[str, Parked] = OrderedDict()
         self._bytes_per_token = 0.0
-        self._export_bytes_s = 0.0
+        self._exports = Rate()
 
     async def prepare(
         self, engine: Engine, shared: "EngineRequest", order: PrepareMove, version: int
@@ -97,7 +97,7 @@ class Departures:
             return NotMoved(str(error))
         if work.cache is not None:
             self._bytes_per_token = len(work.cache.data) / work.cache.num_tokens
-            self._export_bytes_s = len(work.cache.data) / max(loop.time() - began, 1e-6)
+            self._exports.saw(len(work.cache.data), loop.time() - began)
             if not shared.run.done():
                 self._caches.keep(order.request_id, work.cache, order.epoch)
         exported.set_result(work._replace(cache=None))
@@ -121,8 +121,8 @@ class Departures:
 
     def _moving(self, engine: Engine, shared: "EngineRequest", *, same_weights: bool) -> Moving:
         tokens = (len(shared.request.prompt) + len(shared.tokens.ids)) // 4
-        ways = [rate for rate in (self._caches.link_bytes_s, self._export_bytes_s) if rate]
-        link_bytes_s = 1 / sum(1 / rate for rate in ways) if self._caches.link_bytes_s else 0.0
+        ways = [rate for rate in (self._caches.link.bytes_s, self._exports.bytes_s) if rate]
+        link_bytes_s = 1 / sum(1 / rate for rate in ways) if self._caches.link.bytes_s else 0.0
         prefill = engine.load().prefill_tokens_s
         return Moving(tokens, tokens - 1, self._bytes_per_token, link_bytes_s, prefill, same_weights)
 

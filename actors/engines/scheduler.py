@@ -73,6 +73,10 @@ class Sequence:
             self.unsent_versions.append((version, len(self.unsent_ids) - 1))
         self._finish_after(token)
 
+    def has_chunk(self, every: int) -> bool:
+        """Whether a chunk is due: of so many tokens, or of the first one where that is wanted at once."""
+        return len(self.unsent_ids) >= (1 if self.work.first_at_once and not self.sent else every)
+
     def chunk(self) -> Chunk:
         """What was sampled since the last chunk."""
         ends = [start for _, start in self.unsent_versions[1:]] + [len(self.unsent_ids)]

@@ -379,7 +379,7 @@ class StepLoop(threading.Thread):
             sequence.sampled(token, logprob, self.version)
             if sequence.finish_reason:
                 ended.append(sequence)
-            elif len(sequence.unsent_ids) >= (1 if sequence.work.first_at_once else self._stream_every):
+            elif sequence.has_chunk(self._stream_every):
                 self._outbox.append((self._sequences[sequence.work.request_id][1], (sequence.chunk(),)))
         self.scheduler.retire(ended)
         for sequence in ended:

@@ -79,12 +79,11 @@ class EngineRequest(SharedRequest):
         """An aborted one may come back, from an engine that it went on to, and then goes on here."""
         return isinstance(result, Completion)
 
-    def work(self) -> Work:
+    def work(self, first_at_once: bool) -> Work:
         """The request as the engine sees it. Raises BadFrame when its prompt is malformed."""
         request = self.request
-        prompt = tuple(unpack_i32(request.prompt))
-        sampling, at_once = request.sampling, request.hand_over
-        return Work(request.request_id, request.session, prompt, sampling, request.resumed, first_at_once=at_once)
+        prompt, at_once = tuple(unpack_i32(request.prompt)), first_at_once or request.hand_over
+        return Work(request.request_id, request.session, prompt, request.sampling, request.resumed, None, at_once)
 
     def sampled(self, chunk: Chunk) -> None:
         """Add what the engine sampled."""
@@ -240,7 +239,7 @@ class EngineWorker(Actor):
         """Run one request to its end, under weights that are new enough."""
         _, weights = self._started()
         request = shared.request
-        work: Work | None = shared.work()
+        work: Work | None = shared.work(self.config.engine.pace is not None)  # orchestrators count with its prefill
         finish_reason = "aborted"
         if self._draining:
             shared.abort_reason = HANDED_BACK
@@ -323,11 +322,12 @@ class EngineWorker(Actor):
                 self._caches.keep(request_id, cache)
 
     def _sampled(self, shared: EngineRequest, chunk: Chunk) -> None:
+        first = shared.tokens is shared.request.resumed
         shared.sampled(chunk)
         num_tokens = len(chunk.tokens.ids) // 4
         self._num_tokens += num_tokens
         self.metrics.count("engine/tokens", num_tokens)
-        if not chunk.finish_reason and len(shared.unreported.ids) >= 4 * self.config.engine.stream_every:
+        if not chunk.finish_reason and (first or len(shared.unreported.ids) >= 4 * self.config.engine.stream_every):
             self._reports.add(shared.request.request_id)
             self._report_due.set()
 

@@ -2,27 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from actors.messages.orchestration import RequestEnded, RequestSeen
 from planning.forecast import WINDOW, Forecast, Seen, fit
 
 STEPS_KEPT = 2 * WINDOW
 """Requests of one prompt are compared over so many steps."""
-
-QUANTILE = 0.7
-"""That of the mean of a log-normal distribution whose deviation is about 1, as those of configs/lengths are.
-
-It was chosen on seeds 0 to 4 of the load *rebalance* of tools/bench/orchestrator.py, on which 71 % of the oracle's gain are reached; on
-seeds 5 to 9, which it was not chosen on, 52 % are (docs/orchestrrl.md).
-"""
-
-
-class Expected(NamedTuple):
-    """Tokens that each request has still to sample, and how unsure the forecast is of them (`Forecast.unsure`)."""
-
-    tokens: Mapping[str, float]
-    unsure: float
 
 
 class Lengths:
@@ -53,11 +38,11 @@ class Lengths:
             self._steps.append(tuple(self._now))
             self._now = []
 
-    def left(self, requests: Iterable[RequestSeen]) -> Expected:
-        """Of each of the running `requests`, at one quantile for all: which of them is long shows only as they run."""
+    def left(self, requests: Iterable[RequestSeen]) -> Mapping[str, float]:
+        """Tokens that each of the running `requests` has still to sample, on average: which of them is long shows only as they run."""
         running = list(requests)
         forecast = self._forecast(running)
-        return Expected({each.request_id: _left(forecast, each) for each in running}, forecast.unsure)
+        return {each.request_id: _within(each, forecast.expected(_seen(each))) for each in running}
 
     def drawn(self, requests: Iterable[RequestSeen]) -> Mapping[str, float] | None:
         """Tokens to come of all that runs, spread as lengths are, so that their tail is among them; None where no length is known."""
@@ -66,14 +51,13 @@ class Lengths:
         if not forecast.curves:
             return None
         spread = forecast.spread({name: _seen(each) for name, each in by_name.items()})
-        return {name: max(1.0, min(spread[name], each.limit - each.sampled)) for name, each in by_name.items()}
+        return {name: _within(each, spread[name]) for name, each in by_name.items()}
 
     def _forecast(self, running: Iterable[RequestSeen]) -> Forecast:
         return fit(tuple(self._steps), (*self._now, *map(_seen, running)))
 
 
-def _left(forecast: Forecast, request: RequestSeen) -> float:
-    left = forecast.remaining(_seen(request), QUANTILE).tokens
+def _within(request: RequestSeen, left: float) -> float:
     return max(1.0, min(left, request.limit - request.sampled))
 
 

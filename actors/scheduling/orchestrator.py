@@ -143,7 +143,7 @@ class Orchestrator(Actor):
 
     async def _rebalance(self, found: Sequence[Server], surveyed: Surveyed, whose: Mapping[str, str]) -> None:
         """Between engines of the same pool, hardware and model: what a pool's requests may use is its own."""
-        left, unsure = self._lengths.left(surveyed.requests)
+        left = self._lengths.left(surveyed.requests)
         still = {each.request_id for each in surveyed.requests if each.moves}
         now = self._now()
         self._moved_s = {name: at for name, at in self._moved_s.items() if name in whose} | dict.fromkeys(still, now)
@@ -156,9 +156,7 @@ class Orchestrator(Actor):
             fleet = instances(alike, surveyed.requests, lambda each: left[each.request_id])
             speeds = {degree: speed for server in alike for degree, speed in self._speeds.of(server).items()}
             planned = partial(rebalance, fleet, speeds, now_s=now, moved_s=self._moved_s, most=self.most_moves)
-            plans.append(
-                await self.offload(partial(planned, interval_s=REST * self._section.interval_s, unsure=unsure))
-            )
+            plans.append(await self.offload(partial(planned, interval_s=REST * self._section.interval_s)))
             num_requests += sum(len(each.loads) for each in fleet)
         self.metrics.gauge("orchestrator/remaining_s", max((plan.before_s for plan in plans), default=0.0))
         self._foresight.expect(num_requests, max((plan.after_s for plan in plans), default=0.0), now)

@@ -231,7 +231,7 @@ class PacedScriptedEngine(ScriptedEngine):
             sequence.sampled(*self._token(slot), self._version)
             if sequence.finish_reason:
                 ended.append(slot)
-            elif len(sequence.unsent_ids) >= (1 if sequence.work.first_at_once else self._section.stream_every):
+            elif sequence.has_chunk(self._section.stream_every):
                 self._inboxes[sequence.work.request_id].put_nowait(sequence.chunk())
         self._scheduler.retire(slot.sequence for slot in ended)
         for slot in ended:

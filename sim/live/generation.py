@@ -20,7 +20,7 @@ from actors.messages.generation import Completion, Generate, Sampling
 from actors.messages.orchestration import RequestEnded, RequestSeen, Surveyed
 from actors.proxy.proxy import LLMProxy
 from actors.scheduling.fleet import Server
-from actors.scheduling.lengths import Expected, Lengths
+from actors.scheduling.lengths import Lengths
 from actors.scheduling.orchestrator import Orchestrator
 from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection
 from bus.link import Identity
@@ -174,9 +174,9 @@ class KnownLengths(Lengths):
         super().__init__()
         self._tokens = tokens
 
-    def left(self, requests: Iterable[RequestSeen]) -> Expected:
+    def left(self, requests: Iterable[RequestSeen]) -> Mapping[str, float]:
         """Exactly."""
-        return Expected(self.drawn(requests), 0.0)
+        return self.drawn(requests)
 
     def drawn(self, requests: Iterable[RequestSeen]) -> Mapping[str, float]:
         """Exactly."""

@@ -137,7 +137,6 @@ class StepRun:
                 now_s=pool.timeline.now,
                 moved_s=pool.moved_s,
                 interval_s=10 * self._pace.interval_s,
-                unsure=0.0 if self._arm.knows or self._forecast is None else self._forecast.unsure,
             ).moves
             pool.move(moves)
 

@@ -18,6 +18,7 @@ from bus.codec import MAX_BODY_BYTES
 from bus.errors import AskFailed
 from bus.message import Ack, pack_i32
 from bus.zmq import ZmqTransport
+from planning.moves import Rate
 from runtime.actor import handler
 from sim.simtest.network import FaultPlan, FaultyNetwork
 from tests.models import write_model
@@ -154,7 +155,7 @@ async def test_its_cache_comes_with_it_in_parts(tmp_path, monkeypatch):
         assert isinstance(await cluster.move(), Moved)
         await asked
 
-        links = [engine._caches.link_bytes_s for engine in cluster.engines]
+        links = [engine._caches.link.bytes_s for engine in cluster.engines]
 
     assert sorted(rate > 0 for rate in links) == [False, True]
     # There and back for the first part, and once more for the others, which are under way together.
@@ -446,7 +447,8 @@ async def test_the_cache_travels_where_the_link_is_sooner_there_than_a_prefill(
         asked = cluster.ask(REQUEST)
         await cluster.sampled(5)
         source = next(engine for engine in cluster.engines if engine._requests.running)
-        source._caches.link_bytes_s, source._departures._bytes_per_token = link_bytes_s, 4.0
+        source._caches.link.saw(int(link_bytes_s), 1.0)
+        source._departures._bytes_per_token = 4.0
         prepared = await source.prepare_move(PrepareMove("r", 1, "engine-9", 0))
         kept = list(source._caches._kept)
         source._departures.keep("r", 1)
@@ -528,7 +530,7 @@ async def test_torch_engines_hand_over_keys_and_values_and_go_on_token_for_token
             shared = await running(cluster, moves)
             target = "engine-1" if shared.engine == "engine-2" else "engine-2"
             arrive = cluster.actors[target]._departures.arrive
-            cluster.actors[shared.engine]._caches.link_bytes_s = 0.0  # of a known one its rate would decide
+            cluster.actors[shared.engine]._caches.link = Rate()  # of a known one its rate would decide
 
             async def arrived(work, moved, arrive=arrive):
                 taken.append(await arrive(work, moved))

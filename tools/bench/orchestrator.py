@@ -1,6 +1,6 @@
 """The orchestrator on live processes with paced engines, against the same job with its planners off: seconds until all requests are answered.
 
-python tools/bench/orchestrator.py [--json FILE] [--seeds 2] [--only rebalance|switch|drift|uniform] [--virtual]
+python tools/bench/orchestrator.py [--json FILE] [--seeds 2] [--first-seed 0] [--only rebalance|switch|drift|uniform] [--virtual]
                                     [key.sub=value …]
 
 Proxy, engines, bus and orchestrator are live; the engines' time is paced (docs/pace.md), and how much a request samples is drawn by its seed
@@ -257,11 +257,11 @@ class Measured(NamedTuple):
     switches: int
 
 
-async def play_arms(me: Guest | Actor, scenario: Scenario, seeds: int) -> list[dict[str, list[float]]]:
+async def play_arms(me: Guest | Actor, scenario: Scenario, seeds: range) -> list[dict[str, list[float]]]:
     """Of each seed: seconds of each step, by arm."""
     found: list[dict[str, list[float]]] = []
     player = Player(me, scenario)
-    for seed in range(seeds):
+    for seed in seeds:
         took: dict[str, list[float]] = {}
         for name, arm in scenario.arms.items():
             await me.ref("orchestrator").ask(replace(arm, fleet=scenario.engines), timeout=ASK_S)
@@ -274,7 +274,7 @@ async def play_arms(me: Guest | Actor, scenario: Scenario, seeds: int) -> list[d
     return found
 
 
-async def play_virtually(scenario: Scenario, seeds: int) -> Measured:
+async def play_virtually(scenario: Scenario, seeds: range) -> Measured:
     """The same actors in this process, at scale 1 of virtual time."""
     more = scenario._replace(scale=1.0, arms={**scenario.arms, **scenario.statics})
     async with virtual_job(config(more)) as (asker, orchestrator):
@@ -283,7 +283,7 @@ async def play_virtually(scenario: Scenario, seeds: int) -> Measured:
     return Measured(found, 0.0, int(switched))
 
 
-async def play(scenario: Scenario, seeds: int, overrides: Sequence[str]) -> Measured:
+async def play(scenario: Scenario, seeds: range, overrides: Sequence[str]) -> Measured:
     """All arms of all seeds, on one job."""
     async with job(scenario.name, config(scenario), overrides) as folder, connect(folder) as run, join(folder) as me:
         await all_here(run.store, scenario.engines)
@@ -326,7 +326,7 @@ def said(name: str, each: Mapping[str, Any], virtual: bool) -> str:
     return text + ("virtual" if virtual else f"paced, {100 * each['outlasted']:.1f} % of steps outlasted")
 
 
-async def play_all(wanted: Sequence[Scenario], seeds: int, overrides: Sequence[str]) -> dict[str, Measured]:
+async def play_all(wanted: Sequence[Scenario], seeds: range, overrides: Sequence[str]) -> dict[str, Measured]:
     """Beside each other, for paced engines wait most of the time."""
     found = await asyncio.gather(*(play(each, seeds, overrides) for each in wanted))
     return {each.name: measured for each, measured in zip(wanted, found, strict=True)}
@@ -336,16 +336,18 @@ def main(argv: Sequence[str]) -> int:
     """Measure, print, and write the figures where asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=2, help="so many")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", choices=[each.name for each in SCENARIOS])
     parser.add_argument("--virtual", action="store_true", help="one process, virtual time, scale 1")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     asked = parser.parse_args(argv)
     wanted = [each for each in SCENARIOS if asked.only in (None, each.name)]
+    seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
     if asked.virtual:
-        measured = {each.name: run_virtual(partial(play_virtually, each, asked.seeds)) for each in wanted}
+        measured = {each.name: run_virtual(partial(play_virtually, each, seeds)) for each in wanted}
     else:
-        measured = asyncio.run(play_all(wanted, asked.seeds, asked.overrides))
+        measured = asyncio.run(play_all(wanted, seeds, asked.overrides))
     summary = {name: summed_up(each) for name, each in measured.items()}
     for name, each in summary.items():
         print(said(name, each, asked.virtual))

@@ -1,6 +1,6 @@
 """With its cache or without: whichever is there sooner."""
 
-from planning.moves import Moving, carry
+from planning.moves import TRANSFERS, Moving, Rate, carry
 
 REQUEST = Moving(1000, 999, 100_000.0, 1e9, 5000.0)
 
@@ -29,3 +29,16 @@ def test_what_the_cache_lacks_is_prefilled_either_way():
 
     assert part.cache_s == 500 * 100_000 / 1e9 + 500 / 5000
     assert part.recompute_s == 1000 / 5000
+
+
+def test_a_small_transfer_that_waited_does_not_make_a_link_slow():
+    rate = Rate()
+    assert rate.bytes_s == 0
+
+    rate.saw(1_000_000, 0.001)
+    rate.saw(1_000, 0.25)
+    assert rate.bytes_s == 1e9
+
+    for _ in range(TRANSFERS):
+        rate.saw(1_000_000, 0.1)
+    assert rate.bytes_s == 1e7

@@ -157,3 +157,17 @@ def test_two_requests_of_one_session_at_once_take_two_slots():
 
     assert len({row.sequence.work.request_id for row in rows}) == 2
     assert len(scheduler._slots._idle) == 1
+
+
+def test_a_first_token_that_is_wanted_at_once_is_a_chunk_and_the_next_chunk_is_as_long_as_any():
+    at_once = Sequence(Work("a", "s", (1, 2), Sampling(9), first_at_once=True), max_len=1000)
+    other = Sequence(Work("b", "s", (1, 2), Sampling(9)), max_len=1000)
+    lengths = []
+    for token in range(5):
+        for each in (at_once, other):
+            each.sampled(token, 0.0, 0)
+        if at_once.has_chunk(4):
+            lengths.append(len(at_once.chunk().tokens.ids) // 4)
+        assert other.has_chunk(4) == (token >= 3)
+
+    assert lengths == [1, 4]

@@ -2,7 +2,6 @@
 
 from actors.messages.orchestration import RequestEnded, RequestSeen
 from actors.scheduling.lengths import Lengths
-from planning.forecast import MOST_UNSURE
 
 
 def seen(sampled, limit=10_000):
@@ -17,19 +16,8 @@ def test_what_ended_while_others_run_says_how_much_is_left():
     lengths = Lengths()
     lengths.note(ended(*range(100, 1100, 100)), [seen(50)])
 
-    assert lengths.left([seen(50)]).tokens["r"] > 500
-    assert lengths.left([seen(50, limit=60)]).tokens["r"] == 10
-
-
-def test_the_more_lengths_are_known_the_surer_are_the_engines_loads():
-    lengths = Lengths()
-    none = lengths.left([seen(50)]).unsure
-    lengths.note(ended(*range(100, 500)), [seen(50)])
-    some = lengths.left([seen(50)]).unsure
-    lengths.note(ended(*range(500, 5000)), [seen(50)])
-
-    assert none == MOST_UNSURE
-    assert none > some > lengths.left([seen(50)]).unsure > 0
+    assert lengths.left([seen(50)])["r"] == 500
+    assert lengths.left([seen(50, limit=60)])["r"] == 10
 
 
 def test_a_step_ends_where_nothing_runs_or_newer_weights_are_asked_for():
