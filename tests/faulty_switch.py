@@ -14,8 +14,8 @@ LOGIN = Login("rubato", "secret")
 class FaultySwitch(OcsDevice):
     """Does as it is told, except for the faults that a test sets."""
 
-    def __init__(self):
-        super().__init__(8, 0.010)
+    def __init__(self, num_ports=8, delay_s=0.010):
+        super().__init__(num_ports, delay_s)
         self.lies = 0
         self.stalled = False
         self.halves = 0

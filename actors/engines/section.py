@@ -22,6 +22,8 @@ class ScriptedSection(Section):
     """Probability that a token is a stop token, where the request names any."""
     vocab_size: int = Field(default=256, ge=1)
     """Token ids are drawn below this, where the model folder has no config.json that says better."""
+    kv_bytes_per_token: int = Field(default=4, ge=4, multiple_of=4)
+    """What of a cache travels with a request that moves: the token itself, and zeros up to so many bytes."""
     told_lengths: bool = False
     """Where a request names stop tokens, the first token of its prompt says how many are sampled: none but the last is a stop token."""
 

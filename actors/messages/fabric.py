@@ -77,7 +77,7 @@ class CircuitsReady(Message, frozen=True):
 
 
 class AskCircuits(Request[CircuitsPromised | NoCircuits], frozen=True):
-    """Before a switch of parallelism: may the `traffic` (bytes between named actors) that it causes have circuits of its own, lit within
+    """Before a switch of parallelism or a rebalancing: may the `traffic` (bytes between named actors) of it have circuits of its own, lit within
     `within_s`? A promise is being kept when it is given. One epoch has one answer, and an older one than was asked for before has none."""
 
     epoch: int

@@ -1,4 +1,4 @@
-"""A switch of parallelism agrees with the optical fabric first: its traffic gets circuits, or is known to go without."""
+"""A switch of parallelism, or a rebalancing, agrees with the optical fabric first: its traffic gets circuits, or is known to go without."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -29,7 +29,7 @@ class SwitchCircuits:
     async def lit(self, switches: Sequence[str], traffic: Sequence[Demand]) -> AsyncGenerator[None]:
         """The block runs once circuits for `traffic` (bytes between actors) are lit, or it is clear that the electrical path carries it.
 
-        `switches` that are made under them are named where somebody asks what they wait for. They are given back afterwards.
+        `switches` (or moves) that are made under them are named where somebody asks what they wait for. They are given back afterwards.
         """
         epoch = await self._agree(switches, tuple(traffic)) if traffic and self._actor.peers(CONTROLLER) else 0
         try:
@@ -61,7 +61,9 @@ class SwitchCircuits:
             await self._release(epoch)
             raise
         circuits = "electrical path" if why_not else "lit"
-        self._actor.log.info("switch_agreed", switch=switch, epoch=epoch, circuits=circuits, why=why_not)
+        self._actor.log.info(
+            "switch_agreed", switch=switch, epoch=epoch, circuits=circuits, why=why_not, traffic=traffic
+        )
         self._actor.metrics.count("orchestrator/electrical" if why_not else "orchestrator/circuits", len(switches))
         if why_not:
             return 0

@@ -19,6 +19,7 @@ from actors.scheduling.lengths import Lengths
 from actors.scheduling.reshapes import as_merge, as_split, as_step
 from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection, check_orchestrator
 from actors.scheduling.switches import CommandFailed, Commands, Reshape, Superseded, Wanted, all_tried, reset
+from planning.demand import Demand
 from planning.makespan import Load
 from planning.parallelism import coming, within
 from planning.rebalance import Rebalance, rebalance
@@ -151,21 +152,28 @@ class Orchestrator(Actor):
         for server in found:
             fleets[self._pool(server.engines[0].name), server.modelled].append(server)
         plans: list[Rebalance] = []
+        caches: list[Demand] = []
         num_requests = 0
         for _, alike in sorted(fleets.items()):
             fleet = instances(alike, surveyed.requests, lambda each: left[each.request_id])
             speeds = {degree: speed for server in alike for degree, speed in self._speeds.of(server).items()}
             planned = partial(rebalance, fleet, speeds, now_s=now, moved_s=self._moved_s, most=self.most_moves)
-            plans.append(await self.offload(partial(planned, interval_s=REST * self._section.interval_s)))
+            plan = await self.offload(partial(planned, interval_s=REST * self._section.interval_s))
+            plans.append(plan)
+            carried = {each.request: each.target for each in plan.moves if each.carry.with_cache}
+            caches += cache_traffic(alike[0], surveyed.requests, carried)
             num_requests += sum(len(each.loads) for each in fleet)
         self.metrics.gauge("orchestrator/remaining_s", max((plan.before_s for plan in plans), default=0.0))
         self._foresight.expect(num_requests, max((plan.after_s for plan in plans), default=0.0), now)
-        await self._move([plan for plan in plans if plan.moves], whose)
+        await self._move([plan for plan in plans if plan.moves], caches, whose)
 
-    async def _move(self, plans: Sequence[Rebalance], whose: Mapping[str, str]) -> None:
+    async def _move(self, plans: Sequence[Rebalance], caches: Sequence[Demand], whose: Mapping[str, str]) -> None:
+        """Under circuits for their caches, where the fabric has any to give."""
+        moves = [each for plan in plans for each in plan.moves]
         for plan in plans:
             self.log.info("rebalancing", why=plan.why)
-        moved = await self._commands.move(((each.request, each.target) for plan in plans for each in plan.moves), whose)
+        async with self._circuits.lit([f"rebalancing by {len(moves)} moves"], caches):
+            moved = await self._commands.move(((each.request, each.target) for each in moves), whose)
         self._moved_s |= dict.fromkeys(moved, self._now())
         if plans:
             self.metrics.count("orchestrator/moves", len(moved))

@@ -160,7 +160,9 @@ class ScriptedEngine:
 
     def _cache_of(self, sequence: Sequence, num_tokens: int) -> Cache:
         """Of its first tokens."""
-        return Cache(self._version, (1, 1, num_tokens, 1), "int32", memoryview(pack_i32(sequence.tokens[:num_tokens])))
+        size_bytes = self._script.kv_bytes_per_token
+        data = pack_i32(sequence.tokens[:num_tokens]).ljust(num_tokens * size_bytes, b"\0")
+        return Cache(self._version, (1, 1, num_tokens, size_bytes // 4), "int32", memoryview(data))
 
     def _is_cached(self, sequence: Sequence) -> bool:
         return sequence.cache is not None and sequence.cache.version == self._version
