@@ -28,6 +28,9 @@ class Caches:
     def __init__(self, most: int) -> None:
         self._most = most
         self._kept: dict[tuple[str, int], Cache] = {}
+        self._fetching = 0
+        self._none = asyncio.Event()
+        self._look()
         self.link = Rate()
         """Of caches that come here."""
 
@@ -36,14 +39,28 @@ class Caches:
         key = (request_id, epoch)
         if len(self._kept) < self._most or key in self._kept:
             self._kept[key] = cache
+            self._look()
 
     def forget(self) -> None:
         """New weights: nobody can use what is kept, nor will who went away without it."""
         self._kept.clear()
+        self._look()
 
     def take(self, request_id: str, epoch: int = 0) -> Cache | None:
         """It is kept no more."""
-        return self._kept.pop((request_id, epoch), None)
+        cache = self._kept.pop((request_id, epoch), None)
+        self._look()
+        return cache
+
+    async def gone(self) -> None:
+        """Returns once none is kept here, and none is on its way here."""
+        await self._none.wait()
+
+    def _look(self) -> None:
+        if self._kept or self._fetching:
+            self._none.clear()
+        else:
+            self._none.set()
 
     def give(self, asked: FetchCache) -> CachePart:
         """The answer to an engine that asks. With its last part a cache is kept no more."""
@@ -60,10 +77,15 @@ class Caches:
         """The whole cache; None where it is gone, or not the same any more, or its engine is gone."""
         loop, cache = asyncio.get_running_loop(), None
         began = loop.time()
+        self._fetching += 1
+        self._look()
         try:
             cache = await _fetched(source, request_id, epoch)
         except* (AskFailed, _NotThere):
             pass
+        finally:
+            self._fetching -= 1
+            self._look()
         if cache is not None:
             self.link.saw(len(cache.data), loop.time() - began)
         return cache

@@ -12,11 +12,11 @@ from actors.engines.caches import Caches
 from actors.engines.engine import CACHE, EXPORT, Engine, EngineError, Work, capabilities
 from actors.messages.engines import GENERATION
 from actors.messages.generation import MovedFrom
-from actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
+from actors.messages.moves import AwaitCaches, MovePrepared, NotMoved, PrepareMove, TakeMove
 from bus.errors import AskFailed
 from bus.message import Ack
 from planning.moves import Carry, Moving, Rate, carry
-from runtime.actor import Actor
+from runtime.actor import Actor, handler
 
 if TYPE_CHECKING:
     from actors.engines.worker import EngineRequest
@@ -32,6 +32,17 @@ PAUSE_S = 0.2
 
 FATES_KEPT = 1024
 """Moves whose outcome is known for whoever asks late; the oldest is forgotten first."""
+
+
+class CacheSource(Actor):
+    """The part of a worker that knows which caches have still to travel."""
+
+    _caches: Caches
+
+    @handler(concurrency=4)
+    async def await_caches(self, request: AwaitCaches) -> Ack:
+        await self._caches.gone()
+        return Ack()
 
 
 class Parked:

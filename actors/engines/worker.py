@@ -11,7 +11,7 @@ from actors.cluster import ClusterSection
 from actors.config import CUDA, ModelSection, WeightsSection
 from actors.engines.caches import Caches
 from actors.engines.engine import CACHE, ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, EngineError, Work, require
-from actors.engines.moves import Departures, Parked
+from actors.engines.moves import CacheSource, Departures, Parked
 from actors.engines.orders import Orders
 from actors.engines.pace import modelled
 from actors.engines.permitted import PermittedOrders
@@ -43,7 +43,7 @@ from actors.model_folder import check_device, check_model_folder, may_use_cuda
 from actors.requests import SharedRequest, SharedRequests, in_task
 from bus.errors import AskFailed, NotSent
 from bus.message import Ack, unpack_i32
-from runtime.actor import Actor, handler
+from runtime.actor import handler
 from runtime.blobs.blob import BlobInfo
 from runtime.config import ActorConfig
 from runtime.config import Config as Job
@@ -101,7 +101,7 @@ VLLM_HOTTEST = 2.0
 """Temperature above which vLLM refuses a request."""
 
 
-class EngineWorker(Actor):
+class EngineWorker(CacheSource):
     """One engine per worker. A second ask with the same request id joins the first, or gets its result."""
 
     role = "engine"

@@ -62,6 +62,12 @@ class AbortMove(Request[Ack], frozen=True):
     epoch: int
 
 
+class AwaitCaches(Request[Ack], frozen=True):
+    """Orchestrator → source, then target: answered once no cache is kept there for another engine, and none is on its way there."""
+
+    idempotent: ClassVar[bool] = True
+
+
 class TakeMove(Request[Ack | NotMoved], frozen=True):
     """Target → source: I go on with it. Once it was answered by Ack the source does not, whatever happens; it may be repeated."""
 

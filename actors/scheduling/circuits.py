@@ -1,10 +1,11 @@
 """A switch of parallelism, or a rebalancing, agrees with the optical fabric first: its traffic gets circuits, or is known to go without."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
 
 from actors.messages.fabric import AskCircuits, AwaitCircuits, CircuitsPromised, NoCircuits, ReleaseCircuits
+from actors.messages.moves import AwaitCaches
 from bus.errors import AskFailed
 from planning.demand import Demand
 from runtime.actor import Actor
@@ -16,6 +17,10 @@ MOST_WAIT_S = 1.0
 
 ANSWER_S = 2.0
 """Of the controller, beyond what was promised. One that is gone or stands still costs a switch no more."""
+
+
+CARRIED_S = 20.0
+"""For caches to travel: as long as the move of a request may take. Then the circuits go back to their phase all the same."""
 
 
 class SwitchCircuits:
@@ -34,9 +39,22 @@ class SwitchCircuits:
         epoch = await self._agree(switches, tuple(traffic)) if traffic and self._actor.peers(CONTROLLER) else 0
         try:
             yield
+            if epoch:
+                await self._carried({source for source, _, _ in traffic})
+                await self._carried({target for _, target, _ in traffic})
         finally:
             if epoch:
                 await self._release(epoch)
+
+    async def _carried(self, engines: Collection[str]) -> None:
+        """A request is its target's before its cache is there: waits for the caches, as long as they may be expected to need circuits."""
+        asks = (self._actor.ref(name).ask(AwaitCaches(), timeout=CARRIED_S) for name in sorted(engines))
+        found = await asyncio.gather(*asks, return_exceptions=True)
+        failed = [each for each in found if isinstance(each, BaseException)]
+        for error in failed:
+            if not isinstance(error, AskFailed):
+                raise error
+            self._actor.log.info("caches_not_awaited", error=str(error))
 
     async def _agree(self, switches: Sequence[str], traffic: tuple[Demand, ...]) -> int:
         """The epoch of circuits that are lit; 0 where there are none."""

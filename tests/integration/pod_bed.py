@@ -1,6 +1,6 @@
 """A job over pods of racks whose links follow the circuits, for test_fabric_testbed: `PLAY` prints what crossed them, as JSON.
 
-    python tests/integration/pod_bed.py moves --json FILE
+    PYTHONPATH=. python tests/integration/pod_bed.py moves --json FILE
 
 An orchestrator moves requests with their caches from one rack to those of both pods, and a trainer's weights come to all racks, both under
 circuits that the live controller plans by pods. Control, trainer and the first engine are in rack-0. Ends with 77 and a sentence where this
@@ -25,7 +25,14 @@ from actors.config import ModelSection, TrainSection
 from actors.fabric.controller import FabricController
 from actors.fabric.emulated import Dialect, EmulatedSwitch
 from actors.messages.engines import GENERATION
-from actors.messages.fabric import AskCircuits, AwaitCircuits, CircuitsPromised, CircuitsReady, NoCircuits
+from actors.messages.fabric import (
+    AskCircuits,
+    AwaitCircuits,
+    CircuitsPromised,
+    CircuitsReady,
+    NoCircuits,
+    ReleaseCircuits,
+)
 from actors.messages.generation import Generate, Sampling
 from actors.messages.samples import Advance, PolicyState
 from actors.messages.weights import HoldWeights, WeightsTaken
@@ -74,7 +81,9 @@ class Controller(FabricController):
         self.asked: list[Asked] = []
         self.lit: dict[int, dict[str, int]] = {}
         """The circuits of each epoch that had some, by the racks that they join."""
-        self.look = dict
+        self.look = self.sent = dict
+        self.released: dict[int, dict[str, int]] = {}
+        """What had passed when the circuits of each epoch were given back."""
 
     @handler(concurrency=16)
     async def ask_circuits(self, request: AskCircuits) -> CircuitsPromised | NoCircuits:
@@ -89,6 +98,11 @@ class Controller(FabricController):
         if isinstance(reply, CircuitsReady):
             self.lit[request.epoch] = self.look()
         return reply
+
+    @handler
+    async def release_circuits(self, message: ReleaseCircuits) -> None:
+        self.released[message.epoch] = self.sent()
+        await super().release_circuits(message)
 
 
 class Switch(EmulatedSwitch):
@@ -158,7 +172,7 @@ class Bed:
         host = self._host
         self.switch = await host.start(Switch, "optical_switch-1", fabric=FABRIC)
         self.controller = await host.start(Controller, "fabric_controller-1", fabric=FABRIC)
-        self.controller.look = self.lit
+        self.controller.look, self.controller.sent = self.lit, self.sent
         await host.start(Buffer, "sample_buffer-1")
         self.proxy = await host.start(LLMProxy, "llm_proxy-1")
         self.trainer = await host.start(Trainer, "trainer-1")
@@ -196,7 +210,9 @@ class Bed:
         self.mark()
         lit = self.lit()
         await self.trainer.publish(2)
-        await publisher.intend("rollout", 2)  # the first one: nobody knows yet how long it lasts, so no phase is expected to follow
+        await publisher.intend(
+            "rollout", 2
+        )  # the first one: nobody knows yet how long it lasts, so no phase is expected to follow
         return {"announced": _matrix(planned), "lit": lit, "sent": self.sent(), "weights_bytes": publisher.size_bytes}
 
     async def _hold(self, engines: list[str], version: int, for_s: float) -> None:
@@ -222,7 +238,11 @@ class Bed:
         whole = await asyncio.gather(*self.asked)
         counted = orchestrator.metrics.snapshot()
         return {
-            "asked": [each._asdict() | {"lit": each.epoch in self.controller.lit} for each in self.controller.asked],
+            "asked": [
+                each._asdict()
+                | {"lit": each.epoch in self.controller.lit, "passed": self.controller.released.get(each.epoch)}
+                for each in self.controller.asked
+            ],
             "lit_before": before,
             "lit": during,
             "lit_after": self.lit(),

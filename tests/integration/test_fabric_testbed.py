@@ -94,6 +94,7 @@ def test_weights_and_caches_cross_the_circuits_that_are_planned_by_pods_for_them
     assert moves["circuits"] >= 1
     assert moves["lit"] == by_pods(announced) != moves["lit_before"]
     assert {"rack-1 rack-0", "rack-1 rack-2", "rack-1 rack-3"} == announced.keys() <= moves["lit"].keys()
+    assert all(asked["passed"][pair] > size - ROUNDED * found["kv_bytes_per_token"] for pair, size in announced.items())
     assert all(moves["caches"][pair] > size - ROUNDED * found["kv_bytes_per_token"] for pair, size in announced.items())
     check_moves(moves)
 

@@ -13,6 +13,7 @@ from actors.messages.fabric import (
     ReleaseCircuits,
 )
 from actors.scheduling.circuits import ANSWER_S, SwitchCircuits
+from bus.message import Ack
 from runtime.actor import Actor
 from runtime.config import ActorConfig
 from runtime.monitor.snapshot import snapshot
@@ -90,6 +91,29 @@ def test_where_there_are_none_the_electrical_path_carries_the_switch(switch, con
     assert counted["orchestrator/electrical"] == 1
     assert "orchestrator/epoch" not in counted
     assert ReleaseCircuits not in controller.kinds
+
+
+def test_circuits_are_kept_until_the_engines_at_both_ends_have_no_cache_to_fetch_any_more(on_stage):
+    heard = []
+
+    async def main(context):
+        controller = context.actors["fabric_controller"] = Controller()
+
+        def engine(name, carried_s):
+            async def answer(message):
+                heard.append((name, ReleaseCircuits in controller.kinds))
+                await asyncio.sleep(carried_s)
+                return Ack()
+
+            return answer
+
+        context.actors |= {"engine-1": engine("engine-1", 2.0), "engine-2": engine("engine-2", 3.0)}
+        async with SwitchCircuits(Asker(ActorConfig(), context)).lit(["rebalancing by 1 moves"], MOVE):
+            pass
+        heard.append(dict(controller.heard)[ReleaseCircuits])
+
+    on_stage(main, name="orchestrator-1")
+    assert heard == [("engine-2", False), ("engine-1", False), pytest.approx(5.05)]
 
 
 def test_why_names_the_switch_that_is_held_and_when_its_circuits_are_ready(on_stage):
