@@ -322,7 +322,7 @@ class EngineWorker(CacheSource):
                 self._caches.keep(request_id, cache)
 
     def _sampled(self, shared: EngineRequest, chunk: Chunk) -> None:
-        first = shared.tokens is shared.request.resumed
+        first = self.config.engine.pace is not None and shared.tokens is shared.request.resumed
         shared.sampled(chunk)
         num_tokens = len(chunk.tokens.ids) // 4
         self._num_tokens += num_tokens
