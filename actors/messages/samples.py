@@ -249,6 +249,8 @@ class NotReady(Message, frozen=True):
     ready: int
     wanted: int
     why: str
+    version: int = -1
+    """Of a claim: the weights that its step would start from, as far as the SampleBuffer knows."""
 
 
 class Claim(Request[Batch | NotReady], frozen=True):

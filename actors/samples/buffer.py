@@ -220,7 +220,7 @@ class SampleBuffer(Actor):
             if self._now() >= deadline:
                 ready = sum(1 for _ in self._groups.ready())
                 await self._journal.sync()
-                return NotReady(ready=ready, wanted=request.groups, why=found.why)
+                return NotReady(ready, request.groups, found.why, self._groups.base)
 
     @handler(concurrency=16)
     async def advance(self, request: Advance) -> PolicyState:

@@ -345,16 +345,16 @@ class Trainer(Actor):
     async def _claim(self, step: int) -> Batch | None:
         """The batch of `step`, or None when the actor is to leave first."""
         request = Claim(step, self._epoch, self.config.train.batch_groups, **self._off_policy)
-        with (
-            self.waits.on(f"batch {step}", stage="batch", holder=BUFFER, blocks_actor=True, idle=True) as wait,
-            self.trace.span("claim", "wait", step=step),
-        ):
+        wait = self.waits.on(f"batch {step}", stage="batch", holder=BUFFER, blocks_actor=True, idle=True)
+        with wait, self.trace.span("claim", "wait", step=step):
             while not self._leaving.is_set():
                 reply = await self._buffer.ask(request, timeout=ASK_S)
                 if isinstance(reply, Batch):
                     self._receipts.append((step, asyncio.get_running_loop().time(), reply.receipt))
                     return reply
                 wait.update(detail=reply.why)
+                if reply.version < self._policy.version:  # it forgot them with the Store, and refuses what they sample
+                    await self._publish()
         return None
 
     async def _publish(self) -> None:

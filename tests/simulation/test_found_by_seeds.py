@@ -194,3 +194,11 @@ def test_seeds_that_found_a_fault_with_three_times_the_faults(bench, seed):
     outcome = run(bench, seed, faults_of(seed, THEN, 3), setup=without_rounds(seed))
 
     assert outcome.violation is None
+
+
+def test_a_seed_that_found_a_fault_with_moves_and_a_store_that_forgets(bench):
+    """Once: a buffer that died and whose Store forgot twice knew nothing of weights that engines held, so it refused whatever they sampled;
+    the trainer, told of them by the buffer before, waited for a batch and never published again."""
+    seed = 1795546250
+
+    assert run(bench, seed, faults_of(seed, DEFAULT), setup=setup.draw(seed)).violation is None

@@ -181,7 +181,7 @@ def test_a_claim_says_what_is_missing(stage):
 
         reply = await waiting
 
-        assert reply == NotReady(ready=1, wanted=2, why="1 of 2 groups")
+        assert reply == NotReady(ready=1, wanted=2, why="1 of 2 groups", version=0)
         assert wait.what == "batch 1"
         assert wait.detail == "1 of 2 groups; oldest group g00000001 has 1 of 2 members, the rest at env_manager-1"
         assert wait.holder == "env_manager-1"
