@@ -26,6 +26,9 @@ REFINEMENTS = 32
 LATER = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 """Shares of the time that is left at which a merge is tried besides now: it costs throughput while many requests run."""
 
+HORIZON = 2
+"""Steps over which a switch for the coming one is to pay: lengths drift slowly, and the next step is more like this one than not."""
+
 RISE, QUIET_STEPS = 1.05, 4
 """Of `by_preemptions`: RollPacker's."""
 
@@ -86,12 +89,16 @@ def coming(
     current: Sequence[int] = (),
     merges: bool = False,
     steps: int = 1,
+    drawn: bool = False,
 ) -> StepPlan:
     """Degrees that finish `loads` first, of `engines` by degree; the `current` ones stay unless others are MARGIN faster, switch included.
 
     Where `steps` like this one will have these degrees, the switch is counted as that share of its time in each.
 
     Where `within` will be asked during the step, `merges` counts with it: then small instances may begin what large ones end.
+
+    Where lengths are `drawn`, nobody knows which request is the long one: instances that are alike get as many each.
+
     Degrees that are powers of two fill servers without a rest, so none of these crosses one. Raises ValueError where no division of the GPUs
     holds every request.
     """
@@ -117,10 +124,11 @@ def coming(
         return _plan(
             kept,
             False,
+            drawn,
             f"{_named(kept.degrees)} stay: {kept.seconds:.1f} s, {_named(best.degrees)} {best.seconds:.1f} s",
         )
     versus = f" with the switch, {_named(kept.degrees)} {kept.seconds:.1f} s" if kept else ""
-    return _plan(best, bool(current), f"{_named(best.degrees)}: {best.seconds:.1f} s{versus}")
+    return _plan(best, bool(current), drawn, f"{_named(best.degrees)}: {best.seconds:.1f} s{versus}")
 
 
 def within(instances: Sequence[Instance], engines: Mapping[int, Roofline]) -> SwitchPlan:
@@ -154,9 +162,12 @@ def within(instances: Sequence[Instance], engines: Mapping[int, Roofline]) -> Sw
 def _merges(
     last: Instance, state: Mapping[str, Instance], times: Mapping[str, float], engines: Mapping[int, Roofline]
 ) -> list[tuple[float, Change]]:
-    """`last` with those of its server that are through first and fill a larger degree exactly; none where a later merge is better than all."""
+    """`last` with those of its server that are through first and fill a larger degree exactly; none where a later merge is better than all.
+
+    Waits are left out of that: they pass whenever it merges, and counted they would put it off for ever.
+    """
     others = [each for name, each in state.items() if name != last.name and each.server == last.server and each.settled]
-    found, later_s = list[tuple[float, Change]](), math.inf
+    found, later_s = list[tuple[float, tuple[float, Change]]](), math.inf
     for degree in sorted(engines):
         if degree <= last.degree or not last.settled:
             continue
@@ -169,9 +180,15 @@ def _merges(
             names = tuple(sorted(each.name for each in group))
             loads = _longest_first([load for each in group for load in each.loads])
             cost_s = _switch_s(loads, engines[last.degree], engines[degree])
-            found.append(_option(names, degree, (loads,), times, cost_s, engines))
-            later_s = min(later_s, _later_s(group, degree, engines))
-    return [option for option in found if option[0] <= later_s]
+            now_s = finish_s(_still(loads), engines[degree]) + cost_s
+            found.append((now_s, _option(names, degree, (loads,), times, cost_s, engines)))
+            still = [each._replace(loads=_still(each.loads)) for each in group]
+            later_s = min(later_s, _later_s(still, degree, engines))
+    return [option for now_s, option in found if now_s <= later_s]
+
+
+def _still(loads: Sequence[Load]) -> tuple[Load, ...]:
+    return tuple(load._replace(wait_s=0.0) for load in loads)
 
 
 def _later_s(group: Sequence[Instance], degree: int, engines: Mapping[int, Roofline]) -> float:
@@ -325,8 +342,11 @@ def _ending(dealt: _Dealt, engines: Mapping[int, Roofline]) -> _Dealt:
     return dealt._replace(seconds=min(dealt.seconds, max(others_s, merged_s)))
 
 
-def _plan(found: _Dealt, switched: bool, why: str) -> StepPlan:
+def _plan(found: _Dealt, switched: bool, drawn: bool, why: str) -> StepPlan:
     assigned = tuple(tuple(load.name for load in each.loads) for each in found.instances)
+    if drawn and len(set(found.degrees)) == 1:
+        names = sorted(name for part in assigned for name in part)
+        assigned = tuple(tuple(names[place :: len(assigned)]) for place in range(len(assigned)))
     return StepPlan(found.degrees, assigned, found.seconds, switched, why)
 
 

@@ -106,6 +106,21 @@ def instances(
     ]
 
 
+def expected(servers: Sequence[Server], requests: Iterable[RequestSeen]) -> dict[Server, list[RequestSeen]]:
+    """Of each server, the requests that its engines have, and of those that wait at a proxy as many as it has GPUs among all."""
+    at = {each.name: server for server in servers for each in server.engines}
+    places = [server for server in servers for _ in range(server.gpus)]
+    found: dict[Server, list[RequestSeen]] = {server: [] for server in servers}
+    waiting = 0
+    for each in requests:
+        if each.engine in at:
+            found[at[each.engine]].append(each)
+        elif not each.engine and places:
+            found[places[waiting % len(places)]].append(each)
+            waiting += 1
+    return found
+
+
 def load(request: RequestSeen, left: float) -> Load:
     """One that has tokens has the cache of all but the last of them."""
     context = request.shown + request.sampled

@@ -13,6 +13,9 @@ STEPS_KEPT = 2 * WINDOW
 class Lengths:
     """A step is what asks for the same weights, or ends before nothing of it runs any more."""
 
+    known = False
+    """Each request's own length, instead of how lengths are distributed."""
+
     def __init__(self) -> None:
         self._steps: deque[tuple[Seen, ...]] = deque(maxlen=STEPS_KEPT)
         self._now: list[Seen] = []

@@ -11,17 +11,25 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from actors.messages.generation import Modelled
-from actors.messages.orchestration import Surveyed
+from actors.messages.orchestration import RequestSeen, Surveyed
 from actors.scheduling.circuits import SwitchCircuits
-from actors.scheduling.fleet import Server, Speeds, asleep_with, cache_traffic, instances, load, servers
+from actors.scheduling.fleet import (
+    Server,
+    Speeds,
+    asleep_with,
+    cache_traffic,
+    expected,
+    instances,
+    load,
+    servers,
+)
 from actors.scheduling.foresight import Foresight
 from actors.scheduling.lengths import Lengths
 from actors.scheduling.reshapes import as_merge, as_split, as_step
 from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection, check_orchestrator
 from actors.scheduling.switches import CommandFailed, Commands, Reshape, Superseded, Wanted, all_tried, reset
 from planning.demand import Demand
-from planning.makespan import Load
-from planning.parallelism import coming, within
+from planning.parallelism import HORIZON, coming, within
 from planning.rebalance import Rebalance, rebalance
 from runtime.actor import Actor
 from runtime.config import ActorConfig
@@ -36,9 +44,6 @@ SETTLED = 2
 
 GROWN = 2
 """A step is planned again once it has so many times the requests that its plan knew."""
-
-HORIZON = 2
-"""Steps over which a switch for the coming one is to pay: lengths drift slowly, and the next step is more like this one than not."""
 
 
 class Orchestrator(Actor):
@@ -190,23 +195,25 @@ class Orchestrator(Actor):
         if lengths is None:
             return False
         changes: dict[Server, Reshape] = {}
-        for server in found:
-            names = {each.name for each in server.engines}
-            loads = [load(each, lengths[each.request_id]) for each in surveyed.requests if each.engine in names]
-            if loads and server.settled and (change := await self._step_plan(server, loads)):
+        for server, requests in expected(found, surveyed.requests).items():
+            if requests and server.settled and (change := await self._step_plan(server, requests, lengths)):
                 changes[server] = change
         return await self._carry_out(changes, surveyed)
 
-    async def _step_plan(self, server: Server, loads: Sequence[Load]) -> Reshape | None:
+    async def _step_plan(
+        self, server: Server, requests: Sequence[RequestSeen], lengths: Mapping[str, float]
+    ) -> Reshape | None:
+        loads = [load(each, lengths[each.request_id]) for each in requests]
         current = [each.degree for each in server.engines if not each.asleep]
-        planned = partial(coming, loads, server.gpus, self._speeds.of(server), current, steps=HORIZON)
+        planned = partial(coming, loads, server.gpus, self._speeds.of(server), current, merges=True, steps=HORIZON)
         try:
-            plan = await self.offload(planned)
+            plan = await self.offload(partial(planned, drawn=not self._lengths.known))
         except ValueError as error:
             self.log.warning("step_not_planned", error=str(error))
             return None
         self.log.info("step_planned", why=plan.why, requests=len(loads))
-        return as_step(server, plan) if plan.switched else None
+        here = {each.request_id for each in requests if each.engine}
+        return as_step(server, plan, here) if plan.switched else None
 
     # -- switches --------------------------------------------------------------------------------------------------
 

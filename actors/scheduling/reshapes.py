@@ -1,5 +1,7 @@
 """What planned degrees mean for the engines of one server: who stays, who sleeps, and who has which requests afterwards."""
 
+from collections.abc import Collection
+
 from actors.messages.orchestration import EngineSeen
 from actors.scheduling.fleet import Server
 from actors.scheduling.switches import Reshape, Wanted
@@ -28,8 +30,11 @@ def as_split(server: Server, change: Change) -> Reshape | None:
     return Reshape(f"split {old}", dict.fromkeys(names, Wanted(change.degree)), requests, change.why)
 
 
-def as_step(server: Server, plan: StepPlan) -> Reshape:
-    """Engines that have a planned degree keep it; the largest of the others take the largest of the rest, and those left over sleep."""
+def as_step(server: Server, plan: StepPlan, here: Collection[str]) -> Reshape:
+    """Engines that have a planned degree keep it; the largest of the others take the largest of the rest, and those left over sleep.
+
+    Requests that are `here` go where they are planned; those that still wait at a proxy are for the router.
+    """
     free = sorted(server.engines, key=lambda each: (each.asleep, -each.degree, each.name))
     taken: dict[int, EngineSeen] = {}
     places = sorted(range(len(plan.degrees)), key=lambda place: -plan.degrees[place])
@@ -42,5 +47,7 @@ def as_step(server: Server, plan: StepPlan) -> Reshape:
             taken[place] = free.pop(0)
     wanted = {each.name: Wanted(server.modelled.degree, True) for each in free}
     wanted |= {each.name: Wanted(plan.degrees[place]) for place, each in taken.items()}
-    requests = {request: each.name for place, each in taken.items() for request in plan.assigned[place]}
+    requests = {
+        request: each.name for place, each in taken.items() for request in plan.assigned[place] if request in here
+    }
     return Reshape(f"shape for the step of {server.engines[0].name}", wanted, requests, plan.why)

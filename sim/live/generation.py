@@ -1,7 +1,6 @@
-"""The second mode of a step of generation (sim/orchestrrl/generation.py): the real orchestrator, proxy and paced engines in virtual time.
+"""The second mode of generation (sim/orchestrrl/drift.py): the real orchestrator, proxy and paced engines in virtual time, step after step.
 
-Requests, their lengths and the roofline are those of the first mode; moves and switches are what the actors make of them by messages.
-Degrees are not planned for the step as a whole: it begins with engines that are alike.
+Requests, their lengths and the roofline are those of the first mode; plans, moves and switches are what the actors make of them by messages.
 """
 
 import asyncio
@@ -19,10 +18,11 @@ from actors.engines.worker import EngineWorker
 from actors.messages.generation import Completion, Generate, Sampling
 from actors.messages.orchestration import RequestEnded, RequestSeen, Surveyed
 from actors.proxy.proxy import LLMProxy
-from actors.scheduling.fleet import Server
+from actors.scheduling.fleet import Server, servers
 from actors.scheduling.lengths import Lengths
 from actors.scheduling.orchestrator import Orchestrator
 from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection
+from actors.scheduling.switches import Wanted
 from bus.link import Identity
 from bus.message import pack_i32
 from bus.transport import MemoryNetwork, MemoryTransport
@@ -33,6 +33,7 @@ from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.store import MemoryStore
 from sim.live.configs import LONG_S
+from sim.orchestrrl.drift import PAST
 from sim.orchestrrl.generation import Arm, Pace
 from sim.orchestrrl.pool import Response
 from sim.virtual import run_virtual
@@ -81,66 +82,87 @@ class StepFacts(NamedTuple):
     seconds: float
     moves: int
     switches: int
+    degrees: tuple[int, ...]
+    """Of the engines that are awake at its end."""
     why: tuple[str, ...]
     """Of each switch, as a user is told when it is through."""
 
 
-class LiveStep:
-    """As StepRun, of the real actors. `history`: the steps before, the oldest first, of which the orchestrator has seen the lengths."""
+Batch = Callable[[int], Sequence[Response]]
 
-    def __init__(
-        self, fleet: LiveFleet, arm: Arm, pace: Pace, limit: int, history: Sequence[Sequence[Response]] = ()
-    ) -> None:
-        """`limit` of a response, in tokens. Raises ValueError where degrees are to be planned across steps."""
-        if arm.across:
+
+class LiveSteps:
+    """As `planned` of sim/orchestrrl/drift.py, of the real actors: one job plays steps one after another."""
+
+    def __init__(self, fleet: LiveFleet, arm: Arm, pace: Pace, batch: Batch, limit: Callable[[int], int]) -> None:
+        """The responses of a step, by its number, and their limit in tokens. Raises ValueError for an arm that the orchestrator can't play."""
+        if arm.across and not arm.within:
             raise ValueError(
-                f"the arm {arm.name} plans degrees across steps, which the second mode does not: leave it out"
+                f"the arm {arm.name} plans degrees across steps and not within: the real orchestrator does both, so set within"
             )
         self._fleet = fleet
         self._arm = arm
         self._pace = pace
-        self._sampling = Sampling(limit, stop_token_ids=(STOP,))
-        self._history = history
+        self._batch = batch
+        self._limit = limit
         self._why: list[str] = []
 
-    def run(self, responses: Sequence[Response]) -> StepFacts:
-        """All of them, asked for at once and dealt as in the first mode. Raises AssertionError where one has not exactly its tokens."""
-        return run_virtual(partial(self._run, responses))
+    def run(self, steps: Sequence[int], degree: int) -> tuple[StepFacts, ...]:
+        """Engines begin with `degree`, and with it again in each step where none is planned across steps.
 
-    async def _run(self, responses: Sequence[Response]) -> StepFacts:
-        loop = asyncio.get_running_loop()
+        The responses of a step are asked for at once, right after a look of the orchestrator. It has seen the PAST steps before: those that it
+        played, and of the others the lengths that it is told. Raises AssertionError where a response has not exactly its tokens.
+        """
+        return run_virtual(partial(self._run, steps, degree))
+
+    async def _run(self, steps: Sequence[int], degree: int) -> tuple[StepFacts, ...]:
         async with _job(self._fleet) as start:
             asker = await start(StepAsker, ActorConfig(), "env_manager-1")
             await asyncio.sleep(1.0)  # until all have met
-            began = loop.time()
-            orchestrator = await self._orchestrator(start, responses, began)
-            await self._ask(asker, responses)
-            found = orchestrator.metrics.snapshot()
-            moves, switches = (int(found.get(f"orchestrator/{name}", 0)) for name in ("moves", "switches"))
-            return StepFacts(loop.time() - began, moves, switches, tuple(self._why))
+            orchestrator = await self._orchestrator(start)
+            found, seen = list[StepFacts](), min(steps) - PAST
+            for step in steps:
+                if step == steps[0] or not self._arm.across:
+                    await orchestrator.begin_with(degree)
+                for past in range(max(seen, step - PAST), step):
+                    orchestrator.tell(self._batch(past))
+                found.append(await self._play(asker, orchestrator, step))
+                seen = step + 1
+            return tuple(found)
 
-    async def _orchestrator(self, start: Start, responses: Sequence[Response], began: float) -> Any:
-        pace, arm, loop = self._pace, self._arm, asyncio.get_running_loop()
+    async def _orchestrator(self, start: Start) -> "SteppedOrchestrator":
+        pace, arm = self._pace, self._arm
         section = OrchestratorSection(
             enabled=True, planners=(REBALANCE,) * arm.rebalance + (SWITCH,) * arm.within, degrees=self._fleet.degrees,
             interval_s=pace.interval_s, switch_s=pace.switch_s,
         )  # fmt: skip
-        config = Orchestrator.Config(orchestrator=section)
-        made = await start(WithinOrchestrator, config, "orchestrator-1")
-        if arm.knows:
-            made._lengths = KnownLengths({each.name: each.tokens for each in responses})
-        made.notice = lambda text: self._why.append(f"{loop.time() - began:.1f} s: {text}")
-        for step in self._history:
-            made._lengths.note([RequestEnded("", n, each.tokens, 0) for n, each in enumerate(step)], ())
+        made = await start(SteppedOrchestrator, Orchestrator.Config(orchestrator=section), "orchestrator-1")
+        made.across = arm.across
+        made.notice = self._why.append
         return made
 
-    async def _ask(self, asker: Actor, responses: Sequence[Response]) -> None:
-        engines, asked = list(self._fleet.servers), list[asyncio.Task[Any]]()
+    async def _play(self, asker: Actor, orchestrator: "SteppedOrchestrator", step: int) -> StepFacts:
+        loop, responses = asyncio.get_running_loop(), self._batch(step)
+        if self._arm.knows:
+            orchestrator.know(responses)
+        await orchestrator.look()
+        before, engines, began = orchestrator.counts, list(await orchestrator.awake()), loop.time()
+        await self._ask(asker, responses, self._limit(step), engines)
+        seconds = loop.time() - began
+        await orchestrator.look()  # what is under way comes to its end
+        moves, switches = (now - then for now, then in zip(orchestrator.counts, before, strict=True))
+        why, degrees = tuple(self._why), tuple(sorted((await orchestrator.awake()).values()))
+        self._why.clear()
+        return StepFacts(seconds, moves, switches, degrees, why)
+
+    async def _ask(self, asker: Actor, responses: Sequence[Response], limit: int, engines: Sequence[str]) -> None:
+        asked = list[asyncio.Task[Any]]()
+        sampling = Sampling(limit, stop_token_ids=(STOP,))
         async with asyncio.TaskGroup() as tasks:
             for number, each in enumerate(responses):
                 prompt = pack_i32([each.tokens, number, *[STOP + 1] * (each.shown - 2)])
                 session = _session(each.name, engines[number % len(engines) :])
-                request = Generate(each.name, session, prompt, self._sampling)
+                request = Generate(each.name, session, prompt, sampling)
                 asked.append(tasks.create_task(asker.ref("llm_proxy").ask(request, timeout=LONG_S)))
                 if number % AT_ONCE == AT_ONCE - 1:
                     await asyncio.sleep(1e-3)
@@ -156,11 +178,60 @@ class StepAsker(Actor):
     role = "env_manager"
 
 
-class WithinOrchestrator(Orchestrator):
-    """Changes degrees within a step only."""
+class SteppedOrchestrator(Orchestrator):
+    """Says when it has looked, and can be told what it did not see."""
+
+    across = True
+    """It plans degrees for the coming step."""
+
+    def __init__(self, config: Orchestrator.Config, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
+        self._looked = asyncio.Event()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Moves and switches so far."""
+        found = self.metrics.snapshot()
+        return int(found.get("orchestrator/moves", 0)), int(found.get("orchestrator/switches", 0))
+
+    async def look(self) -> None:
+        """Returns with the end of the look that comes next, or is under way; at once where nothing is planned."""
+        if not self._planners:
+            return
+        self._looked.clear()
+        await self._looked.wait()
+
+    async def awake(self) -> dict[str, int]:
+        """The degree of each engine that is awake."""
+        surveyed, _ = await self._commands.look()
+        return {each.name: each.degree for each in surveyed.engines if not each.asleep}
+
+    async def begin_with(self, degree: int) -> None:
+        """Engines of `degree` alone, on all GPUs of each server."""
+        async with self._turn:
+            surveyed, _ = await self._commands.look()
+            for server in servers(surveyed.engines, self._place):
+                before = {each.name: Wanted(each.degree, each.asleep) for each in server.engines}
+                stay = sorted(before)[: server.gpus // degree]
+                asleep = Wanted(server.modelled.degree, True)
+                await self._commands.shape(
+                    {name: Wanted(degree) if name in stay else asleep for name in before}, before
+                )
+
+    def tell(self, responses: Sequence[Response]) -> None:
+        """Lengths of a step that was played elsewhere."""
+        self._lengths.note([RequestEnded("", n, each.tokens, 0) for n, each in enumerate(responses)], ())
+
+    def know(self, responses: Sequence[Response]) -> None:
+        """Each request's length from now on."""
+        self._lengths = KnownLengths({each.name: each.tokens for each in responses})
+
+    async def _tend(self) -> None:
+        await super()._tend()
+        self._looked.set()
 
     async def _begin_step(self, found: Sequence[Server], surveyed: Surveyed) -> bool:
-        return False
+        return self.across and await super()._begin_step(found, surveyed)
 
     def _pool(self, engine: str) -> str:
         """One for all: the pools in which `_job` starts engines stand for their servers."""
@@ -169,6 +240,8 @@ class WithinOrchestrator(Orchestrator):
 
 class KnownLengths(Lengths):
     """Of requests that sample as many `tokens` as is told by their names."""
+
+    known = True
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         super().__init__()

@@ -127,8 +127,8 @@ def planned(
     done, current = list[StepDone](), tuple(degrees)
     for step in drift.simulated:
         forecast = None if arm.knows else drift.forecast(seed, step)
-        done.append(StepRun(engines, arm, pace, forecast).run(drift.batch(seed, step), degrees, current))
-        current = done[-1].degrees
+        done.append(StepRun(engines, arm, pace, forecast).run(drift.batch(seed, step), current))
+        current = done[-1].degrees if arm.across else current
     return DriftDone(tuple(done))
 
 

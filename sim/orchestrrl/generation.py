@@ -1,18 +1,18 @@
 """One step of generation on a pool in virtual time: the live planners forecast, choose degrees, switch and rebalance."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pydantic import Field
 
 from planning.forecast import Forecast, Seen
-from planning.makespan import Instance, Load
-from planning.parallelism import coming, within
+from planning.makespan import Instance
+from planning.parallelism import HORIZON, StepPlan, coming, within
 from planning.rebalance import rebalance
 from planning.roofline import Roofline
 from runtime.config import Section
-from sim.orchestrrl.pool import ElasticPool, PoolUse, Response
+from sim.orchestrrl.pool import ElasticPool, PoolUse, Regroup, Response
 from sim.timeline import Timeline
 
 STRAGGLER = 0.8
@@ -24,7 +24,7 @@ class Arm(Section):
 
     name: str
     across: bool = False
-    """Degrees and who has what, before each step."""
+    """Degrees and who has what for the step, once its requests are there."""
     within: bool = False
     """Merges and splits in it."""
     rebalance: bool = False
@@ -64,46 +64,58 @@ class StepRun:
         self._forecast = forecast
         self._pool = ElasticPool(Timeline(), engines, delay_s)
         self._why: list[str] = []
+        self._looked_s = 0.0
 
-    def run(self, responses: Sequence[Response], degrees: Sequence[int], current: Sequence[int] = ()) -> StepDone:
-        """All of them, on instances of `degrees` where nothing is planned across steps; those not `current` begin after their switch."""
-        pool, arm = self._pool, self._arm
-        assigned: tuple[tuple[str, ...], ...] = ()
+    def run(self, responses: Sequence[Response], degrees: Sequence[int]) -> StepDone:
+        """All of them, as many on each instance of `degrees` to begin with."""
+        pool = self._pool
         pool.responses = {each.name: each for each in responses}
-        if arm.across:
-            remaining = self._remaining({each.name: each.tokens for each in responses})
-            loads = [Load(each.name, each.shown, remaining[each.name]) for each in responses]
-            plan = coming(loads, sum(degrees), self._engines, current, arm.within)
-            self._why.append(plan.why)
-            degrees, assigned = plan.degrees, plan.assigned
-        if not arm.across or (not arm.knows and len(set(degrees)) == 1):
-            # Which of them is long is not known yet: alike instances get as many.
-            names = [each.name for each in responses]
-            assigned = tuple(tuple(names[place :: len(degrees)]) for place in range(len(degrees)))
-        seats = self._place(degrees, current)
-        pool.take(responses, {name: seat for seat, names in zip(seats, assigned, strict=True) for name in names})
-        if arm.within:
-            pool.timeline.start(self._switch())
-        if arm.rebalance:
-            pool.timeline.start(self._rebalance())
+        seats = self._place(degrees)
+        pool.take(responses, {each.name: seats[number % len(seats)] for number, each in enumerate(responses)})
+        pool.timeline.start(self._keep_on())
         seconds = pool.run()
         ends = tuple(sorted(pool.done.values()))
         return StepDone(
             seconds, ends, tuple(sorted(seat.degree for seat in pool.seats.values())), pool.use, tuple(self._why)
         )
 
-    def _place(self, degrees: Sequence[int], current: Sequence[int]) -> list[str]:
+    def _place(self, degrees: Sequence[int]) -> list[str]:
         """An instance for each degree: large ones first, so that none crosses servers."""
-        there, seats, gpu = Counter(current), dict[int, str](), 0
+        seats, gpu = dict[int, str](), 0
         for place in sorted(range(len(degrees)), key=lambda place: -degrees[place]):
             degree = degrees[place]
-            there[degree] -= 1
-            new = bool(current) and there[degree] < 0
-            costs = [self._engines[each].reconfigure_s(0, self._engines[degree]) for each in set(current)]
-            per_server = self._engines[degree].spec.gpu.gpus_per_server
-            seats[place] = self._pool.add(degree, gpu // per_server, max(costs) if new else 0.0)
+            seats[place] = self._pool.add(degree, gpu // self._engines[degree].spec.gpu.gpus_per_server)
             gpu += degree
         return [seats[place] for place in range(len(degrees))]
+
+    async def _keep_on(self) -> None:
+        """One look after another, as the live orchestrator's: a plan for the step at the first, then a switch, or moves."""
+        pool, arm = self._pool, self._arm
+        begins = arm.across
+        while pool.running:
+            await pool.timeline.sleep(self._pace.interval_s)
+            changes = self._begin_step() if begins else ()
+            begins = False
+            if changes := changes or self._switch():
+                await pool.change(changes)
+            elif arm.rebalance:
+                self._rebalance()
+
+    def _begin_step(self) -> list[Regroup]:
+        """Of each server whose degrees are not those of its plan for the step."""
+        servers: dict[str, list[Instance]] = defaultdict(list)
+        for each in self._instances():
+            servers[each.server].append(each)
+        found = [self._step_plan(server) for _, server in sorted(servers.items())]
+        return [change for change in found if change is not None]
+
+    def _step_plan(self, server: Sequence[Instance]) -> Regroup | None:
+        loads, current = [load for each in server for load in each.loads], [each.degree for each in server]
+        if not loads:
+            return None
+        plan = coming(loads, sum(current), self._engines, current, self._arm.within, HORIZON, drawn=not self._arm.knows)
+        self._why.append(f"{self._pool.timeline.now:.1f} s: {plan.why}")
+        return regroup(server, plan) if plan.switched else None
 
     def _remaining(self, left: Mapping[str, int], quantile: float | None = None) -> dict[str, float]:
         """Tokens to come of each, of which so many are `left` in truth: at a quantile, or spread over all of them."""
@@ -117,29 +129,42 @@ class StepRun:
             return self._forecast.spread(seen)
         return {name: self._forecast.remaining(each, quantile).tokens for name, each in seen.items()}
 
-    async def _switch(self) -> None:
+    def _switch(self) -> list[Regroup]:
         pool = self._pool
-        while pool.running:
-            await pool.timeline.sleep(self._pace.switch_s)
-            plan = within(self._instances(), self._engines)
-            if plan.changes:
-                self._why.append(f"{pool.timeline.now:.1f} s: {plan.why}")
-                pool.change(plan.changes)
+        if not self._arm.within or pool.timeline.now - self._looked_s < self._pace.switch_s:
+            return []
+        self._looked_s = pool.timeline.now
+        plan = within(self._instances(), self._engines)
+        if plan.changes:
+            self._why.append(f"{pool.timeline.now:.1f} s: {plan.why}")
+        return [Regroup.of(change) for change in plan.changes]
 
-    async def _rebalance(self) -> None:
+    def _rebalance(self) -> None:
         pool = self._pool
-        while pool.running:
-            await pool.timeline.sleep(self._pace.interval_s)
-            stay = [each for each in self._instances(STRAGGLER) if pool.seats[each.name].settled_s < float("inf")]
-            moves = rebalance(
-                stay,
-                self._engines,
-                now_s=pool.timeline.now,
-                moved_s=pool.moved_s,
-                interval_s=10 * self._pace.interval_s,
-            ).moves
-            pool.move(moves)
+        stay = [each for each in self._instances(STRAGGLER) if pool.seats[each.name].settled_s < float("inf")]
+        moves = rebalance(
+            stay,
+            self._engines,
+            now_s=pool.timeline.now,
+            moved_s=pool.moved_s,
+            interval_s=10 * self._pace.interval_s,
+        ).moves
+        pool.move(moves)
 
     def _instances(self, quantile: float | None = None) -> list[Instance]:
         left = {name: tokens for name, (_, tokens, _) in self._pool.left().items()}
         return self._pool.instances(self._remaining(left, quantile))
+
+
+def regroup(server: Sequence[Instance], plan: StepPlan) -> Regroup:
+    """What `plan` changes: an instance that has a planned degree stays, and takes the requests of that place."""
+    free, to, parts = sorted(server), dict[str, str](), list[tuple[int, tuple[str, ...]]]()
+    for degree, names in zip(plan.degrees, plan.assigned, strict=True):
+        stays = next((each for each in free if each.degree == degree), None)
+        if stays is None:
+            parts.append((degree, names))
+            continue
+        free.remove(stays)
+        here = {load.name for load in stays.loads}
+        to |= {name: stays.name for name in names if name not in here}
+    return Regroup(tuple(each.name for each in free), tuple(parts), to)

@@ -140,7 +140,7 @@ def _generation(
             continue
         arm = Arm(name="whole", across=True, within=True, rebalance=True)
         forecast = s.drift.forecast(s.seed, step, share)
-        one = StepRun(engines, arm, s.pace, forecast, delay_s).run(batch, degrees, current)
+        one = StepRun(engines, arm, s.pace, forecast, delay_s).run(batch, current)
         current = one.degrees
         done.append(one.seconds)
     return tuple(done)

@@ -25,6 +25,20 @@ class Response(NamedTuple):
     tokens: int
 
 
+class Regroup(NamedTuple):
+    """Instances `old` of one server become `parts`, each a degree and its requests."""
+
+    old: tuple[str, ...]
+    parts: tuple[tuple[int, tuple[str, ...]], ...]
+    to: Mapping[str, str] = {}
+    """Requests that go to an instance which stays as it is, by their names."""
+
+    @classmethod
+    def of(cls, change: Change) -> "Regroup":
+        """A merge or a split."""
+        return cls(change.old, tuple((change.degree, part) for part in change.parts))
+
+
 @dataclass(eq=False)
 class InstanceSeat:
     """An engine on GPUs of one server."""
@@ -136,10 +150,10 @@ class ElasticPool:
             if each.request not in self._away and each.request not in self.done:
                 self.timeline.start(self._move(each))
 
-    def change(self, changes: Sequence[Change]) -> None:
-        """Begin them all: requests leave at the next boundary of a step, and go on when the new instances are there."""
-        for each in changes:
-            self.timeline.start(self._change(each))
+    async def change(self, changes: Sequence[Regroup]) -> None:
+        """All at once: requests leave at the next boundary of a step, and go on when the new instances are there, which ends it."""
+        for process in [self.timeline.start(self._change(each)) for each in changes]:
+            await process.ended
 
     async def _respond(self, response: Response) -> None:
         left = response.tokens
@@ -191,28 +205,34 @@ class ElasticPool:
         target.coming -= 1
         self._on(order.request, order.target, held)
 
-    async def _change(self, change: Change) -> None:
+    async def _change(self, change: Regroup) -> None:
         old = [self.seats[name] for name in change.old]
         for seat in old:
             seat.settled_s = float("inf")
-        before, after = self.models[old[0].degree], self.models[change.degree]
         began = self.timeline.now
-        names = [name for part in change.parts for name in part if name not in self.done]
+        names = [name for _, part in change.parts for name in part if name not in self.done]
+        names += [name for name in change.to if name not in self.done]
         leaving = [self.timeline.start(self._off(name)) for name in names]
         held = {name: (await process.ended)[1] for name, process in zip(names, leaving, strict=True)}
         drained_s = self.timeline.now - began
-        cost_s = self.delay_s + before.reconfigure_s(sum(held.values()), after)
+        cost_s = self.delay_s + self._cost_s([seat.degree for seat in old], change, sum(held.values()))
         for name in change.old:
             del self.seats[name]
-        parts = [self.add(change.degree, old[0].server, cost_s) for _ in change.parts]
-        for seat, part in zip(parts, change.parts, strict=True):
-            for name in part:
-                if name in held:
-                    self._at[name] = seat
+        to = dict(change.to)
+        for degree, part in change.parts:
+            to |= dict.fromkeys(part, self.add(degree, old[0].server, cost_s))
+        self._at |= {name: to[name] for name in names}
         self._count(switches=1, switch_s=drained_s + cost_s)
         await self.timeline.sleep(cost_s)
         for name in names:
             self._on(name, self._at[name], held[name])
+
+    def _cost_s(self, old: Sequence[int], change: Regroup, tokens: int) -> float:
+        return max(
+            self.models[before].reconfigure_s(tokens, self.models[after])
+            for before in set(old)
+            for after, _ in change.parts
+        )
 
     def _count(self, moves: int = 0, switches: int = 0, switch_s: float = 0.0, moved_bytes: float = 0.0) -> None:
         use = self.use

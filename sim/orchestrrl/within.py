@@ -49,9 +49,9 @@ def run(scenario: WithinScenario, progress: RunProgress) -> RunResult:
     late = {degree: _on(s, engines, degree, rest).seconds for degree in s.degrees}
     forecast = s.drift.forecast(s.seed, s.step)
     degrees = (s.begin,) * (s.gpus // s.begin)
-    switched = StepRun(engines, WITHIN, s.pace, forecast).run(batch, degrees, degrees)
+    switched = StepRun(engines, WITHIN, s.pace, forecast).run(batch, degrees)
     progress(total - 1, total, "within, knowing the lengths")
-    oracle = StepRun(engines, KNOWING, s.pace, None).run(batch, degrees, degrees)
+    oracle = StepRun(engines, KNOWING, s.pace, None).run(batch, degrees)
     figures = _figures(s.begin, early, late, whole, switched, oracle)
     rows = [(f"TP{degree}", early[degree], late[degree], whole[degree].seconds) for degree in s.degrees]
     return RunResult(

@@ -116,6 +116,22 @@ def test_a_switch_keeps_gpus_and_requests_stays_in_a_server_and_pays(instances):
 
 
 @few
+@given(pools(), st.floats(0, 60))
+def test_requests_that_wait_put_no_merge_off_that_still_pays(instances, wait_s):
+    def waiting(seconds: float) -> list[Instance]:
+        return [
+            each._replace(loads=tuple(load._replace(wait_s=seconds) for load in each.loads), settled=True)
+            for each in instances
+        ]
+
+    plain, plan = within(waiting(0.0), ENGINES), within(waiting(wait_s), ENGINES)
+
+    if plain.before_s - plain.after_s > MARGIN * (plain.before_s + wait_s) + 1e-6:
+        assert plan.changes
+    assert bool(plain.changes) or not plan.changes
+
+
+@few
 @given(pools(), st.integers(0, 5), st.floats(0, 30))
 def test_moves_are_of_requests_that_are_there_at_most_once_per_interval_and_pay(instances, most, later_s):
     plan = rebalance(instances, ENGINES, now_s=0.0, most=most)

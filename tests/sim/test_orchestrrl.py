@@ -1,6 +1,5 @@
 """OrchestrRL's scenarios: the live planners decide, no token is lost in a move or a switch, and claims come out as they were reviewed."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -8,13 +7,13 @@ import yaml
 
 import sim.orchestrrl.generation as generation
 from planning.moves import Carry
-from planning.parallelism import Change
+from planning.parallelism import StepPlan
 from planning.rebalance import RequestMove
 from sim.claims import judge
 from sim.orchestrrl.drift import Drift, EngineUse, engines_of
-from sim.orchestrrl.generation import Arm, Pace, StepRun
+from sim.orchestrrl.generation import Arm, Pace, StepRun, regroup
 from sim.orchestrrl.joint import IterationStages, iterations_s
-from sim.orchestrrl.pool import ElasticPool, Response
+from sim.orchestrrl.pool import ElasticPool, Regroup, Response
 from sim.outcome import silent
 from sim.scenario import load
 from sim.timeline import Timeline
@@ -91,6 +90,10 @@ def later(pool, when_s, call):
     pool.timeline.at(when_s, call)
 
 
+def begin(pool, change):
+    pool.timeline.start(pool.change([change]))
+
+
 def decoded(pool):
     return sum(seat.engine.usage.tokens for seat in pool.seats.values())
 
@@ -111,9 +114,9 @@ def test_a_move_carries_tokens_and_cache_and_loses_none(engines):
 def test_a_merge_drains_waits_for_its_cost_and_goes_on_where_it_was(engines):
     responses = [Response(name, name, 500, 3000) for name in "abcd"]
     pool, seats = pool_of(engines, (2, 2, 2, 2), responses, range(4))
-    change = Change(tuple(seats), 8, (tuple("abcd"),), 0, 0, "")
+    change = Regroup(tuple(seats), ((8, tuple("abcd")),))
     gone = []
-    later(pool, 5.0, lambda: (gone.extend(seat.engine for seat in pool.seats.values()), pool.change([change])))
+    later(pool, 5.0, lambda: (gone.extend(seat.engine for seat in pool.seats.values()), begin(pool, change)))
     seconds = pool.run()
 
     assert [seat.degree for seat in pool.seats.values()] == [8]
@@ -127,7 +130,7 @@ def test_a_change_waits_for_its_circuits(engines):
     def seconds(delay_s):
         pool, seats = pool_of(engines, (2, 2), [Response("a", "p", 500, 2000)], [0])
         pool.delay_s = delay_s
-        later(pool, 1.0, lambda: pool.change([Change(tuple(seats), 4, (("a",),), 0, 0, "")]))
+        later(pool, 1.0, lambda: begin(pool, Regroup(tuple(seats), ((4, ("a",)),))))
         return pool.run()
 
     assert seconds(0.5) == pytest.approx(seconds(0.0) + 0.5)
@@ -150,7 +153,7 @@ def test_the_live_planners_are_asked(engines, scenario, monkeypatch):
         monkeypatch.setattr(generation, name, lambda *a, _n=name, _r=real, **k: (asked.append(_n), _r(*a, **k))[1])
     drift = scenario.drift.model_copy(update={"prompts": 8})
     arm = Arm(name="whole", across=True, within=True, rebalance=True)
-    done = StepRun(engines, arm, Pace(), drift.forecast(1, 8)).run(drift.batch(1, 8), (2,) * 4, (2,) * 4)
+    done = StepRun(engines, arm, Pace(), drift.forecast(1, 8)).run(drift.batch(1, 8), (2,) * 4)
 
     assert set(asked) == {"coming", "within", "rebalance"}
     assert len(done.ended_s) == 40
@@ -171,16 +174,14 @@ def test_an_iteration_lasts_as_long_as_its_longer_stage_and_the_weights():
     assert iterations_s((10.0, 30.0), IterationStages(20.0, 1.0)) == 52.0
 
 
-@pytest.mark.parametrize("knows", [False, True])
-def test_alike_instances_get_as_many_requests_unless_their_lengths_are_known(engines, scenario, monkeypatch, knows):
-    given = []
-    real = ElasticPool.take
-    monkeypatch.setattr(
-        ElasticPool, "take", lambda pool, all_, at: (given.append(Counter(at.values())), real(pool, all_, at))
-    )
-    drift = scenario.drift.model_copy(update={"prompts": 16})
-    arm = Arm(name="across", across=True, knows=knows)
-    StepRun({2: engines[2]}, arm, Pace(), drift.forecast(1, 8)).run(drift.batch(1, 8), (2,) * 4, (2,) * 4)
+def test_a_step_s_plan_leaves_an_instance_alone_that_has_a_planned_degree(engines):
+    responses = [Response(name, name, 500, 3000) for name in "abc"]
+    pool, seats = pool_of(engines, (2, 2, 4), responses, range(3))
+    later(pool, 1.0, lambda: begin(pool, regroup(pool.instances(dict.fromkeys("abc", 1.0)), plan)))
+    plan = StepPlan((4, 4), (("a", "b"), ("c",)), 0.0, True, "")
+    pool.run()
 
-    [counts] = given
-    assert (set(counts.values()) == {20}) == (not knows)
+    assert [seat.degree for seat in pool.seats.values()] == [4, 4]
+    assert seats[2] in pool.seats
+    assert sorted(pool.done) == ["a", "b", "c"]
+    assert pool.use.switches == 1

@@ -1,12 +1,12 @@
-"""A step of generation lasts as long modelled as on the real orchestrator, proxy and engines: same requests, lengths, degrees and planners."""
+"""Generation lasts as long modelled as on the real orchestrator, proxy and engines: same requests, lengths, degrees and planners."""
 
 from pathlib import Path
 
 import pytest
 
 from actors import catalog
-from sim.live.generation import LiveFleet, LiveStep
-from sim.orchestrrl.drift import PAST, engines_of
+from sim.live.generation import LiveFleet, LiveSteps
+from sim.orchestrrl.drift import engines_of, planned
 from sim.orchestrrl.generation import Arm, Pace, StepRun
 from sim.scenario import load
 
@@ -15,6 +15,7 @@ ONE_SERVER = ("gpus=8", "drift.prompts=64")
 OFF = Arm(name="off")
 REBALANCE = Arm(name="rebalance", rebalance=True)
 FORECAST = Arm(name="rebalance and switch", within=True, rebalance=True)
+WHOLE = Arm(name="whole", across=True, within=True, rebalance=True)
 KNOWN = Arm(name="rebalance and switch, lengths known", within=True, rebalance=True, knows=True)
 
 
@@ -37,13 +38,16 @@ class BothModes:
     def modelled(self, arm):
         s = self.s
         engines, alike = engines_of(s.model, s.gpu, self.degrees, s.engine), (self.degree,) * (s.gpus // self.degree)
-        return StepRun(engines, arm, s.pace, s.drift.forecast(self.seed, 0)).run(self.batch, alike, alike)
+        return StepRun(engines, arm, s.pace, s.drift.forecast(self.seed, 0)).run(self.batch, alike)
 
     def real(self, arm):
         s = self.s
         fleet = LiveFleet("h800", "qwen2.5-14b", s.gpus, self.degree, self.degrees, s.engine.num_slots)
-        history = [s.drift.batch(self.seed, step) for step in range(-PAST, 0)]
-        return LiveStep(fleet, arm, s.pace, s.drift.limit(0), history).run(self.batch)
+        [facts] = LiveSteps(fleet, arm, s.pace, self._batch, s.drift.limit).run([0], self.degree)
+        return facts
+
+    def _batch(self, step):
+        return self.s.drift.batch(self.seed, step) if step else self.batch
 
     def both(self, arm):
         modelled, real = self.modelled(arm), self.real(arm)
@@ -101,9 +105,42 @@ def test_the_real_actors_do_the_same_twice():
     assert step.real(KNOWN) == step.real(KNOWN)
 
 
-def test_degrees_across_steps_are_refused_in_the_second_mode():
-    with pytest.raises(ValueError, match="plans degrees across steps"):
-        LiveStep(LiveFleet("h800", "qwen2.5-14b", 8, 2, (2,)), Arm(name="whole", across=True), Pace(), 100)
+def across(seed, begin, *cut):
+    """Both modes' steps of the whole, on engines that begin with `begin` GPUs."""
+    s = load(SCENARIO, cut).scenario
+    degrees = tuple(each for each in s.degrees if each >= 2)
+    engines, alike = engines_of(s.model, s.gpu, degrees, s.engine), (begin,) * (s.gpus // begin)
+    modelled = planned(engines, alike, WHOLE, s.drift, seed, s.pace).steps
+    fleet = LiveFleet("h800", "qwen2.5-14b", s.gpus, 2, degrees, s.engine.num_slots)
+    steps = LiveSteps(fleet, WHOLE, s.pace, lambda step: s.drift.batch(seed, step), s.drift.limit)
+    real = steps.run(s.drift.simulated, begin)
+    total_s = [sum(step.seconds for step in mode) for mode in (modelled, real)]
+    print(f"seed {seed}, from TP{begin}: modelled {total_s[0]:.1f} s, real actors {total_s[1]:.1f} s")
+    return modelled, real, total_s
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_both_modes_agree_within_3_percent_on_steps_whose_degrees_are_planned_across(seed):
+    """One job of the real actors plays three steps, each twice as long as the one before, and learns their lengths itself."""
+    modelled, real, (modelled_s, real_s) = across(seed, 2, *ONE_SERVER, "drift.steps=3", "drift.every=1")
+
+    assert real_s == pytest.approx(modelled_s, rel=0.03)
+    assert [step.degrees for step in real] == [step.degrees for step in modelled]
+    assert [step.switches for step in real] == [step.use.switches for step in modelled] == [1, 0, 0]
+
+
+def test_a_plan_across_steps_without_switches_within_is_refused_in_the_second_mode():
+    with pytest.raises(ValueError, match="plans degrees across steps and not within"):
+        LiveSteps(LiveFleet("h800", "qwen2.5-14b", 8, 2, (2,)), Arm(name="across", across=True), Pace(), list, int)
+
+
+@pytest.mark.slow
+def test_both_modes_agree_within_3_percent_on_48_gpus_across_steps():
+    """Of which 32 generate: the scenario's first two steps, 5,120 responses each."""
+    modelled, real, (modelled_s, real_s) = across(1, 8, "drift.steps=17", "drift.every=16", "drift.last=0.6")
+
+    assert real_s == pytest.approx(modelled_s, rel=0.03)
+    assert [step.degrees for step in real] == [step.degrees for step in modelled]
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_a_split_wakes_engines_for_its_parts_and_is_none_where_too_few_sleep():
 
 def test_a_step_that_needs_one_large_engine_takes_one_and_all_others_sleep():
     alike = server(1, 1, 1, 1)
-    reshape = as_step(alike, step((4,), ("r1", "r2")))
+    reshape = as_step(alike, step((4,), ("r1", "r2")), {"r1", "r2"})
 
     assert reshape.wanted == {"a": Wanted(4)} | dict.fromkeys("bcd", Wanted(1, True))
     assert reshape.requests == {"r1": "a", "r2": "a"}
@@ -58,12 +58,12 @@ def test_a_step_that_needs_one_large_engine_takes_one_and_all_others_sleep():
 
 def test_a_step_s_engines_keep_their_degree_where_it_is_planned_and_those_that_sleep_wake_last():
     mixed = server(0, 1, 1, 2)
-    reshape = as_step(mixed, step((1, 1, 1, 1), ("r1",), ("r2",), ("r3",), ()))
+    reshape = as_step(mixed, step((1, 1, 1, 1), ("r1",), ("r2",), ("r3",), ()), {"r1", "r2", "r3"})
 
     assert reshape.wanted == dict.fromkeys("abcd", Wanted(1))
     assert reshape.requests == {"r1": "b", "r2": "c", "r3": "d"}
 
-    kept = as_step(mixed, step((2, 2), ("r1",), ("r2",)))
+    kept = as_step(mixed, step((2, 2), ("r1",), ("r2",)), {"r1", "r2"})
     assert kept.wanted == {"d": Wanted(2), "b": Wanted(2), "a": Wanted(1, True), "c": Wanted(1, True)}
     assert kept.requests["r2"] in ("b", "d")
     assert gpus(mixed, kept) == mixed.gpus
