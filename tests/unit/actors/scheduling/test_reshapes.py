@@ -1,8 +1,8 @@
 """What planned degrees mean for engines: who stays, who sleeps, who has which requests."""
 
 from actors.messages.generation import Modelled
-from actors.messages.orchestration import EngineSeen
-from actors.scheduling.fleet import Server
+from actors.messages.orchestration import EngineSeen, RequestSeen
+from actors.scheduling.fleet import Server, expected
 from actors.scheduling.reshapes import as_merge, as_split, as_step
 from actors.scheduling.switches import Wanted
 from planning.parallelism import Change, StepPlan
@@ -67,3 +67,15 @@ def test_a_step_s_engines_keep_their_degree_where_it_is_planned_and_those_that_s
     assert kept.wanted == {"d": Wanted(2), "b": Wanted(2), "a": Wanted(1, True), "c": Wanted(1, True)}
     assert kept.requests["r2"] in ("b", "d")
     assert gpus(mixed, kept) == mixed.gpus
+
+
+def test_requests_that_wait_at_a_proxy_are_expected_by_gpus_and_moved_nowhere():
+    large = server(1, 1, 1)
+    small = Server("there pool", MODELLED, (EngineSeen("z", 64, True),))
+    seen = [RequestSeen(f"r{n}", engine, "", n, 10, 0, 10, 0) for n, engine in enumerate(["a", "z", "", "", "", ""])]
+    found = expected([large, small], seen)
+    reshape = as_step(large, step((1, 2), ("r0", "r2"), ("r3",)), {"r0"})
+
+    assert [len(requests) for requests in found.values()] == [1 + 3, 1 + 1]
+    assert sorted(each.request_id for requests in found.values() for each in requests) == [f"r{n}" for n in range(6)]
+    assert set(reshape.requests) == {"r0"}
