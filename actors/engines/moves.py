@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from actors.engines.caches import Caches
 from actors.engines.engine import CACHE, EXPORT, Engine, EngineError, Work, capabilities
+from actors.engines.weights import WeightsPuller
 from actors.messages.engines import GENERATION
 from actors.messages.generation import MovedFrom
 from actors.messages.moves import AwaitCaches, MovePrepared, NotMoved, PrepareMove, TakeMove
@@ -78,9 +79,9 @@ class Departures:
         self._exports = Rate()
 
     async def prepare(
-        self, engine: Engine, shared: "EngineRequest", order: PrepareMove, version: int
+        self, engine: Engine, shared: "EngineRequest", order: PrepareMove, weights: WeightsPuller
     ) -> MovePrepared | NotMoved:
-        """Park a request that runs in `engine` under weights `version`."""
+        """Park a request that runs in `engine`, or still waits for `weights`."""
         name = self._actor.name
         if EXPORT not in capabilities(engine):
             return NotMoved(f"{name} can't give a request away: its engine has not the capability {EXPORT}")
@@ -90,7 +91,11 @@ class Departures:
         parked = shared.parked = Parked(order.epoch)
         shared.exported = asyncio.get_running_loop().create_future()
         self._remember(order.request_id, parked)
-        plan = carry(self._moving(engine, shared, same_weights=version == order.version))
+        if shared.stage == "weights":
+            shared.stage = ""
+            weights.wake_waiters()
+            return MovePrepared(shared.tokens, self._actor.incarnation, "it waits for weights: no cache")
+        plan = carry(self._moving(engine, shared, same_weights=weights.version == order.version))
         # It is seen through though the proxy may give it up before the engine's step is over: the request waits for what is exported.
         parking = self._park(engine, shared, order, parked, plan)
         return await asyncio.shield(self._actor.spawn(parking, name=f"{name}.park"))

@@ -6,7 +6,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from actors import catalog
 from planning.roofline import EngineSpec
-from runtime.config import Section
+from runtime.config import Config, Section
 
 
 class ScriptedSection(Section):
@@ -121,3 +121,24 @@ class EngineSection(Section):
                 "engine.pace out"
             )
         return self
+
+
+VLLM_HOTTEST = 2.0
+"""Temperature above which vLLM refuses a request."""
+
+
+def check_sampling(job: Config) -> None:
+    """Raises ValueError for what the job's engine can't sample."""
+    kind = job.section("engine").kind
+    for section in ("rollout", "eval"):
+        if kind == "vllm" and job.has(section) and (given := job.section(section).temperature) > VLLM_HOTTEST:
+            raise ValueError(
+                f"{section}.temperature is {given:g}, but engine.kind=vllm takes {VLLM_HOTTEST:g} at most: lower it, or set engine.kind=torch"
+            )
+    if job.has("eval") and kind == "scripted":
+        held_out = job.section("eval")
+        if held_out.samples > 1 and held_out.top_p < 1.0:
+            raise ValueError(
+                f"eval.top_p is {held_out.top_p:g}, but engine.kind=scripted has no top-p: "
+                "set eval.top_p=1, or engine.kind=torch"
+            )

@@ -5,7 +5,7 @@ import contextlib
 import importlib.util
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from actors.cluster import ClusterSection
 from actors.config import CUDA, ModelSection, WeightsSection
@@ -15,7 +15,7 @@ from actors.engines.moves import CacheSource, Departures, Parked
 from actors.engines.orders import Orders
 from actors.engines.pace import modelled
 from actors.engines.permitted import PermittedOrders
-from actors.engines.section import EngineSection
+from actors.engines.section import EngineSection, check_sampling
 from actors.engines.tokens import joined, shifted
 from actors.engines.weights import HostWeights, WeightsPuller
 from actors.messages.engines import GENERATION, EngineChanged, EngineState, Reconfigure, SleepEngine, WakeEngine
@@ -67,8 +67,8 @@ class EngineRequest(SharedRequest):
     def __init__(self, request: Generate) -> None:
         super().__init__(request)
         self.unreported = Tokens()
-        self.generating = False
-        """The engine has it; before, it waits for weights."""
+        self.stage: Literal["", "weights", "engine"] = ""
+        """What it waits for now: weights that are new enough, or the engine, which has it."""
         self.parked: Parked | None = None
         """Its last move away from here, to `moved_to`."""
         self.moved_to = ""
@@ -85,6 +85,14 @@ class EngineRequest(SharedRequest):
         prompt, at_once = tuple(unpack_i32(request.prompt)), first_at_once or request.hand_over
         return Work(request.request_id, request.session, prompt, request.sampling, request.resumed, None, at_once)
 
+    async def has_left(self) -> bool:
+        """Whether it moved while it waited for weights. Where it was parked, its fate is known first."""
+        self.stage = ""
+        if self.parked is not None and await asyncio.shield(self.parked.taken):
+            return True
+        self.parked = None
+        return False
+
     def sampled(self, chunk: Chunk) -> None:
         """Add what the engine sampled."""
         self.tokens = joined(self.tokens, chunk.tokens)
@@ -95,10 +103,6 @@ class EngineRequest(SharedRequest):
         tokens = self.unreported
         self.unreported = Tokens()
         return shifted(tokens, (len(self.tokens.ids) - len(tokens.ids)) // 4)
-
-
-VLLM_HOTTEST = 2.0
-"""Temperature above which vLLM refuses a request."""
 
 
 class EngineWorker(CacheSource):
@@ -118,20 +122,7 @@ class EngineWorker(CacheSource):
 
     @classmethod
     def check(cls, job: Job) -> None:
-        """Refuse what the engine can't sample."""
-        kind = job.section("engine").kind
-        for section in ("rollout", "eval"):
-            if kind == "vllm" and job.has(section) and (given := job.section(section).temperature) > VLLM_HOTTEST:
-                raise ValueError(
-                    f"{section}.temperature is {given:g}, but engine.kind=vllm takes {VLLM_HOTTEST:g} at most: lower it, or set engine.kind=torch"
-                )
-        if job.has("eval") and kind == "scripted":
-            held_out = job.section("eval")
-            if held_out.samples > 1 and held_out.top_p < 1.0:
-                raise ValueError(
-                    f"eval.top_p is {held_out.top_p:g}, but engine.kind=scripted has no top-p: "
-                    "set eval.top_p=1, or engine.kind=torch"
-                )
+        check_sampling(job)
 
     @classmethod
     def check_host(cls, config: Any) -> None:
@@ -247,7 +238,10 @@ class EngineWorker(CacheSource):
             if request.moved is not None and (work := await self._departures.arrive(work, request.moved)) is None:
                 return Aborted(request.request_id, shared.tokens, "it stays where it was", request.moved.source)
             while weights.version < request.min_version and not shared.abort_reason:
+                shared.stage = "weights"
                 await weights.wait_for(request.min_version, request.request_id)
+                if await shared.has_left():
+                    return Aborted(request.request_id, shared.tokens, "it moved", shared.moved_to)
             if request.exact and not (weights.is_held and weights.version == request.min_version):
                 shared.abort_reason = f"{self.name} does not hold version {request.min_version} any more"
             if not shared.abort_reason:
@@ -285,7 +279,7 @@ class EngineWorker(CacheSource):
                 work = work._replace(cache=None)
                 continue
             finally:
-                shared.generating = False
+                shared.stage = ""
             if finish_reason != "exported" or shared.parked is None:
                 return finish_reason
             parked, exported = shared.parked, await asyncio.shield(shared.exported)
@@ -301,7 +295,7 @@ class EngineWorker(CacheSource):
         engine, _ = self._started()
         finish_reason = "aborted"
         exported: asyncio.Task[None] | None = None
-        shared.generating = True
+        shared.stage = "engine"
         with self.waits.on(work.request_id, stage="decode") as wait:
             async with contextlib.aclosing(engine.generate(work)) as chunks:
                 async for chunk in chunks:
@@ -341,7 +335,7 @@ class EngineWorker(CacheSource):
         shared.ending = shared.ending or reason != HANDED_BACK
         if shared.parked is not None:
             shared.parked.settle(False)
-        if shared.generating:
+        if shared.stage == "engine":
             await engine.abort(request_id)
         else:
             weights.wake_waiters()
@@ -358,10 +352,10 @@ class EngineWorker(CacheSource):
         """Goes on where the proxy died meanwhile: then nobody comes for the request, and it is kept."""
         engine, weights = self._started()
         shared = self._requests.running.get(request.request_id)
-        if shared is None or not shared.generating or shared.ending or shared.abort_reason:
+        if shared is None or not shared.stage or shared.ending or shared.abort_reason:
             return NotMoved(f"{request.request_id} is not generated by {self.name}")
         shared.moved_to = request.target
-        return await self._departures.prepare(engine, shared, request, weights.version)
+        return await self._departures.prepare(engine, shared, request, weights)
 
     @handler(concurrency=64)
     async def abort_move(self, request: AbortMove) -> Ack:

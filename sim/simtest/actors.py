@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 from actors.checkpoint import name
 from actors.engines.engine import Engine
 from actors.engines.moves import Departures
+from actors.engines.weights import WeightsPuller
 from actors.engines.worker import EngineRequest, EngineWorker
 from actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
 from actors.messages.samples import Batch, Claim, Commit, DrawEpoch, Epoch, NotReady, Put, Stored
@@ -89,9 +90,9 @@ class SimDepartures(Departures):
     """Tells the monitor what became of each request that was parked."""
 
     async def prepare(
-        self, engine: Engine, shared: EngineRequest, order: PrepareMove, version: int
+        self, engine: Engine, shared: EngineRequest, order: PrepareMove, weights: WeightsPuller
     ) -> MovePrepared | NotMoved:
-        reply = await super().prepare(engine, shared, order, version)
+        reply = await super().prepare(engine, shared, order, weights)
         parked, monitor = shared.parked, cast("SimEngine", self._actor).monitor
         if parked is not None and parked.epoch == order.epoch:
             move = (order.request_id, order.epoch)

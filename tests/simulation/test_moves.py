@@ -4,6 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
+import msgspec
 import pytest
 
 from actors.config import ModelSection
@@ -27,6 +28,7 @@ from tests.virtual import virtual
 
 NUM = 60
 REQUEST = Generate("r", "s", pack_i32(range(3, 12)), Sampling(NUM, seed=5))
+LATER = msgspec.structs.replace(REQUEST, min_version=1)
 WORKER = EngineWorker.Config(
     engine=EngineSection(
         kind="scripted",
@@ -420,6 +422,70 @@ async def test_a_take_of_an_earlier_move_gets_nothing(tmp_path):
         assert isinstance(again, Ack)
         assert "r" not in engine._requests.running or engine._requests.running["r"].parked.settle(False)
         assert len((await asked).tokens.ids) // 4 == NUM
+
+
+# -- before it began -----------------------------------------------------------------------------------------------------
+
+
+def have_weights(cluster, version):
+    """As if these had just been taken everywhere."""
+    for engine in cluster.engines:
+        engine._weights._held = 0, version
+        engine._weights.wake_waiters()
+
+
+@virtual
+async def test_a_request_that_still_waits_for_weights_moves_and_waits_where_it_is_then(tmp_path):
+    async with bench(tmp_path) as cluster:
+        asked = cluster.ask(LATER)
+        await asyncio.sleep(1.0)
+        source = cluster.source
+        moved = await cluster.move()
+        await asyncio.sleep(1.0)
+        running = {engine.name: list(engine._requests.running) for engine in cluster.engines}
+        have_weights(cluster, 1)
+        completion = await asked
+
+    assert isinstance(moved, Moved)
+    assert moved.engine != source
+    assert running == {source: [], moved.engine: ["r"]}
+    assert completion.engine == moved.engine
+    assert len(completion.tokens.ids) // 4 == cluster.num_sampled == NUM
+
+
+@virtual
+async def test_a_request_that_waits_for_weights_stays_where_its_move_is_called_off(tmp_path):
+    async with bench(tmp_path) as cluster:
+        asked = cluster.ask(LATER)
+        await asyncio.sleep(1.0)
+        source = cluster.actors[cluster.source]
+        prepared = await source.prepare_move(PrepareMove("r", 1, "engine-9", 0))
+        have_weights(cluster, 1)
+        await asyncio.sleep(1.0)
+        begun_early = cluster.num_sampled
+        source._departures.keep("r", 1)
+        completion = await asked
+
+    assert isinstance(prepared, MovePrepared)
+    assert prepared.tokens == REQUEST.resumed
+    assert begun_early == 0
+    assert completion.engine == source.name
+    assert cluster.num_sampled == NUM
+
+
+@virtual
+async def test_a_request_that_is_aborted_while_it_is_parked_without_weights_ends_here(tmp_path):
+    async with bench(tmp_path) as cluster:
+        asked = cluster.ask(LATER)
+        await asyncio.sleep(1.0)
+        source = cluster.actors[cluster.source]
+        await source.prepare_move(PrepareMove("r", 1, "engine-9", 0))
+        await cluster.ask(Abort("r"))
+        aborted = await asked
+        late = await source.take_move(TakeMove("r", 1, source.incarnation))
+
+    assert isinstance(aborted, Aborted)
+    assert isinstance(late, NotMoved)
 
 
 # -- with its cache or without --------------------------------------------------------------------------------------------
