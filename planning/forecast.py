@@ -123,16 +123,17 @@ class Forecast:
             tokens, env_s, f"quantile {quantile:g} {of}, trend {100 * math.expm1(curve.trend):+.1f} % a step"
         )
 
-    def expected(self, request: Seen) -> float:
-        """Tokens to come of a running `request` on average."""
-        return fmean(self.remaining(request, (i + 0.5) / MEAN_OF).tokens for i in range(MEAN_OF))
+    def expected(self, request: Seen) -> Remaining:
+        """What is to come of a running `request` on average."""
+        found = [self.remaining(request, (i + 0.5) / MEAN_OF) for i in range(MEAN_OF)]
+        return Remaining(fmean(each.tokens for each in found), fmean(each.env_s for each in found), found[-1].why)
 
-    def spread(self, requests: Mapping[str, Seen]) -> dict[str, float]:
-        """Tokens to come of each by its name, at quantiles that its name decides: together they are distributed as forecast.
+    def spread(self, requests: Mapping[str, Seen]) -> dict[str, Remaining]:
+        """What is to come of each by its name, at quantiles that its name decides: together they are distributed as forecast.
 
         One quantile for all would have no long tail, which is what degrees of parallelism are chosen for.
         """
-        return {name: self.remaining(request, _share_of(name)).tokens for name, request in requests.items()}
+        return {name: self.remaining(request, _share_of(name)) for name, request in requests.items()}
 
 
 def _share_of(name: str) -> float:

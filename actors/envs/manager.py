@@ -16,9 +16,11 @@ from actors.envs.chat import ChatRenderer, check_template
 from actors.envs.generating import GeneratingCount
 from actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
 from actors.envs.named_renderer import NamedRenderer, renderer_config
+from actors.envs.outlook import RolloutOutlook
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection
 from actors.envs.tasks import Task, check_tasks, resolved
+from actors.messages.orchestration import OutOfDate, Survey, Surveyed
 from actors.messages.samples import Admit, Cancel, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
 from actors.tasks import Tasks, TaskSection
 from bus.errors import AskFailed, Failed
@@ -153,6 +155,7 @@ class EnvManager(Actor):
         self._admitting: asyncio.Task[None] | None = None
         self._rollouts: dict[str, RolloutContext] = {}
         self._ended = self._aside = False
+        self._outlook: RolloutOutlook | None = None
         self._turns = GeneratingCount(self) if config.cluster.dir else None
 
     async def on_start(self) -> None:
@@ -205,6 +208,12 @@ class EnvManager(Actor):
             running = self._running.get(key)
             if running is not None and running.issuer <= message.issuer:
                 running.cancel()
+
+    @handler
+    async def survey(self, request: Survey) -> Surveyed | OutOfDate:
+        if self._outlook is None:
+            self._outlook = RolloutOutlook()
+        return self._outlook.look(request, [each.rollout for each in self._running.values() if each.playing])
 
     def _hosts_of(self) -> dict[str, EnvHost]:
         """They share their workers."""
@@ -330,17 +339,22 @@ class EnvManager(Actor):
 
     async def _play(self, running: _Running) -> Trajectory:
         """Raises GaveUp, also where it was cancelled."""
+        rollout, whole = running.rollout, False
         scope = running.playing = asyncio.timeout(None)
         try:
             async with scope:
-                with self.trace.span("rollout", "env", trajectory=running.rollout.ticket.trajectory_id):
-                    return await running.rollout.play()
+                with self.trace.span("rollout", "env", trajectory=rollout.ticket.trajectory_id):
+                    trajectory = await rollout.play()
+            whole = True
+            return trajectory
         except TimeoutError:
             if scope.expired():
                 raise GaveUp(CANCELLED, retry=True) from None
             raise
         finally:
             running.playing = None
+            if self._outlook is not None:
+                self._outlook.ended(rollout, whole=whole)
 
     async def _finished(self, rollout: Rollout, trajectory: Trajectory) -> None:
         self._records[rollout.ticket.task].good(rollout.ticket)

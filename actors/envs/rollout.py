@@ -89,7 +89,10 @@ class Rollout:
         )
         self._texts: list[str] = []
         self._finish_reasons: list[str] = []
-        self._env_s = 0.0
+        self._env_s = self._generate_s = 0.0
+        self._entered: float | None = None
+        """When its environment was last called, while that has not answered."""
+        self._num_kept = 0
         self._is_stepping = False
         self._num_sampled = 0
         self._reward = 0.0
@@ -101,6 +104,31 @@ class Rollout:
     def ticket(self) -> Ticket:
         """What it plays by."""
         return self._ticket
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of the turns that are over."""
+        return self._num_kept
+
+    @property
+    def most(self) -> int:
+        """Tokens that all of its turns together may sample."""
+        limits = self._context.rollout
+        return min(limits.max_len, limits.max_turns * limits.max_new_tokens)
+
+    @property
+    def generate_s(self) -> float:
+        """What the turns that are over waited for their tokens."""
+        return self._generate_s
+
+    @property
+    def away(self) -> bool:
+        """It is in its environment."""
+        return self._entered is not None
+
+    def env_s(self, now: float) -> float:
+        """What its environment took until now."""
+        return self._env_s + (0.0 if self._entered is None else now - self._entered)
 
     def given_up(self, reason: str, detail: str = "", *, retry: bool) -> GiveUp:
         """What the sample buffer is told where no trajectory comes of it."""
@@ -152,13 +180,13 @@ class Rollout:
     async def _reset(self) -> tuple[HostedEnv, Observation]:
         context, ticket = self._context, self._ticket
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        self._entered = began = loop.time()
         try:
             with self._waiting("env.reset", f"env.reset_timeout_s={context.env.reset_timeout_s:g}"):
                 env, observation, info = await context.host.begin(ticket.purpose, ticket.seed, self._told())
         except EnvFailure as failure:
             raise _given_up(failure) from failure
-        self._env_s += loop.time() - began
+        self._env_s, self._entered = self._env_s + loop.time() - began, None
         self._info.update(info)
         return env, observation
 
@@ -177,12 +205,13 @@ class Rollout:
             tokens = await self._generate(transcript)
             text = context.renderer.decode(tokens.ids)
             self._texts.append(text)
-            began, self._is_stepping = loop.time(), True
+            self._entered = began = loop.time()
+            self._is_stepping = True
             busy = nullcontext() if env.asynchronous else context.metrics.busy()
             with self._waiting("env.step", limit), busy:
                 observation, reward, terminated, truncated, info = await env.step(text)
             took_s, self._is_stepping = loop.time() - began, False
-            self._env_s += took_s
+            self._env_s, self._entered = self._env_s + took_s, None
             context.metrics.observe("env/step_s", took_s)
             self._reward += reward
             if info:
@@ -233,6 +262,7 @@ class Rollout:
                 resumed=resumed,
                 exact=self._ticket.purpose == "eval",
                 task=self._ticket.task,
+                rollout=self._ticket.purpose != "eval",
             )
             reply = await self._ask_proxy(request)
             self._num_sampled += (len(reply.tokens.ids) - len(resumed.ids)) // TOKEN_BYTES
@@ -242,6 +272,7 @@ class Rollout:
                 except ValueError as error:
                     raise GaveUp("generation_failed", f"{reply.engine} sent {error}", retry=True) from error
                 self._finish_reasons.append(reply.finish_reason)
+                self._num_kept += len(reply.tokens.ids) // TOKEN_BYTES
                 return reply.tokens
             resumed, reason = reply.tokens, reply.reason
             self._check_age(transcript)
@@ -252,11 +283,15 @@ class Rollout:
 
     async def _ask_proxy(self, request: Generate) -> Completion | Aborted:
         timeout_s = self._context.rollout.generate_timeout_s
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             with self._waiting("generate", f"rollout.generate_timeout_s={timeout_s:g}", "llm_proxy"):
                 return await self._context.proxy.ask(request, timeout=timeout_s)
         except AskFailed as error:
             raise GaveUp("generation_failed", str(error), retry=not isinstance(error, Failed)) from error
+        finally:
+            self._generate_s += loop.time() - began
 
     async def _score(self) -> dict[str, float]:
         """What each reward function adds, by its name. The environment is no longer held here."""

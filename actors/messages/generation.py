@@ -100,6 +100,8 @@ class Generate(Request[Completion | Aborted], frozen=True):
     """Engine that keeps the KV cache of prompt and resumed tokens; without it they are computed again."""
     moved: MovedFrom | None = None
     """It is parked there, and this engine goes on with it once it took it from there."""
+    rollout: bool = False
+    """It is a turn of a rollout, of which its manager tells the orchestrator."""
 
 
 class Abort(Request[Ack], frozen=True):

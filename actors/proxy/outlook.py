@@ -30,8 +30,8 @@ class Outlook:
 
     def ended(self, shared: ProxyRequest, outcome: Completion | Aborted | Exception) -> None:
         """A request has its answer. Told only once somebody asked."""
-        if isinstance(outcome, Completion):
-            request = shared.request
+        request = shared.request
+        if isinstance(outcome, Completion) and not request.rollout:  # of a rollout its manager tells, all turns of it
             sampled = len(outcome.tokens.ids) // 4
             self._ended.append(RequestEnded(request.task, crc32(request.prompt), sampled, request.min_version))
             self._num_ended += 1
@@ -63,6 +63,7 @@ def _request(shared: ProxyRequest) -> RequestSeen:
         request.sampling.max_new_tokens,
         request.min_version,
         shared.behind is not None,
+        request.session,
     )
 
 

@@ -34,6 +34,8 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """What the reward is the sum of: see Trajectory."""
     info: dict[str, float] = {}
     """Of held-out rollouts alone, whose trajectories nobody keeps for the trainer."""
+    env_s: float = 0.0
+    """Of `wall_s`, what its environment took."""
 
 
 FUTURE_VERSION = "future_version"
@@ -105,7 +107,7 @@ def spent_of(came: Trajectory | GiveUp) -> Outcome:
     if isinstance(came, GiveUp):
         return Outcome(-1, None, came.tokens, came.turns)
     tokens = sum(segment.mask.count(1) for segment in came.segments)
-    return Outcome(-1, None, tokens, came.turns, came.wall_s, came.finish_reasons, came.cut)
+    return Outcome(-1, None, tokens, came.turns, came.wall_s, came.finish_reasons, came.cut, env_s=came.env_s)
 
 
 def flaw(trajectory: Trajectory, *, newest: int, vocab_size: int | None) -> str:

@@ -90,14 +90,14 @@ class Speeds:
 def instances(
     servers: Iterable[Server],
     requests: Iterable[RequestSeen],
-    remaining: Callable[[RequestSeen], float],
+    loaded: Callable[[RequestSeen], Load],
     settling: Collection[str] = (),
 ) -> list[Instance]:
     """Engines that are awake and take requests, with theirs; those named in `settling` changed a moment ago."""
     loads: Mapping[str, list[Load]] = defaultdict(list)
     for each in requests:
         if each.engine:
-            loads[each.engine].append(load(each, remaining(each)))
+            loads[each.engine].append(loaded(each))
     return [
         Instance(each.name, each.degree, tuple(loads[each.name]), server.name, each.name not in settling)
         for server in servers
@@ -121,10 +121,10 @@ def expected(servers: Sequence[Server], requests: Iterable[RequestSeen]) -> dict
     return found
 
 
-def load(request: RequestSeen, left: float) -> Load:
-    """One that has tokens has the cache of all but the last of them."""
+def load(request: RequestSeen, left: float, wait_s: float = 0.0) -> Load:
+    """One that has tokens has the cache of all but the last of them. Later turns come to the engine that has its session."""
     context = request.shown + request.sampled
-    return Load(request.request_id, context, left, context - 1 if request.sampled else 0)
+    return Load(request.request_id, context, left, context - 1 if request.sampled else 0, wait_s)
 
 
 def asleep_with(servers: Iterable[Server], requests: Iterable[RequestSeen]) -> dict[str, str]:

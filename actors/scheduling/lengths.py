@@ -1,35 +1,78 @@
-"""What the orchestrator knows of lengths: those that ended, step by step, and from them what running requests still have to sample."""
+"""What the orchestrator knows of lengths: those that ended, step by step, and from them what is still to come, time in environments included.
+
+What is forecast is a rollout, all turns of it, where a manager of environments tells of it; else a request.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from actors.messages.orchestration import RequestEnded, RequestSeen
-from planning.forecast import WINDOW, Forecast, Seen, fit
+from actors.messages.orchestration import RequestEnded, RequestSeen, Surveyed, TrajectorySeen
+from planning.forecast import WINDOW, Forecast, Remaining, Seen, fit
 
 STEPS_KEPT = 2 * WINDOW
 """Requests of one prompt are compared over so many steps."""
 
+TOKENS_S = 30.0
+"""What a rollout samples per second of its turns, while none has ended that told."""
+
+
+class Left(NamedTuple):
+    """Of one request and the turns that follow it."""
+
+    tokens: float
+    env_s: float = 0.0
+    """In environments, between those turns and after the last."""
+
+
+class Expected(NamedTuple):
+    """What each request has still to come."""
+
+    left: Mapping[str, Left]
+    away_s: float = 0.0
+    """Until the last is through of the rollouts that are in their environments."""
+
+
+class Underway(NamedTuple):
+    """A rollout, or a request that nobody's rollout asked for, as far as it is."""
+
+    name: str
+    request: str
+    """Of its turn; empty while it is in its environment."""
+    version: int
+    seen: Seen
+    limit: float
+    """Tokens that it may still sample."""
+
+
+def underway(surveyed: Surveyed) -> list[Underway]:
+    """All that was seen, each once."""
+    rollouts = {each.session: each for each in surveyed.trajectories}
+    asked = [_turn(each, rollouts.get(each.session)) for each in surveyed.requests]
+    turns = {each.session for each in surveyed.requests}
+    return asked + [_away(each) for each in rollouts.values() if each.session not in turns]
+
 
 class Lengths:
-    """A step is what asks for the same weights, or ends before nothing of it runs any more."""
+    """A step is what asks for the same weights, or ends before nothing of it is under way any more."""
 
     known = False
     """Each request's own length, instead of how lengths are distributed."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[Seen, ...]] = deque(maxlen=STEPS_KEPT)
-        self._now: list[Seen] = []
+        self._steps: deque[tuple[RequestEnded, ...]] = deque(maxlen=STEPS_KEPT)
+        self._now: list[RequestEnded] = []
         self._version = -1
         self._running: frozenset[str] = frozenset()
 
-    def note(self, ended: Sequence[RequestEnded], running: Sequence[RequestSeen]) -> bool:
-        """What ended since the last call, and what runs now. Returns whether all that runs is new: a step begins."""
+    def note(self, ended: Sequence[RequestEnded], running: Sequence[Underway]) -> bool:
+        """What ended since the last call, and what is under way. Returns whether all of that is new: a step begins."""
         version = max((each.version for each in (*ended, *running)), default=self._version)
         if version > self._version:
             self._close()
             self._version = version
-        self._now += [Seen(each.task, str(each.prompt), each.sampled) for each in ended]
-        names = frozenset(each.request_id for each in running)
+        self._now += ended
+        names = frozenset(each.name for each in running)
         begins = self._running.isdisjoint(names)
         if begins:
             self._close()
@@ -41,28 +84,50 @@ class Lengths:
             self._steps.append(tuple(self._now))
             self._now = []
 
-    def left(self, requests: Iterable[RequestSeen]) -> Mapping[str, float]:
-        """Tokens that each of the running `requests` has still to sample, on average: which of them is long shows only as they run."""
-        running = list(requests)
+    def left(self, running: Sequence[Underway]) -> Expected:
+        """Of each that is under way, on average: which of them is long shows only as they run."""
         forecast = self._forecast(running)
-        return {each.request_id: _within(each, forecast.expected(_seen(each))) for each in running}
+        found = [(each, _within(forecast.expected(each.seen), each)) for each in running]
+        away = (left.tokens / forecast.tokens_s + left.env_s for each, left in found if not each.request)
+        return Expected({each.request: left for each, left in found if each.request}, max(away, default=0.0))
 
-    def drawn(self, requests: Iterable[RequestSeen]) -> Mapping[str, float] | None:
-        """Tokens to come of all that runs, spread as lengths are, so that their tail is among them; None where no length is known."""
-        by_name = {each.request_id: each for each in requests}
-        forecast = self._forecast(by_name.values())
+    def drawn(self, running: Sequence[Underway]) -> Mapping[str, Left] | None:
+        """To come of each request, spread as lengths are, so that their tail is among them; None where no length is known."""
+        forecast = self._forecast(running)
         if not forecast.curves:
             return None
-        spread = forecast.spread({name: _seen(each) for name, each in by_name.items()})
-        return {name: _within(each, spread[name]) for name, each in by_name.items()}
+        asked = {each.request: each for each in running if each.request}
+        spread = forecast.spread({each.name: each.seen for each in asked.values()})
+        return {request: _within(spread[each.name], each) for request, each in asked.items()}
 
-    def _forecast(self, running: Iterable[RequestSeen]) -> Forecast:
-        return fit(tuple(self._steps), (*self._now, *map(_seen, running)))
+    def _forecast(self, running: Iterable[Underway]) -> Forecast:
+        steps = [[_whole(each) for each in step] for step in self._steps]
+        return fit(steps, (*map(_whole, self._now), *(each.seen for each in running)), tokens_s=self._tokens_s())
+
+    def _tokens_s(self) -> float:
+        known = [each for step in (*self._steps, self._now) for each in step if each.generate_s > 0]
+        sampled = sum(each.sampled for each in known)
+        return sampled / sum(each.generate_s for each in known) if sampled else TOKENS_S
 
 
-def _within(request: RequestSeen, left: float) -> float:
-    return max(1.0, min(left, request.limit - request.sampled))
+def _within(left: Remaining, each: Underway) -> Left:
+    return Left(max(1.0, min(left.tokens, each.limit)), left.env_s)
 
 
-def _seen(request: RequestSeen) -> Seen:
-    return Seen(request.task, str(request.prompt), request.sampled, done=False)
+def _whole(ended: RequestEnded) -> Seen:
+    return Seen(ended.task, str(ended.prompt), ended.sampled, ended.env_s, ended.whole)
+
+
+def _turn(request: RequestSeen, of: TrajectorySeen | None) -> Underway:
+    """A request is a turn `of` a rollout, or all there is."""
+    if of is None:
+        seen = Seen(request.task, str(request.prompt), request.sampled, done=False)
+        return Underway(request.request_id, request.request_id, request.version, seen, request.limit - request.sampled)
+    sampled = of.sampled + request.sampled
+    seen = Seen(of.task, str(of.prompt), sampled, of.env_s, done=False)
+    return Underway(of.session, request.request_id, of.version, seen, of.limit - sampled)
+
+
+def _away(of: TrajectorySeen) -> Underway:
+    seen = Seen(of.task, str(of.prompt), of.sampled, of.env_s, done=False)
+    return Underway(of.session, "", of.version, seen, of.limit - of.sampled)

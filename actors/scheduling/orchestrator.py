@@ -24,11 +24,12 @@ from actors.scheduling.fleet import (
     servers,
 )
 from actors.scheduling.foresight import Foresight
-from actors.scheduling.lengths import Lengths
+from actors.scheduling.lengths import Left, Lengths, Underway, underway
 from actors.scheduling.reshapes import as_merge, as_split, as_step
 from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection, check_orchestrator
 from actors.scheduling.switches import CommandFailed, Commands, Reshape, Superseded, Wanted, all_tried, reset
 from planning.demand import Demand
+from planning.makespan import Load
 from planning.parallelism import HORIZON, coming, within
 from planning.rebalance import Rebalance, rebalance
 from runtime.actor import Actor
@@ -109,10 +110,11 @@ class Orchestrator(Actor):
     async def _tend(self) -> None:
         """One look, and what follows from it: putting right, or a switch, or moves."""
         surveyed, whose = await self._commands.look()
-        if self._lengths.note(surveyed.ended, surveyed.requests):
+        running = underway(surveyed)
+        if self._lengths.note(surveyed.ended, running):
             self._planned_for = 0
         found = servers(surveyed.engines, self._place)
-        if found and not surveyed.requests:
+        if found and not running:
             self._foresight.over(self._now(), found[0].modelled.scale)
         if broken := [server for server in found if not server.adds_up]:
             await all_tried(self._put_right(server) for server in broken)
@@ -121,10 +123,10 @@ class Orchestrator(Actor):
             self.log.warning("requests_on_sleepers", requests=sorted(stranded))
             await self._commands.move(stranded.items(), whose)
             return
-        if await self._begin_step(found, surveyed) or await self._switch(found, surveyed):
+        if await self._begin_step(found, surveyed, running) or await self._switch(found, surveyed, running):
             return
-        if REBALANCE in self._planners and surveyed.requests:
-            await self._rebalance(found, surveyed, whose)
+        if REBALANCE in self._planners and running:
+            await self._rebalance(found, surveyed, running, whose)
 
     def _place(self, engine: str) -> str:
         """Host and pool."""
@@ -147,9 +149,11 @@ class Orchestrator(Actor):
 
     # -- moves -----------------------------------------------------------------------------------------------------
 
-    async def _rebalance(self, found: Sequence[Server], surveyed: Surveyed, whose: Mapping[str, str]) -> None:
+    async def _rebalance(
+        self, found: Sequence[Server], surveyed: Surveyed, running: Sequence[Underway], whose: Mapping[str, str]
+    ) -> None:
         """Between engines of the same pool, hardware and model: what a pool's requests may use is its own."""
-        left = self._lengths.left(surveyed.requests)
+        left, away_s = self._lengths.left(running)
         still = {each.request_id for each in surveyed.requests if each.moves}
         now = self._now()
         self._moved_s = {name: at for name, at in self._moved_s.items() if name in whose} | dict.fromkeys(still, now)
@@ -158,9 +162,10 @@ class Orchestrator(Actor):
             fleets[self._pool(server.engines[0].name), server.modelled].append(server)
         plans: list[Rebalance] = []
         caches: list[Demand] = []
-        num_requests = 0
+        num_requests = sum(not each.request for each in running)
         for _, alike in sorted(fleets.items()):
-            fleet = instances(alike, surveyed.requests, lambda each: left[each.request_id])
+            scale = alike[0].modelled.scale
+            fleet = instances(alike, surveyed.requests, lambda each, scale=scale: _load(each, left, scale))
             speeds = {degree: speed for server in alike for degree, speed in self._speeds.of(server).items()}
             planned = partial(rebalance, fleet, speeds, now_s=now, moved_s=self._moved_s, most=self.most_moves)
             plan = await self.offload(partial(planned, interval_s=REST * self._section.interval_s))
@@ -168,8 +173,9 @@ class Orchestrator(Actor):
             carried = {each.request: each.target for each in plan.moves if each.carry.with_cache}
             caches += cache_traffic(alike[0], surveyed.requests, carried)
             num_requests += sum(len(each.loads) for each in fleet)
-        self.metrics.gauge("orchestrator/remaining_s", max((plan.before_s for plan in plans), default=0.0))
-        self._foresight.expect(num_requests, max((plan.after_s for plan in plans), default=0.0), now)
+        away_s /= found[0].modelled.scale if found else 1.0
+        self.metrics.gauge("orchestrator/remaining_s", max((away_s, *(plan.before_s for plan in plans))))
+        self._foresight.expect(num_requests, max((away_s, *(plan.after_s for plan in plans))), now)
         await self._move([plan for plan in plans if plan.moves], caches, whose)
 
     async def _move(self, plans: Sequence[Rebalance], caches: Sequence[Demand], whose: Mapping[str, str]) -> None:
@@ -186,12 +192,12 @@ class Orchestrator(Actor):
 
     # -- a step's beginning ----------------------------------------------------------------------------------------
 
-    async def _begin_step(self, found: Sequence[Server], surveyed: Surveyed) -> bool:
+    async def _begin_step(self, found: Sequence[Server], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
         """Whether something was changed, or tried. Degrees are planned once the step's requests are there, for the lengths that are due."""
         if SWITCH not in self._planners or len(surveyed.requests) < max(1, GROWN * self._planned_for):
             return False
         self._planned_for = len(surveyed.requests)
-        lengths = self._lengths.drawn(surveyed.requests)
+        lengths = self._lengths.drawn(running)
         if lengths is None:
             return False
         changes: dict[Server, Reshape] = {}
@@ -201,9 +207,9 @@ class Orchestrator(Actor):
         return await self._carry_out(changes, surveyed)
 
     async def _step_plan(
-        self, server: Server, requests: Sequence[RequestSeen], lengths: Mapping[str, float]
+        self, server: Server, requests: Sequence[RequestSeen], lengths: Mapping[str, Left]
     ) -> Reshape | None:
-        loads = [load(each, lengths[each.request_id]) for each in requests]
+        loads = [_load(each, lengths, server.modelled.scale) for each in requests]
         current = [each.degree for each in server.engines if not each.asleep]
         planned = partial(coming, loads, server.gpus, self._speeds.of(server), current, merges=True, steps=HORIZON)
         try:
@@ -217,22 +223,23 @@ class Orchestrator(Actor):
 
     # -- switches --------------------------------------------------------------------------------------------------
 
-    async def _switch(self, found: Sequence[Server], surveyed: Surveyed) -> bool:
+    async def _switch(self, found: Sequence[Server], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
         """Whether something was changed, or tried; nothing is while no length is known, for it would be paid with certainty."""
         soon = self._now() - self._looked_s < self._section.switch_s
         if SWITCH not in self._planners or not surveyed.requests or soon:
             return False
-        lengths = self._lengths.drawn(surveyed.requests)
+        lengths = self._lengths.drawn(running)
         if lengths is None:
             return False
         self._looked_s = self._now()
         planned = {server: await self._change(server, surveyed, lengths) for server in found if server.settled}
         return await self._carry_out({server: change for server, change in planned.items() if change}, surveyed)
 
-    async def _change(self, server: Server, surveyed: Surveyed, left: Mapping[str, float]) -> Reshape | None:
+    async def _change(self, server: Server, surveyed: Surveyed, left: Mapping[str, Left]) -> Reshape | None:
+        """Time in environments is left out: it is the same at every degree, and a merge that waits for it never comes."""
         since = self._now() - SETTLED * self._section.switch_s
         settling = {name for name, at in self._changed_s.items() if at > since}
-        fleet = instances([server], surveyed.requests, lambda each: left[each.request_id], settling)
+        fleet = instances([server], surveyed.requests, lambda each: load(each, left[each.request_id].tokens), settling)
         plan = await self.offload(within, fleet, self._speeds.of(server))
         if not plan.changes:
             return None
@@ -280,3 +287,9 @@ class Orchestrator(Actor):
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+def _load(request: RequestSeen, left: Mapping[str, Left], scale: float) -> Load:
+    """In seconds of the hardware, each of which lasts `scale` here."""
+    tokens, env_s = left[request.request_id]
+    return load(request, tokens, env_s / scale)

@@ -64,10 +64,13 @@ class Commands:
     # -- what is ---------------------------------------------------------------------------------------------------
 
     async def look(self) -> tuple[Surveyed, Mapping[str, str]]:
-        """All proxies' surveys as one, with what ended since the last such look, and which proxy has each request. Raises CommandFailed."""
-        found = await self._survey()
-        self._after |= {proxy: reply.num_ended for proxy, reply in found.items()}
-        return _joined(found)
+        """All surveys as one, with what ended since the last such look, and which proxy has each request. Raises CommandFailed.
+
+        Rollouts of a manager that does not answer are seen by their requests alone.
+        """
+        found, rollouts = await asyncio.gather(self._survey(), self._rollouts())
+        self._after |= {asked: reply.num_ended for asked, reply in (found | rollouts).items()}
+        return _joined(found | rollouts)
 
     async def _survey(self) -> dict[str, Surveyed]:
         epoch, proxies = self._actor.incarnation, self._actor.peers("llm_proxy")
@@ -78,6 +81,15 @@ class Commands:
                 raise Superseded(f"the orchestrator of epoch {reply.epoch} has taken over from {self._actor.name}")
             found[proxy] = reply
         return found
+
+    async def _rollouts(self) -> dict[str, Surveyed]:
+        epoch, managers = self._actor.incarnation, self._actor.peers("env_manager")
+        asks = [self._ask(each, Survey(epoch, self._after.get(each, 0)), SURVEY_S) for each in managers]
+        replies = await asyncio.gather(*asks, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException) and not isinstance(reply, CommandFailed):
+                raise reply
+        return {each: reply for each, reply in zip(managers, replies, strict=True) if isinstance(reply, Surveyed)}
 
     # -- moves -----------------------------------------------------------------------------------------------------
 
@@ -184,12 +196,13 @@ class Commands:
 
 
 def _joined(found: Mapping[str, Surveyed]) -> tuple[Surveyed, Mapping[str, str]]:
-    """Of each proxy, as `look` returns it."""
+    """Of each proxy and manager, as `look` returns it."""
     whose = {each.request_id: proxy for proxy, reply in found.items() for each in reply.requests}
     engines = {each.name: each for reply in found.values() for each in reply.engines}
     requests = tuple(each for reply in found.values() for each in reply.requests)
     ended = tuple(each for reply in found.values() for each in reply.ended)
-    return Surveyed(requests, tuple(engines[name] for name in sorted(engines)), ended, 0), whose
+    trajectories = tuple(each for reply in found.values() for each in reply.trajectories)
+    return Surveyed(requests, tuple(engines[name] for name in sorted(engines)), ended, 0, trajectories), whose
 
 
 async def all_tried(orders: Iterable[Awaitable[Any]]) -> None:

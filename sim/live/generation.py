@@ -4,7 +4,7 @@ Requests, their lengths and the roofline are those of the first mode; plans, mov
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
@@ -16,10 +16,10 @@ from actors.config import ProxySection
 from actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.messages.generation import Completion, Generate, Sampling
-from actors.messages.orchestration import RequestEnded, RequestSeen, Surveyed
+from actors.messages.orchestration import RequestEnded, Surveyed
 from actors.proxy.proxy import LLMProxy
 from actors.scheduling.fleet import Server, servers
-from actors.scheduling.lengths import Lengths
+from actors.scheduling.lengths import Expected, Left, Lengths, Underway
 from actors.scheduling.orchestrator import Orchestrator
 from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection
 from actors.scheduling.switches import Wanted
@@ -230,8 +230,8 @@ class SteppedOrchestrator(Orchestrator):
         await super()._tend()
         self._looked.set()
 
-    async def _begin_step(self, found: Sequence[Server], surveyed: Surveyed) -> bool:
-        return self.across and await super()._begin_step(found, surveyed)
+    async def _begin_step(self, found: Sequence[Server], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
+        return self.across and await super()._begin_step(found, surveyed, running)
 
     def _pool(self, engine: str) -> str:
         """One for all: the pools in which `_job` starts engines stand for their servers."""
@@ -247,13 +247,13 @@ class KnownLengths(Lengths):
         super().__init__()
         self._tokens = tokens
 
-    def left(self, requests: Iterable[RequestSeen]) -> Mapping[str, float]:
+    def left(self, running: Sequence[Underway]) -> Expected:
         """Exactly."""
-        return self.drawn(requests)
+        return Expected(self.drawn(running))
 
-    def drawn(self, requests: Iterable[RequestSeen]) -> Mapping[str, float]:
+    def drawn(self, running: Sequence[Underway]) -> Mapping[str, Left]:
         """Exactly."""
-        return {each.request_id: float(self._tokens[each.request_id] - each.sampled) for each in requests}
+        return {each.request: Left(self._tokens[each.request] - each.seen.tokens) for each in running}
 
 
 class NoWeights:

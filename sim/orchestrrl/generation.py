@@ -126,7 +126,7 @@ class StepRun:
         of = self._pool.responses
         seen = {name: Seen("", of[name].prompt, of[name].tokens - tokens) for name, tokens in left.items()}
         if quantile is None:
-            return self._forecast.spread(seen)
+            return {name: each.tokens for name, each in self._forecast.spread(seen).items()}
         return {name: self._forecast.remaining(each, quantile).tokens for name, each in seen.items()}
 
     def _switch(self) -> list[Regroup]:

@@ -153,7 +153,8 @@ def test_spread_over_many_requests_their_remaining_tokens_are_distributed_as_for
     chance = Random(5)
     steps = [[Seen("math", f"{step}/{i}", draw("math", chance)) for i in range(512)] for step in range(8)]
     forecast = fit(steps, limit=LIMITS["math"])
-    spread = sorted(forecast.spread({f"n{i}": Seen("math", f"new/{i}", 0) for i in range(2000)}).values())
+    left = forecast.spread({f"n{i}": Seen("math", f"new/{i}", 0) for i in range(2000)})
+    spread = sorted(each.tokens for each in left.values())
 
     for quantile in QUANTILES:
         expected = forecast.remaining(Seen("math", "new", 0), quantile).tokens
