@@ -149,8 +149,8 @@ METRICS: Section = {
         M("orchestrator/circuits", "switches", "and rebalancings whose caches travelled by circuits, so far", LIVE),
         M("orchestrator/epoch", "epochs", "number of the last one agreed with the fabric: that of the last switch or rebalancing whose circuits were lit, `epoch` of `switch_agreed` in its log", LIVE),
         M("orchestrator/electrical", "switches", "and rebalancings that asked for circuits and went without, so far", LIVE),
-        M("orchestrator/remaining_s", "s", "until the last engine is through with what runs, as forecast at the newest look, moves left out; of the hardware, without `engine.pace.scale`", LIVE),
-        M("orchestrator/forecast_s", "s", "what was forecast of the last load when most of it ran: until its last request is through", LIVE),
+        M("orchestrator/remaining_s", "s", "until the last rollout is through, its turns to come and its environments included, as forecast at the newest look, moves left out; of the hardware, without `engine.pace.scale`", LIVE),
+        M("orchestrator/forecast_s", "s", "what was forecast of the last load when most of it ran: until its last rollout is through", LIVE),
         M("orchestrator/took_s", "s", "what that became, up to a look later (`orchestrator.interval_s`); none while requests never run out", LIVE),
     ),
     "Processes": (

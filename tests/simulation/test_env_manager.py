@@ -16,6 +16,7 @@ from actors.engines.worker import EngineWorker
 from actors.envs import manager as manager_module
 from actors.envs.manager import EnvManager
 from actors.messages.generation import Aborted, Completion, Generate, Tokens, VersionSpan
+from actors.messages.orchestration import Survey
 from actors.messages.samples import (
     Admit,
     Cancel,
@@ -394,6 +395,34 @@ async def test_running_trajectories_are_held(tmp_path):
         await made.buffer.until(lambda: any(len(held) == 2 for held in Buffer.held))
 
         assert sorted(Buffer.held[-1]) == [("t0", 1), ("t1", 1)]
+
+
+async def test_a_manager_tells_how_far_its_rollouts_are_and_what_those_that_ended_took(tmp_path):
+    async with cluster(tmp_path, tickets=0) as made:
+        manager = made.buffer.ref("env_manager-1")
+        assert (await manager.ask(Survey(1), timeout=5)).trajectories == ()
+
+        Buffer.left = 8
+        await made.buffer.until(lambda: len(Buffer.put) == 8)
+        Buffer.tickets = [Ticket("held-out", "g9", 1, 9, 9, 0, purpose="eval")]
+        await made.buffer.until(lambda: len(Buffer.put) == 9)
+        ended = (await manager.ask(Survey(1), timeout=5)).ended
+
+        played = [each for each in Buffer.put if each.ticket.purpose == "train"]
+        assert sorted((each.prompt, each.sampled, each.env_s) for each in ended) == sorted(
+            (each.ticket.row, sum(part.mask.count(1) for part in each.segments), each.env_s) for each in played
+        )
+        assert all(each.whole and each.env_s > 0 and each.generate_s > 0 for each in ended)
+        Proxy.mute, Buffer.tickets = True, [Ticket("late", "g10", 1, 10, 10, 3)]
+        await made.buffer.until(lambda: Proxy.asked[-1].session == "late")
+        again = await manager.ask(Survey(1, after=8), timeout=5)
+        assert again.ended == ()
+        ((session, row, sampled, most, version, away),) = [
+            (each.session, each.prompt, each.sampled, each.limit, each.version, each.away)
+            for each in again.trajectories
+        ]
+        assert (session, row, sampled, most, version, away) == ("late", 10, 0, 6 * 8, 3, False)
+        assert Proxy.asked[-1].rollout
 
 
 async def test_a_drained_manager_loses_nothing(tmp_path):

@@ -14,7 +14,7 @@ from actors.messages.engines import EngineChanged, Reconfigure, SleepEngine, Wak
 from actors.messages.fabric import AwaitCircuits, CircuitsReady, NoCircuits, PhaseIntent
 from actors.messages.generation import Generate, Sampling
 from actors.messages.moves import Move, MovePrepared, NotMoved, PrepareMove
-from actors.messages.orchestration import OutOfDate, Survey, Surveyed
+from actors.messages.orchestration import OutOfDate, RequestEnded, Survey, Surveyed, TrajectorySeen
 from actors.proxy.proxy import LLMProxy
 from actors.scheduling.orchestrator import Orchestrator
 from actors.scheduling.section import OrchestratorSection
@@ -92,6 +92,18 @@ class HaltingController(FabricController):
         return await super().await_circuits(request)
 
 
+class Manager(Asker):
+    """Tells of rollouts, as a manager of environments does."""
+
+    ended: tuple[RequestEnded, ...] = ()
+    trajectories: tuple[TrajectorySeen, ...] = ()
+
+    @handler
+    async def survey(self, request: Survey) -> Surveyed | OutOfDate:
+        new, self.ended = self.ended, ()
+        return Surveyed((), (), new, 0, self.trajectories)
+
+
 class Fleet(Cluster):
     switch_s = 1.0
 
@@ -102,7 +114,7 @@ class Fleet(Cluster):
         for name in self.pools:
             await self.restart(name)
         await self.start(LLMProxy, "llm_proxy-1")
-        await self.start(Asker, "env_manager-1")
+        await self.start(Manager, "env_manager-1")
         self.asker = self.actors["env_manager-1"]
         self.planners = planners
         await self.until(lambda: len(self.seats) == engines)
@@ -130,10 +142,10 @@ class Fleet(Cluster):
     def shapes(self):
         return sorted((seat.asleep, seat.degree) for seat in self.seats.values())
 
-    def ask(self, number, length, shown=200):
+    def ask(self, number, length, shown=200, session=""):
         name = f"r{number}"
         prompt = pack_i32([length, number, *[7] * (shown - 2)])
-        request = Generate(name, name, prompt, Sampling(2048, stop_token_ids=(STOP,)))
+        request = Generate(name, session or name, prompt, Sampling(2048, stop_token_ids=(STOP,)), rollout=bool(session))
         return self.tasks.create_task(self.asker.ref("llm_proxy").ask(request, timeout=900.0))
 
     def tail(self, servers=1):
@@ -425,6 +437,43 @@ async def test_lengths_that_ended_during_a_switch_are_told_at_the_next_look(tmp_
         await commands.look()
         await whole([SHORT], [made.ask(0, SHORT)])
         await commands.reshape(Reshape("merge nothing", {}, {}, ""), ())
+
+        found, _ = await commands.look()
+
+        assert [each.sampled for each in found.ended] == [SHORT]
+
+
+@virtual
+async def test_what_remains_of_rollouts_counts_turns_to_come_and_time_in_environments(tmp_path):
+    """100 tokens and 30 s in environments each, of 20 before it: a request of the last 50 tokens alone takes half a second."""
+    async with fleet(tmp_path, ("rebalance",)) as made:
+        made.asker.ended = tuple(RequestEnded("swe", place, 100, 0, 30.0, 2.0) for place in range(20))
+        await made.restart("orchestrator-1")
+        metrics = made.actors["orchestrator-1"].metrics
+
+        made.asker.trajectories = (TrajectorySeen("a", "swe", 99, 50, 15.0, 400, 0, away=True),)
+        await asyncio.sleep(2)
+        in_environment = metrics.snapshot()["orchestrator/remaining_s"]
+        made.asker.trajectories = (TrajectorySeen("a", "swe", 99, 0, 15.0, 400, 0),)
+        asked = made.ask(0, LONG, session="a")
+        await asyncio.sleep(1)
+        at_an_engine = metrics.snapshot()["orchestrator/remaining_s"]
+        await asked
+        made.asker.trajectories = ()
+        await asyncio.sleep(2)
+
+        assert in_environment == pytest.approx(16.0, abs=0.5)
+        assert 10 < at_an_engine < 16
+        assert metrics.snapshot()["orchestrator/forecast_s"] > 10
+
+
+@virtual
+async def test_a_turn_is_no_length_and_one_of_nobody_s_rollout_is(tmp_path):
+    async with fleet(tmp_path, ()) as made:
+        await made.restart("orchestrator-1")
+        commands = made.actors["orchestrator-1"]._commands
+        await commands.look()
+        await whole([SHORT, SHORT], [made.ask(0, SHORT, session="a"), made.ask(1, SHORT)])
 
         found, _ = await commands.look()
 

@@ -5,8 +5,8 @@ python tools/bench/forecast.py --play FOLDER [--seed 1] [key.sub=value …]
 
 A step's trajectories are forecast at its start, and once half and four fifths of them have ended; those still running then count. Of each
 quantile the share that ended within it is compared with it, over all steps together. Time in environments counts as the tokens that would
-be sampled meanwhile; how a running trajectory's work divides at that moment is not on record, so it is taken to divide as in the end. The
-limit on tokens is not told to the forecast.
+be sampled meanwhile; how a running trajectory's work divides at that moment is not on record, so it is taken to divide as in the end. As
+live, the curves know of no limit on tokens, and what they say is cut at that of the trajectory's task.
 
 `--play` first plays a run in FOLDER, on real processes: five tasks whose lengths are drawn from configs/lengths, a sixteenth as long, by
 scripted engines; two rollouts of one prompt are alike, one task's lengths grow, and one is agentic, with up to twelve turns and
@@ -15,13 +15,16 @@ time in environments.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -35,16 +38,17 @@ QUANTILES = (0.1, 0.25, 0.5, 0.8, 0.9, 0.95)
 ENDED = (0.0, 0.5, 0.8)
 
 STEPS, PROMPTS, GROUPS, SIZE = 24, 40, 40, 8
-MOST = 1400
-"""Tokens of a response: above the longest of the curves, and what `drift` grows to."""
+MOST = 1024
+"""Tokens of a response: the longest of the curves, where `drift` is cut."""
 LIMIT_S = 540.0
 
 
 class Step(NamedTuple):
-    """Its trajectories, and tokens per second of their turns."""
+    """Its trajectories, tokens per second of their turns, and the most tokens of each task."""
 
     seen: list[Seen]
     tokens_s: float
+    most: Mapping[str, int]
 
 
 class Off(NamedTuple):
@@ -70,7 +74,21 @@ def steps_of(run: Path) -> list[Step]:
             found[sample["step"]].append(Seen(sample["task"], str(sample["row"]), float(sample["tokens"]), env_s))
             turns_s[sample["step"]] += sample.get("wall_s", 0.0) - env_s
     tokens = {step: sum(each.tokens for each in seen) for step, seen in found.items()}
-    return [Step(found[step], tokens[step] / turns_s[step] if turns_s[step] > 0 else 1.0) for step in sorted(found)]
+    most = limits(run)
+    rates = {step: tokens[step] / turns_s[step] if turns_s[step] > 0 else 1.0 for step in found}
+    return [Step(found[step], rates[step], most) for step in sorted(found)]
+
+
+def limits(run: Path) -> dict[str, int]:
+    """Tokens that all turns of a trajectory of each task may have, as the run's config says; none where that is gone."""
+    file = run / "config.yaml"
+    config = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    usual, tasks = config.get("rollout", {}), config.get("tasks", {})
+    of = {
+        name: usual | {key: value for key, value in task.items() if value is not None} for name, task in tasks.items()
+    }
+    keys = ("max_turns", "max_new_tokens")
+    return {name: math.prod(task[key] for key in keys) for name, task in of.items() if all(key in task for key in keys)}
 
 
 def worst(steps: Sequence[Step], task: str = "") -> list[Off]:
@@ -110,7 +128,9 @@ def forecast(before: Sequence[Step], step: Step, ended: float, task: str) -> Ite
     for seen in step.seen:
         if works[seen] > far and task in ("", seen.task):
             left = {quantile: made.remaining(until(seen), quantile) for quantile in QUANTILES}
-            yield {quantile: far + each.tokens + each.env_s * tokens_s for quantile, each in left.items()}, works[seen]
+            most = step.most.get(task or seen.task, math.inf) - until(seen).tokens
+            ends = {quantile: min(each.tokens, most) + each.env_s * tokens_s for quantile, each in left.items()}
+            yield {quantile: far + end for quantile, end in ends.items()}, works[seen]
 
 
 def job(folder: Path, seed: int) -> dict[str, Any]:

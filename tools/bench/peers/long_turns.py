@@ -5,12 +5,9 @@ prompt are alike, as those of real prompts are.
 """
 
 import asyncio
-import csv
 import math
 import re
-from bisect import bisect_left
 from functools import cache, partial
-from pathlib import Path
 from random import Random
 from statistics import NormalDist
 from typing import Any
@@ -18,8 +15,8 @@ from typing import Any
 from actors.engines.worker import EngineWorker
 from actors.scripted.engine import ScriptedEngine, Slot
 from actors.training.base_model import make_tokenizer
+from sim.admission.job import distributions
 
-ROOT = Path(__file__).resolve().parents[3]
 SHRINK = 16
 """Responses are so many times shorter than the curves': a host of few cores samples their tokens one by one."""
 
@@ -46,23 +43,14 @@ PROMPT = re.compile(rf"(\d+) ({'|'.join(CURVES)})")
 NORMAL = NormalDist()
 
 
-@cache
-def curve(task: str) -> tuple[tuple[float, float], ...]:
-    """(length, share of responses that are no longer), ascending in both."""
-    with (ROOT / "configs/lengths/rollpacker_fig2a_len_cdf.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["task"] == CURVES[task]]
-    return tuple((float(row["tokens"]), float(row["cdf_pct"]) / 100) for row in rows)
+CURVE = cache(distributions)
 
 
 def drawn(task: str, number: int, version: int, chance: Random) -> int:
     """Tokens of a response."""
     hard = NORMAL.inv_cdf(Random(f"{task}/{number}").uniform(1e-6, 1 - 1e-6))
     score = math.sqrt(ALIKE) * hard + math.sqrt(1 - ALIKE) * chance.gauss(0, 1)
-    share, points = NORMAL.cdf(score), curve(task)
-    place = min(bisect_left(points, share, key=lambda point: point[1]), len(points) - 1)
-    low, high = points[max(0, place - 1)], points[place]
-    part = min(1.0, max(0.0, (share - low[1]) / (high[1] - low[1]))) if high[1] > low[1] else 1.0
-    tokens = low[0] * (high[0] / low[0]) ** part / SHRINK / (AGENT_SHRINK if task == "agent" else 1)
+    tokens = CURVE()[CURVES[task]].at(NORMAL.cdf(score)) / SHRINK / (AGENT_SHRINK if task == "agent" else 1)
     return max(1, round(tokens * (GROWTH**version if task == "drift" else 1.0)))
 
 
