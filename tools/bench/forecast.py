@@ -1,4 +1,4 @@
-"""Do predicted quantiles of lengths hold on what live runs sampled? Steps of a run's samples.jsonl, each forecast from the eight before it.
+"""Do predicted quantiles of lengths hold on what live runs sampled? Steps of a run's samples.jsonl, each forecast from those before it, as live.
 
 python tools/bench/forecast.py RUN… [--json FILE]
 python tools/bench/forecast.py --play FOLDER [--seed 1] [key.sub=value …]
@@ -29,6 +29,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from actors.scheduling.lengths import STEPS_KEPT  # noqa: E402
 from actors.training.base_model import make_tokenizer, write_tokenizer  # noqa: E402
 from planning.forecast import WINDOW, Seen, fit  # noqa: E402
 from runtime.launch.children import die_with_parent  # noqa: E402
@@ -100,7 +101,7 @@ def worst(steps: Sequence[Step], task: str = "") -> list[Off]:
     for ended in ENDED:
         below, at_most, num = dict.fromkeys(QUANTILES, 0), dict.fromkeys(QUANTILES, 0), 0
         for at in range(WINDOW, len(steps)):
-            for quantiles, work in forecast(steps[at - WINDOW : at], steps[at], ended, task):
+            for quantiles, work in forecast(steps[max(0, at - STEPS_KEPT) : at], steps[at], ended, task):
                 num += 1
                 for quantile, most in quantiles.items():
                     below[quantile] += work < most - 1e-6
