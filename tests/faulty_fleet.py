@@ -10,6 +10,7 @@ from actors.messages.engines import EngineChanged, Reconfigure, SleepEngine, Wak
 from actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
 from actors.messages.orchestration import Surveyed
 from actors.scheduling.fleet import Server
+from actors.scheduling.lengths import Underway
 from actors.scheduling.orchestrator import Orchestrator
 from actors.scheduling.switches import Reshape, Wanted
 from bus.message import Ack, Request
@@ -30,10 +31,10 @@ class Change(Request[Ack], frozen=True):
 class ToldOrchestrator(Orchestrator):
     """What it changes is told; that it carries it out, and puts servers right, is the shipped one's."""
 
-    async def _begin_step(self, found: Sequence[Server], surveyed: Surveyed) -> bool:
+    async def _begin_step(self, found: Sequence[Server], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
         return False
 
-    async def _switch(self, found: Sequence[Server], surveyed: Surveyed) -> bool:
+    async def _switch(self, found: Sequence[Server], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
         return False
 
     @handler

@@ -232,6 +232,21 @@ async def test_a_step_s_degrees_are_planned_at_its_beginning_once_lengths_are_kn
 
 
 @virtual
+async def test_a_step_that_begins_in_its_environments_is_planned_once_its_requests_are_there(tmp_path):
+    async with fleet(tmp_path, ("switch",)) as made:
+        made.switch_s = 1e9  # no step is looked at again
+        made.asker.ended = tuple(RequestEnded("", place, LONG, 0) for place in range(20))
+        made.asker.trajectories = tuple(TrajectorySeen(f"a{n}", "", n, 0, 0.0, 2048, 0, away=True) for n in range(4))
+        await made.restart("orchestrator-1")
+        await asyncio.sleep(3)
+        assert made.shapes == [(False, 1), (False, 1)]
+
+        lengths = [LONG] * 4
+        await whole(lengths, [made.ask(n, length, session=f"a{n}") for n, length in enumerate(lengths)])
+        assert made.shapes == [(False, 2), (True, 1)]
+
+
+@virtual
 async def test_nothing_is_switched_while_no_length_is_known(tmp_path):
     async with fleet(tmp_path, ("switch",)) as made:
         await made.restart("orchestrator-1")
