@@ -132,6 +132,7 @@ def test_a_plan_across_steps_without_switches_within_is_refused_in_the_second_mo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_both_modes_agree_within_3_percent_on_48_gpus_across_steps():
     """Of which 32 generate: the scenario's first two steps, 5,120 responses each."""
     modelled, real, (modelled_s, real_s) = across(1, 2, "drift.steps=17", "drift.every=16", "drift.last=0.6")
