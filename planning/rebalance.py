@@ -112,8 +112,8 @@ def shorten(
 
 def moved(load: Load, source: Roofline, target: Roofline) -> tuple[Load, Carry]:
     """`load` as the target has it, and how it gets there. The slower of both ends' NICs carries the cache."""
-    if not load.context:
-        return load, carry(Moving(0, 0, 0.0, 0.0, 0.0))
+    if not load.context or source.spec.restart_s:
+        return load._replace(cached=0), carry(Moving(load.context, 0, 0.0, 0.0, 0.0))
     seconds = max(source.kv_move_s(load.context), target.kv_move_s(load.context))
     size = load.context * source.spec.model.kv_bytes_per_token
     prefill_tokens_s = load.context / target.prefill_s(load.context)

@@ -46,6 +46,9 @@ class EngineSpec(Spec):
     kv_waste: float = Field(default=0.04, ge=0, lt=1)
     num_slots: int = Field(default=256, ge=1)
     """Requests decoded at once."""
+    restart_s: float = Field(default=0.0, ge=0)
+    """What a change of `tp` takes an engine that is started anew for it, as measured; it gives no KV away, so moved requests are prefilled.
+    0: it goes on."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -121,6 +124,8 @@ class Roofline:
         `tokens` dealt anew among the larger number of GPUs, each its share over NVLink (OrchestrRL: drain + reload + init)."""
         if other.spec == self.spec:
             return 0.0
+        if other.spec.restart_s:
+            return other.spec.restart_s + other.prefill_s(tokens)
         shares = max(self.spec.num_gpus, other.spec.num_gpus)
         deal_s = tokens * self._kv_bytes / (shares * self.spec.gpu.nvlink_busbw_bytes_s)
         return REGROUP_S + other.swap_s() + deal_s

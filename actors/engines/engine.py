@@ -76,6 +76,8 @@ class EngineLoad(NamedTuple):
     """What they lasted by their pace, in seconds."""
     prefill_tokens_s: float = 0.0
     """Of the last step that prefilled; 0: nobody knows."""
+    restart_s: float = 0.0
+    """What a change of degree takes an engine that is started anew for it, by its last start; 0: it goes on."""
 
 
 class Engine(Protocol):

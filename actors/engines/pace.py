@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from actors.engines.engine import EngineError
 from actors.engines.scheduler import Row
-from actors.engines.section import PaceSection
+from actors.engines.section import EngineSection, PaceSection
 from actors.messages.generation import Modelled
 from planning.roofline import Roofline
 
@@ -21,9 +21,11 @@ def unpaced(degree: int) -> float:
     return 0.0
 
 
-def modelled(section: PaceSection) -> Modelled:
-    """What an engine says of its pace."""
-    return Modelled(section.hardware, section.model, section.degree, section.scale)
+def modelled(section: EngineSection) -> Modelled | None:
+    """What planners take an engine for: what its pace models, or what it is said to run on."""
+    if (pace := section.pace) is not None:
+        return Modelled(pace.hardware, pace.model, pace.degree, pace.scale)
+    return Modelled(section.hardware, "", section.degree) if section.hardware else None
 
 
 class EnginePace:

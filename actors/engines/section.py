@@ -102,9 +102,16 @@ class EngineSection(Section):
     """Period of looking for newer weights without being told: the net under a lost announcement."""
     pace: PaceSection | None = None
     """Time is modelled: with kind torch or scripted, everything lasts what this hardware would take for it."""
+    hardware: str = ""
+    """What the orchestrator takes an engine for that computes for real: a class of configs/hardware, such as h100. It changes no time."""
     scripted: ScriptedSection = ScriptedSection()
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments for vLLM's AsyncEngineArgs."""
+
+    @property
+    def degree(self) -> int:
+        """GPUs that the engine is started with."""
+        return self.pace.degree if self.pace is not None else int(self.vllm.get("tensor_parallel_size", 1))
 
     @field_validator("kind")
     @classmethod
@@ -113,12 +120,23 @@ class EngineSection(Section):
             raise ValueError(f"{kind} is not torch, vllm or scripted, nor a class of yours as package.module:Class")
         return kind
 
+    @field_validator("hardware")
+    @classmethod
+    def _class(cls, name: str) -> str:
+        if name:
+            catalog.hardware(name)
+        return name
+
     @model_validator(mode="after")
     def _can_be_paced(self) -> Self:
         if self.pace is not None and self.kind not in ("torch", "scripted"):
             raise ValueError(
                 f"engine.pace has no effect on the steps of engine.kind={self.kind}. Set engine.kind=torch or scripted, or leave "
                 "engine.pace out"
+            )
+        if self.pace is not None and self.hardware:
+            raise ValueError(
+                f"engine.hardware={self.hardware} says what a real engine runs on, but engine.pace models one: leave one of the two out"
             )
         return self
 

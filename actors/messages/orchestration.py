@@ -77,6 +77,8 @@ class EngineSeen(msgspec.Struct, frozen=True, array_like=True):
     modelled: Modelled | None = None
     serves: str = "both"
     """Which stage of requests: both, prefill or decode."""
+    restart_s: float = 0.0
+    """What a change of degree takes it where it is started anew for that; 0: it goes on."""
 
 
 class Surveyed(Message, frozen=True):

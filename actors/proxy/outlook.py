@@ -69,4 +69,6 @@ def _request(shared: ProxyRequest) -> RequestSeen:
 
 def _engine(seat: EngineSeat) -> EngineSeen:
     takes = not (seat.suspended or seat.held or seat.gone)
-    return EngineSeen(seat.name, seat.num_slots, takes, seat.asleep, seat.degree, seat.modelled, seat.serves)
+    return EngineSeen(
+        seat.name, seat.num_slots, takes, seat.asleep, seat.degree, seat.modelled, seat.serves, seat.restart_s
+    )

@@ -144,6 +144,8 @@ class EngineSeat:
     degree: int = 1
     """GPUs that share each of its layers."""
     modelled: Modelled | None = None
+    restart_s: float = 0.0
+    """What a change of degree takes it where it is started anew for that."""
     resting: bool = False
     """It refused or could not be reached a moment ago."""
     requests: dict[str, ProxyRequest] = field(default_factory=dict)
@@ -433,6 +435,7 @@ class Roster:
             status.asleep,
             status.degree,
             status.modelled,
+            status.restart_s,
         )
         for request_id in (*status.running, *status.finished):
             if request_id not in self.requests.running:

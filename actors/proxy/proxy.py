@@ -300,7 +300,7 @@ class LLMProxy(Actor):
     async def engine_state(self, message: EngineState) -> Ack:
         if (seat := self._placement.seats.get(message.engine)) is not None:
             seat.version, seat.held = message.version, message.held
-            seat.asleep, seat.degree = message.asleep, message.degree
+            seat.asleep, seat.degree, seat.restart_s = message.asleep, message.degree, message.restart_s
             self._placement.changed(seat)
         if self._permit is not None and message.asleep:
             self._permit.slept(message.engine)

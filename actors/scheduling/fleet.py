@@ -11,6 +11,7 @@ from actors import catalog
 from actors.messages.generation import Modelled
 from actors.messages.orchestration import EngineSeen, RequestSeen
 from planning.demand import Demand
+from planning.language_model import ModelSpec
 from planning.makespan import Instance, Load
 from planning.roofline import EngineSpec, Roofline
 
@@ -28,6 +29,11 @@ class Server(NamedTuple):
     @property
     def gpus(self) -> int:
         return self.modelled.degree * len(self.engines)
+
+    @property
+    def restart_s(self) -> float:
+        """What a change of degree takes the slowest of its engines, in seconds of its hardware; 0: they go on."""
+        return max(each.restart_s for each in self.engines)
 
     @property
     def adds_up(self) -> bool:
@@ -58,10 +64,11 @@ def servers(engines: Iterable[EngineSeen], place_of: Callable[[str], str]) -> li
 class Speeds:
     """Rooflines, made once each."""
 
-    def __init__(self, degrees: Sequence[int]) -> None:
-        """`degrees` are those that engines may have; empty: every power of two."""
+    def __init__(self, degrees: Sequence[int], own: Callable[[], ModelSpec]) -> None:
+        """`degrees` are those that engines may have; empty: every power of two. `own` is the shape of the job's own model."""
         self._degrees = degrees
-        self._known: dict[tuple[str, str, int, int], Roofline | None] = {}
+        self._own = own
+        self._known: dict[tuple[str, str, int, int, float], Roofline | None] = {}
 
     def of(self, server: Server) -> dict[int, Roofline]:
         """By degree: those that its engines have, and may have."""
@@ -70,17 +77,23 @@ class Speeds:
         may = [each for each in allowed if each <= most and each % base == 0 and most % each == 0]
         slots = min(each.num_slots for each in server.engines)
         has = {each.degree for each in server.engines}
-        found = {degree: self._roofline(server.modelled, degree, slots) for degree in sorted({*may, *has})}
+        restart_s = float(round(server.restart_s))
+        found = {degree: self._roofline(server.modelled, degree, slots, restart_s) for degree in sorted({*may, *has})}
         return {degree: roofline for degree, roofline in found.items() if roofline is not None}
 
-    def _roofline(self, modelled: Modelled, degree: int, num_slots: int) -> Roofline | None:
+    def model(self, modelled: Modelled) -> ModelSpec:
+        """The shape that counts."""
+        return catalog.model(modelled.model) if modelled.model else self._own()
+
+    def _roofline(self, modelled: Modelled, degree: int, num_slots: int, restart_s: float) -> Roofline | None:
         """None where the model does not fit."""
-        key = (modelled.hardware, modelled.model, degree, num_slots)
+        key = (modelled.hardware, modelled.model, degree, num_slots, restart_s)
         if key not in self._known:
-            gpu, model = catalog.hardware(modelled.hardware), catalog.model(modelled.model)
+            gpu, model = catalog.hardware(modelled.hardware), self.model(modelled)
             fits = model.heads % degree == 0 and degree <= gpu.gpus_per_server
             try:
-                spec = EngineSpec(gpu=gpu, model=model, tp=degree, num_slots=num_slots) if fits else None
+                sizes = {"tp": degree, "num_slots": num_slots, "restart_s": restart_s}
+                spec = EngineSpec(gpu=gpu, model=model, **sizes) if fits else None
             except ValidationError:
                 spec = None
             self._known[key] = None if spec is None else Roofline(spec)
@@ -143,9 +156,13 @@ def asleep_with(servers: Iterable[Server], requests: Iterable[RequestSeen]) -> d
     return found
 
 
-def cache_traffic(server: Server, requests: Iterable[RequestSeen], to: Mapping[str, str]) -> tuple[Demand, ...]:
-    """Bytes of KV cache between engines, where requests change engines as `to` (by request id) says."""
-    per_token = catalog.model(server.modelled.model).kv_bytes_per_token
+def cache_traffic(
+    server: Server, requests: Iterable[RequestSeen], to: Mapping[str, str], model: ModelSpec
+) -> tuple[Demand, ...]:
+    """Bytes of KV cache between engines, where requests change engines as `to` (by request id) says; none that is computed again."""
+    if server.restart_s:
+        return ()
+    per_token = model.kv_bytes_per_token
     found: dict[tuple[str, str], int] = defaultdict(int)
     for each in requests:
         target = to.get(each.request_id, each.engine)

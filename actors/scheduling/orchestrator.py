@@ -8,10 +8,12 @@ an earlier one.
 import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
+from actors.config import ModelSection
 from actors.messages.generation import Modelled
 from actors.messages.orchestration import RequestSeen, Surveyed
+from actors.model_folder import shape_of
 from actors.scheduling.circuits import SwitchCircuits
 from actors.scheduling.fleet import (
     Server,
@@ -29,6 +31,7 @@ from actors.scheduling.reshapes import as_merge, as_split, as_step
 from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection, check_orchestrator
 from actors.scheduling.switches import CommandFailed, Commands, Reshape, Superseded, Wanted, all_tried, reset
 from planning.demand import Demand
+from planning.language_model import ModelSpec
 from planning.makespan import Load
 from planning.parallelism import HORIZON, coming, within
 from planning.rebalance import Rebalance, rebalance
@@ -59,6 +62,7 @@ class Orchestrator(Actor):
 
     class Config(ActorConfig):
         orchestrator: OrchestratorSection = OrchestratorSection()
+        model: ModelSection = ModelSection()
 
     config: Config
 
@@ -77,7 +81,7 @@ class Orchestrator(Actor):
         self._commands, self._circuits = Commands(self), SwitchCircuits(self)
         self._lengths = Lengths()
         self._foresight = Foresight(self.metrics)
-        self._speeds = Speeds(self._section.degrees)
+        self._speeds = Speeds(self._section.degrees, lambda: self._own_shape)
         self._moved_s: dict[str, float] = {}
         self._changed_s: dict[str, float] = {}
         self._looked_s = 0.0
@@ -127,6 +131,11 @@ class Orchestrator(Actor):
             return
         if REBALANCE in self._planners and running:
             await self._rebalance(found, surveyed, running, whose)
+
+    @cached_property
+    def _own_shape(self) -> ModelSpec:
+        """Of the model that engines compute."""
+        return shape_of(self.run.folder / self.config.model.path)
 
     def _place(self, engine: str) -> str:
         """Host and pool."""
@@ -253,7 +262,7 @@ class Orchestrator(Actor):
         caches = [
             each
             for server, change in changes.items()
-            for each in cache_traffic(server, surveyed.requests, change.requests)
+            for each in cache_traffic(server, surveyed.requests, change.requests, self._speeds.model(server.modelled))
         ]
         async with self._circuits.lit([change.name for change in changes.values()], caches):
             await all_tried(self._reshape(server, change) for server, change in changes.items())

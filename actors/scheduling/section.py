@@ -12,8 +12,12 @@ from runtime.config import Config as Job
 
 REBALANCE, SWITCH = PLANNERS = ("rebalance", "switch")
 
-SLEEPING = ("torch", "scripted")
-"""Kinds of engine that can give their devices away, and take them again."""
+PACED = ("torch", "scripted")
+"""Kinds of engine that are one device: only a pace lets them have another degree."""
+
+
+DEGREES = ("engine.pace.degree", "engine.vllm.tensor_parallel_size")
+"""Keys of the config that say how many GPUs an engine starts with."""
 
 
 def _planners(given: tuple[str, ...]) -> tuple[str, ...]:
@@ -45,12 +49,12 @@ def check_orchestrator(job: Job) -> None:
             "orchestrator.enabled is true, but with cluster.dir engines sleep and wake by the job's turns: leave one of the two out"
         )
     engine = job.section("engine")
-    if engine.kind == "vllm":
+    if engine.pace is None and engine.kind not in PACED and not engine.hardware:
         raise ValueError(
-            f"orchestrator.enabled is true, but engine.kind={engine.kind} can be neither paced nor put to sleep: set "
-            f"engine.kind={' or '.join(SLEEPING)}"
+            f"orchestrator.enabled is true, but nothing says on what engine.kind={engine.kind} runs, and the orchestrator counts with it: "
+            "set engine.hardware to a class of configs/hardware, such as h100"
         )
-    if engine.pace is None:
+    if engine.pace is None and engine.kind in PACED:
         raise ValueError(
             "orchestrator.enabled is true, but it counts with the hardware of engine.pace, which is not set: set engine.pace.hardware "
             "and engine.pace.model"
@@ -64,8 +68,10 @@ def check_orchestrator(job: Job) -> None:
             "orchestrator.enabled is true, but with proxy.balance=auto engines of one pool prefill or decode by turns, and a request "
             "could move to one of the other kind: set proxy.balance=fixed"
         )
-    _check_degrees(section.degrees, engine.pace)
+    _check_degrees(section.degrees, engine)
     pools = _pools(job)
+    if engine.pace is None and SWITCH in section.planners:
+        _check_devices(job)
     if job.bus.host or not pools:
         return  # other hosts may bring as many as it takes; that nobody decodes is for the proxy to say
     if all(pool.engines < 2 for pool in pools):
@@ -97,11 +103,15 @@ def _pools(job: Job) -> list[_Pool]:
 
 def _pools_of(spec: ActorSpec, engine: Any) -> list[_Pool]:
     if not spec.pools:
-        return [_Pool("", spec.count, engine.pace.degree)]
-    # A job is checked once more with the keys of each pool, as if all had them: then the others' own pace is not known.
-    differ = any(key.startswith("engine.pace") for pool in spec.pools.values() for key in pool.set)
+        return [_Pool("", spec.count, engine.degree)]
+    # A job is checked once more with the keys of each pool, as if all had them: then the others' own degree is not known.
+    differ = any(key.startswith(("engine.pace", "engine.vllm")) for pool in spec.pools.values() for key in pool.set)
     return [
-        _Pool(name, pool.count, int(pool.set.get("engine.pace.degree", 0 if differ else engine.pace.degree)))
+        _Pool(
+            name,
+            pool.count,
+            int(next((pool.set[key] for key in DEGREES if key in pool.set), 0 if differ else engine.degree)),
+        )
         for name, pool in spec.pools.items()
         if pool.set.get("engine.serves", engine.serves) != "prefill"
     ]
@@ -113,18 +123,33 @@ def _alone(pools: Sequence[_Pool]) -> str:
     return f"no pool that decodes ({', '.join(pool.name for pool in pools)}) has two engines, and requests move within one pool"
 
 
-def _check_degrees(degrees: tuple[int, ...], pace: Any) -> None:
-    """Compare them with the model and its hardware."""
-    gpu, heads = catalog.hardware(pace.hardware), catalog.model(pace.model).heads
+def _check_degrees(degrees: tuple[int, ...], engine: Any) -> None:
+    """Compare them with the model and its hardware. A real engine's model may be made only when the job begins: its engine refuses them."""
+    pace = engine.pace
+    gpu = catalog.hardware(engine.hardware if pace is None else pace.hardware)
+    heads = 0 if pace is None else catalog.model(pace.model).heads
     for degree in degrees:
         if degree < 1 or heads % degree:
             raise ValueError(
                 f"orchestrator.degrees has {degree}, which does not divide the {heads} attention heads of {pace.model}"
+                if pace is not None
+                else f"orchestrator.degrees has {degree}, and an engine has one GPU at least"
             )
         if degree > gpu.gpus_per_server:
             raise ValueError(
                 f"orchestrator.degrees has {degree}, and a server has {gpu.gpus_per_server} {gpu.name}: engines merge within one host"
             )
+
+
+def _check_devices(job: Job) -> None:
+    """A real engine can only have more GPUs if its process sees them."""
+    for spec in engine_specs(job).values():
+        for name, pool in spec.pools.items():
+            if pool.gpus:
+                raise ValueError(
+                    f"orchestrator.planners has {SWITCH}, but each engine of pool {name} sees {pool.gpus} GPUs and none of the others': "
+                    f"set orchestrator.planners=[{REBALANCE}]"
+                )
 
 
 def _check_divides(degree: int, pools: Sequence[_Pool]) -> None:

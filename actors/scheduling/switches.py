@@ -20,8 +20,8 @@ from runtime.actor import Actor
 SURVEY_S = 5.0
 MOVE_S = 40.0
 """Longer than the proxy takes to see a move through."""
-ORDER_S = 60.0
-"""Longer than any change of an engine takes."""
+ORDER_S = 600.0
+"""Longer than any change of an engine takes: vLLM starts in minutes with a large model. One that dies meanwhile fails at once."""
 AT_ONCE = 16
 """Moves of one change that are under way together."""
 ROUNDS = 3

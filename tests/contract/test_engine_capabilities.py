@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from multiprocessing import active_children
 
 import pytest
 import pytest_asyncio
@@ -389,7 +390,7 @@ async def test_vllm_goes_on_with_what_it_had_at_another_degree_and_back(engine, 
     for degree in (2, 1):
         async with in_flight(engine, "a", 3, Sampling(200, seed=3)) as (chunks, tokens), asyncio.TaskGroup() as tasks:
             changing = tasks.create_task(engine.reconfigure(degree))
-            while not engine._changing:  # noqa: ASYNC110 - nothing tells
+            while not engine._resting:  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0.001)
             aborted = tasks.create_task(collect(engine, Work("c", "c", prompt_of(4), Sampling(200))))
             came = tasks.create_task(collect(engine, Work("d", "d", prompt_of(4), Sampling(30, temperature=0.0))))
@@ -406,6 +407,35 @@ async def test_vllm_goes_on_with_what_it_had_at_another_degree_and_back(engine, 
         assert aborted.result() == (Tokens(), "aborted")
         assert came.result()[0].ids == before.ids
         assert list(engine.switch_s) == ["export", "stop", "start", "weights"]
+
+
+@pytest.mark.parametrize("engine", KINDS[-1:], indirect=True)
+async def test_vllm_has_no_process_while_it_sleeps_and_wakes_with_the_newest_weights(engine, other_image, tmp_path):
+    other = write_model(tmp_path, seed=1)
+    late_work = Work("late", "late", prompt_of(5), Sampling(30, seed=4))
+
+    async with in_flight(engine, "a", 3, Sampling(200, seed=3)) as (chunks, tokens), asyncio.TaskGroup() as tasks:
+        leaves = tasks.create_task(collect(engine, Work("leaves", "l", prompt_of(6), Sampling(200, seed=5))))
+        while engine.load().running < 2:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.001)
+        processes = len(active_children())
+        assert await engine.sleep() > 0.0
+        assert (len(active_children()), engine.load().asleep) == (processes - 1, True)
+        late = tasks.create_task(collect(engine, late_work))
+        work = await engine.export("leaves")
+        assert ((await leaves)[0], (await leaves)[1]) == (work.resumed, "exported")
+        await engine.update(1, other_image)
+        assert len(active_children()) == processes - 1
+        assert await engine.wake() > 0.0
+        print(f"asleep and awake again: {engine.switch_s}")
+        tokens = await read_on(chunks, tokens)
+        rest = tasks.create_task(whole(work.resumed, engine, work))
+
+    assert not engine.load().asleep
+    assert [(span.version, span.end) for span in tokens.spans][1:] == [(1, 200)]
+    assert (len(rest.result()[0].ids), rest.result()[1]) == (800, "length")
+    assert late.result()[0].spans == (VersionSpan(1, 0, 30),)
+    assert worst(other, [(late_work, late.result()[0])]) < 1e-4
 
 
 @pytest.mark.parametrize("engine", [*CAPABLE, KINDS[-1]], indirect=True)

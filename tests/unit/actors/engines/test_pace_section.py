@@ -20,7 +20,7 @@ def launched(*overrides: str, **pace: object):
 @pytest.mark.parametrize(
     ("pace", "sentence"),
     [
-        ({"hardware": "h2"}, "engine.pace.hardware: 'h2' is none of h100, h20, h200, h800. Did you mean h20?"),
+        ({"hardware": "h2"}, "engine.pace.hardware: 'h2' is none of h100, h20, h200, h800, xeon-8480. Did you mean h20?"),
         ({"hardware": "prices-400g"}, "engine.pace.hardware: 'prices-400g' is none of h100, h20, h200, h800."),
         ({"model": "qwen38b"}, "Did you mean qwen3-8b?"),
         ({"scale": 0}, "engine.pace.scale is 0; it must be a number above 0."),

@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default"), pytest.ma
 
 def arguments(**options):
     pytest.importorskip("vllm")
-    from actors.engines import vllm_engine
+    from actors.engines import vllm_launch
 
-    return vllm_engine.arguments(Path("/model"), ModelSection(), EngineSection(kind="vllm", vllm=options))
+    return vllm_launch.arguments(Path("/model"), ModelSection(), EngineSection(kind="vllm", vllm=options))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,6 @@ class Llm:
         self.degree, self.errored, self.output_handler = degree, False, None
         self.prompts, self.collectors, self.swapped = {}, {}, []
         self.engine_core = SimpleNamespace(outputs_queue=SimpleNamespace(empty=lambda: True))
-        self.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(num_attention_heads=4))
 
     async def add_request(self, request_id, prompt, params):
         self.prompts[request_id] = (prompt["prompt_token_ids"], params.max_tokens)
@@ -88,9 +87,9 @@ def llms(monkeypatch):
     made = [Llm(1)]
 
     def launch(folder, model, section):
-        if section.vllm["tensor_parallel_size"] == 4:
+        if section.degree == 4:
             raise EngineError("no room for 4")
-        made.append(Llm(section.vllm["tensor_parallel_size"]))
+        made.append(Llm(section.degree))
         return made[-1]
 
     monkeypatch.setattr(vllm_engine, "launch", launch)
@@ -100,7 +99,7 @@ def llms(monkeypatch):
 @pytest.fixture
 def engine(llms):
     engine = VllmEngine(Path("/model"), ModelSection(), EngineSection(kind="vllm"))
-    engine._llm, engine._vocab_size, engine._shapes = llms[0], 99, {"a": (1,)}
+    engine._llm, engine._vocab_size, engine._shapes, engine._heads = llms[0], 99, {"a": (1,)}, 4
     return engine
 
 
@@ -131,6 +130,7 @@ async def test_requests_go_on_at_the_next_vllm_under_the_newest_weights(engine, 
     assert llms[1].swapped == [bytes(image)]
     assert engine.load().degree == llms[1].degree == 2
     assert list(engine.switch_s) == ["export", "stop", "start", "weights"]
+    assert engine.load().restart_s == engine.switch_s["stop"] + engine.switch_s["start"]
 
 
 async def test_one_that_is_aborted_exported_or_comes_meanwhile_has_its_place(engine, llms, monkeypatch):
@@ -163,6 +163,70 @@ async def test_one_that_is_aborted_exported_or_comes_meanwhile_has_its_place(eng
     assert unpack_i32(exporting.result().resumed.ids) == [10, 11]
     assert late.result()[1] == "length"
     assert list(llms[1].prompts) == ["late"]
+
+
+async def test_who_sleeps_has_no_vllm_and_wakes_with_what_came_meanwhile(engine, llms):
+    image = image_of(a=[2.0])
+    async with asyncio.TaskGroup() as tasks:
+        asked = {name: tasks.create_task(collect(engine, work(name))) for name in ("r", "aborted", "exported")}
+        for name in asked:
+            (await seated(llms[0], name)).put([10, 11])
+        await asyncio.sleep(0)
+        assert await engine.sleep() > 0.0
+        assert await engine.sleep(2) == 0.0
+        assert (len(llms), llms[0].errored, engine.load().asleep) == (1, True, True)
+
+        late = tasks.create_task(collect(engine, work("late")))
+        await engine.abort("aborted")
+        moved = await engine.export("exported")
+        await engine.suspend()
+        await engine.resume()
+        assert (await asked["aborted"])[1] == "aborted"
+        await engine.update(5, image)
+        assert await engine.reconfigure(2) == 0.0
+        assert len(llms) == 1
+
+        assert await engine.wake() >= 0.0
+        assert await engine.wake() == 0.0
+        (await seated(llms[1])).put([12, 13, 14, 15], "length")
+        (await seated(llms[1], "late")).put([20] * NUM, "length")
+
+    tokens, reason = asked["r"].result()
+    assert (unpack_i32(tokens.ids), reason) == ([10, 11, 12, 13, 14, 15], "length")
+    assert tokens.spans == (VersionSpan(0, 0, 2), VersionSpan(5, 2, NUM))
+    assert unpack_i32(moved.resumed.ids) == [10, 11]
+    assert (late.result()[0].spans, late.result()[1]) == ((VersionSpan(5, 0, NUM),), "length")
+    assert list(llms[1].prompts) == ["r", "late"]
+    assert (llms[1].degree, llms[1].swapped) == (2, [bytes(image)])
+    assert not engine.load().asleep
+
+
+async def test_one_that_is_stopped_asleep_ends_its_requests(engine, llms):
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(collect(engine, work()))
+        await seated(llms[0])
+        await engine.sleep()
+        await engine.stop()
+
+    assert asked.result()[1] == "aborted"
+    assert len(llms) == 1
+    with pytest.raises(EngineDead):
+        engine.load()
+
+
+async def test_one_that_does_not_wake_ends_the_engine_and_its_requests(engine, llms):
+    async def ends():
+        with pytest.raises(EngineDead):
+            await collect(engine, work())
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(ends())
+        await seated(llms[0])
+        await engine.sleep()
+        await engine.reconfigure(4)
+
+        with pytest.raises(EngineDead, match="did not come back with degree=4: no room for 4"):
+            await engine.wake()
 
 
 async def test_a_degree_that_can_not_be_changes_nothing(engine, llms):

@@ -16,6 +16,9 @@ JOB = {
 }
 
 
+VLLM = ["engine.kind=vllm", "engine.pace=null", "engine.hardware=h100"]
+
+
 def test_no_orchestrator_is_started_unless_it_is_enabled():
     assert from_mapping(JOB).members("orchestrator") == ()
     assert from_mapping(JOB, ["orchestrator.enabled=true"]).members("orchestrator") == ("",)
@@ -27,7 +30,16 @@ def test_no_orchestrator_is_started_unless_it_is_enabled():
         (["orchestrator.degrees=[1, 3]"], "3, which does not divide the 40 attention heads of qwen2.5-14b"),
         (["orchestrator.degrees=[1, 8]"], "8, into which 4 GPUs, 1 in each engine, can't be divided"),
         (["actors.engine.count=1"], "with 1 engine there is nowhere to move a request to"),
-        (["engine.kind=vllm", "engine.pace=null"], "engine.kind=vllm can be neither paced nor put to sleep"),
+        (["engine.kind=vllm", "engine.pace=null"], "on what engine.kind=vllm runs"),
+        (["engine.kind=vllm", "engine.pace=null", "engine.hardware=h101"], "'h101' is none of"),
+        (["engine.hardware=h100"], "engine.pace models one: leave one of the two out"),
+        ([*VLLM, "orchestrator.degrees=[1, 3]"], "3, into which 4 GPUs, 1 in each engine, can't be divided"),
+        ([*VLLM, "engine.vllm.tensor_parallel_size=2", "orchestrator.degrees=[1]"], "1, into which 8 GPUs, 2 in each"),
+        ([*VLLM, "orchestrator.degrees=[0]"], "an engine has one GPU at least"),
+        (
+            [*VLLM, "actors.engine={class: 'actors.engines.worker:EngineWorker', pools: {near: {count: 2, gpus: 1}}}"],
+            "each engine of pool near sees 1 GPUs",
+        ),
         (["engine.pace=null"], "engine.pace, which is not set"),
         (["orchestrator.planners=[rebalnce]"], "Did you mean rebalance?"),
         (["orchestrator.planners=[]"], "orchestrator.planners is empty, so it would do nothing"),
@@ -46,6 +58,12 @@ def test_requests_move_between_engines_of_two_roles_with_one_engine_each():
     far = "actors.far_engine={class: 'actors.engines.worker:EngineWorker'}"
 
     job = from_mapping(JOB, ["orchestrator.enabled=true", "actors.engine.count=1", far])
+
+    assert job.members("orchestrator") == ("",)
+
+
+def test_vllm_is_taken_where_the_job_says_on_what_it_runs():
+    job = from_mapping(JOB, ["orchestrator.enabled=true", *VLLM, "orchestrator.degrees=[1, 2, 4]"])
 
     assert job.members("orchestrator") == ("",)
 
