@@ -21,11 +21,11 @@ def unpaced(degree: int) -> float:
     return 0.0
 
 
-def modelled(section: EngineSection) -> Modelled | None:
+def modelled(section: EngineSection) -> Modelled:
     """What planners take an engine for: what its pace models, or what it is said to run on."""
     if (pace := section.pace) is not None:
         return Modelled(pace.hardware, pace.model, pace.degree, pace.scale)
-    return Modelled(section.hardware, "", section.degree) if section.hardware else None
+    return Modelled(section.hardware, "", section.degree)
 
 
 class EnginePace:

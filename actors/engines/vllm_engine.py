@@ -28,7 +28,6 @@ from actors.engines.vllm_launch import STOP_S, check_degree, end, first_line, la
 from actors.engines.vllm_weights import check_tensors, handed_over, shapes_of
 from runtime.observe.log import logger
 
-
 PARTS = ("export", "stop", "start", "weights")
 """Of the end of one vLLM and the start of the next."""
 

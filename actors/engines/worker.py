@@ -393,11 +393,11 @@ class EngineWorker(CacheSource):
     @handler
     async def inspect(self, request: Inspect) -> EngineStatus:
         engine, weights = self._started()
-        load = engine.load()
-        section, running, finished = self.config.engine, tuple(self._requests.running), self._requests.finished()
+        load, section = engine.load(), self.config.engine
         return EngineStatus(
-            self.name, weights.version, load.num_slots, running, finished, load.suspended, weights.is_held,
-            section.serves, self._is_asleep, load.degree, modelled(section), load.restart_s,
+            self.name, weights.version, load.num_slots, tuple(self._requests.running), self._requests.finished(),
+            load.suspended, weights.is_held, section.serves, self._is_asleep, load.degree,
+            modelled(section) if section.pace or section.hardware else None, load.restart_s,
         )  # fmt: skip
 
     @handler(concurrency=256)

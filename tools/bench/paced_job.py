@@ -25,9 +25,9 @@ BEAT_S = 2.0
 """Actors' figures are at most so old."""
 
 
-async def is_up(folder: Path, launcher: "subprocess.Popen[bytes]") -> None:
+async def is_up(folder: Path, launcher: "subprocess.Popen[bytes]", limit_s: float) -> None:
     """Raises TimeoutError where the run ended, or does not come."""
-    async with asyncio.timeout(START_S):
+    async with asyncio.timeout(limit_s):
         while True:
             await asyncio.sleep(0.2)
             if launcher.poll() is not None:
@@ -56,7 +56,9 @@ async def outlasted(store: Store) -> float:
 
 
 @asynccontextmanager
-async def job(name: str, config: Mapping[str, Any], overrides: Sequence[str]) -> AsyncGenerator[Path]:
+async def job(
+    name: str, config: Mapping[str, Any], overrides: Sequence[str], limit_s: float = START_S
+) -> AsyncGenerator[Path]:
     """The run's folder while it is up. Raises SystemExit with what the launcher said where it does not come up."""
     with tempfile.TemporaryDirectory(prefix=f"rubato-{name}-") as scratch:
         place = Path(scratch)
@@ -68,7 +70,7 @@ async def job(name: str, config: Mapping[str, Any], overrides: Sequence[str]) ->
             )
         try:
             try:
-                await is_up(place / "run", launcher)
+                await is_up(place / "run", launcher, limit_s)
             except TimeoutError:
                 raise SystemExit(f"{name} did not get going: {(place / 'said').read_text()[-2000:]}") from None
             yield place / "run"

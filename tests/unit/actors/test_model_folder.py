@@ -5,7 +5,7 @@ import json
 import pytest
 
 from actors import checkpoint as checkpoints
-from actors.model_folder import files_beside_weights, may_use_cuda, num_parameters, pick_device, same_model
+from actors.model_folder import files_beside_weights, may_use_cuda, num_parameters, pick_device, same_model, shape_of
 from runtime.errors import ConfigError
 
 
@@ -103,3 +103,38 @@ def test_a_device_is_one_that_torch_sees(device, num, picked):
 @pytest.mark.parametrize(("device", "may"), [("cuda", True), ("cuda:3", True), ("cpu", False)])
 def test_what_may_use_a_gpu_is_known_without_torch(device, may):
     assert may_use_cuda(device) == may
+
+
+def described(folder, **raw):
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+DENSE = {
+    "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+"""Qwen/Qwen3-0.6B."""
+
+
+def test_a_models_shape_is_read_from_its_folder(tmp_path):
+    dense = shape_of(described(tmp_path, **DENSE))
+    experts = shape_of(
+        described(
+            tmp_path, text_config=DENSE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+        )
+    )
+
+    assert dense.params == pytest.approx(0.596e9, rel=0.001)
+    assert dense.kv_bytes_per_token == 2 * 2 * 28 * 8 * 128
+    assert (experts.experts, experts.experts_per_token, experts.expert_ffn, experts.ffn) == (8, 2, 768, 0)
+
+
+@pytest.mark.parametrize("raw", [{}, DENSE | {"vocab_size": 0}, DENSE | {"hidden_size": None}])
+def test_a_folder_that_says_no_shape_is_one_sentence(raw, tmp_path):
+    with pytest.raises(
+        ValueError, match="does not say the model's shape, with which the orchestrator counts"
+    ) as raised:
+        shape_of(described(tmp_path, **raw))
+
+    assert len(str(raised.value).splitlines()) == 1

@@ -1,12 +1,16 @@
-"""The orchestrator of tools/bench/orchestrator.py: its arms are set while the job runs."""
+"""An orchestrator whose arms are set while the job runs (tools/bench/orchestrator.py), and that switches when it is told to."""
 
 import asyncio
 from typing import ClassVar
 
+from actors.messages.orchestration import Surveyed
+from actors.scheduling.fleet import servers
 from actors.scheduling.lengths import Lengths
 from actors.scheduling.orchestrator import Orchestrator
+from actors.scheduling.reshapes import as_step
 from actors.scheduling.switches import Wanted
 from bus.message import Ack, Request
+from planning.parallelism import StepPlan
 from runtime.actor import handler
 
 
@@ -21,6 +25,15 @@ class SetArm(Request[Ack], frozen=True):
     """Engines that there are: nothing begins before the proxies have heard of each."""
 
 
+class Become(Request[Ack], frozen=True):
+    """Let the engines of the one server have these degrees now, as if they were planned for the step that runs."""
+
+    idempotent: ClassVar[bool] = True
+    degrees: tuple[int, ...]
+    fleet: int
+    """Engines that there are: nothing begins before the proxies have heard of each."""
+
+
 class ToldOrchestrator(Orchestrator):
     """Begins each arm without what it saw of lengths before."""
 
@@ -28,10 +41,7 @@ class ToldOrchestrator(Orchestrator):
     async def set_arm(self, arm: SetArm) -> Ack:
         self._planners = frozenset()
         async with self._turn:
-            surveyed, _ = await self._commands.look()
-            while sum(each.modelled is not None for each in surveyed.engines) < arm.fleet:
-                await asyncio.sleep(0.2)
-                surveyed, _ = await self._commands.look()
+            surveyed = await self._all_here(arm.fleet)
             before = {each.name: Wanted(each.degree, each.asleep) for each in surveyed.engines}
             base = max(each.modelled.degree for each in surveyed.engines if each.modelled)
             awake = sorted(before)[: arm.engines or len(before)]
@@ -43,3 +53,21 @@ class ToldOrchestrator(Orchestrator):
             self._changed_s.clear()
         self._planners = frozenset(arm.planners)
         return Ack()
+
+    @handler(outlives_asker=True)
+    async def become(self, told: Become) -> Ack:
+        async with self._turn:
+            surveyed = await self._all_here(told.fleet)
+            (server,) = servers(surveyed.engines, self._place)
+            names = [each.request_id for each in surveyed.requests]
+            dealt = tuple(tuple(names[place :: len(told.degrees)]) for place in range(len(told.degrees)))
+            plan = StepPlan(told.degrees, dealt, 0.0, True, f"degrees {told.degrees} were asked for")
+            await self._carry_out({server: as_step(server, plan, names)}, surveyed)
+        return Ack()
+
+    async def _all_here(self, fleet: int) -> Surveyed:
+        surveyed, _ = await self._commands.look()
+        while sum(each.modelled is not None for each in surveyed.engines) < fleet:
+            await asyncio.sleep(0.2)
+            surveyed, _ = await self._commands.look()
+        return surveyed

@@ -21,7 +21,7 @@ def launched(*overrides: str, **pace: object):
     ("pace", "sentence"),
     [
         ({"hardware": "h2"}, "engine.pace.hardware: 'h2' is none of h100, h20, h200, h800, xeon-8480. Did you mean h20?"),
-        ({"hardware": "prices-400g"}, "engine.pace.hardware: 'prices-400g' is none of h100, h20, h200, h800."),
+        ({"hardware": "prices-400g"}, "engine.pace.hardware: 'prices-400g' is none of h100, h20, h200, h800, xeon-8480."),
         ({"model": "qwen38b"}, "Did you mean qwen3-8b?"),
         ({"scale": 0}, "engine.pace.scale is 0; it must be a number above 0."),
         ({"degree": 3}, "engine.pace: degree=3 does not divide the 32 attention heads of qwen3-8b, or is more than one "

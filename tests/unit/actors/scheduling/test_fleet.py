@@ -1,8 +1,12 @@
 """Which engines share GPUs, and which of them are planned for."""
 
+import msgspec
+import pytest
+
+from actors import catalog
 from actors.messages.generation import Modelled
-from actors.messages.orchestration import EngineSeen
-from actors.scheduling.fleet import servers
+from actors.messages.orchestration import EngineSeen, RequestSeen
+from actors.scheduling.fleet import Speeds, cache_traffic, servers
 
 H800 = Modelled("h800", "qwen2.5-14b", 1)
 
@@ -23,3 +27,42 @@ def test_engines_that_only_prefill_or_whose_hardware_nobody_says_are_left_out():
     (server,) = servers(given, lambda name: "here pool")
 
     assert [each.name for each in server.engines] == ["decodes"]
+
+
+REAL = Modelled("h800", "", 1)
+OWN = catalog.model("qwen2.5-7b")
+
+
+def restarted(*restart_s):
+    engines = [msgspec.structs.replace(engine(f"e{num}", REAL), restart_s=each) for num, each in enumerate(restart_s)]
+    (server,) = servers(engines, lambda name: "here pool")
+    return server
+
+
+def test_an_engine_that_is_started_anew_costs_its_last_start_and_the_prefill_of_what_it_had():
+    speeds = Speeds((), lambda: OWN).of(restarted(20.0, 30.2))
+
+    one, two = speeds[1], speeds[2]
+    assert one.spec.model == OWN
+    assert one.reconfigure_s(0, two) == 30.0
+    assert one.reconfigure_s(5000, two) == pytest.approx(30.0 + two.prefill_s(5000))
+    assert one.reconfigure_s(0, one) == 0.0
+
+
+def test_a_later_start_counts_once_it_was_seen():
+    speeds = Speeds((), lambda: OWN)
+    speeds.of(restarted(20.0, 20.0))
+
+    found = speeds.of(restarted(20.0, 90.0))
+
+    assert found[2].reconfigure_s(0, found[1]) == 90.0
+
+
+def test_no_cache_travels_from_an_engine_that_gives_none_away():
+    request = RequestSeen("r", "e0", "", 0, 10, 20, 100, 0)
+
+    assert cache_traffic(restarted(20.0, 20.0), [request], {"r": "e1"}, OWN) == ()
+    (demand,) = cache_traffic(
+        restarted(0.0, 0.0), [msgspec.structs.replace(request, shown=10, sampled=20)], {"r": "e1"}, OWN
+    )
+    assert demand[2] == 30 * OWN.kv_bytes_per_token

@@ -1,0 +1,104 @@
+"""Two vLLM engines of one device become one of two, and two again, by the live orchestrator and with requests under way."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from actors.engines.engine import Work
+from actors.messages.generation import Completion, Generate, Sampling
+from bus.message import pack_i32
+from runtime.guest import Guest, join
+from tests.contract.engines import prompt_of
+from tests.contract.test_engine import worst
+from tests.models import write_model
+from tools.bench.paced_job import ROOT, job
+from tools.bench.peers.told_orchestrator import Become
+
+LIMIT_S = 900.0
+"""Of each wait: vLLM starts in 10 to 150 s, as busy as the machine is."""
+
+NUM, TOKENS = 24, 480
+
+KEPT = ("actor", "event", "degree", "moved", "seconds", "export_s", "stop_s", "start_s", "weights_s", "error")
+"""Of the log's lines, what is printed."""
+
+CONFIG = {
+    "run": {"name": "vllm-switch"},
+    "actors": {
+        "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
+        "engine": {"class": "actors.engines.worker:EngineWorker", "count": 2},
+        "orchestrator": {"class": f"{ROOT}/tools/bench/peers/told_orchestrator.py:ToldOrchestrator"},
+    },
+    "orchestrator": {"enabled": True, "planners": ["rebalance"], "degrees": [1, 2]},
+    "engine": {
+        "kind": "vllm",
+        "hardware": "xeon-8480",
+        "num_slots": 4,
+        "max_len": 512,
+        "vllm": {"kv_cache_memory_bytes": 32 << 20},
+    },
+    "report": {"finish": ""},
+}
+
+
+def works(batch: str) -> list[Work]:
+    return [
+        Work(f"{batch}{i}", f"{batch}{i}", prompt_of(i), Sampling(TOKENS, seed=i, stop_token_ids=()))
+        for i in range(NUM)
+    ]
+
+
+async def answer(me: Guest, work: Work) -> Completion:
+    request = Generate(work.request_id, work.session, pack_i32(work.prompt), work.sampling)
+    reply = await me.ref("llm_proxy").ask(request, timeout=LIMIT_S)
+    assert isinstance(reply, Completion), reply
+    return reply
+
+
+async def played(me: Guest, batch: str, degrees: tuple[int, ...]) -> dict[str, Completion]:
+    """All requests of a batch, in whose midst the engines take on these degrees."""
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(answer(me, Work(f"{batch}first", "", prompt_of(99), Sampling(8))))
+        asked = {work.request_id: tasks.create_task(answer(me, work)) for work in works(batch)}
+        await first
+        before = sum(each.done() for each in asked.values())
+        await me.ref("orchestrator").ask(Become(degrees, 2), timeout=LIMIT_S)
+        under_way = sum(not each.done() for each in asked.values())
+    print(
+        f"degrees {degrees}: {before} of {NUM} requests were answered when it began, {under_way} not yet when it was over"
+    )
+    assert under_way
+    return {name: each.result() for name, each in asked.items()}
+
+
+def told(folder: Path, role: str, *events: str) -> list[dict]:
+    """Lines of the role's logs, by time."""
+    lines = [json.loads(line) for path in (folder / "logs").glob(f"{role}-*.jsonl") for line in path.open()]
+    return sorted((line for line in lines if line.get("event") in events), key=lambda line: line["t"])
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.filterwarnings("default")  # vLLM and what it imports warn in many places of their own
+async def test_two_engines_merge_and_split_again_and_every_request_is_answered_with_the_models_log_probs(tmp_path):
+    pytest.importorskip("vllm")
+    model = write_model(tmp_path / "model")
+    async with job("vllm-switch", CONFIG, [f"model.path={model}", "model.device=cpu"], LIMIT_S) as folder:
+        async with join(folder) as me:
+            merged = await played(me, "a", (2,))
+            split = await played(me, "b", (1, 1))
+        changes = told(folder, "engine", "asleep", "awake", "reconfigured")
+        switched = told(folder, "orchestrator", "switched", "switch_failed")
+    for each in (*changes, *switched):
+        print({key: value for key, value in each.items() if key in KEPT})
+
+    found = [(work, (merged | split)[work.request_id].tokens) for batch in "ab" for work in works(batch)]
+    assert {len(tokens.ids) // 4 for _, tokens in found} == {TOKENS}
+    assert worst(model, found) < 1e-4
+    assert [line["event"] for line in switched] == ["switched", "switched"]
+    assert [(line["event"], line["degree"]) for line in changes] == [
+        ("asleep", 1), ("reconfigured", 2), ("reconfigured", 1), ("awake", 1)
+    ]  # fmt: skip
+    assert switched[0]["moved"] > 0
