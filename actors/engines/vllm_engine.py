@@ -326,7 +326,7 @@ class VllmEngine:
         known = self.switch_s | parts
         self.switch_s = {part: known[part] for part in PARTS if part in known}
         told = {f"{part}_s": round(seconds, 3) for part, seconds in parts.items()}
-        logger("engines").info(what, degree=self._section.degree, **told)
+        logger("engines").info(what, degree=self._section.degree, requests=len(self._requests), **told)
         return sum(parts.values())
 
     async def _take_out(self, request_id: str) -> None:
