@@ -199,11 +199,34 @@ def _bound(degree: int) -> Iterator[None]:
 
 
 async def end(llm: Any) -> None:
-    """Its processes are gone then."""
+    """Its processes are gone then, and what they held is free."""
+    cores = list(getattr(getattr(llm.engine_core.resources, "engine_manager", None), "processes", ()))
+    workers = await asyncio.to_thread(_children, cores)
     await asyncio.to_thread(llm.shutdown, STOP_S)
     llm.shutdown = lambda: None  # its __del__ would call it again, maybe when the interpreter is half gone
+    await asyncio.to_thread(_see_off, cores, workers)
     if llm.output_handler is not None:
         await asyncio.wait([llm.output_handler], timeout=STOP_S)
+
+
+def _children(processes: list[Any]) -> list[Any]:
+    """Those that vLLM's processes started, as psutil has them."""
+    psutil: Any = importlib.import_module("psutil")
+    found: list[Any] = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += psutil.Process(process.pid).children(recursive=True)
+    return found
+
+
+def _see_off(cores: list[Any], workers: list[Any]) -> None:
+    """Wait until all are gone: vLLM kills its own and waits for none. A worker ends with its parent, and is killed where it does not."""
+    for core in cores:
+        core.join(STOP_S)
+    psutil: Any = importlib.import_module("psutil")
+    for late in psutil.wait_procs(workers, timeout=STOP_S)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            late.kill()
 
 
 def of_degree(section: EngineSection, degree: int) -> EngineSection:

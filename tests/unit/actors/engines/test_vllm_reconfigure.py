@@ -49,7 +49,9 @@ class Llm:
     def __init__(self, degree):
         self.degree, self.errored, self.output_handler = degree, False, None
         self.prompts, self.collectors, self.swapped = {}, {}, []
-        self.engine_core = SimpleNamespace(outputs_queue=SimpleNamespace(empty=lambda: True))
+        self.engine_core = SimpleNamespace(
+            outputs_queue=SimpleNamespace(empty=lambda: True), resources=SimpleNamespace()
+        )
 
     async def add_request(self, request_id, prompt, params):
         self.prompts[request_id] = (prompt["prompt_token_ids"], params.max_tokens)
