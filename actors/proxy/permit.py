@@ -43,7 +43,7 @@ def check_cluster(job: Job) -> None:
         )
     if job.has("engine") and job.section("engine").kind == "vllm":
         raise ValueError(
-            "cluster.dir has engines sleep between the job's turns, which engine.kind=vllm can't: set engine.kind=torch, or leave "
+            "cluster.dir has engines sleep between the job's turns, for which engine.kind=vllm starts anew each time: set engine.kind=torch, or leave "
             "cluster.dir out"
         )
 

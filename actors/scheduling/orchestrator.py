@@ -172,15 +172,14 @@ class Orchestrator(Actor):
         plans: list[Rebalance] = []
         caches: list[Demand] = []
         num_requests = sum(not each.request for each in running)
-        for _, alike in sorted(fleets.items()):
-            scale = alike[0].modelled.scale
-            fleet = instances(alike, surveyed.requests, lambda each, scale=scale: _load(each, left, scale))
+        for (_, modelled), alike in sorted(fleets.items()):
+            fleet = instances(alike, surveyed.requests, lambda each, scale=modelled.scale: _load(each, left, scale))
             speeds = {degree: speed for server in alike for degree, speed in self._speeds.of(server).items()}
             planned = partial(rebalance, fleet, speeds, now_s=now, moved_s=self._moved_s, most=self.most_moves)
             plan = await self.offload(partial(planned, interval_s=REST * self._section.interval_s))
             plans.append(plan)
             carried = {each.request: each.target for each in plan.moves if each.carry.with_cache}
-            caches += cache_traffic(alike[0], surveyed.requests, carried)
+            caches += cache_traffic(alike[0], surveyed.requests, carried, self._speeds.model(modelled))
             num_requests += sum(len(each.loads) for each in fleet)
         away_s /= found[0].modelled.scale if found else 1.0
         self.metrics.gauge("orchestrator/remaining_s", max((away_s, *(plan.before_s for plan in plans))))

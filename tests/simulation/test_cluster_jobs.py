@@ -484,7 +484,7 @@ async def test_an_engine_that_loses_the_permit_of_the_link_swaps_no_weights_in_u
     [
         ("staleness.alpha=1", "with staleness.alpha above 0 rollouts never pause"),
         ("actors.llm_proxy.count=2", "it must be 1"),
-        ("engine.kind=vllm", "which engine.kind=vllm can't"),
+        ("engine.kind=vllm", "engine.kind=vllm starts anew each time"),
         ("orchestrator.enabled=true", "engines sleep and wake by the job's turns"),
     ],
 )
