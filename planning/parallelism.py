@@ -213,11 +213,12 @@ def _merged_s(group: Sequence[Instance], degree: int, engines: Mapping[int, Roof
 def _splits(
     last: Instance, times: Mapping[str, float], engines: Mapping[int, Roofline]
 ) -> Iterator[tuple[float, Change]]:
+    """Parts of its own degree each. Where engines start anew, those that wake do so together, once the split one has given their GPUs away."""
     for degree in sorted(engines):
         if degree < last.degree and last.degree % degree == 0 and last.settled:
             num = last.degree // degree
             dealt = _deal(_longest_first(last.loads), (degree,) * num, engines, [0.0] * num)
-            cost_s = _switch_s(last.loads, engines[last.degree], engines[degree])
+            cost_s = _switch_s(last.loads, engines[last.degree], engines[degree]) + engines[degree].spec.restart_s
             parts = tuple(each.loads for each in dealt.instances)
             yield _option((last.name,), degree, parts, times, cost_s, engines)
 
@@ -315,14 +316,19 @@ class _Bin:
 
 
 def _starts(degrees: Sequence[int], engines: Mapping[int, Roofline], current: Sequence[int], steps: int) -> list[float]:
-    """Seconds until each instance is there: those of a degree that is there already begin at once, others after this step's part of the switch."""
+    """Seconds until each instance is there: those of a degree that is there already begin at once, others after this step's part of the switch.
+
+    Where engines start anew and there are to be more than now, the switch is two starts, as in `_splits`.
+    """
     there = Counter(current)
+    woken = len(degrees) > len(current)
     starts: list[float] = []
     for degree in degrees:
         there[degree] -= 1
         new = bool(current) and there[degree] < 0
         changes = [engines[each].reconfigure_s(0, engines[degree]) for each in set(current) if each != degree]
-        starts.append(max(changes, default=0.0) / steps if new else 0.0)
+        switch_s = max(changes, default=0.0) + woken * engines[degree].spec.restart_s
+        starts.append(switch_s / steps if new else 0.0)
     return starts
 
 

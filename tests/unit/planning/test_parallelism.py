@@ -126,6 +126,25 @@ def test_a_large_instance_with_many_requests_is_split():
     assert len(change.parts) * change.degree == 8
 
 
+def test_where_engines_start_anew_a_split_costs_two_starts_and_a_merge_one():
+    anew = {degree: engine(degree, restart_s=2.0) for degree in (2, 4, 8)}
+    [split] = within([Instance("a", 8, many(2000, 1000))], anew).changes
+    [merge] = within([Instance("a", 4, many(2, 6000)), Instance("b", 4)], anew).changes
+
+    assert (len(split.parts), split.costs_s) == (4, 4.0)
+    assert (len(merge.parts), merge.costs_s) == (1, 2.0)
+
+
+def test_where_engines_start_anew_a_step_of_more_instances_begins_after_two_starts():
+    anew = {degree: engine(degree, restart_s=2.0) for degree in (2, 4, 8)}
+    split = coming(many(2000, 1000), 8, anew, current=(8,))
+    merged = coming(many(4, 8000), 8, anew, current=(2,) * 4)
+
+    assert (split.degrees, merged.degrees) == ((2,) * 4, (8,))
+    assert split.predicted_s == pytest.approx(coming(many(2000, 1000), 8, anew).predicted_s + 4.0)
+    assert merged.predicted_s == pytest.approx(coming(many(4, 8000), 8, anew).predicted_s + 2.0)
+
+
 @pytest.mark.parametrize("other", [{"server": "elsewhere"}, {"settled": False}])
 def test_no_merge_across_servers_nor_of_an_instance_that_has_just_changed(other: dict[str, object]):
     straggler = Instance("a", 2, many(2, 6000, cached=500))
