@@ -14,7 +14,7 @@ from tests.contract.engines import prompt_of
 from tests.contract.test_engine import worst
 from tests.models import write_model
 from tools.bench.paced_job import ROOT, job
-from tools.bench.peers.told_orchestrator import Become
+from tools.bench.peers.told_orchestrator import Become, SetArm
 
 LIMIT_S = 900.0
 """Of each wait: vLLM starts in 10 to 150 s, as busy as the machine is."""
@@ -69,6 +69,11 @@ async def answer(me: Guest, work: Work) -> Completion:
     return reply
 
 
+async def both_here(me: Guest) -> None:
+    """Returns once the proxy knows both: the first to start would have answered all before the other one came."""
+    await me.ref("orchestrator").ask(SetArm(("rebalance",), fleet=2), timeout=LIMIT_S)
+
+
 async def played(me: Guest, batch: str, degrees: tuple[int, ...]) -> dict[str, Completion]:
     """All requests of a batch, in whose midst the engines take on these degrees."""
     async with asyncio.TaskGroup() as tasks:
@@ -81,7 +86,8 @@ async def played(me: Guest, batch: str, degrees: tuple[int, ...]) -> dict[str, C
 
 def told(folder: Path, role: str, *events: str) -> list[dict]:
     """Lines of the role's logs, by time."""
-    lines = [json.loads(line) for path in (folder / "logs").glob(f"{role}-*.jsonl") for line in path.open()]
+    files = (folder / "logs").glob(f"{role}-*.jsonl")
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     return sorted((line for line in lines if line.get("event") in events), key=lambda line: line["t"])
 
 
@@ -93,6 +99,7 @@ async def test_two_engines_merge_and_split_again_and_every_request_is_answered_w
     model = write_model(tmp_path / "model")
     async with job("vllm-switch", CONFIG, [f"model.path={model}", "model.device=cpu"], LIMIT_S) as folder:
         async with join(folder) as me:
+            await both_here(me)
             merged = await played(me, "a", (2,))
             split = await played(me, "b", (1, 1))
         changes = told(folder, "engine", "asleep", "awake", "reconfigured")
