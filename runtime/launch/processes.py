@@ -1,6 +1,8 @@
 """The back end of a launch: each actor a process of this host, which ends with this one, however that ends."""
 
 import asyncio
+import contextlib
+import os
 import signal
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -39,7 +41,10 @@ class ActorChild:
         return self._process.returncode is None and is_stopped(self._process.pid)
 
     async def ended(self) -> Ending:
+        """What it started in its own session, of which it was the leader, is killed: what is set up there may wait long for a dead parent."""
         code = await self._process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left
+            os.killpg(self._process.pid, signal.SIGKILL)
         how = f"signal {-code}" if code < 0 else f"exit {code}"
         return Ending(how, last_line(self._stderr)[:300], str(self._log), permanent=code == ExitCode.REFUSED)
 
