@@ -101,6 +101,14 @@ def write_jobs(place: Path, *names: str) -> None:
 LIMIT_S = 90.0
 
 
+def _is_dead(pid: int) -> bool:
+    """Gone, or waited for by nobody yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def until(condition, what: str):
     """What `condition` returns once it is true; processes under test can only be watched from outside."""
     deadline = time.perf_counter() + LIMIT_S
@@ -179,4 +187,4 @@ class Lab:
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text(), "the kill")
+        until(lambda: _is_dead(pid), "the kill")
