@@ -2,20 +2,23 @@
 
 OrchestrRL forecasts the distribution of lengths across steps by a time series and conditions on progress within the step; its text was not
 available. What is done here is ours: the product-limit estimate of Kaplan and Meier (1958) per task, in which running requests are censored
-observations, so that the short ones that finish first do not bias it; a trend of log-lengths over the window, where it is
-beyond noise; and a Gaussian copula between requests of one prompt.
+observations, so that the short ones that finish first do not bias it; as many steps as would have forecast the last ones best; a trend of
+log-lengths over these, where it is beyond noise; and a Gaussian copula between requests of one prompt.
 """
 
 import hashlib
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import NormalDist, fmean, linear_regression, pvariance
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, linear_regression, pvariance, stdev
 from typing import NamedTuple
 
 WINDOW = 8
-"""Steps that are remembered."""
+"""Steps that are remembered at most."""
+
+WINDOWS = (8, 4, 2, 1)
+"""So many of them make a task's curve: as many as would have forecast its last WINDOW steps best. While lengths change, few do."""
 
 BEYOND_NOISE = 3.0
 """Standard errors from which a trend is one: eight steps of some hundred requests still show drift of 2 or 3 % a step."""
@@ -141,28 +144,115 @@ def _share_of(name: str) -> float:
     return (int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) + 0.5) / (1 << 32)
 
 
-def fit(
-    steps: Sequence[Sequence[Seen]], now: Iterable[Seen] = (), *, tokens_s: float = 30.0, limit: float = math.inf
-) -> Forecast:
-    """The forecast for the step that is running, of whole `steps`, the oldest first, and of what is seen of it `now`.
+class Over(NamedTuple):
+    """A step that is over, with what is learnt from it once."""
 
-    The last WINDOW steps make the distributions; requests of one prompt are compared over all of `steps`. `tokens_s` is what a request
+    seen: tuple[Seen, ...]
+    apart: Mapping[str, tuple[float, ...]]
+    """Of each task, how far its lengths were from the curve of each of WINDOWS steps before it."""
+    scores: Mapping[str, tuple[tuple[str, float], ...]]
+    """Of each task: prompt and normal score of its requests, among those of their time."""
+
+
+def past(steps: Iterable[Sequence[Seen]], *, tokens_s: float = 30.0) -> tuple[Over, ...]:
+    """Whole `steps`, the oldest first, as `fit` wants them."""
+    found: tuple[Over, ...] = ()
+    for seen in steps:
+        found = (*found, over(found, seen, tokens_s=tokens_s))
+    return found
+
+
+def over(before: Sequence[Over], seen: Sequence[Seen], *, tokens_s: float = 30.0) -> Over:
+    """The step that is over with `seen`; `before` are those before it, the oldest first."""
+    tasks = sorted({each.task for each in seen})
+    by_task = {task: _pairs([each.seen for each in before], seen, task) for task in ("", *tasks)}
+    apart = {task: _apart(pairs, tokens_s) for task, pairs in by_task.items()}
+    scores = {task: _scores(by_task[task], _window(before, task), tokens_s) for task in tasks}
+    return Over(tuple(seen), {task: each for task, each in apart.items() if each}, scores)
+
+
+def fit(
+    steps: Sequence[Over], now: Sequence[Seen] = (), *, tokens_s: float = 30.0, limit: float = math.inf
+) -> Forecast:
+    """The forecast for the step that is running, of `steps` that are over, the oldest first, and of what is seen of it `now`.
+
+    The last of WINDOWS steps make the distributions; requests of one prompt are compared over all of `steps`. `tokens_s` is what a request
     samples per second, `limit` the most tokens it may sample. Raises ValueError where either is not positive.
     """
     if tokens_s <= 0 or limit <= 0:
         raise ValueError(f"the rate and the limit of a request must be positive, not {tokens_s} and {limit}")
-    by_task: dict[str, list[tuple[int, Seen]]] = {}
-    for at, step in enumerate([*steps, now]):
-        for seen in step:
-            by_task.setdefault(seen.task, []).append((len(steps) - at, seen))
-    by_task[""] = [pair for pairs in by_task.values() for pair in pairs]
-    curves = {task: _curve(pairs, tokens_s, limit) for task, pairs in sorted(by_task.items())}
-    return Forecast({task: curve for task, curve in curves.items() if curve}, tokens_s, limit)
+    tasks = sorted({each.task for step in (*(step.seen for step in steps), now) for each in step})
+    curves: dict[str, LengthCurve] = {}
+    for task in ("", *tasks):
+        pairs = _pairs([each.seen for each in steps], now, task)
+        curve = _curve(pairs, _window(steps, task), tokens_s, limit)
+        if curve:
+            likeness, scores = _prompts(score for step in steps for score in step.scores.get(task, ()))
+            curves[task] = replace(curve, likeness=likeness, scores=scores)
+    return Forecast(curves, tokens_s, limit)
 
 
-def _curve(pairs: Sequence[tuple[int, Seen]], tokens_s: float, limit: float) -> LengthCurve | None:
-    """Of requests with the age of their step; None where none is done."""
-    recent = [(age, seen) for age, seen in pairs if age <= WINDOW]
+def _pairs(steps: Sequence[Sequence[Seen]], now: Sequence[Seen], task: str) -> list[tuple[int, Seen]]:
+    """Requests of a task, or all for "", of the last WINDOW steps and of `now`, with the age of their step."""
+    recent = [*steps[-WINDOW:], now]
+    return [(len(recent) - 1 - at, seen) for at, step in enumerate(recent) for seen in step if task in ("", seen.task)]
+
+
+def _window(steps: Sequence[Over], task: str) -> int:
+    """The largest of WINDOWS whose curves were as near to the last WINDOW steps as any, within a standard error over these.
+
+    A task that was not in all of them has WINDOW: a smaller one might not even have a request of it.
+    """
+    known = [step.apart[task] for step in steps[-WINDOW:] if task in step.apart]
+    if len(known) < WINDOW:
+        return WINDOW
+    columns = list(zip(*known, strict=True))
+    best = min(columns, key=fmean)
+    for window, column in zip(WINDOWS, columns, strict=True):
+        more = [each - least for each, least in zip(column, best, strict=True)]
+        if fmean(more) <= stdev(more) / math.sqrt(len(more)):
+            return window
+    return WINDOW
+
+
+def _apart(pairs: Sequence[tuple[int, Seen]], tokens_s: float) -> tuple[float, ...]:
+    """For each of WINDOWS, how far the logs of works of age 0 are from those before; empty where there are none of either."""
+    logs = [(age, math.log1p(seen.tokens + seen.env_s * tokens_s)) for age, seen in pairs if seen.done]
+    now, found = [each for age, each in logs if not age], list[float]()
+    for window in WINDOWS:
+        recent = [(age, each) for age, each in logs if 0 < age <= window]
+        if not recent or not now:
+            return ()
+        trend = _trend((-age, each) for age, each in recent)
+        found.append(_cramer([each + trend * age for age, each in recent], now))
+    return tuple(found)
+
+
+def _cramer(first: Sequence[float], second: Sequence[float]) -> float:
+    """Integral of the squared difference of two distributions, of draws from each: what a forecast adds to the least CRPS there can be."""
+    steps = sorted([(each, 1 / len(first)) for each in first] + [(each, -1 / len(second)) for each in second])
+    total = difference = before = 0.0
+    for at, step in steps:
+        total += difference**2 * (at - before)
+        difference, before = difference + step, at
+    return total
+
+
+def _scores(pairs: Sequence[tuple[int, Seen]], window: int, tokens_s: float) -> tuple[tuple[str, float], ...]:
+    """Prompt and normal score of the requests of age 0 that are done, in the curve of their step and those before it."""
+    curve = _curve(pairs, window, tokens_s, math.inf)
+    if curve is None:
+        return ()
+    return tuple(
+        (seen.prompt, _score(curve, seen.tokens + seen.env_s * tokens_s))
+        for age, seen in pairs
+        if not age and seen.done
+    )
+
+
+def _curve(pairs: Sequence[tuple[int, Seen]], window: int, tokens_s: float, limit: float) -> LengthCurve | None:
+    """Of requests with the age of their step; None where none is done. Prompts are left out."""
+    recent = [(age, seen) for age, seen in pairs if age <= window]
     points = [(-age, math.log1p(seen.tokens + seen.env_s * tokens_s)) for age, seen in recent if age and seen.done]
     trend = _trend(points)
 
@@ -176,11 +266,7 @@ def _curve(pairs: Sequence[tuple[int, Seen]], tokens_s: float, limit: float) -> 
         return None
     total = sum(work(age, seen) for age, seen in recent)
     env = sum(seen.env_s * math.exp(trend * age) for age, seen in recent) * tokens_s
-    plain = LengthCurve(works, below, 1 - env / total if total else 1.0, 0.0, {}, trend)
-    likeness, scores = _prompts(
-        [(seen.prompt, _score(plain, work(age, seen))) for age, seen in pairs if age and seen.done]
-    )
-    return LengthCurve(works, below, plain.token_share, likeness, scores, trend)
+    return LengthCurve(works, below, 1 - env / total if total else 1.0, 0.0, {}, trend)
 
 
 def _trend(points: Iterable[tuple[int, float]]) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from actors.messages.orchestration import RequestEnded, RequestSeen, Surveyed, TrajectorySeen
-from planning.forecast import WINDOW, Forecast, Remaining, Seen, fit
+from planning.forecast import WINDOW, Forecast, Over, Remaining, Seen, fit, over
 
 STEPS_KEPT = 2 * WINDOW
 """Requests of one prompt are compared over so many steps."""
@@ -53,6 +53,14 @@ def underway(surveyed: Surveyed) -> list[Underway]:
     return asked + [_away(each) for each in rollouts.values() if each.session not in turns]
 
 
+class _Step(NamedTuple):
+    """One that is over; its requests that told took `generate_s` for `sampled` tokens."""
+
+    over: Over
+    sampled: int
+    generate_s: float
+
+
 class Lengths:
     """A step is what asks for the same weights, or ends before nothing of it is under way any more."""
 
@@ -60,7 +68,7 @@ class Lengths:
     """Each request's own length, instead of how lengths are distributed."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[RequestEnded, ...]] = deque(maxlen=STEPS_KEPT)
+        self._steps: deque[_Step] = deque(maxlen=STEPS_KEPT)
         self._now: list[RequestEnded] = []
         self._version = -1
         self._running: frozenset[str] = frozenset()
@@ -81,7 +89,8 @@ class Lengths:
 
     def _close(self) -> None:
         if self._now:
-            self._steps.append(tuple(self._now))
+            done = over([each.over for each in self._steps], [*map(_whole, self._now)], tokens_s=self._tokens_s())
+            self._steps.append(_Step(done, *_told(self._now)))
             self._now = []
 
     def left(self, running: Sequence[Underway]) -> Expected:
@@ -101,13 +110,19 @@ class Lengths:
         return {request: _within(spread[each.name], each) for request, each in asked.items()}
 
     def _forecast(self, running: Iterable[Underway]) -> Forecast:
-        steps = [[_whole(each) for each in step] for step in self._steps]
-        return fit(steps, (*map(_whole, self._now), *(each.seen for each in running)), tokens_s=self._tokens_s())
+        now = [*map(_whole, self._now), *(each.seen for each in running)]
+        return fit([each.over for each in self._steps], now, tokens_s=self._tokens_s())
 
     def _tokens_s(self) -> float:
-        known = [each for step in (*self._steps, self._now) for each in step if each.generate_s > 0]
-        sampled = sum(each.sampled for each in known)
-        return sampled / sum(each.generate_s for each in known) if sampled else TOKENS_S
+        sampled, generate_s = _told(self._now)
+        sampled += sum(each.sampled for each in self._steps)
+        return sampled / (generate_s + sum(each.generate_s for each in self._steps)) if sampled else TOKENS_S
+
+
+def _told(ended: Iterable[RequestEnded]) -> tuple[int, float]:
+    """Tokens and seconds of the turns of those that told of them."""
+    known = [each for each in ended if each.generate_s > 0]
+    return sum(each.sampled for each in known), sum(each.generate_s for each in known)
 
 
 def _within(left: Remaining, each: Underway) -> Left:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from planning.forecast import Forecast, Seen, fit
+from planning.forecast import Forecast, Seen, fit, past
 from planning.hardware import GpuSpec
 from planning.language_model import ModelSpec
 from planning.roofline import EngineSpec, Roofline
@@ -62,9 +62,9 @@ class Drift(Section):
 
     def forecast(self, seed: int, step: int, share: float = 1.0) -> Forecast:
         """From the steps before, by the live planner."""
-        past = range(step - PAST, step)
-        seen = [[Seen("", each.prompt, each.tokens) for each in self.batch(seed, at, share)] for at in past]
-        return fit(seen, limit=self.limit(step))
+        before = range(step - PAST, step)
+        seen = [[Seen("", each.prompt, each.tokens) for each in self.batch(seed, at, share)] for at in before]
+        return fit(past(seen), limit=self.limit(step))
 
 
 class EngineUse(Section):

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planning.forecast import Seen, fit
+from planning.forecast import Seen, fit, past
 from planning.makespan import Instance, Load, finish_s, left_after
 from planning.parallelism import coming, within
 from planning.rebalance import MARGIN, rebalance
@@ -154,7 +154,7 @@ def test_moves_are_of_requests_that_are_there_at_most_once_per_interval_and_pay(
 def test_what_remains_rises_with_the_quantile_within_the_limit_and_never_shrinks_in_whole(
     steps, now, low, high, request_
 ):
-    forecast = fit(steps, now, limit=400)
+    forecast = fit(past(steps), now, limit=400)
     low, high = sorted((low, high))
     request_ = request_._replace(tokens=min(400, request_.tokens))
     first, second = forecast.remaining(request_, low), forecast.remaining(request_, high)
@@ -162,7 +162,7 @@ def test_what_remains_rises_with_the_quantile_within_the_limit_and_never_shrinks
     assert 0 <= first.tokens <= second.tokens <= 400 - request_.tokens
     assert 0 <= first.env_s <= second.env_s
     assert first.why
-    assert fit(steps, now, limit=400).remaining(request_, low) == first
+    assert fit(past(steps), now, limit=400).remaining(request_, low) == first
     least, most = (forecast.remaining(request_, quantile).tokens for quantile in (0.01, 0.99))
     assert least - 1e-6 <= forecast.expected(request_).tokens <= most + 1e-6
 
@@ -170,7 +170,7 @@ def test_what_remains_rises_with_the_quantile_within_the_limit_and_never_shrinks
 @few
 @given(histories, seen, st.integers(1, 100), st.floats(0.05, 0.95))
 def test_a_request_that_came_further_is_not_expected_to_be_shorter_in_whole(steps, request_, more, quantile):
-    forecast = fit(steps)
+    forecast = fit(past(steps))
     curve = forecast.curves.get(request_.task)
     if not curve:
         return

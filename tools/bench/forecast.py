@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from actors.scheduling.lengths import STEPS_KEPT  # noqa: E402
 from actors.training.base_model import make_tokenizer, write_tokenizer  # noqa: E402
-from planning.forecast import WINDOW, Seen, fit  # noqa: E402
+from planning.forecast import WINDOW, Over, Seen, fit, over  # noqa: E402
 from runtime.launch.children import die_with_parent  # noqa: E402
 from tools.bench.peers.long_turns import CURVES  # noqa: E402
 
@@ -98,10 +98,12 @@ def worst(steps: Sequence[Step], task: str = "") -> list[Off]:
     Of a length that many have any share up to theirs is right.
     """
     found: list[Off] = []
+    overs = remembered(steps)
     for ended in ENDED:
         below, at_most, num = dict.fromkeys(QUANTILES, 0), dict.fromkeys(QUANTILES, 0), 0
         for at in range(WINDOW, len(steps)):
-            for quantiles, work in forecast(steps[max(0, at - STEPS_KEPT) : at], steps[at], ended, task):
+            first = max(0, at - STEPS_KEPT)
+            for quantiles, work in forecast(overs[first:at], steps[at], ended, task, rate(steps[first:at])):
                 num += 1
                 for quantile, most in quantiles.items():
                     below[quantile] += work < most - 1e-6
@@ -113,9 +115,24 @@ def worst(steps: Sequence[Step], task: str = "") -> list[Off]:
     return found
 
 
-def forecast(before: Sequence[Step], step: Step, ended: float, task: str) -> Iterator[tuple[dict[float, float], float]]:
+def rate(steps: Sequence[Step]) -> float:
+    """Tokens per second of turns."""
+    return sum(each.tokens_s for each in steps) / len(steps)
+
+
+def remembered(steps: Sequence[Step]) -> list[Over]:
+    """Each step as the orchestrator keeps it once it is over."""
+    found: list[Over] = []
+    for at, step in enumerate(steps):
+        first = max(0, at - STEPS_KEPT)
+        found.append(over(found[first:], step.seen, tokens_s=rate(steps[first : at + 1])))
+    return found
+
+
+def forecast(
+    before: Sequence[Over], step: Step, ended: float, task: str, tokens_s: float
+) -> Iterator[tuple[dict[float, float], float]]:
     """Of each trajectory that runs still once a share of `step` has ended: its quantiles of work, and its work in truth."""
-    tokens_s = sum(each.tokens_s for each in before) / len(before)
     works = {seen: seen.tokens + seen.env_s * tokens_s for seen in step.seen}
     lengths = sorted(works[seen] for seen in step.seen)
     far = lengths[int(ended * len(lengths))] if ended else 0.0
@@ -125,7 +142,7 @@ def forecast(before: Sequence[Step], step: Step, ended: float, task: str) -> Ite
         return seen._replace(tokens=seen.tokens * part, env_s=seen.env_s * part, done=False)
 
     now = [seen if works[seen] <= far else until(seen) for seen in step.seen]
-    made = fit([each.seen for each in before], now if ended else (), tokens_s=tokens_s)
+    made = fit(before, now if ended else (), tokens_s=tokens_s)
     for seen in step.seen:
         if works[seen] > far and task in ("", seen.task):
             left = {quantile: made.remaining(until(seen), quantile) for quantile in QUANTILES}

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from planning.forecast import Forecast, Seen, fit
+from planning.forecast import Forecast, Over, Seen, fit, past
 from sim.admission.job import distributions
 
 QUANTILES = (0.1, 0.25, 0.5, 0.8, 0.9, 0.95)
@@ -41,8 +41,8 @@ def misses(forecast: Forecast, running: list[tuple[Seen, float]]) -> dict[float,
 @pytest.mark.parametrize("come_as_far_as", [0.0, 0.5, 0.8])
 def test_predicted_quantiles_hold_within_5_points_on_every_csv(task: str, come_as_far_as: float):
     chance = Random(f"{task} {come_as_far_as}")
-    steps = [[Seen(task, f"{step}/{i}", draw(task, chance)) for i in range(512)] for step in range(8)]
-    forecast = fit(steps, limit=LIMITS.get(task, math.inf))
+    steps = [[Seen(task, f"{step}/{i}", draw(task, chance)) for i in range(512)] for step in range(16)]
+    forecast = fit(past(steps), limit=LIMITS.get(task, math.inf))
     ordered = sorted(draw(task, chance) for _ in range(8000))
     far = ordered[int(come_as_far_as * len(ordered))] * (come_as_far_as > 0)
     running = [(Seen(task, "new", far, done=False), final) for final in ordered if final > far]
@@ -60,9 +60,30 @@ def test_they_hold_while_lengths_drift(growth: float):
     steps = [[Seen("7B-8k", "", growth**at * draw("7B-8k", chance)) for _ in range(512)] for at in range(8)]
     running = [(Seen("7B-8k", "new", 0.0, done=False), growth**8 * draw("7B-8k", chance)) for _ in range(4000)]
 
-    assert max(misses(fit(steps), running).values()) <= 0.05
-    frozen = fit([[seen for step in steps for seen in step]])
+    assert max(misses(fit(past(steps)), running).values()) <= 0.05
+    frozen = fit(past([[seen for step in steps for seen in step]]))
     assert max(misses(frozen, running).values()) > 0.05
+
+
+def test_they_hold_while_a_model_learns_and_its_tail_shrinks_faster_than_its_middle():
+    chance = Random("learns")
+
+    def lengths(step: int, num: int) -> list[float]:
+        return [math.exp(5 - 0.05 * step + (1.6 - 0.06 * step) * chance.gauss(0, 1)) for _ in range(num)]
+
+    steps = [[Seen("math", f"{at}/{i}", each) for i, each in enumerate(lengths(at, 512))] for at in range(16)]
+    running = [(Seen("math", "new", 0.0, done=False), each) for each in lengths(16, 4000)]
+
+    assert max(misses(fit(past(steps)), running).values()) <= 0.05
+    all_alike = fit([each._replace(apart={}) for each in past(steps)])
+    assert max(misses(all_alike, running).values()) > 0.05
+
+
+def test_a_task_that_was_away_keeps_the_curve_of_all_its_steps():
+    steps = [Over((Seen("math", "", 100.0 * at),), {"math": (3.0, 2.0, 1.0, 0.0)}, {}) for at in range(1, 9)]
+
+    assert fit(steps).curves["math"].works == (800.0,)
+    assert len(fit([*steps, Over((Seen("code", "", 5000.0),), {}, {})]).curves["math"].works) == 7
 
 
 def test_running_requests_are_evidence_that_the_short_ones_came_first():
@@ -86,7 +107,7 @@ def test_requests_of_one_prompt_are_alike_and_its_quantiles_hold_and_are_narrowe
 
     prompts = {f"p{i}": chance.gauss(0, 1) for i in range(1000)}
     steps = [[Seen("math", name, of(each)) for name, each in prompts.items()] for _ in range(4)]
-    forecast = fit(steps)
+    forecast = fit(past(steps))
     running = [(Seen("math", name, 0.0, done=False), of(each)) for name, each in prompts.items()]
 
     assert forecast.curves["math"].likeness == pytest.approx(0.64, abs=0.06)
@@ -99,10 +120,32 @@ def test_requests_of_one_prompt_are_alike_and_its_quantiles_hold_and_are_narrowe
     assert sum(width(name) for name in prompts) / len(prompts) < 0.75 * width("unknown")
 
 
+def test_of_one_prompt_quantiles_hold_while_all_grow_too_little_to_be_a_trend():
+    chance = Random("slow")
+    prompts = {f"p{i}": chance.gauss(0, 1) for i in range(40)}
+
+    def of(step: int, name: str) -> float:
+        return math.exp(5 + 0.015 * step + 0.8 * prompts[name] + 0.5 * chance.gauss(0, 1))
+
+    def shown(step: int) -> list[str]:
+        return [f"p{(8 * step + i) % 40}" for i in range(8) for _ in range(8)]
+
+    off: dict[float, float] = dict.fromkeys(QUANTILES, 0.0)
+    steps = [[Seen("math", name, of(step, name)) for name in shown(step)] for step in range(32)]
+    for at in range(16, 32):
+        forecast = fit(past(steps[at - 16 : at]))
+        running = [(Seen("math", name, 0.0, done=False), of(at, name)) for name in shown(at) for _ in range(20)]
+        for quantile in QUANTILES:
+            within = sum(final <= forecast.remaining(seen, quantile).tokens for seen, final in running)
+            off[quantile] += (within / len(running) - quantile) / 16
+
+    assert max(map(abs, off.values())) <= 0.05
+
+
 def test_without_likeness_a_prompt_s_history_changes_little():
     chance = Random("unlike")
     steps = [[Seen("code", f"p{i}", draw("code", chance)) for i in range(300)] for _ in range(4)]
-    forecast = fit(steps, limit=16384)
+    forecast = fit(past(steps), limit=16384)
 
     assert forecast.curves["code"].likeness <= 0.05
 
@@ -119,7 +162,7 @@ def test_time_in_environments_counts_and_quantiles_of_the_whole_hold():
             sum(chance.expovariate(0.5) for _ in range(turns)),
         )
 
-    forecast = fit([[trajectory() for _ in range(256)] for _ in range(8)], tokens_s=50)
+    forecast = fit(past([[trajectory() for _ in range(256)] for _ in range(8)], tokens_s=50), tokens_s=50)
     finals = [trajectory() for _ in range(2000)]
 
     for quantile in QUANTILES:
@@ -130,7 +173,7 @@ def test_time_in_environments_counts_and_quantiles_of_the_whole_hold():
 
 
 def test_a_task_that_nobody_finished_has_the_length_of_all_and_a_beginning_as_much_again():
-    known = fit([[Seen("math", f"{each}", float(each)) for each in range(1, 101)]])
+    known = fit(past([[Seen("math", f"{each}", float(each)) for each in range(1, 101)]]))
 
     assert known.remaining(Seen("new task", "", 0.0, done=False)).tokens == 50
     assert fit([]).remaining(Seen("math", "", 30.0, done=False)) == (30.0, 0.0, "no request came further")
@@ -152,7 +195,7 @@ def test_a_rate_or_limit_that_is_not_positive_is_refused():
 def test_spread_over_many_requests_their_remaining_tokens_are_distributed_as_forecast():
     chance = Random(5)
     steps = [[Seen("math", f"{step}/{i}", draw("math", chance)) for i in range(512)] for step in range(8)]
-    forecast = fit(steps, limit=LIMITS["math"])
+    forecast = fit(past(steps), limit=LIMITS["math"])
     left = forecast.spread({f"n{i}": Seen("math", f"new/{i}", 0) for i in range(2000)})
     spread = sorted(each.tokens for each in left.values())
 

@@ -30,7 +30,7 @@ def test_a_step_ends_where_nothing_runs_or_newer_weights_are_asked_for():
     lengths.note(ended(300), [seen(1)])
     lengths.note(ended(400, version=1), [])
 
-    assert [len(step) for step in lengths._steps] == [2, 1, 1]
+    assert [len(step.over.seen) for step in lengths._steps] == [2, 1, 1]
 
 
 def running(*names, sampled=0, limit=10_000):
@@ -47,7 +47,7 @@ def test_a_step_begins_where_all_that_runs_is_new():
     assert lengths.note(ended(10, 20), running("d", "e"))
     assert not lengths.note(ended(5, 5), [])
     assert lengths.note([], running("f"))
-    assert [len(step) for step in lengths._steps] == [3, 2]
+    assert [len(step.over.seen) for step in lengths._steps] == [3, 2]
 
 
 def test_a_step_s_lengths_are_spread_as_those_before_were_and_within_each_limit():
