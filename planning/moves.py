@@ -6,9 +6,12 @@ from typing import NamedTuple
 TRANSFERS = 16
 """That a way's rate is of."""
 
+FEW = 4
+"""Transfers from which a way's rate is known: one alone may have waited."""
+
 
 class Moving(NamedTuple):
-    """A request that is to move, and the rates between its two engines; 0 is a rate that nobody has observed yet."""
+    """A request that is to move, and the rates between its two engines; 0 is a rate that is not known."""
 
     num_tokens: int
     """Prompt and sampled ones: what the target prefills where no cache comes."""
@@ -48,14 +51,14 @@ class Rate:
 
     @property
     def bytes_s(self) -> float:
-        """0 before there was one."""
-        return max(self._seen, default=0.0)
+        """0: not known."""
+        return max(self._seen) if len(self._seen) >= FEW else 0.0
 
 
 def carry(moving: Moving) -> Carry:
     """The cheaper way. Decoding costs the same either way, so a cache takes its bytes over the link, and the prefill of what it lacks.
 
-    Of a rate that nobody observed the cache's way is taken: it keeps the target's time for others, and tells the link's rate.
+    Of a rate that is not known the cache's way is taken: it keeps the target's time for others, and tells the link's rate.
     """
     if not moving.num_cached:
         return Carry(False, 0.0, _prefill_s(moving, moving.num_tokens), "it has no cache yet")

@@ -16,7 +16,7 @@ from actors.messages.generation import MovedFrom
 from actors.messages.moves import AwaitCaches, MovePrepared, NotMoved, PrepareMove, TakeMove
 from bus.errors import AskFailed
 from bus.message import Ack
-from planning.moves import Carry, Moving, Rate, carry
+from planning.moves import TRANSFERS, Carry, Moving, Rate, carry
 from runtime.actor import Actor, handler
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class Departures:
         self._parked: OrderedDict[str, Parked] = OrderedDict()
         self._bytes_per_token = 0.0
         self._exports = Rate()
+        self._passed_over = 0
+        """Requests that left their cache behind, for the rate of the way, since one took it along."""
 
     async def prepare(
         self, engine: Engine, shared: "EngineRequest", order: PrepareMove, weights: WeightsPuller
@@ -95,7 +97,10 @@ class Departures:
             shared.stage = ""
             weights.wake_waiters()
             return MovePrepared(shared.tokens, self._actor.incarnation, "it waits for weights: no cache")
-        plan = carry(self._moving(engine, shared, same_weights=weights.version == order.version))
+        moving = self._moving(engine, shared, same_weights=weights.version == order.version)
+        plan = carry(moving)
+        if moving.same_weights:
+            self._passed_over = 0 if plan.with_cache else self._passed_over + 1
         # It is seen through though the proxy may give it up before the engine's step is over: the request waits for what is exported.
         parking = self._park(engine, shared, order, parked, plan)
         return await asyncio.shield(self._actor.spawn(parking, name=f"{name}.park"))
@@ -138,7 +143,8 @@ class Departures:
     def _moving(self, engine: Engine, shared: "EngineRequest", *, same_weights: bool) -> Moving:
         tokens = (len(shared.request.prompt) + len(shared.tokens.ids)) // 4
         ways = [rate for rate in (self._caches.link.bytes_s, self._exports.bytes_s) if rate]
-        link_bytes_s = 1 / sum(1 / rate for rate in ways) if self._caches.link.bytes_s else 0.0
+        known = self._caches.link.bytes_s and self._passed_over < TRANSFERS  # else it is tried again
+        link_bytes_s = 1 / sum(1 / rate for rate in ways) if known else 0.0
         prefill = engine.load().prefill_tokens_s
         return Moving(tokens, tokens - 1, self._bytes_per_token, link_bytes_s, prefill, same_weights)
 
