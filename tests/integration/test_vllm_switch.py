@@ -20,6 +20,9 @@ LIMIT_S = 900.0
 """Of each wait: vLLM starts in 10 to 150 s, as busy as the machine is."""
 
 NUM, TOKENS = 24, 480
+TURNS = 3
+"""Requests at most, one after another, of each of NUM: one was over before an engine slept, where cores are fast, and a load without an end
+keeps a vLLM from starting for minutes."""
 
 KEPT = (
     "actor",
@@ -55,11 +58,13 @@ CONFIG = {
 }
 
 
+def work_of(batch: str, place: int, turn: int = 0) -> Work:
+    name = f"{batch}{place}" if not turn else f"{batch}{place}.{turn}"
+    return Work(name, name, prompt_of(place), Sampling(TOKENS, seed=place + NUM * turn, stop_token_ids=()))
+
+
 def works(batch: str) -> list[Work]:
-    return [
-        Work(f"{batch}{i}", f"{batch}{i}", prompt_of(i), Sampling(TOKENS, seed=i, stop_token_ids=()))
-        for i in range(NUM)
-    ]
+    return [work_of(batch, place) for place in range(NUM)]
 
 
 async def answer(me: Guest, work: Work) -> Completion:
@@ -74,14 +79,26 @@ async def both_here(me: Guest) -> None:
     await me.ref("orchestrator").ask(SetArm(("rebalance",), fleet=2), timeout=LIMIT_S)
 
 
-async def played(me: Guest, batch: str, degrees: tuple[int, ...]) -> dict[str, Completion]:
-    """All requests of a batch, in whose midst the engines take on these degrees."""
+async def played(me: Guest, batch: str, degrees: tuple[int, ...]) -> list[tuple[Work, Completion]]:
+    """Requests and their answers, NUM of them under way while the engines take on these degrees."""
+    found: list[tuple[Work, Completion]] = []
+    switched = asyncio.Event()
+
+    async def keep_on(place: int) -> None:
+        for turn in range(TURNS):
+            work = work_of(batch, place, turn)
+            found.append((work, await answer(me, work)))
+            if switched.is_set():
+                return
+
     async with asyncio.TaskGroup() as tasks:
         first = tasks.create_task(answer(me, Work(f"{batch}first", "", prompt_of(99), Sampling(8))))
-        asked = {work.request_id: tasks.create_task(answer(me, work)) for work in works(batch)}
+        for place in range(NUM):
+            tasks.create_task(keep_on(place))
         await first
         await me.ref("orchestrator").ask(Become(degrees, 2), timeout=LIMIT_S)
-    return {name: each.result() for name, each in asked.items()}
+        switched.set()
+    return found
 
 
 def told(folder: Path, role: str, *events: str) -> list[dict]:
@@ -100,14 +117,15 @@ async def test_two_engines_merge_and_split_again_and_every_request_is_answered_w
     async with job("vllm-switch", CONFIG, [f"model.path={model}", "model.device=cpu"], LIMIT_S) as folder:
         async with join(folder) as me:
             await both_here(me)
-            merged = await played(me, "a", (2,))
-            split = await played(me, "b", (1, 1))
+            played_all = await played(me, "a", (2,)) + await played(me, "b", (1, 1))
         changes = told(folder, "engine", "asleep", "awake", "reconfigured")
         switched = told(folder, "orchestrator", "switched", "switch_failed")
     for each in (*changes, *switched):
         print({key: value for key, value in each.items() if key in KEPT})
 
-    found = [(work, (merged | split)[work.request_id].tokens) for batch in "ab" for work in works(batch)]
+    found = [(work, completion.tokens) for work, completion in played_all]
+    print(f"{len(found)} requests")
+    assert len(found) >= 2 * NUM
     assert {len(tokens.ids) // 4 for _, tokens in found} == {TOKENS}
     assert worst(model, found) < 1e-4
     assert [line["event"] for line in switched] == ["switched", "switched"]
