@@ -17,7 +17,7 @@ from typing import NamedTuple
 WINDOW = 8
 """Steps that are remembered at most."""
 
-WINDOWS = (8, 4, 2, 1)
+WINDOWS = (WINDOW, 4, 2, 1)
 """So many of them make a task's curve: as many as would have forecast its last WINDOW steps best. While lengths change, few do."""
 
 BEYOND_NOISE = 3.0
@@ -176,8 +176,8 @@ def fit(
 ) -> Forecast:
     """The forecast for the step that is running, of `steps` that are over, the oldest first, and of what is seen of it `now`.
 
-    The last of WINDOWS steps make the distributions; requests of one prompt are compared over all of `steps`. `tokens_s` is what a request
-    samples per second, `limit` the most tokens it may sample. Raises ValueError where either is not positive.
+    The last steps, as many of WINDOWS as suit a task, make its distribution; requests of one prompt are compared over all of `steps`.
+    `tokens_s` is what a request samples per second, `limit` the most tokens it may sample. Raises ValueError where either is not positive.
     """
     if tokens_s <= 0 or limit <= 0:
         raise ValueError(f"the rate and the limit of a request must be positive, not {tokens_s} and {limit}")

@@ -24,6 +24,8 @@ class Moving(NamedTuple):
     """Of the target; a source of the same class knows it."""
     same_weights: bool = True
     """Both engines have the weights that the cache goes with."""
+    num_passed_over: int = 0
+    """Requests of the source that left their caches behind, since one took its own along."""
 
 
 class Carry(NamedTuple):
@@ -58,7 +60,8 @@ class Rate:
 def carry(moving: Moving) -> Carry:
     """The cheaper way. Decoding costs the same either way, so a cache takes its bytes over the link, and the prefill of what it lacks.
 
-    Of a rate that is not known the cache's way is taken: it keeps the target's time for others, and tells the link's rate.
+    Of a rate that is not known the cache's way is taken: it keeps the target's time for others, and tells the link's rate. So it is after
+    TRANSFERS requests that passed it over: the link may be fast again.
     """
     if not moving.num_cached:
         return Carry(False, 0.0, _prefill_s(moving, moving.num_tokens), "it has no cache yet")
@@ -71,6 +74,8 @@ def carry(moving: Moving) -> Carry:
         return Carry(
             True, 0.0, recompute_s, f"{bytes_ / 1e6:.1f} MB of cache, over a link or to an engine of unknown rate"
         )
+    if moving.num_passed_over >= TRANSFERS:
+        return Carry(True, 0.0, recompute_s, f"{bytes_ / 1e6:.1f} MB of cache, over a link that was slow: is it still?")
     cache_s = bytes_ / moving.link_bytes_s + missing_s
     ways = f"{bytes_ / 1e6:.1f} MB of cache take {cache_s:.3f} s, prefilling {moving.num_tokens} tokens {recompute_s:.3f} s"
     return Carry(cache_s < recompute_s, cache_s, recompute_s, ways)

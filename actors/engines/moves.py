@@ -16,7 +16,7 @@ from actors.messages.generation import MovedFrom
 from actors.messages.moves import AwaitCaches, MovePrepared, NotMoved, PrepareMove, TakeMove
 from bus.errors import AskFailed
 from bus.message import Ack
-from planning.moves import TRANSFERS, Carry, Moving, Rate, carry
+from planning.moves import Carry, Moving, Rate, carry
 from runtime.actor import Actor, handler
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Departures:
         self._bytes_per_token = 0.0
         self._exports = Rate()
         self._passed_over = 0
-        """Requests that left their cache behind, for the rate of the way, since one took it along."""
+        """Requests that left their caches behind, since one took its own along."""
 
     async def prepare(
         self, engine: Engine, shared: "EngineRequest", order: PrepareMove, weights: WeightsPuller
@@ -143,10 +143,9 @@ class Departures:
     def _moving(self, engine: Engine, shared: "EngineRequest", *, same_weights: bool) -> Moving:
         tokens = (len(shared.request.prompt) + len(shared.tokens.ids)) // 4
         ways = [rate for rate in (self._caches.link.bytes_s, self._exports.bytes_s) if rate]
-        known = self._caches.link.bytes_s and self._passed_over < TRANSFERS  # else it is tried again
-        link_bytes_s = 1 / sum(1 / rate for rate in ways) if known else 0.0
+        link_bytes_s = 1 / sum(1 / rate for rate in ways) if self._caches.link.bytes_s else 0.0
         prefill = engine.load().prefill_tokens_s
-        return Moving(tokens, tokens - 1, self._bytes_per_token, link_bytes_s, prefill, same_weights)
+        return Moving(tokens, tokens - 1, self._bytes_per_token, link_bytes_s, prefill, same_weights, self._passed_over)
 
     def _remember(self, request_id: str, parked: Parked) -> None:
         self._parked.pop(request_id, None)

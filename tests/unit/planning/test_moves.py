@@ -24,6 +24,14 @@ def test_where_a_rate_is_unknown_the_cache_goes_and_finds_out():
         assert carry(unknown).why == "99.9 MB of cache, over a link or to an engine of unknown rate"
 
 
+def test_a_slow_link_that_was_passed_over_for_long_is_tried_again():
+    slow = REQUEST._replace(link_bytes_s=1e8)
+
+    assert not carry(slow._replace(num_passed_over=TRANSFERS - 1)).with_cache
+    again = carry(slow._replace(num_passed_over=TRANSFERS))
+    assert (again.with_cache, again.why) == (True, "99.9 MB of cache, over a link that was slow: is it still?")
+
+
 def test_what_the_cache_lacks_is_prefilled_either_way():
     part = carry(REQUEST._replace(num_cached=500))
 
@@ -33,6 +41,7 @@ def test_what_the_cache_lacks_is_prefilled_either_way():
 
 def test_a_small_transfer_that_waited_does_not_make_a_link_slow():
     rate = Rate()
+    assert rate.bytes_s == 0
 
     for _ in range(FEW - 1):
         rate.saw(1_000, 0.25)
