@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,7 @@ from tools.bench.peers.told_orchestrator import Become, SetArm
 LIMIT_S = 900.0
 """Of each wait: vLLM starts in 10 to 150 s, as busy as the machine is."""
 
-NUM, TOKENS = 24, 480
-TURNS = 3
-"""Requests at most, one after another, of each of NUM: one was over before an engine slept, where cores are fast, and a load without an end
-keeps a vLLM from starting for minutes."""
+NUM, TOKENS = 48, 480
 
 KEPT = (
     "actor",
@@ -79,13 +78,15 @@ async def both_here(me: Guest) -> None:
     await me.ref("orchestrator").ask(SetArm(("rebalance",), fleet=2), timeout=LIMIT_S)
 
 
-async def played(me: Guest, batch: str, degrees: tuple[int, ...]) -> list[tuple[Work, Completion]]:
-    """Requests and their answers, NUM of them under way while the engines take on these degrees."""
+async def played(
+    me: Guest, batch: str, degrees: tuple[int, ...], turns: Iterable[int]
+) -> list[tuple[Work, Completion]]:
+    """Requests and their answers, NUM of them under way while the engines take on these degrees, and so many turns of each at most."""
     found: list[tuple[Work, Completion]] = []
     switched = asyncio.Event()
 
     async def keep_on(place: int) -> None:
-        for turn in range(TURNS):
+        for turn in turns:
             work = work_of(batch, place, turn)
             found.append((work, await answer(me, work)))
             if switched.is_set():
@@ -117,13 +118,16 @@ async def test_two_engines_merge_and_split_again_and_every_request_is_answered_w
     async with job("vllm-switch", CONFIG, [f"model.path={model}", "model.device=cpu"], LIMIT_S) as folder:
         async with join(folder) as me:
             await both_here(me)
-            played_all = await played(me, "a", (2,)) + await played(me, "b", (1, 1))
+            # The engine that grows goes on serving until the other one sleeps: only a load without an end is sure to reach it.
+            merged = await played(me, "a", (2,), range(sys.maxsize))
+            # The one that shrinks does so at once, and serves while the other one starts: more load would keep that waiting for minutes.
+            split = await played(me, "b", (1, 1), range(1))
         changes = told(folder, "engine", "asleep", "awake", "reconfigured")
         switched = told(folder, "orchestrator", "switched", "switch_failed")
     for each in (*changes, *switched):
         print({key: value for key, value in each.items() if key in KEPT})
 
-    found = [(work, completion.tokens) for work, completion in played_all]
+    found = [(work, completion.tokens) for work, completion in merged + split]
     print(f"{len(found)} requests")
     assert len(found) >= 2 * NUM
     assert {len(tokens.ids) // 4 for _, tokens in found} == {TOKENS}
