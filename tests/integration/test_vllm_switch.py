@@ -3,7 +3,6 @@
 import asyncio
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,7 @@ CONFIG = {
 
 
 def work_of(batch: str, place: int, turn: int = 0) -> Work:
-    name = f"{batch}{place}" if not turn else f"{batch}{place}.{turn}"
+    name = f"{batch}{place}.{turn}"
     return Work(name, name, prompt_of(place), Sampling(TOKENS, seed=place + NUM * turn, stop_token_ids=()))
 
 
@@ -78,9 +77,7 @@ async def both_here(me: Guest) -> None:
     await me.ref("orchestrator").ask(SetArm(("rebalance",), fleet=2), timeout=LIMIT_S)
 
 
-async def played(
-    me: Guest, batch: str, degrees: tuple[int, ...], turns: Iterable[int]
-) -> list[tuple[Work, Completion]]:
+async def played(me: Guest, batch: str, degrees: tuple[int, ...], turns: range) -> list[tuple[Work, Completion]]:
     """Requests and their answers, NUM of them under way while the engines take on these degrees, and so many turns of each at most."""
     found: list[tuple[Work, Completion]] = []
     switched = asyncio.Event()
