@@ -239,9 +239,11 @@ class _Functions:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            return [*await self._call(pool, function, requests)]
+            found = await self._call(pool, function, requests)
         finally:
             self._metrics.count("reward/busy_s", loop.time() - began)
+        self._metrics.count("reward/scored", len(found))
+        return [*found]
 
     async def _call(self, pool: WorkerPool, function: str, requests: Sequence[Score]) -> list[float]:
         arguments, seconds = _arguments(requests, self._takes.get(function, ("**",))), [0.0]

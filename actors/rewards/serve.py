@@ -140,7 +140,6 @@ class RewardServer:
                 self._answers[key] = outcome
         while len(self._answers) > ANSWERS_KEPT:
             self._answers.popitem(last=False)
-        self._metrics.count("reward/scored", len(found))
         return found
 
     def _cold_starts(self) -> float:

@@ -8,9 +8,10 @@ scripted engine whose steps last what an H800's do for Qwen3-8B, times four; one
 trajectory occupies a slot for what a 7B reward model's prefill takes there, times four. Tokens and rewards are made up: all figures are paced.
 
 A batch is four waves of all eight engines (eight waves of four), and no rollout is of older weights, so that rollout and training take turns.
-`rollout_s` is how long the trainer waits for a batch, without the weight swap that comes before it in both arms; the mean of `--steps` batches after one
-that warms up. `utilisation` is of the four slots in question: paced busy time (of the engines, without swaps; of reward calls) ÷ the wall time of these
-rollouts. `pool_mean` and `pool_most` are the reward processes. Fails where more than 2 % of the engines' steps outlasted their pace.
+`rollout_s` is how long the trainer waits for a batch, without the weight swap that comes before it in both arms; the mean of `--steps` batches after two
+that warm up. `utilisation` is of the four slots in question: paced busy time (of the engines, without swaps; of reward calls) ÷ the wall time of these
+rollouts. What actors have counted is compared between two pauses in which nothing is scored, known by the number scored so far: the engines swap weights then.
+`pool_mean` and `pool_most` are the reward processes. Fails where no pause was seen, and where more than 2 % of the engines' steps outlasted their pace.
 """
 
 import argparse
@@ -23,6 +24,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -63,18 +66,19 @@ POOLS = {
     "elastic": ({"kept": SLOTS, "freed": SLOTS}, (f"reward.workers={2 * SLOTS}", "reward.min_workers=0")),
 }
 START_S, STEP_S, END_S = 120.0, 120.0, 60.0
-TOLD_S = 2.5
-"""After this an actor's record says what was true when a step ended: during the swap, which is longer, no engine generates."""
+WARM, LOOK_S = 2, 0.25
 
 
 class Seen:
-    """What actors had counted when a step had ended."""
+    """What actors have counted."""
 
     def __init__(self, actors: Sequence[ActorRecord]) -> None:
         engines = [actor for actor in actors if actor.role == "engine"]
         (rewards,) = (actor for actor in actors if actor.role == "reward_service")
         self.freed_s = sum(actor.metrics["paced/busy_s"] for actor in engines if actor.pool == "freed")
-        self.rewards_s = rewards.metrics["reward/busy_s"]
+        self.rewards_s = rewards.metrics.get("reward/busy_s", 0.0)
+        self.scored = rewards.metrics.get("reward/scored", 0.0)
+        self.workers = rewards.metrics["reward/workers"]
         self.cold_starts = rewards.metrics.get("reward/cold_starts", 0.0)
         steps = sum(actor.metrics["paced/steps"] for actor in engines)
         over = sum(actor.metrics["paced/steps"] * actor.metrics["paced/outlasted_frac"] for actor in engines)
@@ -82,28 +86,26 @@ class Seen:
 
 
 async def measure(folder: Path, launcher: "subprocess.Popen[bytes]", steps: int) -> dict[str, Any]:
-    """Watch the run in `folder`: one step that warms up, then `steps`. Raises TimeoutError where they do not come."""
+    """Watch the run in `folder`: `WARM` steps, then `steps`. Raises TimeoutError where they do not come."""
     await _reached(folder, launcher, 1, START_S)
-    sizes: list[float] = []
-    async with connect(folder) as run:
+    seen: list[Seen] = []
+    async with connect(folder, types=False) as run:
 
         async def watch() -> None:
             while True:
-                sizes.extend(
-                    a.metrics["reward/workers"] for a in await list_actors(run.store) if a.role == "reward_service"
-                )
-                await asyncio.sleep(0.5)
+                seen.append(Seen(await list_actors(run.store)))
+                await asyncio.sleep(LOOK_S)
 
-        await asyncio.sleep(TOLD_S)
-        first = Seen(await list_actors(run.store))
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(watch())
-            await _reached(folder, launcher, 1 + steps, STEP_S * steps)
+            await _reached(folder, launcher, WARM + steps + 1, STEP_S * (WARM + steps))
             watching.cancel()
-        await asyncio.sleep(TOLD_S)
-        last = Seen(await list_actors(run.store))
+    train = yaml.safe_load((folder / "config.yaml").read_text())["train"]
+    batch = train["batch_groups"] * train["group_size"]
+    first, last = _pause(seen, WARM * batch), _pause(seen, (WARM + steps) * batch)
+    sizes = [each.workers for each in seen[seen.index(first) : seen.index(last) + 1]]
     swap_s = EnginePace(PaceSection.model_validate(PACE)).swap_s()
-    rollouts = [row["time/wait_for_batch"] - swap_s for row in _rows(folder)[1 : 1 + steps]]
+    rollouts = [row["time/wait_for_batch"] - swap_s for row in _rows(folder)[WARM : WARM + steps]]
     wall_s = SLOTS * sum(rollouts)
     freed_s = last.freed_s - first.freed_s - SLOTS * steps * swap_s
     rewards_s = last.rewards_s - first.rewards_s
@@ -112,11 +114,22 @@ async def measure(folder: Path, launcher: "subprocess.Popen[bytes]", steps: int)
         "rollout_s": statistics.fmean(rollouts),
         "rollouts_s": rollouts,
         "reward_busy_s": rewards_s / steps,
+        "scored": (last.scored - first.scored) / steps,
         "pool_mean": statistics.fmean(sizes),
         "pool_most": max(sizes),
         "cold_starts": last.cold_starts - first.cold_starts,
         "outlasted_frac": last.outlasted,
     }
+
+
+def _pause(seen: Sequence[Seen], scored: int) -> Seen:
+    """The middle of what was seen between two batches, `scored` trajectories after the start."""
+    between = [each for each in seen if each.scored == scored]
+    if not between:
+        raise SystemExit(
+            f"no figures of the pause after {scored} trajectories were seen: the machine is too busy for this bench"
+        )
+    return between[len(between) // 2]
 
 
 async def _reached(folder: Path, launcher: "subprocess.Popen[bytes]", step: int, within_s: float) -> None:
