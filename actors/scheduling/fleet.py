@@ -47,14 +47,16 @@ class Server(NamedTuple):
 
 
 def servers(engines: Iterable[EngineSeen], place_of: Callable[[str], str]) -> list[Server]:
-    """`place_of` names an engine's host and pool.
+    """`place_of` names an engine's host and pool; "": nobody knows. None are found then, for GPUs may be shared with that engine.
 
     Left out are engines whose hardware nobody says, and those that only prefill: what is due to a request is sampled elsewhere.
     """
     found: dict[tuple[str, Modelled], list[EngineSeen]] = defaultdict(list)
     for each in engines:
         if each.modelled is not None and each.serves != PREFILL:
-            found[place_of(each.name), each.modelled].append(each)
+            if not (place := place_of(each.name)):
+                return []
+            found[place, each.modelled].append(each)
     return [
         Server(place, modelled, tuple(sorted(group, key=lambda each: each.name)))
         for (place, modelled), group in sorted(found.items())

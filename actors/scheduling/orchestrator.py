@@ -118,7 +118,9 @@ class Orchestrator(Actor):
         if self._lengths.note(surveyed.ended, running):
             self._planned_for = 0
         found = servers(surveyed.engines, self._place)
-        if found and not running:
+        if not found:
+            return
+        if not running:
             self._foresight.over(self._now(), found[0].modelled.scale)
         if broken := [server for server in found if not server.adds_up]:
             await all_tried(self._put_right(server) for server in broken)
@@ -138,7 +140,7 @@ class Orchestrator(Actor):
         return shape_of(self.run.folder / self.config.model.path)
 
     def _place(self, engine: str) -> str:
-        """Host and pool."""
+        """Host and pool; "" while it is not in the directory, though the proxy, whose links are others, may still have it."""
         record = self.directory.find(engine)
         return f"{record.host} {record.pool}" if record is not None else ""
 

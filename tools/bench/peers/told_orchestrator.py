@@ -67,7 +67,7 @@ class ToldOrchestrator(Orchestrator):
 
     async def _all_here(self, fleet: int) -> Surveyed:
         surveyed, _ = await self._commands.look()
-        while sum(each.modelled is not None for each in surveyed.engines) < fleet:
+        while sum(len(server.engines) for server in servers(surveyed.engines, self._place)) < fleet:
             await asyncio.sleep(0.2)
             surveyed, _ = await self._commands.look()
         return surveyed

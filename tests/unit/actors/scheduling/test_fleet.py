@@ -21,6 +21,12 @@ def test_engines_of_another_pool_share_no_gpus():
     assert [[each.name for each in server.engines] for server in found] == [["a1", "a2"], ["b1"]]
 
 
+def test_an_engine_whose_place_nobody_knows_may_share_gpus_with_any():
+    merged = [engine("grown"), engine("sleeps")]
+
+    assert servers(merged, {"grown": "here pool", "sleeps": ""}.__getitem__) == []
+
+
 def test_engines_that_only_prefill_or_whose_hardware_nobody_says_are_left_out():
     given = [engine("prefills", serves="prefill"), engine("decodes", serves="decode"), engine("unknown", None)]
 
