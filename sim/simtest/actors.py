@@ -145,7 +145,10 @@ class SimTrainer(Trainer):
         return result
 
     def _build(self) -> TrainEngine:
-        return ToyTrainEngine(self.monitor.trained, lambda point: self.saving(self.process, point))
+        return ToyTrainEngine(
+            lambda *update: self.monitor.trained(*update, epoch=self._epoch),
+            lambda point: self.saving(self.process, point),
+        )
 
 
 def _name_of(fn: Callable[..., object]) -> str:

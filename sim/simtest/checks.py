@@ -179,13 +179,15 @@ class InvariantChecks:
                 f"{what} of step {step} under epoch {epoch} was answered, {newest} is the newest",
             )
 
-    def trained(self, step: int, groups: list[list[Trajectory]], history: list[list[str]]) -> None:
-        """The trainer updates its weights; `history` is what they were made of before."""
+    def trained(self, step: int, groups: list[list[Trajectory]], history: list[list[str]], *, epoch: int) -> None:
+        """A trainer of `epoch` updates its weights; `history` is what they were made of before."""
         if step != len(history) + 1:
             self.fail("gapless steps", f"step {step} is trained on weights of {len(history)} steps")
         ids = tuple(t.ticket.trajectory_id for group in groups for t in group)
-        # What was claimed in a window that the store lost since is bound by nobody, unless the buffer lives and writes it anew.
-        bound = step in self.timeline.claims
+        # A claim that the store lost binds no step any more, unless the buffer lives and writes it anew. A trainer that was frozen
+        # with such a batch and replaced since may train on it once it thaws: what it makes can't be committed (`trainer_answered`).
+        in_vain = self.num_losses > 0 and epoch < self.newest_epoch
+        bound = step in self.timeline.claims and not in_vain
         if bound and (first := self.timeline.handed.setdefault(step, ids)) != ids:
             self.fail("replay", f"step {step} was trained on {first}, and again on {ids}")
         before = {name: at for at, ids in enumerate(history, 1) for name in ids}

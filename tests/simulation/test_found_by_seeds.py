@@ -196,6 +196,14 @@ def test_seeds_that_found_a_fault_with_three_times_the_faults(bench, seed):
     assert outcome.violation is None
 
 
+def test_a_trainer_that_was_replaced_may_train_in_vain_on_a_batch_that_the_store_forgot(bench):
+    """A false alarm once: a trainer stood still with the batch of step 10, the Store lost that claim, its successor bound step 10 to other
+    groups, and the first one trained on its own as it went on, before it heard that it had been replaced."""
+    seed = 77100176
+
+    assert run(bench, seed, faults_of(seed, DEFAULT, 3)).violation is None
+
+
 def test_a_seed_that_found_a_fault_with_moves_and_a_store_that_forgets(bench):
     """Once: a buffer that died and whose Store forgot twice knew nothing of weights that engines held, so it refused whatever they sampled;
     the trainer, told of them by the buffer before, waited for a batch and never published again."""
