@@ -364,6 +364,8 @@ class SamplesSection(Section):
     """Batches' worth of groups that may be under way where `staleness.bounded` is false."""
     unsettled_mb: int = Field(default=256, ge=1)
     """MiB of samples that are kept in memory for as long as the Store may forget them; beyond that a put waits."""
+    rotate_mb: float = Field(default=256, ge=0)
+    """MiB of RUN/samples.jsonl, some 600,000 samples, at which it is closed as samples-000001.jsonl.gz and so on; 0: never. See docs/samples.md."""
     keep: int = Field(default=2048, ge=0)
     """Trajectories that stay in RUN/trajectories for `rubato samples`, whole groups spread over the run; 0: none. One takes five bytes a token."""
 

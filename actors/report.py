@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import groupby
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from actors.advice import advice_of
 from actors.config import StalenessSection
 from actors.engines.pace import MOST_OUTLASTED
+from actors.samples.parts import read_lines
 from planning.staleness import UNBOUNDED
 
 if TYPE_CHECKING:
@@ -65,9 +66,13 @@ def read_run(folder: Path) -> Run:
 
     config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
     rows = _lines(folder / "metrics.jsonl")
-    ends = _lines(folder / "samples.jsonl")
-    fates = Counter(str(end["fate"]) for end in ends)
-    reasons = Counter(str(end.get("reason", "")) for end in ends if end["fate"] == "failed")
+    ends = Counter(
+        (str(end["fate"]), str(end.get("reason", ""))) for text in read_lines(folder) for end in _objects([text])
+    )
+    fates, reasons = Counter[str](), Counter[str]()
+    for (fate, reason), num in ends.items():
+        fates[fate] += num
+        reasons[reason] += num * (fate == "failed")
     over_batch = config.get("train", {}).get("advantage") == "reinforce_pp"
     no_spread = [row for row in rows if row.get("reward/zero_std_frac", 0.0) >= 1.0]
     flat = sum(not (over_batch and row.get("reward/std", 0.0) > 0) for row in no_spread)
@@ -274,8 +279,12 @@ def _on_axis(unix_s: float, rows: list[Row]) -> float:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(errors="replace") if path.is_file() else ""
+    return _objects(text[: text.rfind("\n") + 1].splitlines())
+
+
+def _objects(lines: Iterable[str | bytes]) -> list[dict[str, Any]]:
     rows: list[Any] = []
-    for line in text[: text.rfind("\n") + 1].splitlines():
+    for line in lines:
         with suppress(ValueError):
             rows.append(json.loads(line))
     return [row for row in rows if row and isinstance(row, dict)]

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.samples.ledger import lost_path
+from actors.samples.parts import LOST, SAMPLES, read_lines
 from actors.samples.sample import group_id, split_id, trajectory_id
 from actors.samples.tally import TRAINED
 
@@ -42,7 +42,7 @@ def audit(folder: Path, expected: AuditLimits) -> Audit:
     """Read `metrics.jsonl`, `samples.jsonl` and, where there is one, `samples.lost.jsonl` of the finished run in `folder`."""
     metrics = _lines(folder / "metrics.jsonl")
     rows = [row["step"] for row in metrics]
-    ledger, lost = _lines(folder / "samples.jsonl"), _lines(lost_path(folder))
+    ledger, lost = ([json.loads(line) for line in read_lines(folder, stem)] for stem in (SAMPLES, LOST))
     problems = _steps(rows, expected) + _samples(ledger, expected) + _trained(ledger, expected)
     problems += _forgotten(ledger, lost, expected) + _tokens(metrics, ledger)
     return Audit(len(rows), len(ledger), dict(Counter(line["fate"] for line in ledger)), problems)

@@ -27,6 +27,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from actors.samples.parts import read_lines  # noqa: E402
 from actors.scheduling.board import read_board  # noqa: E402
 from runtime.config import load  # noqa: E402
 from runtime.errors import LaunchError  # noqa: E402
@@ -181,7 +182,7 @@ async def peace(lab: Lab) -> None:
 
 def trained(run: Path) -> dict[tuple[str, int], float]:
     """Reward by trajectory and the step that trained it."""
-    lines = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+    lines = map(json.loads, read_lines(run))
     return {(x["trajectory_id"], x["step"]): x["reward"] for x in lines if x["step"] is not None}
 
 

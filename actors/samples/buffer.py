@@ -116,7 +116,10 @@ class SampleBuffer(Actor):
         )  # fmt: skip
         self._holders = Holders(groups, self._incarnation_of, self._slots.set, self.log)
         self._records = HolderRecords(groups, lambda: self.peers(ENV_MANAGER), self.notice)
-        self._ledger = SampleLedger(self.run.folder, journal, self.incarnation, self.offload, self.log, self.run.seed)
+        rotate_bytes = int(config.samples.rotate_mb * 2**20)
+        self._ledger = SampleLedger(
+            self.run.folder, journal, self.incarnation, self.offload, self.log, self.run.seed, rotate_bytes
+        )
         self._kept = KeptTrajectories(self.run.folder, config.samples.keep, limits.group_size, self.offload, self.log)
         self._payloads = Payloads(self.run.folder / "samples", journal, self.offload, self._tell_gone, self.log)
         self._vocab_size = await self.offload(vocab_size_of, self.run.folder / self.config.model.path)

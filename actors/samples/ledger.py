@@ -1,4 +1,4 @@
-"""Keeps samples.jsonl: line i is the i-th end of a sample in the Store, whatever crashed in between, and whoever still writes.
+"""Keeps samples.jsonl, with the parts of it that were closed (actors/samples/parts.py): line i is the i-th end of a sample in the Store, whatever crashed in between, and whoever still writes.
 
 Whoever takes the file over replaces it. A buffer that was replaced but does not know it yet has the old file open: what it still writes
 changes nothing. Should it wake in the middle of taking the file itself, the newer buffer finds its own file replaced and takes it again.
@@ -19,6 +19,7 @@ import msgspec
 
 from actors.samples.group import SampleEnd
 from actors.samples.journal import ENDS_KEPT, Journal
+from actors.samples.parts import LOST, SAMPLES, close_part, reopen, set_aside
 from actors.samples.sample import remove_payloads, seed_of
 
 if TYPE_CHECKING:
@@ -46,14 +47,16 @@ class SampleLedger:
     """Runs a blocking function away from the event loop."""
     log: "FilteringBoundLogger"
     run_seed: int = 0
+    rotate_bytes: int = 0
+    """Size at which the file becomes a closed part; 0: never."""
 
     def __post_init__(self) -> None:
-        self._path = self.folder / "samples.jsonl"
+        self._path = self.folder / f"{SAMPLES}.jsonl"
         self._files = self.folder / "samples"
         self._turn = asyncio.Lock()
         self._file: LedgerFile | None = None
         self.index = 0
-        """Lines written."""
+        """Lines written, those of closed parts too."""
 
     async def open(self) -> None:
         """Take the file over, with the lines that agree with the Store. A torn last line goes, and so do lines that a Store which
@@ -67,6 +70,7 @@ class SampleLedger:
             more = self.journal.ended.event
             try:
                 await self.catch_up()
+                await self._rotate()
             except OSError as error:
                 self.log.error("ledger_unwritable", path=str(self._path), error=str(error), retry_s=PAUSE_S)
                 await asyncio.sleep(PAUSE_S)
@@ -94,13 +98,25 @@ class SampleLedger:
                 await self._take()
         await self.catch_up()
 
+    async def _rotate(self) -> None:
+        """Close a part where the file has grown to its size."""
+        async with self._turn:
+            file = self._file
+            if self.rotate_bytes and file is not None and await self.offload(file.size) >= self.rotate_bytes:
+                fd = await self.offload(close_part, self.folder, self.token, file.is_ours)
+                self._file = LedgerFile(self._path, fd) if fd is not None else None
+
     async def _take(self) -> None:
+        closed = await self.offload(reopen, self.folder, COMPARED, self.token)
         num, newest = await self.offload(read_tail, self._path, COMPARED)
-        agreed = await self._agreeing(num, newest)
-        if agreed < num:
+        agreed = await self._agreeing(closed + num, newest)
+        if agreed < closed + num:
             kept = str(lost_path(self.folder))
-            self.log.error("ends_lost_by_store", num=num - agreed, from_line=agreed + 1, kept=kept)
-        self._file = await self.offload(take_file, self._path, agreed, num, self.token)
+            self.log.error("ends_lost_by_store", num=closed + num - agreed, from_line=agreed + 1, kept=kept)
+        if agreed < closed:  # the Store is empty, or another one
+            await self.offload(set_aside, self.folder)
+            closed = agreed
+        self._file = await self.offload(take_file, self._path, agreed - closed, num, self.token)
         self.index = agreed
 
     async def _agreeing(self, num_lines: int, newest: Sequence[bytes]) -> int:
@@ -166,6 +182,10 @@ class LedgerFile:
         except FileNotFoundError:
             return False
 
+    def size(self) -> int:
+        """Bytes."""
+        return os.fstat(self._fd).st_size
+
     def write_lines(self, text: bytes) -> bool:
         """Append all of `text`, or nothing and OSError; False, and nothing, where somebody replaced the file."""
         if not self.is_ours():
@@ -220,4 +240,4 @@ def take_file(path: Path, keep: int, known: int, token: int) -> LedgerFile:
 
 def lost_path(folder: Path) -> Path:
     """Where the lines are kept that a Store no longer knew."""
-    return folder / "samples.lost.jsonl"
+    return folder / f"{LOST}.jsonl"

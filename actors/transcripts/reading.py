@@ -1,4 +1,4 @@
-"""Joins what a run keeps of its trajectories (RUN/trajectories) with what became of them (RUN/samples.jsonl)."""
+"""Joins what a run keeps of its trajectories (RUN/trajectories) with what became of them (RUN/samples.jsonl and its closed parts)."""
 
 import difflib
 import re
@@ -16,6 +16,7 @@ import yaml
 from actors import checkpoint as checkpoints
 from actors.messages.samples import Segment, Trajectory
 from actors.samples.kept import read_kept
+from actors.samples.parts import read_lines
 from runtime.errors import LaunchError
 
 UNDER_WAY = ""
@@ -175,20 +176,14 @@ _LACKING = {"purpose": "train", "seed": 0, "scores": {}, "finish_reasons": (), "
 
 
 def _ledger(folder: Path) -> Iterator[dict[str, Any]]:
-    """The lines of samples.jsonl, those of older programs with what they lack. A torn or damaged line is passed over."""
-    try:
-        with (folder / "samples.jsonl").open("rb") as file:
-            for text in file:
-                try:
-                    line = msgspec.json.decode(text, type=dict[str, Any])
-                except msgspec.MsgspecError:
-                    continue
-                if "trajectory_id" in line:
-                    yield (
-                        _LACKING | line if "row" in line else _LACKING | line | {"task": "", "row": line.get("task", 0)}
-                    )
-    except FileNotFoundError:
-        return
+    """The lines of samples.jsonl and its closed parts, those of older programs with what they lack. A damaged line is passed over."""
+    for text in read_lines(folder):
+        try:
+            line = msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            continue
+        if "trajectory_id" in line:
+            yield _LACKING | line if "row" in line else _LACKING | line | {"task": "", "row": line.get("task", 0)}
 
 
 def _line_of(trajectory: Trajectory) -> dict[str, Any]:

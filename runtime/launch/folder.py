@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -26,9 +27,9 @@ PREFIX = "rubato-"
 """Of folders of sockets."""
 MADE = (
     "checkpoints", "cluster.json", CODE, "config.yaml", "evals.jsonl", "logs", "metrics.jsonl", "report.png", "run.json", "run.tmp", "samples", "samples.jsonl",
-    "samples.lost.jsonl", "state", "trace", "trace.json", "trace.json.tmp", "trajectories",
+    "samples-*.jsonl.gz", "samples.lost-*.jsonl.gz", "samples.lost.jsonl", "samples.parts.json", "state", "trace", "trace.json", "trace.json.tmp", "trajectories",
 )  # fmt: skip
-"""What a run writes into its folder, and all that `force` takes away: a model made there, the keys and a user's files stay."""
+"""Patterns of what a run writes into its folder, and all that `force` takes away: a model made there, the keys and a user's files stay."""
 MARK = "rubato\n"
 """What the lock file of a folder of ours holds: a `config.yaml` or `logs` beside it are a run's, not a user's."""
 REPLACED = ".replaced"
@@ -143,7 +144,7 @@ class RunFolder:
         self._check_new(resume=resume, force=force)
         previous = self._previous(needed=resume)
         if not resume:
-            self._set_aside(MADE, model)
+            self._set_aside([entry.name for entry in self.path.iterdir() if _is_made(entry.name)], model)
             previous = None
         else:
             self._set_aside((CODE,) if update_code else (), "", copied=self.config)
@@ -233,7 +234,7 @@ class RunFolder:
         """Raises LaunchError where a launch would mix its files with others, or --force was meant for something else."""
         found = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
         kept = {".lock", KEYS_FILE, *Path(os.path.relpath(self.path / model, self.path)).parts[:1]}
-        names = [name for name in found if name in MADE or (force and name not in kept)]
+        names = [name for name in found if _is_made(name) or (force and name not in kept)]
         if names:
             told = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
             raise LaunchError(
@@ -276,6 +277,10 @@ class RunFolder:
             return f" (step {int(json.loads(last)['step'])})"
         except (OSError, IndexError, ValueError, KeyError, TypeError):
             return ""
+
+
+def _is_made(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in MADE)
 
 
 def read_card(folder: Path) -> RunCard:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from actors.samples.parts import SAMPLES, read_lines
 from actors.samples.tally import TRAINED
 from actors.training.trainer import CheckpointSection
 from runtime.config import RunSection
@@ -183,12 +184,17 @@ def _lines(folder: Path, name: str, kind: type[LineT]) -> Iterator[LineT]:
     path = folder / name
     packed = path.with_name(f"{path.name}.gz")
     try:
-        text = path.read_bytes() if path.exists() else gzip.decompress(packed.read_bytes())
+        if not path.exists():
+            lines = gzip.decompress(packed.read_bytes()).splitlines()
+        elif name == f"{SAMPLES}.jsonl":
+            lines = list(read_lines(folder))
+        else:
+            lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist. Give the --run-dir of a run that has ended.") from None
     except (OSError, EOFError) as error:
         raise ConfigError(f"{path} can't be read: {error}.") from error
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             yield msgspec.json.decode(line, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

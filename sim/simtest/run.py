@@ -15,6 +15,7 @@ import bus.link
 import runtime.courier
 import runtime.observe.figures
 from actors.samples.journal import ENDS, read_records
+from actors.samples.parts import read_lines
 from sim.simtest import faults as drawn
 from sim.simtest import setup as setups
 from sim.simtest.checks import InvariantChecks, Violation
@@ -218,7 +219,7 @@ class SeedJob:
         entries: list[tuple[int, bytes]] = []
         while found := await state.read(ENDS, len(entries)):
             entries += found
-        self.monitor.ended(entries, _lines(self.folder / "samples.jsonl"))
+        self.monitor.ended(entries, [json.loads(line) for line in read_lines(self.folder)])
         self.monitor.balanced(*await read_records(state), entries)
         rows = [row["step"] for row in _lines(self.folder / "metrics.jsonl")]
         if rows != list(range(1, self.setup.steps + 1)):

@@ -29,6 +29,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from actors.samples.parts import read_lines  # noqa: E402
 from actors.scheduling.lengths import STEPS_KEPT  # noqa: E402
 from actors.training.base_model import make_tokenizer, write_tokenizer  # noqa: E402
 from planning.forecast import WINDOW, Over, Seen, fit, over  # noqa: E402
@@ -68,7 +69,7 @@ def steps_of(run: Path) -> list[Step]:
         raise ValueError(f"{file} is not there: name the folder of a run.")
     found: dict[int, list[Seen]] = defaultdict(list)
     turns_s: dict[int, float] = defaultdict(float)
-    for line in file.read_text().splitlines():
+    for line in read_lines(run):
         sample = json.loads(line)
         if sample.get("step") and sample.get("purpose") == "train" and sample.get("tokens"):
             env_s = sample.get("env_s", 0.0)
