@@ -46,7 +46,7 @@ METRICS: Section = {
     "Reward": (
         M("reward/mean", "reward", "mean over the samples of the batch"),
         M("reward/std", "reward", "their standard deviation (sample)", NO_TORCH),
-        M("reward/zero_std_frac", "share", "groups of the batch whose rewards are all equal", NO_TORCH),
+        M("reward/zero_std_frac", "share", "groups of the batch whose rewards have no spread: they differ by less than 1e-6", NO_TORCH),
         M("reward/env", "reward", "part of the mean that came from the environment's steps", "an actor of one's own put the samples without it"),
         M("reward/<function>", "reward", "part of the mean that this reward function gave; a second function of one name has its place in the list behind it", "no such function"),
         M("reward/unconditioned", "reward", "mean over all that finished for the step, also what was left out", NO_SAMPLING),
@@ -70,6 +70,7 @@ METRICS: Section = {
         M("eval/env/<key>", "the environment's", "as `env/<key>`, of the held-out rollouts", NO_EVAL),
     ),
     "What was learned": (
+        M("policy/taught_frac", "share", "groups of the batch whose advantages are not all 0", NO_TORCH),
         M("policy/loss", "loss", "loss of a minibatch, mean over the step's updates", NO_TORCH),
         M("policy/entropy", "nats", "entropy of the policy, mean over tokens", NO_TORCH),
         M("policy/clip_frac", "share", "tokens that a clip decides", NO_TORCH),
@@ -82,8 +83,10 @@ METRICS: Section = {
         M("policy/is_mean", "ratio", "importance weights as they are used", "importance weights are off"),
         M("policy/is_capped_frac", "share", "tokens whose weight is above `train.importance.cap`", "importance weights are off"),
         M("policy/kl_ref", "nats", "k3 of KL(π ‖ reference)", "no reference model"),
-        M("optim/grad_norm", "norm", "global norm of the gradient before it is scaled down, mean over updates", NO_TORCH),
+        M("optim/grad_norm", "norm", "global norm of the gradient before it is scaled down, of the last of them", NO_TORCH),
         M("optim/lr", "1", "learning rate", NO_TORCH),
+        M("optim/minibatches", "updates", "optimiser steps that the batch had tokens for", NO_TORCH),
+        M("optim/updates", "updates", "those of them that were taken, with a gradient other than 0: at 0 the step changed no weight", NO_TORCH),
         M("optim/skipped", "updates", "optimiser steps left out because their gradient was not finite", NO_TORCH),
     ),
     "Age": (

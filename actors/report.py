@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import groupby
@@ -14,9 +14,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from actors.advice import advice_of
-from actors.config import StalenessSection
+from actors.config import StalenessSection, TrainSection
 from actors.engines.pace import MOST_OUTLASTED
 from actors.samples.parts import read_lines
+from actors.training.concerns import idle_cause, is_flat
 from planning.staleness import UNBOUNDED
 
 if TYPE_CHECKING:
@@ -42,10 +43,10 @@ class Run(NamedTuple):
     """Why the samples failed that did."""
     evals: Sequence[tuple[float, Row]] = ()
     """Seconds on the rows' time axis, and a row of evals.jsonl."""
-    flat_steps: int = 0
-    """Steps whose rewards had no spread that the advantage could use."""
     pace: str = ""
     """`engine.pace` in words, where the whole role has one."""
+    idle: Sequence[str] = ()
+    """Why a step that had something to teach changed no weight, of each such step."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,18 +74,25 @@ def read_run(folder: Path) -> Run:
     for (fate, reason), num in ends.items():
         fates[fate] += num
         reasons[reason] += num * (fate == "failed")
-    over_batch = config.get("train", {}).get("advantage") == "reinforce_pp"
-    no_spread = [row for row in rows if row.get("reward/zero_std_frac", 0.0) >= 1.0]
-    flat = sum(not (over_batch and row.get("reward/std", 0.0) > 0) for row in no_spread)
+    train = TrainSection.model_validate(config.get("train") or {})
+    idle = [why for row in rows if (why := idle_cause(row, train))]
     log = _lines(folder / "logs" / "node-1.jsonl")
     died = [line for line in log if line.get("event") == "died"]
     deaths = [(_on_axis(datetime.fromisoformat(line["t"]).timestamp(), rows), str(line["actor"])) for line in died]
     evals = [(_on_axis(row.get("unix_s", 0.0), rows), row) for row in _lines(folder / "evals.jsonl")]
-    env = str(config.get("env", {}).get("class", "")).rsplit(":", 1)[-1]
     model = str(config.get("model", {}).get("path", ""))
     alpha = StalenessSection.model_validate(config["staleness"]).bound
     pace = ", ".join(f"{key} {value}" for key, value in (config.get("engine", {}).get("pace") or {}).items())
-    return Run(folder, rows, fates, alpha, int(config["run"]["steps"]), model, env, deaths, reasons, evals, flat, pace)
+    steps, task = int(config["run"]["steps"]), _played(config)
+    return Run(folder, rows, fates, alpha, steps, model, task, deaths, reasons, evals, pace, idle)
+
+
+def _played(config: Mapping[str, Any]) -> str:
+    """What was trained on: the names of the tasks, else the class of the environment."""
+    if tasks := config.get("tasks"):
+        names = [name for name, task in tasks.items() if task.get("weight", 1.0)]
+        return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return str((config.get("env") or {}).get("class", "")).rsplit(":", 1)[-1]
 
 
 def summary(run: Run) -> list[str]:
@@ -97,6 +105,8 @@ def summary(run: Run) -> list[str]:
     eval_text = f" ({_held_out(run.evals[-1][1])})" if run.evals else ""
     steps, wanted = int(rows[-1]["step"]), run.steps
     reached = "done" if steps >= wanted else f"stopped at step {steps} of {wanted}"
+    if len(run.idle) == len(rows):
+        reached = f"nothing was learned, {reached}"
     return [
         f"{reached}: reward {first['reward/mean']:.2f} → {reward:.2f}{eval_text} in {steps} steps, {_duration(wall)}"
         f" · {_counted(run.fates)}, age ≤ {age:.0f} · {len(run.deaths)} restarts" + (" · paced" if _paced(run) else ""),
@@ -142,10 +152,12 @@ def concerns(run: Run) -> list[str]:
             f"! {failed / total:.0%} of the samples failed{what}: the reward above is that of the others alone. "
             f"Why: {run.folder / 'samples.jsonl'} and logs/"
         )
-    if run.flat_steps > NOTABLE_SHARE * len(run.rows):
+    if (flat := sum(map(is_flat, run.rows))) > NOTABLE_SHARE * len(run.rows):
         found.append(
-            f"! in {run.flat_steps} of {len(run.rows)} steps nothing was learned from rewards: within every group all rewards were equal (reward/zero_std_frac = 1)"
+            f"! in {flat} of {len(run.rows)} steps nothing was learned from rewards: in no group did they have any spread (policy/taught_frac = 0)"
         )
+    if len(run.idle) > NOTABLE_SHARE * len(run.rows):
+        found.append(f"! in {len(run.idle)} of {len(run.rows)} steps no weight changed: {run.idle[-1]}")
     if row := _paced(run):
         found.append(_pace_line(row, run.pace))
     return found
@@ -209,12 +221,19 @@ def draw(run: Run, verdict: str, target: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[3].set_xlabel("seconds since the first step began")
     figure.suptitle(
-        f"{run.folder.name} · {run.task} · model {run.model} · {os.cpu_count()} cores, {platform.machine()}\n{verdict}",
+        f"{heading(run)}\n{verdict}",
         fontsize=10,
         wrap=True,
     )
     figure.tight_layout()
     figure.savefig(target, dpi=110)
+
+
+def heading(run: Run) -> str:
+    """What ran, on what."""
+    model = f"model {run.model}" if run.model else ""
+    named = (run.folder.name, run.task, model, f"{os.cpu_count()} cores, {platform.machine()}")
+    return " · ".join(filter(None, named))
 
 
 def _draw_reward(axis: "Axes", run: Run, seconds: list[float]) -> None:

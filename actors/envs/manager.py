@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -106,8 +107,9 @@ class EnvManager(Actor):
         """Refuse what makes every rollout fail, or gives it to another manager while it runs."""
         limits: RolloutSection = job.section("rollout")
         whole, held = limits.max_len, limits.hold_s
-        for task in resolved(job.section("tasks"), job.section("env"), limits, job.section("reward")).values():
-            _check_task(task, job)
+        tasks: Mapping[str, TaskSection] = job.section("tasks")
+        for name, task in resolved(tasks, job.section("env"), limits, job.section("reward")).items():
+            _check_task(task, job, trained=_trains(job) and (not tasks or tasks[name].weight > 0))
         if limits.top_p < 1.0:
             raise ValueError(
                 f"rollout.top_p is {limits.top_p:g}; it must be 1, since the trainer can't recompute log-probs of a cut distribution: "
@@ -465,8 +467,12 @@ class EnvManager(Actor):
             self.finish(why, failed=True)
 
 
-def _check_task(task: Task, job: Job) -> None:
-    """Raises ValueError for limits that make every rollout of it fail."""
+def _trains(job: Job) -> bool:
+    return "trainer" in job.actors and job.section("train").kind != "scripted" and job.run.steps > 0
+
+
+def _check_task(task: Task, job: Job, *, trained: bool) -> None:
+    """Raises ValueError for limits that make every rollout of it fail, or all of a group the same where that is to teach something."""
     own, limits, plain = task.key if task.key != "env" else "rollout", task.rollout, task.key == "env"
     if task.reward.targets and "reward_service" not in job.actors:
         key = ("reward.functions" if task.reward.functions else "reward.url") if plain else f"{own}.rewards"
@@ -474,9 +480,15 @@ def _check_task(task: Task, job: Job) -> None:
     if limits.max_new_tokens >= limits.max_len:
         said = f"{own}.max_new_tokens is {limits.max_new_tokens}"
         raise ValueError(f"{said}; it must be below rollout.max_len, which is {limits.max_len}")
+    said = f"{own}.temperature is {limits.temperature:g}"
+    if trained and limits.temperature == 0.0:
+        only = "" if plain else f", or {own}.weight to 0 if it is only to be evaluated"
+        raise ValueError(
+            f"{said}: all rollouts of a group would be the same, and nothing is learned from equal rewards. Set it to 1{only}"
+        )
     if 0.0 < limits.temperature < LEAST_TEMPERATURE:
-        said = f"{own}.temperature is {limits.temperature:g}"
-        raise ValueError(f"{said}; it must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}")
+        greedy = "" if trained else "0 (greedy) or "
+        raise ValueError(f"{said}; it must be {greedy}at least {LEAST_TEMPERATURE:g}")
 
 
 def _told_of_split(task: Task, section: TaskSection | None) -> str:

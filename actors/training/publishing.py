@@ -7,7 +7,7 @@ import os
 import socket
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -73,9 +73,10 @@ class Rows:
         self._open()
         return num_damaged
 
-    def read(self) -> list[dict[str, float]]:
-        """All rows so far. Blocks."""
-        return [row for line in self._path.read_bytes().splitlines() if (row := _row(line, self._key))]
+    def read(self) -> Iterator[dict[str, float]]:
+        """All rows so far, one after the other. Blocks."""
+        with self._path.open("rb") as file:
+            yield from (row for line in file if (row := _row(line, self._key)))
 
     def append_step(
         self,

@@ -185,12 +185,12 @@ class TorchTrainEngine:
         lr = self._learning_rate(step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        useful = self._useful(groups, step - 1)
+        useful, taught_frac = self._useful(groups, step - 1)
         self._rng.shuffle(useful)
         # Minibatches keep their size: late in training few groups have spread, and updates on two of them are noise.
         count = max(1, math.ceil(self._train_section.minibatches * len(useful) / len(groups)))
         minibatches = [[s for group in useful[index::count] for s in group] for index in range(count)]
-        figures, num_skipped, norm = Figures(), 0, 0.0
+        figures, num_skipped, num_updates, norm = Figures(), 0, 0, 0.0
         updates = [self._micro_batches(sequences) for sequences in minibatches if sequences]
         if self._train_section.proximal == "recomputed":
             for batches in updates[1:]:
@@ -200,9 +200,13 @@ class TorchTrainEngine:
         for index, batches in enumerate(updates):
             norm = yield from self._update(batches, figures, first=index == 0)
             num_skipped += not math.isfinite(norm)
+            num_updates += math.isfinite(norm) and norm > 0
         self._step = step
         self._within_step = False
-        measured = {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped": num_skipped}
+        measured = {
+            "policy/taught_frac": taught_frac, "optim/grad_norm": norm, "optim/lr": lr,
+            "optim/minibatches": len(updates), "optim/updates": num_updates, "optim/skipped": num_skipped,
+        }  # fmt: skip
         num_tokens = sum(len(s.tokens) for sequences in minibatches for s in sequences)
         return StepResult(figures.metrics() | measured | _reward_metrics(groups), num_tokens)
 
@@ -254,19 +258,24 @@ class TorchTrainEngine:
             checkpoints.write, files=files | self._described, step=self._step, epoch=epoch, receipts=receipts
         )
 
-    def _useful(self, groups: Sequence[Sequence[Trajectory]], version: int) -> list[list[TokenSequence]]:
-        """The groups that have something to teach, or to keep near the reference: their sequences with their advantages."""
+    def _useful(self, groups: Sequence[Sequence[Trajectory]], version: int) -> tuple[list[list[TokenSequence]], float]:
+        """The groups that have something to teach, or to keep near the reference: their sequences with their advantages.
+
+        And the share of all groups whose advantages are not 0, whatever is left of them to train on.
+        """
         section = self._train_section
         penalty = section.overlong_penalty if section.overlong == "penalty" else 0.0
         rewards = [[t.reward - penalty * t.cut for t in group] for group in groups]
         found: list[list[TokenSequence]] = []
+        num_taught = 0
         for group, advantages in zip(groups, self._objective.advantages(rewards), strict=True):
+            num_taught += any(advantages)
             if any(advantages) or section.kl_coef:
                 kept = [
                     (t, a) for t, a in zip(group, advantages, strict=True) if section.overlong != "mask" or not t.cut
                 ]
                 found.append([s for t, a in kept for s in sequences_of(t, a, version) if s.num_trained])
-        return [sequences for sequences in found if sequences]
+        return [sequences for sequences in found if sequences], num_taught / len(groups)
 
     def _micro_batches(self, sequences: Sequence[TokenSequence]) -> list[MicroBatch]:
         """A minibatch, cut: its tokens' weights are of the whole."""

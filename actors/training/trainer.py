@@ -33,7 +33,7 @@ from actors.messages.samples import (
 from actors.messages.weights import WeightsTaken
 from actors.model_folder import check_device, check_model_folder, may_use_cuda, num_parameters, same_model
 from actors.training.agreement import Agreement, CheckSection, MismatchWatch, coarser_dtype
-from actors.training.concerns import InfoWatch, SpreadWatch, best_concern, clip_concern, lr_concern
+from actors.training.concerns import InfoWatch, SpreadWatch, UpdateWatch, best_concern, clip_concern, lr_concern
 from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError, finished
 from actors.training.evaluation import HeldOut
 from actors.training.permit import StepGivenUp, TrainingPermit, Turn, TurnGivenUp
@@ -162,7 +162,8 @@ class Trainer(Actor):
         self._writing: asyncio.Task[None] | None = None
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
         self._held_out = HeldOut(self, config.eval)
-        self._spread, self._info = SpreadWatch(config.train.advantage), InfoWatch()
+        self._spread, self._info = SpreadWatch(), InfoWatch()
+        self._updates = UpdateWatch(config.train, config.run.max_idle_steps)
         self._loggers: Loggers | None = None
 
     async def on_start(self) -> None:
@@ -189,6 +190,7 @@ class Trainer(Actor):
         for file, take in (("metrics", self._rows.truncate), ("evals", self._held_out.take_over)):
             if damaged := take(self._step):
                 self.notice(f"{damaged} damaged lines of {self.run.folder}/{file}.jsonl were left out")
+        await self.offload(self._updates.replay, self._rows.read())
         if self.config.logging.loggers:
             told = partial(asyncio.get_running_loop().call_soon_threadsafe, self.notice)
             self._loggers = await self.offload(start_loggers, self.config.logging, self.run, self._step, told)
@@ -257,10 +259,12 @@ class Trainer(Actor):
             await self._evaluate_when_due(self._step)
             while self._step < self.run.steps and not self._leaving.is_set():
                 await self._one_step(self._step + 1)
+                self._require_updates()
             await self._out.announced()
             await self._written()
             if self._step >= self.run.steps and not self._leaving.is_set():
                 await self._buffer.ask(Close(), timeout=ASK_S)
+                self._require_updates(ended=True)
                 self.finish(f"trained {self._step} steps")
         except REFUSED as error:
             self.finish(str(error), failed=True)
@@ -269,6 +273,10 @@ class Trainer(Actor):
             self._torn = isinstance(error, StepGivenUp)
         finally:
             self._left.set()
+
+    def _require_updates(self, *, ended: bool = False) -> None:
+        if why := self._updates.nothing_learned(ended=ended):
+            raise TrainError(why)
 
     async def _one_step(self, step: int) -> None:
         """Claim and train; publish and checkpoint as far as the next step has to wait. A row stands before the checkpoint that covers it."""
@@ -290,11 +298,9 @@ class Trainer(Actor):
         self._step = step
         self._took_s.append(trained - claimed)
         self._training = False
-        if num := result.metrics.get("optim/skipped"):
-            self.notice(f"step {step}: {num:.0f} optimiser steps were left out, their gradient was not finite")
-        for said in (self._spread.step(result.metrics, groups), self._info.step(groups)):
-            if said:
-                self.notice(said)
+        watched = self._spread.step(result.metrics, groups), self._info.step(groups)
+        for said in (*filter(None, watched), *self._updates.step(result.metrics)):
+            self.notice(said)
         self._off_policy = off_policy(result.metrics)
         await self._publish()
         times = {

@@ -50,6 +50,9 @@ class RunSection(Section):
     """Everything drawn at random in the run follows from it."""
     steps: int = Field(default=60, ge=0)
     """Training steps, after which the job is done; 0 trains nothing."""
+    max_idle_steps: int = Field(default=10, ge=0)
+    """Steps in a row that change no weight, though rewards differ, after which the run ends as failed: all optimiser steps left out, or
+    all samples masked. 0: never."""
     dir: str = ""
     """Folder of the run; empty makes one under runs/ from the name and the date. --run-dir wins."""
     watch_s: float = Field(default=30.0, gt=0)

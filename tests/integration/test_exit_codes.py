@@ -53,6 +53,36 @@ def test_a_job_that_can_not_go_on_has_failed(place):
     assert rubato("launch", "acting.yaml", "--run-dir", "run", *overrides, cwd=place).code == ExitCode.FAILED
 
 
+EVEN_LOSS = "def fn(now_N, *rest, **clips):\n    return now_N * float('nan')\n"
+UNEVEN = """
+import random
+
+class Env:
+    def reset(self, *, seed):
+        return "go", {}
+    def step(self, action):
+        return "go", random.random(), False, False, {}
+    def close(self): ...
+"""
+
+
+def test_a_job_that_changes_no_weight_has_failed_and_goes_on_once_its_cause_is_mended(place):
+    write_model(place / "model")
+    (place / "loss.py").write_text(EVEN_LOSS)
+    (place / "env.py").write_text(UNEVEN)
+    overrides = (f"model.path={place}/model", "env.class=env.py:Env", "train.loss=loss.py:fn", "run.steps=40")
+
+    ended = rubato("launch", "small.yaml", *overrides, "run.max_idle_steps=5", "--run-dir", "run", cwd=place)
+    resumed = rubato("launch", "--resume", "run", "train.loss=grpo", "run.steps=8", cwd=place)
+    rows = [json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+
+    assert ended.code == ExitCode.FAILED
+    assert ended.err.splitlines()[-1].startswith("nothing was learned: no weight has changed in 5 steps in a row.")
+    assert " ! no weight has changed in 3 steps: every optimiser step was left out" in ended.out
+    assert resumed.code == ExitCode.DONE, resumed.err
+    assert [row["optim/updates"] > 0 for row in rows] == [False] * 5 + [True] * 3
+
+
 BROKEN = """
 from runtime.actor import Actor
 

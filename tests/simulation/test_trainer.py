@@ -36,7 +36,7 @@ from bus.message import Ack
 from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import ActorConfig
+from runtime.config import ActorConfig, RunSection
 from runtime.errors import first_cause
 from runtime.kernel import Kernel
 from runtime.messages import Drain
@@ -78,6 +78,10 @@ class Buffer(Actor):
     @handler
     async def commit(self, request: Commit) -> Ack:
         self.committed.append(request.step)
+        return Ack()
+
+    @handler
+    async def close(self, request: Close) -> Ack:
         return Ack()
 
 
@@ -499,7 +503,7 @@ class Flat(ToyTrainEngine):
 
     def train(self, step, groups):
         result = super().train(step, groups)
-        return result._replace(metrics={**result.metrics, "reward/zero_std_frac": 1.0})
+        return result._replace(metrics={**result.metrics, "policy/taught_frac": 0.0})
 
 
 class FlatTrainer(ToyTrainer):
@@ -538,6 +542,48 @@ def test_what_spoils_a_result_without_an_error_is_told_once_each(tmp_path):
     assert clip.startswith("train.clip_high=0.3 is 750 times what the paper of gspo has (0.0004)")
     assert best.startswith("checkpoint.keep_best keeps no checkpoint: eval.every is 0")
     assert spread.startswith("nothing was learned from rewards in the last 5 steps")
+
+
+class Idle(ToyTrainEngine):
+    """Every optimiser step is left out."""
+
+    def train(self, step, groups):
+        result = super().train(step, groups)
+        return result._replace(metrics={**result.metrics, "optim/updates": 0.0, "optim/skipped": 2.0})
+
+
+class IdleTrainer(ToyTrainer):
+    def _build(self):
+        return Idle(lambda *_: None, lambda *_: None)
+
+
+@pytest.mark.parametrize(("steps", "trained"), [(30, 4), (2, 2)])
+def test_a_run_whose_steps_change_no_weight_fails_with_its_rows_written(steps, trained, tmp_path):
+    async def main():
+        network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, steps)
+        off = {"check": CheckSection(enabled=False), "eval": EvalSection(every=0, final_num_tasks=0)}
+        config = IdleTrainer.Config(**off, run=RunSection(steps=steps, max_idle_steps=4))
+        told, ended = [], asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as tasks:
+            actors = ((Buffer, ActorConfig()), (HeldEngine, ActorConfig()), (IdleTrainer, config))
+            kernels = [kernel_of(*what, network, store, run) for what in actors]
+            trainer = kernels[-1].build()
+            trainer.notice = lambda text, good=False: told.append(text)
+            trainer.finish = lambda reason, failed=False: ended.set_result((reason, failed))
+            serving = [tasks.create_task(kernel.serve()) for kernel in kernels]
+            outcome = await ended
+            for task in serving:
+                task.cancel()
+        return outcome, told, (tmp_path / "metrics.jsonl").read_text().splitlines()
+
+    (reason, failed), told, rows = run_virtual(main)
+
+    assert failed
+    assert reason.startswith(
+        f"nothing was learned: no weight has changed in {trained} steps in a row. Every optimiser step was left out"
+    )
+    assert len(rows) == trained
+    assert any("no weight has changed in 3 steps" in said for said in told) == (trained > 2)
 
 
 class OffPolicy(ToyTrainEngine):

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from actors.report import draw, read_run, summary
+from actors.report import draw, heading, read_run, summary
 
 
 def run_of(folder, *rows, staleness="alpha: 1"):
@@ -20,7 +20,7 @@ def closing_lines(tmp_path):
     """Makes the closing lines of a run whose samples had `fates` (fate, reason), and whose steps had `flat` as share without spread."""
 
     def make(fates, flat=(0.0, 0.0, 0.0, 0.0)):
-        rows = [{"step": i + 1, "reward/mean": 0.5, "reward/zero_std_frac": share} for i, share in enumerate(flat)]
+        rows = [{"step": i + 1, "reward/mean": 0.5, "policy/taught_frac": 1.0 - share} for i, share in enumerate(flat)]
         ends = [{"fate": fate, "reason": reason} for fate, reason in fates]
         (tmp_path / "config.yaml").write_text(CONFIG)
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -92,8 +92,42 @@ def test_steps_in_which_nothing_could_be_learned_are_counted(closing_lines):
     lines = closing_lines([("zero_spread", "")] * 32, flat=(0.5, 1.0, 1.0, 1.0))
 
     assert lines[1].startswith(
-        "! in 3 of 4 steps nothing was learned from rewards: within every group all rewards were equal"
+        "! in 3 of 4 steps nothing was learned from rewards: in no group did they have any spread"
     )
+
+
+@pytest.mark.parametrize(("num_idle", "begins"), [(0, "done"), (2, "done"), (4, "nothing was learned, done")])
+def test_steps_that_changed_no_weight_are_counted_with_their_cause(num_idle, begins, tmp_path):
+    updates = [{"policy/taught_frac": 1.0, "optim/updates": float(step >= num_idle)} for step in range(4)]
+
+    first, *lines = summary(run_of(tmp_path, *updates))
+
+    assert first.startswith(f"{begins}: ")
+    assert [line.startswith(f"! in {num_idle} of 4 steps no weight changed: no sample") for line in lines].count(
+        True
+    ) == bool(num_idle)
+
+
+@pytest.mark.parametrize(
+    ("config", "played"),
+    [
+        ("env: {class: 'mine.py:Lake'}\nmodel: {path: m}\n", "Lake · model m"),
+        (
+            "env: {class: 'a.b:FrozenLakeText'}\ntasks: {sum: {weight: 1}, only_shown: {weight: 0}, words: {}}\n",
+            "sum, words",
+        ),
+        ("tasks: {a: {}, b: {}, c: {}, d: {}}\n", "a, b, c, …"),
+        ("", ""),
+    ],
+)
+def test_the_report_is_headed_by_what_was_trained_on(config, played, tmp_path):
+    run_of(tmp_path, {})
+    (tmp_path / "config.yaml").write_text(CONFIG + config)
+
+    parts = heading(read_run(tmp_path)).split(" · ")
+
+    assert parts[0] == tmp_path.name
+    assert " · ".join(parts[1:-1]) == played
 
 
 @pytest.mark.parametrize(("share", "advice"), [(0.004, ""), (0.031, ": too many, raise engine.pace.scale or give eng")])

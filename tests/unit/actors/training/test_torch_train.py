@@ -70,6 +70,39 @@ def test_a_batch_without_spread_changes_nothing_but_the_step(engine, trajectory)
     assert bytes(image_of(subject)) == before
     assert result.num_tokens == 0
     assert result.metrics["reward/zero_std_frac"] == 1.0
+    assert result.metrics["policy/taught_frac"] == result.metrics["optim/minibatches"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "rewards", "taught_frac", "minibatches"),
+    [
+        ({"overlong": "mask"}, (1.0, 0.0), 1.0, 0),  # nothing is left to train on
+        ({"overlong": "penalty"}, (1.0, 0.0), 1.0, 1),
+        ({"overlong": "penalty"}, (1.0, 1.0), 0.0, 0),
+    ],
+)
+def test_a_step_says_whether_it_had_something_to_teach_and_what_came_of_it(
+    options, rewards, taught_frac, minibatches, engine, trajectory
+):
+    subject = engine(**options)
+    cut = [msgspec.structs.replace(trajectory([*PROMPT, GOOD], [0, 0, 0, 1], reward=r), cut=True) for r in rewards]
+
+    metrics = subject.train(1, [cut]).metrics
+
+    assert (metrics["policy/taught_frac"], metrics["optim/minibatches"]) == (taught_frac, minibatches)
+    assert metrics["optim/updates"] == minibatches
+
+
+@pytest.mark.parametrize(("number", "skipped"), [("nan", 1), ("inf", 1), ("0.0", 0)])
+def test_a_loss_of_ones_own_without_a_usable_gradient_makes_no_update(number, skipped, engine, trajectory, tmp_path):
+    (tmp_path / "my_loss.py").write_text(f"def fn(now_N, *rest, **clips):\n    return now_N * float('{number}')\n")
+    subject = engine(loss=f"{tmp_path}/my_loss.py:fn")
+    before = bytes(image_of(subject))
+
+    metrics = subject.train(1, [group_of(subject, trajectory)]).metrics
+
+    assert (metrics["optim/minibatches"], metrics["optim/updates"], metrics["optim/skipped"]) == (1, 0, skipped)
+    assert bytes(image_of(subject)) == before
 
 
 def test_a_gradient_that_is_not_finite_is_left_out_and_told(engine, trajectory):
@@ -80,7 +113,7 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_told(engine, trajectory):
 
     result = subject.train(1, [[good, broken]])
 
-    assert result.metrics["optim/skipped"] == 1.0
+    assert (result.metrics["optim/skipped"], result.metrics["optim/updates"]) == (1.0, 0.0)
     assert bytes(image_of(subject)) == before
     assert subject.train(2, [[good, bad]]).metrics["optim/skipped"] == 0.0
     assert bytes(image_of(subject)) != before
