@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from actors.config import one_of
-from actors.tasks import EXTRA, DataSection
+from actors.tasks import EXTRA, OWN_COLUMNS, DataSection
 from planning.epochs import Epochs, shuffled
 from runtime.errors import ConfigError
 from runtime.importer import load_configured
@@ -77,6 +77,11 @@ def check_data(data: DataSection, key: str) -> None:
     """Raises ConfigError, one sentence, where rows or columns are missing or can't be read. Blocks: reads the files."""
     for path in filter(None, (data.path, data.eval_path)):
         rows = read_rows(path)
+        for name in (name for name in columns_of(path) if name in OWN_COLUMNS):
+            raise ConfigError(
+                f"{key}: data file {path} has a column {name}, which is the name of a column that Rubato gives to verifiers and reward "
+                f"functions itself. Rename it in the file, for instance to data_{name}; its other names are {', '.join(OWN_COLUMNS)}."
+            )
         for name in ("prompt", "answer"):
             column = getattr(data, name)
             try:
@@ -89,6 +94,13 @@ def check_data(data: DataSection, key: str) -> None:
             if without >= 0:
                 raise ConfigError(f"data file {path}: row {without + 1} has no {column}.")
     split_of(data)
+
+
+@lru_cache(KEPT)
+def columns_of(path: str) -> tuple[str, ...]:
+    """The names of all columns, in the order in which rows bring them. Blocks; raises as `read_rows`."""
+    rows = read_rows(path)
+    return rows.columns if isinstance(rows, _Rows) else tuple(dict.fromkeys(name for row in rows for name in row))
 
 
 def _without(rows: Sequence[Row], column: str) -> int:
@@ -145,6 +157,11 @@ class _Rows(Sequence[Row]):
 
     def __getitem__(self, at: Any) -> Any:
         return self._table.slice(at, 1).to_pylist()[0]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """As `columns_of`."""
+        return tuple(self._table.column_names)
 
     def without(self, column: str) -> int:
         """As `_without`."""

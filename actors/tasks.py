@@ -14,6 +14,13 @@ from runtime.config import Section
 VERIFIERS: Mapping[str, str] = {name: f"actors.envs.verifiers:{name}" for name in ("exact", "number", "places", "math")}
 """Those that come with Rubato, by the name that `tasks.NAME.data.verifier` has."""
 
+OWN_COLUMNS = (
+    "task", "row", "purpose", "trajectory", "version", "seed", "turn", "turns", "invalid_turns", "truncated", "env_reward", "finish_reasons",
+    "texts", "completion", "completions",
+)  # fmt: skip
+"""What Rubato itself tells verifiers, reward functions and judges by name: a data set has no column of such a name, or it would be unclear
+which of the two they are given."""
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 EXTRA = "pip install -e '.[tasks]'"

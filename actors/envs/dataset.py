@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from actors.datasets import Row, read_rows
+from actors.datasets import columns_of, read_rows
 from actors.envs.environment import Observation, Step
 from actors.tasks import VERIFIERS
 from runtime.importer import load_object
@@ -22,20 +22,19 @@ class DataSetEnv:
         self._verify: Callable[..., Any] = load_object(VERIFIERS.get(verifier, verifier))
         self._takes = taken_by(partial(self._verify, "", ""))
         self._positional = {*taken_by(self._verify)} - {*self._takes}
-        self._row: Row = {}
+        self._row: dict[str, Any] = {}
         self._told: Mapping[str, Any] = {}
         self._turn = 0
 
     def reset(
         self, *, seed: int, task: str, row: int, purpose: str, trajectory: str, version: int
     ) -> tuple[Observation, Mapping[str, Any]]:
-        """Show the prompt of `row`; the info has the row's other columns, for reward functions."""
-        self._row = read_rows(self._path)[row]
+        """Show the prompt of `row`; the info has its columns, for reward functions: None where other rows have one that it lacks."""
+        self._row = {**dict.fromkeys(columns_of(self._path)), **read_rows(self._path)[row]}
         self._turn = 0
-        columns = {key: value for key, value in self._row.items() if key != self._prompt}
         told = {"task": task, "row": row, "purpose": purpose, "trajectory": trajectory, "version": version}
-        self._told = {key: value for key, value in (told | {**self._row}).items() if key not in self._positional}
-        return self._row[self._prompt], columns
+        self._told = {key: value for key, value in (self._row | told).items() if key not in self._positional}
+        return self._row[self._prompt], self._row
 
     def step(self, action: str) -> Step | Awaitable[Step]:
         """What the verifier says, where it is async once that is awaited; the end, unless it replies."""

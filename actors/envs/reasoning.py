@@ -39,7 +39,7 @@ class ReasoningGymEnv:
         for number in range(seed, seed + TRIES):
             self._item = self._question(number)
             if split_of(self._item["question"]) == self._split:
-                return self._item["question"], {"answer": self._item["answer"]}
+                return self._item["question"], {key: self._item[key] for key in ("question", "answer")}
         raise ValueError(f"reasoning-gym's {self._name} has too few questions to hold one in {EVAL_SHARE} out")
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:

@@ -312,7 +312,7 @@ class Rollout:
         return dict(zip(names, reply.scores, strict=False))
 
     def _columns(self) -> bytes:
-        """For the reward functions, as MessagePack: ours, and of the environment's info what can be sent."""
+        """For the reward functions, as MessagePack: what can be sent of the environment's info, and ours, which no key of it replaces."""
         columns = {
             "seed": self._ticket.seed,
             "turns": len(self._texts),
@@ -322,7 +322,7 @@ class Rollout:
             "finish_reasons": self._finish_reasons,
         }
         plain = {key: value for key, value in self._info.items() if isinstance(key, str) and _is_plain(value)}
-        return msgspec.msgpack.encode(self._told() | plain | columns)
+        return msgspec.msgpack.encode(plain | self._told() | columns)
 
     def _told(self) -> dict[str, Any]:
         """Whose rollout it is, for the environment and the reward functions; keys as in TOLD."""

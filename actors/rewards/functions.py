@@ -6,7 +6,8 @@ Plain or `async`. Entry i of `completions` is one finished trajectory: its assis
 one entry per trajectory too: `task` (its name in the config), `row` (of its data set), `purpose` (train or eval), `trajectory` (its id),
 `version` (of the weights, at admission), `seed`, `turns`, `invalid_turns` (turns with `info["invalid"]`), `truncated`, `env_reward`
 (sum of step rewards), `finish_reasons` (of each turn: `stop`, or `length` where it was cut at its limit), `texts` (the turns as a
-list), and every key of the environment's info that MessagePack can hold, its newest value (None where a trajectory has none).
+list), and every key of the environment's info that MessagePack can hold, its newest value (None where a trajectory has none): of a data
+set all columns of the row. No key of the info replaces one of the columns above.
 A function is given the columns that its signature names; `**columns` takes all. The result, one finite number per trajectory, is added
 to the reward.
 """

@@ -1,6 +1,8 @@
 """A language model as judge, behind an OpenAI-compatible server on loopback."""
 
 import json
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -9,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from actors.config import RewardSection
+from actors.envs.dataset import DataSetEnv
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.judge import judge, last_number
 from actors.rewards.scorer import Scorer
@@ -109,3 +112,25 @@ async def test_a_file_that_makes_a_judge_is_a_reward_function(tmp_path):
     assert replies[0] == Scores((0.5,))
     assert isinstance(replies[1], NotScored)
     assert "the judge gave no number" in replies[1].detail
+
+
+async def test_the_documented_judge_is_shown_the_question_the_reference_and_the_answer(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    (example,) = re.findall(r"```python\n(# my_judge\.py\n.*?)```", text, re.DOTALL)
+    (tmp_path / "sums.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
+    env = DataSetEnv(path=str(tmp_path / "sums.jsonl"), prompt="question", answer="answer", verifier="exact")
+    told = {"task": "sums", "row": 0, "purpose": "train", "trajectory": "g0.0", "version": 0}
+    _, columns = env.reset(seed=1, **told)
+    model = Model(lambda text: "7")
+    async with listening(model.app) as url:
+        (tmp_path / "my_judge.py").write_text(example.replace("http://127.0.0.1:8000/v1", f"{url}v1"))
+        scorer = Scorer(RewardSection(functions=(f"{tmp_path}/my_judge.py:score",), memory_mb=1024))
+        try:
+            assert await scorer.start() == ""
+            replies = await scorer.score([Score("g0.0", ("two",), msgspec.msgpack.encode({**columns, **told}))])
+        finally:
+            await scorer.close()
+
+    assert replies == [Scores((0.7,))]
+    asked = model.asked[0]["messages"][-1]["content"]
+    assert asked.startswith("Question: 1 + 1?\nReference: 2\nAnswer: two\n")

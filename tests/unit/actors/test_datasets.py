@@ -5,7 +5,7 @@ import json
 import pytest
 
 from actors.datasets import check_data, epochs_of, read_rows, split_of
-from actors.tasks import DataSection
+from actors.tasks import OWN_COLUMNS, DataSection
 from runtime.errors import ConfigError
 
 ROWS = [{"question": f"{n} + {n}?", "answer": str(2 * n), "level": n % 3} for n in range(12)]
@@ -66,6 +66,21 @@ def test_rows_are_read_whatever_holds_them(tmp_path, write, name):
 
     assert [rows[at] for at in range(len(rows))] == ROWS
     check_data(data(path), "tasks.sums.data")
+
+
+@pytest.mark.parametrize("name", OWN_COLUMNS)
+@pytest.mark.parametrize("held_out", [False, True], ids=["path", "eval_path"])
+def test_a_column_with_a_name_of_rubatos_own_is_refused_with_the_rename_to_make(tmp_path, name, held_out):
+    odd = jsonl(tmp_path / "odd.jsonl", [*ROWS[:3], {**ROWS[3], name: 1}])
+    given = data(jsonl(tmp_path / "a.jsonl"), eval_path=odd) if held_out else data(odd)
+
+    with pytest.raises(ConfigError, match=rf"odd\.jsonl has a column {name}, .* Rename it .* data_{name};"):
+        check_data(given, "tasks.sums.data")
+
+
+def test_the_columns_of_a_table_are_checked_too(tmp_path):
+    with pytest.raises(ConfigError, match="has a column seed"):
+        check_data(data(parquet(tmp_path / "a.parquet", [{**row, "seed": 1} for row in ROWS])), "tasks.sums.data")
 
 
 def wrong(path, text):

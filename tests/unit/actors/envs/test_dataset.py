@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from actors.datasets import read_rows
+from actors.datasets import columns_of, read_rows
 from actors.envs.dataset import DataSetEnv
 from actors.envs.reasoning import ReasoningGymEnv
 from actors.envs.verifiers import exact, math, number, places
@@ -26,17 +26,18 @@ TOLD = {"seed": 1, "task": "sums", "row": 1, "purpose": "train", "trajectory": "
 
 def env(tmp_path, verifier):
     (tmp_path / "own.py").write_text(OWN)
-    rows = [{"q": "1 + 1", "a": "2", "level": 1}, {"q": "2 + 2", "a": "4", "level": 2}]
+    rows = [{"q": "1 + 1", "a": "2", "level": 1, "hint": "one more"}, {"q": "2 + 2", "a": "4", "level": 2}]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     read_rows.cache_clear()
+    columns_of.cache_clear()
     named = verifier if verifier == "exact" else f"{tmp_path}/own.py:{verifier}"
     return DataSetEnv(path=str(tmp_path / "x.jsonl"), prompt="q", answer="a", verifier=named)
 
 
-def test_the_row_is_shown_and_its_other_columns_are_the_info(tmp_path):
+def test_the_row_is_shown_and_all_of_its_columns_are_the_info(tmp_path):
     played = env(tmp_path, "exact")
 
-    assert played.reset(**TOLD) == ("2 + 2", {"a": "4", "level": 2})
+    assert played.reset(**TOLD) == ("2 + 2", {"q": "2 + 2", "a": "4", "level": 2, "hint": None})
     assert played.step(" 4\n") == ("", 1.0, True, False, {})
 
 
@@ -59,7 +60,7 @@ def test_a_verifier_that_takes_any_argument_is_given_all(tmp_path):
     played = env(tmp_path, "all_of")
     played.reset(**TOLD)
 
-    given = {"task", "row", "purpose", "trajectory", "version", "turn", "q", "a", "level"}
+    given = {"task", "row", "purpose", "trajectory", "version", "turn", "q", "a", "level", "hint"}
     assert asyncio.run(played.step("4"))[1] == len(given)
 
 

@@ -15,6 +15,7 @@ from actors.envs.rollout import GaveUp, Rollout, RolloutContext
 from actors.envs.section import EnvSection
 from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
 from actors.messages.samples import NotScored, PolicyState, Scores, Ticket
+from actors.tasks import OWN_COLUMNS
 from bus.errors import Failed, Unknown
 from sim.virtual import run_virtual
 
@@ -31,7 +32,7 @@ class Corridor:
     def reset(self, *, seed):
         Corridor.resets.append(seed)
         self.position = 0
-        return f"at 0 of {seed}", {"answer": 42, "odd": object()}
+        return f"at 0 of {seed}", {"answer": 42, "odd": object(), "task": "not ours"}
 
     def step(self, action):
         if action == "fail":
@@ -301,6 +302,7 @@ async def test_scores_are_added_and_the_functions_see_turns_and_info(renderer):
     told = {"task": "", "row": 17, "purpose": "train", "trajectory": "t1", "version": 5}
     assert columns.items() >= told.items()
     assert "odd" not in columns
+    assert set(columns) - {"answer", "invalid"} <= set(OWN_COLUMNS)
 
 
 async def test_a_trajectory_says_what_its_reward_is_the_sum_of_and_what_the_environment_told_in_numbers(renderer):
