@@ -93,7 +93,7 @@ def job_of(config: Path, overrides: Sequence[str], models: Sequence[Path]) -> st
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """One line for each model; figures of several samples between the counts and the model's name."""
-    more = [name for name in rows[0] if "@" in name]
+    more = [name for name in rows[0] if "@" in name and not name.startswith("task/")]
     lines = [" ".join([*(f"{name:>8}" for name in (*SHOWN, *more)), " model"])]
     for row in rows:
         found = [row.get(name, "-") for name in (*SHOWN, *more)]

@@ -33,33 +33,47 @@ TRIES: Final = 5
 REPLY_S: Final = 30.0
 """Beyond the time that the sample buffer may hold the ask back."""
 
+ONLY_TASK: Final = "env"
+"""What the task of a job is called whose config has no `tasks`: as the section that describes it."""
+
 FAILED_SHARE: Final = 0.01
 """Above this share of rollouts without a score the user is told: the reward says nothing about them."""
 
 
 def figures(found: EvalResult, section: EvalSection) -> dict[str, float]:
-    """A row of evals.jsonl: `version`, `reward` (absent where all failed), `num` rollouts that finished, `failed` ones, and the means of
-    what the rewards consist of and of what the environment told (see `breakdown`).
+    """A row of evals.jsonl: `version`, `reward` (absent where all failed), `num` rollouts that finished, `failed` ones, how prompts were
+    sampled, and the means of what the rewards consist of and of what the environment told (see `breakdown`).
 
-    With `eval.samples` k > 1 also `avg@k`, the mean over prompts of their mean reward, and `pass@j` for the powers of two up to k and k
-    itself, over the prompts of which at least j rollouts finished. Named tasks have `task/NAME/reward`, where not all failed.
+    With `eval.samples` k > 1 also `avg@k`, the mean over prompts of the mean reward of those that finished, and `pass@j` for the powers of
+    two up to k and k itself: a rollout that failed solved nothing. Each task has the same under `task/NAME/`, also where k is 1, and its
+    `reward`, where not all failed.
     """
     rewards = [reward for prompt in found.rewards for reward in prompt]
     row: dict[str, float] = {"version": found.version}
     if rewards:
         row["reward"] = fmean(rewards)
         row |= found.figures
-    row |= {"num": len(rewards), "failed": found.failed}
-    for task in dict.fromkeys(found.tasks):
-        own = [r for name, prompt in zip(found.tasks, found.rewards, strict=True) if name == task for r in prompt]
-        row |= {f"task/{task}/reward": fmean(own)} if own else {}
-    if section.samples == 1 or not rewards:
-        return row
-    row[f"avg@{section.samples}"] = fmean(fmean(prompt) for prompt in found.rewards if prompt)
-    for j in sorted({section.samples, *(2**n for n in range(section.samples.bit_length()))}):
-        prompts = [[r >= section.pass_reward for r in prompt] for prompt in found.rewards if len(prompt) >= j]
-        if prompts:
-            row[f"pass@{j}"] = fmean(pass_at(j, len(prompt), sum(prompt)) for prompt in prompts)
+    greedy = section.samples == 1
+    row |= {"num": len(rewards), "failed": found.failed, "samples": section.samples}
+    row |= {"temperature": 0.0 if greedy else section.temperature, "top_p": 1.0 if greedy else section.top_p}
+    row |= {} if greedy else _at_k(found.rewards, section)
+    names = found.tasks or (ONLY_TASK,) * len(found.rewards)
+    for task in dict.fromkeys(names):
+        own = [p for name, p in zip(names, found.rewards, strict=True) if name == task]
+        own_rewards = [reward for prompt in own for reward in prompt]
+        row |= {f"task/{task}/reward": fmean(own_rewards)} if own_rewards else {}
+        row |= {f"task/{task}/{name}": value for name, value in _at_k(own, section).items()}
+    return row
+
+
+def _at_k(prompts: Sequence[Sequence[float]], section: EvalSection) -> dict[str, float]:
+    """`avg@k` and `pass@j` over prompts, of each the rewards of its rollouts that finished."""
+    k, finished = section.samples, [prompt for prompt in prompts if prompt]
+    row = {f"avg@{k}": fmean(map(fmean, finished))} if finished else {}
+    if prompts:
+        for j in sorted({k, *(2**n for n in range(k.bit_length()))}):
+            passed = [(max(k, len(prompt)), sum(r >= section.pass_reward for r in prompt)) for prompt in prompts]
+            row[f"pass@{j}"] = fmean(pass_at(j, num, solved) for num, solved in passed)
     return row
 
 

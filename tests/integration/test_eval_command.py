@@ -32,7 +32,8 @@ def test_every_checkpoint_of_a_run_is_evaluated_as_the_version_that_it_is(place)
     assert ended.code == ExitCode.DONE, ended.err
     rows = [json.loads(line) for line in ended.out.splitlines()]
     assert [(row["version"], row["num"], row["failed"]) for row in rows] == [(2, 8, 0), (4, 8, 0)]
-    assert {"reward", "avg@2", "pass@1", "pass@2"} <= rows[0].keys()
+    own = {"task/env/avg@2", "task/env/pass@2"}
+    assert {"reward", "avg@2", "pass@1", "pass@2", "samples", "temperature", "top_p", *own} <= rows[0].keys()
     assert [json.loads(line) for line in (place / "all.jsonl").read_text().splitlines()] == rows
 
 

@@ -66,6 +66,7 @@ def test_each_metric_is_described_once():
         ("task/sums/reward", "task/<name>/reward"),
         ("task/sums/ended", "task/<name>/ended"),
         ("eval/task/sums/reward", "eval/task/<name>/reward"),
+        ("eval/task/sums/pass@4", "eval/task/<name>/pass@<k>"),
     ],
 )
 def test_a_name_finds_its_own_line(name, expected):
