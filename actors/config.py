@@ -357,6 +357,9 @@ class SamplesSection(Section):
     """A ticket that is neither renewed nor put within this time goes to another attempt."""
     max_attempts: int = Field(default=3, ge=1)
     """Attempts per rollout before it is `failed`; a drained environment manager costs none."""
+    max_barren_groups: int | None = Field(default=None, ge=1)
+    """Groups in a row that may come to nothing, with fewer than two scored rollouts or filtered, before the run ends, exit 1.
+    Empty: ten batches' worth, at least 128."""
     extra_rollouts: int = Field(default=0, ge=0)
     """Rollouts of each group beyond `train.group_size`: the first `group_size` that are scored train, and the others are cancelled.
     Nobody waits for stragglers, which makes training see a selection of what is quick: see docs/samples.md."""

@@ -61,7 +61,7 @@ class RewardService(Actor):
         self._arrived = asyncio.Event()
         self._noticed: set[str] = set()
         self._recent: deque[bool] = deque(maxlen=RECENT)
-        self._ever_good = False
+        self._ever_good = self._stopping = False
 
     async def on_start(self) -> None:
         """Load the functions; one that can't be loaded ends the job with a sentence."""
@@ -74,6 +74,7 @@ class RewardService(Actor):
 
     async def on_stop(self) -> None:
         """Kill the workers."""
+        self._stopping = True
         await self._scorer.close()
 
     @handler(concurrency=1024)
@@ -116,6 +117,8 @@ class RewardService(Actor):
                 reply.set_result(scores)
 
     def _failed(self, request: Score, why: NotScored) -> None:
+        if self._stopping:
+            return  # that its pool was closed is no news
         self.metrics.count("reward/failed")
         self.metrics.count(f"reward/failed/{why.reason}")
         self.log.warning("not_scored", trajectory=request.trajectory_id, reason=why.reason, detail=why.detail)

@@ -38,7 +38,16 @@ from actors.model_folder import vocab_size_of
 from actors.samples.alpha import AlphaKeeper
 from actors.samples.cancels import Cancels
 from actors.samples.group import MIN_SCORED, Group, Receipt, limits_of
-from actors.samples.holders import ENV_MANAGER, NOBODY, Holders, gauges, why_no_batch, why_no_tickets, why_unfinished
+from actors.samples.holders import (
+    ENV_MANAGER,
+    NOBODY,
+    Holders,
+    gauges,
+    why_barren,
+    why_no_batch,
+    why_no_tickets,
+    why_unfinished,
+)
 from actors.samples.journal import Journal, Wake
 from actors.samples.kept import KeptTrajectories
 from actors.samples.ledger import SampleLedger
@@ -72,10 +81,9 @@ HINT_S = 1.0
 UNCOUNTED = ("drained", "env_lost", "cancelled")
 """Reasons of an attempt's end that cost no try: whoever made a worker end has failed itself, and what else ran on it is innocent."""
 
-BARREN_BATCHES = 10
-"""Batches' worth of groups that dynamic sampling leaves out one after another before it gives up: it would go on for ever."""
-
-NO_SPREAD = "every rollout of a task earns the same. Try other tasks or rewards, or train.dynamic_sampling=false."
+BARREN_TOLD = 8
+"""After so many groups in a row that came to nothing, each with too few scored members, the user is told, once; of others after a batch's
+worth of them."""
 
 EPOCH = "samples/epoch"
 """Counter of trainers' epochs: it leaps where the Store forgot, so none is drawn twice."""
@@ -105,7 +113,7 @@ class SampleBuffer(Actor):
 
     async def on_start(self) -> None:
         """Rebuild from the Store and the newest checkpoint, then serve."""
-        self._closed = self._draining = False
+        self._closed = self._draining = self._barren_told = False
         self._slots, self._outcomes, self._claiming, config = Wake(), Wake(), asyncio.Lock(), self.config
         mixture = await self.offload(mixture_of, config.tasks, self.run.seed)
         limits = limits_of(config.train, config.samples, self.run, mixture)
@@ -373,10 +381,7 @@ class SampleBuffer(Actor):
             return settled
         fate = change()
         self._moved()
-        filtered = self._groups.training.filtered
-        if (barren := filtered.in_a_row) >= BARREN_BATCHES * self.config.train.batch_groups:
-            filtered.in_a_row = 0
-            self.finish(f"{barren} groups in a row had no reward spread: {NO_SPREAD}", failed=True)
+        self._tell_barren()
         if fate == "" and self._groups.settled_fate(ticket) == "":
             self.metrics.count("samples/put")
         return fate
@@ -472,6 +477,18 @@ class SampleBuffer(Actor):
         await self._journal.sync()
         what = f"training on step {request.step} raised twice ({request.error})"
         self.notice(f"{what}: its {num} groups end as poisoned, and the step gets others")
+
+    def _tell_barren(self) -> None:
+        """Where groups come to nothing one after another the user hears of it, and the run ends: it would play for ever."""
+        barren, most = self._groups.training.filtered, self._groups.limits.max_barren_groups
+        if barren.in_a_row >= most:
+            self.finish(why_barren(barren), failed=True)
+            barren.begin_anew()
+        enough = BARREN_TOLD if barren.too_small else max(BARREN_TOLD, self._groups.limits.batch_groups)
+        if barren.in_a_row >= enough and not self._barren_told:
+            self._barren_told = True
+            end = f"The run ends after {most} in a row (samples.max_barren_groups)"
+            self.notice(f"{why_barren(barren)} {end}")
 
     def _tell_gone(self, gone: Sequence[str]) -> None:
         self.metrics.count("samples/damaged", len(gone))

@@ -40,6 +40,9 @@ MemberState = Literal["pending", "running", "scored", "failed"]
 POISON_RAISES = 2
 """A step whose training raised so often is not tried again: its groups end as `poisoned`."""
 
+BARREN_BATCHES, LEAST_BARREN = 10, 128
+"""`samples.max_barren_groups` where it is empty: so many batches' worth of groups, and at least so many groups."""
+
 MIN_SCORED = 2
 """A single reward has no advantage over anything."""
 
@@ -59,15 +62,26 @@ class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
     task: str = ""
 
 
+MOST_REASONS = 8
+"""Reasons of failed members that are counted apart while groups come to nothing; others are one."""
+
+
 class Filtered(msgspec.Struct, array_like=True):
-    """What dynamic sampling leaves out: samples and the sum of their rewards since the newest step was bound, and those of bound steps."""
+    """What dynamic sampling leaves out: samples and the sum of their rewards since the newest step was bound, and those of bound steps.
+
+    And how many groups came to nothing one after another, filtered or too small.
+    """
 
     num: int = 0
     reward: float = 0.0
     in_a_row: int = 0
-    """Groups since the last one with spread."""
+    """Groups that came to nothing since the last one that may train."""
     bound: dict[int, tuple[int, float]] = {}
     """Step → samples and reward: its batch says so whenever it is claimed."""
+    too_small: int = 0
+    """Of those in a row, how many had fewer than `MIN_SCORED` scored members."""
+    reasons: dict[str, int] = {}
+    """Why members of these failed, and how many each; no more than `MOST_REASONS`."""
 
     def note(self, group: "Group") -> None:
         """A group is complete."""
@@ -76,8 +90,23 @@ class Filtered(msgspec.Struct, array_like=True):
             self.num += len(rewards)
             self.reward += sum(rewards)
             self.in_a_row += 1
+        elif group.fate == "group_too_small":
+            self.in_a_row += 1
+            self.too_small += 1
+            for member in group.members:
+                if member.state == "failed":
+                    self._count(member.reason.partition(":")[0] or member.fate)
         elif group.state == "ready":
-            self.in_a_row = 0
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Count groups that come to nothing from here on."""
+        self.in_a_row = self.too_small = 0
+        self.reasons = {}
+
+    def _count(self, reason: str) -> None:
+        name = reason if reason in self.reasons or len(self.reasons) < MOST_REASONS else "other reasons"
+        self.reasons[name] = self.reasons.get(name, 0) + 1
 
     def bind(self, step: int) -> None:
         """`step` gets its groups, maybe others than before."""
@@ -420,6 +449,8 @@ class GroupLimits:
     """Members of a group beyond `group_size`, which is how many train."""
     cut_penalty: float = 0.0
     """Off the reward of a sample of which a turn was cut, before advantages."""
+    max_barren_groups: int = LEAST_BARREN
+    """Groups in a row that may come to nothing."""
     mixture: Mixture = field(default_factory=Mixture)
 
 
@@ -461,5 +492,6 @@ def limits_of(train: TrainSection, samples: SamplesSection, run: RunInfo, mixtur
         over_batch=train.advantage == "reinforce_pp",
         all_teach=train.kl_coef > 0,
         mixture=mixture,
+        max_barren_groups=samples.max_barren_groups or max(LEAST_BARREN, BARREN_BATCHES * train.batch_groups),
         cut_penalty=train.overlong_penalty if train.overlong == "penalty" else 0.0,
     )

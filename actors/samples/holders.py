@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.samples.group import Group
+from actors.samples.group import MIN_SCORED, Filtered, Group
 from actors.samples.groups import Groups
 from planning.staleness import HandOver
 
@@ -20,6 +20,8 @@ ON_THE_WAY_S = 3.0
 
 NOBODY = 2**63
 """Above every incarnation."""
+
+NO_SPREAD = "every rollout of a task earns the same. Try other tasks or rewards, or train.dynamic_sampling=false."
 
 ENV_MANAGER, TRAINER = "env_manager", "trainer"
 
@@ -130,6 +132,21 @@ def why_unfinished(group: Group) -> tuple[str, str]:
     """How far a held-out evaluation is."""
     detail = f"{group.num_settled} of {len(group.members)} held-out rollouts of {group.id}"
     return detail, next(iter(_holders(group)), ENV_MANAGER)
+
+
+def why_barren(barren: Filtered) -> str:
+    """What became of groups that came to nothing one after another, and what to do about it."""
+    num, small = barren.in_a_row, barren.too_small
+    failed = ", ".join(f"{reason} {n:,}" for reason, n in sorted(barren.reasons.items(), key=lambda pair: -pair[1]))
+    few = f"had fewer than {MIN_SCORED} rollouts with a reward (failed: {failed})"
+    mend = "Read what failed: rubato samples RUN --fate failed."
+    if not small:
+        return f"{num} groups in a row had no reward spread: {NO_SPREAD}"
+    if small == num:
+        return f"{num} groups in a row {few}, and a group of one has nothing to be compared with. {mend}"
+    return (
+        f"{num} groups in a row came to nothing: {num - small} had no reward spread, {small} {few}. {NO_SPREAD} {mend}"
+    )
 
 
 def gauges(groups: Groups, metrics: "Metrics") -> None:

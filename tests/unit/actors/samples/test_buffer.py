@@ -3,10 +3,12 @@
 import asyncio
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from actors.config import SamplesSection, TrainSection
 from actors.messages.samples import (
     Admit,
     Advance,
@@ -25,8 +27,11 @@ from actors.messages.samples import (
     RenewLeases,
     Trajectory,
 )
+from actors.samples.group import limits_of
 from actors.samples.kept import read_kept
+from actors.samples.prompts import Mixture
 from actors.samples.sample import OutOfOrder, StaleEpoch, seed_of
+from runtime.actor import RunInfo
 from runtime.store.store import Fence
 
 
@@ -967,7 +972,7 @@ def test_what_was_left_out_is_told_with_the_batch_that_it_was_left_out_of(make_s
 
 
 def test_a_job_without_any_spread_ends_with_a_sentence_instead_of_never(make_stage):
-    stage = make_stage(batch_groups=1, alpha=0, dynamic_sampling=True)
+    stage = make_stage(batch_groups=1, alpha=0, dynamic_sampling=True, max_barren_groups=10)
 
     async def scene():
         await stage.start()
@@ -978,8 +983,65 @@ def test_a_job_without_any_spread_ends_with_a_sentence_instead_of_never(make_sta
         assert [(reason[:42], failed) for reason, failed in stage.finished] == [
             ("10 groups in a row had no reward spread: e", True)
         ]
+        assert [text[:41] for text in stage.notices] == ["8 groups in a row had no reward spread: e"]
 
     stage.run(scene)
+
+
+def test_a_job_whose_groups_never_have_two_rewards_is_told_of_it_and_ends_with_the_cause(make_stage):
+    stage = make_stage(batch_groups=1, alpha=0, group_size=4, max_barren_groups=12)
+
+    async def scene():
+        await stage.start()
+        for _ in range(12):
+            first, *others = await stage.admit()
+            await stage.put(first, 1.0)
+            for ticket in others:
+                await stage.buffer.give_up(GiveUp(ticket, "reward_failed", "wrong_type: it returned a NoneType"))
+            told = list(stage.notices)
+
+        few = "groups in a row had fewer than 2 rollouts with a reward (failed: reward_failed"
+        assert [text.startswith(f"8 {few} 24), ") for text in told] == [True]
+        assert told[0].endswith("The run ends after 12 in a row (samples.max_barren_groups)")
+        ((reason, failed),) = stage.finished
+        assert failed
+        assert reason.startswith(f"12 {few} 36), ")
+        assert "rubato samples RUN --fate failed" in reason
+
+    stage.run(scene)
+
+
+def test_a_group_that_may_train_begins_the_count_of_those_that_came_to_nothing_anew(make_stage):
+    stage = make_stage(batch_groups=8, alpha=0, group_size=2, max_barren_groups=4, dynamic_sampling=True)
+
+    async def scene():
+        await stage.start()
+        for kind in ("small", "flat", "small", "good", "small", "flat", "small"):
+            one, other = await stage.admit(2)
+            await stage.put(one, 1.0)
+            if kind == "small":
+                await stage.buffer.give_up(GiveUp(other, "env_step_failed", "it raised"))
+            else:
+                await stage.put(other, float(kind == "flat"))
+        assert stage.finished == []
+        one, other = await stage.admit(2)
+        for ticket in (one, other):
+            await stage.put(ticket, 1.0)
+
+        ((reason, _),) = stage.finished
+        assert reason.startswith(
+            "4 groups in a row came to nothing: 2 had no reward spread, 2 had fewer than 2 rollouts"
+        )
+
+    stage.run(scene)
+
+
+def test_an_empty_limit_is_ten_batches_of_groups_and_at_least_128():
+    def limit(batch_groups, given=None):
+        train, samples = TrainSection(batch_groups=batch_groups), SamplesSection(max_barren_groups=given)
+        return limits_of(train, samples, RunInfo("run", Path("run"), 7, 100, 0.0), Mixture()).max_barren_groups
+
+    assert (limit(4), limit(64), limit(64, 7)) == (128, 640, 7)
 
 
 def test_what_is_put_stays_readable_in_the_run_folder_and_what_is_flawed_does_not(stage, trajectory):
