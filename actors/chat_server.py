@@ -11,7 +11,6 @@ import asyncio
 import hmac
 import importlib.util
 import os
-import socket
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -27,6 +26,7 @@ from actors.config import ModelSection
 from actors.envs.chat import TOKEN_BYTES, ChatRenderer
 from actors.http_server import HttpServer
 from actors.messages.generation import Aborted, Completion, Generate, Sampling
+from bus.address import bare, bind_listener, spelt
 from bus.errors import AskFailed, Failed, Unknown
 from runtime.actor import Actor
 from runtime.config import ActorConfig, Section
@@ -143,7 +143,7 @@ class ChatServer(Actor):
         host, port = self._section.host, self._section.port
         self._chat = await self.offload(partial(ChatRenderer, self.run.folder / self.config.model.path, cached=0))
         try:
-            listening = socket.create_server((host, port), backlog=self._section.max_concurrent)
+            listening = bind_listener(host, port, backlog=self._section.max_concurrent)
         except OSError as error:
             self.finish(
                 f"chat_server can't listen at {host}:{port}: {error}. Set chat.port=0 for a free one", failed=True
@@ -151,7 +151,7 @@ class ChatServer(Actor):
             return
         self._server = HttpServer(uvicorn.Config(self._app(), lifespan="off", ws="none", log_config=None))
         self._served = self.spawn(self._server.serve(sockets=[listening]), name=f"{self.name}.http")
-        self.log.info("chat_listening", url=f"http://{host}:{listening.getsockname()[1]}/v1")
+        self.log.info("chat_listening", url=f"http://{spelt(bare(host))}:{listening.getsockname()[1]}/v1")
 
     async def on_stop(self) -> None:
         """Who is still waiting is not answered."""

@@ -41,9 +41,10 @@ def training_pool(group: int) -> str:
 
 def pools_of(cluster: Path) -> tuple[str, ...]:
     """Names of the pools that the cluster in this folder has. Empty without a scheduler: there a pool is whatever is asked for."""
+    from runtime.config.variables import fill_tree
     from runtime.monitor.source import read_config  # YAML, which engines and trainers do without
 
-    section = read_config(cluster / "config.yaml").get("scheduler")
+    section = fill_tree(read_config(cluster / "config.yaml").get("scheduler"), "scheduler")[0]
     if not isinstance(section, dict):
         return ()
     counts: dict[str, dict[str, int]] = section

@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
-from pydantic import Field, model_validator
+from pydantic import field_validator, model_validator
 
+from bus.address import host_port
+from bus.errors import BadAddress
 from runtime.actor import RunInfo
 from runtime.config import Section
+from runtime.config.yaml_core import read_yaml
 from runtime.errors import ConfigError
 from runtime.importer import check_module, load_configured
 
@@ -38,8 +41,17 @@ class LoggingSection(Section):
     """Project of the run at Weights & Biases."""
     wandb_mode: Literal["online", "offline"] = "online"
     """offline: written to RUN/wandb alone, to be sent later by `wandb sync`."""
-    prometheus_listen: str = Field(default="127.0.0.1:9108", pattern=r"^[^:]*:\d{1,5}$")
-    """host:port of the endpoint /metrics; port 0 takes a free one."""
+    prometheus_listen: str = "127.0.0.1:9108"
+    """host:port of the endpoint /metrics, an IPv6 address in brackets; port 0 takes a free one."""
+
+    @field_validator("prometheus_listen")
+    @classmethod
+    def _can_be_bound(cls, listen: str) -> str:
+        try:
+            host_port(listen)
+        except BadAddress as error:
+            raise ValueError(error) from error
+        return listen
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -129,8 +141,8 @@ class PrometheusLogger:
     """The newest row as gauges at http://HOST:PORT/metrics: `reward/mean` is rubato_reward_mean{run="…"}."""
 
     def __init__(self, listen: str) -> None:
-        host, _, port = listen.rpartition(":")
-        self._address = (host or "127.0.0.1", int(port))
+        host, port = host_port(listen)
+        self._address = (host or "127.0.0.1", port)
         self._gauges: dict[str, Any] = {}
         self._names: set[str] = set()
 
@@ -176,10 +188,8 @@ def start_loggers(section: LoggingSection, run: RunInfo, step: int, told: Callab
 
     `told` gets a sentence where one fails, from that thread. Raises ConfigError where one of the user's own can't be made. Blocks.
     """
-    import yaml
-
     loggers = {name: _loaded(name, section) for name in section.loggers}
-    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    config = read_yaml((run.folder / "config.yaml").read_text())
     logged = LoggedRun(run.folder.name, run.id, run.folder, config, step)
     return Loggers([_LoggerThread(name, logger, logged, told) for name, logger in loggers.items()])
 

@@ -19,6 +19,8 @@ from actors.engines.pace import MOST_OUTLASTED
 from actors.samples.parts import read_lines
 from actors.training.concerns import idle_cause, is_flat
 from planning.staleness import UNBOUNDED
+from runtime.config.variables import fill_tree
+from runtime.config.yaml_core import read_yaml
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,9 +65,8 @@ def main(argv: Sequence[str]) -> int:
 
 def read_run(folder: Path) -> Run:
     """Read metrics.jsonl, evals.jsonl, samples.jsonl, config.yaml and the node agent's log. Torn and damaged lines are left out."""
-    import yaml
-
-    config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
+    config: dict[str, Any] = read_yaml((folder / "config.yaml").read_text())
+    config |= {name: fill_tree(config[name], name)[0] for name in ("run", "staleness")}
     rows = _lines(folder / "metrics.jsonl")
     ends = Counter(
         (str(end["fate"]), str(end.get("reason", ""))) for text in read_lines(folder) for end in _objects([text])

@@ -84,11 +84,47 @@ def _tcp(address: str, rest: str, *, keyed: bool) -> Address:
         first, last = parse_ports(port) or (None, 0)
     else:
         first, last = 0 if port == "*" else _port(port), 0
-    if not host or first is None:
+    if not host or first is None or (":" in host and not is_bracketed(host)):
         raise BadAddress(f"{address!r} must name a host and a port, like tcp://127.0.0.1:7788")
     if not keyed and not is_loopback(host):
         raise BadAddress(f"{address} needs keys. Make them with: rubato keys new --run RUN")
     return Address(TCP, host, first, last)
+
+
+def host_port(text: str) -> tuple[str, int]:
+    """`host:port` and `[v6-address]:port`, the host without brackets, as sockets take it; empty where none is named. Raises BadAddress."""
+    host, colon, digits = text.rpartition(":")
+    port = _port(digits)
+    if not colon or port is None or ((":" in host or "[" in host) and not is_bracketed(host)):
+        raise BadAddress(f"{text!r} must be a host and a port, like 127.0.0.1:7788 or [::1]:7788")
+    return bare(host), port
+
+
+def is_bracketed(text: str) -> bool:
+    """Whether `text` is an IPv6 address in brackets, with a port behind it or without."""
+    inner, bracket, port = text.removeprefix("[").partition("]")
+    if not (text.startswith("[") and bracket) or (port and (port[0] != ":" or _port(port[1:]) is None)):
+        return False
+    try:
+        return ipaddress.ip_address(inner).version == 6
+    except ValueError:
+        return False
+
+
+def bare(host: str) -> str:
+    """`host` without the brackets in which an address of IPv6 stands where a port follows."""
+    return host[1:-1] if is_bracketed(host) and host.endswith("]") else host
+
+
+def spelt(host: str) -> str:
+    """`host` as it stands before a port: an address of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def bind_listener(host: str, port: int, *, backlog: int | None = None) -> socket.socket:
+    """A socket that listens there, on all addresses where `host` is empty. Raises OSError."""
+    family = socket.AF_INET6 if ":" in bare(host) else socket.AF_INET
+    return socket.create_server((bare(host), port), family=family, backlog=backlog)
 
 
 def parse_ports(text: str) -> tuple[int, int] | None:

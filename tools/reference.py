@@ -42,6 +42,18 @@ CONFIG_HEAD = """\
 A config is a YAML file; any key may be changed on the command line as `key.sub=value`. `rubato launch CONFIG --dry-run` prints all keys as
 resolved. A key that is not known is refused, with the nearest one.
 
+**Values are YAML 1.2's** (core schema): `no`, `12:30:00` and `2026-11-25` are text, `010` is 10, `0o17` is 15. A key that is true or false
+takes these two words alone. Quotes make text of anything: `'010'`, `'[::1]:9108'`. A key that is given twice is refused. Merge keys
+(`<<: *base`) work too. On the command line a value that begins with `[`, `{` or a quote is read so; all else is a number, true, false, null
+(or nothing), or text as it stands, whatever is in it: `run.dir=a: b # c`. An IPv6 address needs no quotes there:
+`logging.prometheus_listen=[::1]:9108`.
+
+**`${NAME}` stands for a variable of the environment**, `${NAME:-word}` for `word` where that is not set or empty, and `$${NAME}` for the text
+`${NAME}`. Within a list or mapping in brackets it is put in quotes. The value is text; a key that takes a number reads it as one. Each
+process fills it in from its own environment: a host that joins, a cluster, and whoever resumes the run need the variable too. What is
+written, logged and shown has `${NAME}` in its place, so a secret belongs there: `env.kwargs.api_key='${API_KEY}'`. What your own code
+prints to a file of its own or returns as text is not looked at, nor is a value of less than four characters.
+
 **Where relative paths start.** `model.path` and `train.reference` start at the run folder. Code, such as `path/to/file.py:Name`, starts at
 the folder in which `rubato launch` is called; so do RUN, CONFIG, `run.dir`, data files of `tasks`, and paths that your own code opens. `~`
 in `model.path`, `train.reference` and paths of data files is your home.

@@ -9,7 +9,6 @@ import base64
 import hmac
 import json
 import secrets
-import socket
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from actors.fabric.restconf import BULK, CONFIG, DATA, TABLE, YANG_JSON, entry, 
 from actors.fabric.section import FabricSection
 from actors.http_server import HttpServer
 from actors.messages.fabric import FindSwitch, SwitchAddress, SwitchReply, SwitchRequest
+from bus.address import bind_listener, host_port, spelt
 from planning.circuits import Cross
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
@@ -162,10 +162,9 @@ class HttpFront:
     """Bound when made: `url` is valid at once. Raises OSError where it can't be bound."""
 
     def __init__(self, dialect: Dialect, listen: str) -> None:
-        host, _, port = listen.rpartition(":")
-        self._socket = socket.create_server((host, int(port)))
+        self._socket = bind_listener(*host_port(listen))
         bound = self._socket.getsockname()
-        self.url = f"http://{bound[0]}:{bound[1]}"
+        self.url = f"http://{spelt(bound[0])}:{bound[1]}"
         settings = uvicorn.Config(
             application(dialect), lifespan="off", log_config=None, access_log=False, ws="none", limit_concurrency=64
         )

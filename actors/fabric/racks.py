@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from bus.address import bare
 from planning.demand import Demand
 from planning.relay import demands
 
@@ -23,7 +24,7 @@ class Racks:
         by_rings: bool,
     ) -> None:
         self.names = tuple(racks)
-        self._rack_of = {address: rack for rack, addresses in racks.items() for address in addresses}
+        self._rack_of = {bare(address): rack for rack, addresses in racks.items() for address in addresses}
         self._find, self._peers = find, peers
         self._by_rings = by_rings
 

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import Field, field_validator, model_validator
 
+from bus.address import host_port, is_loopback
+from bus.errors import BadAddress
 from runtime.config import Section
 
 MOST_PORT = 65_535
@@ -60,7 +62,7 @@ class FabricSection(Section):
     tune_timeout_s: float = Field(default=5.0, gt=0, le=MOST_S)
     """Circuits that carry no light so long after the reconfiguration time count as failed."""
     listen: str = ""
-    """127.0.0.1:port on which the emulated switch answers HTTP too, port 0 for a free one; empty: on the bus alone."""
+    """127.0.0.1:port or [::1]:port on which the emulated switch answers HTTP too, port 0 for a free one; empty: on the bus alone."""
     racks: dict[str, tuple[str, ...]] = {}
     """The racks in the order of their ports on the switch, each with the addresses of its hosts (their bus.host). Empty: every actor
     is an endpoint of its own, in the order of first appearance."""
@@ -121,12 +123,18 @@ class FabricSection(Section):
             )
         if not self.switch_url and self.driver != "sonic":
             raise ValueError(f"driver {self.driver!r} needs switch_url: the emulated switch speaks sonic alone")
-        host, _, port = self.listen.rpartition(":")
-        if self.listen and (host not in ("127.0.0.1", "localhost") or not port.isdecimal() or int(port) > MOST_PORT):
+        if self.listen and not _stays_here(self.listen):
             raise ValueError(
-                f"listen {self.listen!r} is no loopback address such as 127.0.0.1:0; HTTP without TLS stays on this host"
+                f"listen {self.listen!r} is no loopback address such as 127.0.0.1:0 or [::1]:0; HTTP without TLS stays on this host"
             )
         return self
+
+
+def _stays_here(listen: str) -> bool:
+    try:
+        return is_loopback(host_port(listen)[0])
+    except BadAddress:
+        return False
 
 
 def _check_address(url: str) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import hmac
 import os
 import signal
-import socket
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -24,6 +23,7 @@ from actors.http_server import HttpServer
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.invoke import TOKEN
 from actors.rewards.scorer import Scorer
+from bus.address import bare, bind_listener, spelt
 from runtime.errors import ExitCode, LaunchError
 from runtime.importer import check_module
 from runtime.observe.figures import Metrics
@@ -190,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _serve(section: RewardSection, host: str, port: int) -> int:
     try:
-        listening = socket.create_server((host, port), backlog=MOST_CALLS)
+        listening = bind_listener(host, port, backlog=MOST_CALLS)
     except (OSError, OverflowError) as error:
         raise LaunchError(f"can't listen at {host}:{port}: {error}. Give another --port.") from None
     function, metrics = section.functions[0], Metrics()
@@ -206,7 +206,7 @@ async def _serve(section: RewardSection, host: str, port: int) -> int:
             )
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, server.end)
-            print(f"serving {function} on http://{host}:{listening.getsockname()[1]}/", flush=True)  # noqa: T201
+            print(f"serving {function} on http://{spelt(bare(host))}:{listening.getsockname()[1]}/", flush=True)  # noqa: T201
             await server.serve(sockets=[listening])
             await scorer.close()
             running.cancel()

@@ -2,16 +2,15 @@
 
 from typing import Any
 
-import yaml
-
 from actors.scheduling.needs import ENGINE, TRAINER
 from actors.scheduling.pools import SchedulerSection
 from runtime.config.sections import DEVICES
+from runtime.config.yaml_core import dump_yaml, read_yaml
 
 
 def prepared(config: str, section: SchedulerSection) -> str:
     """The job's config, in which each role that computes has pools whose GPUs its place names, where the cluster names any."""
-    tree: dict[str, Any] = yaml.safe_load(config)
+    tree: dict[str, Any] = read_yaml(config)
     for role, pool, has in _roles(section):
         spec = tree["actors"][role]
         if not has:
@@ -20,12 +19,12 @@ def prepared(config: str, section: SchedulerSection) -> str:
             spec["pools"] = {pool: {"count": spec.pop("count", 1)}}
         for each in spec["pools"].values():
             each["gpus"] = 0  # or it would say twice which
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+    return dump_yaml(tree)
 
 
 def overrides(config: str, section: SchedulerSection, node: int, group: int) -> list[str]:
     """What a life of the job at that place is launched with. `config` is prepared."""
-    actors: dict[str, Any] = yaml.safe_load(config)["actors"]
+    actors: dict[str, Any] = read_yaml(config)["actors"]
     return [
         f"actors.{role}.pools.{name}.env.{DEVICES}='{devices}'"
         for role, _, devices in _roles(section, node, group)

@@ -22,6 +22,8 @@ from typing import Any
 
 import msgspec
 
+from runtime.config.source import read
+
 ACTIONS = ("left", "down", "right", "up")
 CELLS = "FHGP"
 ASSISTANT, END, UNKNOWN = "<|assistant|>", "<|end|>", "<|unknown|>"
@@ -236,10 +238,8 @@ def take(entry: Path, folder: Path) -> bool:
 
 def main(argv: Sequence[str], maker: Maker = make) -> int:
     """Make the model of the run in `argv[0]` by `maker`, unless it is there already."""
-    import yaml
-
     folder = Path(argv[0])
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config = read(folder / "config.yaml").filled_in().tree
     target = folder / config["model"]["path"]
     if not target.resolve().is_relative_to(folder.resolve()):
         _tell(f"{target}, named by model.path", 1.0)  # somebody else's: read, never written

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import yaml
 
 from actors import checkpoint as checkpoints
 from actors.messages.samples import Segment, Trajectory
 from actors.samples.kept import read_kept
 from actors.samples.parts import read_lines
+from runtime.config.variables import fill_tree
+from runtime.config.yaml_core import read_yaml
 from runtime.errors import LaunchError
 
 UNDER_WAY = ""
@@ -263,8 +264,8 @@ def _versions(segment: Segment, start: int, end: int) -> dict[int, int]:
 
 def decoder(folder: Path) -> Decode:
     """Decodes by the run's own tokenizer, or that of its newest checkpoint; where both are gone, token ids are written as they are."""
-    config: Any = yaml.safe_load((folder / "config.yaml").read_text())
-    places = [folder / (config.get("model") or {}).get("path", "model"), *checkpoints.by_step(folder / "checkpoints")]
+    model = fill_tree(read_yaml((folder / "config.yaml").read_text()).get("model") or {}, "model")[0]
+    places = [folder / model.get("path", "model"), *checkpoints.by_step(folder / "checkpoints")]
     for place in places:
         if (place / "tokenizer.json").is_file():
             from tokenizers import Tokenizer

@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -15,6 +15,8 @@ from runtime.actor import Actor
 from runtime.config.explain import sentences
 from runtime.config.sections import ActorConfig, ActorSpec, BaseRoot, Section
 from runtime.config.source import ConfigSource, Keys, Tree, given, read
+from runtime.config.variables import Filled, hidden, hides_of, unfilled
+from runtime.config.yaml_core import dump_yaml
 from runtime.errors import ConfigError, check_all
 from runtime.importer import absolute, check_module, has_module, load_class
 
@@ -32,7 +34,13 @@ class Pool(NamedTuple):
 class Config:
     """A resolved configuration: checked as a whole, with every actor class imported."""
 
-    def __init__(self, root: BaseRoot, classes: Mapping[str, type[Actor]], configs: Mapping[str, ActorConfig]) -> None:
+    def __init__(
+        self,
+        root: BaseRoot,
+        classes: Mapping[str, type[Actor]],
+        configs: Mapping[str, ActorConfig],
+        filled: Mapping[str, Filled],
+    ) -> None:
         self.run = root.run
         self.bus = root.bus
         self.state = root.state
@@ -43,6 +51,9 @@ class Config:
         self._root = root
         self._classes = classes
         self._configs = configs
+        self._filled = filled
+        self.hides: Mapping[str, str] = hides_of(filled.values())
+        """What the environment gave → the variable, for whoever writes or shows anything."""
         self.pooled: Mapping[Pool, ActorConfig] = {}
         """The config of each pool's processes."""
 
@@ -95,12 +106,13 @@ class Config:
     def check_host(self) -> None:
         """Let every role look whether this host has what the config names. Raises ConfigError with all that is missing; nothing was written."""
         console = partial(check_module, self.report.console, key="report.console")
-        check_all([self._check_modules, console, *(partial(cls.check_host, config) for cls, config in self._in_use())])
+        roles = [partial(cls.check_host, config) for cls, config in self._in_use()]
+        self._check_all([self._check_modules, console, *roles])
 
     def preflight(self, folder: Path) -> None:
         """`check_host`, and let every role look at what it will need in the run folder `folder`. Raises ConfigError; nothing was started."""
         self.check_host()
-        check_all([partial(cls.preflight, config, folder) for cls, config in self._in_use()])
+        self._check_all([partial(cls.preflight, config, folder) for cls, config in self._in_use()])
 
     def problems(self, folder: Path, *, replaced: bool = False) -> list[str]:
         """All that a launch in `folder` would be refused for, a sentence each.
@@ -112,10 +124,16 @@ class Config:
         looks = not made_later and not (replaced and os.path.exists(folder / "checkpoints"))
         roles = [partial(cls.preflight, config, folder) for cls, config in self._in_use() if looks]
         try:
-            check_all([self.check_host, *roles])
+            self._check_all([self.check_host, *roles])
         except ConfigError as error:
             return str(error).splitlines()
         return []
+
+    def _check_all(self, checks: Sequence[Callable[[], None]]) -> None:
+        try:
+            check_all(checks)
+        except ConfigError as error:
+            raise ConfigError(hidden(str(error), self.hides)) from None
 
     def _in_use(self) -> list[tuple[type[Actor], ActorConfig]]:
         return [
@@ -131,20 +149,22 @@ class Config:
         if missing := [f"{key}: there is no module {name}." for key, name in named if not has_module(name)]:
             raise ConfigError("\n".join(missing))
 
-    def tree(self) -> dict[str, Any]:
-        """Everything resolved, defaults included, as plain data; files of code by their whole path."""
-        return absolute(self._root.model_dump(mode="json", by_alias=True))
+    def tree(self, *, filled: bool = False) -> dict[str, Any]:
+        """Everything resolved, defaults included, as plain data; files of code by their whole path.
+
+        What the environment gave stands as it was written, unless `filled`.
+        """
+        whole = absolute(_plain(self._root.model_dump(by_alias=True)))
+        return whole if filled else unfilled(whole, self._filled)
 
     def dump(self, *, shared: bool = False) -> str:
         """Everything resolved, defaults included, as YAML that `load` reads again; `shared` leaves out what concerns one host."""
-        import yaml
-
         tree = self.tree()
         if shared:
             tree["bus"] = {"ports": tree["bus"]["ports"]}
             tree["state"]["url"] = ""
             tree["host"] = {}
-        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+        return dump_yaml(tree)
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, resumed: bool = False) -> Config:
@@ -158,9 +178,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, resumed: bool = Fal
 
 def load_without_types(path: str | Path) -> Config:
     """The runtime's own sections of a run's config and none of its roles; nothing of the user's is imported, however broken it is."""
-    tree = read(Path(path)).tree
-    own = {name: tree[name] for name in ("run", "bus", "state") if tree.get(name) is not None}
-    return Config(BaseRoot(**own, actors={}), {}, {})
+    source = read(Path(path))
+    own = {name: source.tree[name] for name in ("run", "bus", "state") if source.tree.get(name) is not None}
+    source = source._replace(tree=own).filled_in()
+    return Config(BaseRoot(**source.tree, actors={}), {}, {}, source.filled)
 
 
 def from_mapping(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -179,7 +200,9 @@ def compose(source: ConfigSource, *, before: Tree | None = None) -> Config:
 
     `before` is the resolved tree of the run that goes on, if one does.
     """
-    tree = {key: value for key, value in source.tree.items() if value is not None}
+    written = {key: value for key, value in source.tree.items() if value is not None}
+    source = source._replace(tree=written).filled_in()
+    tree = source.tree
     if not tree.get("actors"):
         raise ConfigError(f"{source.file} names no actors. Add a section actors with a class for each role.")
     _check_classes(source, tree["actors"])
@@ -194,14 +217,15 @@ def compose(source: ConfigSource, *, before: Tree | None = None) -> Config:
         _check_role(source, role, classes)
     root_class = root_model(classes)
     if before is not None:
-        tree = _following(root_class, tree, before, source.overridden)
-    source = source._replace(tree=tree)
+        written = _following(root_class, written, before, source.overridden)
+        source = source._replace(tree=written).filled_in()
     config = _checked(source, root_class, classes)
     config.pooled = {
         Pool(role, name): _in_pool(source, root_class, classes, Pool(role, name), pool.set)
         for role, spec in roles.items()
         for name, pool in spec.pools.items()
     }
+    config.tree()  # refuses a variable where it can't be kept
     return config
 
 
@@ -211,7 +235,7 @@ def _checked(source: ConfigSource, root_class: type[BaseRoot], classes: Mapping[
     for role, spec in root.actors.items():
         _check_count(source, role, spec, classes[role], others=bool(root.bus.host))
     configs = {role: _actor_config(source, root, cls) for role, cls in classes.items()}
-    config = Config(root, classes, configs)
+    config = Config(root, classes, configs, source.filled)
     for cls in classes.values():
         try:
             cls.check(config)
@@ -355,6 +379,15 @@ def _validated(model: type[Any], tree: Mapping[str, Any], source: ConfigSource, 
         return model.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(sentences(error, source, root))) from error
+
+
+def _plain(value: Any) -> Any:
+    """As YAML has it: lists for tuples and sets, text for paths; keys keep their type."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(inner) for inner in cast("list[Any]", value)]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _named(annotation: object) -> str:

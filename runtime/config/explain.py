@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from runtime.config.source import MAX_SHOWN, ConfigSource, Keys
+from runtime.config.source import ConfigSource, Keys
 
 MAX_SENTENCES = 5
 
@@ -38,7 +38,7 @@ def sentences(error: ValidationError, source: ConfigSource, root: type[BaseModel
         if detail["type"] == "too_short" and _wrong_within(detail, details):
             continue  # an item that is wrong is not counted
         keys = tuple(str(part) for part in detail["loc"])
-        sentence = source.sentence(keys, _sentence(detail, keys, known))
+        sentence = source.sentence(keys, _sentence(detail, keys, known, source))
         if sentence not in found:
             found.append(sentence)
     return found[:MAX_SENTENCES]
@@ -50,8 +50,8 @@ def _wrong_within(outer: ErrorDetails, details: list[ErrorDetails]) -> bool:
     return any(len(detail["loc"]) > depth and detail["loc"][:depth] == outer["loc"] for detail in details)
 
 
-def _sentence(detail: ErrorDetails, keys: Keys, known: Mapping[Keys, FieldInfo]) -> str:
-    name = ".".join(keys)
+def _sentence(detail: ErrorDetails, keys: Keys, known: Mapping[Keys, FieldInfo], source: ConfigSource) -> str:
+    name, shown = ".".join(keys), source.shown(keys, detail["input"])
     if detail["type"] == "extra_forbidden":
         near = nearest(keys, known)
         if near:
@@ -68,11 +68,11 @@ def _sentence(detail: ErrorDetails, keys: Keys, known: Mapping[Keys, FieldInfo])
         reason += "" if reason.endswith("?") else "."
         return f"{name}: {reason}" if name else reason
     if detail["type"] in ("too_short", "too_long"):
-        return f"{name} is {_shown(detail['input'])}; it must have {_size(detail)}."
+        return f"{name} is {shown}; it must have {_size(detail)}."
     field = next((field for pattern, field in known.items() if _matched(keys, pattern) == pattern), None)
     wanted = allowed(field) if field is not None else _bound(detail)
     must = f"it must be {wanted}" if wanted else _plain(detail["msg"])
-    return f"{name} is {_shown(detail['input'])}; {must}."
+    return f"{name} is {shown}; {must}{_advice(detail)}."
 
 
 def nearest(keys: Keys, known: Collection[Keys]) -> Keys | None:
@@ -160,6 +160,11 @@ def _plain(message: str) -> str:
     return message[:1].lower() + message[1:].rstrip(".")
 
 
-def _shown(value: object) -> str:
-    text = "empty" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
+def _advice(detail: ErrorDetails) -> str:
+    """What would make of the value what was most likely meant."""
+    value = detail["input"]
+    if detail["type"] == "word_for_truth":
+        return detail.get("ctx", {}).get("advice", "")
+    if detail["type"] == "string_type" and isinstance(value, int | float | list):
+        return ". Put it in quotes"
+    return ""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +18,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from bus.address import parse_ports
+from bus.address import bare, parse_ports, spelt
+
+YES, NO = ("yes", "y", "on", "1", "t", "true"), ("no", "n", "off", "0", "f", "false")
+"""Words for true and false that other tools take."""
 
 
 class Section(BaseModel):
@@ -33,11 +36,21 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_for_a_number(cls, value: object, info: ValidationInfo) -> object:
-        """`steps: yes` is a slip, not 1."""
+    def _no_word_for_a_truth(cls, value: object, info: ValidationInfo) -> object:
+        """`steps: true` is a slip, not 1; and of the many words for yes and no, two are taken."""
         field = cls.model_fields.get(info.field_name or "")
-        if isinstance(value, bool) and field is not None and (field.annotation is int or field.annotation is float):
+        wanted: object = field.annotation if field is not None else None
+        if isinstance(value, bool) and wanted in (int, float):
             raise PydanticCustomError("bool_for_number", "it must be a number")
+        parts = (wanted, *get_args(wanted))
+        word = isinstance(value, str) and str not in parts
+        if bool in parts and not isinstance(value, bool) and (wanted is bool or word):
+            if value in ("true", "false"):
+                return value == "true"
+            meant = str(value).lower()
+            known = "true" if meant in YES else "false" if meant in NO else ""
+            advice = f". Write {known}" if known else ""
+            raise PydanticCustomError("word_for_truth", "it must be true or false", {"advice": advice})
         return value
 
 
@@ -65,11 +78,16 @@ class BusSection(Section):
     """Where the run is reached from other hosts; by default from nowhere."""
 
     host: str = ""
-    """Address of this host as other hosts reach it, such as 10.0.0.5. Needs keys: rubato keys new --run DIR."""
+    """Address of this host as other hosts reach it, such as 10.0.0.5 or fd00::5. Needs keys: rubato keys new --run DIR."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the gate that joining hosts come to; 0 takes one of `ports`."""
     ports: str = ""
     """Range from which every other port comes that a host opens, such as 31000-31100; empty lets the system choose."""
+
+    @field_validator("host")
+    @classmethod
+    def _is_spelt_for_a_port(cls, host: str) -> str:
+        return spelt(bare(host))
 
     @field_validator("ports")
     @classmethod

@@ -1,13 +1,14 @@
 """What the user wrote: a YAML file plus `key.sub=value` overrides, as one tree that remembers where each key stands."""
 
-import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-import yaml
-
+from bus.address import is_bracketed
+from runtime.config.variables import Filled, Unset, fill_tree, hidden, hides_of
+from runtime.config.yaml_core import NotYaml, locate, read_yaml, scalar
 from runtime.errors import ConfigError
 
 Keys = tuple[str, ...]
@@ -15,30 +16,53 @@ Tree = dict[str, Any]
 
 COMMAND_LINE = "command line"
 
-FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-"""YAML 1.1 takes 5e-4 for a string, for want of a dot; people write it and mean a number."""
+OPENING = ("[", "{", '"', "'")
+"""What a list, a mapping and quoted text begin with."""
 
 MAX_SHOWN = 60
 """Characters of a value that are quoted."""
 
 
 class ConfigSource(NamedTuple):
-    """The tree and, for error messages, the file, the line of each key in it, the keys that came from overrides, and below which it is."""
+    """The tree and, for error messages, the file, the line of each key in it, the keys that came from overrides, below which it is,
+    and what the environment gave.
+    """
 
     tree: Tree
     file: str
     lines: Mapping[Keys, int]
     overridden: frozenset[Keys] = frozenset()
     below: str = ""
+    filled: Mapping[str, Filled] = MappingProxyType({})
+    """What the environment gave to `tree`, by dotted key."""
 
     def sentence(self, keys: Keys, text: str) -> str:
         """`text`, led by where the key stands: the file, or the command line; the line number comes last."""
-        text = f"{self.below}: {text}" if self.below else text
+        text = self.hidden(f"{self.below}: {text}" if self.below else text)
         made = keys and keys not in self.lines and any(o[: len(keys)] == keys for o in self.overridden)
         if made or any(keys[: len(o)] == o for o in self.overridden):
             return f"{COMMAND_LINE}: {text}"
         line = next((self.lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.lines), 0)
         return f"{self.file}: {text}" + (f" (line {line})" if line else "")
+
+    def hidden(self, text: str) -> str:
+        """`text` without what the environment gave."""
+        return hidden(text, hides_of(self.filled.values()))
+
+    def shown(self, keys: Keys, value: object) -> str:
+        """`value` of `keys` in a few words: as it is written there, where the environment gave it."""
+        given = self.filled.get(".".join(keys))
+        text = "empty" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+        text = repr(given.raw) if given is not None else self.hidden(text)
+        return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
+
+    def filled_in(self) -> "ConfigSource":
+        """With its variables filled in from the environment. Raises ConfigError."""
+        try:
+            tree, filled = fill_tree(self.tree)
+        except Unset as error:
+            raise ConfigError(self.sentence(error.keys, str(error))) from None
+        return self._replace(tree=tree, filled=filled)
 
     def changed_by(self, changes: Mapping[str, Any], below: Keys) -> "ConfigSource":
         """A copy of `tree`, and `changes` of it, whose dotted keys stand `below` those: sentences about them say so.
@@ -48,7 +72,7 @@ class ConfigSource(NamedTuple):
         tree, num = deepcopy(self.tree), len(below)
         here = {_flat(keys[num:]): line for keys, line in self.lines.items() if keys[:num] == below}
         made = frozenset(_flat(keys[num:]) for keys in self.overridden if keys[:num] == below)
-        inner = ConfigSource(tree, self.file, here, made, ".".join(below))
+        inner = ConfigSource(tree, self.file, here, made, ".".join(below), self.filled)
         for name, value in changes.items():
             keys = tuple(name.split("."))
             try:
@@ -61,13 +85,6 @@ class ConfigSource(NamedTuple):
 def _flat(keys: Keys) -> Keys:
     """Keys of single names, where some hold several with dots."""
     return tuple(part for key in keys for part in key.split("."))
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that knows 5e-4."""
-
-
-cast("Any", _Loader).add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:
@@ -105,25 +122,17 @@ def _overridden(source: ConfigSource, overrides: Sequence[str]) -> ConfigSource:
 
 def parse(text: str, file: str) -> ConfigSource:
     """The tree that the YAML `text` holds; `file` names it in errors."""
-    lines: dict[Keys, int] = {}
-    loader = cast("Any", _Loader(text))  # its stubs are untyped
     try:
-        node = loader.get_single_node()
-        if node is None:
-            raise ConfigError(f"{file} is empty.")
-        _note_lines(node, (), lines, file)
-        tree = cast("object", loader.construct_document(node))
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f" (line {mark.line + 1})" if mark is not None else ""
-        raise ConfigError(f"{file}: not valid YAML: {error.problem or error.context}.{where}") from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{file}: not valid YAML: {error}.") from error
-    finally:
-        loader.dispose()
+        found = locate(text)
+    except NotYaml as error:
+        where = f" (line {error.line})" if error.line else ""
+        raise ConfigError(f"{file}: not valid YAML: {error}.{where}") from error
+    tree = found.value
+    if tree is None:
+        raise ConfigError(f"{file} is empty.")
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold sections of key: value pairs, not {_kind(tree)}.")
-    return ConfigSource(cast("Tree", tree), file, lines)
+    return ConfigSource(cast("Tree", tree), file, found.lines)
 
 
 class ChangedKey(NamedTuple):
@@ -161,10 +170,20 @@ def _parsed(override: str) -> tuple[Keys, Any]:
     keys = tuple(name.strip().split("."))
     if not equals or not all(keys):
         raise ConfigError(f"{override} is not of the form key.sub=value without spaces, e.g. staleness.alpha=1.")
+    return keys, _value(name, text.strip(" \t\r\n"))
+
+
+def _value(name: str, text: str) -> Any:
+    """Lists, mappings and quoted text as YAML has them; all else as it stands: a number, true, false, null, or text with whatever is in it."""
+    if not text.startswith(OPENING) or is_bracketed(text):
+        return scalar(text)
     try:
-        return keys, yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{COMMAND_LINE}: the value of {name} is not valid YAML: {text}") from error
+        return read_yaml(text)
+    except NotYaml as error:
+        raise ConfigError(
+            f"{COMMAND_LINE}: the value of {name} is not valid YAML: {text} ({error}). "
+            f"Text that begins with {text[0]} stands in quotes: {name}='\"…\"'"
+        ) from error
 
 
 def _set(tree: Tree, keys: Keys, value: Any, override: str) -> None:
@@ -176,20 +195,6 @@ def _set(tree: Tree, keys: Keys, value: Any, override: str) -> None:
             raise ConfigError(f"{COMMAND_LINE}: {override} can't be set: {'.'.join(keys[:depth])} is {_kind(inner)}.")
         tree = cast("Tree", inner)
     tree[keys[-1]] = value
-
-
-def _note_lines(node: yaml.Node, keys: Keys, lines: dict[Keys, int], file: str) -> None:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key_node, value_node in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
-        if key_node.tag == "tag:yaml.org,2002:merge":
-            continue
-        inner = (*keys, str(key_node.value))
-        line = key_node.start_mark.line + 1
-        if inner in lines:
-            raise ConfigError(f"{file}: {'.'.join(inner)} is given twice, on lines {lines[inner]} and {line}.")
-        lines[inner] = line
-        _note_lines(value_node, inner, lines, file)
 
 
 def _kind(value: object) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bus.address import is_loopback
+from bus.address import bare, is_loopback, spelt
 from bus.errors import AskFailed, BadAddress
 from runtime.config import Config, load
 from runtime.errors import ConfigError, ExitCode, LaunchError
@@ -183,7 +183,7 @@ class Launcher:
     def _host_address(self) -> str:
         """`bus.host`, if it is allowed. Raises LaunchError with what to do."""
         host = self._config.bus.host
-        if host in ("0.0.0.0", "*", "::", "[::]"):
+        if bare(host) in ("0.0.0.0", "*", "::"):
             raise LaunchError(
                 f"bus.host={host} is no address that another host could use. Name one of this host's own."
             )
@@ -417,7 +417,7 @@ def _own_address(there: str) -> str:
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((parts.hostname, parts.port or 1))
-            return _spelt(probe.getsockname()[0])
+            return spelt(probe.getsockname()[0])
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise LaunchError(
@@ -428,7 +428,7 @@ def _own_address(there: str) -> str:
 def _checked(host: str) -> str:
     """`--host`, if it is an address of this host that another one could use. Raises LaunchError."""
     try:
-        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else bare(host))
     except ValueError:
         raise LaunchError(f"--host {host} is no IP address. Name one of this host's own.") from None
     if address.is_unspecified:
@@ -441,9 +441,4 @@ def _checked(host: str) -> str:
         raise LaunchError(
             f"--host {host} is not an address of this host ({error.strerror}). Name one of its own."
         ) from error
-    return _spelt(str(address))
-
-
-def _spelt(address: str) -> str:
-    """As an address of the bus holds it."""
-    return f"[{address}]" if ":" in address else address
+    return spelt(str(address))

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
-import yaml
-
+from runtime.config.yaml_core import NotYaml, read_yaml
 from runtime.errors import LaunchError
 from runtime.launch.children import is_stopped
 from runtime.launch.folder import RunCard, is_held, is_up, read_card
@@ -166,13 +165,13 @@ def read_config(path: Path) -> dict[str, Any]:
     """The resolved config as plain data, parsed again only when it changed; empty where there is none or it can't be read."""
     try:
         return _parsed(path, path.stat().st_mtime_ns)
-    except (OSError, yaml.YAMLError):
+    except (OSError, NotYaml):
         return {}
 
 
 @lru_cache(maxsize=1)
 def _parsed(path: Path, _changed_ns: int) -> dict[str, Any]:
-    found: object = yaml.safe_load(path.read_text())
+    found: object = read_yaml(path.read_text())
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 

@@ -137,7 +137,7 @@ def read_run(folder: Path) -> Recording:
     """Raises ConfigError with one sentence where `folder` holds no run, too short a one, or damaged lines."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no run folder. Give the --run-dir of a launch.")
-    config = read(folder / "config.yaml").tree
+    config = read(folder / "config.yaml").filled_in().tree
     for role in ("engine", "env_manager", "trainer", "sample_buffer"):
         if role not in config.get("actors", {}):
             raise ConfigError(f"{folder}/config.yaml names no {role}: only whole jobs can be calibrated from.")

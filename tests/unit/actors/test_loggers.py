@@ -154,7 +154,7 @@ def test_a_port_that_is_taken_is_told_and_nothing_else_ends(endpoint, run):
     ("given", "sentence"),
     [
         ({"loggers": ["tensorbord"]}, "'tensorbord' is none of tensorboard, wandb, prometheus, and no path/to/file.py:Class. Did you mean tensorboard?"),
-        ({"prometheus_listen": "9108"}, "String should match pattern"),
+        ({"prometheus_listen": "9108"}, "'9108' must be a host and a port, like 127.0.0.1:7788 or [::1]:7788"),
     ],
 )  # fmt: skip
 def test_what_no_logger_can_be_is_refused(given, sentence):

@@ -2,7 +2,17 @@ import socket
 
 import pytest
 
-from bus.address import IPC_PATH_BYTES, Address, check_free, parse
+from bus.address import (
+    IPC_PATH_BYTES,
+    Address,
+    bare,
+    bind_listener,
+    check_free,
+    host_port,
+    is_loopback,
+    parse,
+    spelt,
+)
 from bus.errors import BadAddress
 
 
@@ -52,6 +62,7 @@ def test_tcp_beyond_this_host_is_refused_with_the_command_that_makes_keys(host):
         "tcp://127.0.0.1:1-65536",
         "tcp://127.0.0.1:٣",
         "tcp://:7788",
+        "tcp://::1:7788",
     ],
 )
 def test_malformed_addresses_are_refused(text):
@@ -95,3 +106,35 @@ def test_a_path_that_is_a_file_or_whose_folder_is_missing_is_refused(tmp_path):
     with pytest.raises(BadAddress, match="cannot be bound"):
         check_free(f"{tmp_path}/file/engine-1")
     check_free(f"{tmp_path}/free")
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("127.0.0.1:9108", "127.0.0.1", 9108),
+        ("localhost:0", "localhost", 0),
+        (":80", "", 80),
+        ("[::1]:9108", "::1", 9108),
+        ("[fe80::1%eth0]:1", "fe80::1%eth0", 1),
+    ],
+)
+def test_a_host_and_its_port_are_told_apart_and_spelt_together_again(text, host, port):
+    found = host_port(text)
+
+    assert found == (host, port)
+    assert f"{spelt(host)}:{port}" == text
+    assert bare(spelt(host)) == host
+
+
+@pytest.mark.parametrize(
+    "text", ["9108", "host", "::1:9108", "[::1]", "[::1]:", "[::1]:65536", "[::1]x:1", "[a]:1", "a:b", ""]
+)
+def test_what_names_no_host_with_a_port_is_refused(text):
+    with pytest.raises(BadAddress, match=r"must be a host and a port, like 127\.0\.0\.1:7788 or \[::1\]:7788"):
+        host_port(text)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
+def test_a_listener_takes_an_address_of_either_kind_in_brackets_or_without(host):
+    with bind_listener(host, 0) as listening, socket.create_connection(listening.getsockname()[:2], timeout=5):
+        assert is_loopback(listening.getsockname()[0])

@@ -1,5 +1,6 @@
 """Configuration: how sections compose, how values resolve, and what a mistake is answered with."""
 
+import math
 import textwrap
 
 import pytest
@@ -146,6 +147,72 @@ def test_a_dump_holds_every_default_and_loads_as_the_same(write, tmp_path):
     assert load(tmp_path / "config.yaml").dump() == config.dump()
 
 
+def test_free_form_values_are_the_same_for_the_launcher_and_for_who_reads_the_runs_own_config(write, tmp_path):
+    file = write(
+        CONFIG.replace(
+            "5e-4}",
+            "5e-4, extra: {at: 12:30:00, id: 010, is: no, day: 2026-11-25, top: .inf, map: {on: off, 1: a, '1': b, 2.5: c, ~: d}}}",
+        )
+    )
+
+    first = load(file, ["train.extra.text=a: b # c"])
+    (tmp_path / "config.yaml").write_text(first.dump())
+
+    extra = load(tmp_path / "config.yaml").section("train").extra
+    assert extra == first.section("train").extra
+    assert extra == {
+        "at": "12:30:00", "id": 10, "is": "no", "day": "2026-11-25", "top": math.inf,
+        "map": {"on": "off", 1: "a", "1": "b", 2.5: "c", None: "d"}, "text": "a: b # c",
+    }  # fmt: skip
+
+
+def test_a_variable_is_filled_in_from_the_environment_and_written_as_it_stands(write, tmp_path, monkeypatch):
+    file = write(
+        CONFIG.replace(
+            "5e-4}", "'${LR}', extra: {key: 'a-${KEY}', list: ['${KEY}'], other: '${NONE:-x}', text: '$${KEY}'}}"
+        )
+    )
+    monkeypatch.setenv("KEY", "hunter2: #")
+    monkeypatch.setenv("LR", "1e-3")
+
+    first = load(file, ["run.name=${NONE:-named}", "train.clip=${CLIP:-false}"])
+    (tmp_path / "config.yaml").write_text(first.dump())
+    again = load(tmp_path / "config.yaml")
+
+    for config in (first, again):
+        train = config.section("train")
+        assert (train.lr, train.clip, config.run.name) == (1e-3, False, "named")
+        assert train.extra == {"key": "a-hunter2: #", "list": ["hunter2: #"], "other": "x", "text": "${KEY}"}
+        assert "hunter2" not in config.dump()
+        assert config.tree()["train"]["extra"]["key"] == "a-${KEY}"
+        assert config.tree()["train"]["lr"] == "${LR}"
+
+
+def test_a_variable_that_is_not_set_is_refused_by_key_and_name(write, monkeypatch):
+    monkeypatch.delenv("KEY", raising=False)
+    file = write(CONFIG.replace("5e-4}", "5e-4, extra: {key: ['${KEY}']}}"))
+
+    assert refusal(file) == (
+        "job.yaml: train.extra.key.0 names ${KEY}, and the environment here has no KEY. "
+        "Set it, or write $${KEY} for the text itself. (line 8)"
+    )
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.dtype=${KEY}", "train.lr=${KEY}", "train.betas.x=${KEY}", "bus.ports=${KEY}", "run.x=${KEY}", "train=${KEY}", "run.name=a ${KEY}",
+     "actors.trainer.class=${KEY}", "actors.trainer.class=a.py:${KEY}", "actors.trainer.pools.a.set.train.lr=${KEY}", "actors.trainer.pools={'${KEY}': 1}",
+     "run={name: [1, '${KEY}']}"],
+)  # fmt: skip
+def test_no_mistake_shows_what_the_environment_gave(write, monkeypatch, override):
+    monkeypatch.setenv("KEY", "hun'ter\n2-is-a-very-long-secret-that-is-cut-where-values-are-shown-briefly")
+
+    told = refusal(write(), override)
+
+    assert "hun" not in told
+    assert "very-long" not in told
+
+
 def test_a_range_of_ports_that_is_too_narrow_for_the_job_is_refused(write):
     narrow = ["bus.host=127.0.0.1", "bus.ports=31000-31003"]
 
@@ -168,7 +235,7 @@ def test_an_empty_section_means_its_defaults(write):
             "job.yaml: staleness.alhpa is not a key. Did you mean staleness.alpha? (line 7)",
         ),
         (CONFIG + "alpha: 3\n", "job.yaml: alpha is not a key. Did you mean staleness.alpha? (line 9)"),
-        (CONFIG + "run: {}\n", "job.yaml: run is given twice, on lines 2 and 9."),
+        (CONFIG + "run: {}\n", "job.yaml: not valid YAML: run is given twice, on lines 2 and 9."),
         ("run: {name: a}", "job.yaml names no actors. Add a section actors with a class for each role."),
         ("actors: [1]", "job.yaml: actors is [1]; it must be key: value pairs. (line 1)"),
         ("- 1", "job.yaml must hold sections of key: value pairs, not a list."),
@@ -201,7 +268,16 @@ def test_a_mistake_in_the_file_is_one_sentence(write, text, said):
         ("bus.ports=31100-31000", "bus.ports: must be two ports from 1 to 65535 in order, such as 31000-31100."),
         ("bus.ports=many", "bus.ports: must be two ports from 1 to 65535 in order, such as 31000-31100."),
         ("run.name.x=1", "run.name.x=1 can't be set: run.name is the value 'small'."),
-        ("train.lr=[", "the value of train.lr is not valid YAML: ["),
+        (
+            "train.lr=[",
+            "the value of train.lr is not valid YAML: [ (expected the node content, but found '<stream end>'). "
+            "Text that begins with [ stands in quotes: train.lr='\"…\"'",
+        ),
+        ("train.clip=yes", "train.clip is 'yes'; it must be true or false. Write true."),
+        ("train.clip=OFF", "train.clip is 'OFF'; it must be true or false. Write false."),
+        ("train.clip=1", "train.clip is 1; it must be true or false. Write true."),
+        ("state.shared=no", "state.shared is 'no'; it must be true or false. Write false."),
+        ("run.dir=2026", "run.dir is 2026; it must be text. Put it in quotes."),
         ("actors.trainer={}", "actors.trainer.class is missing."),
         (
             "actors.node.class=a:B",
