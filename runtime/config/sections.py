@@ -28,7 +28,12 @@ class Section(BaseModel):
     """Base of every config section: frozen, unknown keys refused, each field documented by the string below it."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        populate_by_name=True,
+        allow_inf_nan=False,
+        validate_default=True,
     )
 
     follows: ClassVar[Mapping[str, str]] = {}
