@@ -96,7 +96,7 @@ class KeptTrajectories:
     def _write(self, trajectories: Iterable[Trajectory]) -> None:
         """What a kill leaves half written is passed over by readers."""
         for trajectory in trajectories:
-            self._folder.mkdir(exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
             ticket = trajectory.ticket
             lean = tuple(msgspec.structs.replace(segment, logprobs=b"") for segment in trajectory.segments)
             whole = msgspec.msgpack.encode(msgspec.structs.replace(trajectory, segments=lean))

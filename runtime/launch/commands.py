@@ -308,7 +308,7 @@ def _fresh_folder(name: str) -> Path:
     folder, number = Path("runs") / f"{name}-{stamp}", 1
     while True:
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(mode=0o700, parents=True)
         except FileExistsError:
             number += 1
             folder = folder.with_name(f"{name}-{stamp}-{number}")

@@ -148,7 +148,7 @@ class RunFolder:
             previous = None
         else:
             self._set_aside((CODE,) if update_code else (), "", copied=self.config)
-        (self.path / "logs").mkdir(exist_ok=True)
+        (self.path / "logs").mkdir(mode=0o700, exist_ok=True)
         if not self._embedded:
             self._sockets = _sockets(previous.sockets if same and previous else "")
         run_id = previous.id if previous else f"{self.path.name}-{secrets.token_hex(4)}"
@@ -185,6 +185,16 @@ class RunFolder:
         """Publish the card atomically, 0600."""
         write_private(self.card, card)
 
+    def open_to_others(self) -> str:
+        """A sentence where other users of this host may look into the folder; empty where it is its owner's alone."""
+        mode = self.path.stat().st_mode & 0o777
+        if not mode & 0o077:
+            return ""
+        return (
+            f"{self.path} was there before, and other users of this host may look into it (mode {mode:o}): samples, checkpoints and logs "
+            f"can be read. Close it with: chmod 700 {shlex.quote(str(self.path))}"
+        )
+
     def close(self) -> None:
         """Release the folder; the sockets go, everything else stays, and what was to be replaced is back unless `commit` came."""
         if self._sockets is not None:
@@ -207,7 +217,7 @@ class RunFolder:
         return previous
 
     def _take_lock(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_private(self.path)
         lock = (self.path / ".lock").open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -335,6 +345,18 @@ def is_held(folder: Path) -> bool:
     return False
 
 
+def make_private(folder: Path) -> None:
+    """Make it its owner's alone, and its parents as usual. One that was there is closed only while it is empty. Raises OSError."""
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        if not any(folder.iterdir()):
+            with suppress(PermissionError):  # another user's, who lets us write there
+                folder.chmod(0o700)
+
+
 def write_private(path: Path, content: msgspec.Struct) -> None:
     """Write `content` as JSON, atomically and 0600."""
     temporary = path.with_suffix(".tmp")
@@ -384,7 +406,7 @@ def make_keys(folder: Path, *, replace: bool = False) -> RunKeys:
 def write_keys(folder: Path, keys: RunKeys) -> None:
     """Atomically, 0600, in a folder that is made 0700 if it is new."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         write_private(folder / KEYS_FILE, keys)
     except OSError as error:
         raise LaunchError(f"the keys can't be written to {folder}: {error.strerror}.") from error

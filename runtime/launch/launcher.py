@@ -91,7 +91,7 @@ class Launcher:
             keep(self._folder.path / CODE, self._config.tree())
             self._folder.write(card)  # whoever resumes a launch that was killed from here on knows what to clear away
             self._console.say(f"rubato · run {self._folder.path.name} · {self._folder.path}")
-            for sentence in self._told:
+            for sentence in filter(None, (self._folder.open_to_others(), *self._told)):
                 self._console.notice(sentence)
             async with AsyncExitStack() as stack:
                 outcome = await self._serve(card, stack)

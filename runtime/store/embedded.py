@@ -160,7 +160,7 @@ class EmbeddedRedis:
 
     def _configure(self) -> Path:
         """Write the configuration, which holds the password, where only this user can read it."""
-        self._state.mkdir(parents=True, exist_ok=True)
+        self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._private is None:
             self._private = _private_folder(self._sockets)
         quoted = str(self._state).replace("\\", "\\\\").replace('"', '\\"')
