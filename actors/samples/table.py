@@ -8,8 +8,9 @@ from actors.messages.samples import PolicyState
 from actors.samples.group import UNKNOWN, Changes, Group, GroupLimits, Member, SampleEnd, Training
 from actors.samples.sample import group_id, split_id, trajectory_id
 
-ENDED_KEPT = 4096
-"""Groups whose end is remembered for puts that come again; older ones get `superseded`, which also means: forget it."""
+ENDED_KEPT = 32_768
+"""Samples whose end is remembered, whole groups of them, for puts that come again; older ones get `superseded`, which also means: forget it.
+One takes some 700 bytes of the buffer's memory."""
 
 
 class GroupTable:
@@ -34,6 +35,8 @@ class GroupTable:
         self.cancels: dict[tuple[str, int], list[tuple[str, int]]] = {}
         """Holder and its incarnation → trajectories and attempts that it runs in vain, and that nobody told it of yet."""
         self._ended: OrderedDict[str, Group] = OrderedDict()
+        self._num_ended = 0
+        """Members of those groups."""
         self._pending: list[tuple[bool, str, int]] = []
 
     def take_changes(self) -> Changes:
@@ -144,9 +147,10 @@ class GroupTable:
         self.trained.pop(group.id, None)
         self._release(group)
         self.changes.payloads |= dict.fromkeys(group.inline)
+        self._num_ended += len(group.members) if group.id not in self._ended else 0
         self._ended[group.id] = group
-        if len(self._ended) > ENDED_KEPT:
-            self._ended.popitem(last=False)
+        while self._num_ended > ENDED_KEPT and len(self._ended) > 1:
+            self._num_ended -= len(self._ended.popitem(last=False)[1].members)
         self._note(ends)
         self._changed(group)
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from actors.samples import table
 from actors.samples.group import NOTHING, Group, GroupLimits, Member, Receipt, SampleEnd, Training
 from actors.samples.groups import ROUNDS_KEPT, Groups
 from actors.samples.prompts import Mixture, Prompts
 from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch
-from actors.samples.table import ENDED_KEPT
 from actors.samples.tally import Tally
 from planning.epochs import Epochs, shuffled
 
@@ -314,15 +314,17 @@ def test_raising_in_another_step_begins_the_count_anew(groups):
     assert [groups.raised(step, epoch) for epoch, step in enumerate((1, 2, 1, 2), 1)] == [[]] * 4
 
 
-def test_only_the_newest_ended_groups_are_remembered(groups):
+def test_only_the_newest_ended_groups_are_remembered(groups, monkeypatch):
+    monkeypatch.setattr(table, "ENDED_KEPT", 40)
     (first, *_) = issue(groups)
     last = None
-    while len(groups._ended) < ENDED_KEPT or groups.settled_fate(first) != "superseded":
+    while groups.settled_fate(first) != "superseded":
         for group in [*groups.open()]:
             groups._end(group, group.discard("unused"))
         (last, *_) = issue(groups)
 
-    assert len(groups._ended) == ENDED_KEPT
+    remembered = sum(len(group.members) for group in groups._ended.values())
+    assert 40 - groups.limits.group_size < remembered <= 40
     for group in [*groups.open()]:
         groups._end(group, group.discard("unused"))
     assert groups.settled_fate(last) == "unused"
