@@ -1,12 +1,14 @@
-"""Whether this host has what `model` in the config asks for: a folder in HF format, as far as its file names tell, and a device."""
+"""Whether this host has what `model` in the config asks for: a folder in Hugging Face's format, read without its weights, and a device."""
 
 import math
+import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,13 +20,236 @@ NEEDED = ("config.json", "*.safetensors", "tokenizer.json")
 
 
 def check_model_folder(folder: Path, *, key: str = "model.path") -> None:
-    """Raises ConfigError, one sentence, for a folder that is missing or lacks a part; `key` of the config names it."""
+    """Raises ConfigError, one sentence, for a folder that holds no whole model, or one whose parts contradict each other; `key` of the
+    config names it. Blocks, reads headers alone, and a head only where the folder has two."""
     if not os.path.isdir(folder):  # unlike Path.is_dir, it takes a name too long for an answer
         raise ConfigError(f"model folder {folder} does not exist. Set {key} to a folder in HF format.")
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(
+            f"model folder {folder} holds an adapter (adapter_config.json), which is not built in: merge it into its base model, "
+            f"and set {key} to a folder with the whole."
+        )
     missing = [pattern for pattern in NEEDED if not any(folder.glob(pattern))]
     if missing:
         what = " and no ".join(missing)
+        for other in sorted(folder.glob("*.bin"))[:1] if "*.safetensors" in missing else ():
+            what += f" ({other.name} is not read: load it with transformers, and save_pretrained writes the other form)"
         raise ConfigError(f"model folder {folder} has no {what}. Set {key} to a folder in HF format.")
+    try:
+        raw, tensors = read_description(folder), read_tensors(folder)
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from None
+    if any(parts.get("quantization_config") for parts in (raw, text_part(raw))):
+        raise ConfigError(
+            f"model folder {folder} holds quantised weights (quantization_config in config.json), which can't be trained: "
+            f"set {key} to the folder that they were made from."
+        )
+    _check_head(folder, raw, tensors)
+    _check_tokens(folder, raw, tensors)
+
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+UNTIED = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose models have a head of their own where config.json does not say."""
+
+
+def _check_head(folder: Path, raw: Mapping[str, Any], tensors: "Mapping[str, StoredTensor]") -> None:
+    """Only of models that name their parts as Llama does."""
+    tied = raw.get("tie_word_embeddings", False if raw.get("model_type") in UNTIED else None)
+    if EMBED not in tensors or tied is None:
+        return
+    says = f"model folder {folder}: config.json says tie_word_embeddings={'true' if tied else 'false'}"
+    if not tied and HEAD not in tensors:
+        by_default = "" if "tie_word_embeddings" in raw else " by saying nothing of it"
+        raise ConfigError(
+            f"{says}{by_default}, but there is no {HEAD}, so the output head would be made up: set it to true if the head is the "
+            "embedding, or save the model again."
+        )
+    if tied and HEAD in tensors and not _same_values(tensors[HEAD], tensors[EMBED]):
+        raise ConfigError(
+            f"{says}, but {HEAD} differs from {EMBED}, and one of the two would be ignored: set it to false, or leave {HEAD} out."
+        )
+
+
+def _same_values(one: "StoredTensor", other: "StoredTensor") -> bool:
+    if (one.place.dtype, one.place.shape) != (other.place.dtype, other.place.shape):
+        return False
+    with one.file.open("rb") as left, other.file.open("rb") as right:
+        left.seek(one.place.begin)
+        right.seek(other.place.begin)
+        rest = one.place.end - one.place.begin
+        while rest > 0:
+            if (read := left.read(min(rest, 1 << 20))) != right.read(len(read)) or not read:
+                return False
+            rest -= len(read)
+    return True
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int] | list[Any] = {}
+
+
+class _Tokenizer(msgspec.Struct):
+    model: _Vocabulary
+    added_tokens: list[_AddedToken] = []
+
+
+def _check_tokens(folder: Path, raw: Mapping[str, Any], tensors: "Mapping[str, StoredTensor]") -> None:
+    """A token beyond the embedding would fail in the middle of a run. What is no tokenizer.json is told by who reads it."""
+    path = folder / "tokenizer.json"
+    try:
+        if path.stat().st_size > LARGEST_BESIDE:
+            return
+        found = msgspec.json.decode(path.read_bytes(), type=_Tokenizer)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return
+    vocab = found.model.vocab
+    ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1]
+    last = max([*ids, *(token.id for token in found.added_tokens)], default=-1)
+    rows = tensors[EMBED].place.shape[0] if EMBED in tensors else text_part(raw).get("vocab_size")
+    if isinstance(rows, int) and last >= rows:
+        raise ConfigError(
+            f"model folder {folder}: tokenizer.json has tokens up to id {last}, but the model's embedding has {rows} rows: take the "
+            "tokenizer that belongs to it, or resize the embedding and save the model again."
+        )
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The config.json of a model folder. Raises ValueError, one sentence. Blocks."""
+    path = folder / "config.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        raise ValueError(f"there is no {path}: check model.path, or prepare the base model first") from None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} can't be read as a model config: {error}") from None
+
+
+def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of the language model, which in one that sees or hears too stands apart."""
+    inner = raw.get("text_config")
+    return inner if isinstance(inner, dict) else raw
+
+
+def most_positions(raw: Mapping[str, Any], otherwise: int = 0) -> int:
+    """Tokens that a sequence may have, by config.json; `otherwise` where it does not say. Raises ValueError where it says nonsense."""
+    raw = text_part(raw)
+    told = raw.get("max_position_embeddings") or raw.get("n_positions") or otherwise
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    try:
+        kind, factor = scaling.get("rope_type", scaling.get("type", "default")), float(scaling.get("factor") or 1.0)
+        if kind == "yarn":
+            told = scaling.get("original_max_position_embeddings") or told
+        return int(told * factor) if kind in ("linear", "dynamic", "yarn") else int(told)
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        raise ValueError(f"max_position_embeddings={told!r} with rope {scaling!r} is no number of positions") from None
+
+
+# -- safetensors --------------------------------------------------------------------------------------------------
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit the safetensors format itself sets."""
+
+ITEM_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Element sizes of the types weights come in."""
+
+
+class TensorPlace(NamedTuple):
+    """Where one tensor lies: `begin` and `end` are byte offsets in the whole image."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class StoredTensor(NamedTuple):
+    """Which file of a model folder has it, and where."""
+
+    file: Path
+    place: TensorPlace
+
+
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def read_header(image: memoryview, source: str) -> dict[str, TensorPlace]:
+    """Where each tensor of an image lies, by name. Raises ValueError, naming `source`, when the image is malformed or truncated."""
+    if len(image) < 8:
+        raise ValueError(f"{source} is not a safetensors image: it has only {len(image)} bytes")
+    size = int.from_bytes(image[:8], "little")
+    if not 2 <= size <= min(MAX_HEADER_BYTES, len(image) - 8):
+        raise ValueError(f"{source} is not a safetensors image: its header would have {size} bytes of {len(image)}")
+    try:
+        raw = msgspec.json.decode(image[8 : 8 + size], type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        found = {name: msgspec.json.decode(value, type=_Tensor) for name, value in raw.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{source} is not a safetensors image: its header can't be read ({error})") from None
+    return {name: _place(name, tensor, 8 + size, len(image), source) for name, tensor in found.items()}
+
+
+def _place(name: str, tensor: _Tensor, base: int, total: int, source: str) -> TensorPlace:
+    begin, end = tensor.data_offsets
+    item = ITEM_BYTES.get(tensor.dtype)
+    if item is None:
+        raise ValueError(f"{source}: {name} has type {tensor.dtype}; weights are one of {', '.join(ITEM_BYTES)}")
+    if not 0 <= begin <= end <= total - base or end - begin != item * math.prod(tensor.shape):
+        raise ValueError(f"{source}: {name} {list(tensor.shape)} does not lie within the image; it may be truncated")
+    return TensorPlace(tensor.dtype, tensor.shape, base + begin, base + end)
+
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a folder's weights, as transformers picks them. Raises ValueError, one sentence. Blocks."""
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    index = folder / INDEX
+    if not index.exists():
+        there = sorted(path.name for path in folder.glob("*.safetensors"))
+        but = f", only {there[0]}" if there else ""
+        raise ValueError(
+            f"{folder} holds no *.safetensors file of the name {WEIGHTS}, nor {INDEX}{but}: check model.path, or prepare the base "
+            "model first"
+        )
+    try:
+        named = sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f"{index} can't be read: {error}") from None
+    if gone := [name for name in named if not (folder / name).is_file()]:
+        raise ValueError(f"{folder} has no {gone[0]}, which {INDEX} names: fetch the model again")
+    return [folder / name for name in named]
+
+
+def map_file(path: Path) -> memoryview:
+    """Mapped read-only. Raises ValueError for an empty file. Blocks."""
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty: write the model again")
+    with path.open("rb") as opened:
+        return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def read_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Where each tensor of a model folder lies, by name. Raises ValueError, one sentence. Blocks, reads headers alone."""
+    found: dict[str, StoredTensor] = {}
+    for file in weight_files(folder):
+        header = read_header(map_file(file), str(file))
+        found |= {name: StoredTensor(file, place) for name, place in header.items()}
+    return found
 
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ckpt", ".onnx"}

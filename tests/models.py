@@ -12,7 +12,16 @@ WORDS = ["<pad>", "<eos>", *(f"w{i}" for i in range(VOCAB - 2))]
 def write_model(folder: Path, family: str = "qwen3", *, seed: int = 0, vocab_size: int = VOCAB) -> Path:
     """A two-layer decoder with lively weights, and a word-level tokenizer."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     shape = {
         "vocab_size": vocab_size,
@@ -22,7 +31,7 @@ def write_model(folder: Path, family: str = "qwen3", *, seed: int = 0, vocab_siz
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 1024,
         "eos_token_id": 1,
         "pad_token_id": 0,
         "bos_token_id": None,
@@ -30,6 +39,10 @@ def write_model(folder: Path, family: str = "qwen3", *, seed: int = 0, vocab_siz
     torch.manual_seed(seed)
     if family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
+    elif family == "mistral":
+        model = MistralForCausalLM(MistralConfig(**shape, sliding_window=256))
+    elif family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**shape, use_sliding_window=False))
     else:
         scaling = {
             "rope_type": "llama3",

@@ -88,7 +88,8 @@ class Engine(Protocol):
     """
 
     async def start(self) -> None:
-        """Load the model as version 0. Raises EngineError with one sentence when it can't."""
+        """Load the model as version 0. Raises EngineError, one sentence, when it can't: the job ends with it. EngineDead, where another try
+        may fare better: it is started again."""
         ...
 
     def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:

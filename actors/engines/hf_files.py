@@ -1,17 +1,13 @@
-"""Reads a model in Hugging Face's format: its config.json, and safetensors images from a folder or a weights blob. Needs neither torch nor transformers."""
+"""What the built-in engine takes of a model in Hugging Face's format: its config.json, and the tensors that follow from it. Needs no torch."""
 
-import json
 import math
-import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
+from actors import model_folder
 from actors.engines.engine import EngineError
-
-FAMILIES = ("llama", "qwen2", "qwen3")
+from actors.model_folder import TensorPlace as TensorPlace
 
 
 class Rope(NamedTuple):
@@ -26,7 +22,7 @@ class Rope(NamedTuple):
 
 
 class ModelConfig(NamedTuple):
-    """A decoder of the Llama or Qwen family. Sizes are in elements."""
+    """A decoder of one of `FAMILIES`. Sizes are in elements."""
 
     family: str
     vocab_size: int
@@ -43,133 +39,243 @@ class ModelConfig(NamedTuple):
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
+    max_positions: int
+    window: int | None
+    """Tokens that some layer attends over; None: all."""
+
+
+class _Family(NamedTuple):
+    """What transformers takes where config.json does not say."""
+
+    max_positions: int
+    kv_heads: int = 0
+    """0: as many as heads."""
+    head_dim: int = 0
+    """0: the hidden size over the heads."""
+
+
+FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family(2048),
+    "mistral": _Family(131072, kv_heads=8),
+    "qwen2": _Family(32768, kv_heads=32),
+    "qwen3": _Family(32768, kv_heads=32, head_dim=128),
+}
+
+ROPES = ("default", "linear", "llama3")
 
 
 def read_config(folder: Path) -> ModelConfig:
     """Parse `folder`/config.json. Raises EngineError with one sentence when it is missing or the model is not supported."""
-    path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text())
-        return _parse(raw, path)
-    except FileNotFoundError:
-        raise EngineError(f"there is no {path}: check model.path, or prepare the base model first") from None
-    except (OSError, ValueError, TypeError) as error:
-        raise EngineError(f"{path} can't be read as a model config: {error}") from None
-    except KeyError as error:
-        raise EngineError(f"{path} lacks {error.args[0]!r}, which a decoder's config must have") from None
+        return _parse(_Described(folder / "config.json", model_folder.read_description(folder)))
+    except ValueError as error:
+        raise EngineError(str(error)) from None
 
 
-def _parse(raw: Mapping[str, Any], path: Path) -> ModelConfig:
-    family = raw.get("model_type", "")
-    if family not in FAMILIES:
-        raise EngineError(
-            f"{path}: model_type {family!r} is not one of {', '.join(FAMILIES)}; use engine.kind=vllm for it"
+class _Described(NamedTuple):
+    """A config.json, whose values are of the type that they are read as. Raises ValueError, one sentence."""
+
+    path: Path
+    raw: Mapping[str, Any]
+
+    def given(self, key: str, otherwise: Any = None) -> Any:
+        value = self.raw.get(key)
+        return otherwise if value is None else value
+
+    def size(self, key: str, otherwise: int = 0) -> int:
+        value = self.given(key, otherwise or None)
+        if value is None:
+            raise ValueError(f"{self.path} lacks {key!r}, which a decoder's config must have")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{self.path}: {key} is {value!r}; it must be a whole number above 0")
+        return value
+
+    def number(self, key: str, otherwise: float | None = None) -> float:
+        value = self.given(key, otherwise)
+        if value is None:
+            raise ValueError(f"{self.path} lacks {key!r}, which a model of its kind must have")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"{self.path}: {key} is {value!r}; it must be a number above 0")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.given(key, otherwise=False)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.path}: {key} is {value!r}; it must be true or false")
+        return value
+
+    def refused(self, what: str) -> ValueError:
+        return ValueError(f"{self.path}: {what}; use engine.kind=vllm for this model")
+
+
+def _parse(described: _Described) -> ModelConfig:
+    family, raw = described.given("model_type", ""), described.raw
+    if "text_config" in raw:
+        raise described.refused(
+            f"model_type {family!r} is a language model within another (text_config), which is not built in"
         )
-    if raw.get("hidden_act", "silu") != "silu":
-        raise EngineError(f"{path}: hidden_act {raw['hidden_act']!r} is not silu; use engine.kind=vllm for this model")
-    if raw.get("use_sliding_window"):
-        raise EngineError(f"{path}: sliding-window attention is not built in; use engine.kind=vllm for this model")
-    heads = int(raw["num_attention_heads"])
-    bias = bool(raw.get("attention_bias", False))
-    return ModelConfig(
+    if family not in FAMILIES:
+        raise described.refused(
+            f"model_type {family!r} is not one of {', '.join(FAMILIES)}, which the built-in engine takes"
+        )
+    if (act := described.given("hidden_act", "silu")) not in ("silu", "swish"):
+        raise described.refused(f"hidden_act {act!r} is not silu")
+    heads, otherwise = described.size("num_attention_heads"), FAMILIES[family]
+    hidden = described.size("hidden_size")
+    bias = described.flag("attention_bias") and family in ("llama", "qwen3")
+    kv_heads = heads if "num_key_value_heads" in raw else otherwise.kv_heads or heads
+    config = ModelConfig(
         family,
-        vocab_size=int(raw["vocab_size"]),
-        hidden_size=int(raw["hidden_size"]),
-        intermediate_size=int(raw["intermediate_size"]),
-        num_layers=int(raw["num_hidden_layers"]),
+        vocab_size=described.size("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=described.size("intermediate_size"),
+        num_layers=described.size("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
-        rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_rope(raw, path),
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        num_kv_heads=described.size("num_key_value_heads", kv_heads),
+        head_dim=described.size("head_dim", otherwise.head_dim or hidden // heads),
+        rms_eps=described.number("rms_norm_eps", 1e-6),
+        rope=_rope(described),
+        tied=described.flag("tie_word_embeddings"),
         qk_norm=family == "qwen3",
         qkv_bias=bias or family == "qwen2",
-        out_bias=bias and family != "qwen2",
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        out_bias=bias,
+        mlp_bias=described.flag("mlp_bias") and family == "llama",
+        max_positions=model_folder.most_positions(raw, otherwise.max_positions),
+        window=_window(described, family),
     )
+    if config.head_dim % 2 or heads % config.num_kv_heads:
+        raise ValueError(
+            f"{described.path}: head_dim {config.head_dim} must be even, and num_attention_heads {heads} a multiple of "
+            f"num_key_value_heads {config.num_kv_heads}"
+        )
+    return config
 
 
-def _rope(raw: Mapping[str, Any], path: Path) -> Rope:
+def _window(described: _Described, family: str) -> int | None:
+    """Of the layers that attend over a sliding window, as transformers decides which do."""
+    kinds = described.given("layer_types", [])
+    if not isinstance(kinds, list) or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+        raise described.refused(f"layer_types {kinds!r} are not full_attention alone")
+    if family == "llama" or (
+        family == "mistral" and "sliding_window" in described.raw and described.raw["sliding_window"] is None
+    ):
+        return None
+    window = described.size("sliding_window", 4096)
+    if family == "mistral":
+        return window
+    slides = "sliding_attention" in kinds
+    if not kinds:
+        slides = described.size("num_hidden_layers") > described.given("max_window_layers", 28)
+    return window if slides and described.flag("use_sliding_window") else None
+
+
+def _rope(described: _Described) -> Rope:
     """transformers 5 writes `rope_parameters`; older versions `rope_theta` and `rope_scaling`."""
-    scaling: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    scaling = described.given("rope_scaling") or described.given("rope_parameters") or {}
+    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
+        raise described.refused(f"rope parameters {scaling!r} differ from layer to layer")
+    inner = _Described(described.path, {"rope_theta": described.given("rope_theta", 10000.0), **scaling})
+    kind, theta = inner.given("rope_type", inner.given("type", "default")), inner.number("rope_theta")
+    if inner.given("partial_rotary_factor", described.given("partial_rotary_factor", 1.0)) != 1.0:
+        raise described.refused("partial_rotary_factor is not 1, and rotating a part of each head is not built in")
+    if kind not in ROPES:
+        raise described.refused(f"rope type {kind!r} is not one of {', '.join(ROPES)}")
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
-        return Rope(theta, kind, float(scaling["factor"]))
-    if kind != "llama3":
-        raise EngineError(
-            f"{path}: rope type {kind!r} is not one of default, linear, llama3; use engine.kind=vllm for it"
-        )
-    return Rope(
-        theta,
-        kind,
-        float(scaling["factor"]),
-        float(scaling["low_freq_factor"]),
-        float(scaling["high_freq_factor"]),
-        int(scaling["original_max_position_embeddings"]),
-    )
+        return Rope(theta, kind, inner.number("factor"))
+    low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+    original = inner.size("original_max_position_embeddings", described.given("max_position_embeddings", 0))
+    return Rope(theta, kind, inner.number("factor"), low, high, original)
 
 
-# -- safetensors ------------------------------------------------------------------------------------------------------
-
-MAX_HEADER_BYTES = 100_000_000
-"""The limit the safetensors format itself sets."""
-
-ITEM_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Element sizes of the types weights come in."""
-
-
-class TensorPlace(NamedTuple):
-    """Where one tensor lies: `begin` and `end` are byte offsets in the whole image."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-class _Tensor(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+# -- weights ------------------------------------------------------------------------------------------------------
 
 
 def read_header(image: memoryview, source: str) -> dict[str, TensorPlace]:
-    """Tensor name → Entry. Raises EngineError, naming `source`, when the image is malformed or truncated."""
-    if len(image) < 8:
-        raise EngineError(f"{source} is not a safetensors image: it has only {len(image)} bytes")
-    size = int.from_bytes(image[:8], "little")
-    if not 2 <= size <= min(MAX_HEADER_BYTES, len(image) - 8):
-        raise EngineError(f"{source} is not a safetensors image: its header would have {size} bytes of {len(image)}")
+    """Where each tensor of an image lies, by name. Raises EngineError, naming `source`, when the image is malformed or truncated."""
     try:
-        raw = msgspec.json.decode(image[8 : 8 + size], type=dict[str, msgspec.Raw])
-        raw.pop("__metadata__", None)
-        found = {name: msgspec.json.decode(value, type=_Tensor) for name, value in raw.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise EngineError(f"{source} is not a safetensors image: its header can't be read ({error})") from None
-    return {name: _entry(name, tensor, 8 + size, len(image), source) for name, tensor in found.items()}
-
-
-def _entry(name: str, tensor: _Tensor, base: int, total: int, source: str) -> TensorPlace:
-    begin, end = tensor.data_offsets
-    item = ITEM_BYTES.get(tensor.dtype)
-    if item is None:
-        raise EngineError(f"{source}: {name} has type {tensor.dtype}; weights are one of {', '.join(ITEM_BYTES)}")
-    if not 0 <= begin <= end <= total - base or end - begin != item * math.prod(tensor.shape):
-        raise EngineError(f"{source}: {name} {list(tensor.shape)} does not lie within the image; it may be truncated")
-    return TensorPlace(tensor.dtype, tensor.shape, base + begin, base + end)
+        return model_folder.read_header(image, source)
+    except ValueError as error:
+        raise EngineError(str(error)) from None
 
 
 def folder_images(folder: Path) -> Iterator[tuple[str, memoryview]]:
-    """Each *.safetensors file of a model folder, mapped read-only. Raises EngineError when there is none."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise EngineError(f"{folder} holds no *.safetensors file: check model.path, or prepare the base model first")
-    for file in files:
-        if not file.stat().st_size:
-            raise EngineError(f"{file} is empty: write the model again")
-        with file.open("rb") as opened:
-            yield str(file), memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+    """Each file of a model folder that holds weights, mapped read-only. Raises EngineError when there is none."""
+    try:
+        for file in model_folder.weight_files(folder):
+            yield str(file), model_folder.map_file(file)
+    except ValueError as error:
+        raise EngineError(str(error)) from None
+
+
+# -- what fits --------------------------------------------------------------------------------------------------------
+
+
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the engine computes with, by its name in a model folder."""
+    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
+    widths = {"q": config.num_heads * d, "k": config.num_kv_heads * d, "v": config.num_kv_heads * d}
+    shapes: dict[str, tuple[int, ...]] = {model_folder.EMBED: (config.vocab_size, e), "model.norm.weight": (e,)}
+    if not config.tied:
+        shapes[model_folder.HEAD] = (config.vocab_size, e)
+    for at in (f"model.layers.{i}." for i in range(config.num_layers)):
+        shapes |= {f"{at}input_layernorm.weight": (e,), f"{at}post_attention_layernorm.weight": (e,)}
+        shapes |= {f"{at}self_attn.{x}_proj.weight": (width, e) for x, width in widths.items()}
+        shapes |= {f"{at}self_attn.{x}_proj.bias": (width,) for x, width in widths.items() if config.qkv_bias}
+        shapes |= {f"{at}self_attn.{x}_norm.weight": (d,) for x in "qk" if config.qk_norm}
+        shapes[f"{at}self_attn.o_proj.weight"] = (e, widths["q"])
+        sizes = {"gate": (f, e), "up": (f, e), "down": (e, f)}
+        shapes |= {f"{at}mlp.{x}_proj.weight": size for x, size in sizes.items()}
+        shapes |= {f"{at}mlp.{x}_proj.bias": size[:1] for x, size in sizes.items() if config.mlp_bias}
+        if config.out_bias:
+            shapes[f"{at}self_attn.o_proj.bias"] = (e,)
+    return shapes
+
+
+def check_fits(folder: Path, max_len: int) -> None:
+    """Raises EngineError, one sentence, for a model that the built-in engine would not compute as its folder describes it, in sequences of up
+    to `max_len` tokens. Blocks, reads headers alone."""
+    config = read_config(folder)
+    check_length(config, max_len, folder)
+    try:
+        tensors = model_folder.read_tensors(folder)
+    except ValueError as error:
+        raise EngineError(str(error)) from None
+    wanted = shapes_of(config)
+    for name, shape in wanted.items():
+        if name not in tensors:
+            raise EngineError(
+                f"{folder} lacks {name}, which its config.json asks for: it belongs to another model, or is incomplete"
+            )
+        if (found := tensors[name].place.shape) != shape:
+            raise EngineError(f"{folder}: {name} has shape {list(found)}, but its config.json needs {list(shape)}")
+    known = {*wanted, model_folder.HEAD}
+    for name in tensors:
+        if name.startswith("model.") and name not in known and not name.endswith(COMPUTED):
+            raise EngineError(
+                f"{folder}: its config.json has no place for {name}, which would be ignored: correct config.json, or save the model again"
+            )
+
+
+COMPUTED = ".rotary_emb.inv_freq"
+"""Old folders store it; it follows from config.json."""
+
+
+def check_length(config: ModelConfig, max_len: int, folder: Path) -> None:
+    """Raises EngineError, one sentence, where sequences of `max_len` tokens are longer than the model, or the engine, takes."""
+    check_positions(config.max_positions, max_len, folder)
+    if config.window is not None and max_len > config.window:
+        raise EngineError(
+            f"{folder}: the model attends over a sliding_window of {config.window} tokens, which is not built in, and engine.max_len is "
+            f"{max_len}: set engine.max_len to {config.window} or less, or engine.kind=vllm"
+        )
+
+
+def check_positions(most: int, max_len: int, folder: Path) -> None:
+    """Raises EngineError, one sentence, where `max_len` is above the model's `most` positions; 0: nobody knows."""
+    if most and max_len > most:
+        raise EngineError(
+            f"{folder}: the model has {most} positions (max_position_embeddings in config.json), and engine.max_len is {max_len}: "
+            f"set engine.max_len to {most} or less"
+        )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.engines.engine import EngineError
+from actors.engines.engine import EngineDead, EngineError
 from actors.engines.hf_files import ModelConfig, Rope, read_header
 from actors.engines.scheduler import Row
 
@@ -192,7 +192,9 @@ class KVCache:
             self._table = torch.zeros(2, config.num_layers, num_slots * max_len, width, device=device, dtype=dtype)
         except RuntimeError as error:
             size_gb = 2 * config.num_layers * num_slots * max_len * width * dtype.itemsize / 1e9
-            raise EngineError(
+            # On a GPU another process may give its memory back in a moment.
+            refused = EngineError if device.type == "cpu" else EngineDead
+            raise refused(
                 f"a KV cache of {size_gb:.1f} GB does not fit: lower engine.num_slots or engine.max_len ({error})"
             ) from None
         self._max_len = max_len

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actors.config import ModelSection
 from actors.engines.engine import Cache, EngineError
-from actors.engines.hf_files import ModelConfig, folder_images, read_config
+from actors.engines.hf_files import ModelConfig, check_length, folder_images, read_config
 from actors.engines.model import (
     AttentionShape,
     KVCache,
@@ -50,6 +50,7 @@ class ModelRunner:
         """Read an HF model folder. Raises EngineError with one sentence when files are missing or do not fit."""
         torch.set_num_threads(model.torch_threads)
         config = read_config(folder)
+        check_length(config, section.max_len, folder)
         device = torch.device(pick_device(model.device, torch.cuda.device_count()))
         dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         tensors = {n: t for source, image in folder_images(folder) for n, t in tensors_of(image, source).items()}

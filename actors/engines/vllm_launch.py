@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import ModelSection
-from actors.engines.engine import VLLM_MISSING, EngineError
+from actors.engines.engine import VLLM_MISSING, EngineDead, EngineError
 from actors.engines.section import EngineSection
 from actors.engines.vllm_weights import EXTENSION, OWNER
+from runtime.errors import PERMANENT
 
 CPU_KV_BYTES = 1 << 30
 """KV cache on CPU, where vLLM would else take most of the machine's memory; untouched pages cost nothing."""
@@ -73,7 +74,8 @@ def launch(folder: Path, model: ModelSection, section: EngineSection) -> Any:
     except EngineError:
         raise
     except Exception as error:  # vLLM raises what its many parts raise
-        raise EngineError(f"vLLM could not load {folder}: {first_line(error)}") from error
+        refused = EngineError if isinstance(error, PERMANENT) else EngineDead
+        raise refused(f"vLLM could not load {folder}: {first_line(error)}") from error
 
 
 def arguments(folder: Path, model: ModelSection, section: EngineSection) -> Any:

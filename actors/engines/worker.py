@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
+import os
 from collections import deque
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from actors.cluster import ClusterSection
 from actors.config import CUDA, ModelSection, WeightsSection
 from actors.engines.caches import Caches
 from actors.engines.engine import CACHE, ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, EngineError, Work, require
+from actors.engines.hf_files import check_fits, check_positions
 from actors.engines.moves import CacheSource, Departures, Parked
 from actors.engines.orders import Orders
 from actors.engines.pace import modelled
@@ -39,7 +41,7 @@ from actors.messages.generation import (
 )
 from actors.messages.moves import AbortMove, MovePrepared, NotMoved, PrepareMove, TakeMove
 from actors.messages.weights import HoldWeights, WeightsHeld, WeightsPublished, WeightsTaken
-from actors.model_folder import check_device, check_model_folder, may_use_cuda
+from actors.model_folder import check_device, check_model_folder, may_use_cuda, most_positions, read_description
 from actors.requests import SharedRequest, SharedRequests, in_task
 from bus.errors import AskFailed, NotSent
 from bus.message import Ack, unpack_i32
@@ -47,7 +49,7 @@ from runtime.actor import handler
 from runtime.blobs.blob import BlobInfo
 from runtime.config import ActorConfig
 from runtime.config import Config as Job
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, said_by
 from runtime.importer import check_module, load_object
 from runtime.kernel import Kernel
 
@@ -142,9 +144,18 @@ class EngineWorker(CacheSource):
 
     @classmethod
     def preflight(cls, config: Any, folder: Path) -> None:
-        """An engine with a model needs its weights."""
-        if config.engine.kind in ENGINES and config.engine.kind != "scripted":
-            check_model_folder(folder / config.model.path)
+        """An engine with a model needs its weights, and must compute it as the folder says. One of the user's own knows what it takes."""
+        section, model = config.engine, folder / config.model.path
+        if section.kind not in ("torch", "vllm"):
+            return
+        check_model_folder(model)
+        try:
+            if section.kind == "torch":
+                check_fits(model, section.max_len)
+            elif "hf_overrides" not in section.vllm and "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in os.environ:
+                check_positions(most_positions(read_description(model)), section.max_len, model)
+        except (EngineError, ValueError) as error:
+            raise ConfigError(f"{error}.") from None
 
     @classmethod
     def preload(cls, config: Any) -> tuple[str, ...] | None:
@@ -183,14 +194,9 @@ class EngineWorker(CacheSource):
     async def on_start(self) -> None:
         """Load the base model, then go to the newest published weights, if any: a late joiner takes the same path."""
         section = self.config.engine
-        build: Any = await self.offload(load_object, ENGINES.get(section.kind, section.kind))
         by_rings = self.config.weights.broadcast == "rings"
         blobs = HostWeights(self, by_rings=by_rings)
-        self._engine = engine = build(self.run.folder / self.config.model.path, self.config.model, section)
-        if section.serves != "both":
-            require(engine, CACHE)
-        self.log.info("model_loads")
-        await engine.start()
+        engine = await self._loaded(section)
         await self._orders.begin(engine)
         self._weights = weights = WeightsPuller(engine, blobs, self, self._swapped, self._orders.weight_sync)
         await weights.pull()
@@ -200,6 +206,27 @@ class EngineWorker(CacheSource):
         self._gauging = self.spawn(self._gauge(), name=f"{self.name}.load")
         paced = {} if section.pace is None else {"pace": section.pace.model_dump()}
         self.log.info("engine_started", engine=section.kind, version=weights.version, **paced)
+
+    async def _loaded(self, section: EngineSection) -> Engine:
+        """The engine, with the base model. Raises ConfigError for what its next start would meet again: it is not started again then."""
+        build: Any = await self.offload(load_object, ENGINES.get(section.kind, section.kind))
+        try:
+            self._engine = engine = build(self.run.folder / self.config.model.path, self.config.model, section)
+        except Exception as error:
+            raise ConfigError(f"engine.kind={section.kind} raised in its constructor: {said_by(error)}") from error
+        try:
+            if section.serves != "both":
+                require(engine, CACHE)
+            self.log.info("model_loads")
+            await engine.start()
+        except Exception as error:
+            self._engine = None
+            with contextlib.suppress(Exception):  # why it did not start is what counts
+                await engine.stop()
+            if isinstance(error, EngineError) and not isinstance(error, EngineDead):
+                raise ConfigError(str(error)) from error
+            raise
+        return engine
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         """Somebody who has the weights may be back."""

@@ -9,10 +9,11 @@ from zlib import crc32
 
 from actors.config import ModelSection
 from actors.engines.engine import CAPABILITIES, Cache, Chunk, EngineDead, EngineError, EngineLoad, Work, check_level
-from actors.engines.hf_files import read_config, read_header
+from actors.engines.hf_files import read_header
 from actors.engines.pace import unpaced
 from actors.engines.scheduler import Sequence, bits, check, key_of
 from actors.engines.section import EngineSection
+from actors.model_folder import vocab_size_of
 from bus.message import pack_i32
 
 
@@ -55,8 +56,7 @@ class ScriptedEngine:
         self._updating = asyncio.Lock()
 
     async def start(self) -> None:
-        if (self._folder / "config.json").exists():
-            self._vocab_size = read_config(self._folder).vocab_size
+        self._vocab_size = vocab_size_of(self._folder) or self._vocab_size
         self._alive = True
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:

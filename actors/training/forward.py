@@ -45,12 +45,21 @@ def read_model(folder: Path, dtype: str, device: torch.device) -> Any:
 
     transformers_logging.disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
+            output_loading_info=True,
         )
-        model = model.to(device).eval()
+        model, told = loaded[0].to(device).eval(), loaded[1]
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise TrainError(f"model folder {folder} can't be loaded: {str(error).splitlines()[0]}") from error
+    if made_up := sorted(told["missing_keys"]):
+        more = f" and {len(made_up) - 1} more" if len(made_up) > 1 else ""
+        raise TrainError(
+            f"model folder {folder} lacks {made_up[0]}{more}, which would be made up: save the whole model again"
+        )
     ids_BT = torch.arange(4, device=device).unsqueeze(0)
     with torch.no_grad():
         hidden_BTD = model.base_model(ids_BT, use_cache=False).last_hidden_state

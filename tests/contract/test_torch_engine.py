@@ -40,9 +40,11 @@ def difference(folder, work, tokens) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("max_batch_tokens", [7, 2048])
-async def test_both_families_agree_with_transformers_even_when_prefill_is_cut(tmp_path, family, max_batch_tokens):
+@pytest.mark.parametrize(
+    ("family", "max_batch_tokens"),
+    [("qwen3", 7), ("qwen3", 2048), ("llama", 7), ("llama", 2048), ("mistral", 2048), ("qwen2", 2048)],
+)
+async def test_every_family_agrees_with_transformers_even_when_prefill_is_cut(tmp_path, family, max_batch_tokens):
     folder = write_model(tmp_path, family)
     engine = await started(folder, max_batch_tokens=max_batch_tokens)
     works = [Work(f"r{i}", "", tuple(range(2, 30 + 10 * i)), Sampling(12)) for i in range(6)]
@@ -173,6 +175,13 @@ async def test_a_weights_image_of_another_shape_is_refused_by_name(tmp_path):
     with pytest.raises(EngineError, match=r"embed_tokens.weight has shape \[101, 64\]"):
         await engine.update(1, other)
     await engine.stop()
+
+
+async def test_a_window_shorter_than_sequences_is_refused_and_never_ignored(tmp_path):
+    folder = write_model(tmp_path, "mistral")
+
+    with pytest.raises(EngineError, match="sliding_window of 256"):
+        await started(folder, max_len=257)
 
 
 @pytest.mark.parametrize(

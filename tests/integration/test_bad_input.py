@@ -504,11 +504,11 @@ BAD_CHANGES = [
 @pytest.mark.parametrize("dry", [True, False])
 @pytest.mark.parametrize(("changes", "sentence"), BAD_CHANGES)
 def test_a_run_that_is_resumed_with_a_mistake_stays_as_it_was(
-    changes, sentence, dry, stopped, place, monkeypatch, capsys
+    changes, sentence, dry, stopped, place, model, monkeypatch, capsys
 ):
     monkeypatch.chdir(place)
     shutil.copytree(place / "headless", place / "other")
-    (place / "other" / "model.safetensors").touch()
+    shutil.copy(model / "model.safetensors", place / "other")
     (place / "other" / "tokenizer.json").write_text("{}")
     before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
 
