@@ -53,8 +53,8 @@ def check_all(checks: Iterable[Callable[[], None]]) -> None:
 
 
 PERMANENT = (
-    ConfigError, ImportError, SyntaxError, ValueError, TypeError, AttributeError, LookupError, FileNotFoundError, NotADirectoryError,
-    IsADirectoryError, PermissionError,
+    ConfigError, ImportError, SyntaxError, ValueError, TypeError, AttributeError, LookupError, NameError, ArithmeticError, AssertionError,
+    NotImplementedError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError,
 )  # fmt: skip
 """What an actor that has never been ready would meet again at its next start."""
 

@@ -114,6 +114,28 @@ def test_an_actor_that_can_never_start_ends_the_job_at_once(raises, place):
     assert "restarting" not in ended.out
 
 
+ENGINES = {
+    "class Engine:\n    def __init__(self, *given):\n        raise RuntimeError('no such kernel')": (
+        "mine.py:Engine raised in its constructor: RuntimeError: no such kernel"
+    ),
+    "from actors.engines.engine import EngineError\n\nclass Engine:\n    def __init__(self, *given): pass\n\n    async def start(self):\n"
+    "        raise EngineError('this model has 3 dimensions, and 2 are built in')": "this model has 3 dimensions, and 2 are built in",
+}
+
+
+@pytest.mark.parametrize("code", ENGINES)
+def test_an_engine_that_its_next_start_would_not_get_ready_either_is_not_started_again(code, place):
+    (place / "mine.py").write_text(code)
+    roles = ("actors.engine={class: 'actors.engines.worker:EngineWorker'}", "engine.kind=mine.py:Engine")
+
+    ended = rubato("launch", "idle.yaml", *roles, "--run-dir", "run", cwd=place)
+
+    assert ended.code == ExitCode.FAILED
+    assert ended.err.startswith("engine-1 can't start (exit 2): engine-1: ")
+    assert ENGINES[code] in ended.err
+    assert "restarting" not in ended.out
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("launch", "gone.yaml"), ("nosuch",), (), ("stop", "--run", "gone"), ("launch", "small.yaml", "--nosuch")],
