@@ -87,6 +87,12 @@ MOST_ADDED = 64
 """Actors that one request may add."""
 
 
+class HostLeaves(Message, frozen=True):
+    """To the first host's node agent: the host of `node` drains its actors and leaves the run."""
+
+    node: str
+
+
 class AddActors(Request[Added | NotAdded], frozen=True):
     """To a node agent: start `num` more actors of `role` on its host. With `node`, to the first host's: name them for that host's agent.
 

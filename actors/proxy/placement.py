@@ -458,7 +458,7 @@ class Roster:
         tokens = seat.lost_tokens + sum(shared.num_tokens for shared in requests)
         if num:
             to = ", ".join(sorted(self.placement.seats)) or "the next engine that is ready"
-            verb = "was drained" if seat.handed_back else "died"
+            verb = "was drained" if seat.handed_back else "is gone"
             what = "1 request moves" if num == 1 else f"{num} requests move"
             self.actor.notice(f"{seat.name} {verb}: {what} to {to} with the {tokens} tokens sampled so far")
         self.actor.log.info("engine_left", engine=seat.name, moved=num, tokens=tokens)

@@ -1,10 +1,12 @@
 """The node agent: one per host; hears what the job and its user want, and decides when the job, or this host's part of it, is over."""
 
 import asyncio
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from msgspec import structs
 
+from bus.errors import NotSent
 from bus.message import Ack
 from runtime.actor import handler
 from runtime.blobs.hosts import HostBlobs
@@ -12,12 +14,13 @@ from runtime.config import ActorSpec, Config
 from runtime.errors import ConfigError
 from runtime.host import RESTART_S, Backend, Death, JobHost, RestartBudget, role_of
 from runtime.kernel import Kernel
-from runtime.launch.hosts import DRAIN_LIMIT_S, JobHosts
+from runtime.launch.hosts import DRAIN_LIMIT_S, TELL_S, JobHosts
 from runtime.messages import (
     AddActors,
     Added,
     DrainActors,
     Finish,
+    HostLeaves,
     NotAdded,
     Notice,
     Progress,
@@ -81,7 +84,7 @@ class NodeAgent(HostBlobs):
         self.all_ready = asyncio.Event()
         self.host = JobHost(config.backend, self.spawn, self._died)
         self.places = config.places or HostPlaces.here(config.job)
-        self.hosts = JobHosts(self, config.job, self.host, self.places)
+        self.hosts = JobHosts(self, config.job, self.host, self.places, self._tell)
         self._adding = asyncio.Lock()
         self._died_at: dict[str, float] = {}
         self._ready: set[str] = set()
@@ -93,6 +96,7 @@ class NodeAgent(HostBlobs):
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         """Actors came up or went away."""
+        self.hosts.seen(joined, left)
         wanted = self.host.names()
         self._ready -= set(left)
         for name in joined:
@@ -135,6 +139,10 @@ class NodeAgent(HostBlobs):
         """Drain after an outcome of `kind`, the hosts that joined first: in order where it is to be saved, else all at once."""
         if self.name == NODE:
             await self.hosts.stop_others(STOP_LIMITS_S[kind], now=kind == "failed")
+        else:
+            with suppress(NotSent, TimeoutError):  # the first host is gone, or out of reach
+                async with asyncio.timeout(TELL_S):
+                    await self.ref(NODE).tell(HostLeaves(self.name))
         await self.host.drain_all(STOP_LIMITS_S[kind], by_rank=kind == "interrupted")
 
     # -- what the job says --------------------------------------------------------------------------------------
@@ -146,6 +154,10 @@ class NodeAgent(HostBlobs):
     @handler
     async def noticed(self, message: Notice) -> None:
         self.screen.notice(message.text, good=message.good)
+
+    @handler
+    async def host_leaves(self, message: HostLeaves) -> None:
+        self.hosts.leaves(message.node)
 
     @handler
     async def finished(self, message: Finish) -> Ack:
@@ -207,6 +219,10 @@ class NodeAgent(HostBlobs):
             except ConfigError as error:
                 return NotAdded(str(error))
         return await self.ref(NODE).ask(structs.replace(request, node=self.name), timeout=ASK_S)
+
+    def _tell(self, text: str, good: bool) -> None:
+        if not self.over.done():
+            self.screen.notice(text, good=good)
 
     def _announced(self, reply: Added | NotAdded, what: str) -> Added | NotAdded:
         if isinstance(reply, Added):

@@ -2,7 +2,7 @@
 
 import asyncio
 import difflib
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from bus.errors import AskFailed
@@ -19,17 +19,26 @@ NODE_ROLE = role_of(NODE)
 DRAIN_LIMIT_S = 25.0
 """A little longer than a kernel's own drain limit: an actor is killed only when its kernel hangs too."""
 TELL_S = 5.0
+SURE_S = 5.0
+"""A host that is back by then was never lost: a link may break and be made anew."""
 
 
 class JobHosts:
     """As `agent` knows them; `here` runs what is on its own host. Only the first host's agent knows all actors of the job."""
 
-    def __init__(self, agent: Actor, job: Config, here: JobHost, places: HostPlaces) -> None:
-        self._agent, self._job, self._here, self._places = agent, job, here, places
+    def __init__(
+        self, agent: Actor, job: Config, here: JobHost, places: HostPlaces, tell: Callable[[str, bool], None]
+    ) -> None:
+        """`tell` says a sentence to the user, good news or not, while the job runs."""
+        self._agent, self._job, self._here, self._places, self._tell = agent, job, here, places, tell
         self._given: dict[str, str] = {}
         """Actor → the host that joined and runs it; also while that one is out of reach, because it may come back with it."""
         self._pools: dict[str, str] = {}
         """Of those that were given."""
+        self._lost: dict[str, float] = {}
+        """Host → loop time at which it went out of reach."""
+        self._said: set[str] = set()
+        """Hosts that said so."""
         self._leaving: set[str] = set()
         self._left: set[str] = set()
         """What was drained: whoever asks for it again, because the answer was lost, is told so."""
@@ -44,6 +53,48 @@ class JobHosts:
             return self._agent.name
         host = self._given.get(name, "")
         return host if self._agent.directory.find(name) is not None or host in self.others() else ""
+
+    def leaves(self, host: str) -> None:
+        """It said that it leaves."""
+        self._said.add(host)
+
+    def seen(self, joined: Sequence[str], left: Sequence[str]) -> None:
+        """The first host tells its user of hosts that go out of reach, come back, or are gone."""
+        if self._agent.name != NODE:
+            return
+        now = asyncio.get_running_loop().time()
+        for host in (name for name in left if role_of(name) == NODE_ROLE and name not in joined):
+            self._lost[host] = now
+            self._agent.spawn(self._tell_of(host, now), name=f"node.lost.{host}")
+        for host in (name for name in joined if name in self._lost):
+            away_s = now - self._lost.pop(host)
+            if away_s > SURE_S:
+                self._tell(f"{host} is back after {away_s:.0f} s{self._with(host)}", True)
+
+    async def _tell_of(self, host: str, since: float) -> None:
+        """What becomes of a host that is out of reach `since` then."""
+        lease_s = self._job.run.lease_s
+        if host not in self._said:
+            await asyncio.sleep(SURE_S)
+        if self._lost.get(host) != since:
+            return
+        if host in self._said:
+            self._said.discard(host)
+            self._lost.pop(host)
+            self._tell(f"{host} left the run", True)
+            return
+        back = "It goes on where it can, and comes back by itself when the way to it is open"
+        limit = f"after {lease_s:g} s (run.lease_s) it leaves the run"
+        self._tell(f"{host} is out of reach{self._with(host)}. {back}; {limit}", False)
+        await asyncio.sleep(lease_s)
+        if self._lost.get(host) == since:
+            self._lost.pop(host)
+            self._tell(f"{host} is gone: it was out of reach for {lease_s:g} s{self._with(host)}", False)
+
+    def _with(self, host: str) -> str:
+        """The actors that were given to it."""
+        names = [name for name, where in self._given.items() if where == host]
+        return f", and with it {', '.join(names)}" if names else ""
 
     def running(self) -> list[str]:
         """The actors of all hosts in reach."""

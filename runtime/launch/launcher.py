@@ -31,7 +31,7 @@ from runtime.messages import MOST_ADDED, AddActors, NotAdded
 from runtime.observe.log import configure, logger
 from runtime.observe.trace import merge_traces
 from runtime.places import HostPlaces
-from runtime.registry import NODE, list_actors
+from runtime.registry import LEASE_TTL_S, NODE, list_actors
 from runtime.store.embedded import EmbeddedRedis, ScopedGuest
 from runtime.store.errors import StoreUnavailable
 from runtime.store.redis import RedisStore
@@ -394,13 +394,20 @@ class Joiner:
 
 
 async def _follow(agent: NodeAgent, lease_s: float) -> None:
-    """Leave once the first host's agent was not to be found for `lease_s`."""
+    """Leave once the first host's agent was not to be found for `lease_s`. A shorter absence is told while it lasts."""
     clock = asyncio.get_running_loop().time
-    seen = clock()
-    while clock() - seen <= lease_s:
+    seen, told = clock(), False
+    while (away_s := clock() - seen) <= lease_s:
         await asyncio.sleep(LOOK_S)
         with suppress(StoreUnavailable):
-            seen = clock() if await agent.store.leases(f"actor/{NODE}") else seen
+            if await agent.store.leases(f"actor/{NODE}"):
+                seen = clock()
+                if told:
+                    agent.screen.notice(f"the run is in reach again after {away_s:.0f} s", good=True)
+                told = False
+        if not told and clock() - seen > LEASE_TTL_S:
+            told = True
+            agent.screen.notice(f"the run is out of reach: this host leaves it after {lease_s:g} s (run.lease_s)")
     agent.end(JobOutcome("failed", f"the run was out of reach for {lease_s:g} s (run.lease_s): this host leaves it"))
 
 

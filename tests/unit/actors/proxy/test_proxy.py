@@ -92,7 +92,9 @@ def test_a_dead_engines_requests_move_with_the_tokens_they_had_streamed(scene, i
         assert ids_of(completion) == [11, 12, 13, 14, 99]
         assert two.generates[0].resumed.spans == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3))
         assert len(completion.tokens.logprobs) == 5 * 4
-        assert stage.context.notices == ["engine-1 died: 1 request moves to engine-2 with the 3 tokens sampled so far"]
+        assert stage.context.notices == [
+            "engine-1 is gone: 1 request moves to engine-2 with the 3 tokens sampled so far"
+        ]
 
     scene(play)
 
