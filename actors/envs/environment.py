@@ -3,8 +3,8 @@
 from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol
 
-Observation = str | list[dict[str, str]]
-"""A string, or chat messages as {"role": …, "content": …}."""
+Observation = str | list[dict[str, Any]]
+"""A string, or chat messages as OpenAI's API has them: {"role": …, "content": …}, `tool_calls`, `tool_call_id`, `name`, parts of text."""
 
 Step = tuple[Observation, float, bool, bool, Mapping[str, Any]]
 """(observation, reward, terminated, truncated, info)"""

@@ -3,12 +3,15 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, cast
 
+from actors.envs.coroutines import Call, Coroutines, Hung, Raised
 from actors.envs.environment import Observation, Step
 from actors.envs.section import EnvSection
 from actors.messages.samples import Purpose
@@ -23,9 +26,10 @@ from runtime.pool.errors import (
     WorkerKilled,
     WorkerTimeout,
 )
+from runtime.pool.guard import guard_children
 from runtime.pool.pool import Traits, Unsendable, WorkerPool, decode, encode_call
 from runtime.pool.sandbox import WorkerLimits
-from runtime.pool.worker import place_of, taken_by, text_of
+from runtime.pool.worker import encode, place_of, taken_by, text_of
 
 BUILT_IN = "actors.envs."
 """Classes from here are trusted to import quickly, so no worker is started to look at them."""
@@ -39,6 +43,12 @@ TOLD: Mapping[str, Any] = {"task": "", "row": 0, "purpose": "train", "trajectory
 
 DATA_SETS = ("actors.envs.dataset:DataSetEnv", "actors.envs.dataset:QuickDataSetEnv")
 """What steps there is the user's verifier."""
+
+MOST_BYTES = WorkerLimits().max_reply_bytes
+"""Of what an environment returns, wherever it runs."""
+
+MOST_NESTED = 100
+"""Containers within each other, in what goes on to templates and reward functions."""
 
 CLOSE_S = 5.0
 """An environment that can't close by then is left to its fate: nobody waits for it."""
@@ -92,14 +102,18 @@ class EnvHost:
         section: EnvSection,
         *,
         on_output: Callable[[str], None] | None = None,
+        on_notice: Callable[[str], None] | None = None,
         pool: WorkerPool | None = None,
         task: str = "",
     ) -> None:
-        """`pool`: the workers of another task's host, where they share them."""
+        """`pool`: the workers of another task's host, where they share them. `on_notice` gets sentences for the user, each once."""
         self._section = section
         self._task = task
         limits = WorkerLimits(section.memory_mb, max_processes=section.max_processes)
         self.pool = pool or WorkerPool(workers=section.workers, limits=limits, on_output=on_output)
+        self._on_notice = on_notice
+        self._coroutines = Coroutines(self._blocked)
+        self._blocking: set[str] = set()
         self._class: Callable[..., Any] | None = None
         self._idle: dict[Purpose, list[HostedEnv]] = {"train": [], "eval": []}
         self._num_built = 0
@@ -114,6 +128,8 @@ class EnvHost:
         """Find the class and decide where it runs. Raises EnvFailure when it can't be loaded."""
         target, isolation = self._section.target, self._section.isolation
         if isolation == "inline" or target.startswith(BUILT_IN):
+            if not target.startswith(BUILT_IN):
+                guard_children()
             found = _load(target)
             declared = {name: getattr(found, name) for name in DECLARED if hasattr(found, name)}
             reset = getattr(found, "reset", None)
@@ -121,6 +137,8 @@ class EnvHost:
         else:
             traits = await self._inspected()
         if isolation == "inline" or (isolation == "auto" and (traits.inline or traits.asynchronous)):
+            if not target.startswith(BUILT_IN):
+                guard_children()
             self._class = _load(target)
         self._takes, self.declared = traits.takes, traits.declared
         self.has_split = bool(self._held_out) or HELD_OUT in traits.declared
@@ -145,8 +163,9 @@ class EnvHost:
         if self._class is None:
             return await self._build_in_pool(kwargs)
         try:
-            return InlineEnv(self._section, self._class(**kwargs))
-        except Exception as error:
+            env = self._coroutines.timed((self._class, "__init__"), partial(self._class, **kwargs))
+            return InlineEnv(self._section, env, self._coroutines)
+        except (Exception, SystemExit) as error:
             raise _raised(error, "__init__", "env_reset_failed") from error
 
     async def begin(
@@ -205,11 +224,24 @@ class EnvHost:
         self._idle[purpose].append(env)
 
     async def close(self) -> None:
-        """Close idle environments and kill the workers."""
-        for idle in self._idle.values():
-            while idle:
-                await idle.pop().close()
+        """Close idle environments, end what still runs in others, and kill the workers."""
+        async with asyncio.TaskGroup() as tasks:
+            for idle in self._idle.values():
+                while idle:
+                    tasks.create_task(idle.pop().close())
+        await self._coroutines.close()
         await self.pool.close()
+
+    def _blocked(self, what: tuple[Any, str], took_s: float) -> None:
+        """The first time that a method does."""
+        env, method = what
+        if method in self._blocking or self._on_notice is None:
+            return
+        self._blocking.add(method)
+        self._on_notice(
+            f"{_name_of(self._section, env, method)} blocked its environment manager for {took_s * 1000:.0f} ms: all rollouts there "
+            "stand still meanwhile. Await what takes long, run it in asyncio.to_thread, or set env.isolation=process"
+        )
 
     async def _inspected(self) -> Traits:
         """Asked in a worker: importing a user's module may hang or crash too."""
@@ -273,23 +305,46 @@ class HostedEnv:
 class InlineEnv(HostedEnv):
     """Runs in this process: coroutines under a deadline; a plain method can't be interrupted and is trusted."""
 
-    def __init__(self, section: EnvSection, env: Any) -> None:
+    def __init__(self, section: EnvSection, env: Any, coroutines: Coroutines) -> None:
         super().__init__(section)
         self._env = env
+        self._coroutines = coroutines
+        self._context = copy_context()
+        self._under_way: Call | None = None
+        self._is_built_in = type(env).__module__.startswith(BUILT_IN)
         self.asynchronous = inspect.iscoroutinefunction(getattr(env, "step", None))
 
+    @property
+    def usable(self) -> bool:
+        """False once it was abandoned in a call."""
+        return self._under_way is None or not self._under_way.abandoned
+
+    async def close(self) -> None:
+        """Close it, unless it was abandoned."""
+        if self.usable:
+            await super().close()
+
+    async def abandon(self) -> None:
+        """The call is cancelled first, and may clean up."""
+        if self._under_way is not None:
+            await self._under_way.end()
+        await self.close()
+
     async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
-        scope = asyncio.timeout(limit_s)
         try:
-            result = getattr(self._env, method)(*args, **kwargs)
-            if not hasattr(result, "__await__"):
-                return result
-            async with scope:
-                return await result
-        except (Exception, SystemExit) as error:
-            if isinstance(error, TimeoutError) and scope.expired():
-                raise EnvFailure("env_timeout", method, f"hung in {method}: no answer within {limit_s:g} s") from None
+            run = partial(getattr(self._env, method), *args, **kwargs)
+            result = run() if self._is_built_in else self._coroutines.timed((self._env, method), run)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             raise _raised(error, method, outcome) from error
+        if not hasattr(result, "__await__"):
+            return result
+        call = self._under_way = self._coroutines.begin(result, (self._env, method), self._context)
+        try:
+            return await call.result(limit_s)
+        except Hung:
+            raise EnvFailure("env_timeout", method, f"hung in {method}: no answer within {limit_s:g} s") from None
+        except Raised as raised:
+            raise _raised(raised.error, method, outcome) from raised.error
 
 
 class PooledEnv(HostedEnv):
@@ -326,62 +381,190 @@ class PooledEnv(HostedEnv):
         return tuple(cast("list[Any]", result)) if isinstance(result, list) else result
 
 
-def check_reset(result: Any) -> tuple[Observation, Mapping[str, Any]]:
-    """What `reset` returned, if it is (observation, info); else EnvFailure."""
+def check_reset(result: Any, *, sent: bool = False) -> tuple[Observation, Mapping[str, Any]]:
+    """What `reset` returned, if it is (observation, info); else EnvFailure. `sent`: it came from a worker, which bounds what it sends."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise _bad("reset", f"{_shape(result)} instead of (observation, info)")
-    observation, info = result
-    _check_observation(observation, "reset")
-    if not isinstance(info, Mapping):
-        raise _bad("reset", f"info of type {_kind(info)} instead of a dict")
-    return observation, cast("Mapping[str, Any]", info)
+    observation, info = result if sent else _as_sent(result, "reset")
+    return _observation(observation, "reset", over=False), _info(info, "reset")
 
 
-def check_step(result: Any) -> Step:
-    """What `step` returned, if it is (observation, reward, terminated, truncated, info) with a finite reward; else EnvFailure."""
+def check_step(result: Any, *, sent: bool = False) -> Step:
+    """What `step` returned, if it is (observation, reward, terminated, truncated, info) with a finite reward; else EnvFailure.
+
+    `sent` as in `check_reset`. Where the episode is over there may be nothing to observe: None is "" there.
+    """
     if not isinstance(result, tuple) or len(result) != 5:
         raise _bad("step", f"{_shape(result)} instead of (observation, reward, terminated, truncated, info)")
-    observation, reward, terminated, truncated, info = result
-    _check_observation(observation, "step")
+    observation, reward, terminated, truncated, info = result if sent else _as_sent(result, "step")
     if not isinstance(reward, Real):
-        raise _bad("step", f"a reward of type {_kind(reward)} instead of a number")
-    reward = float(reward)
+        raise _bad("step", f"a reward of type {_kind(reward)} instead of a number{_element(reward)}")
+    try:
+        reward = float(reward)
+    except OverflowError:
+        reward = math.inf
     if not math.isfinite(reward):
         raise _bad("step", f"a reward of {reward}, which is not finite")
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        if _kind(flag) not in ("bool", "bool_"):
-            raise _bad("step", f"{name} of type {_kind(flag)} instead of a bool")
+        if not isinstance(flag, bool):
+            raise _bad("step", f"{name} of type {_kind(flag)} instead of a bool{_element(flag)}")
+    observation = _observation(observation, "step", over=terminated or truncated)
+    return observation, reward, terminated, truncated, _info(info, "step")
+
+
+def _as_sent(result: tuple[Any, ...], method: str) -> tuple[Any, ...]:
+    """What would come of `result` if a worker sent it: not larger than that may be, and scalars of numpy and torch are plain ones."""
+    size, plain = _weighed(result)
+    try:
+        encoded = b"" if plain or size > MOST_BYTES else encode(result)
+        if max(size, len(encoded)) <= MOST_BYTES:
+            return result if plain else tuple(decode(encoded))
+    except Exception as error:  # a user's object may raise while it is read, and integers overflow
+        raise _unusable(method, f"its result can't be sent: {text_of(error)}") from error
+    raise _unusable(method, f"its result is too large: at most {MOST_BYTES:,} bytes are taken")
+
+
+def _weighed(result: object) -> tuple[int, bool]:
+    """About the bytes that `result` takes, counted to MOST_BYTES and no further; whether it consists of Python's plain types alone."""
+    size, plain = 0, True
+    left = [result]
+    while left and size <= MOST_BYTES:
+        value = left.pop()
+        if isinstance(value, str | bytes):
+            size += len(value)
+            if isinstance(value, str) and not value.isascii() and size <= MOST_BYTES:
+                size += len(value.encode("utf-8", "surrogatepass")) - len(value)
+            plain &= type(value) in (str, bytes)
+        elif isinstance(value, dict | list | tuple):
+            items = cast("Collection[Any]", value)
+            size += 1 + len(items)
+            if size <= MOST_BYTES:
+                left.extend(items)
+                left.extend(cast("dict[Any, Any]", value).values() if isinstance(value, dict) else ())
+        else:
+            size += 8 if value is not None else 0
+            plain &= value is None or type(value) in (bool, int, float)
+    return size, plain
+
+
+def _observation(value: Any, method: str, *, over: bool) -> Observation:
+    """With the text parts of each message made one text, which is what templates that know of parts make of them."""
+    if over and (value is None or value == []):
+        return ""
+    if flaw := flaw_of(value):
+        raise _bad(method, f"{flaw}{'' if over or value else ', though the episode goes on'}")
+    if isinstance(value, str):
+        return value
+    return [
+        {**message, "content": "".join(part["text"] for part in content)}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in cast("list[dict[str, Any]]", value)
+    ]
+
+
+def flaw_of(observation: Any) -> str:
+    """Half a sentence that says why `observation` is no text and no chat messages, as OpenAI's API has them; empty where it is."""
+    if isinstance(observation, str):
+        return ""
+    if observation is None or observation == []:
+        return f"nothing to observe ({observation})"
+    if not isinstance(observation, list):
+        return f"an observation of type {_kind(observation)} instead of a string or a list of chat messages"
+    return next(filter(None, map(_flaw_of_message, cast("list[Any]", observation))), "")
+
+
+def _flaw_of_message(message: Any) -> str:
+    shown = f"a chat message {str(message)[:80]!r}"
+    if not isinstance(message, dict):
+        return f"{shown} that is not {{'role': str, 'content': str}}"
+    told = cast("dict[Any, Any]", message)
+    role, content, calls = told.get("role"), told.get("content"), told.get("tool_calls")
+    if not isinstance(role, str) or not role or not all(isinstance(key, str) for key in told):
+        return f"{shown} that is not {{'role': str, 'content': str}}"
+    if calls is not None and (flaw := _flaw_of_calls(calls)):
+        return f"{shown} whose {flaw}"
+    for key, value in told.items():
+        if key in ("name", "tool_call_id", "reasoning_content") and not isinstance(value, str | None):
+            return f"{shown} whose {key} is of type {_kind(value)} instead of a string"
+        if not is_plain(value):
+            return f"{shown} whose {key} holds what JSON can't"
+    if isinstance(content, list):
+        return next((f"{shown} {flaw}" for part in cast("list[Any]", content) if (flaw := _flaw_of_part(part))), "")
+    if content is None and (calls or told.get("reasoning_content")):
+        return ""
+    return "" if isinstance(content, str) else f"{shown} whose content is of type {_kind(content)} instead of a string"
+
+
+def _flaw_of_calls(calls: Any) -> str:
+    wanted = "tool_calls are no list of {'function': {'name': str, 'arguments': dict}}"
+    if not isinstance(calls, list):
+        return wanted
+    for call in cast("list[Any]", calls):
+        function = cast("dict[str, Any]", call).get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            return wanted
+        named = cast("dict[str, Any]", function)
+        if not isinstance(named.get("name"), str) or not isinstance(named.get("arguments"), dict | str | None):
+            return wanted
+    return ""
+
+
+def _flaw_of_part(part: Any) -> str:
+    told = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+    kind = told.get("type")
+    if kind == "text" and isinstance(told.get("text"), str):
+        return ""
+    if isinstance(kind, str) and kind != "text":
+        return f"with a part of type {kind}: models here read text alone"
+    return "with a part that is not {'type': 'text', 'text': str}"
+
+
+def is_plain(value: Any, depth: int = MOST_NESTED) -> bool:
+    """Whether it consists of what JSON and MessagePack both have, nested no deeper than that."""
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        return depth > 0 and all(isinstance(key, str) and is_plain(item, depth - 1) for key, item in items)
+    if isinstance(value, list | tuple) and not isinstance(value, Unsendable):
+        return depth > 0 and all(is_plain(item, depth - 1) for item in cast("list[Any]", value))
+    return value is None or isinstance(value, str | bool | float) or (isinstance(value, int) and abs(value) < 1 << 63)
+
+
+def _info(info: Any, method: str) -> Mapping[str, Any]:
     if not isinstance(info, Mapping):
-        raise _bad("step", f"info of type {_kind(info)} instead of a dict")
-    return observation, reward, bool(terminated), bool(truncated), cast("Mapping[str, Any]", info)
+        raise _bad(method, f"info of type {_kind(info)} instead of a dict")
+    return cast("Mapping[str, Any]", info)
+
+
+def _element(value: Any) -> str:
+    """What to do about an array that should be one number."""
+    return ": take its one element, as .item() does" if _kind(value) in ("ndarray", "Tensor") else ""
 
 
 def _is_dear(failure: EnvFailure) -> bool:
     return failure.method == "__init__" or failure.outcome == "env_timeout"
 
 
-def _check_observation(observation: Any, method: str) -> None:
-    if isinstance(observation, str):
-        return
-    if not isinstance(observation, list):
-        raise _bad(
-            method, f"an observation of type {_kind(observation)} instead of a string or a list of chat messages"
-        )
-    for message in cast("list[Any]", observation):
-        if not (
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-        ):
-            raise _bad(method, f"a chat message {str(message)[:80]!r} that is not {{'role': str, 'content': str}}")
-
-
 def _bad(method: str, what: str) -> EnvFailure:
     return EnvFailure("env_bad_result", method, f"returned a wrong result from {method}: {what}")
 
 
+def _unusable(method: str, why: str) -> EnvFailure:
+    return EnvFailure("env_bad_result", method, f"returned nothing usable from {method}: {why}")
+
+
 def _shape(value: Any) -> str:
     return f"{len(cast('tuple[Any, ...]', value))} values" if isinstance(value, tuple) else f"a {_kind(value)}"
+
+
+def _name_of(section: EnvSection, env: Any, method: str) -> str:
+    """Which user code `method` of `env` is, with its file and line where Python knows them."""
+    if section.target in DATA_SETS and method == "step":
+        return f"verifier {section.kwargs.get('verifier')}"
+    found = env if isinstance(env, type) else cast("type[Any]", type(env))
+    code = getattr(inspect.unwrap(getattr(found, method)), "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code else f" of {section.target}"
+    return f"{method} of {found.__name__}{where}"
 
 
 def _kind(value: Any) -> str:
@@ -415,7 +598,7 @@ def _failed(error: PoolError, method: str, outcome: EnvOutcome) -> EnvFailure:
         case NoWorker():
             return EnvFailure("no_worker", method, f"was lost in {method}: {error}")
         case BadResult():
-            return EnvFailure("env_bad_result", method, f"returned nothing usable from {method}: {error}")
+            return _unusable(method, str(error))
         case TargetMissing():
             return EnvFailure(outcome, method, f"can't be loaded: {error}")
         case _:

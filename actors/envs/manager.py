@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,9 @@ LEAST_TEMPERATURE = 0.01
 
 NO_SPLIT = "env/no_split"
 """Counts the managers that found no held-out split: the first tells."""
+
+NOTICED = "env/noticed"
+"""Counts, by what was noticed of user code, the managers that did: the first tells."""
 
 DEAD_LETTERS, DEAD_LETTERS_KEPT = "dead_letters", 1000
 """The Store's stream of them, each a MessagePack map, and how many of the newest stay."""
@@ -222,8 +225,25 @@ class EnvManager(Actor):
         hosts: dict[str, EnvHost] = {}
         for name, task in self._tasks.items():
             pool = next(iter(hosts.values())).pool if hosts else None
-            hosts[name] = EnvHost(task.env, on_output=self._output, pool=pool, task=name)
+            hosts[name] = EnvHost(
+                task.env,
+                on_output=self._output,
+                on_notice=self._notice_once,
+                pool=pool,
+                task=name,
+            )
         return hosts
+
+    def _notice_once(self, text: str) -> None:
+        """In a run, however many managers say the same."""
+
+        async def tell() -> None:
+            with suppress(StoreUnavailable):
+                if await self.store.increment(f"{NOTICED}/{text.partition(' blocked ')[0]}") == 1:
+                    self.notice(text)
+
+        self.log.warning("user_code_blocks", text=text)
+        self.spawn(tell(), name=f"{self.name}.notice")
 
     def _output(self, line: str) -> None:
         self.log.info("user_output", text=line)

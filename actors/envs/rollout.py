@@ -15,7 +15,7 @@ from actors.breakdown import numbers_of
 from actors.config import EvalSection, RolloutSection
 from actors.envs.chat import TOKEN_BYTES, Renderer, Transcript
 from actors.envs.environment import Observation
-from actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, sentence
+from actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, is_plain, sentence
 from actors.envs.section import EnvSection
 from actors.messages.generation import NOT_ITS_TURN, Aborted, Completion, Generate, Sampling, Tokens
 from actors.messages.samples import GiveUp, NotScored, PolicyState, Score, Ticket, Trajectory
@@ -321,7 +321,7 @@ class Rollout:
             "env_reward": self._reward,
             "finish_reasons": self._finish_reasons,
         }
-        plain = {key: value for key, value in self._info.items() if isinstance(key, str) and _is_plain(value)}
+        plain = {key: value for key, value in self._info.items() if isinstance(key, str) and is_plain(value)}
         return msgspec.msgpack.encode(plain | self._told() | columns)
 
     def _told(self) -> dict[str, Any]:
@@ -421,14 +421,6 @@ class RolloutRecord:
         detail = " ".join(end.detail.split())[:MAX_DETAIL]
         text = f"a rollout ended as {end.reason} ({which}, seed {ticket.seed}): {detail}"
         return f"{text}. Log: {self._log}", (end.reason, DIGITS.sub("", detail))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, str | bool | float) or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
 def _given_up(failure: EnvFailure) -> GaveUp:

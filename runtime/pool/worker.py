@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from numbers import Integral, Real
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -114,11 +115,20 @@ async def _wait_for(result: Any) -> object:
 
 
 def encode(value: object) -> bytes:
-    """MessagePack of a user's value; scalars of numpy and torch become numbers, what can't be sent becomes FOREIGN."""
+    """MessagePack of a user's value; other kinds of numbers and texts, scalars of numpy and torch among them, become plain ones.
+
+    What can't be sent becomes FOREIGN.
+    """
     return msgspec.msgpack.encode(value, enc_hook=_plain)
 
 
 def _plain(value: Any) -> object:
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     return msgspec.msgpack.Ext(FOREIGN, type(value).__qualname__.encode())

@@ -1,11 +1,15 @@
 """Every environment, wherever it runs, behaves the same; every mistake in one gets its name."""
 
+import asyncio
 import re
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from actors.envs.hosting import EnvFailure, EnvHost, sentence
+from actors.envs.hosting import EnvFailure, EnvHost, check_step, sentence
 from actors.envs.section import EnvSection
 
 USER = Path(__file__).with_name("user_env.py")
@@ -294,3 +298,180 @@ async def test_seeds_that_fail_in_the_trial_are_told_and_one_that_works_is_enoug
     failures = await host.try_out(4211)
 
     assert [failure.what for failure in failures] == ["raised in reset: KeyError('goal')"] * 3
+
+
+SCALARS = [
+    ("True", "False"),
+    ("np.bool_(True)", "np.bool_(False)"),
+    ("np.float32(1)", "np.array(False)"),
+    ("np.array(1)", "torch.tensor(False)"),
+    ("torch.tensor(True)", "False"),
+    ("Fraction(1, 1)", "False"),
+    ("np.longdouble(1)", "False"),
+]
+NAMES = {"np": np, "torch": torch, "Fraction": Fraction}
+
+
+@pytest.mark.parametrize(("reward", "ended"), SCALARS)
+def test_scalars_of_numpy_and_torch_are_numbers_and_booleans(reward, ended):
+    assert check_step(eval(f"('', {reward}, {ended}, True, {{}})", NAMES)) == ("", 1.0, False, True, {})
+
+
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "1", "name": "f", "content": "42"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]}
+
+
+def test_openai_messages_are_taken_and_their_text_parts_become_one_text():
+    observation, *_ = check_step(([CALL, RESULT, PARTS], 0.0, False, False, {}))
+
+    assert observation == [CALL, RESULT, {"role": "user", "content": "42"}]
+
+
+@pytest.mark.parametrize("ends", [(True, False), (False, True)])
+@pytest.mark.parametrize("nothing", [None, []])
+def test_where_an_episode_is_over_there_may_be_nothing_to_observe(nothing, ends):
+    assert check_step((nothing, 1.0, *ends, {}))[0] == ""
+
+
+def with_messages(*messages):
+    return f"({[*messages]!r}, 0.0, False, False, {{}})"
+
+
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+MISTAKES = [
+    ("(None, 0.0, False, False, {})", "nothing to observe (None), though the episode goes on"),
+    ("([], 0.0, False, False, {})", "nothing to observe ([]), though the episode goes on"),
+    (with_messages(IMAGE), "a part of type image_url: models here read text alone"),
+    (with_messages({"role": "user", "content": [1]}), "a part that is not {'type': 'text', 'text': str}"),
+    (with_messages({"role": "user", "content": 3}), "content is of type int instead of a string"),
+    (with_messages({"role": "user", "content": None}), "content is of type NoneType instead of a string"),
+    (with_messages({"role": 3, "content": ""}), "is not {'role': str, 'content': str}"),
+    (with_messages("hi"), "is not {'role': str, 'content': str}"),
+    (with_messages({"role": "tool", "content": "", "tool_call_id": 7}), "tool_call_id is of type int"),
+    (with_messages({"role": "assistant", "content": "", "tool_calls": [{}]}), "tool_calls are no list of"),
+    ("([{'role': 'user', 'content': '', 'x': object()}], 0.0, False, False, {})", "x holds what JSON can't"),
+    ("('', float('nan'), False, False, {})", "a reward of nan, which is not finite"),
+    ("('', np.float32('inf'), False, False, {})", "a reward of inf, which is not finite"),
+    ("('', np.array([1.0]), False, False, {})", "a reward of type ndarray instead of a number: take its one element"),
+    ("('', torch.ones(1), False, False, {})", "a reward of type Tensor instead of a number: take its one element"),
+    ("('', '1.0', False, False, {})", "a reward of type str instead of a number"),
+    ("('', 0.0, 1, False, {})", "terminated of type int instead of a bool"),
+    ("('x' * 11_000_000, 0.0, False, False, {})", "at most 10,485,760"),
+    ("([{'role': 'user', 'content': 'ä' * 6_000_000}], 0.0, False, False, {})", "at most 10,485,760"),
+    ("('', 0.0, False, False, {'page': b'x' * 11_000_000})", "at most 10,485,760"),
+    ("('', 0.0, False, False, {'pages': [['x' * 1000] * 1000] * 12})", "at most 10,485,760"),
+]
+
+
+@pytest.mark.parametrize(("result", "words"), MISTAKES)
+def test_what_a_step_may_not_return_is_refused_by_name(result, words):
+    with pytest.raises(EnvFailure) as caught:
+        check_step(eval(result, NAMES))
+
+    assert words in caught.value.what
+    assert caught.value.outcome == "env_bad_result"
+
+
+async def test_a_worker_takes_and_refuses_what_the_managers_process_does(host_of):
+    host = await host_of(**{"class": f"{USER}:Told"})
+    env = await host.borrow("train")
+    await env.reset(1)
+
+    taken = [(await env.step(f"('', {reward}, {ended}, True, {{}})"))[1:3] for reward, ended in SCALARS]
+    observation, *_ = await env.step(with_messages(CALL, RESULT, PARTS))
+    refused = []
+    for result, _ in MISTAKES:
+        with pytest.raises(EnvFailure) as caught:
+            await env.step(result)
+        refused.append(caught.value.what)
+
+    assert taken == [(1.0, False)] * len(SCALARS)
+    assert observation == [CALL, RESULT, {"role": "user", "content": "42"}]
+    assert [what for what, (_, words) in zip(refused, MISTAKES, strict=True) if words not in what] == []
+
+
+def test_lists_that_hold_each_other_are_measured_no_further_than_the_limit():
+    deep = "x" * 1000
+    for _ in range(60):
+        deep = [deep, deep]
+
+    with pytest.raises(EnvFailure, match="too large"):
+        check_step(("", 0.0, False, False, {"deep": deep}))
+
+
+@pytest.mark.filterwarnings("ignore:.*Deaf._hang")  # Python tells of it as it forgets what ignored GeneratorExit
+@pytest.mark.parametrize("swallows", ["CancelledError", "BaseException"])
+async def test_a_step_that_swallows_its_cancellation_ends_by_name_and_with_it_its_instance(host_of, swallows):
+    host = await host_of(**{"class": f"{USER}:Deaf", "kwargs": {"swallows": swallows}, "step_timeout_s": 0.2})
+    env = await host.borrow("train")
+    await env.reset(1)
+
+    with pytest.raises(EnvFailure, match=r"hung in step: no answer within 0.2 s") as caught:
+        await env.step("x")
+    await env.close()
+
+    assert caught.value.outcome == "env_timeout"
+    assert not env.usable
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"), [("Shielded", {}), ("Deaf", {"method": "reset"}), ("Deaf", {"method": "close"})]
+)
+async def test_other_deaf_calls_end_in_time_too(host_of, name, kwargs):
+    limits = {"step_timeout_s": 0.2, "reset_timeout_s": 0.2, "reset_tries": 1}
+    host = await host_of(**{"class": f"{USER}:{name}", "kwargs": kwargs, **limits})
+
+    outcomes = []
+    try:
+        env, _, _ = await host.begin("train", 1)
+        await env.step("x")
+    except EnvFailure as failure:
+        outcomes.append(failure.outcome)
+
+    assert outcomes == ([] if kwargs.get("method") == "close" else ["env_timeout"])
+
+
+async def test_a_rollout_that_is_cancelled_in_a_deaf_step_leaves_nothing_running(host_of):
+    host = await host_of(**{"class": f"{USER}:Deaf"})
+    env = await host.borrow("train")
+    await env.reset(1)
+    before = asyncio.all_tasks()
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await env.step("x")
+    await env.abandon()
+    await asyncio.sleep(0)
+
+    assert asyncio.all_tasks() == before
+    assert not env.usable
+
+
+async def test_a_cancellation_of_the_users_own_is_a_failed_step(host_of):
+    host = await host_of(**{"class": f"{USER}:CancelsItself"})
+    env = await host.borrow("train")
+    await env.reset(1)
+
+    with pytest.raises(EnvFailure, match=r"raised in step: CancelledError\(\)"):
+        await env.step("x")
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "close"])
+async def test_a_call_that_blocks_the_event_loop_is_told_of_once_with_its_line(method):
+    said = []
+    host = EnvHost(section(**{"class": f"{USER}:Blocks", "kwargs": {"method": method}}), on_notice=said.append)
+    await host.start()
+
+    for _ in range(2):
+        env, _, _ = await host.begin("train", 1)
+        await env.step("x")
+        await env.close()
+
+    await host.close()
+    assert len(said) == 1
+    assert re.match(rf"{method} of Blocks \({USER}:\d+\) blocked its environment manager for \d{{3}} ms", said[0])

@@ -1,7 +1,10 @@
 """Environments as users write them: plain, async, and broken in every way."""
 
 import asyncio
+import contextlib
 import os
+import threading
+from fractions import Fraction
 
 
 class Plain:
@@ -122,6 +125,72 @@ class Tensor(Plain):
 class Huge(Plain):
     def step(self, action):
         return "x" * (11 << 20), 1.0, False, False, {}
+
+
+class Told(Plain):
+    """Returns what the action says."""
+
+    def step(self, action):
+        return eval(action, {"np": __import__("numpy"), "torch": __import__("torch"), "Fraction": Fraction})
+
+
+class Deaf(Async):
+    """Hangs in one method, and lets nothing end it that is named."""
+
+    def __init__(self, method="step", swallows="CancelledError"):
+        super().__init__()
+        self.method = method
+        self.swallowed = {"CancelledError": asyncio.CancelledError, "BaseException": BaseException}[swallows]
+
+    async def _hang(self, method):
+        while self.method == method:
+            with contextlib.suppress(self.swallowed):
+                await asyncio.sleep(1000)
+
+    async def reset(self, *, seed):
+        await self._hang("reset")
+        return await super().reset(seed=seed)
+
+    async def step(self, action):
+        await self._hang("step")
+        return await super().step(action)
+
+    async def close(self):
+        await self._hang("close")
+
+
+class Shielded(Async):
+    async def step(self, action):
+        return await asyncio.shield(asyncio.sleep(1000))
+
+
+class CancelsItself(Async):
+    async def step(self, action):
+        raise asyncio.CancelledError
+
+
+class Blocks(Async):
+    """Stands in for a call that does not await."""
+
+    def __init__(self, method="step"):
+        super().__init__()
+        self.method = method
+
+    def _block(self, method):
+        if method == self.method:
+            threading.Event().wait(0.3)
+
+    async def reset(self, *, seed):
+        self._block("reset")
+        return await super().reset(seed=seed)
+
+    async def step(self, action):
+        await asyncio.sleep(0)
+        self._block("step")
+        return await super().step(action)
+
+    async def close(self):
+        self._block("close")
 
 
 not_a_class = 3

@@ -1,0 +1,158 @@
+"""Users' coroutines on the manager's own event loop: each has a deadline, one that lets nothing end it is run no further, and one that
+blocks the loop is named.
+
+A worker process that hangs is killed. Here a call that is over time is cancelled; where it swallows that, it is never resumed again, and its
+instance is not used any more. Only tasks that it started itself go on.
+"""
+
+import asyncio
+import os
+import time
+import types
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import suppress
+from contextvars import Context
+from functools import partial
+from typing import Any
+
+END_S = 0.5
+"""A call that was cancelled may clean up for so long."""
+
+BLOCKED_S = 0.25
+"""Nothing else runs in the manager while a call computes, or sleeps without awaiting, for so long: told once per method."""
+
+_Work = Coroutine[Any, Any, tuple[Any, BaseException | None]]
+
+SCHEDSTAT = "/proc/thread-self/schedstat"
+
+
+class Hung(Exception):
+    """A call gave no answer within its limit."""
+
+
+class Raised(Exception):
+    """A call raised `error`, whatever its base class."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Coroutines:
+    """The calls of one host. `on_blocked` gets what `timed` was given, and the seconds."""
+
+    def __init__(self, on_blocked: Callable[[Any, float], None]) -> None:
+        self._on_blocked = on_blocked
+        self._calls: set[Call] = set()
+        self._fd = -1
+
+    def begin(self, awaitable: Any, what: Any, context: Context) -> "Call":
+        """Run it as a task that is owned here, in `context`; `what` names it where it blocks."""
+        work = _outcome(_driven(_awaited(awaitable), partial(self.timed, what)))
+        call = Call(work, context)
+        self._calls.add(call)
+        call.task.add_done_callback(lambda _: self._calls.discard(call))
+        return call
+
+    def timed(self, what: Any, run: Callable[[], Any]) -> Any:
+        """What user code returns that nothing interrupts. Where it waited for a core, that is not its own doing."""
+        began, waited_s = time.perf_counter(), self._waited_s()
+        try:
+            return run()
+        finally:
+            took_s = time.perf_counter() - began
+            if took_s > BLOCKED_S and (took_s := took_s - self._waited_s() + waited_s) > BLOCKED_S:
+                self._on_blocked(what, took_s)
+
+    async def close(self) -> None:
+        """End what still runs, where that can be ended."""
+        async with asyncio.TaskGroup() as tasks:
+            for call in [*self._calls]:
+                tasks.create_task(call.end())
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _waited_s(self) -> float:
+        """Seconds that this thread was ready to run and had no core."""
+        try:
+            if self._fd < 0:
+                self._fd = os.open(SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
+            return int(os.pread(self._fd, 100, 0).split()[1]) * 1e-9
+        except (OSError, ValueError, IndexError):
+            return 0.0  # not every system tells
+
+
+class Call:
+    """One awaitable under way."""
+
+    def __init__(self, work: _Work, context: Context) -> None:
+        self._work = work
+        self.task = asyncio.get_running_loop().create_task(work, context=context)
+        self.abandoned = False
+        """It was left where it stood, since it swallowed its cancellation."""
+
+    async def result(self, limit_s: float) -> Any:
+        """Raises Raised, or Hung after `limit_s`, when it was ended. Cancelled, it leaves that to whoever calls `end`."""
+        await asyncio.wait([self.task], timeout=limit_s)
+        if not self.task.done():
+            await self.end()
+            raise Hung
+        if self.task.cancelled():
+            raise Raised(asyncio.CancelledError())
+        found, error = self.task.result()
+        if error is not None:
+            raise Raised(error)
+        return found
+
+    async def end(self) -> None:
+        """Cancel it, and wait a moment for that; then resume it no more."""
+        if self.task.done() or self.abandoned:
+            return
+        self.task.cancel()
+        if not (await asyncio.wait([self.task], timeout=END_S))[0]:
+            self.abandoned = True
+            self._work.close()
+            self.task.add_done_callback(_seen)
+            self.task.cancel()  # what it awaited may matter to nobody else
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+@types.coroutine
+def _driven(inner: "Coroutine[Any, Any, Any]", timed: Callable[[Callable[[], Any]], Any]) -> Generator[Any, Any, Any]:
+    """Runs `inner`, each stretch between two awaits under `timed`."""
+    go_on: Callable[[], Any] = partial(inner.send, None)
+    while True:
+        try:
+            awaited = timed(go_on)
+        except StopIteration as end:
+            return end.value
+        try:
+            found = yield awaited
+        except GeneratorExit:  # of Call.end
+            with suppress(BaseException):  # it swallows this too, or raises something of its own
+                inner.close()
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is for the user's code
+            go_on = partial(inner.throw, error)
+        else:
+            go_on = partial(inner.send, found)
+
+
+async def _outcome(work: Any) -> tuple[Any, BaseException | None]:
+    """(result, error): a task that ends with SystemExit would end the whole loop."""
+    try:
+        return await work, None
+    except (asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller names it
+        return None, error
+
+
+def _seen(task: "asyncio.Task[Any]") -> None:
+    """Take note of an exception, or its loss would be reported."""
+    if not task.cancelled():
+        task.exception()
