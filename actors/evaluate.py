@@ -42,12 +42,16 @@ def main(argv: Sequence[str]) -> int:
         file.flush()
         code = commands.launch([file.name, "--run-dir", str(folder)])
     rows = [json.loads(line) for line in _lines(folder / "evals.jsonl")]
-    told = [{"model": str(model), **row} for model, row in zip(models, rows, strict=False)]
+    told = [
+        {"model": str(model), **row, "samples_file": str(folder / "evals" / f"{row['version']}.jsonl")}
+        for model, row in zip(models, rows, strict=False)
+    ]
     if given.out is not None:
         with given.out.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in told)
     if told:
         print("\n".join(map(json.dumps, told)) if given.json else table(told))  # noqa: T201
+        print(f"each sample: {', '.join(row['samples_file'] for row in told)}", file=sys.stderr)  # noqa: T201
     return code
 
 

@@ -408,7 +408,7 @@ class EnvManager(Actor):
         notices, verdict = self._records[ticket.task].bad(ticket, end)
         for notice in notices:
             self.notice(notice)
-        await self._deliver(rollout.given_up(end.reason, end.detail[:2000], retry=end.retry))
+        await self._deliver(rollout.failed(end))
         if verdict and not self._aside:  # the answer says whether it is this manager's own trouble
             self._end(verdict)
 

@@ -18,7 +18,7 @@ from actors.envs.environment import Observation
 from actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, is_plain, sentence
 from actors.envs.section import EnvSection
 from actors.messages.generation import NOT_ITS_TURN, Aborted, Completion, Generate, Sampling, Tokens
-from actors.messages.samples import GiveUp, NotScored, PolicyState, Score, Ticket, Trajectory
+from actors.messages.samples import GiveUp, NotScored, PolicyState, Score, Ticket, Trajectory, shortened
 from bus.errors import AskFailed, Failed
 from planning.hopeless import RECENT, is_hopeless
 from planning.staleness import is_stale
@@ -27,6 +27,9 @@ from runtime.observe.figures import Metrics, Waits
 
 MAX_DETAIL = 300
 """Characters of a failure's own words that are shown."""
+
+MOST_WORDS = 2_000
+"""Characters of a failure's own words that are told."""
 
 DIGITS = re.compile(r"\d+")
 
@@ -99,6 +102,7 @@ class Rollout:
         self._num_invalid = 0
         self._truncated = False
         self._info: dict[str, Any] = {}
+        self._transcript: Transcript | None = None
 
     @property
     def ticket(self) -> Ticket:
@@ -134,6 +138,16 @@ class Rollout:
         """What the sample buffer is told where no trajectory comes of it."""
         return GiveUp(self._ticket, reason, detail, retry, self._num_sampled, len(self._texts))
 
+    def failed(self, end: GaveUp) -> GiveUp:
+        """The same of one that failed, with what was played, so that somebody can read what it failed on."""
+        told = self.given_up(end.reason, end.detail[:MOST_WORDS], retry=end.retry)
+        if self._transcript is None or not self._num_kept:
+            return told
+        whole = self._trajectory(self._transcript)
+        lean = tuple(msgspec.structs.replace(segment, logprobs=b"") for segment in whole.segments)
+        why = f"{end.reason}: {end.detail[:MOST_WORDS]}" if end.detail else end.reason
+        return msgspec.structs.replace(told, played=msgspec.structs.replace(whole, segments=lean, reason=why))
+
     async def play(self) -> Trajectory:
         """The scored trajectory. Raises GaveUp for every way it can end otherwise.
 
@@ -162,19 +176,26 @@ class Rollout:
             raise
         self._context.host.give_back(env, self._ticket.purpose)
         scores = {"env": self._reward, **await self._score()}
+        return msgspec.structs.replace(
+            self._trajectory(transcript), reward=sum(scores.values()), scores=scores, wall_s=loop.time() - began
+        )
+
+    def _trajectory(self, transcript: Transcript) -> Trajectory:
+        """What was played so far, without what only its end brings."""
+        held_out = self._ticket.purpose == "eval"
         return Trajectory(
             ticket=self._ticket,
             segments=(transcript.segment(),),
-            reward=sum(scores.values()),
+            reward=0.0,
             turns=len(self._texts),
             truncated=self._truncated,
-            wall_s=loop.time() - began,
+            wall_s=0.0,
             temperature=self._sampling.temperature,
             finish_reasons=tuple(self._finish_reasons),
             cut=self._sampling.max_new_tokens > 1 and "length" in self._finish_reasons,
             env_s=self._env_s,
-            scores=scores,
             info=numbers_of(self._info),
+            text=shortened("\n".join(self._texts)) if held_out else "",
         )
 
     async def _reset(self) -> tuple[HostedEnv, Observation]:
@@ -192,7 +213,7 @@ class Rollout:
 
     async def _play_turns(self, env: HostedEnv, observation: Observation) -> Transcript:
         context, limits = self._context, self._context.rollout
-        transcript = Transcript(context.renderer.opening(observation))
+        transcript = self._transcript = Transcript(context.renderer.opening(observation))
         if len(transcript) + limits.max_new_tokens > limits.max_len:
             raise GaveUp(
                 "generation_failed",

@@ -21,6 +21,9 @@ MOST_REWARD = 1e30
 MOST_FIGURES = 64
 """Scores that a trajectory may have, and numbers of its environment's info."""
 
+MOST_TEXT = 32_768
+"""Characters that are told of what one held-out rollout wrote; of a longer one its beginning and its end."""
+
 SPREAD = 1e-6
 """A group whose rewards differ by less teaches nothing: its advantages are exactly zero."""
 
@@ -30,6 +33,14 @@ def flaw_of_reward(reward: float) -> Literal["", "not_finite", "out_of_range"]:
     if not math.isfinite(reward):
         return "not_finite"
     return "out_of_range" if abs(reward) > MOST_REWARD else ""
+
+
+def shortened(text: str, most: int = MOST_TEXT) -> str:
+    """`text`, or its first and last halves of `most` characters with a note of what is left out between them."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half:,} characters left out …\n{text[len(text) - half :]}"
 
 
 class Scores(Message, frozen=True):
@@ -107,6 +118,10 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
     """What `reward` is the sum of: `env`, the step rewards, and what each reward function gave, by its name."""
     info: dict[str, float] = {}
     """The numbers of the environment's info, each the newest under its key. No more than `MOST_FIGURES`, and the same for `scores`."""
+    text: str = ""
+    """Of a held-out rollout: its turns, joined by newlines, `shortened`."""
+    reason: str = ""
+    """Why a rollout failed that is told to be read alone: then there are no log-probabilities, and `reward` says nothing."""
 
     @property
     def version_first(self) -> int:
@@ -198,6 +213,8 @@ class GiveUp(Request[Stored], frozen=True):
     tokens: int = 0
     """Sampled until then."""
     turns: int = 0
+    played: Trajectory | None = None
+    """What was shown and sampled until then, to be read; no longer than a trajectory may be."""
 
 
 class Epoch(Message, frozen=True):

@@ -49,7 +49,7 @@ from actors.samples.holders import (
     why_unfinished,
 )
 from actors.samples.journal import Journal, Wake
-from actors.samples.kept import KeptTrajectories
+from actors.samples.kept import HeldOutFiles, KeptTrajectories, fitting
 from actors.samples.ledger import SampleLedger
 from actors.samples.payloads import Payloads
 from actors.samples.prompts import mixture_of
@@ -129,6 +129,7 @@ class SampleBuffer(Actor):
             self.run.folder, journal, self.incarnation, self.offload, self.log, self.run.seed, rotate_bytes
         )
         self._kept = KeptTrajectories(self.run.folder, config.samples.keep, limits.group_size, self.offload, self.log)
+        self._held_out = HeldOutFiles(self.run.folder, self.offload, self.log)
         self._payloads = Payloads(self.run.folder / "samples", journal, self.offload, self._tell_gone, self.log)
         self._vocab_size = await self.offload(vocab_size_of, self.run.folder / self.config.model.path)
         groups.restore(*await journal.take_over(), self._now())
@@ -193,7 +194,9 @@ class SampleBuffer(Actor):
     async def give_up(self, request: GiveUp) -> Stored:
         with self.waits.on(request.ticket.trajectory_id, stage="intake", holder=STORE):
             holder = self._records.holder_of(request.ticket)
-            fate = self._give_up(request, spent_of(request))
+            fate = self._give_up(request, self._spent(request))
+            if fate == "failed" and request.played is not None:
+                self._kept.offer(request.played)
             await self._journal.sync()
         return Stored(fate=fate, policy=self._groups.policy, aside=self._records.is_aside(holder))
 
@@ -282,6 +285,7 @@ class SampleBuffer(Actor):
         if not group.complete:
             why = f"{group.num_settled} of {len(group.members)} held-out rollouts have an outcome"
             return NotReady(ready=group.num_settled, wanted=len(group.members), why=why)
+        await self._held_out.keep(group)
         return group.result()
 
     @handler(concurrency=16)
@@ -328,7 +332,7 @@ class SampleBuffer(Actor):
 
     async def _put(self, trajectory: Trajectory) -> str:
         """Take a scored trajectory in; returns its fate so far ("" while it may train)."""
-        ticket, spent = trajectory.ticket, spent_of(trajectory)
+        ticket, spent = trajectory.ticket, self._spent(trajectory)
         name = ticket.trajectory_id
         if (fate := self._settled(ticket, spent)) is not None:
             return fate
@@ -345,7 +349,8 @@ class SampleBuffer(Actor):
         self._records.good(ticket)
         outcome = outcome_of(trajectory)
         if ticket.purpose == "eval":
-            return self._change(ticket, spent, lambda: self._groups.score(name, outcome))
+            held_out = msgspec.structs.replace(outcome, text=spent.text)
+            return self._change(ticket, spent, lambda: self._groups.score(name, held_out))
         payload = msgspec.msgpack.encode(trajectory)
         if len(payload) <= INLINE_BYTES:
             await self._journal.room(len(payload))
@@ -360,6 +365,10 @@ class SampleBuffer(Actor):
         if found is None or found[1].digest != digest:
             await self._payloads.unlink(name, ticket.attempt)  # it came too late
         return fate
+
+    def _spent(self, came: Trajectory | GiveUp) -> Outcome:
+        """What a rollout took that may be no sample; of a held-out one also its text."""
+        return fitting(spent_of(came), self._groups.rounds.get(came.ticket.group_id))
 
     def _give_up(self, request: GiveUp, spent: Outcome) -> str:
         """A rollout ended without a score: another attempt, or its end."""

@@ -233,6 +233,8 @@ class Group(msgspec.Struct, array_like=True):
     task: str = ""
     exam: tuple[tuple[str, int], ...] = ()
     """Task and row of each prompt of a held-out round."""
+    filed: bool = False
+    """A held-out round's samples lie in the run folder."""
 
     @classmethod
     def trained_in(cls, name: str, step: int, ends: list[SampleEnd]) -> "Group":

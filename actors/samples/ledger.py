@@ -144,7 +144,7 @@ def line_of(end: SampleEnd, run_seed: int = 0) -> dict[str, Any]:
     `train`: held-out rollouts have no fate.
     """
     row = msgspec.structs.asdict(end) | msgspec.structs.asdict(end.outcome)
-    del row["outcome"], row["info"]
+    del row["outcome"], row["info"], row["text"]
     row |= {"purpose": "train", "seed": seed_of("train", run_seed, end.row, end.task)}
     came, trained = end.outcome.version_first >= 0, end.step > 0
     if not came:

@@ -36,6 +36,8 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """Of held-out rollouts alone, whose trajectories nobody keeps for the trainer."""
     env_s: float = 0.0
     """Of `wall_s`, what its environment took."""
+    text: str = ""
+    """Of held-out rollouts alone, while their round is under way: what the model wrote."""
 
 
 FUTURE_VERSION = "future_version"
@@ -105,9 +107,15 @@ def outcome_of(trajectory: Trajectory) -> Outcome:
 def spent_of(came: Trajectory | GiveUp) -> Outcome:
     """What the ledger tells of a rollout that is no sample."""
     if isinstance(came, GiveUp):
-        return Outcome(-1, None, came.tokens, came.turns)
+        return Outcome(-1, None, came.tokens, came.turns, text=_text_of(came.played))
     tokens = sum(segment.mask.count(1) for segment in came.segments)
-    return Outcome(-1, None, tokens, came.turns, came.wall_s, came.finish_reasons, came.cut, env_s=came.env_s)
+    return Outcome(
+        -1, None, tokens, came.turns, came.wall_s, came.finish_reasons, came.cut, env_s=came.env_s, text=_text_of(came)
+    )
+
+
+def _text_of(trajectory: Trajectory | None) -> str:
+    return "" if trajectory is None or trajectory.ticket.purpose != "eval" else trajectory.text
 
 
 def flaw(trajectory: Trajectory, *, newest: int, vocab_size: int | None) -> str:

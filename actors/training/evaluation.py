@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from statistics import fmean
 from typing import Final
 
@@ -217,6 +218,10 @@ class HeldOut:
             if not held:
                 return False
         if found.failed and lost:
+            samples = (
+                self._actor.run.folder / "evals" / f"{request.version}.jsonl"
+            )  # of an evaluation that does not count
+            await self._actor.offload(partial(samples.unlink, missing_ok=True))
             return False
         await self._keep(found, asyncio.get_running_loop().time() - began)
         return True

@@ -82,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def choose(found: FoundSamples, num: int, *, best: bool, worst: bool) -> list[SampleRow]:
-    """The newest `num` samples as they came, after them those that left no text; or those of the highest or lowest reward, these first."""
+    """The newest `num` samples as they came, and where there is room behind them those that left no text; or those of the highest or lowest reward, these first."""
     if best or worst:
-        return sorted(found.kept, key=lambda row: row.line["reward"], reverse=best)[:num]
-    return [*found.kept, *found.textless][-num:] if num > 0 else []
+        scored = [row for row in found.kept if row.line["reward"] is not None]
+        return sorted(scored, key=lambda row: row.line["reward"], reverse=best)[:num]
+    kept = found.kept[-num:] if num > 0 else []
+    return [*kept, *found.textless[-(num - len(kept)) :]] if num > len(kept) else kept

@@ -107,7 +107,8 @@ class SampleRow(NamedTuple):
     def order(self) -> tuple[int, str, int]:
         """Roughly as they came."""
         group, _, member = self.line["trajectory_id"].rpartition(".")
-        return self.line["version_first"] or 0, group, int(member)
+        first = self.line["version_first"] if self.trajectory is None else self.trajectory.version_first
+        return first or 0, group, int(member)
 
 
 @dataclass
@@ -116,7 +117,7 @@ class FoundSamples:
 
     kept: list[SampleRow] = field(default_factory=list)
     textless: list[SampleRow] = field(default_factory=list)
-    """Those of which no trajectory came, oldest first; no more than `MOST_TEXTLESS`."""
+    """Those of which no text is kept because they failed, oldest first; no more than `MOST_TEXTLESS`."""
     fates: Counter[str] = field(default_factory=Counter)
     """Of every sample that was asked for, kept or not."""
     sums: dict[str, float] = field(default_factory=dict)
@@ -199,11 +200,11 @@ def _line_of(trajectory: Trajectory) -> dict[str, Any]:
         "task": ticket.task,
         "row": ticket.row,
         "seed": ticket.seed,
-        "fate": EVAL if held_out else UNDER_WAY,
-        "reason": "",
+        "fate": "failed" if trajectory.reason else EVAL if held_out else UNDER_WAY,
+        "reason": trajectory.reason.partition(":")[0],
         "step": ticket.version if held_out else None,
         "age": None,
-        "reward": trajectory.reward,
+        "reward": None if trajectory.reason else trajectory.reward,
         "scores": trajectory.scores,
         "tokens": sum(segment.mask.count(1) for segment in trajectory.segments),
         "finish_reasons": trajectory.finish_reasons,
@@ -214,7 +215,7 @@ def _line_of(trajectory: Trajectory) -> dict[str, Any]:
 
 
 SHARED = (
-    "trajectory_id", "group_id", "attempt", "purpose", "task", "row", "seed", "fate", "reason", "step", "age", "reward", "scores", "tokens", "cut",
+    "trajectory_id", "group_id", "attempt", "purpose", "task", "row", "seed", "fate", "step", "age", "reward", "scores", "tokens", "cut",
     "wall_s",
 )  # fmt: skip
 
@@ -222,12 +223,14 @@ SHARED = (
 def sample_of(row: SampleRow, decode: Decode) -> Sample:
     """All that there is to tell of one."""
     line, trajectory = row
+    why = line["reason"] if trajectory is None or not trajectory.reason else trajectory.reason
     turns = None if trajectory is None else turns_of(trajectory, decode)
     versions: Counter[int] = Counter()
     for turn in turns or ():
         versions.update(turn.versions)
     return Sample(
         **{key: line[key] for key in SHARED},
+        reason=why,
         finish_reasons=tuple(line["finish_reasons"]),
         info=None if trajectory is None else trajectory.info,
         truncated=None if trajectory is None else trajectory.truncated,

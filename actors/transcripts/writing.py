@@ -12,6 +12,9 @@ from actors.transcripts.reading import FoundSamples, Sample, SampleTurn
 MOST_SCORES, WIDE = 4, 110
 """Columns of scores, and the width of screen that has room for them beside the text."""
 
+MOST_WHY = 60
+"""Characters of why a rollout failed, before what it wrote; the whole is told of one trajectory."""
+
 STOP, CUT = "⏹", "…"
 """How a turn ended: at a stop token, or at its limit."""
 
@@ -66,6 +69,8 @@ def cells(sample: Sample, parts: Sequence[str]) -> list[Text]:
     plain = [sample.trajectory_id, *figures, _end(sample), step]
     fate = Text(sample.fate or "none yet", style=STYLES.get(sample.fate, "red"))
     text = _flat(sample.reason) if sample.turns is None else in_one_line(sample.turns)
+    if sample.turns and sample.reason:
+        text = f"{_flat(sample.reason)[:MOST_WHY]} · {text}"
     return [*map(Text, plain), fate, Text(_versions(sample.versions or {})), Text(text)]
 
 

@@ -35,6 +35,12 @@ def test_every_checkpoint_of_a_run_is_evaluated_as_the_version_that_it_is(place)
     own = {"task/env/avg@2", "task/env/pass@2"}
     assert {"reward", "avg@2", "pass@1", "pass@2", "samples", "temperature", "top_p", *own} <= rows[0].keys()
     assert [json.loads(line) for line in (place / "all.jsonl").read_text().splitlines()] == rows
+    for row in rows:
+        assert row["samples_file"] in ended.err
+        samples = [json.loads(line) for line in (place / row["samples_file"]).read_text().splitlines()]
+        assert [(each["row"], each["sample"]) for each in samples] == [(n, k) for n in range(4) for k in range(2)]
+        assert sum(each["reward"] for each in samples) == pytest.approx(8 * row["reward"])
+        assert all(each["text"] and each["turns"] and each["finish"] in ("stop", "length") for each in samples)
 
 
 def test_a_model_folder_and_the_newest_checkpoint_of_a_run_make_a_table(place):

@@ -14,7 +14,7 @@ from actors.envs.hosting import EnvHost
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext
 from actors.envs.section import EnvSection
 from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
-from actors.messages.samples import NotScored, PolicyState, Scores, Ticket
+from actors.messages.samples import NotScored, PolicyState, Scores, Ticket, shortened
 from actors.tasks import OWN_COLUMNS
 from bus.errors import Failed, Unknown
 from sim.virtual import run_virtual
@@ -385,3 +385,38 @@ def test_a_trajectory_says_how_much_of_its_time_went_into_its_environment(model_
     trajectory = run_virtual(main)
 
     assert (trajectory.wall_s, trajectory.env_s) == (3.75, 0.75)
+
+
+@pytest.mark.parametrize("purpose", ["train", "eval"])
+async def test_a_rollout_that_failed_tells_what_it_had_played(renderer, purpose):
+    rollout, _ = prepare(renderer, ["go", "fail"], ticket=Ticket("t1", "g1", 1, 0, 1, 5, purpose))
+    with pytest.raises(GaveUp) as caught:
+        await rollout.play()
+
+    told = rollout.failed(caught.value)
+
+    assert told.reason == "env_step_failed"
+    assert told.played.reason.startswith("env_step_failed: raised in step: KeyError")
+    assert (told.turns, told.played.turns, told.played.finish_reasons) == (2, 2, ("stop", "stop"))
+    assert told.played.text == ("go\nfail" if purpose == "eval" else "")
+    (segment,) = told.played.segments
+    assert segment.logprobs == b""
+    assert "fail" in renderer.decode(segment.tokens)
+
+
+async def test_a_rollout_that_failed_before_anything_was_sampled_has_nothing_to_be_read(renderer):
+    rollout, _ = prepare(renderer, ["go"], max_len=10)
+    with pytest.raises(GaveUp) as caught:
+        await rollout.play()
+
+    assert rollout.failed(caught.value).played is None
+
+
+async def test_a_held_out_trajectory_carries_its_text_and_one_to_train_on_does_not(renderer):
+    texts = {}
+    for purpose in ("train", "eval"):
+        trajectory, _ = await play(renderer, ["go"] * 3, ticket=Ticket("t1", "g1", 1, 0, 1, 5, purpose))
+        texts[purpose] = trajectory.text
+
+    assert texts == {"train": "", "eval": "go\ngo\ngo"}
+    assert shortened("a" * 30 + "b" * 30, 20) == "a" * 10 + "\n… 40 characters left out …\n" + "b" * 10

@@ -27,6 +27,7 @@ from actors.messages.samples import (
     RenewLeases,
     Trajectory,
 )
+from actors.samples import kept as kept_module
 from actors.samples.group import limits_of
 from actors.samples.kept import read_kept
 from actors.samples.prompts import Mixture
@@ -616,6 +617,94 @@ def test_the_samples_of_a_held_out_row_share_its_seed_and_come_back_together(sta
         assert [t.row for t in tickets] == [0, 0, 1, 1]
         assert tickets[0].seed == tickets[1].seed != tickets[2].seed
         assert result.rewards == ((1.0, 0.0), (0.5, 0.25))
+
+    stage.run(scene)
+
+
+def held_out_rows(stage, version):
+    return [json.loads(line) for line in (stage.folder / "evals" / f"{version}.jsonl").read_text().splitlines()]
+
+
+def test_every_sample_of_an_evaluation_is_kept_with_its_text_once_it_is_over_and_once_whatever_dies(stage, trajectory):
+    async def evaluate(key, rewards):
+        await stage.buffer.evaluate(Evaluate(key, 2, wait_s=0.0, samples=2))
+        for ticket, reward in zip(await stage.admit(num=4), rewards, strict=True):
+            told = msgspec.structs.replace(trajectory(ticket, reward or 0.0), text=f"{key} {ticket.trajectory_id[-1]}")
+            if reward is None:
+                await stage.buffer.give_up(GiveUp(ticket, "reward_failed", "it raised", played=told))
+            else:
+                await stage.buffer.put(Put(told))
+        assert not (stage.folder / "evals" / "0.jsonl").exists() or key == "b"
+        return await stage.buffer.evaluate(Evaluate(key, 2, samples=2))
+
+    async def scene():
+        await stage.start()
+        await evaluate("a", (1.0, None, 0.5, 0.25))
+        first = held_out_rows(stage, 0)
+        again = await stage.buffer.evaluate(Evaluate("a", 2, samples=2))
+        assert held_out_rows(stage, 0) == first
+        await stage.start()
+        await evaluate("b", (1.0, 1.0, 1.0, 1.0))
+
+        ended = {"turns": 3, "finish": "stop"}
+        assert first == [
+            {"task": "", "row": 0, "sample": 0, "reward": 1.0, "text": "a 0", **ended},
+            {"task": "", "row": 0, "sample": 1, "reward": None, "text": "a 1", "turns": 0, "finish": "reward_failed"},
+            {"task": "", "row": 1, "sample": 0, "reward": 0.5, "text": "a 2", **ended},
+            {"task": "", "row": 1, "sample": 1, "reward": 0.25, "text": "a 3", **ended},
+        ]
+        assert list(first[0]) == ["task", "row", "sample", "reward", "finish", "text", "turns"]
+        assert again.rewards == ((1.0,), (0.5, 0.25))
+        assert [row["text"] for row in held_out_rows(stage, 0)] == ["b 0", "b 1", "b 2", "b 3"]
+        assert [path.name for path in (stage.folder / "evals").iterdir()] == ["0.jsonl"]
+
+    stage.run(scene)
+
+
+def test_the_text_of_an_evaluation_is_bounded_for_each_sample_and_as_a_whole(stage, trajectory, monkeypatch):
+    monkeypatch.setattr(kept_module, "MOST_ROUND_TEXT", 200)
+
+    async def scene():
+        await stage.start()
+        await stage.buffer.evaluate(Evaluate("a", 2, wait_s=0.0))
+        for ticket in await stage.admit(num=2):
+            await stage.buffer.put(Put(msgspec.structs.replace(trajectory(ticket), text="x" * 60 + "y" * 600)))
+        await stage.buffer.evaluate(Evaluate("a", 2))
+
+        (text, _) = [row["text"] for row in held_out_rows(stage, 0)]
+        assert text.startswith("x" * 50)
+        assert text.endswith("y" * 50)
+        assert "560 characters left out" in text
+
+    stage.run(scene)
+
+
+def test_a_disk_that_takes_no_held_out_samples_costs_no_evaluation(stage):
+    async def scene():
+        await stage.start()
+        (stage.folder / "evals").write_text("in the way")
+        await stage.buffer.evaluate(Evaluate("a", 1, wait_s=0.0))
+        for ticket in await stage.admit(num=1):
+            await stage.put(ticket, 1.0)
+
+        assert (await stage.buffer.evaluate(Evaluate("a", 1))).rewards == ((1.0,),)
+
+    stage.run(scene)
+
+
+def test_what_a_rollout_that_failed_had_played_stays_readable(stage, trajectory):
+    async def scene():
+        await stage.start()
+        one, other, *_ = await stage.admit()
+        played = msgspec.structs.replace(trajectory(one), reason="env_step_failed: it raised")
+        await stage.buffer.give_up(GiveUp(one, "env_step_failed", played=played))
+        tried = msgspec.structs.replace(trajectory(other), reason="crashed")
+        await stage.buffer.give_up(GiveUp(other, "crashed", retry=True, played=tried))
+        await stage.buffer.on_drain()
+
+        assert {t.ticket.trajectory_id: t.reason for t in read_kept(stage.folder)} == {
+            one.trajectory_id: "env_step_failed: it raised"
+        }
 
     stage.run(scene)
 

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 
+import msgspec
 import pytest
 
 from actors.messages.samples import Ticket
@@ -115,3 +116,36 @@ async def test_a_file_that_is_half_written_is_passed_over(make_kept, tmp_path, t
     file.write_bytes(file.read_bytes()[:-9])
 
     assert [t.ticket.trajectory_id for t in read_kept(tmp_path)] == ["g00000000.1"]
+
+
+async def test_the_newest_rollouts_that_failed_are_kept_beside_the_others_and_bounded(make_kept, tmp_path, trajectory):
+    def failed(ticket):
+        return msgspec.structs.replace(trajectory(ticket), reason="reward_failed: it raised")
+
+    kept = make_kept(32)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            await kept.follow()
+    await keep(kept, tickets_of(0), trajectory)
+    for group in range(1, 101):
+        await keep(kept, tickets_of(group), failed)
+    again = make_kept(32)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            await again.follow()
+    await keep(again, tickets_of(101), failed)
+
+    found = groups_in(tmp_path)
+    assert sorted(found) == ["g00000000", *(f"g{number:08d}" for number in range(86, 102))]
+    assert {t.reason for t in read_kept(tmp_path)} == {"", "reward_failed: it raised"}
+
+
+async def test_a_burst_of_failed_rollouts_waits_in_bounded_memory_and_the_newest_of_it_are_kept(
+    make_kept, tmp_path, trajectory
+):
+    kept = make_kept(4)
+    for ticket in (ticket for group in range(1000) for ticket in tickets_of(group)):
+        kept.offer(msgspec.structs.replace(trajectory(ticket), reason="env_timeout"))
+    await kept.catch_up()
+
+    assert sorted(groups_in(tmp_path)) == ["g00000998", "g00000999"]

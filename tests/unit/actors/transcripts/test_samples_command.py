@@ -143,6 +143,41 @@ def test_a_rollout_that_failed_left_no_text_and_says_why(folder, capsys):
     assert "env_timeout" in shown(capsys, folder.path)
 
 
+def test_a_rollout_that_failed_is_shown_with_its_text_and_the_whole_reason(folder, asked, capsys):
+    why = "reward_failed: raised: KeyError('unit') at my_verifier.py:3 in f"
+    folder.keep("g00000004.0", asked, reward=0.0, reason=why)
+    folder.end("g00000004.0", "failed", reward=None, step=None, reason="reward_failed", scores={})
+    folder.keep("g00000005.1", asked, reward=0.0, reason="env_step_failed")
+    folder.keep("g00000006.0", asked)
+    folder.end("g00000006.0")
+
+    listed = shown(capsys, folder.path, "--fate", "failed")
+    whole = shown(capsys, folder.path, "g4.0")
+    first, second = map(json.loads, shown(capsys, folder.path, "--fate", "failed", "--json").splitlines())
+    best = shown(capsys, folder.path, "--best")
+
+    assert [line.split()[0] for line in listed.splitlines()[2:4]] == ["g00000004.0", "g00000005.1"]
+    assert "four" in listed
+    assert why in whole
+    assert "▸ four" in whole
+    assert (first["reason"], first["reward"], first["fate"]) == (why, None, "failed")
+    assert [turn["completion"] for turn in first["turns"]] == ["four <|end|>"]
+    assert (second["fate"], second["reward"], second["reason"]) == ("failed", None, "env_step_failed")
+    assert "g00000004.0" not in best
+
+
+def test_those_that_failed_without_text_take_no_room_from_those_with_one(folder, asked, capsys):
+    for at in range(6):
+        folder.end(f"g0000000{at}.0", "failed", reward=None, step=None, reason="env_timeout", scores={})
+    for at in (2, 4):
+        folder.keep(f"g0000000{at}.0", asked, reward=0.0, reason="env_timeout: no answer")
+
+    two, three = (shown(capsys, folder.path, "--fate", "failed", "-n", num).splitlines()[2:-1] for num in (2, 3))
+
+    assert [line.split()[0] for line in two] == ["g00000002.0", "g00000004.0"]
+    assert [line.split()[0] for line in three] == ["g00000002.0", "g00000004.0", "g00000005.0"]
+
+
 def test_of_a_sample_that_was_played_twice_only_the_attempt_that_counts_is_shown(folder, asked):
     folder.keep("g00000001.0", asked, attempt=1)
     folder.keep("g00000001.0", asked, attempt=2)
