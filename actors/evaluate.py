@@ -1,4 +1,4 @@
-"""`rubato eval MODEL CONFIG`: the evaluation that a run does, outside a run, as a job of the same actors with an Evaluator for a trainer."""
+"""`rubato eval MODEL [CONFIG]`: the evaluation that a run does, outside a run, as a job of the same actors with an Evaluator for a trainer."""
 
 import argparse
 import json
@@ -15,6 +15,8 @@ from actors.model_folder import check_model_folder
 from runtime.config.config import compose
 from runtime.config.source import read
 from runtime.errors import LaunchError
+from runtime.importer import FOLDER as CODE
+from runtime.importer import KeptCode
 from runtime.launch import commands
 
 KEPT = ("sample_buffer", "llm_proxy", "env_manager", "reward_service")
@@ -25,16 +27,20 @@ SHOWN = ("version", "reward", "num", "failed")
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate, and print a table or JSON; RubatoError is the caller's to print."""
-    parser = argparse.ArgumentParser("rubato eval", description="Evaluate a model on a config's held-out tasks.")
+    usage = (
+        "%(prog)s RUN [CONFIG] [key.sub=value …] [options]\n       %(prog)s MODEL CONFIG [key.sub=value …] [options]"
+    )
+    parser = argparse.ArgumentParser("rubato eval", usage=usage, description="Evaluate a model on held-out tasks.")
     parser.add_argument("model", type=Path, help="a model folder, a checkpoint, or a run: its newest checkpoint")
-    parser.add_argument("config", type=Path, help="a YAML file, e.g. configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="e.g. eval.samples=8")
+    help_words = "a YAML file, by default the run's own config; changes of single keys, e.g. eval.samples=8"
+    parser.add_argument("words", nargs="*", default=[], metavar="CONFIG, key.sub=value", help=help_words)
     parser.add_argument("--all", action="store_true", help="every checkpoint of the run MODEL")
     parser.add_argument("--json", action="store_true", help="print JSON, one line for each model")
     parser.add_argument("--out", type=Path, help="add the rows to this file too")
     given = parser.parse_intermixed_args(argv)
     models = find_models(given.model, every=given.all)
-    text = job_of(given.config, given.overrides, models)
+    config, overrides = _config_of(given.model, given.words)
+    text = job_of(config, overrides, models)
     Path("runs").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="eval-", dir="runs"))
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file, redirect_stdout(sys.stderr):
@@ -53,6 +59,22 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(map(json.dumps, told)) if given.json else table(told))  # noqa: T201
         print(f"each sample: {', '.join(row['samples_file'] for row in told)}", file=sys.stderr)  # noqa: T201
     return code
+
+
+def _config_of(model: Path, words: Sequence[str]) -> tuple[Path, Sequence[str]]:
+    """The config that is named, else that of the run which `model` is or is a checkpoint of; and the changes of keys."""
+    if words and ("=" not in words[0] or Path(words[0]).is_file()):
+        return Path(words[0]), words[1:]
+    resolved = model.resolve()
+    run = resolved if (resolved / "checkpoints").is_dir() else resolved.parent.parent
+    if not (run / "config.yaml").is_file():
+        raise LaunchError(
+            f"{model} is of no run with a config.yaml, so eval needs a config: rubato eval {model} configs/quickstart.yaml"
+        )
+    if changed := KeptCode(run / CODE).changed():
+        files = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
+        print(f"changed since {run} began, and taken as they are now: {files}", file=sys.stderr)  # noqa: T201
+    return run / "config.yaml", words
 
 
 def find_models(given: Path, *, every: bool) -> list[Path]:

@@ -85,13 +85,23 @@ def _dry_run(config: Config, folder: Path, told: list[str], *, resume: bool, for
 def _places(given: argparse.Namespace) -> tuple[Path | None, Path | None, list[str]]:
     """The config file and the run folder that were named, and the changes of keys."""
     words, folder = list(given.words), given.run_dir
-    file = Path(words.pop(0)) if words and ("=" not in words[0] or os.path.exists(words[0])) else None
+    named: list[Path] = []
+    while words and ("=" not in words[0] or os.path.exists(words[0])):
+        named.append(Path(words.pop(0)))
     if given.resume and folder is None:
-        if words and "=" not in words[0]:
-            folder = Path(words.pop(0))
-        elif file is not None and not os.path.isfile(file):
-            file, folder = None, file
-    return file, folder, words
+        runs = [path for path in named if not os.path.isfile(path)]
+        if not runs and len(named) > 1:
+            runs = [path for path in named if path.name == "config.yaml"]
+        if runs:
+            named.remove(runs[-1])
+            folder = runs[-1].parent if os.path.isfile(runs[-1]) else runs[-1]
+    if len(named) > 1:
+        both = " and ".join(map(str, named))
+        raise LaunchError(
+            f"launch takes one config, and {both} are named. A run's folder is named by --run-dir, and to go on with it "
+            "by --resume RUN; changes of keys are written key.sub=value."
+        )
+    return next(iter(named), None), folder, words
 
 
 def _chosen(given: argparse.Namespace) -> tuple[Config, Path, list[str]]:

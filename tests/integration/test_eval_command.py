@@ -5,6 +5,7 @@ import json
 import pytest
 
 from actors import checkpoint as checkpoints
+from runtime.config import load
 from runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model
 
@@ -43,6 +44,18 @@ def test_every_checkpoint_of_a_run_is_evaluated_as_the_version_that_it_is(place)
         assert all(each["text"] and each["turns"] and each["finish"] in ("stop", "length") for each in samples)
 
 
+@pytest.mark.parametrize("of", ["run", "run/checkpoints/step_2"])
+def test_a_run_and_each_of_its_checkpoints_need_no_config(place, of):
+    (place / "run" / "config.yaml").write_text(load(place / "small.yaml").dump())
+
+    ended = rubato("eval", of, "--json", "eval.final_num_tasks=2", cwd=place)
+
+    (place / "run" / "config.yaml").unlink()
+    assert ended.code == ExitCode.DONE, ended.err
+    (row,) = map(json.loads, ended.out.splitlines())
+    assert (row["version"], row["num"]) == (2 if of.endswith("2") else 4, 2)
+
+
 def test_a_model_folder_and_the_newest_checkpoint_of_a_run_make_a_table(place):
     for name, version in (("model", 0), ("run", 4)):
         ended = rubato("eval", name, "small.yaml", cwd=place)
@@ -58,6 +71,11 @@ def test_a_model_folder_and_the_newest_checkpoint_of_a_run_make_a_table(place):
     ("arguments", "words"),
     [
         (("gone", "small.yaml"), "gone is no folder. Name a model folder, a checkpoint, or the folder of a run."),
+        (
+            ("model",),
+            "model is of no run with a config.yaml, so eval needs a config: rubato eval model configs/quickstart.yaml",
+        ),
+        (("run", "eval.samples=2"), "run is of no run with a config.yaml, so eval needs a config"),
         (("model", "gone.yaml"), "gone.yaml does not exist."),
         (("model", "small.yaml", "eval.sample=2"), "eval.sample is not a key. Did you mean eval.samples?"),
         (("model", "small.yaml", "eval.samples=0"), "eval.samples"),

@@ -233,8 +233,14 @@ def test_changes_of_a_resumed_run_are_told_with_what_was(stopped, capsys):
     assert said == ["changed from here on: run.steps was 4, is 9; train.lr was 0.001, is 0.5"]
 
 
-def test_all_keys_on_which_a_named_config_differs_are_told_also_those_it_does_not_set(stopped, capsys):
-    code, _, (said,) = dry(stopped.parent / "small.yaml", "--resume", stopped, capsys=capsys)
+@pytest.mark.parametrize(
+    "named", [["{config}", "--resume", "{run}"], ["--resume", "{run}", "{config}"], ["--resume", "{config}", "{run}"],
+              ["{run}/config.yaml", "{config}", "--resume"], ["{config}", "--run-dir", "{run}", "--resume"]]
+)  # fmt: skip
+def test_all_keys_on_which_a_named_config_differs_are_told_also_those_it_does_not_set(named, stopped, capsys):
+    words = (part.format(run=stopped, config=stopped.parent / "small.yaml") for part in named)
+
+    code, _, (said,) = dry(*words, capsys=capsys)
 
     assert code == 0
     assert said.startswith(f"{stopped.parent}/small.yaml differs from the run's own config, under which it goes on: ")
@@ -265,6 +271,8 @@ NOWHERE = [
     pytest.param(["--resume"], "--resume: which run? Name its folder", id="no folder"),
     pytest.param(["--resume", "gone"], "gone does not exist: there is no run to resume.", id="no such folder"),
     pytest.param(["{run}"], "is a folder, and a config is a file. To go on with the run in it: rubato launch --resume", id="no flag"),
+    pytest.param(["a.yaml", "b.yaml", "run.steps=2"], "launch takes one config, and a.yaml and b.yaml are named.", id="two"),
+    pytest.param(["--resume", "{run}", "{run}"], "is a folder, and a config is a file.", id="two runs"),
     pytest.param(["run.steps=2"], "launch needs a config", id="no config"),
 ]  # fmt: skip
 
