@@ -56,6 +56,7 @@ class Restconf:
         )
 
     async def close(self) -> None:
+        """Requests under way, and later ones, end as SwitchUnreachable."""
         await self._client.aclose()
 
     async def send(self, method: str, path: str, body: object = None) -> Any:
@@ -73,6 +74,10 @@ class Restconf:
             raise SwitchTimedOut(f"{self._where} {late}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise SwitchUnreachable(f"{self._where}: {error or type(error).__name__}") from error
+        except RuntimeError as error:  # httpx has no name of its own for it
+            if not self._client.is_closed:
+                raise
+            raise SwitchUnreachable(f"{self._where}: the connection was closed before {method} {path} was done") from error
         if method == "GET" and answer.status_code == httpx.codes.NOT_FOUND:
             return None
         return self._decode(method, path, answer, said)

@@ -65,6 +65,17 @@ async def lit(driver):
     raise AssertionError("the mirrors never rest")
 
 
+@pytest.mark.parametrize("driver", ["sonic", "sonic over http", "polatis"], indirect=True)
+async def test_a_driver_that_is_closed_says_that_the_switch_is_out_of_reach(driver):
+    await driver.apply((), (A,))
+
+    await driver.close()
+
+    for asked in (driver.read(), driver.apply((A,), (B,))):
+        with pytest.raises(SwitchUnreachable, match="the connection was closed before"):
+            await asked
+
+
 async def test_a_switch_holds_nothing_at_first(driver):
     assert (await driver.read()).circuits == {}
 
