@@ -90,6 +90,6 @@ async def _check_up(connection: RunAccess, name: str) -> None:
         records = await list_actors(connection.store)
     except StoreUnavailable as error:
         card = connection.card
-        raise LaunchError(silent_store(card.state_url, folder, card.launcher_pid)) from error
+        raise LaunchError(silent_store(card.url, folder, card.launcher_pid)) from error
     if any(record.name == name for record in records):
         raise LaunchError(f"{name} is taken in the run in {folder}. Join it under another name.")

@@ -10,6 +10,7 @@ from runtime.observe.lean import import_structlog
 
 import_structlog()
 
+from runtime.config import Config  # noqa: E402
 from runtime.errors import ExitCode, first_cause, said_by  # noqa: E402
 from runtime.kernel import Kernel, is_permanent  # noqa: E402
 from runtime.launch.children import allow_many_files  # noqa: E402
@@ -20,25 +21,31 @@ from runtime.observe.log import configure, logger  # noqa: E402
 def main(argv: list[str]) -> int:
     folder, name, pool = Path(argv[0]), argv[1], "".join(argv[2:3])
     allow_many_files()
-    configure(folder / "logs" / f"{name}.jsonl", actor=name)
+    jobs: list[Config] = []
+
+    def hide(text: str) -> str:
+        return jobs[0].hidden(text) if jobs else text
+
+    configure(folder / "logs" / f"{name}.jsonl", actor=name, hide=hide)
     sys.setswitchinterval(0.0005)  # a thread that computes gives the event loop its turn ten times sooner
     kernels: list[Kernel] = []
     try:
-        asyncio.Runner(loop_factory=_loop_factory()).run(_serve(folder, name, pool, kernels))
+        asyncio.Runner(loop_factory=_loop_factory()).run(_serve(folder, name, pool, jobs, kernels))
     except Exception as group:  # noqa: BLE001 - the boundary of the process: named, logged, and the supervisor's
         error = first_cause(group)
-        said = " ".join(said_by(error).split())
+        said = hide(" ".join(said_by(error).split()))
         logger("node").error("actor_failed", error=said, exc_info=group)
         print(f"{name}: {said}", file=sys.stderr)  # noqa: T201 - the launcher quotes it
         return ExitCode.REFUSED if is_permanent(error, kernels[0] if kernels else None) else ExitCode.FAILED
     return ExitCode.DONE
 
 
-async def _serve(folder: Path, name: str, pool: str, kernels: list[Kernel]) -> None:
-    """`kernels` gets the actor's, once there is one."""
+async def _serve(folder: Path, name: str, pool: str, jobs: list[Config], kernels: list[Kernel]) -> None:
+    """`jobs` gets the job's config, once it is read, and `kernels` the actor's."""
     role = name.rsplit("-", 1)[0]
     async with connect(folder) as connection:
         job = connection.config
+        jobs.append(job)
         kernel = await connection.kernel(job.actor_class(role), job.actor_config(role, pool), name, pool)
         kernels.append(kernel)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, kernel.stop)

@@ -77,7 +77,9 @@ class Restconf:
         except RuntimeError as error:  # httpx has no name of its own for it
             if not self._client.is_closed:
                 raise
-            raise SwitchUnreachable(f"{self._where}: the connection was closed before {method} {path} was done") from error
+            raise SwitchUnreachable(
+                f"{self._where}: the connection was closed before {method} {path} was done"
+            ) from error
         if method == "GET" and answer.status_code == httpx.codes.NOT_FOUND:
             return None
         return self._decode(method, path, answer, said)

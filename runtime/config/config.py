@@ -52,10 +52,13 @@ class Config:
         self._classes = classes
         self._configs = configs
         self._filled = filled
-        self.hides: Mapping[str, str] = hides_of(filled.values())
-        """What the environment gave → the variable, for whoever writes or shows anything."""
+        self._hides = hides_of(filled.values())
         self.pooled: Mapping[Pool, ActorConfig] = {}
         """The config of each pool's processes."""
+
+    def hidden(self, text: str) -> str:
+        """`text` without what the environment gave to this config: for whoever writes or shows anything."""
+        return hidden(text, self._hides)
 
     def has(self, name: str) -> bool:
         """Whether an actor of this job declares the section `name`."""
@@ -133,7 +136,7 @@ class Config:
         try:
             check_all(checks)
         except ConfigError as error:
-            raise ConfigError(hidden(str(error), self.hides)) from None
+            raise ConfigError(self.hidden(str(error))) from None
 
     def _in_use(self) -> list[tuple[type[Actor], ActorConfig]]:
         return [

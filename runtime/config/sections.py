@@ -45,7 +45,7 @@ class Section(BaseModel):
         """`steps: true` is a slip, not 1; and of the many words for yes and no, two are taken."""
         field = cls.model_fields.get(info.field_name or "")
         wanted: object = field.annotation if field is not None else None
-        if isinstance(value, bool) and wanted in (int, float):
+        if isinstance(value, bool) and (wanted is int or wanted is float):
             raise PydanticCustomError("bool_for_number", "it must be a number")
         parts = (wanted, *get_args(wanted))
         word = isinstance(value, str) and str not in parts

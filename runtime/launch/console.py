@@ -1,6 +1,6 @@
 """What the launcher prints: start-up, one line per step, notices, a progress bar, the last lines."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from rich import progress as bars
@@ -34,7 +34,9 @@ def step_table(target: str) -> ConsoleTable:
 class Console:
     """Prints for a person on a terminal, and plain lines into a pipe."""
 
-    def __init__(self, table: ConsoleTable) -> None:
+    def __init__(self, table: ConsoleTable, hide: Callable[[str], str] = str) -> None:
+        """`hide` takes out of each sentence what may be shown nowhere."""
+        self._hide = hide
         self._rich = Rich(highlight=False, soft_wrap=True)
         self._table = table
         self._bar: bars.Progress | None = None
@@ -43,7 +45,7 @@ class Console:
         self._phase = ""
 
     def say(self, text: str) -> None:
-        self._rich.print(text, markup=False)
+        self._rich.print(self._hide(text), markup=False)
 
     def stage(self, what: str, text: str, seconds: float | None = None) -> None:
         """One finished stage of the start-up."""
@@ -71,6 +73,7 @@ class Console:
 
     def notice(self, text: str, *, good: bool = False) -> None:
         """Said now, and kept in the log of this host's node agent, where the monitor finds it."""
+        text = self._hide(text)
         logger("launch").info("notice", text=text, good=good)
         self._rich.print(f" [{'green' if good else 'yellow'}]{'✓' if good else '!'}[/] ", end="")
         self._rich.print(text, markup=False)

@@ -17,6 +17,7 @@ import msgspec
 
 from bus.errors import BadKeys
 from bus.keys import KeyPair, Keys, check_keys, new_keys
+from runtime.config.variables import fill
 from runtime.errors import LaunchError
 from runtime.importer import FOLDER as CODE
 from runtime.observe.trace import wall_s
@@ -45,6 +46,7 @@ class RunCard(msgspec.Struct):
     sockets: str
     """Private folder of this launch's sockets; changes with every launch."""
     state_url: str
+    """As the config has it: what `${NAME}` stands for in it is in no file."""
     launcher_pid: int
     started_s: float
     """Wall clock, seconds since the epoch."""
@@ -54,6 +56,11 @@ class RunCard(msgspec.Struct):
     """Address of this host as others reach it; empty when they do not."""
     gate: str = ""
     """Where hosts that join reach the Store; empty on a host that joined, and where none can."""
+
+    @property
+    def url(self) -> str:
+        """`state_url` with its variables. Raises ConfigError where one is not set here."""
+        return fill(self.state_url, "state.url").value
 
 
 class Words(NamedTuple):

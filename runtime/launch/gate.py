@@ -246,9 +246,9 @@ def way_to(state_url: str) -> Callable[[], Awaitable[Ends]] | None:
 
 
 def way_through(state_url: str, path: Path) -> str:
-    """The URL of the same server behind the gate's socket `path`: the same user and password."""
+    """The URL of the same server behind the gate's socket `path`: the same user and password, variables as they are written."""
     parts = urlsplit(state_url)
     given = dict(parse_qsl(parts.query))
     named = {"username": parts.username, "password": parts.password}
     said = {name: unquote(value or "") or given.get(name, "") for name, value in named.items()}
-    return f"unix://{path}?{urlencode({name: value for name, value in said.items() if value})}"
+    return f"unix://{path}?{urlencode({name: value for name, value in said.items() if value}, safe='${}:-')}"

@@ -66,7 +66,7 @@ class Launcher:
         self._config, self._told = config, told
         self._folder = RunFolder(folder.resolve())
         self._resume, self._force, self._update_code = resume, force, update_code
-        self._console = Console(step_table(config.report.console))
+        self._console = Console(step_table(config.report.console), config.hidden)
         self._clock = asyncio.get_running_loop().time
         self._keys: RunKeys | None = None
         self._agent: NodeAgent | None = None
@@ -85,7 +85,7 @@ class Launcher:
         try:
             self._keys = find_keys(self._folder.path)
             card.host = self._host_address()
-            configure(self._folder.path / "logs" / f"{NODE}.jsonl", actor=NODE)
+            configure(self._folder.path / "logs" / f"{NODE}.jsonl", actor=NODE, hide=self._config.hidden)
             self._folder.config.touch(mode=0o600)  # state.url may hold a password
             self._folder.config.write_text(self._config.dump())
             keep(self._folder.path / CODE, self._config.tree())
@@ -122,7 +122,7 @@ class Launcher:
         backend = await stack.enter_async_context(process_backend(self._folder.path, self._config, roles, tasks))
         await self._open_state(card, stack, tasks)
         self._folder.write(card)
-        await self._prepare()
+        await _prepare(self._config, self._folder.path, self._console)
         self._config.preflight(self._folder.path)
         keys = self._keys.curve if self._keys else None
         connection = await stack.enter_async_context(reach(self._config, card, self._folder.path, keys))
@@ -153,7 +153,7 @@ class Launcher:
         """Reach the Store, or start one and keep it alive."""
         began = self._clock()
         if self._config.state.url:
-            card.state_url = guest_url = self._config.state.url
+            card.state_url = guest_url = str(self._config.tree()["state"]["url"])
             what = "redis given by state.url"
         else:
             password = self._keys.state_password if self._keys else ""
@@ -168,7 +168,7 @@ class Launcher:
             guest_url = server.guest_url if guest else ""
         if self._config.state.shared:
             write_shared(self._folder.path, SharedScope(scope_of(card.id), guest_url))
-        store = RedisStore(card.state_url, card.id, patience_s=3.0)
+        store = RedisStore(card.url, card.id, patience_s=3.0)
         try:
             await store.get("config")
             for sentence in await store.concerns() if self._config.state.url else ():
@@ -195,7 +195,7 @@ class Launcher:
 
     async def _open_gate(self, card: RunCard, stack: AsyncExitStack, tasks: asyncio.TaskGroup) -> None:
         """Let hosts that join reach the Store, where there is an address to come to and keys to know them by."""
-        connect = way_to(card.state_url)
+        connect = way_to(card.url)
         if not card.host or self._keys is None or connect is None:
             card.gate = ""
             return
@@ -230,13 +230,6 @@ class Launcher:
             else:
                 self._console.notice("the embedded redis is back", good=True)
 
-    async def _prepare(self) -> None:
-        for target in self._config.prepare:
-            began = self._clock()
-            what = await prepare(target, self._folder.path, self._console.preparing)
-            if what:
-                self._console.stage("model", what, self._clock() - began)
-
     def _interrupt(self) -> None:
         agent = self._agent
         if agent is None:
@@ -252,7 +245,7 @@ class Launcher:
 
     async def _finish(self, outcome: JobOutcome) -> int:
         if outcome.kind == "failed":
-            print(outcome.sentence, file=sys.stderr)  # noqa: T201 - the sentence for the user
+            print(self._config.hidden(outcome.sentence), file=sys.stderr)  # noqa: T201 - the sentence for the user
         elif outcome.kind == "interrupted":
             self._console.say(outcome.sentence)
         await asyncio.get_running_loop().run_in_executor(None, merge_traces, self._folder.path)
@@ -285,7 +278,7 @@ class Joiner:
         """Raises LaunchError, before anything is written, for what this host alone can tell is wrong."""
         if not 1 <= self._num <= MOST_ADDED:
             raise LaunchError(f"can't add {self._num} actors: between 1 and {MOST_ADDED} at a time.")
-        host = _checked(self._host) if self._host else _own_address(self._token.gate or self._token.state_url)
+        host = _checked(self._host) if self._host else _own_address(self._token.gate or self._token.url)
         allow_many_files()
         main = asyncio.current_task()
         assert main is not None
@@ -307,21 +300,30 @@ class Joiner:
         config = await self._fetch_config(card)
         connection = await stack.enter_async_context(reach(config, card, self._folder.path, self._token.keys.curve))
         card.node = f"node-{await connection.store.increment('nodes', at_least=2)}"
-        configure(self._folder.path / "logs" / f"{card.node}.jsonl", actor=card.node)
+        configure(self._folder.path / "logs" / f"{card.node}.jsonl", actor=card.node, hide=config.hidden)
         self._pool = config.pool_of(self._role, self._pool)
         if why := HostPlaces.here(config).why_not(self._role, self._pool, self._num):
             raise LaunchError(why)
         actor_class, actor_config = config.actor_class(self._role), config.actor_config(self._role, self._pool)
         actor_class.check_host(actor_config)
-        actor_class.preflight(actor_config, self._folder.path)
-        return await self._host_actors(connection, tasks)
+        console = Console(step_table(config.report.console), config.hidden)
+        if said := self._folder.open_to_others():
+            console.notice(said)
+        try:
+            actor_class.preflight(actor_config, self._folder.path)
+        except ConfigError:
+            if not config.prepare:
+                raise
+            await _prepare(config, self._folder.path, console)  # as the first host did
+            actor_class.preflight(actor_config, self._folder.path)
+        return await self._host_actors(connection, tasks, console)
 
-    async def _host_actors(self, connection: RunAccess, tasks: asyncio.TaskGroup) -> JobOutcome:
+    async def _host_actors(self, connection: RunAccess, tasks: asyncio.TaskGroup, console: Console) -> JobOutcome:
         """Get names from the first host, start the actors, and stay until there is an outcome.
 
         Only a host that is let in keeps the job's keys and the way to its Store, for the actors that it starts.
         """
-        console, folder = Console(step_table(connection.config.report.console)), self._folder.path
+        folder = self._folder.path
         async with (
             process_backend(folder, connection.config, [self._role], tasks) as backend,
             process_host(connection, console, backend, tasks) as agent,
@@ -365,7 +367,7 @@ class Joiner:
 
     async def _fetch_config(self, card: RunCard) -> Config:
         """The job's config as the first host resolved it, with this host's own overrides."""
-        store = RedisStore(card.state_url, card.id)
+        store = RedisStore(card.url, card.id)
         try:
             async with asyncio.timeout(REACH_S):
                 text, code = await store.get("config"), await store.get("code")
@@ -391,6 +393,16 @@ class Joiner:
         if self._role not in config.actors:
             raise LaunchError(f"{self._role} is not a role of this run. Its roles are {', '.join(config.actors)}.")
         return config
+
+
+async def _prepare(config: Config, folder: Path, console: Console) -> None:
+    """What the config's `prepare` modules make in the run folder; a module finds what is there. Raises LaunchError where one fails."""
+    clock = asyncio.get_running_loop().time
+    for target in config.prepare:
+        began = clock()
+        what = await prepare(target, folder, console.preparing)
+        if what:
+            console.stage("model", what, clock() - began)
 
 
 async def _follow(agent: NodeAgent, lease_s: float) -> None:

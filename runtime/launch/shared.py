@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from runtime.config.variables import fill
 from runtime.errors import LaunchError
 from runtime.launch.folder import write_private
 from runtime.store.redis import RedisStore
@@ -50,4 +51,4 @@ def open_shared(folder: Path, **options: float) -> RedisStore:
         raise LaunchError(f"{folder} shares nothing: {FILE} can't be read ({why}). Is it a cluster's folder?") from None
     except msgspec.MsgspecError as error:
         raise LaunchError(f"{path} is damaged ({error}). Start the cluster again.") from error
-    return RedisStore(scope.state_url, scope.id, **options)
+    return RedisStore(fill(scope.state_url, "state.url").value, scope.id, **options)

@@ -12,6 +12,7 @@ import msgspec
 
 from bus.errors import BadKeys
 from bus.keys import check_keys
+from runtime.config.variables import fill
 from runtime.errors import LaunchError
 from runtime.launch.folder import KEYS_FILE, RunKeys, command_for, find_keys, make_keys, running
 from runtime.launch.gate import way_to
@@ -30,6 +31,11 @@ class JoinToken(msgspec.Struct, frozen=True, array_like=True):
     gate: str
     state_url: str
     keys: RunKeys
+
+    @property
+    def url(self) -> str:
+        """`state_url` with its variables. Raises ConfigError where one is not set here."""
+        return fill(self.state_url, "state.url").value
 
     def __repr__(self) -> str:
         return f"JoinToken({self.run_id}, {self.gate})"
@@ -52,7 +58,7 @@ def read_token(text: str) -> JoinToken:
             raise ValueError("its checksum does not fit: it was mistyped or is not whole")
         token = msgspec.msgpack.decode(data, type=JoinToken)
         check_keys(token.keys.curve)
-        there = urlsplit(token.gate or token.state_url)
+        there = urlsplit(token.gate or token.url)
         if not there.hostname or there.port == 0:
             raise ValueError("it names no address that another host could come to")
     except (ValueError, msgspec.MsgspecError, BadKeys) as error:
@@ -113,10 +119,10 @@ def _join_token(folder: Path) -> str:
         raise LaunchError(f"the run in {folder} has no keys. Make them with: {command_for(folder)}")
     if not card.host:
         raise LaunchError(f"the run in {folder} is not reachable from other hosts: launch it with bus.host=ADDRESS.")
-    if not card.gate and way_to(card.state_url) is not None:
+    if not card.gate and way_to(card.url) is not None:
         raise LaunchError(
             f"the run in {folder} was launched before it had these keys. Stop it and go on with --resume."
         )
-    if not card.gate and not card.state_url.startswith("rediss://"):
+    if not card.gate and not card.url.startswith("rediss://"):
         print("warning: state.url is not encrypted on the network; use rediss://", file=sys.stderr)  # noqa: T201
     return write_token(JoinToken(card.id, card.gate, card.state_url, keys))

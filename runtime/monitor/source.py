@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from runtime.config.yaml_core import NotYaml, read_yaml
-from runtime.errors import LaunchError
+from runtime.errors import ConfigError, LaunchError
 from runtime.launch.children import is_stopped
 from runtime.launch.folder import RunCard, is_held, is_up, read_card
 from runtime.monitor.blocked import seconds
@@ -82,13 +82,17 @@ class RunSource:
         if not card.state_url:  # it is just starting
             return "running", "", []
         try:
+            url = card.url
+        except ConfigError as error:
+            return "unreachable", str(error), []
+        try:
             async with asyncio.timeout(READ_S):
-                store = await self._connected(card)
+                store = await self._connected(card, url)
                 seen, full = await list_seen(store), await store.full()
         except (StoreUnavailable, TimeoutError):
             if not is_up(card):
                 return "ended", "", []
-            return "unreachable", silent_store(card.state_url, self.folder, card.launcher_pid, self._answered_s), []
+            return "unreachable", silent_store(url, self.folder, card.launcher_pid, self._answered_s), []
         self._answered_s = wall_s()
         return "running", full, seen
 
@@ -108,10 +112,10 @@ class RunSource:
         except LaunchError:
             return None
 
-    async def _connected(self, card: RunCard) -> Store:
-        if self._store is None or self._url != card.state_url:
+    async def _connected(self, card: RunCard, url: str) -> Store:
+        if self._store is None or self._url != url:
             await self.close()
-            self._store, self._url = RedisStore(card.state_url, card.id, patience_s=READ_S), card.state_url
+            self._store, self._url = RedisStore(url, card.id, patience_s=READ_S), url
         return self._store
 
 

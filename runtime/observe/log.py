@@ -3,6 +3,8 @@
 import logging
 import logging.handlers
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +17,8 @@ MAX_BYTES = 64 * 1024 * 1024
 SECRET_KEYS = re.compile(r"(?i)password|passwd|secret|api_?key|private_?key|authorization|credential")
 SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 HIDDEN = "***"
+
+Hide = Callable[[str], str]
 
 
 def logger(name: str) -> FilteringBoundLogger:
@@ -33,14 +37,16 @@ def logger(name: str) -> FilteringBoundLogger:
     return cast("FilteringBoundLogger", wrapped)
 
 
-def configure(path: Path, *, actor: str, level: int = logging.INFO) -> None:
+def configure(path: Path, *, actor: str, level: int = logging.INFO, hide: Hide = str) -> None:
     """Send all logging of this process to the file `path`, as actor `actor`. Only a process's entry point calls it, once.
+
+    `hide` takes out of each text what may stand in no file.
 
     Warnings of the `warnings` module become log lines too. Handlers that were set before are replaced.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=MAX_BYTES, backupCount=1, encoding="utf-8")
-    handler.setFormatter(json_formatter(actor))
+    handler.setFormatter(json_formatter(actor, hide))
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
@@ -50,7 +56,7 @@ def configure(path: Path, *, actor: str, level: int = logging.INFO) -> None:
     logging.captureWarnings(True)
 
 
-def json_formatter(actor: str) -> logging.Formatter:
+def json_formatter(actor: str, hide: Hide = str) -> logging.Formatter:
     """Renders records of ours and of others as JSON lines with `t level logger actor event` first, then the fields."""
 
     def add_actor(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
@@ -62,27 +68,28 @@ def json_formatter(actor: str) -> logging.Formatter:
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             structlog.processors.format_exc_info,
-            hide_secrets,
+            partial(hide_secrets, hide=hide),
             add_actor,
             structlog.processors.JSONRenderer(ensure_ascii=False, default=str),
         ],
     )
 
 
-def hide_secrets(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    """Blank the values of keys that name a secret, and the user:password part of any URL."""
-    return {key: _hidden(key, value) for key, value in event.items()}
+def hide_secrets(_: WrappedLogger, __: str, event: EventDict, *, hide: Hide = str) -> EventDict:
+    """Blank the values of keys that name a secret, and the user:password part of any URL; what `hide` takes out, everywhere."""
+    return {key: _hidden(key, value, hide) for key, value in event.items()}
 
 
-def _hidden(key: str, value: object) -> object:
+def _hidden(key: str, value: object, hide: Hide) -> object:
     if SECRET_KEYS.search(key):
         return HIDDEN
     if isinstance(value, str):
+        value = hide(value)
         return SECRET_IN_URL.sub(HIDDEN, value) if "://" in value else value
     if isinstance(value, dict):
-        return {k: _hidden(str(k), v) for k, v in cast("dict[object, object]", value).items()}
+        return {k: _hidden(str(k), v, hide) for k, v in cast("dict[object, object]", value).items()}
     if isinstance(value, list | tuple):
-        return [_hidden("", item) for item in cast("list[object]", value)]
+        return [_hidden("", item, hide) for item in cast("list[object]", value)]
     return value
 
 
