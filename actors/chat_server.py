@@ -19,11 +19,11 @@ from uuid import uuid4
 
 import msgspec
 import uvicorn
-from jinja2 import TemplateError
 from pydantic import Field
 
-from actors.config import ModelSection
-from actors.envs.chat import TOKEN_BYTES, ChatRenderer
+from actors.config import ModelSection, RolloutSection
+from actors.envs.chat import TOKEN_BYTES
+from actors.envs.named_renderer import renderer_of
 from actors.http_server import HttpServer
 from actors.messages.generation import Aborted, Completion, Generate, Sampling
 from bus.address import bare, bind_listener, spelt
@@ -112,13 +112,14 @@ class Asked(msgspec.Struct):
 
 
 class ChatServer(Actor):
-    """Renders chats with the model's own template and asks the proxies. It keeps no state."""
+    """Renders chats as rollouts are, without their system prompt, and asks the proxies. It keeps no state."""
 
     role: ClassVar[str] = "chat_server"
     needs: ClassVar[tuple[str, ...]] = ("llm_proxy", "engine")
 
     class Config(ActorConfig):
         model: ModelSection = ModelSection()
+        rollout: RolloutSection = RolloutSection()
         chat: ChatSection = ChatSection()
 
     config: Config
@@ -141,7 +142,9 @@ class ChatServer(Actor):
     async def on_start(self) -> None:
         """Listen; an address that can't be had ends the job with a sentence."""
         host, port = self._section.host, self._section.port
-        self._chat = await self.offload(partial(ChatRenderer, self.run.folder / self.config.model.path, cached=0))
+        self._chat = await self.offload(
+            partial(renderer_of, self.config.rollout, self.run.folder / self.config.model.path, cached=0)
+        )
         try:
             listening = bind_listener(host, port, backlog=self._section.max_concurrent)
         except OSError as error:
@@ -206,9 +209,9 @@ class ChatServer(Actor):
         try:
             asked = msgspec.json.decode(body, type=Asked)
             turns = [{"role": turn.role, "content": turn.content} for turn in asked.messages]
-            prompt = await self.offload(self._chat.opening, turns)
+            prompt = await self.offload(self._chat.chat, turns)
             return await self._answer(asked, prompt)
-        except (ValueError, TemplateError) as error:  # a model's own template may refuse an order of roles
+        except ValueError as error:  # a model's own template may refuse an order of roles
             return _refusal(400, f"this is no chat that can be answered here: {error}")
         finally:
             self._under_way -= 1
@@ -231,7 +234,9 @@ class ChatServer(Actor):
         given = asked.max_completion_tokens or asked.max_tokens or DEFAULT_TOKENS
         seed = uuid4().int % 2**31 if asked.seed is None else asked.seed % 2**31
         temperature = 1.0 if asked.temperature is None else asked.temperature
-        return Sampling(given, temperature, asked.top_p or 1.0, self._chat.stop_token_ids, seed)
+        return Sampling(
+            given, temperature, asked.top_p or 1.0, self._chat.stop_token_ids, seed, self._chat.stop_strings
+        )
 
     def _completion(self, asked: Asked, reply: Completion, num_prompt: int) -> dict[str, Any]:
         num = len(reply.tokens.ids) // TOKEN_BYTES

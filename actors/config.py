@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StrictInt, StrictStr, model_validator
 
 from actors.messages.engines import GENERATION
 from planning.adaptive_alpha import AlphaBounds
@@ -247,6 +247,29 @@ class TrainSection(Section):
         )
 
 
+MOST_STOPS, LONGEST_STOP = 64, 256
+
+
+def _stops(given: object) -> object:
+    """One alone needs no list."""
+    return (given,) if isinstance(given, str | int) and not isinstance(given, bool) else given
+
+
+def _fitting_stops(given: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    for each in given:
+        if isinstance(each, str) and not 0 < len(each) <= LONGEST_STOP:
+            raise ValueError(f"a text that ends a turn has 1 to {LONGEST_STOP} characters, not {len(each)}")
+        if isinstance(each, int) and each < 0:
+            raise ValueError(f"{each} is no token: ids begin at 0")
+    if len(given) > MOST_STOPS:
+        raise ValueError(f"{len(given)} things end a turn; {MOST_STOPS} may")
+    return given
+
+
+Stops = Annotated[tuple[StrictInt | StrictStr, ...], BeforeValidator(_stops), AfterValidator(_fitting_stops)]
+"""What ends a turn: token ids, tokens, and other texts."""
+
+
 class RolloutSection(Section):
     """How one trajectory is played."""
 
@@ -260,6 +283,8 @@ class RolloutSection(Section):
     """Sampling temperature of training rollouts; held-out tasks have their own, `eval.temperature`."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Must be 1: the trainer has the whole vocabulary's log-probs, and could not tell what a cut left out."""
+    stop: Stops = ()
+    """What ends a turn, beside what the model's folder says: token ids, tokens such as <|eot_id|>, or other texts; see docs/tasks.md."""
     system_prompt: str = ""
     """First message of every trajectory, where set."""
     renderer: str = ""

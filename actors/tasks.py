@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from actors.config import RewardSection, RewardTarget, one_of
+from actors.config import RewardSection, RewardTarget, Stops, one_of
 from runtime.config import Section
 
 VERIFIERS: Mapping[str, str] = {name: f"actors.envs.verifiers:{name}" for name in ("exact", "number", "places", "math")}
@@ -83,6 +83,8 @@ class TaskSection(Section):
     """As `rollout.max_new_tokens`."""
     temperature: float | None = Field(default=None, ge=0)
     """As `rollout.temperature`."""
+    stop: Stops | None = None
+    """As `rollout.stop`."""
     system_prompt: str | None = None
     """As `rollout.system_prompt`."""
     rewards: tuple[RewardTarget, ...] | None = None

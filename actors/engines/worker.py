@@ -18,6 +18,7 @@ from actors.engines.orders import Orders
 from actors.engines.pace import modelled
 from actors.engines.permitted import PermittedOrders
 from actors.engines.section import EngineSection, check_sampling
+from actors.engines.stop_strings import Decode, decoder, end_of, first_of
 from actors.engines.tokens import joined, shifted
 from actors.engines.weights import HostWeights, WeightsPuller
 from actors.messages.engines import GENERATION, EngineChanged, EngineState, Reconfigure, SleepEngine, WakeEngine
@@ -188,6 +189,8 @@ class EngineWorker(CacheSource):
         self._told_held = False
         self._gauging: asyncio.Task[None] | None = None
         self._num_tokens = 0
+        self._decode: Decode | None = None
+        """By the model's tokenizer; read for the first request that a text ends."""
 
     # -- life cycle -------------------------------------------------------------------------------------------------
 
@@ -322,18 +325,36 @@ class EngineWorker(CacheSource):
         engine, _ = self._started()
         finish_reason = "aborted"
         exported: asyncio.Task[None] | None = None
+        if (ended := await self._ended_by_text(shared, work.resumed, Tokens())) is not None:
+            shared.tokens = ended
+            return "stop"
         shared.stage = "engine"
         with self.waits.on(work.request_id, stage="decode") as wait:
             async with contextlib.aclosing(engine.generate(work)) as chunks:
                 async for chunk in chunks:
                     wait.moved()
-                    self._sampled(shared, chunk)
+                    if chunk.finish_reason not in ("aborted", "exported"):  # whoever goes on with it looks at these
+                        ended = await self._ended_by_text(shared, chunk.tokens, shared.tokens)
+                    self._sampled(shared, chunk if ended is None else Chunk(ended, "stop"))
+                    if ended is not None:
+                        finish_reason = "stop"
+                        break
                     finish_reason = chunk.finish_reason
                     if shared.request.hand_over and exported is None and not finish_reason:
                         exported = self.spawn(self._keep_cache(work.request_id), name=f"{self.name}.hand_over")
         if exported is not None:
             await exported
         return finish_reason
+
+    async def _ended_by_text(self, shared: EngineRequest, tokens: Tokens, before: Tokens) -> Tokens | None:
+        """Of `tokens`, which come after those `before`, the ones up to a text that ends the request; None where there is no such text."""
+        stop, since = shared.request.sampling.stop, len(before.ids) // 4
+        if not stop or not tokens.ids:
+            return None
+        if self._decode is None:
+            self._decode = await self.offload(decoder, self.run.folder / self.config.model.path)
+        end = end_of(joined(before, tokens), since, stop, self._decode)
+        return None if end is None else first_of(tokens, end - since)
 
     async def _keep_cache(self, request_id: str) -> None:
         """Take the request out between two steps; one that ended meanwhile needs it no more."""

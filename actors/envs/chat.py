@@ -1,32 +1,221 @@
-"""A trajectory's tokens: messages become ids by the model's own chat template, and what the model sampled is never tokenised again."""
+"""A trajectory's tokens: messages become ids by the model's own chat template, and what the model sampled is never tokenised again.
 
-import difflib
+Text is text, whatever it spells: the control tokens of a prompt are those that the template writes. Where a text of a message, a tool or a
+variable spells one, a character that occurs nowhere else is put into it before the template renders it, and what the template gave is cut
+there before it is tokenised.
+"""
+
 import json
+import re
 from array import array
-from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from actors.envs.environment import Observation
+from actors.envs.templates import MARKS, RenderError, compiled, ids_in_configs, read_tokenizer, template_of
 from actors.messages.generation import Tokens, VersionSpan
 from actors.messages.samples import Segment
 
 CACHED = 4096
 """Texts whose tokens are kept: environments repeat themselves, and tokenising is the dearest part of a turn."""
 
-SAMPLED = "@@sampled@@"
-"""Stands for the model's turn while a template is rendered."""
-
-
 TOKEN_BYTES = 4
 """Both an int32 id and a float32 log-probability."""
 
+RARE = (*range(0xA000, 0xA48D), *range(0x12000, 0x1239A), *range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))
+"""Characters that stand in a rendering for what is not text, where no text of it has them: syllables of Yi, cuneiform, private use.
+Templates print the first of them as they are."""
+
+HEAD = 3
+"""Tokens after the model's turn among which its end is looked for: a template may put white space before it."""
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextTokenizer:
+    """A model folder's tokenizer: texts become ids without control tokens, except where a template wrote them, and ids become text."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError, one sentence, for a folder without tokenizer, or a damaged one."""
+        self.raw, self.named, add_bos = read_tokenizer(folder)
+        self._folder = folder
+        added: dict[int, Any] = self.raw.get_added_tokens_decoder()
+        self._added: dict[int, str] = {token: entry.content for token, entry in added.items()}
+        self._special = {token for token, entry in added.items() if entry.special}
+        self._normalized = {token for token, entry in added.items() if entry.normalized and self.raw.normalizer}
+        self._singles = {ord(text): UNKNOWN for token, text in self._added.items() if self._is_single(token)}
+        eos = self._id_of("eos_token")
+        found: list[int] = [] if eos is None else [eos]
+        self.eos: list[int] = [*dict.fromkeys(found + ids_in_configs(folder, "eos_token_id"))]
+        self._padding = {self._id_of("pad_token"), *ids_in_configs(folder, "pad_token_id")} & self._special
+        self._first = self._first_tokens(add_bos)
+        self._anchor = self._find_anchor()
+        self.stop_ids: tuple[int, ...] = tuple(self.eos)
+        self._dropped = frozenset(self.stop_ids)
+        self.use_marks((), ())
+
+    # -- what is control ------------------------------------------------------------------------------------------------
+
+    def marks_in(self, ids: Iterable[int] = (), source: str = "") -> set[int]:
+        """Added tokens that are not special and look like marks, not like words or white space, among `ids` or spelled in `source`."""
+        present = {*ids}
+        return {
+            token
+            for token, text in self._added.items()
+            if token not in self._special and (token in present or text in source) and _is_mark(text)
+        }
+
+    def use_marks(self, written: Iterable[int], around: Iterable[int]) -> None:
+        """Take the marks that the template has written.
+
+        They are control in all texts but the model's own turns; those `around` a turn are control there too.
+        """
+        always = {*around, *self._special, *(token for token in self.eos if _is_mark(self._text_of(token)))}
+        self._own, self._others = (
+            _spelling(map(self._text_of, always)),
+            _spelling(map(self._text_of, always | {*written})),
+        )
+        unknown = {self._id_of("unk_token"), self.raw.token_to_id(getattr(self.raw.model, "unk_token", None) or "")}
+        self._unwanted = (always | {*written}) - unknown if self._normalized & (always | {*written}) else set[int]()
+
+    def is_control(self, token: int) -> bool:
+        """Whether it is an added token or an end of turn, not a piece of text."""
+        return token in self._added or token in self.eos
+
+    def num_special(self, ids: Iterable[int]) -> int:
+        """How many of `ids` are special tokens."""
+        return sum(token in self._special for token in ids)
+
+    def stop_at(self, stop: Sequence[int | str], end_of_turn: int | None) -> tuple[str, ...]:
+        """Take the ids and the tokens of `rollout.stop`, and the template's own end of turn; returns the other texts of `stop`.
+
+        Raises ValueError, one sentence, where neither the folder nor `stop` says what ends a turn.
+        """
+        ids, by_text = list[int](), {text: token for token, text in self._added.items()}
+        for each in stop:
+            if isinstance(each, str):
+                ids += [by_text[each]] if each in by_text else []
+            elif self.raw.id_to_token(each) is None:
+                raise ValueError(f"rollout.stop names token {each}, which the tokenizer of {self._folder} has not got")
+            else:
+                ids.append(each)
+        own = [*self.eos, *([] if end_of_turn is None else [end_of_turn])]
+        texts = tuple(clean(each) for each in stop if isinstance(each, str) and each not in by_text)
+        self.stop_ids = tuple(dict.fromkeys([*own, *ids]))
+        self._dropped = frozenset(own) | (frozenset(ids) & self._special)
+        if not self.eos and not stop:
+            hint = (
+                ""
+                if end_of_turn is None
+                else f", such as {self._text_of(end_of_turn)}, by which its chat template ends turns"
+            )
+            raise ValueError(
+                f"model folder {self._folder} names no end of turn: no eos_token in tokenizer_config.json or special_tokens_map.json, no "
+                f"eos_token_id in generation_config.json or config.json. Set rollout.stop to what ends one{hint}"
+            )
+        return texts
+
+    def _is_single(self, token: int) -> bool:
+        return len(self._added[token]) == 1 and token in self._special
+
+    def _id_of(self, name: str) -> int | None:
+        return self.raw.token_to_id(self.named.get(name, ""))
+
+    def _text_of(self, token: int) -> str:
+        return self._added.get(token) or self.raw.decode([token], skip_special_tokens=False)
+
+    def _first_tokens(self, add_bos: bool | None) -> list[int]:
+        """What a sequence begins with, by the tokenizer's post-processor or by `add_bos_token`."""
+        if add_bos is not None:
+            bos = self._id_of("bos_token") if add_bos else None
+            return [] if bos is None else [bos]
+        bare, whole = self._ids("x"), self.raw.encode("x", add_special_tokens=True).ids
+        starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+        return whole[: next(starts, 0)]
+
+    # -- text to tokens -------------------------------------------------------------------------------------------------
+
+    def guarded(self, messages: Any, mark: str) -> Any:
+        """A copy of messages, or of anything else of JSON's types, whose texts spell no control token: `mark` is put into each that does.
+
+        One that is spelled across several texts of theirs is found too: a template may print them side by side.
+        """
+        leaves = [(text.translate(self._singles), is_own) for text, is_own in _leaves(messages)]
+        whole = "".join(text for text, _ in leaves)
+        starts = [*accumulate((len(text) for text, _ in leaves), initial=0)]
+        own = [(start, start + len(text)) for start, (text, is_own) in zip(starts, leaves, strict=False) if is_own]
+        places = [found.start() for found in self._others.finditer(whole)]
+        cuts = [at + 1 for at in places if not _within(at, own) or self._own.match(whole, at)]
+        texts = [
+            self._normal(_marked(text, at, cuts, mark), mark) for at, (text, _) in zip(starts, leaves, strict=False)
+        ]
+        return _rebuilt(messages, iter(texts), lambda text: self._others.sub(rf"\g<0>{mark}", text))
+
+    def encode(self, text: str, mark: str = "") -> "array[int]":
+        """Ids of a rendered text, cut at each `mark`."""
+        first, *rest = text.split(mark) if mark else [text]
+        ids = array("i", self._ids(first))
+        for piece in rest:
+            ids.extend(self._continued(piece))
+        return ids
+
+    def opened(self, ids: "array[int]") -> "array[int]":
+        """The ids of a first prompt, with what every sequence begins with where the template does not write it."""
+        first = self._first
+        if not first or ids[: len(first)].tolist() == first or (first[0] in ids and first[0] not in self.stop_ids):
+            return ids
+        return array("i", first) + ids
+
+    def decode(self, ids: bytes) -> str:
+        """The text of sampled tokens: without padding and the stop token at their end, with every other one as it was sampled."""
+        found = [token for token in array("i", ids) if token not in self._padding or token in self.stop_ids]
+        while found and found[-1] in self._padding - self._dropped:
+            found.pop()
+        if found and found[-1] in self._dropped:
+            end = found.pop()
+            while found and found[-1] == end and end in self._padding:
+                found.pop()
+        return clean(self.raw.decode(found, skip_special_tokens=False))
+
+    def _ids(self, text: str) -> list[int]:
+        return self.raw.encode(text, add_special_tokens=False).ids
+
+    def _continued(self, piece: str) -> list[int]:
+        """Ids of a piece that does not begin a text: some tokenizers put a space before one that does."""
+        before, ids = self._ids(self._anchor) if self._anchor else [], self._ids(self._anchor + piece)
+        return ids[len(before) :] if ids[: len(before)] == before else self._ids(piece)
+
+    def _find_anchor(self) -> str:
+        """What to tokenise before such a piece, and to leave out of its ids."""
+        marks = [text for token, text in self._added.items() if token in self._special][:1]
+        for self._anchor in ("", *marks, *(mark + "\n" for mark in marks), "\n"):
+            if self.raw.decode(self._ids("x") + self._continued("x"), skip_special_tokens=False) == "xx":
+                return self._anchor
+        return ""
+
+    def _normal(self, text: str, mark: str) -> str:
+        """`text` cut where the tokenizer finds a control token in it once it has normalised it."""
+        done, todo = list[str](), text.split(mark)[::-1] if self._unwanted else []
+        while todo:
+            piece = todo.pop()
+            read = self.raw.encode(piece, add_special_tokens=False)
+            places = (at for token, at in zip(read.ids, read.offsets, strict=True) if token in self._unwanted)
+            start, end = next(places, (0, 0))
+            if end - start > 1:
+                todo += [piece[start + 1 :], piece[: start + 1]]
+            else:
+                done.append(piece[:start] + UNKNOWN + piece[end:] if end > start else piece)
+        return mark.join(done) if self._unwanted else text
+
 
 class ChatRenderer:
-    """Reads `tokenizer.json`, the chat template and the stop tokens of a Hugging Face model folder.
+    """Reads `tokenizer.json`, the chat template and the ends of turn of a Hugging Face model folder.
 
-    Token ids are int32 little-endian bytes. Raises ValueError, one sentence, for a folder that lacks a part or has a damaged one.
+    Token ids are int32 little-endian bytes. Raises ValueError, one sentence, for a folder that lacks a part or has a damaged one, and for
+    a template that can't render a first prompt, or leaves out what is said in it. Messages that can't be rendered raise RenderError.
     """
 
     def __init__(
@@ -36,18 +225,32 @@ class ChatRenderer:
         system_prompt: str = "",
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[int | str] = (),
+        turns: int = 2,
         cached: int = CACHED,
     ) -> None:
-        """`variables` and `tools` go to the template; `cached` texts are kept. Raises ValueError too for one of them that it never reads."""
-        self._tokenizer, self._special = read_tokenizer(folder)
+        """`variables` and `tools` go to the template; `stop` is `rollout.stop`; with `turns` above 1 a second one is tried too; `cached`
+        texts are kept. Raises ValueError too for one of the variables that the template never reads.
+        """
+        self._tokenizer = TextTokenizer(folder)
         given = {**(variables or {}), **({"tools": [*tools]} if tools else {})}
-        self._template = _compile(template_of(folder), given, folder)
-        self._variables = {"tools": None, **given}
-        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        self.stop_token_ids = self._stop_tokens(folder)
+        self._source = template_of(folder)
+        self._template = compiled(self._source, folder, given)
+        self._given = as_plain({"tools": None, **given})
+        self._system = as_plain([{"role": "system", "content": system_prompt}] if system_prompt else [])
+        self._guarded_given = lru_cache(4)(partial(self._tokenizer.guarded, self._given))
+        texts = [self._given, self._system, self._tokenizer.named]
+        self._fixed = self._source + clean(json.dumps(texts, ensure_ascii=False))
+        self._folder = folder
+        self.drops_reasoning = False
+        """The template leaves out what the model reasoned in earlier turns."""
+        end = self._try_out(turns)
+        self._guarded_given.cache_clear()  # the marks are known by now
+        self.stop_strings = self._tokenizer.stop_at(stop, end)
+        self.stop_token_ids = self._tokenizer.stop_ids
         self._opening = lru_cache(cached)(self._render_opening)
         self._follow_up = lru_cache(cached)(self._render_follow_up)
-        self._decoded = lru_cache(cached)(self._decode)
+        self._decoded = lru_cache(cached)(self._tokenizer.decode)
 
     def opening(self, observation: Observation) -> bytes:
         """Token ids of the first prompt: system prompt, the observation, and the start of the model's turn."""
@@ -65,46 +268,125 @@ class ChatRenderer:
         return self.follow_up(observation, transcript.last_token)
 
     def decode(self, ids: bytes) -> str:
-        """The text of sampled tokens, without special ones."""
+        """The text of sampled tokens, without padding and the stop token at their end."""
         return self._decoded(ids)
 
-    def _decode(self, ids: bytes) -> str:
-        return self._tokenizer.decode(array("i", ids).tolist(), skip_special_tokens=True)
+    def chat(self, messages: Observation) -> bytes:
+        """Token ids of a conversation as it is, without the system prompt, and of the start of the model's turn."""
+        return self._render_opening(observation_key(messages), bare=True)
 
-    def _render_opening(self, observation: str) -> bytes:
-        return self._encode(self._render([*self._system, *as_messages(observation)])).tobytes()
+    def _render_opening(self, key: "Key", *, bare: bool = False) -> bytes:
+        mark, _ = self._marks(key)
+        messages = [*([] if bare else self._system), *as_messages(key)]
+        return self._tokenizer.opened(self._tokenizer.encode(self._render(messages, mark), mark)).tobytes()
 
-    def _render_follow_up(self, observation: str, stop_token: int) -> bytes:
-        asked = {"role": "user", "content": "?"}
-        sampled = {"role": "assistant", "content": SAMPLED}
-        text = self._render([*self._system, asked, sampled, *as_messages(observation)])
-        _, found, rest = text.rpartition(SAMPLED)
+    def _render_follow_up(self, key: "Key", stop_token: int) -> bytes:
+        mark, said = self._marks(key)
+        asked, sampled = {"role": "user", "content": "?"}, {"role": "assistant", "content": said}
+        text = self._render([*self._system, asked, sampled, *as_messages(key)], mark + said)
+        _, found, rest = text.rpartition(said)
         if not found:
-            raise ValueError("the model's chat template leaves out assistant turns, so a second turn can't be made")
-        ids = self._encode(rest)
+            raise RenderError(
+                f"the chat template of {self._folder} leaves out assistant turns, so a second turn can't be made"
+            )
+        ids = self._tokenizer.encode(rest, mark)
         return ids[_after(stop_token, ids) :].tobytes()
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        return self._template.render(**self._special, **self._variables, messages=messages, add_generation_prompt=True)
+    def _render(self, messages: Sequence[Mapping[str, Any]], marks: str) -> str:
+        """The text of a conversation; `marks`: first the one that is put into texts. Raises RenderError."""
+        given = {**self._tokenizer.named, **self._guarded_given(marks[0]), MARKS: marks, "add_generation_prompt": True}
+        try:
+            return self._template.render({**given, "messages": self._tokenizer.guarded(messages, marks[0])})
+        except Exception as error:  # a template's expressions raise whatever Python's do
+            said = f"{error}" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
+            roles = ", ".join(str(message.get("role")) for message in messages[:8])
+            first = " ".join(said.split())[:500]
+            raise RenderError(
+                f"the chat template of {self._folder} can't render messages of {roles}: {first}"
+            ) from error
 
-    def _encode(self, text: str) -> "array[int]":
-        return array("i", self._tokenizer.encode(text, add_special_tokens=False).ids)
+    def _marks(self, key: "Key") -> tuple[str, str]:
+        """A character to put into texts, and one that stands for the model's turn: no text has them."""
+        first, second = unused(key[1] + self._fixed, 2)
+        return first, second
 
-    def _stop_tokens(self, folder: Path) -> tuple[int, ...]:
-        named = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
-        found = [] if named is None else [named]
-        for file in ("generation_config.json", "config.json"):
-            ids = _read_json(folder / file).get("eos_token_id")
-            found += ids if isinstance(ids, list) else [] if ids is None else [ids]
-        return tuple(dict.fromkeys(found))
+    # -- at the launch --------------------------------------------------------------------------------------------------
+
+    def _try_out(self, turns: int) -> int | None:
+        """Render a first prompt and a second turn, and learn the template's marks; returns its end of turn, if it has one."""
+        tokenizer, source = self._tokenizer, self._source
+        mark, said, asked, told = unused(self._fixed, 4)
+        user, system = {"role": "user", "content": asked}, [{"role": "system", "content": told}] if self._system else []
+        try:
+            first = self._render([*system, user], mark)
+            self._render([*self._system, user], mark)
+        except RenderError as error:
+            raise ValueError(f"{error}{self._advice(user, told, mark)}") from error
+        for text, what in ((asked, "the user's message"), *([(told, "rollout.system_prompt")] if system else [])):
+            if text not in first:
+                raise ValueError(f"the chat template of {self._folder} leaves out {what}")
+        try:
+            both = self._render(
+                [*system, user, {"role": "assistant", "content": said}, {**user, "content": told}], mark
+            )
+            before, found, rest = both.rpartition(said)
+            if not found or told not in rest:
+                raise RenderError(
+                    f"the chat template of {self._folder} leaves out the model's turn, or what follows it"
+                )
+        except RenderError as error:
+            if turns > 1:
+                raise ValueError(f"{error}. Where one turn is all, set rollout.max_turns=1") from error
+            tokenizer.use_marks(tokenizer.marks_in(tokenizer.encode(first), source), ())
+            return None
+        between = tokenizer.encode(rest.partition(told)[0])
+        everything = [*tokenizer.encode(first), *tokenizer.encode(before), *between]
+        tokenizer.use_marks(tokenizer.marks_in(everything, source), tokenizer.marks_in(between))
+        self.drops_reasoning = turns > 1 and self._leaves_reasoning_out(
+            [*system, user], {**user, "content": told}, said
+        )
+        # Where the template begins a turn with more than a prompt ends with, a turn has parts, each with an end of its own.
+        parts = tokenizer.num_special(tokenizer.encode(before)) - tokenizer.num_special(tokenizer.encode(first))
+        head = between[:HEAD].tolist()
+        end = next((token for token in head if tokenizer.is_control(token)), None)
+        if end is None or parts > 0 or tokenizer.raw.decode(head[: head.index(end)]).strip():
+            return None
+        return end
+
+    def _advice(self, user: Mapping[str, Any], told: str, mark: str) -> str:
+        try:
+            self._render([*([] if self._system else [{"role": "system", "content": told}]), user], mark)
+        except RenderError:
+            return ""
+        return ". Leave rollout.system_prompt empty" if self._system else ". Set rollout.system_prompt"
+
+    def _leaves_reasoning_out(self, asked: list[Any], then: Mapping[str, Any], thought: str) -> bool:
+        forms: list[dict[str, str]] = [{"content": f"<think>\n{thought}\n</think>\n\nx"}]
+        if "reasoning_content" in self._source:
+            forms.append({"content": "x", "reasoning_content": thought})
+        (mark,) = unused(self._fixed + thought, 1)
+        try:
+            return any(
+                thought not in self._render([*asked, {"role": "assistant", **form}, then], mark)
+                for form in forms
+                if thought in self._render([*asked, {"role": "assistant", **form}], mark) or form is forms[0]
+            )
+        except RenderError:
+            return False
 
 
 class Renderer(Protocol):
     """Makes a trajectory's token ids of observations, int32 little-endian bytes."""
 
     stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    """Texts of several tokens that end a turn as well."""
+    drops_reasoning: bool
+    """Its template leaves out what the model reasoned in earlier turns."""
 
     def opening(self, observation: Observation) -> bytes: ...
+
+    def chat(self, messages: Observation) -> bytes: ...
 
     def next_turn(self, observation: Observation, transcript: "Transcript") -> bytes: ...
 
@@ -174,95 +456,113 @@ class Transcript:
         return Segment(bytes(self._tokens), bytes(self._mask), bytes(self._logprobs), tuple(self._spans))
 
 
+Key = tuple[bool, str]
+"""Hashable form of an observation: whether it is messages, and its text, or that of their JSON."""
+
+
+def observation_key(observation: Observation) -> Key:
+    """See Key. What is no Unicode, as a surrogate that stands alone, becomes U+FFFD. Raises RenderError for what JSON can't hold."""
+    if isinstance(observation, str):
+        return False, clean(observation)
+    try:
+        return True, clean(json.dumps(observation, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RenderError(f"chat messages that can't be rendered: {error}") from error
+
+
+def as_messages(key: Key) -> list[dict[str, Any]]:
+    """The messages of an observation's key: a text is the user's."""
+    return json.loads(key[1]) if key[0] else [{"role": "user", "content": key[1]}]
+
+
+def clean(text: str) -> str:
+    """`text` with U+FFFD for each surrogate that stands alone."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def unused(text: str, num: int) -> list[str]:
+    """`num` characters that `text` does not have. Raises RenderError for a text that has all that are tried."""
+    found = [*islice((chr(code) for code in RARE if chr(code) not in text), num)]
+    if len(found) < num:
+        raise RenderError(f"a text that holds {len(RARE):,} rare characters can't be rendered")
+    return found
+
+
+def as_plain(value: Any) -> Any:
+    """As JSON has it, in Unicode."""
+    return json.loads(clean(json.dumps(value, ensure_ascii=False)))
+
+
+def _is_mark(text: str) -> bool:
+    """Some tokenizers add words and runs of white space, which are text."""
+    return len(text) > 1 and not text.isalnum() and bool(text.strip(" \n\t\r▁"))
+
+
+def _spelling(texts: Iterable[str]) -> "re.Pattern[str]":
+    """Finds the first character of each place where one of `texts` stands."""
+    firsts: dict[str, set[str]] = {}
+    for text in filter(None, texts):
+        firsts.setdefault(text[0], set()).add(text[1:])
+    one = "|".join(f"{re.escape(first)}(?={_tree(rest)})" for first, rest in sorted(firsts.items()))
+    return re.compile(one or r"(?!)")
+
+
+def _tree(texts: set[str]) -> str:
+    """A pattern of all `texts` that looks at each character once, however many they are."""
+    if "" in texts:
+        return ""
+    firsts: dict[str, set[str]] = {}
+    for text in texts:
+        firsts.setdefault(text[0], set()).add(text[1:])
+    if len(firsts) == 1:
+        ((first, rest),) = firsts.items()
+        return re.escape(first) + _tree(rest)
+    return "(?:" + "|".join(re.escape(first) + _tree(rest) for first, rest in sorted(firsts.items())) + ")"
+
+
+def _leaves(value: Any, *, own: bool = False) -> Iterator[tuple[str, bool]]:
+    """Texts in their order, and whether each is of the model's turns. Names of a dict's entries, and of the types of parts, are none."""
+    if isinstance(value, str):
+        yield value, own
+    elif isinstance(value, Mapping):
+        entries = cast("Mapping[str, Any]", value)
+        own = own or entries.get("role") == "assistant"
+        for key, entry in entries.items():
+            if key != "type" or not isinstance(entry, str):
+                yield from _leaves(entry, own=own)
+    elif isinstance(value, list):
+        for entry in cast("list[Any]", value):
+            yield from _leaves(entry, own=own)
+
+
+def _rebuilt(value: Any, texts: Iterator[str], name: Callable[[str], str]) -> Any:
+    """`value` with its leaves replaced by `texts`, and all other texts as `name` gives them."""
+    if isinstance(value, str):
+        return next(texts)
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[str, Any]", value).items()
+        return {
+            name(key): name(entry) if key == "type" and isinstance(entry, str) else _rebuilt(entry, texts, name)
+            for key, entry in entries
+        }
+    return [_rebuilt(entry, texts, name) for entry in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
+def _marked(text: str, start: int, cuts: Sequence[int], mark: str) -> str:
+    """`text`, which begins at `start`, with `mark` at those of `cuts` that are in it or at its end."""
+    at = [cut - start for cut in cuts if start < cut <= start + len(text)]
+    return mark.join(text[one:other] for one, other in zip([0, *at], [*at, len(text)], strict=True))
+
+
+def _within(at: int, spans: Sequence[tuple[int, int]]) -> bool:
+    return any(start <= at < end for start, end in spans)
+
+
 def _after(stop_token: int, ids: "array[int]") -> int:
     """Where to go on in `ids` when the model has sampled the turn's stop token itself; the template may put white space before it."""
-    head = ids[:3].tolist()
+    head = ids[:HEAD].tolist()
     return head.index(stop_token) + 1 if stop_token in head else 0
-
-
-def observation_key(observation: Observation) -> str:
-    """Hashable form of an observation: a text as it is, messages as JSON after a NUL."""
-    return observation if isinstance(observation, str) else "\0" + json.dumps(observation)
-
-
-def as_messages(key: str) -> list[dict[str, str]]:
-    """The messages of an observation's key: a text is the user's."""
-    return json.loads(key[1:]) if key.startswith("\0") else [{"role": "user", "content": key}]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {type(found).__name__} instead of an object")
-    return cast("dict[str, Any]", found)
-
-
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else str(token)
-
-
-def read_tokenizer(folder: Path) -> tuple[Any, dict[str, str]]:
-    """The tokenizer of a model folder, and its special tokens by name. Raises ValueError, one sentence."""
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(f"model folder {folder} has no tokenizer.json")
-    try:
-        tokenizer: Any = Tokenizer.from_file(str(path))
-    except Exception as error:  # it raises nothing narrower
-        raise ValueError(f"{path} can't be read as a tokenizer: {error}") from error
-    config = _read_json(folder / "tokenizer_config.json")
-    return tokenizer, {
-        key: _content(value)
-        for key, value in config.items()
-        if key.endswith("_token") and isinstance(value, str | dict)
-    }
-
-
-def template_of(folder: Path) -> str:
-    """The chat template of a model folder. Raises ValueError, one sentence, where it has none."""
-    file = folder / "chat_template.jinja"
-    found = (
-        file.read_text(encoding="utf-8")
-        if file.is_file()
-        else _read_json(folder / "tokenizer_config.json").get("chat_template")
-    )
-    if isinstance(found, list):  # several named templates
-        named = {entry["name"]: entry["template"] for entry in cast("list[dict[str, str]]", found)}
-        found = named.get("default")
-    if not found:
-        raise ValueError(
-            f"model folder {folder} has no chat template (chat_template.jinja or in tokenizer_config.json)"
-        )
-    return cast("str", found)
-
-
-def check_template(folder: Path, variables: Collection[str]) -> None:
-    """Raises ValueError, one sentence, where a model folder has no chat template that can be used, or one that never reads one of these."""
-    _compile(template_of(folder), variables, folder)
-
-
-def _compile(template: str, variables: Collection[str], folder: Path) -> Any:
-    """Templates come with models, from anywhere: they run in jinja's sandbox."""
-    from jinja2 import TemplateError, meta
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    env.globals["raise_exception"] = refuse
-    try:
-        read = meta.find_undeclared_variables(env.parse(template))
-    except TemplateError as error:
-        raise ValueError(f"the chat template of {folder} can't be used: {error}") from error
-    for name in set(variables) - read:
-        near = difflib.get_close_matches(name, read, n=1)
-        guess = f"Did you mean {near[0]}?" if near else f"It reads {', '.join(sorted(read))}"
-        raise ValueError(f"the chat template of {folder} does not read {name}. {guess}")
-    return env.from_string(template)

@@ -13,10 +13,9 @@ import msgspec
 
 from actors.cluster import ClusterSection
 from actors.config import EvalSection, ModelSection, RewardSection, RolloutSection
-from actors.envs.chat import ChatRenderer, check_template
 from actors.envs.generating import GeneratingCount
 from actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
-from actors.envs.named_renderer import NamedRenderer, renderer_config
+from actors.envs.named_renderer import renderer_of
 from actors.envs.outlook import RolloutOutlook
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection
@@ -63,6 +62,12 @@ NO_SPLIT = "env/no_split"
 
 NOTICED = "env/noticed"
 """Counts, by what was noticed of user code, the managers that did: the first tells."""
+
+REASONING_DROPPED = "env/reasoning_dropped"
+"""The same of those whose template leaves earlier reasoning out."""
+
+RENDERED = ("renderer", "system_prompt", "chat_template_kwargs", "tools", "stop", "max_turns")
+"""Keys of `rollout` that decide how a task is rendered."""
 
 DEAD_LETTERS, DEAD_LETTERS_KEPT = "dead_letters", 1000
 """The Store's stream of them, each a MessagePack map, and how many of the newest stay."""
@@ -135,17 +140,18 @@ class EnvManager(Actor):
 
     @classmethod
     def preflight(cls, config: Config, folder: Path) -> None:
-        """The model's chat template."""
-        model, given = folder / config.model.path, config.rollout
+        """The model's tokenizer and chat template render a first prompt and a second turn of each task."""
+        model = folder / config.model.path
+        if not os.path.isdir(model):  # one that is not there is told of by others
+            return
+        tasks = resolved(config.tasks, config.env, config.rollout, config.reward).values()
+        limits = {repr([getattr(task.rollout, name) for name in RENDERED]): task.rollout for task in tasks}
         try:
-            if given.renderer:
-                renderer_config(given.renderer, given.chat_template_kwargs)
-            else:
-                check_template(model, [*given.chat_template_kwargs, *(["tools"] if given.tools else [])])
+            for each in limits.values():
+                renderer_of(each, model)
         except ValueError as error:
-            if os.path.isdir(model):  # one that is not there is told of by others
-                said = str(error)
-                raise ConfigError(said if said.endswith("?") else f"{said}.") from error
+            said = str(error)
+            raise ConfigError(said if said.endswith("?") else f"{said}.") from error
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
@@ -254,21 +260,14 @@ class EnvManager(Actor):
             if problem := await self._prepare_task(name, task, self._hosts[name]):
                 return problem
         await self._tell_of_split()
+        await self._tell_of_reasoning(dropped=any(each.renderer.drops_reasoning for each in self._rollouts.values()))
         return ""
 
     async def _prepare_task(self, name: str, task: Task, host: EnvHost) -> str:
         folder, limits = self.run.folder / self.config.model.path, task.rollout
         try:
             await host.start()
-            tools = limits.tools or host.declared.get(TOOLS, ())
-            make = partial(
-                partial(NamedRenderer, limits.renderer) if limits.renderer else ChatRenderer,
-                folder,
-                system_prompt=limits.system_prompt,
-                variables=limits.chat_template_kwargs,
-                tools=tools,
-            )
-            renderer = await self.offload(make)
+            renderer = await self.offload(partial(renderer_of, limits, folder, tools=host.declared.get(TOOLS, ())))
             failures = await host.try_out(self.run.seed)
         except ValueError as error:
             return str(error)
@@ -300,6 +299,14 @@ class EnvManager(Actor):
         if wanted and without and await self.store.increment(NO_SPLIT) == 1:
             for name in without:
                 self.notice(_told_of_split(self._tasks[name], self.config.tasks.get(name)))
+
+    async def _tell_of_reasoning(self, *, dropped: bool) -> None:
+        """Once in a run, as of the split."""
+        if dropped and await self.store.increment(REASONING_DROPPED) == 1:
+            self.notice(
+                "the model's chat template leaves out what the model reasoned in earlier turns, while rollouts keep every token that was "
+                "sampled. Whoever serves the model by that template shows it less than it was trained on (docs/tasks.md)"
+            )
 
     async def _admit(self) -> None:
         """Keep as many rollouts running as there are tickets and room for."""

@@ -1,21 +1,55 @@
 """Messages become tokens by a renderer of the package `renderers`: code for one family of models, where a chat template would be guessed at."""
 
 import difflib
+import json
 from array import array
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, get_args
 
-from actors.envs.chat import CACHED, Transcript, as_messages, observation_key, read_tokenizer
+from actors.config import RolloutSection
+from actors.envs.chat import (
+    CACHED,
+    ChatRenderer,
+    Key,
+    Renderer,
+    TextTokenizer,
+    Transcript,
+    as_messages,
+    as_plain,
+    observation_key,
+    unused,
+)
 from actors.envs.environment import Observation
+from actors.envs.templates import RenderError
 
 NOT_ONE_MODEL = frozenset({"auto", "custom", "default"})
 """Names of the package that stand for no family of models."""
 
 
+def renderer_of(
+    limits: RolloutSection, folder: Path, *, tools: Sequence[Mapping[str, Any]] = (), cached: int = CACHED
+) -> Renderer:
+    """What renders a task with these `limits`; `tools` where the config names none. Raises ValueError, one sentence, where that can't be."""
+    build = partial(NamedRenderer, limits.renderer) if limits.renderer else ChatRenderer
+    return build(
+        folder,
+        system_prompt=limits.system_prompt,
+        variables=limits.chat_template_kwargs,
+        tools=limits.tools or tools,
+        stop=limits.stop,
+        turns=limits.max_turns,
+        cached=cached,
+    )
+
+
 class NamedRenderer:
     """Renders as ChatRenderer does, by the package's renderer `name`. Raises ValueError, one sentence, where that can't be."""
+
+    drops_reasoning = False
 
     def __init__(
         self,
@@ -25,50 +59,95 @@ class NamedRenderer:
         system_prompt: str = "",
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[int | str] = (),
+        turns: int = 2,
+        cached: int = CACHED,
     ) -> None:
+        """As ChatRenderer; the package's code decides what a second turn looks like, so `turns` changes nothing."""
         from renderers import create_renderer
 
         config = renderer_config(name, variables or {})
-        tokenizer, settings = read_tokenizer(folder)
-        self._tokenizer = tokenizer
+        self._tokenizer = TextTokenizer(folder)
+        self._asked = _Tokenizer(folder, self._tokenizer)
         try:
-            self._renderer: Any = create_renderer(_Tokenizer(folder, tokenizer, settings), config)
+            self._renderer: Any = create_renderer(self._asked, config)
         except Exception as error:  # it checks by assertions too
             raise ValueError(f"rollout.renderer {name} does not fit model folder {folder}: {error}") from error
-        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        self._tools = [*tools] or None
+        self._system = as_plain([{"role": "system", "content": system_prompt}] if system_prompt else [])
+        self._tools = as_plain([*tools]) or None
+        self._fixed = json.dumps([self._system, self._tools], ensure_ascii=False)
         self._name = name
-        self.stop_token_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
-        self._opening = lru_cache(CACHED)(self._render_opening)
+        self._rendering = Lock()
+        self._tokenizer.eos = [*self._renderer.get_stop_token_ids()]
+        self.stop_strings = self._tokenizer.stop_at(stop, None)
+        self.stop_token_ids = self._tokenizer.stop_ids
+        self._learn_marks()
+        self._opening = lru_cache(cached)(self._render_opening)
 
     def opening(self, observation: Observation) -> bytes:
         """As ChatRenderer.opening."""
         return self._opening(observation_key(observation))
 
+    def chat(self, messages: Observation) -> bytes:
+        """As ChatRenderer.chat."""
+        return self._render_opening(observation_key(messages), bare=True)
+
     def next_turn(self, observation: Observation, transcript: Transcript) -> bytes:
         """As ChatRenderer.next_turn; reasoning that the turn was cut in is closed too, as the model's family has it."""
-        messages = as_messages(observation_key(observation))
+        key = observation_key(observation)
         before, sampled = (array("i", part).tolist() for part in transcript.last_turn)
-        found = self._bridge(before, sampled, messages)
+        found = self._bridge(before, sampled, key)
         if found is None:  # it ended inside its reasoning, which can't be told again without touching what was sampled
             before, sampled = array("i", self.opening("?")).tolist(), sampled[-1:]
-            found = self._bridge(before, sampled, messages)
+            found = self._bridge(before, sampled, key)
         if found is None:
-            roles = ", ".join(sorted({message["role"] for message in messages}))
-            raise ValueError(f"rollout.renderer {self._name} can't append messages of these roles: {roles}")
+            roles = ", ".join(sorted({str(message.get("role")) for message in as_messages(key)}))
+            raise RenderError(f"rollout.renderer {self._name} can't append messages of these roles: {roles}")
         return array("i", found).tobytes()
 
     def decode(self, ids: bytes) -> str:
-        """The text of sampled tokens, without special ones."""
-        return self._tokenizer.decode(array("i", ids).tolist(), skip_special_tokens=True)
+        """As ChatRenderer.decode."""
+        return self._tokenizer.decode(ids)
 
-    def _bridge(self, before: list[int], sampled: list[int], messages: list[dict[str, str]]) -> list[int] | None:
-        rendered = self._renderer.bridge_to_next_turn(before, sampled, messages, tools=self._tools)
+    def _bridge(self, before: list[int], sampled: list[int], key: Key) -> list[int] | None:
+        rendered = self._render(self._renderer.bridge_to_next_turn, key, (before, sampled), ())
         return None if rendered is None else rendered.token_ids[len(before) + len(sampled) :]
 
-    def _render_opening(self, observation: str) -> bytes:
-        messages = [*self._system, *as_messages(observation)]
-        return array("i", self._renderer.render_ids(messages, tools=self._tools, add_generation_prompt=True)).tobytes()
+    def _render_opening(self, key: Key, *, bare: bool = False) -> bytes:
+        ids = self._render(self._ids, key, (), () if bare else self._system)
+        return self._tokenizer.opened(array("i", ids)).tobytes()
+
+    def _ids(self, messages: Any, *, tools: Any, shown: Any = None) -> list[int]:
+        return self._renderer.render_ids(messages, tools=shown or tools, add_generation_prompt=True)
+
+    def _render(self, call: Callable[..., Any], key: Key, before: tuple[Any, ...], system: Sequence[Any]) -> Any:
+        """`call` with messages and tools whose texts spell no control token. Raises RenderError."""
+        (mark,) = unused(key[1] + self._fixed, 1)
+        messages = self._tokenizer.guarded([*system, *as_messages(key)], mark)
+        with self._rendering:
+            self._asked.mark = mark
+            try:
+                return call(*before, messages, tools=self._tokenizer.guarded(self._tools, mark))
+            except Exception as error:  # the package's code raises whatever Python's does
+                raise RenderError(f"rollout.renderer {self._name} can't render these messages: {error!r}") from error
+            finally:
+                self._asked.mark = ""
+
+    def _learn_marks(self) -> None:
+        """The marks that it writes around turns, tool calls and results, as far as it renders such a conversation."""
+        call = {"type": "function", "function": {"name": "x", "arguments": {"x": "x"}}}
+        user, result = (
+            {"role": "user", "content": "x"},
+            {"role": "tool", "content": "x", "name": "x", "tool_call_id": "1"},
+        )
+        said = {"role": "assistant", "content": "x"}
+        calls = {**said, "reasoning_content": "x", "tool_calls": [{"id": "1", **call}]}
+        tools = [{"type": "function", "function": {"name": "x", "description": "x", "parameters": {}}}]
+        written: set[int] = set()
+        for messages in ([user, said, user], [user, calls, result]):
+            with suppress(RenderError):
+                written |= {*self._render(partial(self._ids, shown=tools), observation_key(messages), (), ())}
+        self._tokenizer.use_marks(self._tokenizer.marks_in(written), ())
 
 
 def renderer_config(name: str, variables: Mapping[str, Any]) -> Any:
@@ -100,20 +179,21 @@ def renderer_config(name: str, variables: Mapping[str, Any]) -> Any:
 class _Tokenizer:
     """What the package asks of a tokenizer."""
 
-    def __init__(self, folder: Path, tokenizer: Any, settings: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, tokenizer: TextTokenizer) -> None:
         self.name_or_path = str(folder)
+        self.mark = ""
+        """Put into texts, where they are cut before they are tokenised."""
         self._tokenizer = tokenizer
-        self.unk_token_id: int | None = self.convert_tokens_to_ids(settings.get("unk_token", ""))
-        self.eos_token_id: int | None = self.convert_tokens_to_ids(settings.get("eos_token", ""))
+        self.unk_token_id: int | None = self.convert_tokens_to_ids(tokenizer.named.get("unk_token", ""))
+        self.eos_token_id: int | None = self.convert_tokens_to_ids(tokenizer.named.get("eos_token", ""))
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._tokenizer.encode(text, self.mark).tolist()
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else [*token_ids]
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.raw.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        if isinstance(tokens, str):
-            return self._tokenizer.token_to_id(tokens)
-        return [self._tokenizer.token_to_id(token) for token in tokens]
+        find = self._tokenizer.raw.token_to_id
+        return find(tokens) if isinstance(tokens, str) else [find(token) for token in tokens]

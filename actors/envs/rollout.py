@@ -3,8 +3,8 @@
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Any
@@ -17,6 +17,7 @@ from actors.envs.chat import TOKEN_BYTES, Renderer, Transcript
 from actors.envs.environment import Observation
 from actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, is_plain, sentence
 from actors.envs.section import EnvSection
+from actors.envs.templates import RenderError
 from actors.messages.generation import NOT_ITS_TURN, Aborted, Completion, Generate, Sampling, Tokens
 from actors.messages.samples import GiveUp, NotScored, PolicyState, Score, Ticket, Trajectory, shortened
 from bus.errors import AskFailed, Failed
@@ -89,6 +90,7 @@ class Rollout:
             top_p=1.0 if greedy else section.top_p,
             stop_token_ids=context.renderer.stop_token_ids,
             seed=ticket.noise,
+            stop=context.renderer.stop_strings,
         )
         self._texts: list[str] = []
         self._finish_reasons: list[str] = []
@@ -213,7 +215,8 @@ class Rollout:
 
     async def _play_turns(self, env: HostedEnv, observation: Observation) -> Transcript:
         context, limits = self._context, self._context.rollout
-        transcript = self._transcript = Transcript(context.renderer.opening(observation))
+        with _rendered("reset"):
+            transcript = self._transcript = Transcript(context.renderer.opening(observation))
         if len(transcript) + limits.max_new_tokens > limits.max_len:
             raise GaveUp(
                 "generation_failed",
@@ -243,7 +246,8 @@ class Rollout:
             if truncated or len(self._texts) >= limits.max_turns:
                 self._truncated = True
                 return transcript
-            shown = context.renderer.next_turn(observation, transcript)
+            with _rendered("step"):
+                shown = context.renderer.next_turn(observation, transcript)
             if len(transcript) + len(shown) // TOKEN_BYTES + limits.max_new_tokens > limits.max_len:
                 self._truncated = True
                 return transcript
@@ -358,6 +362,16 @@ class Rollout:
 
     def _waiting(self, stage: str, limit: str, holder: str = "") -> AbstractContextManager[Any]:
         return self._context.waits.on(self._ticket.trajectory_id, stage=stage, holder=holder, limit=limit)
+
+
+@contextmanager
+def _rendered(method: str) -> Iterator[None]:
+    """What can't be rendered is a wrong result of the environment's `method`."""
+    try:
+        yield
+    except RenderError as error:
+        what = f"returned an observation from {method} that can't be shown: {error}"
+        raise EnvFailure("env_bad_result", method, what) from error
 
 
 @dataclass(slots=True)

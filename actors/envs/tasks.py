@@ -16,7 +16,7 @@ from runtime.importer import check_module, has_module
 QUICK = ("exact", "number", "places")
 """Verifiers that answer in microseconds and never hang."""
 
-LIMITS = ("max_turns", "max_new_tokens", "temperature", "system_prompt")
+LIMITS = ("max_turns", "max_new_tokens", "temperature", "stop", "system_prompt")
 
 
 class Task(NamedTuple):

@@ -18,6 +18,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion with the token that completes one of them."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -136,7 +136,7 @@ def settings(setup: Setup) -> replaced:
     new: dict[tuple[object, str], object] = {
         (bus.link, "WINDOW_MESSAGES"): setup.window,
         (bus.link, "REGRANT_MESSAGES"): max(1, setup.window // 2),
-        (actors.envs.manager, "ChatRenderer"): renderer,
+        (actors.envs.manager, "renderer_of"): renderer,
     }
     return replaced(new | RARE)
 

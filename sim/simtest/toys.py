@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from actors import checkpoint as checkpoints
+from actors.config import RolloutSection
 from actors.envs.chat import ChatRenderer
 from actors.messages.samples import NotScored, Score, Scores, Trajectory
 from actors.training.engine import StepResult
@@ -143,11 +144,9 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def renderer(
-    folder: Path, *, system_prompt: str = "", variables: Mapping[str, Any] | None = None, tools: Sequence[Any] = ()
-) -> ChatRenderer:
+def renderer(limits: RolloutSection, folder: Path, *, tools: Sequence[Any] = ()) -> ChatRenderer:
     """Shared by every manager of this process: it keeps nothing but caches. Its template reads neither variables nor tools."""
-    return _shared(folder, system_prompt)
+    return _shared(folder, limits.system_prompt)
 
 
 @functools.cache

@@ -343,14 +343,15 @@ def test_a_reward_function_that_never_scores_ends_the_job_with_one_sentence(name
 
 HOPELESS = [
     pytest.param(("rollout.system_prompt={long}",), "a rollout ended as generation_failed", id="system prompt too long"),
-    pytest.param(("rollout.system_prompt=be brief", "model.path=rejecting"), "a rollout ended as crashed", id="template rejects a role"),
+    pytest.param(("model.path=rejecting",), "returned an observation from reset that can't be shown", id="template rejects a text"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("overrides", "sentence"), HOPELESS)
 def test_rollouts_that_fail_every_time_end_the_job_with_one_sentence(overrides, sentence, place, model):
     shutil.copytree(model, place / "rejecting")
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    plain = "{% for m in messages %}{{ m.content }}<e>{% endfor %}"
+    template = "{{ raise_exception('no boards') if '\\n' in messages[-1].content }}" + plain
     settings = json.loads((model / "tokenizer_config.json").read_text()) | {"chat_template": template}
     (place / "rejecting" / "tokenizer_config.json").write_text(json.dumps(settings))
     (place / "rejecting" / "chat_template.jinja").write_text(template)

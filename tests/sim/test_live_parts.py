@@ -5,6 +5,7 @@ from array import array
 
 import pytest
 
+from actors.config import RolloutSection
 from actors.engines.engine import CACHE, EXPORT, EngineError, Work, capabilities
 from actors.messages.generation import Sampling
 from bus.message import unpack_i32
@@ -86,7 +87,7 @@ async def test_an_observation_has_its_tokens_and_says_how_many_are_sampled_next(
     async with asyncio.TaskGroup() as tasks:
         playing = tasks.create_task(env.reset(seed=0), name="env_manager-1.g00000001.0")
     shown, _ = playing.result()
-    prompt = array("i", renderer(folder).opening(shown)).tolist()
+    prompt = array("i", renderer(RolloutSection(), folder).opening(shown)).tolist()
 
     assert len(prompt) == turns[0].shown
     assert asked(prompt) == turns[0].sampled

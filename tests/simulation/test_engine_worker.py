@@ -6,8 +6,10 @@ import json
 import struct
 
 import pytest
+from tokenizers import Tokenizer
 
 from actors.engines.section import EngineSection, PaceSection, ScriptedSection
+from actors.engines.stop_strings import first_of
 from actors.engines.worker import EngineWorker
 from actors.messages.engines import EngineChanged, EngineState, Reconfigure, SleepEngine, WakeEngine
 from actors.messages.generation import (
@@ -36,6 +38,7 @@ from runtime.kernel import Kernel
 from runtime.observe.log import logger
 from runtime.store.store import MemoryStore
 from sim.virtual import run_virtual
+from tests.chat_models import chat_model
 
 
 class Proxy(Actor):
@@ -522,3 +525,39 @@ async def test_an_engine_without_the_capability_refuses_in_a_sentence(bench, wor
     for order in (SleepEngine(), WakeEngine(), Reconfigure(2, 0)):
         with pytest.raises(Failed, match=r"Incapable has not the capability (sleep|reconfigure) .*engine\.kind"):
             await bench.ask(order)
+
+
+async def sampled_with_a_text(bench, num=200):
+    """(tokens of a request, a text of two of them, how many there are up to its end), whose model folder knows bytes."""
+    raw = Tokenizer.from_file(str(chat_model(bench.folder) / "tokenizer.json"))
+    whole = (await bench.ask(request("whole", num))).tokens
+    ids = unpack_i32(whole.ids)
+    texts = ["".join(raw.decode([token]) for token in ids[at : at + 2]) for at in range(20, num)]
+    text = next(each for each in texts if len(each) == 2 and each.isascii() and each.isprintable())
+    return whole, text, next(end for end in range(num) if text in raw.decode(ids[:end], skip_special_tokens=False))
+
+
+@simulated()
+async def test_a_text_ends_a_completion_with_the_token_that_completes_it(bench, worker):
+    whole, text, num = await sampled_with_a_text(bench)
+
+    reply = await bench.ask(request("stopped", 200, sampling=Sampling(200, stop=("never", text))))
+
+    assert (reply.finish_reason, reply.tokens) == ("stop", first_of(whole, num))
+    assert (await bench.ask(Inspect())).running == ()
+    assert worker._engine.load().running == 0
+    assert all(len(tokens.ids) <= 4 * num for report in bench.proxy.reports for _, tokens in report.progress)
+
+
+@simulated()
+async def test_a_text_that_an_engine_before_has_sampled_ends_a_completion_at_once(bench, worker):
+    whole, text, num = await sampled_with_a_text(bench)
+    sampling = Sampling(200, stop=(text,))
+
+    over, within = [
+        await bench.ask(request(name, 200, sampling=sampling, resumed=first_of(whole, given)))
+        for name, given in (("over", num + 5), ("within", num - 1))
+    ]
+
+    assert (over.finish_reason, over.tokens) == ("stop", first_of(whole, num))
+    assert (within.finish_reason, within.tokens) == ("stop", first_of(whole, num))

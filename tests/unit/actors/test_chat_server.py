@@ -6,9 +6,9 @@ from array import array
 from pathlib import Path
 
 import pytest
-from jinja2 import TemplateError
 
 from actors.chat_server import BODY_S, TOKEN, ChatServer
+from actors.envs.templates import RenderError
 from actors.messages.generation import Completion, Tokens, VersionSpan
 
 CHAT = {"messages": [{"role": "user", "content": "wind 1"}], "max_tokens": 4}
@@ -18,10 +18,11 @@ class Renderer:
     """A token for each character."""
 
     stop_token_ids = (0,)
+    stop_strings = ("Human:",)
 
-    def opening(self, turns):
+    def chat(self, turns):
         if turns[0]["role"] == "tool":
-            raise TemplateError("a chat can't begin with a tool")
+            raise RenderError("a chat can't begin with a tool")
         return array("i", map(ord, turns[-1]["content"])).tobytes()
 
     def decode(self, ids):

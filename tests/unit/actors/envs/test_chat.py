@@ -13,7 +13,7 @@ END, END_OF_TEXT = 257, 258
 
 
 def text_of(renderer, ids):
-    return renderer._tokenizer.decode(array("i", ids).tolist(), skip_special_tokens=False)
+    return renderer._tokenizer.raw.decode(array("i", ids).tolist(), skip_special_tokens=False)
 
 
 def test_a_whole_conversation_reads_as_the_template_would_render_it(model_folder):
@@ -69,19 +69,11 @@ def test_messages_pass_through_with_their_roles(model_folder):
     )
 
 
-def test_decoding_leaves_special_tokens_out(model_folder):
-    renderer = ChatRenderer(model_folder)
-    ids = array("i", [*renderer._tokenizer.encode("left").ids, END]).tobytes()
-
-    assert renderer.decode(ids) == "left"
-
-
 def test_a_template_is_run_in_a_sandbox(tmp_path, write_model):
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    renderer = ChatRenderer(write_model(tmp_path / "m", template=escape))
 
-    with pytest.raises(Exception, match="unsafe"):
-        renderer.opening("x")
+    with pytest.raises(ValueError, match="unsafe"):
+        ChatRenderer(write_model(tmp_path / "m", template=escape))
 
 
 def test_a_folder_without_tokenizer_or_template_is_refused_with_a_sentence(tmp_path, write_model):
@@ -119,7 +111,7 @@ def test_a_template_that_does_not_do_is_refused_before_anything_starts(tmp_path,
 def test_a_template_in_its_own_file_wins(model_folder):
     (model_folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
 
-    renderer = ChatRenderer(model_folder)
+    renderer = ChatRenderer(model_folder, turns=1)
 
     assert text_of(renderer, renderer.opening("hello")) == "hello!"
 

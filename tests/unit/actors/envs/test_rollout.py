@@ -89,7 +89,7 @@ class FakeProxy:
             return word
         version = self.versions.pop(0) if len(self.versions) > 1 else self.versions[0]
         stop = [] if word.endswith("…") else [END]
-        ids = array("i", [*self.renderer._tokenizer.encode(word.rstrip("…")).ids, *stop])
+        ids = array("i", [*self.renderer._tokenizer.raw.encode(word.rstrip("…")).ids, *stop])
         tokens = Tokens(ids.tobytes(), array("f", [-1.0] * len(ids)).tobytes(), (VersionSpan(version, 0, len(ids)),))
         return Completion(request.request_id, tokens, "stop" if stop else "length", "engine-1")
 
