@@ -1,14 +1,16 @@
 """`rubato compare RUN RUN…`: the curves and final figures of several runs side by side, those that differ by their seed as one setting."""
 
 import argparse
+import copy
 import difflib
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,6 +18,8 @@ from rich.table import Table
 
 from runtime.config.source import differing
 from runtime.errors import ExitCode, LaunchError
+from runtime.launch.folder import CHANGES
+from runtime.monitor.snapshot import Row
 from runtime.monitor.source import RowTail, read_config
 from runtime.monitor.text import BLOCKS, clock
 
@@ -32,6 +36,19 @@ WIDTH = 40
 Curve = list[tuple[float, float]]
 
 
+@dataclass(frozen=True)
+class Changed:
+    """The values of a key that a run was resumed with, in order; runs agree on it whose values do, wherever they changed."""
+
+    values: tuple[Any, ...]
+    from_steps: tuple[int, ...] = field(compare=False)
+    """The first step under each."""
+
+    def __str__(self) -> str:
+        later = zip(self.values[1:], self.from_steps[1:], strict=True)
+        return ", ".join([str(self.values[0]), *(f"{value} from step {step}" for value, step in later)])
+
+
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
     """One run: `curves` has (step, value) of each metric."""
@@ -41,6 +58,8 @@ class ComparedRun:
     steps: int
     wall_s: float
     curves: dict[str, Curve]
+    values: dict[str, Any]
+    """The config, with a `Changed` for each key that several values were trained under."""
 
     @property
     def seed(self) -> int:
@@ -131,7 +150,46 @@ def read_run(folder: Path) -> ComparedRun:
         for name, value in row.items():
             curves.setdefault(f"eval/{name}", []).append((row.get("version", 0.0), value))
     config = read_config(folder / "config.yaml")
-    return ComparedRun(folder, config, int(rows[-1]["step"]), rows[-1].get("time/wall_s", 0.0), curves)
+    values = with_changes(config, _changes(folder), rows)
+    return ComparedRun(folder, config, int(rows[-1]["step"]), rows[-1].get("time/wall_s", 0.0), curves, values)
+
+
+def with_changes(
+    config: dict[str, Any], changes: Sequence[tuple[float, str, Any, Any]], rows: Sequence[Row]
+) -> dict[str, Any]:
+    """The config that `rows` were trained under, with a `Changed` for each key that had several values.
+
+    `changes` has (time, key, old, new), oldest first; one after which no step was trained is none.
+    """
+    found = copy.deepcopy(config)
+    history: dict[str, list[tuple[int, Any]]] = {}
+    for unix_s, key, old, new in changes:
+        at = next((int(row["step"]) for row in rows if row.get("time/unix_s", 0.0) >= unix_s), 0)
+        values = history.setdefault(key, [(int(rows[0]["step"]), old)])
+        if at and at <= values[-1][0]:
+            values[-1] = (values[-1][0], new)  # nothing was trained under the one before
+        elif at and new != values[-1][1]:
+            values.append((at, new))
+    for key, values in history.items():
+        *above, name = key.split(".")
+        place: Any = found
+        for part in above:
+            place = place.setdefault(part, {}) if isinstance(place, dict) else {}
+        if isinstance(place, dict):
+            given = tuple(value for _, value in values)
+            place[name] = Changed(given, tuple(step for step, _ in values)) if len(given) > 1 else given[0]
+    return found
+
+
+def _changes(folder: Path) -> list[tuple[float, str, Any, Any]]:
+    """Of a run folder; a torn or damaged line is left out."""
+    found: list[tuple[float, str, Any, Any]] = []
+    path = folder / CHANGES
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError, KeyError, TypeError):
+            told = json.loads(line)
+            found += [(float(told["unix_s"]), str(each["key"]), each["old"], each["new"]) for each in told["changed"]]
+    return found
 
 
 def check_metrics(metrics: Sequence[str], runs: Sequence[ComparedRun]) -> None:
@@ -155,13 +213,22 @@ def group(runs: Sequence[ComparedRun]) -> list[Setting]:
         else:
             same.runs.append(run)
     keys = dict.fromkeys(key for a, b in combinations(settings, 2) for key in _differing(a.runs[0], b.runs[0]))
+    keys |= dict.fromkeys(key for run in runs for key in _changed_keys(run.values))
     for setting in settings:
-        setting.keys = {key: _value(setting.runs[0].config, key) for key in keys}
+        setting.keys = {key: _value(setting.runs[0].values, key) for key in keys}
     return settings
 
 
 def _differing(one: ComparedRun, other: ComparedRun) -> list[str]:
-    return [change.key for change in differing(one.config, other.config) if change.key not in APART]
+    return [change.key for change in differing(one.values, other.values) if change.key not in APART]
+
+
+def _changed_keys(values: dict[str, Any], above: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _changed_keys(cast("dict[str, Any]", value), f"{above}{name}.")
+        elif isinstance(value, Changed) and f"{above}{name}" not in APART:
+            yield f"{above}{name}"
 
 
 def _value(config: Any, key: str) -> Any:
@@ -176,7 +243,7 @@ def as_json(settings: Sequence[Setting], metrics: Sequence[str]) -> dict[str, An
         "settings": [
             {
                 "name": setting.name,
-                "keys": setting.keys,
+                "keys": {k: str(v) if isinstance(v, Changed) else v for k, v in setting.keys.items()},
                 "runs": [
                     {
                         "run": str(run.folder),

@@ -137,7 +137,8 @@ class ImportanceSection(Section):
     mode: Annotated[
         Literal["auto", "off", "truncate", "mask"], BeforeValidator(lambda given: "off" if given is False else given)
     ] = "auto"
-    """truncate: weights end at `cap`; mask: what weighs more is left out; off: no bound; auto: truncate where staleness.alpha is above 0."""
+    """truncate: weights end at `cap`; mask: what weighs more is left out; off: no bound; auto: truncate where staleness.alpha is above 0,
+    but off for a loss of one's own around the policy that sampled, whose proximal_N it would move."""
     level: Literal["token", "sequence"] = "token"
     """sequence: the weight of all its sampled tokens together, for each of them; wants proximal=recomputed."""
     cap: float = Field(default=2.0, ge=1)
@@ -235,13 +236,16 @@ class TrainSection(Section):
 
     def resolved(self, *, alpha: int, folder: Path) -> Self:
         """Without `auto`, for a job with the staleness bound `alpha` (-1: none) whose paths start at `folder`."""
-        auto = "truncate" if alpha else "off"
-        mode = auto if self.importance.mode == "auto" else self.importance.mode
         proximal = "recomputed" if self.importance.level == "sequence" else "behaviour"
+        proximal = proximal if self.proximal == "auto" else self.proximal
+        # Around the policy that sampled, a weight is cut by moving `proximal_N`: a loss of one's own gets that only where it was asked for.
+        as_is = ":" in self.loss and proximal == "behaviour"
+        auto = "truncate" if alpha and not as_is else "off"
+        mode = auto if self.importance.mode == "auto" else self.importance.mode
         return self.model_copy(
             update={
                 "importance": self.importance.model_copy(update={"mode": mode}),
-                "proximal": proximal if self.proximal == "auto" else self.proximal,
+                "proximal": proximal,
                 "reference": str(folder / self.reference) if self.reference else "",
             }
         )

@@ -1,5 +1,6 @@
 """Data sets: rows of a JSONL or Parquet file or of a folder that `datasets` saved, and in which order groups get them."""
 
+import hashlib
 import json
 import operator
 import os
@@ -128,6 +129,23 @@ def read_rows(path: str) -> Sequence[Row]:
     if not rows:
         raise ConfigError(f"data file {path} is empty: it has no rows.")
     return rows
+
+
+@lru_cache(KEPT)
+def digest_of(path: str) -> str:
+    """Of the content of a data file, or of all files of a folder that `datasets` saved. Blocks; raises ConfigError."""
+    place = Path(path)
+    try:
+        files = [place]
+        if place.is_dir():
+            files = [place / each["filename"] for each in json.loads((place / "state.json").read_text())["_data_files"]]
+        found = hashlib.sha256()
+        for file in files:
+            with file.open("rb") as opened:
+                found.update(hashlib.file_digest(opened, "sha256").digest())
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"data file {path} can't be read: {_first_line(error)}.") from error
+    return found.hexdigest()[:32]
 
 
 def _lines(path: Path) -> Iterator[Row]:

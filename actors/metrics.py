@@ -24,6 +24,7 @@ NO_EVAL = "no evaluation ended since the row before"
 NO_TORCH = "`train.kind=scripted`"
 NO_PULL = "no engine has told yet"
 NO_SAMPLING = "`train.dynamic_sampling` is off"
+NO_CALL = "no reward function was called"
 NO_FABRIC = "no fabric_controller"
 NO_ADVICE = "no single change gives 3 % or more"
 NO_PACE = "no engine is paced (`engine.pace`)"
@@ -111,8 +112,12 @@ METRICS: Section = {
         M("rollout/wall_s_mean", "s", "how long one took, on average"),
         M("rollout/wall_s_p99", "s", "99th percentile of how long one took"),
         M("rollout/env_frac", "share", "of their time in resets and steps of the environment"),
+        M("rollout/reward_frac", "share", "of their time in waiting for the scores of reward functions"),
         M("rollout/room", "rollouts", "that the environment managers may run at once"),
         M("rollout/env_workers", "processes", "in which environments run; 0 where they run in their managers"),
+        M("rollout/reward_workers", "processes", "in which reward functions run (`reward.workers`), of all reward services; 0 where there are none"),
+        M("rollout/reward_each_s", "s", "what one trajectory more takes of such a worker in a call, fitted to the newest calls", NO_CALL),
+        M("rollout/reward_alone_s", "s", "what a call of one trajectory takes, by the same fit", NO_CALL),
         M("rollout/slots", "requests", "that the engines decode at once"),
         M("rollout/error_frac", "share", "of all rollouts since the environment managers started, those that failed"),
     ),

@@ -191,11 +191,13 @@ def _busy_line(rows: list[Row], alpha: int) -> str:
     wait = sum(r.get("time/wait_for_batch", 0.0) for r in rows)
     total = sum(r.get("time/step", 0.0) for r in rows) or 1.0
     env = fmean(r.get("rollout/env_frac", 0.0) for r in rows)
+    scored = fmean(r.get("rollout/reward_frac", 0.0) for r in rows)
+    rewards = f" and {scored:.0%} in reward functions" if scored >= 0.005 else ""
     advice = advice_of(rows, alpha)
     told = f" — {advice.why}" if advice else ""
     return (
         f"busy: {shown}; the trainer waited {wait / total:.0%} of the time for batches, rollouts spent {env:.0%} of theirs in the "
-        f"environment{told}"
+        f"environment{rewards}{told}"
     )
 
 

@@ -13,10 +13,13 @@ from typing import Literal, NamedTuple
 
 from planning.staleness import UNBOUNDED
 
-Bound = Literal["training-bound", "generation-bound", "environment-bound", "rollout-bound"]
+Bound = Literal["training-bound", "generation-bound", "environment-bound", "reward-bound", "rollout-bound"]
 
-ChangeName = Literal["concurrency", "env_manager", "alpha", "engine", "trainer"]
+ChangeName = Literal["concurrency", "reward_workers", "env_manager", "alpha", "engine", "trainer"]
 """Those that cost less come first: of two that give the same the first is advised."""
+
+PROCESSES: tuple[ChangeName, ...] = ("engine", "env_manager", "reward_workers")
+"""Changes that start further ones."""
 
 WORTH = 0.03
 """Gains below this are within what steps differ by."""
@@ -50,7 +53,7 @@ class AdviceView:
     rollout_s: float
     """Mean of one rollout."""
     env_share: float
-    """Of it, in resets and steps of the environment; the rest counts as generation."""
+    """Of it, in resets and steps of the environment; what is left of it and of `reward_share` counts as generation."""
     engines: int
     slots: int
     """Requests that all engines decode at once."""
@@ -65,6 +68,15 @@ class AdviceView:
     """Share of time of one manager, on average."""
     host_busy: float = 0.0
     """Share of the cores of the trainer's host that are in use."""
+    reward_share: float = 0.0
+    """Of a rollout, in the wait for its scores."""
+    reward_workers: int = 0
+    """Processes that score, of all reward services; 0: nothing is known of them, and they hold nobody up."""
+    reward_services: int = 0
+    reward_each_s: float = 0.0
+    """Of a worker's time, what one sample more takes in a call."""
+    reward_alone_s: float = 0.0
+    """What a call of one sample takes."""
 
 
 class SingleChange(NamedTuple):
@@ -89,6 +101,8 @@ class SingleChange(NamedTuple):
         match self.name:
             case "concurrency":
                 return f"env.concurrency {self.before} → {self.after}"
+            case "reward_workers":
+                return f"reward.workers {self.before} → {self.after}"
             case "alpha":
                 return f"α {self.before} → {self.after}"
             case "trainer":
@@ -118,7 +132,7 @@ def advise(view: AdviceView) -> Advice:
     bound = _bound(view, first)
     listed = [f"{first.words} gives +{first.gain:.0%}" if _is_one(first) else f"{first.words} give +{first.gain:.0%}"]
     listed += [f"{change.words} +{change.gain:.0%}" for change in others]
-    crowded = view.host_busy > CROWDED and any(change.name in ("engine", "env_manager") for change in changes)
+    crowded = view.host_busy > CROWDED and any(change.name in PROCESSES for change in changes)
     where = f"; this host's cores are {view.host_busy:.0%} busy: put new processes on another" if crowded else ""
     return Advice(bound, changes, f"{bound}: {', '.join(listed)}{where}")
 
@@ -148,6 +162,7 @@ class _Changed:
     room: float = 1.0
     alpha: int = 0
     trainer: float = 1.0
+    rewards: float = 1.0
 
 
 _Candidate = tuple[ChangeName, int, int, _Changed]
@@ -157,6 +172,9 @@ def _candidates(view: AdviceView) -> Iterator[_Candidate]:
     same = _Changed(view)
     each = max(1, view.room // max(1, view.managers))
     yield "concurrency", each, 2 * each, replace(same, room=2.0)
+    if view.reward_workers:
+        scorers = max(1, view.reward_workers // max(1, view.reward_services))
+        yield from _enough("reward_workers", scorers, lambda times: replace(same, rewards=times))
     yield from _enough("env_manager", view.managers, lambda times: replace(same, managers=times, room=times))
     if view.alpha != UNBOUNDED:
         yield "alpha", view.alpha, view.alpha + 1, replace(same, alpha=1)
@@ -190,9 +208,12 @@ def _span(changed: _Changed) -> float:
     by_workers = (
         load.span_s * min(1.0, load.stepping / view.env_workers) / changed.managers if view.env_workers else 0.0
     )
+    by_rewards = min(load.span_s, load.scoring_s) / changed.rewards
     by_managers = load.span_s * load.manager_busy / changed.managers
     in_flight = _in_flight(changed, load)
-    return load.paused_s + max(by_engines, by_workers, by_managers, load.span_s * load.served / max(in_flight, 1e-9))
+    return load.paused_s + max(
+        by_engines, by_workers, by_rewards, by_managers, load.span_s * load.served / max(in_flight, 1e-9)
+    )
 
 
 class _Load(NamedTuple):
@@ -204,6 +225,8 @@ class _Load(NamedTuple):
     in_flight: float
     generating: float
     stepping: float
+    scoring_s: float
+    """In which all reward workers together score a batch."""
     manager_busy: float
     served: float
     """Those in flight that do not queue for somebody."""
@@ -215,14 +238,18 @@ def _load(view: AdviceView) -> _Load:
     paused_s = min(view.pause_s, 0.9 * whole_s)
     span_s = whole_s - paused_s
     in_flight = min(view.batch * view.rollout_s / whole_s, float(max(1, view.room)))
-    stepping = in_flight * view.env_share
-    generating = in_flight - stepping
+    stepping, scoring = in_flight * view.env_share, in_flight * view.reward_share
+    generating = max(0.0, in_flight - stepping - scoring)
     queued = max(0.0, generating - view.slots)
     if view.env_workers:
         queued += max(0.0, stepping - view.env_workers)
+    scoring_s = view.batch * view.reward_each_s / view.reward_workers if view.reward_workers else 0.0
+    if view.reward_workers:
+        queued += max(0.0, scoring - view.batch * view.reward_alone_s / whole_s)
     busy = min(0.99, view.manager_busy * view.step_s / whole_s)
     queued += view.managers * busy * busy / (1.0 - busy)  # as in an M/M/1 queue
-    return _Load(span_s, paused_s, in_flight, generating, stepping, busy, max(in_flight - queued, 0.01 * in_flight))
+    served = max(in_flight - queued, 0.01 * in_flight)
+    return _Load(span_s, paused_s, in_flight, generating, stepping, scoring_s, busy, served)
 
 
 def _in_flight(changed: _Changed, load: _Load) -> float:
@@ -251,9 +278,11 @@ def _bound(view: AdviceView, first: SingleChange) -> Bound:
             return "generation-bound"
         case "env_manager":
             return "environment-bound"
+        case "reward_workers":
+            return "reward-bound"
         case "alpha" | "concurrency":
             return "environment-bound" if view.env_share > 0.5 else "rollout-bound"
 
 
 def _is_one(change: SingleChange) -> bool:
-    return change.name in ("alpha", "trainer", "concurrency") or change.after == change.before + 1
+    return change.name in ("alpha", "trainer", "concurrency", "reward_workers") or change.after == change.before + 1

@@ -177,10 +177,13 @@ class Rollout:
             await env.close()
             raise
         self._context.host.give_back(env, self._ticket.purpose)
+        asked = loop.time()
         scores = {"env": self._reward, **await self._score()}
+        now = loop.time()
         return msgspec.structs.replace(
-            self._trajectory(transcript), reward=sum(scores.values()), scores=scores, wall_s=loop.time() - began
-        )
+            self._trajectory(transcript),
+            reward=sum(scores.values()), scores=scores, wall_s=now - began, reward_s=now - asked,
+        )  # fmt: skip
 
     def _trajectory(self, transcript: Transcript) -> Trajectory:
         """What was played so far, without what only its end brings."""

@@ -122,6 +122,8 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
     """Of a held-out rollout: its turns, joined by newlines, `shortened`."""
     reason: str = ""
     """Why a rollout failed that is told to be read alone: then there are no log-probabilities, and `reward` says nothing."""
+    reward_s: float = 0.0
+    """Of `wall_s`, what the wait for its scores took."""
 
     @property
     def version_first(self) -> int:

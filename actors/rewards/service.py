@@ -2,6 +2,7 @@
 but `reward.deadline_factor`'s, which only makes calls shorter."""
 
 import asyncio
+import math
 from collections import deque
 from functools import partial
 from typing import ClassVar
@@ -24,11 +25,45 @@ BATCH = 64
 MAX_NOTICES = 3
 """Kinds of failure the user is told about; the log has all of them."""
 
+FORGETS = 0.98
+"""Weight that a call keeps with each further one: the newest fifty count."""
+
+
+class CallCost:
+    """What a call of the functions takes of a worker, fitted by least squares to a fixed part and one for each trajectory in it."""
+
+    def __init__(self) -> None:
+        self._weight = self._nums = self._seconds = self._squares = self._products = 0.0
+
+    def note(self, num: int, seconds: float) -> None:
+        """One call, of `num` trajectories."""
+        sums = (self._weight, self._nums, self._seconds, self._squares, self._products)
+        found = (1.0, num, seconds, num * num, num * seconds)
+        sums = [FORGETS * before + new for before, new in zip(sums, found, strict=True)]
+        self._weight, self._nums, self._seconds, self._squares, self._products = sums
+
+    @property
+    def each_s(self) -> float:
+        """What one trajectory more takes; where calls of one size alone were seen, its share of them."""
+        if not self._nums:
+            return 0.0
+        share = self._seconds / self._nums
+        spread = self._squares - self._nums**2 / self._weight
+        if spread < 0.01 * self._squares:
+            return share
+        return min(share, max(0.0, (self._products - self._nums * self._seconds / self._weight) / spread))
+
+    @property
+    def alone_s(self) -> float:
+        """What a call of one trajectory takes."""
+        return self.each_s + max(0.0, self._seconds - self.each_s * self._nums) / max(self._weight, 1.0)
+
+
 _Waiting = tuple[Score, "asyncio.Future[Scores | NotScored]"]
 
 
 class RewardService(Actor):
-    """While a worker is busy, requests gather and go to it as one batch."""
+    """While all workers are busy, requests gather; one that gets free takes its share of them as one batch."""
 
     role: ClassVar[str] = "reward_service"
     drain_order: ClassVar[int] = 60
@@ -62,11 +97,13 @@ class RewardService(Actor):
         self._noticed: set[str] = set()
         self._recent: deque[bool] = deque(maxlen=RECENT)
         self._ever_good = self._stopping = False
+        self._cost = CallCost()
 
     async def on_start(self) -> None:
         """Load the functions; one that can't be loaded ends the job with a sentence."""
         if problem := await self._scorer.start():
             self.finish(problem, failed=True)
+        self.metrics.gauge("rollout/reward_workers", self._section.workers)
         if self._section.min_workers is not None:
             self.spawn(self._scorer.run(), name=f"{self.name}.workers")
         for index in range(self._section.workers):
@@ -90,7 +127,8 @@ class RewardService(Actor):
 
     async def _serve(self) -> None:
         while True:
-            batch = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
+            share = math.ceil(len(self._waiting) / self._section.workers)  # the other workers have theirs
+            batch = [self._waiting.popleft() for _ in range(min(self._batch, share))]
             batch = [(request, reply) for request, reply in batch if not reply.done()]
             if batch:
                 await self._answer(batch)
@@ -107,6 +145,9 @@ class RewardService(Actor):
             found = await self._scorer.score([request for request, _ in batch])
         self.metrics.observe("reward/batch", len(batch))
         self.metrics.observe("reward/wall_s", loop.time() - began)
+        self._cost.note(len(batch), loop.time() - began)
+        self.metrics.gauge("rollout/reward_each_s", self._cost.each_s)
+        self.metrics.gauge("rollout/reward_alone_s", self._cost.alone_s)
         for (request, reply), scores in zip(batch, found, strict=True):
             if isinstance(scores, NotScored):
                 self._failed(request, scores)

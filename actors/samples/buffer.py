@@ -37,7 +37,7 @@ from actors.messages.samples import (
 from actors.model_folder import vocab_size_of
 from actors.samples.alpha import AlphaKeeper
 from actors.samples.cancels import Cancels
-from actors.samples.group import MIN_SCORED, Group, Receipt, limits_of
+from actors.samples.group import MIN_SCORED, Group, Receipt, Training, limits_of
 from actors.samples.holders import (
     ENV_MANAGER,
     NOBODY,
@@ -52,7 +52,7 @@ from actors.samples.journal import Journal, Wake
 from actors.samples.kept import HeldOutFiles, KeptTrajectories, fitting
 from actors.samples.ledger import SampleLedger
 from actors.samples.payloads import Payloads
-from actors.samples.prompts import mixture_of
+from actors.samples.prompts import Mixture, mixture_of
 from actors.samples.quarantine import ENV_REASONS, HolderRecords
 from actors.samples.sample import (
     FUTURE_VERSION,
@@ -132,7 +132,9 @@ class SampleBuffer(Actor):
         self._held_out = HeldOutFiles(self.run.folder, self.offload, self.log)
         self._payloads = Payloads(self.run.folder / "samples", journal, self.offload, self._tell_gone, self.log)
         self._vocab_size = await self.offload(vocab_size_of, self.run.folder / self.config.model.path)
-        groups.restore(*await journal.take_over(), self._now())
+        restored = await journal.take_over()
+        self._check_data(mixture, restored[0])
+        groups.restore(*restored, self._now())
         check_put_off(groups)
         self._alpha = AlphaKeeper(groups, config.staleness.bounds, self._now, self.notice)
         await self._cover()
@@ -148,6 +150,14 @@ class SampleBuffer(Actor):
         self.spawn(self._kept.follow(), name="trajectories")
         gauges(groups, self.metrics)
         self.log.info("rebuilt", version=groups.training.version, groups=len(groups.live), lines=self._ledger.index)
+
+    def _check_data(self, mixture: Mixture, training: Training) -> None:
+        """End the job where data sets are not what was trained on so far, and tell of held-out rows that are others."""
+        try:
+            for sentence in mixture.check(training.tasks):
+                self.notice(sentence)
+        except ConfigError as error:
+            self.finish(str(error), failed=True)
 
     async def on_drain(self) -> None:
         """Admit nothing more. Everything acknowledged is durable already; the ledger is brought up to date."""
@@ -210,6 +220,10 @@ class SampleBuffer(Actor):
             epoch = max(await draw, self._groups.training.epoch + 1)
             await self._cover(request.step)
             self._groups.take_over(epoch, request.step)
+            alpha = self.config.staleness.bound
+            if dropped := self._groups.drop_bound(alpha):
+                what = f"step {dropped[0]}" if len(dropped) == 1 else f"steps {dropped[0]} to {dropped[-1]}"
+                self.notice(f"{what} had samples that staleness.alpha={alpha} makes too old: they are sampled anew")
             self._moved()
             await self._journal.sync()
         bound = tuple(sorted(self._groups.steps))

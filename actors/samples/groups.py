@@ -307,6 +307,19 @@ class Groups(GroupTable):
             self._end(group, group.poison())
         return poisoned
 
+    def drop_bound(self, alpha: int) -> list[int]:
+        """Steps that no checkpoint covers and that hold what is too old for `alpha`, which was larger when they were bound, and those after
+        them: their groups end `stale`, and other groups train in them. Returns the steps."""
+        steps = sorted(self.steps)
+        old = (s for s in steps if any(g.version_scored(self.base) < min_version(s, alpha) for g in self.steps[s]))
+        first = next(old, None)
+        dropped = [] if first is None else [step for step in steps if step >= first]
+        for group in [group for step in dropped for group in self.steps.pop(step)]:
+            group.unbind()
+            self._end(group, group.discard("stale"))
+        self.changes.training |= bool(dropped)
+        return dropped
+
     # -- what a restart and a checkpoint bring ------------------------------------------------------------------
 
     def restore(self, training: Training, groups: Iterable[Group], now: float) -> None:

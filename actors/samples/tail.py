@@ -226,12 +226,24 @@ class TailGroups(Groups):
     def raised(self, step: int, epoch: int) -> list[Group]:
         """As `Groups`; prompts of groups that end as `poisoned` are done with."""
         poisoned = super().raised(step, epoch)
-        if step not in self.steps and step in self._tail.steps:
+        if step not in self.steps:
+            self._give_up(step)
+        return poisoned
+
+    def drop_bound(self, alpha: int) -> list[int]:
+        """As `Groups`; prompts of these steps are done with."""
+        dropped = super().drop_bound(alpha)
+        for step in dropped:
+            self._give_up(step)
+        return dropped
+
+    def _give_up(self, step: int) -> None:
+        """The round of a step will not train."""
+        if step in self._tail.steps:
             number, prompts = self._tail.steps.pop(step)
             if number in _numbers(self._tail.state):
                 self._tail.state = drop(self._tail.state, number)
             self._forget(prompts)
-        return poisoned
 
     # -- what a restart and a checkpoint bring ------------------------------------------------------------------
 

@@ -34,6 +34,11 @@ from runtime.registry import ActorRecord
 OWN_PREFIXES = ("queue/", "fabric/", "tokens/", "attempts/", "length/", "task/")
 """Figures of other actors that a row carries under their own names."""
 
+SUMS = (
+    "staleness/dropped", "samples/damaged", "rollout/room", "rollout/env_workers", "rollout/reward_workers", "rollout/slots",
+)  # fmt: skip
+"""Figures of which a row carries the sum over all actors."""
+
 
 class Rows:
     """Owned by the trainer alone: `truncate` takes the file over, and what a replaced trainer still adds lands in a file nobody reads."""
@@ -153,6 +158,7 @@ def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str
         "rollout/wall_s_mean": fmean(t.wall_s for t in trajectories),
         "rollout/wall_s_p99": sorted(t.wall_s for t in trajectories)[int(0.99 * (count - 1))],
         "rollout/env_frac": sum(t.env_s for t in trajectories) / max(1e-9, sum(t.wall_s for t in trajectories)),
+        "rollout/reward_frac": sum(t.reward_s for t in trajectories) / max(1e-9, sum(t.wall_s for t in trajectories)),
         **breakdown(trajectories),
     }
 
@@ -185,8 +191,11 @@ def others_metrics(records: Sequence[ActorRecord]) -> dict[str, float]:
     for record in records:
         row[f"idle/{record.name}"] = record.idle
         row |= {name: value for name, value in record.metrics.items() if name.startswith(OWN_PREFIXES)}
-    for name in ("staleness/dropped", "samples/damaged", "rollout/room", "rollout/env_workers", "rollout/slots"):
+    for name in SUMS:
         row[name] = sum(r.metrics.get(name, 0.0) for r in records)
+    for name in ("rollout/reward_each_s", "rollout/reward_alone_s"):
+        if told := [r.metrics[name] for r in records if name in r.metrics]:
+            row[name] = fmean(told)
     finished = sum(r.metrics.get("rollout/finished", 0.0) for r in records)
     errors = sum(r.metrics.get("rollout/error", 0.0) for r in records)
     row["rollout/error_frac"] = errors / (finished + errors) if finished + errors else 0.0

@@ -17,8 +17,9 @@ import msgspec
 
 from bus.errors import BadKeys
 from bus.keys import KeyPair, Keys, check_keys, new_keys
+from runtime.config.source import ChangedKey, differing, parse
 from runtime.config.variables import fill
-from runtime.errors import LaunchError
+from runtime.errors import ConfigError, LaunchError
 from runtime.importer import FOLDER as CODE
 from runtime.observe.trace import wall_s
 
@@ -26,8 +27,11 @@ KEYS_FILE = "keys.json"
 """Readable by its owner alone, it outlives every launch of the run."""
 PREFIX = "rubato-"
 """Of folders of sockets."""
+CHANGES = "changes.jsonl"
+"""A line for each resumption with other values: `unix_s`, and `changed`, each with its `key`, `old` and `new`."""
+
 MADE = (
-    "checkpoints", "cluster.json", CODE, "config.yaml", "evals.jsonl", "logs", "metrics.jsonl", "report.png", "run.json", "run.tmp", "samples", "samples.jsonl",
+    CHANGES, "checkpoints", "cluster.json", CODE, "config.yaml", "evals.jsonl", "logs", "metrics.jsonl", "report.png", "run.json", "run.tmp", "samples", "samples.jsonl",
     "samples-*.jsonl.gz", "samples.lost-*.jsonl.gz", "samples.lost.jsonl", "samples.parts.json", "state", "trace", "trace.json", "trace.json.tmp", "trajectories",
 )  # fmt: skip
 """Patterns of what a run writes into its folder, and all that `force` takes away: a model made there, the keys and a user's files stay."""
@@ -83,6 +87,7 @@ class RunFolder:
         self._embedded = embedded
         self._words = IN_A_PROGRAM if embedded else ON_THE_COMMAND_LINE
         self._lock: IO[str] | None = None
+        self._resumes = False
         self._sockets: Path | None = None
 
     @property
@@ -149,6 +154,7 @@ class RunFolder:
         self._take_lock()
         self._bring_back()  # of a launch that was killed before it started
         self._check_new(resume=resume, force=force)
+        self._resumes = resume
         previous = self._previous(needed=resume)
         if not resume:
             self._set_aside([entry.name for entry in self.path.iterdir() if _is_made(entry.name)], model)
@@ -183,10 +189,26 @@ class RunFolder:
         """The launch is sure to start: what it replaces goes."""
         aside = self.path / REPLACED
         if aside.exists():
+            changed = self._changed(aside) if self._resumes else []
             gone = self.path / f"{REPLACED}.gone"
             shutil.rmtree(gone, ignore_errors=True)
             aside.rename(gone)  # at once, whatever becomes of the removal
+            if changed:
+                line = json.dumps({"unix_s": wall_s(), "changed": [each._asdict() for each in changed]})
+                with os.fdopen(
+                    os.open(self.path / CHANGES, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w"
+                ) as file:
+                    file.write(f"{line}\n")
             shutil.rmtree(gone, ignore_errors=True)
+
+    def _changed(self, aside: Path) -> list[ChangedKey]:
+        """What this launch goes on with that the one before had otherwise, but for addresses: one may hold a password."""
+        places = aside / self.config.name, self.config
+        try:
+            old, new = (parse(path.read_text(), str(path)).tree for path in places)
+        except (ConfigError, FileNotFoundError):
+            return []  # the one before was killed before its config was whole
+        return [each for each in differing(old, new) if each.old is not None and each.key != "state.url"]
 
     def write(self, card: RunCard) -> None:
         """Publish the card atomically, 0600."""

@@ -68,11 +68,17 @@ def test_a_run_does_not_go_on_with_other_rows_and_loses_nothing(place):
     assert first.code == ExitCode.DONE, first.err
 
     refused = rubato("launch", "--resume", "other", "run.steps=2", "tasks.sums.data.eval_rows=4", cwd=place)
+    before = (place / "sums.jsonl").read_text()
+    (place / "sums.jsonl").write_text("".join(reversed(before.splitlines(keepends=True))))
+    mixed_up = rubato("launch", "--resume", "other", "run.steps=2", "tasks.sums.data.eval_rows=3", cwd=place)
+    (place / "sums.jsonl").write_text(before)
     gone_on = rubato("launch", "--resume", "other", "run.steps=2", "tasks.sums.data.eval_rows=3", cwd=place)
 
     assert refused.code == ExitCode.FAILED, refused.err
     assert "tasks.sums has 4 rows to train on, where this run had 5" in refused.err
-    assert "Traceback" not in refused.err
+    assert mixed_up.code == ExitCode.FAILED, mixed_up.err
+    assert f"tasks.sums: the content of {place}/sums.jsonl is not what this run was trained on so far" in mixed_up.err
+    assert "Traceback" not in refused.err + mixed_up.err
     assert gone_on.code == ExitCode.DONE, gone_on.err
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planning.advice import WORTH, AdviceView, advise, what_if
+from planning.advice import PROCESSES, WORTH, AdviceView, advise, what_if
 
 QUIET = settings(deadline=None)
 
@@ -34,6 +34,11 @@ def views(draw, alphas=ANY_ALPHA):
         env_workers=managers * draw(st.integers(0, 8)),
         manager_busy=draw(shares),
         host_busy=draw(shares),
+        reward_share=draw(shares),
+        reward_workers=draw(st.integers(0, 8)),
+        reward_services=draw(st.integers(0, 2)),
+        reward_each_s=step_s * draw(shares),
+        reward_alone_s=step_s * draw(shares),
     )
 
 
@@ -41,7 +46,7 @@ def gains(view):
     return {change.name: change.gain for change in what_if(view)}
 
 
-ROLLOUT = ("concurrency", "env_manager", "alpha", "engine")
+ROLLOUT = ("concurrency", "env_manager", "alpha", "engine", "reward_workers")
 
 
 def rollout_gain(view):
@@ -102,5 +107,5 @@ def test_engines_with_more_slots_are_never_wanted_more(view, times):
 def test_a_crowded_host_is_told_where_processes_are_advised(view):
     advice = advise(replace(view, host_busy=0.95))
 
-    processes = any(change.name in ("engine", "env_manager") for change in advice.changes)
+    processes = any(change.name in PROCESSES for change in advice.changes)
     assert ("put new processes on another" in advice.why) == processes

@@ -2,12 +2,13 @@
 
 python tools/bench/advice.py [--only environment] [--steps 8] [--json FILE] [key.sub=value …]
 
-Four jobs on live processes, each held up by something else: worker processes of environments, slots of engines, the trainer, and
-the rollouts that alpha lets be in flight. Engines are scripted and paced (docs/pace.md), the trainer is scripted, steps of environments
-are sleeps in worker processes: all throughput here is paced, not measured. A gain is the job's throughput with the change over that
-without, less one; a quarter of the steps comes before what counts. `--json` writes {"environment": {"bound", "advice", "samples_s",
-"outlasted_frac", "changes": [{"change", "predicted", "measured", "outlasted_frac"}], "first_helps_most"}, …}. Fails where a first advice does
-not help most, or more than 2 % of any arm's steps outlasted their pace.
+Five jobs on live processes, each held up by something else: worker processes of environments, slots of engines, the trainer, the
+rollouts that alpha lets be in flight, and reward functions. Engines are scripted and paced (docs/pace.md; in the last job 10 ms a
+token), the trainer is scripted, steps of environments and reward functions are sleeps in worker processes: all throughput here is
+paced, not measured. A gain is the
+job's throughput with the change over that without, less one; a quarter of the steps comes before what counts. `--json` writes
+{"environment": {"bound", "advice", "samples_s", "outlasted_frac", "changes": [{"change", "predicted", "measured", "outlasted_frac"}],
+"first_helps_most"}, …}. Fails where a first advice does not help most, or more than 2 % of any arm's steps outlasted their pace.
 """
 
 import argparse
@@ -27,7 +28,8 @@ from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
 from planning.advice import SingleChange, advise, what_if  # noqa: E402
 from runtime.launch.children import die_with_parent  # noqa: E402
 
-Settings = dict[str, str | int | float]
+Settings = dict[str, str | int | float | None]
+"""None takes a key of `COMMON` away."""
 
 COMMON: Settings = {
     "actors.reward_service.count": 0,
@@ -66,6 +68,20 @@ JOBS: dict[str, Settings] = {
     "engine": {"engine.num_slots": 1},
     "trainer": {"train.scripted.step_s": 4.0},
     "slots": {"env.concurrency": 64, "rollout.max_new_tokens": 32},
+    "rewards": {
+        "actors.reward_service.count": 1,
+        "reward.functions": f"['{ROOT}/tools/bench/peers/scoring.py:slow']",
+        "reward.workers": 1,
+        "reward.timeout_s": 60,
+        "env.concurrency": 32,
+        "env.kwargs": "{turns: 1, step_s: 0.005}",
+        "rollout.max_turns": 1,
+        "rollout.max_new_tokens": 2,
+        "engine.scripted.token_s": 0.01,
+        "engine.pace.hardware": None,
+        "engine.pace.model": None,
+        "engine.pace.scale": None,
+    },
 }
 
 KEYS = {
@@ -73,13 +89,14 @@ KEYS = {
     "env_manager": "actors.env_manager.count",
     "alpha": "staleness.alpha",
     "concurrency": "env.concurrency",
+    "reward_workers": "reward.workers",
 }
 
 
 def applied(settings: Settings, change: SingleChange) -> Settings:
     """The job with what was advised."""
     if change.name == "trainer":
-        return settings | {"train.scripted.step_s": float(settings["train.scripted.step_s"]) / 2}
+        return settings | {"train.scripted.step_s": float(str(settings["train.scripted.step_s"])) / 2}
     return settings | {KEYS[change.name]: change.after}
 
 
@@ -88,7 +105,10 @@ def rows_of(settings: Settings, steps: int) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="rubato-advice-") as scratch:
         folder = Path(scratch) / "run"
         command = [sys.executable, "tools/launch.py", "configs/quickstart.yaml", f"run.steps={steps}"]
-        command += [f"{key}={value}" for key, value in settings.items()] + ["--run-dir", str(folder)]
+        command += [f"{key}={value}" for key, value in settings.items() if value is not None] + [
+            "--run-dir",
+            str(folder),
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=die_with_parent)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
@@ -109,7 +129,7 @@ def outlasted(rows: Sequence[Row]) -> float:
 def measure(job: Settings, steps: int) -> dict[str, Any]:
     """The job as it is, then with each change."""
     rows = rows_of(job, steps)
-    alpha, before = int(job["staleness.alpha"]), samples_s(rows)
+    alpha, before = int(str(job["staleness.alpha"])), samples_s(rows)
     view = view_of(rows, alpha)
     if view is None:
         raise SystemExit("the rows lack what advice is made from")
@@ -140,7 +160,7 @@ def late_arms(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Measure each job, print, and write the figures where asked for; exit 1 where a first advice did not help most or a pace was outlasted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=tuple(JOBS), action="append", help="of the four")
+    parser.add_argument("--only", choices=tuple(JOBS), action="append", help="of the five")
     parser.add_argument("--steps", type=int, default=8, help="of each run")
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")

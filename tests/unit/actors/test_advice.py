@@ -60,6 +60,17 @@ def test_a_view_has_the_means_of_the_newest_steps_and_what_there_is_of_each_role
     )
 
 
+def test_rewards_are_told_apart_from_generation_and_environments():
+    scored = {"rollout/reward_frac": 0.5, "rollout/reward_workers": 4.0, "rollout/reward_each_s": 0.1}
+    services = {"rollout/reward_alone_s": 0.3, "idle/reward_service-1": 0.0, "idle/reward_service-2": 0.0}
+
+    view = view_of(rows(**scored, **services), alpha=1)
+
+    assert view is not None
+    assert (view.reward_share, view.reward_workers, view.reward_services) == (0.5, 4, 2)
+    assert (view.reward_each_s, view.reward_alone_s) == (0.1, 0.3)
+
+
 def test_a_manager_that_waits_for_its_workers_is_not_held_to_be_busy_itself():
     assert view_of(rows(), 1).manager_busy == 0.0
     assert view_of(rows(**{"rollout/env_workers": 0.0}), 1).manager_busy == 0.25

@@ -1,6 +1,7 @@
 """Runs side by side: which are seeds of one setting, what settings differ in, final figures and curves."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -42,6 +43,30 @@ def test_runs_that_differ_by_their_seed_are_one_setting_with_mean_and_spread(mak
     assert [run["seed"] for run in one["runs"]] == [1, 2]
     assert one["final"]["reward/mean"] == pytest.approx({"mean": 0.6, "sd": 0.2 / 2**0.5, "num": 2})
     assert other["final"]["reward/mean"] == pytest.approx({"mean": 0.9, "sd": 0.0, "num": 1})
+
+
+CHANGED = [
+    {"unix_s": 100.5, "changed": [{"key": "train.lr", "old": 0.3, "new": 0.2}]},  # before the first step
+    {
+        "unix_s": 111.5,
+        "changed": [{"key": "train.lr", "old": 0.2, "new": 0.1}, {"key": "run.seed", "old": 1, "new": 1}],
+    },
+    {"unix_s": 130.0, "changed": [{"key": "train.clip_low", "old": 0.2, "new": 0.5}]},  # nothing was trained after it
+]
+
+
+def test_a_resumed_run_is_labelled_by_all_values_that_it_was_trained_under(make_run, capsys):
+    resumed, plain = make_run("a", 1, 0.5, clip_low=0.5), make_run("b", 1, 0.7, clip_low=0.2)
+    metrics = Path(resumed, "metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()[:-1]]
+    metrics.write_text("".join(json.dumps({**row, "time/unix_s": 100 + row["step"]}) + "\n" for row in rows))
+    Path(resumed, "changes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in CHANGED) + '{"unix')
+
+    one, other = json.loads(shown(capsys, resumed, plain, "--json"))["settings"]
+    (alone,) = json.loads(shown(capsys, resumed, "--json"))["settings"]
+
+    assert one["keys"] == alone["keys"] == {"train.lr": "0.2, 0.1 from step 12"}
+    assert other["keys"] == {"train.lr": 0.1}
 
 
 def test_a_final_figure_is_the_mean_of_the_last_ten_steps_and_of_evaluations_the_newest(make_run, capsys):

@@ -58,6 +58,9 @@ def test_clips_are_those_of_the_losses_paper_where_none_are_given():
         (8, {"proximal": "recomputed"}, "recomputed", "truncate"),
         (8, {"importance": {"level": "sequence"}}, "recomputed", "truncate"),
         (0, {"importance": {"mode": "mask"}}, "behaviour", "mask"),
+        (1, {"loss": "my_loss.py:fn"}, "behaviour", "off"),
+        (1, {"loss": "my_loss.py:fn", "importance": {"mode": "truncate"}}, "behaviour", "truncate"),
+        (1, {"loss": "my_loss.py:fn", "proximal": "recomputed"}, "recomputed", "truncate"),
     ],
 )
 def test_older_samples_are_weighed_where_there_may_be_some(tmp_path, alpha, given, proximal, mode):

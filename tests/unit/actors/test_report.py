@@ -55,6 +55,10 @@ ROLLOUTS = {"perf/samples_s": 1.6, "rollout/wall_s_mean": 20.0, "rollout/room": 
     [
         ({"rollout/env_frac": 0.1}, "10% of theirs in the environment — generation-bound: 1 engine more gives +100%"),
         (
+            {"rollout/reward_frac": 0.8, "rollout/reward_workers": 1.0, "rollout/reward_each_s": 0.625},
+            "0% of theirs in the environment and 80% in reward functions — reward-bound: reward.workers 1 → 2 gives +25%",
+        ),
+        (
             {"rollout/env_frac": 0.9, "rollout/env_workers": 2.0},
             "90% of theirs in the environment — environment-bound: 1 environment manager more gives +100%",
         ),

@@ -50,6 +50,41 @@ def test_busy_environment_workers_ask_for_managers():
     assert advise(view).why == "environment-bound: 1 environment manager more gives +100%"
 
 
+SCORED = replace(
+    ROLLOUTS_FIRST, step_s=2.0, rollout_s=2.0, env_share=0.1, reward_share=0.8, slots=4, room=16,
+    reward_workers=1, reward_services=1, reward_each_s=0.125, reward_alone_s=0.125,
+)  # fmt: skip
+"""16 samples of a step take its one reward worker the whole step."""
+
+
+def test_busy_reward_workers_ask_for_more_of_them_and_not_for_engines():
+    advice = advise(SCORED)
+
+    assert advice.why == "reward-bound: reward.workers 1 → 2 gives +100%"
+    assert advice.changes[0].key == "reward_workers_1_more"
+    assert gain(SCORED, "engine") == gain(SCORED, "env_manager") == 0.0
+
+
+def test_more_reward_workers_are_wanted_up_to_where_something_else_is_as_slow():
+    two = replace(SCORED, reward_workers=2, reward_services=1, reward_each_s=0.25)
+    engines_next = replace(SCORED, reward_share=0.2, slots=12, reward_each_s=0.125)
+
+    assert (first(two).before, first(two).after) == (2, 4)
+    assert gain(engines_next, "reward_workers") < 0.2
+
+
+def test_functions_whose_calls_take_as_long_however_many_are_in_them_are_no_reason_for_workers():
+    one_long_call = replace(SCORED, reward_share=0.5, reward_each_s=0.001, reward_alone_s=1.0)
+
+    assert gain(one_long_call, "reward_workers") == 0.0
+
+
+def test_workers_of_several_reward_services_are_told_as_one_service_has_them():
+    services = replace(SCORED, reward_workers=4, reward_services=2, reward_each_s=0.5)
+
+    assert first(services).words == "reward.workers 2 → 4"
+
+
 def test_managers_without_room_ask_for_room_before_processes():
     view = replace(ROLLOUTS_FIRST, room=8, env_share=0.9)
 

@@ -267,6 +267,28 @@ def test_a_trainer_that_begins_again_trains_the_same_groups_in_the_same_order(gr
     assert {group.state for step in (2, 3) for group in groups.steps[step]} == {"trained"}
 
 
+@pytest.mark.parametrize(("alpha", "dropped"), [(2, []), (1, [3]), (0, [2, 3])])
+def test_a_run_that_goes_on_with_a_lower_bound_samples_anew_what_bound_steps_have_beyond_it(alpha, dropped):
+    before = Groups(LIMITS, 2)
+    for step in (1, 2, 3):
+        score(before, issue(before), version=0)
+        train(before, step)
+    before.commit(1, 0)
+    groups = Groups(LIMITS, alpha)
+    groups.restore(*stored(before), 0.0)
+    groups.take_over(2, 1)
+    bound = {step: [group.id for group in each] for step, each in groups.steps.items()}
+
+    found = groups.drop_bound(alpha)
+
+    assert found == dropped
+    assert {end.group_id for end in groups.take_changes().ends if end.fate == "stale"} == {
+        name for step in dropped for name in bound[step]
+    }
+    assert [*groups.steps] == [step for step in (2, 3) if step not in dropped]
+    assert all(group.state == "bound" for each in groups.steps.values() for group in each)
+
+
 def test_a_trainer_whose_checkpoint_is_newer_than_what_was_committed_commits_it(groups):
     trained = train(groups, 1) + train(groups, 2)
 

@@ -13,6 +13,7 @@ from actors.training.engine import TrainError
 from actors.training.losses import group_advantages
 from actors.training.objective import Figures, Objective, Policies
 from actors.training.torch_train import TorchTrainEngine
+from runtime.importer import load_object
 
 GROUPS, SIZE = 4, 3
 
@@ -326,6 +327,28 @@ def plain(now, mode, level, proximal):
         apart = REFERENCE[at] - now[at]
         total -= factor * (surrogate - 0.1 * (math.exp(apart) - 1.0 - apart))
     return total / len(rows)
+
+
+@pytest.mark.parametrize(
+    ("importance", "expected"),
+    [({}, Tokens().behaviour_N.tolist()), ({"mode": "truncate", "cap": 1.4}, None)],
+    ids=["as it is", "moved where it is asked for"],
+)
+def test_a_loss_of_ones_own_gets_the_log_probs_of_the_policy_that_sampled(importance, expected, tmp_path):
+    (tmp_path / "my_loss.py").write_text(
+        "seen = []\ndef fn(now_N, proximal_N, *rest, **clips):\n    seen.append(proximal_N.tolist())\n    return now_N - now_N.detach()\n"
+    )
+    given = TrainSection(loss=f"{tmp_path}/my_loss.py:fn", importance=importance)
+    subject = Objective(given.resolved(alpha=1, folder=tmp_path))
+
+    subject.loss(Tokens(), Policies(torch.tensor(NOW, requires_grad=True), torch.tensor(START), None), Figures())
+
+    (seen,) = load_object(f"{tmp_path}/my_loss.py:seen")
+    moved = [
+        a if n - a <= math.log(1.4) else n - math.log(1.4)
+        for n, a in zip(NOW, Tokens().behaviour_N.tolist(), strict=True)
+    ]
+    assert seen == pytest.approx(expected or moved)
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])

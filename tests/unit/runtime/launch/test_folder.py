@@ -1,9 +1,11 @@
 """What a launch finds of the one before it that was killed."""
 
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 
 from runtime.errors import LaunchError
 from runtime.launch.folder import RunFolder, read_card
@@ -89,6 +91,31 @@ def test_a_resumed_launch_that_does_not_start_leaves_the_config_as_it_was(finish
 
     assert folder.config.read_text() == ("run: {steps: 1}\n" if how == "started" else "run: {}\n")
     assert not (finished / ".replaced").exists()
+
+
+def test_what_a_resumed_launch_changes_is_written_down_once_it_is_sure_to_start(finished):
+    given = [
+        "{train: {lr: 0.1, steps: 2}, state: {url: a}}",
+        "{train: {lr: 0.3, steps: 2}, state: {url: 'redis://:secret@b'}, added: 1}",
+    ]
+    before, after = (yaml.safe_dump(yaml.safe_load(text)) for text in given)
+    told = []
+    for old, new, starts in ((before, after, False), (before, after, True), (after, after, True)):
+        finished.joinpath("config.yaml").write_text(old)
+        folder = RunFolder(finished)
+        folder.open(resume=True, force=False)
+        folder.config.write_text(new)
+        if starts:
+            folder.commit()
+        folder.close()
+        changes = finished / "changes.jsonl"
+        told.append(
+            [json.loads(line)["changed"] for line in changes.read_text().splitlines()] if changes.exists() else []
+        )
+
+    line = [{"key": "train.lr", "old": 0.1, "new": 0.3}]
+    assert told == [[], [line], [line]]
+    assert (finished / "changes.jsonl").stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize(
