@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from actors.config import RESERVED_SCORES
 from actors.messages.samples import MOST_FIGURES, MOST_REWARD
+from bus.message import well_formed
 
 SHOWN = 32
 """Keys of the environment's info that become metrics: a row is written at each step, and somebody reads it."""
@@ -26,7 +27,11 @@ class Told(Protocol):
 
 def numbers_of(info: Mapping[Any, Any]) -> dict[str, float]:
     """The finite numbers in `info`, true and false as 1 and 0: the first `MOST_FIGURES` keys by name."""
-    named = ((key, _number(value)) for key, value in info.items() if isinstance(key, str) and len(key) <= LONGEST_KEY)
+    named = (
+        (well_formed(key), _number(value))
+        for key, value in info.items()
+        if isinstance(key, str) and len(key) <= LONGEST_KEY
+    )
     return dict(sorted((key, value) for key, value in named if value is not None)[:MOST_FIGURES])
 
 

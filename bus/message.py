@@ -9,7 +9,7 @@ import types
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, Union, cast, get_args, get_origin
 
 import msgspec
 
@@ -178,6 +178,21 @@ def pack_f32(values: Iterable[float]) -> bytes:
 
 def unpack_u8(data: Bytes) -> list[int]:
     return list(data)
+
+
+def well_formed(value: Any) -> Any:
+    """A text, or dicts and lists of texts, in Unicode: a surrogate that stands alone, which no wire holds, becomes U+FFFD."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return value
+    if isinstance(value, Mapping):
+        return {well_formed(key): well_formed(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [well_formed(item) for item in cast("list[Any]", value)]
+    return value
 
 
 def unpack_i32(data: Bytes) -> list[int]:

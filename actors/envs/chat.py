@@ -18,6 +18,7 @@ from actors.envs.environment import Observation
 from actors.envs.templates import MARKS, RenderError, compiled, ids_in_configs, read_tokenizer, template_of
 from actors.messages.generation import Tokens, VersionSpan
 from actors.messages.samples import Segment
+from bus.message import well_formed
 
 CACHED = 4096
 """Texts whose tokens are kept: environments repeat themselves, and tokenising is the dearest part of a turn."""
@@ -103,7 +104,7 @@ class TextTokenizer:
             else:
                 ids.append(each)
         own = [*self.eos, *([] if end_of_turn is None else [end_of_turn])]
-        texts = tuple(clean(each) for each in stop if isinstance(each, str) and each not in by_text)
+        texts = tuple(well_formed(each) for each in stop if isinstance(each, str) and each not in by_text)
         self.stop_ids = tuple(dict.fromkeys([*own, *ids]))
         self._dropped = frozenset(own) | (frozenset(ids) & self._special)
         if not self.eos and not stop:
@@ -178,7 +179,7 @@ class TextTokenizer:
             end = found.pop()
             while found and found[-1] == end and end in self._padding:
                 found.pop()
-        return clean(self.raw.decode(found, skip_special_tokens=False))
+        return well_formed(self.raw.decode(found, skip_special_tokens=False))
 
     def _ids(self, text: str) -> list[int]:
         return self.raw.encode(text, add_special_tokens=False).ids
@@ -240,7 +241,7 @@ class ChatRenderer:
         self._system = as_plain([{"role": "system", "content": system_prompt}] if system_prompt else [])
         self._guarded_given = lru_cache(4)(partial(self._tokenizer.guarded, self._given))
         texts = [self._given, self._system, self._tokenizer.named]
-        self._fixed = self._source + clean(json.dumps(texts, ensure_ascii=False))
+        self._fixed = self._source + well_formed(json.dumps(texts, ensure_ascii=False))
         self._folder = folder
         self.drops_reasoning = False
         """The template leaves out what the model reasoned in earlier turns."""
@@ -463,9 +464,9 @@ Key = tuple[bool, str]
 def observation_key(observation: Observation) -> Key:
     """See Key. What is no Unicode, as a surrogate that stands alone, becomes U+FFFD. Raises RenderError for what JSON can't hold."""
     if isinstance(observation, str):
-        return False, clean(observation)
+        return False, well_formed(observation)
     try:
-        return True, clean(json.dumps(observation, ensure_ascii=False))
+        return True, well_formed(json.dumps(observation, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise RenderError(f"chat messages that can't be rendered: {error}") from error
 
@@ -473,15 +474,6 @@ def observation_key(observation: Observation) -> Key:
 def as_messages(key: Key) -> list[dict[str, Any]]:
     """The messages of an observation's key: a text is the user's."""
     return json.loads(key[1]) if key[0] else [{"role": "user", "content": key[1]}]
-
-
-def clean(text: str) -> str:
-    """`text` with U+FFFD for each surrogate that stands alone."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def unused(text: str, num: int) -> list[str]:
@@ -494,7 +486,7 @@ def unused(text: str, num: int) -> list[str]:
 
 def as_plain(value: Any) -> Any:
     """As JSON has it, in Unicode."""
-    return json.loads(clean(json.dumps(value, ensure_ascii=False)))
+    return json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
 
 
 def _is_mark(text: str) -> bool:

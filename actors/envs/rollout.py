@@ -21,6 +21,7 @@ from actors.envs.templates import RenderError
 from actors.messages.generation import NOT_ITS_TURN, Aborted, Completion, Generate, Sampling, Tokens
 from actors.messages.samples import GiveUp, NotScored, PolicyState, Score, Ticket, Trajectory, shortened
 from bus.errors import AskFailed, Failed
+from bus.message import well_formed
 from planning.hopeless import RECENT, is_hopeless
 from planning.staleness import is_stale
 from runtime.courier import Ref
@@ -350,7 +351,10 @@ class Rollout:
             "finish_reasons": self._finish_reasons,
         }
         plain = {key: value for key, value in self._info.items() if isinstance(key, str) and is_plain(value)}
-        return msgspec.msgpack.encode(plain | self._told() | columns)
+        try:
+            return msgspec.msgpack.encode(plain | self._told() | columns)
+        except UnicodeEncodeError:
+            return msgspec.msgpack.encode(well_formed(plain) | self._told() | columns)
 
     def _told(self) -> dict[str, Any]:
         """Whose rollout it is, for the environment and the reward functions; keys as in TOLD."""

@@ -114,6 +114,8 @@ def given(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> ConfigSourc
 def _overridden(source: ConfigSource, overrides: Sequence[str]) -> ConfigSource:
     changed: list[Keys] = []
     for override in overrides:
+        if not override.isascii() and override.encode(errors="replace").decode() != override:
+            raise ConfigError(f"{COMMAND_LINE}: {ascii(override)[1:-1]} is no text in UTF-8.")
         keys, value = _parsed(override)
         _set(source.tree, keys, value, override)
         changed.append(keys)

@@ -117,9 +117,14 @@ async def _wait_for(result: Any) -> object:
 def encode(value: object) -> bytes:
     """MessagePack of a user's value; other kinds of numbers and texts, scalars of numpy and torch among them, become plain ones.
 
-    What can't be sent becomes FOREIGN.
+    What can't be sent becomes FOREIGN, and a surrogate that stands alone U+FFFD.
     """
-    return msgspec.msgpack.encode(value, enc_hook=_plain)
+    try:
+        return msgspec.msgpack.encode(value, enc_hook=_plain)
+    except UnicodeEncodeError:
+        from bus.message import well_formed
+
+        return msgspec.msgpack.encode(well_formed(value), enc_hook=_plain)
 
 
 def _plain(value: Any) -> object:

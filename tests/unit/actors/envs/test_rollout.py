@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from actors.breakdown import numbers_of
 from actors.config import EvalSection, RewardSection, RolloutSection
 from actors.envs.chat import ChatRenderer
 from actors.envs.hosting import EnvHost
@@ -420,3 +421,22 @@ async def test_a_held_out_trajectory_carries_its_text_and_one_to_train_on_does_n
 
     assert texts == {"train": "", "eval": "go\ngo\ngo"}
     assert shortened("a" * 30 + "b" * 30, 20) == "a" * 10 + "\n… 40 characters left out …\n" + "b" * 10
+
+
+def test_what_is_no_unicode_in_an_info_becomes_columns_and_figures(renderer):
+    rollout, _ = prepare(renderer, [])
+    rollout._info = {"k\ud83d": ["v\ud83d", 1.0], "n\ud83d": 2.0}
+
+    columns = msgspec.msgpack.decode(rollout._columns())
+
+    assert columns["k\ufffd"] == ["v\ufffd", 1.0]
+    assert numbers_of(rollout._info) == {"n\ufffd": 2.0}
+
+
+async def test_stops_of_the_renderer_go_with_each_request(model_folder):
+    renderer = ChatRenderer(model_folder, stop=["</answer>", "<|endoftext|>"])
+
+    _, proxy = await play(renderer, ["go"] * 3)
+
+    sampling = proxy.requests[0].sampling
+    assert (sampling.stop, sampling.stop_token_ids) == (("</answer>",), (END, END + 1))

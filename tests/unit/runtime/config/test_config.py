@@ -278,6 +278,7 @@ def test_a_mistake_in_the_file_is_one_sentence(write, text, said):
         ("train.clip=1", "train.clip is 1; it must be true or false. Write true."),
         ("state.shared=no", "state.shared is 'no'; it must be true or false. Write false."),
         ("run.dir=2026", "run.dir is 2026; it must be text. Put it in quotes."),
+        ("run.name=a\udcffb", "run.name=a\\udcffb is no text in UTF-8."),
         ("actors.trainer={}", "actors.trainer.class is missing."),
         (
             "actors.node.class=a:B",
