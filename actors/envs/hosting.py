@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
@@ -103,14 +104,19 @@ class EnvHost:
         *,
         on_output: Callable[[str], None] | None = None,
         on_notice: Callable[[str], None] | None = None,
+        on_size: Callable[[int], None] | None = None,
         pool: WorkerPool | None = None,
         task: str = "",
     ) -> None:
-        """`pool`: the workers of another task's host, where they share them. `on_notice` gets sentences for the user, each once."""
+        """`pool`: the workers of another task's host, where they share them. `on_notice` gets sentences for the user, each once.
+
+        `on_size` is told of how many workers there are, once these are more.
+        """
         self._section = section
         self._task = task
         limits = WorkerLimits(section.memory_mb, max_processes=section.max_processes)
-        self.pool = pool or WorkerPool(workers=section.workers, limits=limits, on_output=on_output)
+        first, most = section.sizes(usable_cores())
+        self.pool = pool or WorkerPool(workers=first, most=most, limits=limits, on_output=on_output, on_size=on_size)
         self._on_notice = on_notice
         self._coroutines = Coroutines(self._blocked)
         self._blocking: set[str] = set()
@@ -157,6 +163,9 @@ class EnvHost:
         idle = self._idle[purpose]
         while idle:
             env = idle.pop()
+            if env.usable and env.crowded:
+                await env.abandon()
+                break
             if env.usable:
                 return env
         kwargs = {**self._section.kwargs, **(self._held_out if purpose == "eval" else {})}
@@ -280,13 +289,19 @@ class HostedEnv:
         """False once it can't be called any more."""
         return True
 
+    @property
+    def crowded(self) -> bool:
+        """Whether another instance would wait less for its process than this one."""
+        return False
+
     async def reset(self, seed: int, told: Mapping[str, Any] = {}) -> tuple[Observation, Mapping[str, Any]]:
         """Start an episode; `told` goes to `reset` beside the seed."""
         limit_s = self._section.reset_timeout_s
         return check_reset(await self._call("reset", "env_reset_failed", limit_s, seed=seed, **told))
 
-    async def step(self, action: str) -> Step:
-        """Apply the model's text."""
+    async def step(self, action: str, began: Callable[[], object] = lambda: None) -> Step:
+        """Apply the model's text. `began` is called once its process has time for it."""
+        began()
         return check_step(await self._call("step", "env_step_failed", self._section.step_timeout_s, action))
 
     async def close(self) -> None:
@@ -354,11 +369,28 @@ class PooledEnv(HostedEnv):
         super().__init__(section)
         self._pool = pool
         self._name = name
+        self._began: Callable[[], object] | None = None
 
     @property
     def usable(self) -> bool:
         """False once its worker ended."""
         return self._pool.has(self._name)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether a worker that came later hosts fewer."""
+        return self._pool.is_crowded(self._name)
+
+    async def reset(self, seed: int, told: Mapping[str, Any] = {}) -> tuple[Observation, Mapping[str, Any]]:
+        """As HostedEnv.reset; a worker has seen to the size of what it sent."""
+        result = await self._call("reset", "env_reset_failed", self._section.reset_timeout_s, seed=seed, **told)
+        return check_reset(result, sent=True)
+
+    async def step(self, action: str, began: Callable[[], object] = lambda: None) -> Step:
+        """As HostedEnv.step."""
+        self._began = began
+        result = await self._call("step", "env_step_failed", self._section.step_timeout_s, action)
+        return check_step(result, sent=True)
 
     async def close(self) -> None:
         """Close and forget it."""
@@ -372,9 +404,10 @@ class PooledEnv(HostedEnv):
         self._pool.abandon(self._name, deadline_s=CLOSE_S)
 
     async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
-        payload = encode_call(*args, **kwargs)
+        payload, began = encode_call(*args, **kwargs), self._began
+        self._began = None
         try:
-            result = decode(await self._pool.call(self._name, method, payload, deadline_s=limit_s))
+            result = decode(await self._pool.call(self._name, method, payload, deadline_s=limit_s, began=began))
         except PoolError as error:
             raise _failed(error, method, outcome) from error
         # MessagePack knows no tuples: a list that came back from a worker may have been one.
@@ -539,6 +572,11 @@ def _info(info: Any, method: str) -> Mapping[str, Any]:
 def _element(value: Any) -> str:
     """What to do about an array that should be one number."""
     return ": take its one element, as .item() does" if _kind(value) in ("ndarray", "Tensor") else ""
+
+
+def usable_cores() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _is_dear(failure: EnvFailure) -> bool:

@@ -176,8 +176,8 @@ class EnvManager(Actor):
             self._end(problem)
             return
         self.metrics.gauge("rollout/room", self.config.env.concurrency)
-        pooled = any(host.pooled for host in self._hosts.values())
-        self.metrics.gauge("rollout/env_workers", self.config.env.workers if pooled else 0)
+        pooled = [host.pool.size for host in self._hosts.values() if host.pooled]
+        self._sized(max(pooled, default=0))
         self._admitting = self.spawn(self._admit(), name=f"{self.name}.admit")
         self.spawn(self._hold(), name=f"{self.name}.hold")
         if self._turns is not None:
@@ -235,6 +235,7 @@ class EnvManager(Actor):
                 task.env,
                 on_output=self._output,
                 on_notice=self._notice_once,
+                on_size=self._sized,
                 pool=pool,
                 task=name,
             )
@@ -250,6 +251,9 @@ class EnvManager(Actor):
 
         self.log.warning("user_code_blocks", text=text)
         self.spawn(tell(), name=f"{self.name}.notice")
+
+    def _sized(self, workers: int) -> None:
+        self.metrics.gauge("rollout/env_workers", workers)
 
     def _output(self, line: str) -> None:
         self.log.info("user_output", text=line)

@@ -3,8 +3,8 @@
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Any
@@ -37,6 +37,9 @@ DIGITS = re.compile(r"\d+")
 
 MAX_NOTICES = 5
 """Kinds of failure the user is told about; the log has all of them."""
+
+WORKERS = "env.workers"
+"""The stage in which a step waits for its worker to have time, named as the key that says how many there are."""
 
 SHARES_AFTER = (8, RECENT)
 """After so many tasks the user is told which share of them failed."""
@@ -233,14 +236,13 @@ class Rollout:
             tokens = await self._generate(transcript)
             text = context.renderer.decode(tokens.ids)
             self._texts.append(text)
-            self._entered = began = loop.time()
+            self._entered = entered = loop.time()
             self._is_stepping = True
             busy = nullcontext() if env.asynchronous else context.metrics.busy()
-            with self._waiting("env.step", limit), busy:
-                observation, reward, terminated, truncated, info = await env.step(text)
-            took_s, self._is_stepping = loop.time() - began, False
+            with self._stepping(limit) as began, busy:
+                observation, reward, terminated, truncated, info = await env.step(text, began)
+            took_s, self._is_stepping = loop.time() - entered, False
             self._env_s, self._entered = self._env_s + took_s, None
-            context.metrics.observe("env/step_s", took_s)
             self._reward += reward
             if info:
                 self._info.update(info)
@@ -366,6 +368,26 @@ class Rollout:
             "trajectory": ticket.trajectory_id,
             "version": ticket.version,
         }
+
+    @contextmanager
+    def _stepping(self, limit: str) -> Generator[Callable[[], None]]:
+        """Waits for a worker, where it takes one, and steps from the call of what this gives."""
+        context, loop = self._context, asyncio.get_running_loop()
+        asked = since = loop.time()
+        with ExitStack() as waiting:
+
+            def began() -> None:
+                nonlocal since
+                since = loop.time()
+                waiting.close()
+                waiting.enter_context(self._waiting("env.step", limit))
+
+            if context.host.pooled:
+                waiting.enter_context(self._waiting(WORKERS, f"{WORKERS}={context.host.pool.size}"))
+            yield began
+        context.metrics.observe("env/step_s", loop.time() - since)
+        if context.host.pooled:
+            context.metrics.observe("env/worker_wait_s", since - asked)
 
     def _waiting(self, stage: str, limit: str, holder: str = "") -> AbstractContextManager[Any]:
         return self._context.waits.on(self._ticket.trajectory_id, stage=stage, holder=holder, limit=limit)

@@ -1,10 +1,14 @@
 """The environment's section of the config."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from runtime.config import Section
+
+FIRST_WORKERS, PER_CORE = 2, 4
+"""Of `workers: auto`: those that start with the first environment, and the most for each core. Steps that compute gain up to one per core;
+those that wait for something else gain beyond."""
 
 
 class EnvSection(Section):
@@ -20,8 +24,8 @@ class EnvSection(Section):
     """Rollouts in flight per environment manager."""
     isolation: Literal["auto", "inline", "process"] = "auto"
     """inline: in the manager's process; process: in workers that are killed when they hang; auto: inline for async classes only."""
-    workers: int = Field(default=2, ge=1)
-    """Worker processes per environment manager, where isolation needs them."""
+    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Worker processes per environment manager, where isolation needs them: each plays one step at a time. auto: from 2, one more whenever steps wait, up to `concurrency`, four per core, and what half of the free memory holds."""
     memory_mb: int = Field(default=0, ge=0)
     """Private memory of each worker in MiB; 0 leaves it unbounded."""
     max_processes: int = Field(default=1024, ge=1)
@@ -34,3 +38,10 @@ class EnvSection(Section):
     """Longest one step may take."""
     reset_tries: int = Field(default=3, ge=1)
     """Tries per rollout, each on a fresh instance."""
+
+    def sizes(self, cores: int) -> tuple[int, int]:
+        """(first, most) workers of a manager that may use so many cores."""
+        if self.workers != "auto":
+            return self.workers, self.workers
+        most = min(self.concurrency, PER_CORE * cores)
+        return min(FIRST_WORKERS, most), most

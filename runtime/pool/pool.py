@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from runtime.pool.errors import NoWorker, WorkerKilled
+from runtime.pool.memory import has_room
 from runtime.pool.process import WorkerProcess
 from runtime.pool.sandbox import WorkerLimits, shortcoming
 from runtime.pool.worker import FOREIGN
+
+GROW_S = 0.1
+"""Calls that wait for less than a process takes to start gain little by one more."""
 
 
 class Unsendable(NamedTuple):
@@ -36,11 +40,24 @@ class WorkerPool:
     An instance stays on the worker it was built on; a worker runs its calls one after another. A call that outlives its
     deadline has its worker killed; the next call that needs a worker starts a new one. Nothing here bounds how many calls
     wait: callers do, by their own concurrency. User code's output goes to `on_output`, line by line.
+
+    It may grow, from `workers` to `most`: by one whenever calls have waited for `GROW_S` and half of the memory that is left has room for
+    another one as large as the largest. It does not shrink. `on_size` is told the new number.
     """
 
     def __init__(
-        self, *, workers: int = 1, limits: WorkerLimits | None = None, on_output: Callable[[str], None] | None = None
+        self,
+        *,
+        workers: int = 1,
+        most: int = 0,
+        limits: WorkerLimits | None = None,
+        on_output: Callable[[str], None] | None = None,
+        on_size: Callable[[int], None] | None = None,
     ) -> None:
+        self._most = max(workers, most)
+        self._on_size = on_size
+        self._looking: asyncio.TimerHandle | None = None
+        self._growing: asyncio.Task[None] | None = None
         self._limits = limits or WorkerLimits()
         self._on_output = on_output or _ignore
         self._preloaded: dict[str, float] = {}
@@ -63,6 +80,10 @@ class WorkerPool:
     async def close(self) -> None:
         """Kill every worker and wait for its end; calls in flight end as WorkerKilled."""
         self._closed = True
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._growing is not None:
+            await asyncio.wait([self._growing])
         self._ended.update(worker for worker in self._workers if worker is not None)
         self._workers = [None] * len(self._workers)
         self._homes.clear()
@@ -118,13 +139,37 @@ class WorkerPool:
             if not built:
                 self.drop(instance)
 
-    async def call(self, instance: str, method: str, payload: bytes, *, deadline_s: float) -> bytes:
-        """Call a method of `instance`, as `apply` does. Raises WorkerKilled too where its worker ended in the meantime."""
+    async def call(
+        self,
+        instance: str,
+        method: str,
+        payload: bytes,
+        *,
+        deadline_s: float,
+        began: Callable[[], object] | None = None,
+    ) -> bytes:
+        """Call a method of `instance`, as `apply` does. Raises WorkerKilled too where its worker ended in the meantime.
+
+        `began` is called once its worker is through with the calls before.
+        """
         worker = self._homes.get(instance)
         if worker is None or not worker.alive:
             self._homes.pop(instance, None)
             raise WorkerKilled("its process ended during another call")
-        return await worker.request("call", method, instance, payload, deadline_s)
+        reply = worker.request("call", method, instance, payload, deadline_s, began=began)
+        self._look_later()
+        return await reply
+
+    @property
+    def size(self) -> int:
+        """Workers that there are, or were before they ended."""
+        return len(self._workers)
+
+    def is_crowded(self, instance: str) -> bool:
+        """Whether one built anew would share its worker with fewer others."""
+        worker = self._homes.get(instance)
+        others = [len(each.instances) for each in self._workers if each is not None and each.alive]
+        return worker is not None and worker.alive and len(worker.instances) > min(others) + 1
 
     def abandon(self, instance: str, *, deadline_s: float) -> None:
         """Let go of `instance` while it may be at work, without waiting: its `close` is called once it is through.
@@ -155,6 +200,43 @@ class WorkerPool:
         if any(worker is None or not worker.alive for worker in self._workers):
             await self.start()
         return min((worker for worker in self._workers if worker is not None), key=lambda worker: worker.load)
+
+    def _look_later(self) -> None:
+        """Look for calls that wait, unless that is going to be done."""
+        idle = self._looking is None and self._growing is None and not self._closed
+        if idle and self.size < self._most and self._waiting(asyncio.get_running_loop().time()):
+            self._looking = asyncio.get_running_loop().call_later(GROW_S, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        loop = asyncio.get_running_loop()
+        if self._waiting(loop.time() - GROW_S):
+            self._growing = loop.create_task(self._grow())
+        else:
+            self._look_later()
+
+    async def _grow(self) -> None:
+        """By one, and look again."""
+        used = [each.pid for each in self._workers if each is not None and each.alive]
+        try:
+            if has_room(used):
+                async with self._starting:
+                    self._workers.append(None)
+                    await self._start(self.size - 1)
+                if self._on_size is not None:
+                    self._on_size(self.size)
+            else:
+                self._most = self.size
+        except NoWorker as error:
+            self._workers.pop()
+            self._most = self.size
+            self._on_output(f"no worker more than the {self.size} that there are: {error}")
+        finally:
+            self._growing = None
+        self._look_later()
+
+    def _waiting(self, since: float) -> bool:
+        return any(worker is not None and worker.waiting(since) for worker in self._workers)
 
     async def _start(self, index: int) -> None:
         if self._closed:

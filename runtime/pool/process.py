@@ -8,6 +8,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -50,6 +51,8 @@ class _Call(NamedTuple):
     reply: "asyncio.Future[bytes]"
     deadline_s: float
     took: Callable[[float], object] | None
+    began: Callable[[], object] | None
+    asked: float
 
 
 class WorkerProcess:
@@ -87,6 +90,15 @@ class WorkerProcess:
         """Instances hosted plus calls waiting."""
         return len(self.instances) + len(self._calls)
 
+    @property
+    def pid(self) -> int:
+        """Of the process's init; 0 where there is none."""
+        return (self._transport.get_pid() or 0) if self._transport is not None else 0
+
+    def waiting(self, since: float) -> int:
+        """Calls that have waited for others here since then."""
+        return sum(call.asked <= since for call in islice(self._calls, 1, None))
+
     async def start(self) -> None:
         """Spawn the process. Raises NoWorker when the system refuses."""
         try:
@@ -122,13 +134,15 @@ class WorkerProcess:
         payload: bytes,
         deadline_s: float,
         took: Callable[[float], object] | None = None,
+        began: Callable[[], object] | None = None,
     ) -> asyncio.Future[bytes]:
         """Send one call. The future ends with its result or a PoolError; cancelling it leaves the call running.
 
-        `took` is told the seconds that it ran, if it ended by itself."""
-        reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        `began` is called once those before it are through; `took` is told the seconds that it ran, if it ended by itself."""
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[bytes] = loop.create_future()
         self._num_calls += 1
-        self._calls.append(_Call(self._num_calls, reply, deadline_s, took))
+        self._calls.append(_Call(self._num_calls, reply, deadline_s, took, began, loop.time()))
         self._channel.send(msgspec.msgpack.encode((self._num_calls, verb, target, instance, payload)))
         if len(self._calls) == 1:
             self._watch()
@@ -157,6 +171,8 @@ class WorkerProcess:
         self._output.start_count()
         self._began = asyncio.get_running_loop().time()
         if self._calls:
+            if (began := self._calls[0].began) is not None:
+                began()
             self._timer = asyncio.get_running_loop().call_later(self._calls[0].deadline_s, self._overdue)
 
     def _overdue(self) -> None:
