@@ -15,11 +15,14 @@ from planning.staleness import UNBOUNDED
 
 Bound = Literal["training-bound", "generation-bound", "environment-bound", "reward-bound", "rollout-bound"]
 
-ChangeName = Literal["concurrency", "reward_workers", "env_manager", "alpha", "engine", "trainer"]
+ChangeName = Literal["concurrency", "reward_workers", "env_workers", "env_manager", "alpha", "engine", "trainer"]
 """Those that cost less come first: of two that give the same the first is advised."""
 
-PROCESSES: tuple[ChangeName, ...] = ("engine", "env_manager", "reward_workers")
+PROCESSES: tuple[ChangeName, ...] = ("engine", "env_manager", "reward_workers", "env_workers")
 """Changes that start further ones."""
+
+KEYS: tuple[ChangeName, ...] = ("concurrency", "reward_workers", "env_workers")
+"""Changes of one key."""
 
 WORTH = 0.03
 """Gains below this are within what steps differ by."""
@@ -103,6 +106,8 @@ class SingleChange(NamedTuple):
                 return f"env.concurrency {self.before} → {self.after}"
             case "reward_workers":
                 return f"reward.workers {self.before} → {self.after}"
+            case "env_workers":
+                return f"env.workers {self.before} → {self.after}"
             case "alpha":
                 return f"α {self.before} → {self.after}"
             case "trainer":
@@ -163,6 +168,7 @@ class _Changed:
     alpha: int = 0
     trainer: float = 1.0
     rewards: float = 1.0
+    workers: float = 1.0
 
 
 _Candidate = tuple[ChangeName, int, int, _Changed]
@@ -175,6 +181,9 @@ def _candidates(view: AdviceView) -> Iterator[_Candidate]:
     if view.reward_workers:
         scorers = max(1, view.reward_workers // max(1, view.reward_services))
         yield from _enough("reward_workers", scorers, lambda times: replace(same, rewards=times))
+    if view.env_workers:
+        each = max(1, view.env_workers // max(1, view.managers))
+        yield from _enough("env_workers", each, lambda times: replace(same, workers=times))
     yield from _enough("env_manager", view.managers, lambda times: replace(same, managers=times, room=times))
     if view.alpha != UNBOUNDED:
         yield "alpha", view.alpha, view.alpha + 1, replace(same, alpha=1)
@@ -206,7 +215,9 @@ def _span(changed: _Changed) -> float:
     load = _load(view)
     by_engines = load.span_s * min(1.0, load.generating / max(1, view.slots)) / changed.engines
     by_workers = (
-        load.span_s * min(1.0, load.stepping / view.env_workers) / changed.managers if view.env_workers else 0.0
+        load.span_s * min(1.0, load.stepping / view.env_workers) / (changed.managers * changed.workers)
+        if view.env_workers
+        else 0.0
     )
     by_rewards = min(load.span_s, load.scoring_s) / changed.rewards
     by_managers = load.span_s * load.manager_busy / changed.managers
@@ -276,7 +287,7 @@ def _bound(view: AdviceView, first: SingleChange) -> Bound:
             return "training-bound"
         case "engine":
             return "generation-bound"
-        case "env_manager":
+        case "env_workers" | "env_manager":
             return "environment-bound"
         case "reward_workers":
             return "reward-bound"
@@ -285,4 +296,4 @@ def _bound(view: AdviceView, first: SingleChange) -> Bound:
 
 
 def _is_one(change: SingleChange) -> bool:
-    return change.name in ("alpha", "trainer", "concurrency", "reward_workers") or change.after == change.before + 1
+    return change.name in (*KEYS, "alpha", "trainer") or change.after == change.before + 1

@@ -2,13 +2,22 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
 
 from runtime.config import Section
 
 FIRST_WORKERS, PER_CORE = 2, 4
 """Of `workers: auto`: those that start with the first environment, and the most for each core. Steps that compute gain up to one per core;
 those that wait for something else gain beyond."""
+
+
+def _workers(value: Any) -> Any:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ValueError(f"{value!r} is neither a whole number from 1 on nor auto")
+
+
+Workers = Annotated[int | Literal["auto"], PlainValidator(_workers)]
 
 
 class EnvSection(Section):
@@ -24,7 +33,7 @@ class EnvSection(Section):
     """Rollouts in flight per environment manager."""
     isolation: Literal["auto", "inline", "process"] = "auto"
     """inline: in the manager's process; process: in workers that are killed when they hang; auto: inline for async classes only."""
-    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    workers: Workers = "auto"
     """Worker processes per environment manager, where isolation needs them: each plays one step at a time. auto: from 2, one more whenever steps wait, up to `concurrency`, four per core, and what half of the free memory holds."""
     memory_mb: int = Field(default=0, ge=0)
     """Private memory of each worker in MiB; 0 leaves it unbounded."""

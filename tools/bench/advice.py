@@ -87,6 +87,7 @@ JOBS: dict[str, Settings] = {
 KEYS = {
     "engine": "actors.engine.count",
     "env_manager": "actors.env_manager.count",
+    "env_workers": "env.workers",
     "alpha": "staleness.alpha",
     "concurrency": "env.concurrency",
     "reward_workers": "reward.workers",

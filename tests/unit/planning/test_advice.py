@@ -44,10 +44,25 @@ def test_what_engines_stand_still_for_is_not_gained_by_more_of_them():
     assert gain(view, "engine") == pytest.approx(2.0 / 1.5 - 1)
 
 
-def test_busy_environment_workers_ask_for_managers():
+def test_busy_environment_workers_ask_for_workers_by_their_key_before_managers():
     view = replace(ROLLOUTS_FIRST, rollout_s=2.0, env_share=0.9, env_workers=2, room=16)
 
-    assert advise(view).why == "environment-bound: 1 environment manager more gives +100%"
+    told = "environment-bound: env.workers 2 → 4 gives +100%, 1 environment manager more +100%"
+    assert advise(view).why == told
+
+
+def test_workers_that_idle_are_not_asked_for():
+    view = replace(ROLLOUTS_FIRST, env_workers=8)
+
+    assert gain(view, "env_workers") == 0.0
+
+
+def test_more_workers_than_managers_have_are_told_for_each_manager():
+    view = replace(
+        ROLLOUTS_FIRST, rollout_s=2.0, env_share=0.9, env_workers=4, managers=2, batch=32, room=64, slots=256
+    )
+
+    assert first(view)[:3] == ("env_workers", 2, 4)
 
 
 SCORED = replace(
