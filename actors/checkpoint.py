@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from runtime.errors import has_no_room
+
 MANIFEST = "manifest.json"
 RECEIPTS = "receipts.msgpack"
 """What the SampleBuffer said of the samples of the steps that a checkpoint covers, a list of byte strings: it alone reads them."""
@@ -41,7 +43,7 @@ class Manifest(msgspec.Struct):
 def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int, receipts: Sequence[bytes] = ()) -> None:
     """Write `files` and the `receipts` into a new `folder`, all flushed to disk, then make it appear under its name.
 
-    Raises CheckpointError, and leaves every earlier checkpoint as it was, when the disk refuses.
+    Leaves every earlier checkpoint as it was when the disk refuses: raises OSError where it is full, which passes, else CheckpointError.
     """
     building = folder.with_name(f".{folder.name}.building")
     try:
@@ -58,8 +60,10 @@ def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int, re
         rename(building, folder)
     except OSError as error:
         shutil.rmtree(building, ignore_errors=True)
+        if has_no_room(error):
+            raise
         raise CheckpointError(
-            f"checkpoint {folder} could not be written: {error.strerror or error}. The one before it is intact; free some space and --resume."
+            f"checkpoint {folder} could not be written: {error.strerror or error}. The one before it is intact: mend that and --resume."
         ) from error
 
 

@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from bus.message import Message, Request, reply_types, tag_of
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from runtime.config import Config as Job
     from runtime.courier import Ref
     from runtime.kernel import Kernel
+
+ResultT = TypeVar("ResultT")
 
 current_kernel: "ContextVar[Kernel]" = ContextVar("rubato_kernel")
 """Set by each kernel for all tasks of its actor."""
@@ -176,6 +178,17 @@ class Actor:
     def incarnation(self) -> int:
         """Which life of `name` this is; an actor whose lease lapsed comes back under a higher one."""
         return self._kernel.incarnation
+
+    async def on_disk(self, path: Path, write: Callable[..., ResultT], *args: Any) -> ResultT:
+        """As `offload`, for what writes to `path`: where its disk is full it waits for room, of which the user is told, and writes again.
+
+        So `write` may be called after it failed half-way. Raises the OSError where there is no room and the actor is to stop.
+        """
+        return await self._kernel.on_disk(path, write, *args)
+
+    async def saved(self, seconds: float) -> None:
+        """Tell the node agent, at the end of `on_drain`, how long it took to save what the actor did."""
+        await self._kernel.saved(seconds)
 
     async def on_start(self) -> None:
         """Load state and spawn loops. Messages are delivered, and the actor is announced ready, once this returns."""

@@ -88,7 +88,7 @@ def guarded(run: Callable[[list[str]], int], argv: list[str]) -> int:
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except RubatoError as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        _say(error)
         return ExitCode.REFUSED
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         sys.stdout = None
@@ -98,16 +98,24 @@ def guarded(run: Callable[[list[str]], int], argv: list[str]) -> int:
             raise
         sys.stdout = None  # or the interpreter tries once more as it ends
         what = error.filename or "what this command writes"
-        print(f"{what} could not be written: {error.strerror}.", file=sys.stderr)  # noqa: T201
+        _say(f"{what} could not be written: {error.strerror}.")
         return ExitCode.FAILED
     except ExceptionGroup as group:
         meant, others = group.split(RubatoError)
         if meant is None or others is not None:
             raise
         for sentence in dict.fromkeys(str(error) for error in _leaves(meant)):
-            print(sentence, file=sys.stderr)  # noqa: T201
+            _say(sentence)
         return ExitCode.REFUSED
     return code
+
+
+def _say(sentence: object) -> None:
+    """To the user, if anybody is there: where stderr is gone too, the exit code alone tells."""
+    try:
+        print(sentence, file=sys.stderr)  # noqa: T201
+    except OSError:
+        sys.stderr = None  # or the interpreter tries once more as it ends
 
 
 def _open_streams() -> None:

@@ -1,5 +1,6 @@
 """What a user is told when the runtime can't go on: each error is one sentence that says what, which and what to do."""
 
+import errno
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import cast
@@ -50,6 +51,15 @@ def check_all(checks: Iterable[Callable[[], None]]) -> None:
             found += str(error).splitlines()
     if found:
         raise ConfigError("\n".join(dict.fromkeys(found)))
+
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What a disk that is full says, and a user's quota: it passes."""
+
+
+def has_no_room(error: OSError) -> bool:
+    """Whether a disk refused to write because it is full."""
+    return error.errno in NO_ROOM
 
 
 PERMANENT = (

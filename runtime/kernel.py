@@ -4,9 +4,10 @@ import asyncio
 import contextvars
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from bus.errors import AskFailed
@@ -16,8 +17,8 @@ from runtime.actor import Actor, RunInfo, current_kernel
 from runtime.blobs.blob import BlobStore
 from runtime.courier import Courier, Ref, current_deadline, current_trace
 from runtime.dispatch import Dispatcher
-from runtime.errors import PERMANENT, ActorFailed, NotRunning
-from runtime.messages import Drain, Finish, Notice, Progress, Tap
+from runtime.errors import PERMANENT, ActorFailed, NotRunning, has_no_room
+from runtime.messages import Drain, Finish, Notice, Progress, RoomWanted, Saved, Tap
 from runtime.observe.figures import Metrics, Waits, measure_loop_lag
 from runtime.observe.trace import Trace
 from runtime.registry import BEAT_S, LEASE_TTL_S, NODE, ActorRecord, Directory, Registry, State, announce, withdraw
@@ -44,6 +45,9 @@ LEAVE_S = 5.0
 """How long an actor that leaves waits for a Store that is away: longer than a server takes that is started again at once."""
 
 OFFLOAD_THREADS = 4
+
+ROOM_PAUSES_S = (0.2, 2.0)
+"""A full disk is tried again after so long, at first and at most: the system sends no event when it has room."""
 
 LINK_REFUSED_S = 15.0
 """A refused link is shown for longer than it takes to look for the peer and try again."""
@@ -97,6 +101,7 @@ class Kernel:
         self._threads: ThreadPoolExecutor | None = None
         self._actor: Actor | None = None
         self._tap: FrameTap | None = None
+        self._num_wanting = 0
 
     # -- life cycle ---------------------------------------------------------------------------------------------
 
@@ -222,6 +227,42 @@ class Kernel:
             self._threads = ThreadPoolExecutor(OFFLOAD_THREADS, thread_name_prefix=f"{self.name}.offload")
         return await loop.run_in_executor(self._threads, fn, *args)
 
+    async def on_disk(self, path: Path, write: Callable[..., ResultT], *args: Any) -> ResultT:
+        pause_s, longest_s = ROOM_PAUSES_S
+        wanted = ExitStack()
+        with wanted:
+            while True:
+                last = self._stopping.is_set()
+                try:
+                    return await self.offload(write, *args)
+                except OSError as error:
+                    if last or not has_no_room(error):
+                        raise
+                    if pause_s == ROOM_PAUSES_S[0]:
+                        self.log.warning("no_room", path=str(path), error=str(error))
+                        wanted.enter_context(self._room_wanted(path))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._stopping.wait()
+                pause_s = min(2 * pause_s, longest_s)
+
+    @contextmanager
+    def _room_wanted(self, path: Path) -> Generator[None]:
+        """One more work of this actor waits for room; the first tells it, and the last that it does so no more."""
+        self._num_wanting += 1
+        if self._num_wanting == 1:
+            wanted = RoomWanted(self.name, str(path), free_bytes(path))
+            self.spawn(self._tell_node(wanted), name=f"{self.name}.tell_node")
+        try:
+            with self.waits.on(str(path), stage="room", detail="its disk is full; free space there"):
+                yield
+        finally:
+            self._num_wanting -= 1
+            if not self._num_wanting:
+                self.log.info("room_again", path=str(path))
+                with suppress(NotRunning):
+                    self.spawn(self._tell_node(RoomWanted(self.name)), name=f"{self.name}.tell_node")
+
     def ref(self, target: str) -> Ref:
         return Ref(target, self.courier, self.directory)
 
@@ -236,6 +277,10 @@ class Kernel:
     def notice(self, text: str, *, good: bool = False) -> None:
         self.log.info("notice", text=text, good=good)
         self.spawn(self._tell_node(Notice(self.name, text, good)), name=f"{self.name}.tell_node")
+
+    async def saved(self, seconds: float) -> None:
+        self.log.info("saved", seconds=seconds)
+        await self._tell_node(Saved(self.name, seconds))
 
     async def _tell_node(self, message: Message) -> None:
         try:
@@ -259,6 +304,15 @@ class Kernel:
             else:
                 return
             await asyncio.sleep(BEAT_S)
+
+
+def free_bytes(path: Path) -> int:
+    """On the disk of `path`, for this user; 0 where it can't be told."""
+    try:
+        found = os.statvfs(next(place for place in (path, *path.parents) if place.exists()))
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
 
 
 def is_permanent(error: BaseException, kernel: Kernel | None) -> bool:

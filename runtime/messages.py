@@ -61,6 +61,21 @@ class Notice(Message, frozen=True):
     """Whether it tells of something that went well."""
 
 
+class Saved(Message, frozen=True):
+    """To the node agent, from an actor that leaves: what it did is on disk, which took so long."""
+
+    source: str
+    seconds: float
+
+
+class RoomWanted(Message, frozen=True):
+    """To the first host's node agent: `source` waits for room on the disk of `path`, which has `free_bytes`; without a path: no more."""
+
+    source: str
+    path: str = ""
+    free_bytes: int = 0
+
+
 class Finish(Request[Ack], frozen=True):
     """To the node agent: the job is over, for better or worse. Asked until it is acknowledged, or the job would never end."""
 
@@ -105,15 +120,29 @@ class AddActors(Request[Added | NotAdded], frozen=True):
     pool: str = ""
 
 
-class DrainActors(Request[Added | NotAdded], frozen=True):
+class Drained(Message, frozen=True):
+    """These have ended, `drained_s` after they were asked to. `blocked_s` is the longest time in which the job ended no step, from
+    the asking on; where that was to be measured, until a step after the drain."""
+
+    names: tuple[str, ...]
+    drained_s: float = 0.0
+    blocked_s: float = 0.0
+
+
+class DrainActors(Request[Drained | NotAdded], frozen=True):
     """To the first host's node agent: drain these actors, or the hosts of that name, and do not restart them; answered when they have ended.
 
-    All of `pool` are drained too, where one is named.
+    All of `pool` are drained too, where one is named. With `measure` the answer waits for the job's next step too, within `NEXT_STEP_S`.
     """
 
     idempotent: ClassVar[bool] = True
     names: tuple[str, ...]
     pool: str = ""
+    measure: bool = False
+
+
+NEXT_STEP_S = 10.0
+"""Where no step ends for so long after a drain, the job's steps are long, or it is blocked for longer than anybody waits."""
 
 
 class RestartActors(Request[Added | NotAdded], frozen=True):

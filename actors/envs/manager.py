@@ -41,9 +41,6 @@ ASK_S = 30.0
 PAUSE_S = 0.5
 """Between two asks of a sample buffer that failed the first."""
 
-DRAIN_S = 12.0
-"""Rollouts may finish that long after a drain began; the kernel cuts a drain at 20 s, and giving back takes some too."""
-
 GIVE_BACK_S = 4.0
 """For giving unfinished tickets back at the end of a drain; what is not acknowledged by then lapses by itself."""
 
@@ -83,6 +80,8 @@ class _Running:
     task: asyncio.Task[None] | None = None
     playing: asyncio.Timeout | None = None
     """While it plays, what ends that."""
+    played: bool = False
+    """What came of it is being delivered."""
 
     def cancel(self) -> None:
         """End it at once if it still plays; what it came to by then is delivered."""
@@ -189,17 +188,10 @@ class EnvManager(Actor):
             self._turns.again()
 
     async def on_drain(self) -> None:
-        """Admit no more, let rollouts finish, and give back what is not finished in time."""
+        """Admit no more, and give every ticket back at once, for another manager: a group waits for all of its members."""
         if self._admitting is not None:
             self._admitting.cancel()
-        if self._ended:  # the job is over: nobody wants what still runs
-            return
-        try:
-            async with asyncio.timeout(DRAIN_S):
-                while self._running:
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
+        if not self._ended:  # else the job is over: nobody wants what still runs
             await self._give_back()
 
     async def on_stop(self) -> None:
@@ -385,7 +377,7 @@ class EnvManager(Actor):
                 raise GaveUp(CANCELLED, retry=True) from None
             raise
         finally:
-            running.playing = None
+            running.playing, running.played = None, True
             if self._outlook is not None:
                 self._outlook.ended(rollout, whole=whole)
 
@@ -479,8 +471,8 @@ class EnvManager(Actor):
                 self.log.warning("not_held", num=len(self._running), error=str(error))
 
     async def _give_back(self) -> None:
-        """Hand every unfinished ticket back, for another manager to start anew."""
-        unfinished = list(self._running.values())
+        """Hand every unfinished ticket back, for another manager to start anew, and deliver what is finished."""
+        unfinished = [running for running in self._running.values() if not running.played]
         for running in unfinished:
             if running.task is not None:
                 running.task.cancel()
@@ -489,6 +481,9 @@ class EnvManager(Actor):
             async with asyncio.timeout(GIVE_BACK_S), asyncio.TaskGroup() as tasks:
                 for running in unfinished:
                     tasks.create_task(self._deliver(running.rollout.given_up("drained", retry=True)))
+                while self._running:
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             self.log.warning("not_given_back", after_s=GIVE_BACK_S)
 

@@ -6,6 +6,7 @@ Every handler changes the groups in memory, waits for the journal's write, and o
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 from pydantic import Field
@@ -73,6 +74,7 @@ from runtime.config import ActorConfig
 from runtime.config import Config as Job
 from runtime.errors import ConfigError
 from runtime.observe.figures import STORE, Wait
+from runtime.registry import ActorRecord
 from runtime.store.store import Fence
 
 HINT_S = 1.0
@@ -122,15 +124,15 @@ class SampleBuffer(Actor):
             self.store, Fence(self.role, self.incarnation), groups, window_s=self.run.window_s,
             most_bytes=config.samples.unsettled_mb << 20, metrics=self.metrics, log=self.log, store_back=self._slots.set,
         )  # fmt: skip
-        self._holders = Holders(groups, self._incarnation_of, self._slots.set, self.log)
+        self._holders = Holders(groups, self._incarnation_of, self._drains, self._slots.set, self.log)
         self._records = HolderRecords(groups, lambda: self.peers(ENV_MANAGER), self.notice)
-        rotate_bytes = int(config.samples.rotate_mb * 2**20)
+        rotate_bytes, on_disk = int(config.samples.rotate_mb * 2**20), partial(self.on_disk, self.run.folder)
         self._ledger = SampleLedger(
-            self.run.folder, journal, self.incarnation, self.offload, self.log, self.run.seed, rotate_bytes
+            self.run.folder, journal, self.incarnation, on_disk, self.log, self.run.seed, rotate_bytes
         )
-        self._kept = KeptTrajectories(self.run.folder, config.samples.keep, limits.group_size, self.offload, self.log)
-        self._held_out = HeldOutFiles(self.run.folder, self.offload, self.log)
-        self._payloads = Payloads(self.run.folder / "samples", journal, self.offload, self._tell_gone, self.log)
+        self._kept = KeptTrajectories(self.run.folder, config.samples.keep, limits.group_size, on_disk, self.log)
+        self._held_out = HeldOutFiles(self.run.folder, on_disk, self.log)
+        self._payloads = Payloads(self.run.folder / "samples", journal, on_disk, self._tell_gone, self.log)
         self._vocab_size = await self.offload(vocab_size_of, self.run.folder / self.config.model.path)
         restored = await journal.take_over()
         self._check_data(mixture, restored[0])
@@ -171,6 +173,8 @@ class SampleBuffer(Actor):
         """Rollouts of an actor that went away are issued again at once; those who leave before all is rebuilt are seen then."""
         for name in left if self._rebuilt else ():
             await self._holders.left(name, is_back=name in self.peers(name.rpartition("-")[0]))
+        for name in joined if self._rebuilt else ():
+            self._holders.joined(name)
 
     # -- environment managers -----------------------------------------------------------------------------------
 
@@ -316,6 +320,8 @@ class SampleBuffer(Actor):
     def _issue(self, request: Admit) -> list[Ticket]:
         tickets: list[Ticket] = []
         if not self._journal.is_healthy or self._closed or self._draining:
+            return tickets
+        if not self._holders.may_have(request.holder, request.incarnation):
             return tickets
         try:
             num = self._records.allowed(request.holder, request.incarnation, request.num)
@@ -523,6 +529,11 @@ class SampleBuffer(Actor):
         name = f"actor/{holder}"
         lease = (await self._journal.retried(lambda: self.store.leases(name))).get(name)
         return lease.token if lease is not None else NOBODY
+
+    async def _drains(self, holder: str) -> bool:
+        name = f"actor/{holder}"
+        lease = (await self._journal.retried(lambda: self.store.leases(name))).get(name)
+        return lease is not None and msgspec.msgpack.decode(lease.value, type=ActorRecord).state == "draining"
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

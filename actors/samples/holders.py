@@ -33,12 +33,16 @@ class Holders:
     groups: Groups
     alive: Callable[[str], Awaitable[int]]
     """Tells the incarnation that a name has now; NOBODY where none."""
+    drains: Callable[[str], Awaitable[bool]]
+    """Whether who left did so because it was asked to, and is there still."""
     changed: Callable[[], None]
     """Called after rollouts were taken back, or are to be cancelled."""
     log: "FilteringBoundLogger"
 
     def __post_init__(self) -> None:
         self._newest: dict[str, int] = {}
+        self._gone: dict[str, int] = {}
+        """The newest incarnations of those that left."""
         self._granted = asyncio.Event()
 
     def granted(self) -> None:
@@ -50,6 +54,15 @@ class Holders:
         if incarnation > self._newest.get(holder, 0):
             self._newest[holder] = incarnation
             self._left(holder, incarnation)
+
+    def may_have(self, holder: str, incarnation: int) -> bool:
+        """False for one that left, though it still asks: what it was given then would be held by nobody."""
+        return incarnation > self._gone.get(holder, 0)
+
+    def joined(self, holder: str) -> None:
+        """It is seen, or seen again."""
+        if self._gone.pop(holder, None) is not None:
+            self.changed()
 
     def renew(self, holder: str, incarnation: int, held: Sequence[tuple[str, int]]) -> None:
         """Renew what `holder` runs, and cancel what it runs in vain. What it was given and does not know of was lost on the way."""
@@ -68,9 +81,12 @@ class Holders:
         self._take_back(lost, "lost_on_the_way", counted=False)
 
     async def left(self, holder: str, *, is_back: bool) -> None:
-        """`holder` went away; where it is back, only what its former incarnations held is taken back."""
+        """`holder` went away; where it is back, only what its former incarnations held is taken back. A drain costs its rollouts no try."""
+        if not is_back:
+            self._gone[holder] = self._newest.get(holder, 0)
         if any(member.holder == holder for _, member in self.groups.running()):
-            self._left(holder, await self.alive(holder) if is_back else NOBODY)
+            below = await self.alive(holder) if is_back else NOBODY
+            self._left(holder, below, counted=is_back or not await self.drains(holder))
 
     async def check_all(self) -> None:
         """After a restart: take back what is held by incarnations that are in the run no more."""
@@ -90,9 +106,9 @@ class Holders:
             now = loop.time()
             self._take_back(sorted(n for n, lapses in self.groups.leases.items() if lapses <= now), "lease_lapsed")
 
-    def _left(self, holder: str, below: int) -> None:
+    def _left(self, holder: str, below: int, *, counted: bool = True) -> None:
         gone = [n for n, m in self.groups.running() if m.holder == holder and m.incarnation < below]
-        self._take_back(gone, "holder_left")
+        self._take_back(gone, "holder_left", counted=counted)
 
     def _take_back(self, rollouts: Sequence[str], reason: str, *, counted: bool = True) -> None:
         if not rollouts:

@@ -21,6 +21,7 @@ from actors.samples.group import SampleEnd
 from actors.samples.journal import ENDS_KEPT, Journal
 from actors.samples.parts import LOST, SAMPLES, close_part, reopen, set_aside
 from actors.samples.sample import remove_payloads, seed_of
+from runtime.observe.trace import append_whole
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -190,14 +191,7 @@ class LedgerFile:
         """Append all of `text`, or nothing and OSError; False, and nothing, where somebody replaced the file."""
         if not self.is_ours():
             return False
-        start = os.lseek(self._fd, 0, os.SEEK_END)
-        try:
-            view = memoryview(text)
-            while view:
-                view = view[os.write(self._fd, view) :]
-        except OSError:
-            os.ftruncate(self._fd, start)
-            raise
+        append_whole(self._fd, text)
         return True
 
 

@@ -194,8 +194,12 @@ def file_payload(folder: Path, name: str, payload: bytes) -> str:
     """Write `payload` to `folder`, on disk when this returns, and return its digest. Blocks; raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{name}.{os.urandom(4).hex()}.partial"  # a put that is asked again writes beside itself
-    digest = write_through(partial, payload)
-    partial.replace(folder / name)
+    try:
+        digest = write_through(partial, payload)
+        partial.replace(folder / name)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     sync_folder(folder)
     return digest
 

@@ -252,7 +252,9 @@ class HeldOut:
         row = figures(found, self._section)
         self._result = {f"eval/{name}": value for name, value in row.items()}
         self._actor.log.info("evaluated", **row)
-        await self._actor.offload(self._rows.append, row | {"time_s": seconds, "unix_s": wall_s()})
+        await self._actor.on_disk(
+            self._actor.run.folder, self._rows.append, row | {"time_s": seconds, "unix_s": wall_s()}
+        )
         total = row["num"] + row["failed"]
         if found.failed > FAILED_SHARE * total:
             self._actor.notice(

@@ -29,6 +29,7 @@ from runtime.actor import Actor
 from runtime.blobs.blob import BlobInfo, Draft, join_digests, piece_digests_beside
 from runtime.blobs.patches import put_delta
 from runtime.observe.figures import busy_seconds, cpu_seconds
+from runtime.observe.trace import append_whole
 from runtime.registry import ActorRecord
 
 OWN_PREFIXES = ("queue/", "fabric/", "tokens/", "attempts/", "length/", "task/")
@@ -106,18 +107,17 @@ class Rows:
         }
         row["perf/samples_s"] = sum(map(len, groups)) / max(1e-6, times["time/step"])
         row["perf/train_tokens_s"] = result.num_tokens / max(1e-6, times["time/train"])
-        self._newest_steps.append(row)
-        row |= advice_metrics(self._newest_steps, self._alpha)
+        row |= advice_metrics([*self._newest_steps, row][-STEPS_SEEN:], self._alpha)
         self.append(row)
+        self._newest_steps.append(row)
         return row
 
     def append(self, row: Mapping[str, float]) -> None:
         """Add one row. Figures that are not finite are left out: NaN is never a number here."""
         finite = {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items() if math.isfinite(v)}
         file = self._file or self._open()
-        file.write(json.dumps(finite).encode() + b"\n")
+        append_whole(file.fileno(), json.dumps(finite).encode() + b"\n", sync=True)
         self.newest = row[self._key]
-        os.fsync(file.fileno())
 
     def _open(self) -> BinaryIO:
         """It stays open: the path may come to lead to another trainer's file."""

@@ -49,7 +49,7 @@ from actors.training.publishing import (
 )
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig, RunSection, Section
-from runtime.errors import ActorFailed, ConfigError
+from runtime.errors import ActorFailed, ConfigError, has_no_room
 from runtime.importer import check_module, load_object
 from runtime.kernel import Kernel
 from runtime.observe.trace import wall_s
@@ -161,6 +161,8 @@ class Trainer(Actor):
         """(step, loop time of its binding, receipt) of the steps that the next checkpoint has to name."""
         self._writing: asyncio.Task[None] | None = None
         self._leaving, self._left = asyncio.Event(), asyncio.Event()
+        self._claiming: asyncio.Timeout | None = None
+        """While a batch is asked for, what ends that."""
         self._held_out = HeldOut(self, config.eval)
         self._spread, self._info = SpreadWatch(), InfoWatch()
         self._updates = UpdateWatch(config.train, config.run.max_idle_steps)
@@ -186,9 +188,10 @@ class Trainer(Actor):
         if drawn.committed > self._step and not self._fall_back(drawn.committed, newest, passed_over):
             return
         self._policy = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
-        checkpoints.take_over(self._checkpoints, self._epoch)  # one that was replaced leaves its successor's rows alone
+        # One that was replaced leaves its successor's rows alone.
+        await self.on_disk(self._checkpoints, checkpoints.take_over, self._checkpoints, self._epoch)
         for file, take in (("metrics", self._rows.truncate), ("evals", self._held_out.take_over)):
-            if damaged := take(self._step):
+            if damaged := await self.on_disk(self.run.folder, take, self._step):
                 self.notice(f"{damaged} damaged lines of {self.run.folder}/{file}.jsonl were left out")
         await self.offload(self._updates.replay, self._rows.read())
         if self.config.logging.loggers:
@@ -205,7 +208,7 @@ class Trainer(Actor):
             newest, passed_over = await self.offload(checkpoints.newest, folder)
             self._step, epoch = await self.offload(self._engine.load, model, newest)
             drawn = await self._buffer.ask(DrawEpoch(epoch + 1, self._step), timeout=ASK_S)
-            await self.offload(checkpoints.take_over, folder, drawn.epoch)
+            await self.on_disk(folder, checkpoints.take_over, folder, drawn.epoch)
             await self.offload(checkpoints.drop_unnamed, folder, drawn.epoch)
             if checkpoints.by_step(folder) == there:
                 return newest, passed_over, drawn
@@ -231,12 +234,16 @@ class Trainer(Actor):
         """Finish the step under way, save it and commit it."""
         self._leaving.set()
         self._held_out.settle()
+        if self._claiming is not None:  # the environments may have left already: nothing would come of it
+            self._claiming.reschedule(asyncio.get_running_loop().time())
         if self._epoch:
             await self._left.wait()
+            began = asyncio.get_running_loop().time()
             await self._written()
             if self._step > self._saved and not self._torn:
                 await self._save()
                 await self._written()
+            await self.saved(asyncio.get_running_loop().time() - began)
         if self._loggers is not None:
             await self.offload(self._loggers.close)
 
@@ -268,6 +275,11 @@ class Trainer(Actor):
                 self.finish(f"trained {self._step} steps")
         except REFUSED as error:
             self.finish(str(error), failed=True)
+        except OSError as error:
+            if not (has_no_room(error) and self._leaving.is_set()):
+                raise
+            self.log.warning("left_without_room", step=self._step)
+            self._torn = True  # a row is missing: the step is trained again
         except TurnGivenUp as error:
             self.log.info("turn_given_up", why=str(error))
             self._torn = isinstance(error, StepGivenUp)
@@ -343,7 +355,8 @@ class Trainer(Actor):
             own["staleness/alpha"] = self._policy.alpha
         others = await list_actors(self.store)
         used = {} if _virtual() else await self.offload(cpu_used, others)
-        row = await self.offload(self._rows.append_step, step, result, groups, times, own, others, used)
+        told = (step, result, groups, times, own, others, used)
+        row = await self.on_disk(self.run.folder, self._rows.append_step, *told)
         self.progress(step, row)
         if self._loggers is not None:
             self._loggers.log({name: value for name, value in row.items() if math.isfinite(value)})
@@ -354,7 +367,16 @@ class Trainer(Actor):
         wait = self.waits.on(f"batch {step}", stage="batch", holder=BUFFER, blocks_actor=True, idle=True)
         with wait, self.trace.span("claim", "wait", step=step):
             while not self._leaving.is_set():
-                reply = await self._buffer.ask(request, timeout=ASK_S)
+                scope = self._claiming = asyncio.timeout(None)
+                try:
+                    async with scope:
+                        reply = await self._buffer.ask(request, timeout=ASK_S)
+                except TimeoutError:
+                    if scope.expired():
+                        return None
+                    raise
+                finally:
+                    self._claiming = None
                 if isinstance(reply, Batch):
                     self._receipts.append((step, asyncio.get_running_loop().time(), reply.receipt))
                     return reply
@@ -417,7 +439,7 @@ class Trainer(Actor):
     async def _write(self, step: int, epoch: int, write: Callable[[Path], None]) -> None:
         """Write a checkpoint, give it its name, and commit its steps.
 
-        When the disk refuses, the run ends and the earlier checkpoint is intact. A trainer that was replaced names nothing any more, and its
+        Where the disk is full it waits for room; when the disk refuses, the run ends. The earlier checkpoint is intact. A trainer that was replaced names nothing any more, and its
         successor removes what it wrote.
         """
         waiting = self._checkpoints / f"waiting_{step}.{epoch}"
@@ -426,13 +448,21 @@ class Trainer(Actor):
                 self.waits.on(f"checkpoint {step}", stage="checkpoint"),
                 self.trace.span("checkpoint", "train", step=step),
             ):
-                await self.offload(write, waiting)
+                await self.on_disk(self._checkpoints, write, waiting)
+                await self.on_disk(
+                    self._checkpoints, checkpoints.name, waiting, self._checkpoints / f"step_{step}", epoch
+                )
         except CheckpointError as error:
             self.finish(str(error), failed=True)
             self._leaving.set()
             return
-        try:
-            await self.offload(checkpoints.name, waiting, self._checkpoints / f"step_{step}", epoch)
+        except OSError as error:
+            if not (has_no_room(error) and self._leaving.is_set()):
+                raise
+            self._torn = True
+            again = f"steps {self._saved + 1} to {step} are trained again when the run is resumed"
+            self.notice(f"step {step} could not be saved ({error.strerror}): {again}")
+            return
         except Replaced as error:
             raise ActorFailed(str(error)) from None
         with self.waits.on(f"commit {step}", stage="checkpoint", holder=BUFFER):

@@ -13,32 +13,39 @@ from runtime.blobs.hosts import HostBlobs
 from runtime.config import ActorSpec, Config
 from runtime.errors import ConfigError
 from runtime.host import RESTART_S, Backend, Death, JobHost, RestartBudget, role_of
-from runtime.kernel import Kernel
+from runtime.kernel import Kernel, free_bytes
 from runtime.launch.hosts import DRAIN_LIMIT_S, TELL_S, JobHosts
 from runtime.messages import (
+    NEXT_STEP_S,
     AddActors,
     Added,
     DrainActors,
+    Drained,
     Finish,
     HostLeaves,
     NotAdded,
     Notice,
     Progress,
     RestartActors,
+    RoomWanted,
+    Saved,
     StopJob,
 )  # fmt: skip
 from runtime.monitor.snapshot import snapshot
 from runtime.monitor.text import blocked_line
 from runtime.monitor.views import BlockedRow
-from runtime.observe.figures import Wait, Waits
+from runtime.observe.figures import STORE, Wait, Waits
 from runtime.places import HostPlaces
 from runtime.registry import NODE, bury, list_seen
 from runtime.store.errors import StoreUnavailable
 
 ASK_S = 20.0
+GUESTS_S = 0.5
+"""For guests to leave a job that is over."""
 LOOK_S = 1.0
 """As often as actors publish their figures."""
 
+DRAINED = 16
 Key = tuple[str, str, str, str]
 STOP_LIMITS_S = {"interrupted": DRAIN_LIMIT_S, "done": 8.0, "failed": 3.0}
 """By outcome. At the end nothing that still runs is needed; what a failed run did not write down is caught up when it is resumed."""
@@ -89,6 +96,13 @@ class NodeAgent(HostBlobs):
         self._died_at: dict[str, float] = {}
         self._ready: set[str] = set()
         self._watch = Watch(self.waits)
+        self._spans: set[_Span] = set()
+        self._wanting: dict[str, str] = {}
+        """Who waits for room on which path."""
+        self._without_room = ""
+        """The path of which the user was told last that its disk is full; empty once he was told that it has room."""
+        self.saved_s = 0.0
+        """What the actors that left took to save what they did."""
 
     async def on_start(self) -> None:
         if self._hosting.watches:
@@ -144,12 +158,26 @@ class NodeAgent(HostBlobs):
                 async with asyncio.timeout(TELL_S):
                     await self.ref(NODE).tell(HostLeaves(self.name))
         await self.host.drain_all(STOP_LIMITS_S[kind], by_rank=kind == "interrupted")
+        with suppress(TimeoutError):  # whoever asked for the end leaves by the Store, which ends next
+            async with asyncio.timeout(GUESTS_S):
+                while self.peers("guest"):
+                    await self.directory.change()
 
     # -- what the job says --------------------------------------------------------------------------------------
 
     @handler
     async def progress_made(self, message: Progress) -> None:
+        for span in self._spans:
+            span.step(asyncio.get_running_loop().time())
         self.screen.progress(message)
+
+    @handler
+    async def room_wanted(self, message: RoomWanted) -> None:
+        self.room(message.source, message.path, message.free_bytes)
+
+    @handler
+    async def work_saved(self, message: Saved) -> None:
+        self.saved_s += message.seconds
 
     @handler
     async def noticed(self, message: Notice) -> None:
@@ -182,8 +210,20 @@ class NodeAgent(HostBlobs):
         return self._announced(reply, "added")
 
     @handler(concurrency=8)
-    async def drain_actors(self, request: DrainActors) -> Added | NotAdded:
-        return self._announced(await self.hosts.drain(request.names, request.pool), "drained")
+    async def drain_actors(self, request: DrainActors) -> Drained | NotAdded:
+        clock = asyncio.get_running_loop().time
+        span = _Span(clock())
+        self._spans.add(span)
+        try:
+            reply = self._announced(await self.hosts.drain(request.names, request.pool), "drained")
+            drained_s = clock() - span.began
+            if request.measure and not isinstance(reply, NotAdded):
+                await span.next_step()
+        finally:
+            self._spans.discard(span)
+        if isinstance(reply, NotAdded):
+            return reply
+        return Drained(reply.names, drained_s, span.longest(clock()))
 
     @handler(concurrency=8)
     async def restart_actors(self, request: RestartActors) -> Added | NotAdded:
@@ -231,11 +271,12 @@ class NodeAgent(HostBlobs):
 
     async def _died(self, death: Death) -> None:
         await self._bury(death.name)
+        self.room(death.name)
         if death.restart_in_s is None:
             self.places.leave(death.name)
         if death.expected:
             if death.restart_in_s is None:
-                self._watch.well(death.name)
+                self._watch.drained(death.name)
             else:
                 self._watch.sees(death.name, "starting")
             return
@@ -270,7 +311,10 @@ class NodeAgent(HostBlobs):
                 seen, said = await list_seen(self.store), await self.store.full()
             except StoreUnavailable:
                 continue
-            if said != full:
+            if not self.job.state.url:  # it writes to the run's own disk, which is all that it can be short of
+                state = self.run.folder / "state"
+                self.room(STORE, str(state) if said else "", free_bytes(state) if said else 0)
+            elif said != full:
                 full = said
                 self.log.warning("store_room", full=full)
                 self.screen.notice(full or "the Store has room again: the run goes on")
@@ -281,6 +325,26 @@ class NodeAgent(HostBlobs):
                 self.log.warning("blocked", kind=row["kind"], stage=row["stage"], holder=row["holder"], line=line)
                 if row["kind"] != "slow":
                     self.screen.notice(line)
+
+    def room(self, source: str, path: str = "", free: int = 0) -> None:
+        """`source` waits for room on the disk of `path`, or no more. The user is told once when the first does, and once when all have it."""
+        if not path:
+            if self._wanting.pop(source, None) and not self._wanting:
+                self.spawn(self._room_again(), name="node.room_again")
+            return
+        self._wanting[source] = path
+        if not self._without_room:
+            self._without_room = path
+            self.screen.notice(
+                f"no room on the disk of {path} ({free:,} bytes free): the run pauses, and goes on by itself once there is room"
+            )
+
+    async def _room_again(self) -> None:
+        """Told once nobody has been without room for `LOOK_S` or more: the first to write may take all that there is."""
+        await asyncio.sleep(2 * LOOK_S)
+        if self._without_room and not self._wanting:
+            path, self._without_room = self._without_room, ""
+            self.screen.notice(f"there is room again on the disk of {path}: the run goes on", good=True)
 
     def _back(self, name: str) -> None:
         died_at = self._died_at.pop(name, None)
@@ -295,6 +359,30 @@ class NodeAgent(HostBlobs):
             await bury(self.store, name)
         except StoreUnavailable as error:
             self.log.warning("not_buried", actor=name, error=str(error))
+
+
+class _Span:
+    """A while in which somebody wants to know how long the job stood still."""
+
+    def __init__(self, now: float) -> None:
+        self.began = self._last = now
+        self._longest_s = 0.0
+        self._stepped = asyncio.Event()
+
+    def step(self, now: float) -> None:
+        self._longest_s, self._last = self.longest(now), now
+        self._stepped.set()
+
+    def longest(self, now: float) -> float:
+        """Without a step, until `now`."""
+        return max(self._longest_s, now - self._last)
+
+    async def next_step(self) -> None:
+        """Return once the job ended another step, within `NEXT_STEP_S`."""
+        self._stepped.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NEXT_STEP_S):
+                await self._stepped.wait()
 
 
 class Watch:
@@ -321,8 +409,15 @@ class Watch:
         elif not now and found is not None and found.stage == "stopped":
             self.well(name)
 
+    def drained(self, name: str) -> None:
+        """It ended as it was asked to, and is not missed; whoever still waits for it is told so. Of the newest `DRAINED` that is known."""
+        self.sees(name, "drained")
+        gone = [each for each, wait in self._open.items() if wait.stage == "drained"]
+        for each in gone[:-DRAINED]:
+            self.well(each)
+
     def well(self, name: str) -> None:
-        """It is ready, or gone for good."""
+        """It is ready."""
         if found := self._open.pop(name, None):
             found.close()
 

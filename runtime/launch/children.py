@@ -16,6 +16,9 @@ from runtime.errors import LaunchError
 
 MANY_FILES = 16 * 1024
 
+LOOK_S = 0.05
+"""How often a process is looked for, where the system tells nobody of its end."""
+
 PR_SET_PDEATHSIG = 1
 """Linux: deliver a signal to this process when the thread that started it ends."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -92,12 +95,44 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def on_signals(act: Callable[[], object]) -> None:
+async def until_gone(pid: int) -> None:
+    """Return once there is no process `pid` of this host any more, whose child it need not be."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):  # elsewhere than on Linux no event tells it
+        while _is_there(pid):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+        return
+    loop, gone = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(handle, gone.set)
+    try:
+        await gone.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return True
+
+
+def on_signals(act: Callable[[signal.Signals], object]) -> None:
     """Call `act` in the running loop at each SIGINT, SIGTERM or SIGHUP; one ignored by whoever started us (nohup) stays so."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, act)
+        if not is_ignored(number):
+            loop.add_signal_handler(number, act, number)
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether whoever started us had this signal ignored: nohup does so with SIGHUP, a shell's `&` in a script with SIGINT."""
+    return signal.getsignal(number) is signal.SIG_IGN
 
 
 def allow_many_files() -> None:

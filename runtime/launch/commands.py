@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Awaitable, Sequence
@@ -16,6 +17,7 @@ from runtime.errors import ConfigError, ExitCode, LaunchError, RubatoError, firs
 from runtime.guest import ask_node
 from runtime.importer import FOLDER as CODE
 from runtime.importer import KeptCode, use
+from runtime.launch.children import until_gone
 from runtime.launch.connection import connect
 from runtime.launch.folder import RunFolder, read_card
 from runtime.launch.token import read_token
@@ -220,8 +222,10 @@ def _run_in(folder: Path, work: Awaitable[int], *, made: bool) -> int:
     """Where `folder` was `made` for this, it goes again if nothing was written."""
     import uvloop
 
+    from runtime.launch.console import unhindered
+
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with unhindered(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_flat(work))
     finally:
         if made:
@@ -234,23 +238,43 @@ def drain(argv: list[str]) -> int:
     parser = _parser("drain", "Drain actors of a running job: all that are named, or none.")
     parser.add_argument("names", nargs="*", help="actors such as engine-2, or hosts that joined such as node-3")
     parser.add_argument("--pool", default="", help="every actor of this pool")
+    help_json = "print {drained_s, blocked_s}, once the job has ended a step after the drain (10 s at most)"
+    parser.add_argument("--json", action="store_true", help=help_json)
     given = parser.parse_intermixed_args(argv)
     if not given.names and not given.pool:
         raise LaunchError("drain: which? Name actors, hosts that joined, or a pool with --pool.")
-    return _ask(given.run, DrainActors(tuple(given.names), given.pool), "drained", node=NODE)
+    reply = _asked(given.run, DrainActors(tuple(given.names), given.pool, given.json), node=NODE)
+    figures = {"drained_s": reply.drained_s, "blocked_s": reply.blocked_s}
+    print(json.dumps(figures) if given.json else f"drained: {', '.join(reply.names) or 'none'}")  # noqa: T201
+    return ExitCode.DONE
 
 
 def stop(argv: list[str]) -> int:
-    """Drain and save a running job."""
-    parser = _parser("stop", "Drain and save a running job; --now stops it at once.")
-    parser.add_argument("--now", action="store_true")
+    """Drain and save a running job, and wait until it is over: its folder is free then."""
+    parser = _parser("stop", "Drain and save a running job, and wait for its end; --now stops it at once.")
+    parser.add_argument("--now", action="store_true", help="end it at once, without saving")
+    parser.add_argument("--no-wait", action="store_true", help="return as soon as the job has heard of it")
+    parser.add_argument("--json", action="store_true", help="print {stopped_s, checkpoint_s}")
     given = parser.parse_args(argv)
-    if (node := read_card(given.run).node) != NODE:
+    card = read_card(given.run)
+    if (node := card.node) != NODE:
         raise LaunchError(
             f"{given.run} is the part of {node} in a run: stop would end the whole run, and belongs to its first host. "
             f"Take this host alone out with: rubato leave --run {given.run}"
         )
-    return _ask(given.run, StopJob(given.now), "stopping")
+    _asked(given.run, StopJob(given.now), node=node)
+    if given.no_wait:
+        print("stopping")  # noqa: T201
+        return ExitCode.DONE
+    asyncio.run(until_gone(card.launcher_pid))
+    over = read_card(given.run)
+    if over.stopped_s < 0.0 or over.launcher_pid != card.launcher_pid:
+        print(f"the launcher of {given.run} is gone, and did not say how the job ended", file=sys.stderr)  # noqa: T201
+        return ExitCode.FAILED
+    figures = {"stopped_s": over.stopped_s, "checkpoint_s": over.checkpoint_s}
+    said = "stopped in {stopped_s:.1f} s, of which {checkpoint_s:.1f} s went into the last checkpoint"
+    print(json.dumps(figures) if given.json else said.format(**figures))  # noqa: T201
+    return ExitCode.DONE
 
 
 def leave(argv: list[str]) -> int:
@@ -289,15 +313,19 @@ def _parser(verb: str, text: str) -> argparse.ArgumentParser:
 
 
 def _ask(folder: Path, request: Request[Any], done: str, node: str = "") -> int:
-    async def ask() -> int:
-        reply = await ask_node(folder, request, node=node or read_card(folder).node)
-        print(f"{done}: {', '.join(reply.names) or 'none'}" if isinstance(reply, Added) else done)  # noqa: T201
-        return ExitCode.DONE
+    reply = _asked(folder, request, node=node)
+    print(f"{done}: {', '.join(reply.names) or 'none'}" if isinstance(reply, Added) else done)  # noqa: T201
+    return ExitCode.DONE
+
+
+def _asked(folder: Path, request: Request[Any], node: str = "") -> Any:
+    async def ask() -> Any:
+        return await ask_node(folder, request, node=node or read_card(folder).node)
 
     return asyncio.run(_flat(ask()))
 
 
-async def _flat(work: Awaitable[int]) -> int:
+async def _flat(work: Awaitable[Any]) -> Any:
     """Await `work`; a RubatoError buried in exception groups is raised as itself."""
     try:
         return await work

@@ -1,15 +1,30 @@
-"""What the launcher prints: start-up, one line per step, notices, a progress bar, the last lines."""
+"""What the launcher prints: start-up, one line per step, notices, a progress bar, the last lines; and that none of it can hold the job up."""
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+import errno
+import io
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, TextIO
 
 from rich import progress as bars
 from rich.console import Console as Rich
 
-from runtime.errors import ConfigError
+from runtime.errors import NO_ROOM, ConfigError
 from runtime.importer import load_configured
 from runtime.messages import Progress
 from runtime.observe.log import logger
+
+WAITING = 4096
+"""Texts that wait for a reader who is slow, or for room on a disk; further ones are dropped."""
+PAUSE_S = 0.2
+"""Before a stream that takes nothing now is tried again; the system sends no event when a disk has room."""
+LAST_S = 1.0
+"""For what is still unwritten when the launcher ends."""
+TAKES_NOTHING_NOW = NO_ROOM | {errno.EAGAIN}
 
 
 class ConsoleTable(Protocol):
@@ -93,3 +108,124 @@ class Console:
             self._task = self._bar.add_task(what, total=total)
             self._bar.start()
         self._bar.update(self._task, completed=done, total=total)
+
+
+# -- streams that nobody may read any more ---------------------------------------------------------------------------
+
+
+@contextmanager
+def unhindered() -> Generator[None]:
+    """Within the block nothing that is printed raises, or waits for its reader: a closed pipe or terminal takes no more, and the rest is dropped;
+    a full disk or a reader who pauses gets it later.
+    """
+    there = sys.stdout, sys.stderr
+    writer = _Writer()
+    sys.stdout, sys.stderr = (_Unhindered(stream, writer) if _has_number(stream) else stream for stream in there)
+    try:
+        yield
+    finally:
+        writer.end()
+        sys.stdout, sys.stderr = there
+
+
+def settle() -> None:
+    """Return once what was printed is written, before another process prints to the same place. Blocks, for a second at most."""
+    if isinstance(sys.stdout, _Unhindered):
+        sys.stdout.settle()
+
+
+class _Writer:
+    """Writes texts in their order, in a thread of its own: a terminal may hold a write up for as long as it likes."""
+
+    def __init__(self) -> None:
+        self._texts: deque[tuple[int, bytes]] = deque()
+        self._changed = threading.Condition()
+        self._gone: set[int] = set()
+        """Numbers of streams that take nothing any more."""
+        self._ended = self._writing = False
+        self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+        self._thread.start()
+
+    def put(self, number: int, text: bytes) -> None:
+        with self._changed:
+            if number not in self._gone and len(self._texts) < WAITING:
+                self._texts.append((number, text))
+                self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Return once all is written, or can't be within `LAST_S`. Blocks."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._texts and not self._writing, LAST_S)
+
+    def end(self) -> None:
+        """Write no more than what is left, for `LAST_S`."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self._thread.join(LAST_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._texts and not self._ended:
+                    self._changed.wait()
+                if not self._texts:
+                    return
+                (number, text), self._writing = self._texts.popleft(), True
+            while text and number not in self._gone:
+                text = self._written(number, text)
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
+
+    def _written(self, number: int, text: bytes) -> bytes:
+        """What is left of `text` after one attempt."""
+        try:
+            return text[os.write(number, text) :]
+        except OSError as error:
+            if error.errno not in TAKES_NOTHING_NOW:
+                self._gone.add(number)
+                logger("launch").warning("output_lost", stream=number, error=error.strerror)
+                return b""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended, PAUSE_S)
+            if self._ended:
+                self._gone.add(number)
+        return text
+
+
+class _Unhindered(io.TextIOBase):
+    """As `stream` looks, but what is written to it goes through `writer`."""
+
+    def __init__(self, stream: TextIO, writer: _Writer) -> None:
+        self._number, self._writer, self._is_terminal = stream.fileno(), writer, stream.isatty()
+        self._coding = (stream.encoding or "utf-8", stream.errors or "replace")
+        stream.flush()
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._coding[0]
+
+    def write(self, text: str) -> int:
+        self._writer.put(self._number, text.encode(*self._coding))
+        return len(text)
+
+    def settle(self) -> None:
+        self._writer.settle()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._number
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+def _has_number(stream: object) -> bool:
+    """Whether it is a stream of this process, not closed, and not what a test or a notebook put there."""
+    try:
+        return isinstance(stream, io.TextIOBase) and stream.fileno() >= 0
+    except (OSError, ValueError):
+        return False

@@ -60,6 +60,10 @@ class RunCard(msgspec.Struct):
     """Address of this host as others reach it; empty when they do not."""
     gate: str = ""
     """Where hosts that join reach the Store; empty on a host that joined, and where none can."""
+    stopped_s: float = -1.0
+    """Of a launch that is over: what it took from its outcome on until all its actors had ended; -1 while it lasts."""
+    checkpoint_s: float = 0.0
+    """Of these, what went into the last checkpoint."""
 
     @property
     def url(self) -> str:

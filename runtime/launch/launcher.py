@@ -2,7 +2,9 @@
 
 import asyncio
 import ipaddress
+import os
 import shlex
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -18,16 +20,18 @@ from runtime.errors import ConfigError, ExitCode, LaunchError
 from runtime.host import RestartBudget
 from runtime.importer import FOLDER as CODE
 from runtime.importer import keep, pack, unpack, use
+from runtime.kernel import free_bytes
 from runtime.launch.agent import ASK_S, JobOutcome, NodeAgent
-from runtime.launch.children import allow_many_files, on_signals, prepare, start_module
+from runtime.launch.children import allow_many_files, is_ignored, on_signals, prepare, start_module
 from runtime.launch.connection import RunAccess, reach
-from runtime.launch.console import Console, step_table
+from runtime.launch.console import Console, settle, step_table
 from runtime.launch.folder import RunCard, RunFolder, RunKeys, command_for, find_keys, write_keys
 from runtime.launch.gate import GateClient, GateServer, way_through, way_to
 from runtime.launch.processes import ProcessBackend, process_backend, process_host
 from runtime.launch.shared import SharedScope, password_for, scope_of, write_shared
 from runtime.launch.token import JoinToken
 from runtime.messages import MOST_ADDED, AddActors, NotAdded
+from runtime.observe.figures import STORE
 from runtime.observe.log import configure, logger
 from runtime.observe.trace import merge_traces
 from runtime.places import HostPlaces
@@ -71,6 +75,8 @@ class Launcher:
         self._keys: RunKeys | None = None
         self._agent: NodeAgent | None = None
         self._main: asyncio.Task[Any] | None = None
+        self._hung_up = False
+        """It ends because its terminal was closed, and nobody has asked for that since."""
 
     async def run(self) -> int:
         """Raises CancelledError where a signal came before there was anything to drain."""
@@ -91,10 +97,12 @@ class Launcher:
             keep(self._folder.path / CODE, self._config.tree())
             self._folder.write(card)  # whoever resumes a launch that was killed from here on knows what to clear away
             self._console.say(f"rubato · run {self._folder.path.name} · {self._folder.path}")
-            for sentence in filter(None, (self._folder.open_to_others(), *self._told)):
+            for sentence in filter(None, (self._folder.open_to_others(), *self._told, *self._unheard())):
                 self._console.notice(sentence)
             async with AsyncExitStack() as stack:
                 outcome = await self._serve(card, stack)
+            with suppress(OSError):  # a disk that is full
+                self._folder.write(card)
         finally:
             self._console.close()
             self._folder.close()
@@ -142,7 +150,10 @@ class Launcher:
             agent.start_actors()
             agent.spawn(self._announce_ready(agent, began), name="launch.ready")
             outcome = await agent.over
+            over = self._clock()
             await agent.stop(outcome.kind)
+            card = connection.card
+            card.stopped_s, card.checkpoint_s = self._clock() - over, agent.saved_s
         return outcome
 
     async def _announce_ready(self, agent: NodeAgent, began: float) -> None:
@@ -215,6 +226,10 @@ class Launcher:
         budget = RestartBudget(REDIS_RESTARTS, REDIS_WINDOW_S, REDIS_RESTART_S)
         while True:
             code = await server.wait()
+            if not server.has_room():
+                logger("launch").warning("redis_without_room", code=code)
+                await self._room_for(server)
+                budget = RestartBudget(REDIS_RESTARTS, REDIS_WINDOW_S, REDIS_RESTART_S)
             plan = budget.died(self._clock())
             logger("launch").warning("redis_died", code=code, attempt=plan.attempt)
             if plan.delay_s is None:
@@ -230,26 +245,49 @@ class Launcher:
             else:
                 self._console.notice("the embedded redis is back", good=True)
 
-    def _interrupt(self) -> None:
+    async def _room_for(self, server: EmbeddedRedis) -> None:
+        """Return once its disk has room. That it has the agent tells, once the Store answers."""
+        state = self._folder.path / "state"
+        while not server.has_room():
+            if self._agent is not None:
+                self._agent.room(STORE, str(state), free_bytes(state))
+            await asyncio.sleep(LOOK_S)
+
+    def _unheard(self) -> list[str]:
+        """How the run is stopped where Ctrl-C does not reach it."""
+        if not is_ignored(signal.SIGINT):
+            return []
+        stop = shlex.join(["rubato", "stop", "--run", str(self._folder.path)])
+        return [f"this launch was started with SIGINT ignored: stop it with {stop}, or kill -TERM {os.getpid()}"]
+
+    def _interrupt(self, number: signal.Signals) -> None:
+        """The first signal saves, the next one ends everything. Of a closed terminal several SIGHUPs may come, which are one, and no haste."""
         agent = self._agent
+        over = agent is not None and agent.over.done()
+        if number == signal.SIGHUP and (over or self._hung_up):
+            return
+        again, self._hung_up = over and not self._hung_up, number == signal.SIGHUP
         if agent is None:
             assert self._main is not None, "signals are caught from run() on"
             self._main.cancel()
-        elif agent.over.done():
+        elif again:
             agent.host.kill_all()
         else:
+            resume = shlex.join(["rubato", "launch", "--resume", str(self._folder.path)])
+            agent.end(JobOutcome("interrupted", f"stopped. Go on with: {resume}"))
             self._console.notice("stopping: what runs is drained and saved; once more to stop now")
-            folder = str(self._folder.path)
-            again = shlex.join(["rubato", "launch", "--resume", folder])
-            agent.end(JobOutcome("interrupted", f"stopped. Go on with: {again}"))
 
     async def _finish(self, outcome: JobOutcome) -> int:
         if outcome.kind == "failed":
             print(self._config.hidden(outcome.sentence), file=sys.stderr)  # noqa: T201 - the sentence for the user
         elif outcome.kind == "interrupted":
             self._console.say(outcome.sentence)
-        await asyncio.get_running_loop().run_in_executor(None, merge_traces, self._folder.path)
-        if self._config.report.finish and outcome.kind != "failed":
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, merge_traces, self._folder.path)
+        except OSError as error:
+            self._console.notice(f"trace.json could not be written: {error.strerror}")
+        if self._config.report.finish and outcome.kind == "done":
+            await asyncio.get_running_loop().run_in_executor(None, settle)
             process = await start_module(self._config.report.finish, str(self._folder.path))
             await process.wait()
         return EXIT_CODES[outcome.kind]
@@ -282,7 +320,7 @@ class Joiner:
         allow_many_files()
         main = asyncio.current_task()
         assert main is not None
-        on_signals(main.cancel)
+        on_signals(lambda _: main.cancel())
         card = self._folder.open(resume=False, force=False)
         card.id = self._token.run_id
         card.host = host
@@ -334,7 +372,7 @@ class Joiner:
                 write_keys(self._folder.path, self._token.keys)
                 self._folder.write(connection.card)
                 self._folder.commit()
-                on_signals(lambda: _interrupt(agent))
+                on_signals(lambda number: _interrupt(agent, number))
                 for name in names:
                     agent.start(name, self._pool)
                 console.say(f"{agent.name} joined {self._token.run_id} with {', '.join(names)} · {self._folder.path}")
@@ -423,8 +461,8 @@ async def _follow(agent: NodeAgent, lease_s: float) -> None:
     agent.end(JobOutcome("failed", f"the run was out of reach for {lease_s:g} s (run.lease_s): this host leaves it"))
 
 
-def _interrupt(agent: NodeAgent) -> None:
-    if agent.over.done():
+def _interrupt(agent: NodeAgent, number: signal.Signals) -> None:
+    if agent.over.done() and number != signal.SIGHUP:
         agent.host.kill_all()
     agent.end(JobOutcome("interrupted", f"{agent.name} left the run"))
 

@@ -6,7 +6,7 @@ import signal
 import socket
 from collections import deque
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -16,10 +16,11 @@ from textual.css.query import NoMatches
 from textual.screen import ModalScreen
 from textual.widgets import ContentSwitcher, DataTable, Static
 
+from bus.message import Request
 from runtime.errors import LaunchError, RubatoError
 from runtime.importer import load_object
 from runtime.launch.folder import read_card
-from runtime.messages import AddActors, Added, DrainActors, RestartActors
+from runtime.messages import AddActors, Added, DrainActors, Drained, RestartActors
 from runtime.monitor.source import RunSource, View
 from runtime.monitor.text import (
     COLUMNS,
@@ -74,8 +75,8 @@ class RunActions:
             request, told = RestartActors((actor["name"],)), "restarted"
         elif what == "add":
             request, told, node = AddActors(actor["role"], 1, pool=actor["pool"]), "added", read_card(self._folder).node
-        reply = await ask_node(self._folder, request, node=node, name=f"monitor-{os.getpid()}")
-        assert isinstance(reply, Added), "what was not added was raised"
+        reply = await ask_node(self._folder, cast("Request[Any]", request), node=node, name=f"monitor-{os.getpid()}")
+        assert isinstance(reply, Added | Drained), "what was not added was raised"
         return f"{', '.join(reply.names)} {told}"
 
     def _kill(self, actor: ActorView) -> str:

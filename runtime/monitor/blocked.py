@@ -42,7 +42,7 @@ class Processes:
 
     def names(self) -> list[str]:
         """Everybody who is registered, or whose process somebody watches."""
-        return sorted({*self._actors, *self._seen})
+        return sorted({*self._actors, *(name for name, wait in self._seen.items() if wait.stage != "drained")})
 
     def instances(self, holder: str) -> list[str]:
         """The actor of that name, or all of that role, dead ones included."""
@@ -85,6 +85,7 @@ PROCESS: dict[str, tuple[Kind, str]] = {
     "dead": ("dead", "its process ended"),
     "stopped": ("stalled", "its process is stopped"),
     "starting": ("starting", "its process starts"),
+    "drained": ("refused", "it was drained"),
 }
 """Stages in which a node agent waits for an actor whose process is not as it should be."""
 

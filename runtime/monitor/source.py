@@ -241,7 +241,7 @@ def silent_store(url: str, folder: Path, launcher_pid: int, answered_s: float = 
     if pid and is_stopped(pid):
         return f"{said}. Its process {pid} is stopped; continue it with: kill -CONT {pid}"
     log = f"See {state / 'redis.log'}" if written else "See whether a server runs there and this host reaches it"
-    stop = f"kill -INT {launcher_pid}, and once more if it shall not save first"
+    stop = f"kill -TERM {launcher_pid}, and once more if it shall not save first"
     return f"{said}. {log}. rubato stop needs the Store too; without it end the run by its launcher: {stop}"
 
 

@@ -11,6 +11,8 @@ from typing import cast
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
+from runtime.observe.trace import append_whole
+
 MAX_BYTES = 64 * 1024 * 1024
 """Size at which a log file is moved to `.1` (replacing the one before): no actor fills a disk."""
 
@@ -45,7 +47,7 @@ def configure(path: Path, *, actor: str, level: int = logging.INFO, hide: Hide =
     Warnings of the `warnings` module become log lines too. Handlers that were set before are replaced.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=MAX_BYTES, backupCount=1, encoding="utf-8")
+    handler = LogFile(path, maxBytes=MAX_BYTES, backupCount=1, encoding="utf-8")
     handler.setFormatter(json_formatter(actor, hide))
     root = logging.getLogger()
     for old in list(root.handlers):
@@ -54,6 +56,37 @@ def configure(path: Path, *, actor: str, level: int = logging.INFO, hide: Hide =
     root.addHandler(handler)
     root.setLevel(level)
     logging.captureWarnings(True)
+
+
+class LogFile(logging.handlers.RotatingFileHandler):
+    """A line that its disk refuses is dropped, and counted in a line of its own once there is room; nothing is printed of it."""
+
+    num_dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record) + self.terminator
+            if self.shouldRollover(record):
+                self.doRollover()
+            if self.num_dropped:
+                self._append(self.format(self._told(self.num_dropped)) + self.terminator)
+                self.num_dropped = 0
+            self._append(line)
+        except OSError:
+            self.num_dropped += 1
+        except Exception:  # noqa: BLE001 - as logging does: of a line that can't be put together
+            self.handleError(record)
+
+    def _append(self, line: str) -> None:
+        """Past the stream's own buffer, which would hold it back and write it later."""
+        if self.stream is None:  # pyright: ignore[reportUnnecessaryComparison] - it is after a rollover that failed
+            self.stream = self._open()
+        append_whole(self.stream.fileno(), line.encode())
+
+    @staticmethod
+    def _told(num: int) -> logging.LogRecord:
+        said = f"{num} log lines before this one were dropped: their disk refused them"
+        return logging.LogRecord("rubato.log", logging.WARNING, "", 0, said, (), None)
 
 
 def json_formatter(actor: str, hide: Hide = str) -> logging.Formatter:

@@ -5,7 +5,7 @@ import heapq
 import os
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +32,20 @@ def wall_s() -> float:
     if loop is not None and getattr(loop, "virtual", False):
         return loop.time()
     return time.time()  # noqa: TID251 - the single place
+
+
+def append_whole(fd: int, content: bytes, *, sync: bool = False) -> None:
+    """Append all of `content` to an open file, or nothing and OSError. Blocks."""
+    start = os.lseek(fd, 0, os.SEEK_END)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(fd, view) :]
+        if sync:
+            os.fsync(fd)
+    except OSError:
+        os.ftruncate(fd, start)
+        raise
 
 
 class Trace:
@@ -82,7 +96,8 @@ class Trace:
             self._missing = 0
         if self._file is not None:
             self._flush(self._file)
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
             self._file = None
 
     def _now_us(self) -> float:
@@ -109,7 +124,11 @@ class Trace:
             heapq.heappush(self._free, lane)
 
     def _add(self, path: Path, event: dict[str, Any]) -> None:
-        file = self._file = self._file or self._opened(path)
+        try:
+            file = self._file = self._file or self._opened(path)
+        except OSError:
+            self._missing += 1
+            return
         line = msgspec.json.encode(event) + b"\n"
         self._seen += 1
         sampled = self._left < (1.0 - SAMPLED_FROM) * self._max_bytes and self._seen % SAMPLE
@@ -136,8 +155,11 @@ class Trace:
         return file
 
     def _flush(self, file: IO[bytes]) -> None:
-        file.write(b"".join(self._lines))
-        file.flush()
+        """What a disk refuses is missing: no work fails for its trace."""
+        try:
+            append_whole(file.fileno(), b"".join(self._lines))
+        except OSError:
+            self._missing += len(self._lines)
         self._lines.clear()
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from runtime.errors import LaunchError
+from runtime.errors import LaunchError, has_no_room
 from runtime.launch.children import die_with_parent
 from runtime.store.errors import StoreUnavailable
 from runtime.store.redis_link import RedisLink
@@ -19,6 +19,7 @@ from runtime.store.redis_link import RedisLink
 START_S = 120.0
 """Loading a large append-only file takes a while; a server that died is noticed at once."""
 STOP_S = 10.0
+PROBE_BYTES = 64 * 1024
 POLL_S = 0.01
 """A starting server is asked this often whether it answers; it sends no event when it does."""
 LONGEST_SOCKET_PATH = 100
@@ -149,6 +150,17 @@ class EmbeddedRedis:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
+
+    def has_room(self) -> bool:
+        """Whether its file can grow. A server that has to sync each write ends where it can't. Blocks for a moment."""
+        probe = self._state / ".room"
+        try:
+            probe.write_bytes(bytes(PROBE_BYTES))
+        except OSError as error:
+            return not has_no_room(error)
+        finally:
+            probe.unlink(missing_ok=True)
+        return True
 
     def describe(self) -> str:
         """`embedded redis 6.2.14 (private socket, for development)`."""

@@ -22,6 +22,7 @@ from runtime.actor import RunInfo
 from runtime.observe.figures import Metrics, Waits
 from runtime.observe.log import logger
 from runtime.observe.trace import Trace
+from runtime.registry import ActorRecord
 from runtime.store.errors import Fenced, StoreUnavailable
 from runtime.store.store import MemoryStore
 
@@ -125,6 +126,9 @@ class Process:
     async def offload(self, fn, *args, cost_s=0.0):
         return await self.in_thread(fn, *args, cost_s=cost_s)
 
+    async def on_disk(self, path, write, *args):
+        return await self.offload(write, *args)
+
     async def in_thread(self, fn, *args, cost_s=0.0):
         """A test may replace it."""
         await asyncio.sleep(cost_s)
@@ -179,7 +183,7 @@ class Stage:
         async def main():
             self.store = MemoryStore()
             for name in self.present:
-                await self.store.lease(f"actor/{name}", 1, b"", 1e6)
+                await self.lives(name)
             async with asyncio.TaskGroup() as self.tasks:
                 await scene()
                 if self.process is not None:
@@ -187,6 +191,11 @@ class Stage:
 
         with asyncio.Runner(loop_factory=JumpingLoop) as runner:
             runner.run(main())
+
+    async def lives(self, name, incarnation=1, state="ready"):
+        """Its lease, as its kernel keeps it."""
+        record = ActorRecord(name, name.rpartition("-")[0], "", incarnation, 1, "host", state)
+        await self.store.lease(f"actor/{name}", incarnation, msgspec.msgpack.encode(record), 1e6)
 
     async def start(self, **fault):
         """A new incarnation, after the end of the one before; one that dies as it starts is followed by another."""

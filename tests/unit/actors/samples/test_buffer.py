@@ -358,13 +358,57 @@ def test_the_rollouts_of_a_manager_that_left_are_issued_again_at_once(stage):
     stage.run(scene)
 
 
+@pytest.mark.parametrize("drains", [True, False])
+def test_one_that_left_is_given_nothing_more_though_it_still_asks_and_a_drain_costs_its_rollouts_no_try(
+    make_stage, drains
+):
+    stage = make_stage(alpha=0, max_attempts=1)
+
+    async def scene():
+        await stage.start()
+        held = await stage.admit(holder="env_manager-2")
+        asking = stage.tasks.create_task(stage.admit(num=4, holder="env_manager-2", wait_s=60.0))
+        await asyncio.sleep(1.0)
+        if drains:
+            await stage.lives("env_manager-2", state="draining")
+
+        await stage.buffer.on_peers((), ("env_manager-2",))
+        await asyncio.sleep(1.0)
+        others = await stage.admit()
+
+        assert not asking.done()
+        assert {t.trajectory_id for t in held} & {t.trajectory_id for t in others} == (
+            {t.trajectory_id for t in held} if drains else set()
+        )
+        asking.cancel()
+
+    stage.run(scene)
+
+
+def test_one_that_is_seen_again_is_given_tickets_again(stage):
+    async def scene():
+        await stage.start()
+        await stage.admit(num=2, holder="env_manager-2")
+        await stage.buffer.on_peers((), ("env_manager-2",))
+        asking = stage.tasks.create_task(stage.admit(num=2, holder="env_manager-2", wait_s=60.0))
+        await asyncio.sleep(1.0)
+        waited = not asking.done()
+
+        await stage.buffer.on_peers(("env_manager-2",), ())
+
+        assert waited
+        assert len(await asking) == 2
+
+    stage.run(scene)
+
+
 def test_a_restarted_manager_keeps_what_its_new_incarnation_took(stage):
     async def scene():
         await stage.start()
         old = await stage.admit(num=2, holder="env_manager-2", incarnation=5)
         new = await stage.admit(num=2, holder="env_manager-2", incarnation=6)
         stage.present.add("env_manager-2")
-        await stage.store.lease("actor/env_manager-2", 6, b"", 10.0)
+        await stage.lives("env_manager-2", 6)
 
         await stage.buffer.on_peers(("env_manager-2",), ("env_manager-2",))
         others = await stage.admit(num=2)

@@ -24,7 +24,7 @@ class Job:
         self.trained: dict[int, list[str]] = {}
 
     async def play(self, **fault):
-        await self.stage.store.lease("actor/env_manager-2", 1, b"", 1e6)
+        await self.stage.lives("env_manager-2")
         await self.stage.start(**fault)
         async with asyncio.TaskGroup() as tasks:
             for n in (1, 2):

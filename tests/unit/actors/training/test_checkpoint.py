@@ -37,14 +37,17 @@ def test_a_missing_file_is_one_sentence(tmp_path, missing):
         checkpoint.check(tmp_path / "step_1")
 
 
-def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "raised"), [(errno.ENOSPC, OSError), (errno.EIO, CheckpointError)])
+def test_a_disk_that_refuses_keeps_the_previous_checkpoint_and_one_that_is_full_may_be_asked_again(
+    tmp_path, monkeypatch, number, raised
+):
     checkpoint.write(tmp_path / "step_1", FILES, step=1, epoch=1)
 
     def full(_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, "it refuses")
 
     monkeypatch.setattr(checkpoint.os, "fsync", full)
-    with pytest.raises(CheckpointError, match="No space left"):
+    with pytest.raises(raised, match="it refuses"):
         checkpoint.write(tmp_path / "step_2", FILES, step=2, epoch=1)
 
     found, passed_over = checkpoint.newest(tmp_path)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from runtime.launch.agent import Watch
+from runtime.launch.agent import DRAINED, Watch
 from runtime.observe.figures import Waits
 from sim.virtual import run_virtual
 
@@ -45,3 +45,14 @@ def test_a_process_that_is_not_as_it_should_be_is_a_wait_of_the_node_agent():
         return seen
 
     assert run_virtual(main) == [[("starting", "engine-1")], [("stopped", "engine-1")], [], [("dead", "engine-1")], []]
+
+
+def test_of_those_that_were_drained_the_newest_are_known():
+    async def main():
+        waits = Waits()
+        watch = Watch(waits)
+        for number in range(DRAINED + 3):
+            watch.drained(f"engine-{number}")
+        return {view.what for view in waits.snapshot(asyncio.get_running_loop().time())}
+
+    assert run_virtual(main) == {f"engine-{number}" for number in range(3, DRAINED + 3)}

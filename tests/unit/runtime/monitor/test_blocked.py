@@ -60,6 +60,18 @@ def test_what_a_node_agent_sees_of_a_process_is_believed(asker, make_record, sta
     assert rows[0]["limit"] == "actors.b.restarts=5"
 
 
+def test_one_that_was_drained_is_told_from_a_dead_one_and_is_missed_by_nobody_who_does_not_wait_for_it(
+    asker, make_record
+):
+    node = make_record("node-1", waits=(WaitView("b-1", "", "", 60.0, "", "drained"),))
+
+    waited_for = blocked(make_record("a-1", waits=(wait("ask b", "b-1"),)), node)
+
+    assert [(row["holder"], row["kind"], row["reason"]) for row in waited_for] == [("b-1", "refused", "it was drained")]
+    assert blocked(node) == []
+    assert named(asker, node) == [("a-1", "ask b", "b", "dead")]
+
+
 def test_a_role_of_which_nobody_is_up_is_dead(asker):
     assert named(asker) == [("a-1", "ask b", "b", "dead")]
 

@@ -144,7 +144,7 @@ def test_why_names_a_store_that_is_elsewhere_by_its_address_alone(run_folder, tm
 
     told = " ".join(capsys.readouterr().out.split())
     assert told.startswith("a-run: the Store at rediss://10.1.2.3:6380 does not answer: whoever needs it waits.")
-    assert f"without it end the run by its launcher: kill -INT {os.getpid()}" in told
+    assert f"without it end the run by its launcher: kill -TERM {os.getpid()}" in told
 
 
 def test_a_live_run_that_lost_its_card_has_not_ended(run_folder, capsys):

@@ -1,13 +1,16 @@
 """Logs: one JSON object per event, secrets removed."""
 
+import errno
 import json
 import logging
+import os
 import warnings
 from pathlib import Path
 
 import pytest
 
 from runtime.observe.log import configure, json_formatter, logger
+from runtime.observe.trace import append_whole
 
 
 @pytest.fixture
@@ -89,3 +92,37 @@ def test_the_formatter_needs_no_configuration():
     record = logging.LogRecord("x", logging.INFO, __file__, 1, "plain", (), None)
 
     assert json.loads(json_formatter("a-1").format(record))["event"] == "plain"
+
+
+def test_a_line_that_its_disk_refuses_is_dropped_counted_and_printed_nowhere(lines, monkeypatch, capfd):
+    def full(fd, line):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("runtime.observe.log.append_whole", full)
+        for number in range(3):
+            logger("engine").info("lost", number=number)
+    logger("engine").info("kept")
+
+    said = capfd.readouterr()
+    assert [line["event"] for line in lines()] == [
+        "3 log lines before this one were dropped: their disk refused them",
+        "kept",
+    ]
+    assert said.out + said.err == ""
+
+
+def test_what_a_disk_takes_half_of_is_taken_back(tmp_path, monkeypatch):
+    path, write = tmp_path / "rows", os.write
+    path.write_bytes(b"whole\n")
+
+    def half(fd, content):
+        if len(content) < 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, content[: len(content) // 2])
+
+    monkeypatch.setattr(os, "write", half)
+    with path.open("ab") as file, pytest.raises(OSError, match="No space"):
+        append_whole(file.fileno(), b"a line that is torn\n")
+
+    assert path.read_bytes() == b"whole\n"
