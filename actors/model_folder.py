@@ -3,10 +3,14 @@
 import math
 import mmap
 import os
+import random
 import subprocess
 import sys
+from bisect import bisect_right
 from collections.abc import Mapping
 from functools import cache
+from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,6 +209,57 @@ def _place(name: str, tensor: _Tensor, base: int, total: int, source: str) -> Te
     if not 0 <= begin <= end <= total - base or end - begin != item * math.prod(tensor.shape):
         raise ValueError(f"{source}: {name} {list(tensor.shape)} does not lie within the image; it may be truncated")
     return TensorPlace(tensor.dtype, tensor.shape, base + begin, base + end)
+
+
+NUM_SLICES, SLICE_BYTES, SLICE_ROWS, DIGEST_BYTES = 64, 4096, 32, 8
+
+
+class Slice(NamedTuple):
+    """A block of a tensor as an image has it, row by row; a vector is one row. Being as high as wide, it lies close together in a transposed
+    tensor too."""
+
+    name: str
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
+def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many rows a tensor has in an image, and how long each is."""
+    width = shape[-1] if shape else 1
+    return (math.prod(shape) // width if width else 0), width
+
+
+def sampled_slices(header: Mapping[str, TensorPlace], seed: int, version: int) -> list[Slice]:
+    """Where a version's sampled digest looks: the same for whoever knows the run's seed and the image's header, and elsewhere in every version."""
+    order = sorted(header.items(), key=lambda item: item[1].begin)
+    ends = list(accumulate(math.prod(place.shape) for _, place in order))
+    chance = random.Random(f"{seed}/weights/{version}")
+    found: list[Slice] = []
+    for _ in range(NUM_SLICES if ends and ends[-1] else 0):
+        at = chance.randrange(ends[-1])
+        index = bisect_right(ends, at)
+        name, place = order[index]
+        num, width = rows_of(place.shape)
+        top, left = divmod(at - (ends[index - 1] if index else 0), width)
+        height = min(SLICE_ROWS, num)
+        length = min(SLICE_BYTES // ITEM_BYTES[place.dtype] // height, width)
+        top, left = min(top, num - height), min(left, width - length)
+        found.append(Slice(name, top, top + height, left, left + length))
+    return found
+
+
+def slice_of(image: memoryview, place: TensorPlace, cut: Slice) -> bytes:
+    """A slice's elements, as the image has them."""
+    item, width = ITEM_BYTES[place.dtype], rows_of(place.shape)[1]
+    starts = (place.begin + item * (row * width + cut.left) for row in range(cut.top, cut.bottom))
+    return b"".join(image[start : start + item * (cut.right - cut.left)] for start in starts)
+
+
+def slice_digest(values: Any) -> bytes:
+    """Of a slice's elements, as bytes of the type that they are compared in."""
+    return blake2b(values, digest_size=DIGEST_BYTES).digest()
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -1,9 +1,11 @@
 """The Engine seam, shaped by two real engines: the built-in torch one and vLLM."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from actors.messages.generation import Sampling, Tokens
+from actors.messages.weights import WeightsDigest
+from actors.model_folder import Slice
 
 EXPORT, CACHE, SLEEP, RECONFIGURE = CAPABILITIES = ("export", "cache", "sleep", "reconfigure")
 """What an engine's class may state in `capabilities`: what it can do beyond what every engine does."""
@@ -120,6 +122,12 @@ class Engine(Protocol):
         """End every request as `aborted`, free the model, end every process the engine started."""
         ...
 
+    async def digest(self, slices: Sequence[Slice]) -> WeightsDigest | None:
+        """Of these slices of the tensors that it computes with, never of what it was given, as an image in the type it computes in would have
+        them. A class that can't tell may leave it out, or return None: its log-probabilities alone show weights that did not arrive.
+        """
+        ...
+
     # -- capabilities -----------------------------------------------------------------------------------------------
 
     async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
@@ -155,6 +163,12 @@ class Engine(Protocol):
 def capabilities(engine: object) -> frozenset[str]:
     """What the engine's class states."""
     return getattr(type(engine), "capabilities", frozenset())
+
+
+async def digest_of(engine: object, slices: Sequence[Slice]) -> WeightsDigest | None:
+    """What the engine tells of its tensors; None where its class can't."""
+    own = getattr(engine, "digest", None)
+    return None if own is None else await own(slices)
 
 
 def require(engine: object, capability: str) -> None:

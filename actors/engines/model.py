@@ -15,6 +15,7 @@ from torch import Tensor
 from actors.engines.engine import EngineDead, EngineError
 from actors.engines.hf_files import ModelConfig, Rope, read_header
 from actors.engines.scheduler import Row
+from actors.model_folder import EMBED, HEAD, Slice
 
 CALL_POSITIONS = 1000
 """A row that attends alone costs about as much more as reading this many KV positions of 64 floats (measured: 30 µs a layer)."""
@@ -445,6 +446,60 @@ def _paired(rows: Tensor, heads: int) -> Tensor:
     """HF turns row i with row i + D/2 of a head; put such pairs next to each other. Dot products do not change."""
     split = rows.view(heads, 2, -1, *rows.shape[1:])
     return split.transpose(1, 2).reshape(rows.shape)
+
+
+def stored_values(config: ModelConfig, weights: Weights, cut: Slice) -> Tensor | None:
+    """A slice of the stored tensor `cut.name`, out of the fused ones. None for a tensor that nothing is computed with.
+
+    A tied embedding is there twice: where the two differ, NaN is returned.
+    """
+    rows, columns = slice(cut.top, cut.bottom), slice(cut.left, cut.right)
+    if cut.name == EMBED:
+        values = weights.embed[rows, columns]
+        if config.tied and not torch.equal(values, weights.head[columns, rows].t()):
+            return torch.full_like(values, torch.nan)
+        return values
+    if cut.name == "model.norm.weight":
+        return weights.norm[columns]
+    if cut.name == HEAD:
+        return None if config.tied else weights.head[columns, rows].t()
+    _, _, index, name = cut.name.split(".", 3) if cut.name.startswith("model.layers.") else ("", "", "", "")
+    if not index.isdecimal() or int(index) >= len(weights.layers):
+        return None
+    fused, offset, paired = _fused(config, weights.layers[int(index)], name)
+    if fused is None:
+        return None
+    first, last = (cut.top, cut.bottom) if fused.ndim == 2 else (cut.left, cut.right)
+    places: Any = slice(offset + first, offset + last)
+    if paired:
+        row, half = torch.arange(first, last, device=fused.device), config.head_dim // 2
+        within = row % config.head_dim
+        places = offset + row - within + within % half * 2 + within // half
+    return fused[columns, places].t() if fused.ndim == 2 else fused[places]
+
+
+def _fused(config: ModelConfig, layer: Layer, name: str) -> tuple[Tensor | None, int, bool]:
+    """The tensor that holds `name` of a layer, transposed where it is a matrix; at which row it begins, and whether its rows are `_paired`."""
+    parts, _, kind = name.rpartition(".")
+    is_weight = kind == "weight"
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    norm = None if layer.qk_norm is None else layer.qk_norm.reshape(-1)
+    tensors: dict[str, tuple[Tensor | None, int, bool]] = {
+        "self_attn.q_proj": (layer.qkv if is_weight else layer.qkv_bias, 0, True),
+        "self_attn.k_proj": (layer.qkv if is_weight else layer.qkv_bias, q, True),
+        "self_attn.v_proj": (layer.qkv if is_weight else layer.qkv_bias, q + kv, False),
+        "self_attn.o_proj": (layer.out if is_weight else layer.out_bias, 0, False),
+        "mlp.gate_proj": (layer.gate_up if is_weight else layer.gate_up_bias, 0, False),
+        "mlp.up_proj": (layer.gate_up if is_weight else layer.gate_up_bias, config.intermediate_size, False),
+        "mlp.down_proj": (layer.down if is_weight else layer.down_bias, 0, False),
+    }
+    norms = {
+        "input_layernorm": (layer.input_norm, 0, False),
+        "post_attention_layernorm": (layer.post_norm, 0, False),
+        "self_attn.q_norm": (norm, 0, True),
+        "self_attn.k_norm": (norm, q, True),
+    }
+    return (tensors | norms if is_weight else tensors).get(parts, (None, 0, False))
 
 
 def forward(config: ModelConfig, weights: Weights, rotary: Tensor, cache: KVCache, batch: PackedBatch) -> Tensor:

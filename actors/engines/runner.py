@@ -21,11 +21,13 @@ from actors.engines.model import (
     fuse,
     on_device,
     rotations,
+    stored_values,
     tensors_of,
 )
 from actors.engines.scheduler import Row, Sequence, uniform
 from actors.engines.section import EngineSection
-from actors.model_folder import pick_device
+from actors.messages.weights import WeightsDigest
+from actors.model_folder import DIGEST_BYTES, Slice, pick_device, slice_digest
 
 HOST = torch.device("cpu")
 
@@ -66,6 +68,19 @@ class ModelRunner:
     def swap(self, weights: Weights) -> None:
         """What `prepare` gave counts from the next step on."""
         self.weights = on_device(weights, self._home)
+
+    def digest(self, slices: abc.Sequence[Slice]) -> WeightsDigest:
+        """Of what steps compute with now; from any thread."""
+        weights, zeros = self.weights, bytes(DIGEST_BYTES)
+        found = [stored_values(self.config, weights, cut) for cut in slices]
+        there = [values.reshape(-1) for values in found if values is not None]
+        data = torch.cat(there).cpu().view(torch.uint8).numpy() if there else np.empty(0, np.uint8)
+        parts, at = [], 0
+        for values in found:
+            size = 0 if values is None else values.nbytes
+            parts.append(slice_digest(data[at : at + size].data) if size else zeros)
+            at += size
+        return WeightsDigest(self._dtype, b"".join(parts))
 
     # -- caches that move ---------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections import deque
+from collections import abc, deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,8 @@ from actors.engines.pace import EnginePace, unpaced
 from actors.engines.runner import HOST, ModelRunner
 from actors.engines.scheduler import Row, Scheduler, Sequence, check, contents
 from actors.engines.section import EngineSection
+from actors.messages.weights import WeightsDigest
+from actors.model_folder import Slice
 from planning.step_cost import StepSums
 from runtime.observe.log import logger
 
@@ -98,6 +100,9 @@ class TorchEngine:
         self._updates += 1
         self._update_cpu_s += thread_time() - began
         return prepared
+
+    async def digest(self, slices: abc.Sequence[Slice]) -> WeightsDigest | None:
+        return await asyncio.to_thread(self._started().runner.digest, slices)
 
     async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
         """A paced one lasts what its cache takes to the other engine, while steps go on."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+from collections import abc
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 from itertools import pairwise
@@ -26,6 +27,8 @@ from actors.engines.scheduler import Sequence, bits, check
 from actors.engines.section import EngineSection
 from actors.engines.vllm_launch import STOP_S, check_degree, end, first_line, launch, of_degree, prepare_environment
 from actors.engines.vllm_weights import check_tensors, handed_over, shapes_of
+from actors.messages.weights import WeightsDigest
+from actors.model_folder import Slice
 from runtime.observe.log import logger
 
 PARTS = ("export", "stop", "start", "weights")
@@ -220,6 +223,10 @@ class VllmEngine:
                 if not self._suspended and not self._resting:
                     await self._llm.resume_generation()
                 return asyncio.get_running_loop().time() - began
+
+    async def digest(self, slices: abc.Sequence[Slice]) -> WeightsDigest | None:
+        """Its tensors are laid out as vLLM's many models have them, in processes of vLLM's own."""
+        return None
 
     def load(self) -> EngineLoad:
         self._started()

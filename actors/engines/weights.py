@@ -1,7 +1,7 @@
 """Keeps an engine on the newest published weights, which come over the network once per host."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from actors.engines.engine import Engine
@@ -34,6 +34,10 @@ def unshared() -> AbstractAsyncContextManager[Callable[[], bool]]:
     return nullcontext(lambda: True)
 
 
+async def unseen(info: BlobInfo, image: memoryview) -> None:
+    """Nobody looks at what was swapped in."""
+
+
 class WeightsPuller:
     """One per engine: hints wake it, a slow check covers lost hints, and only the newest version is pulled.
 
@@ -47,11 +51,12 @@ class WeightsPuller:
         actor: Actor,
         swapped: Callable[[BlobInfo], None] = lambda info: None,
         permit: Callable[[], AbstractAsyncContextManager[Callable[[], bool]]] = unshared,
+        looked_at: Callable[[BlobInfo, memoryview], Awaitable[None]] = unseen,
     ) -> None:
-        """`swapped` hears of each version; each is brought and swapped in within `permit`, which tells whether it is held for certain."""
+        """`swapped` hears of each version, and then `looked_at` may look before the next is swapped in; each is brought and swapped in within `permit`, which tells whether it is held for certain."""
         self._engine = engine
         self._blobs = blobs
-        self._tell, self._permit = swapped, permit
+        self._tell, self._permit, self._looked_at = swapped, permit, looked_at
         self._metrics, self._waits, self._log = actor.metrics, actor.waits, actor.log
         self._blob = BLOB
         self._held = (0, 0)
@@ -161,6 +166,7 @@ class WeightsPuller:
                         wait.update(detail="swapping them in", holder="")
                         pause_s = await self._engine.update(info.version, image)
                         self._took(info, pause_s, asyncio.get_running_loop().time() - began)
+                        await self._looked_at(info, image)
             finally:
                 self._metrics.gauge("weights/pulled", 1.0)
                 self._blame(TRAINER)

@@ -11,8 +11,19 @@ from typing import Any, Literal
 from actors.cluster import ClusterSection
 from actors.config import CUDA, ModelSection, WeightsSection
 from actors.engines.caches import Caches
-from actors.engines.engine import CACHE, ENGINES, VLLM_MISSING, Chunk, Engine, EngineDead, EngineError, Work, require
-from actors.engines.hf_files import check_fits, check_positions
+from actors.engines.engine import (
+    CACHE,
+    ENGINES,
+    VLLM_MISSING,
+    Chunk,
+    Engine,
+    EngineDead,
+    EngineError,
+    Work,
+    digest_of,
+    require,
+)
+from actors.engines.hf_files import check_fits, check_positions, read_header
 from actors.engines.moves import CacheSource, Departures, Parked
 from actors.engines.orders import Orders
 from actors.engines.pace import modelled
@@ -41,8 +52,15 @@ from actors.messages.generation import (
     TokensSampled,
 )
 from actors.messages.moves import AbortMove, MovePrepared, NotMoved, PrepareMove, TakeMove
-from actors.messages.weights import HoldWeights, WeightsHeld, WeightsPublished, WeightsTaken
-from actors.model_folder import check_device, check_model_folder, may_use_cuda, most_positions, read_description
+from actors.messages.weights import HoldWeights, WeightsDigest, WeightsHeld, WeightsPublished, WeightsTaken
+from actors.model_folder import (
+    check_device,
+    check_model_folder,
+    may_use_cuda,
+    most_positions,
+    read_description,
+    sampled_slices,
+)
 from actors.requests import SharedRequest, SharedRequests, in_task
 from bus.errors import AskFailed, NotSent
 from bus.message import Ack, unpack_i32
@@ -187,6 +205,7 @@ class EngineWorker(CacheSource):
         self._weights: WeightsPuller | None = None
         self._telling = asyncio.Lock()
         self._told_held = False
+        self._digest: WeightsDigest | None = None
         self._gauging: asyncio.Task[None] | None = None
         self._num_tokens = 0
         self._decode: Decode | None = None
@@ -201,7 +220,9 @@ class EngineWorker(CacheSource):
         blobs = HostWeights(self, by_rings=by_rings)
         engine = await self._loaded(section)
         await self._orders.begin(engine)
-        self._weights = weights = WeightsPuller(engine, blobs, self, self._swapped, self._orders.weight_sync)
+        self._weights = weights = WeightsPuller(
+            engine, blobs, self, self._swapped, self._orders.weight_sync, self._look_at
+        )
         await weights.pull()
         self.metrics.gauge("weights/version", weights.version)
         self.spawn(weights.keep_up(section.check_s), name=f"{self.name}.weights")
@@ -445,7 +466,7 @@ class EngineWorker(CacheSource):
         return EngineStatus(
             self.name, weights.version, load.num_slots, tuple(self._requests.running), self._requests.finished(),
             load.suspended, weights.is_held, section.serves, self._is_asleep, load.degree,
-            modelled(section) if section.pace or section.hardware else None, load.restart_s,
+            modelled(section) if section.pace or section.hardware else None, load.restart_s, self._digest,
         )  # fmt: skip
 
     @handler(concurrency=256)
@@ -486,7 +507,14 @@ class EngineWorker(CacheSource):
         self._caches.forget()
         if self._told_held:
             self.spawn(self._tell_proxies(), name=f"{self.name}.let_go")
-        self.spawn(self._tell_taken(WeightsTaken(self.name, info.version, info.epoch)), name=f"{self.name}.taken")
+
+    async def _look_at(self, info: BlobInfo, image: memoryview) -> None:
+        """The trainer hears what the engine computes with now, and compares it with what it published."""
+        engine, _ = self._started()
+        slices = sampled_slices(read_header(image, f"weights version {info.version}"), self.run.seed, info.version)
+        self._digest = await digest_of(engine, slices)
+        message = WeightsTaken(self.name, info.version, info.epoch, self._digest)
+        self.spawn(self._tell_taken(message), name=f"{self.name}.taken")
 
     async def _tell_taken(self, message: WeightsTaken) -> None:
         for trainer in self.peers("trainer"):

@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import msgspec
+
 from bus.message import Message, Request
 
 
@@ -15,12 +17,23 @@ class WeightsPublished(Message, frozen=True):
     size_bytes: int
 
 
+class WeightsDigest(msgspec.Struct, frozen=True, array_like=True):
+    """Of tensors that an engine computes with, at `actors.model_folder.sampled_slices` of the version that it says it has."""
+
+    dtype: str
+    """float32 or bfloat16: what it computes in."""
+    slices: bytes
+    """8 bytes of BLAKE2b for each slice, all zero for a tensor that it does not compute with."""
+
+
 class WeightsTaken(Message, frozen=True):
     """`engine` has swapped in this version: when all have, the phase in which weights travel is over."""
 
     engine: str
     version: int
     epoch: int
+    digest: WeightsDigest | None = None
+    """None: its class can't tell."""
 
 
 class WeightsHeld(Message, frozen=True):

@@ -2,7 +2,7 @@
 simulation."""
 
 import asyncio
-from collections import deque
+from collections import abc, deque
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from zlib import crc32
@@ -13,7 +13,8 @@ from actors.engines.hf_files import read_header
 from actors.engines.pace import unpaced
 from actors.engines.scheduler import Sequence, bits, check, key_of
 from actors.engines.section import EngineSection
-from actors.model_folder import vocab_size_of
+from actors.messages.weights import WeightsDigest
+from actors.model_folder import Slice, vocab_size_of
 from bus.message import pack_i32
 
 
@@ -119,6 +120,10 @@ class ScriptedEngine:
             await asyncio.sleep(self._script.update_s)
             self._version = version
         return self._script.update_s
+
+    async def digest(self, slices: abc.Sequence[Slice]) -> WeightsDigest | None:
+        """There are no tensors."""
+        return None
 
     def load(self) -> EngineLoad:
         running = sum(slot.runs for slot in self._requests.values())

@@ -1,6 +1,7 @@
 """Compares trainer and engines: do they give the same tokens the same log-probabilities? And names what most likely parts them."""
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,9 +38,9 @@ class CheckSection(Section):
     """Whether trainer and engines give the same tokens the same log-probabilities: a run where they don't ends with the likely cause."""
 
     enabled: bool = True
-    """Compare before the first step, after the first update, and then every so often. The next step waits for it."""
+    """Compare before the first step, after the first update, then every so often, and after the last step. The next step waits for it."""
     every: int = Field(default=50, ge=0)
-    """Steps between later comparisons; 0 leaves them out."""
+    """Steps between later comparisons; 0 leaves out all but the last."""
     num_prompts: int = Field(default=16, ge=1)
     """Random prompts to sample from."""
     num_tokens: int = Field(default=32, ge=1)
@@ -51,9 +52,9 @@ class CheckSection(Section):
     timeout_s: float = Field(default=120.0, gt=0)
     """Longest the engines may take to answer; without an answer the comparison is left out, and told."""
 
-    def due(self, num_published: int, step: int) -> bool:
-        """Whether to compare, now that this launch has published so many versions, `step` the newest."""
-        return self.enabled and (num_published <= 2 or (self.every > 0 and step % self.every == 0))
+    def due(self, num_published: int, step: int, last: int) -> bool:
+        """Whether to compare, now that this launch has published so many versions, `step` the newest, of `last` steps."""
+        return self.enabled and (num_published <= 2 or step == last or (self.every > 0 and step % self.every == 0))
 
 
 class Agreement:
@@ -186,14 +187,14 @@ def compare_logprobs(
                 for at in range(span.start, span.end)
                 if span.version == version
             ]
-    return sorted(found, key=lambda d: -d.gap)
+    return sorted(found, key=lambda d: -d.gap if math.isfinite(d.gap) else -math.inf)
 
 
 def _worst(found: Sequence[Difference]) -> tuple[float, str]:
     """Largest of the engines' mean |Δ log-prob|, and whose it is: one of many that is off must not be averaged away."""
     gaps: dict[str, list[float]] = {}
     for difference in found:
-        gaps.setdefault(difference.name, []).append(difference.gap)
+        gaps.setdefault(difference.name, []).append(difference.gap if math.isfinite(difference.gap) else math.inf)
     return max(((sum(each) / len(each), name) for name, each in gaps.items()), default=(0.0, ""))
 
 

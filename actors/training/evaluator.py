@@ -59,7 +59,9 @@ class Evaluator(Actor):
 
     @handler
     async def weights_taken(self, message: WeightsTaken) -> None:
-        """Nothing follows: who holds a version is asked."""
+        """Who holds a version is asked; one that computes with another spoils every figure."""
+        if said := self._out.disagreement(message):
+            self.finish(said, failed=True)
 
     async def _evaluate_all(self) -> None:
         section = self.config.eval

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 import msgspec
 
@@ -21,7 +21,8 @@ from actors.breakdown import breakdown
 from actors.messages.engines import GENERATION
 from actors.messages.fabric import Phase, PhaseIntent
 from actors.messages.samples import Advance, PolicyState, Trajectory
-from actors.messages.weights import WeightsPublished, WeightsTaken
+from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
+from actors.model_folder import DIGEST_BYTES, Slice, read_header, sampled_slices, slice_digest, slice_of
 from actors.training.engine import StepResult
 from bus.errors import AskFailed
 from planning.staleness import UNBOUNDED
@@ -249,6 +250,54 @@ class WeightsSource(Protocol):
     def export(self, memory: memoryview) -> Callable[[], None]: ...
 
 
+SAMPLES_KEPT = 8
+"""Versions whose sample stays, 256 KiB each: an engine may take one while the next are published."""
+
+TAKE_S = 5.0
+"""What engines may take at the end for a version that they have answered under."""
+
+
+class WeightsSample(NamedTuple):
+    """Slices of a published image, against which engines' digests are compared. The image's floats in `dtype`, slice by slice."""
+
+    slices: list[Slice]
+    parts: list[tuple[str, bytes]]
+    """Type and bytes of each."""
+
+    @classmethod
+    def of(cls, image: memoryview, seed: int, version: int) -> "WeightsSample":
+        header = read_header(image, f"weights version {version}")
+        slices = sampled_slices(header, seed, version)
+        return cls(slices, [(header[cut.name].dtype, slice_of(image, header[cut.name], cut)) for cut in slices])
+
+    def differing(self, digest: WeightsDigest) -> list[str]:
+        """The tensors that an engine computes with otherwise, one for each slice that differs."""
+        size, found = DIGEST_BYTES, list[str]()
+        for index, (cut, (dtype, values)) in enumerate(zip(self.slices, self.parts, strict=True)):
+            told = digest.slices[index * size : (index + 1) * size]
+            if any(told) and told != slice_digest(as_computed(values, dtype, digest.dtype)):
+                found.append(cut.name)
+        return found
+
+
+NUMPY_TYPES: Mapping[str, str] = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+
+
+def as_computed(values: bytes, stored: str, dtype: str) -> bytes:
+    """What an engine that computes in `dtype`, float32 or bfloat16, makes of stored values: to the nearest, ties to even."""
+    if (stored, dtype) in (("F32", "float32"), ("BF16", "bfloat16")):
+        return values
+    import numpy as np
+
+    if stored == "BF16":
+        return (np.frombuffer(values, "<u2").astype("<u4") << 16).tobytes()
+    floats = np.frombuffer(values, NUMPY_TYPES[stored]).astype("<f4")
+    if dtype == "float32":
+        return floats.tobytes()
+    bits = floats.view("<u4")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+
+
 class Publisher:
     """One trainer's outgoing side."""
 
@@ -262,6 +311,9 @@ class Publisher:
         """Of what changed in it, where that travels in its place."""
         self._announcing: asyncio.Task[PolicyState] | None = None
         self._taken: set[str] = set()
+        self._heard = asyncio.Event()
+        self._samples: dict[tuple[int, int], WeightsSample] = {}
+        """By epoch and version, oldest first."""
 
     @property
     def size_bytes(self) -> int:
@@ -307,6 +359,9 @@ class Publisher:
         with actor.waits.on(f"weights {step}", stage="publish", holder=NODE) as wait:
             with actor.trace.span("publish", "weights", version=step):
                 await actor.offload(whole)
+                self._samples[epoch, step] = await actor.offload(WeightsSample.of, draft.memory, actor.run.seed, step)
+                while len(self._samples) > SAMPLES_KEPT:
+                    del self._samples[next(iter(self._samples))]
                 digest = join_digests(await piece_digests_beside(draft.memory))
                 shown = BlobInfo(WEIGHTS, step, epoch, digest, len(draft.memory))
                 delta = await put_delta(actor.blobs, shown, draft.memory) if self._leave_host() else None
@@ -338,7 +393,31 @@ class Publisher:
         if now is None or (message.version, message.epoch) != (now.version, now.epoch):
             return False
         self._taken.add(message.engine)
+        self._heard.set()
+        return self._everybody_has_it
+
+    @property
+    def _everybody_has_it(self) -> bool:
         return self._taken >= set(self._actor.peers(GENERATION))
+
+    def disagreement(self, message: WeightsTaken) -> str:
+        """What is wrong where an engine computes with other tensors than were published; empty where it does not, or nobody can tell."""
+        sample = self._samples.get((message.epoch, message.version))
+        if sample is None or message.digest is None or not (others := sample.differing(message.digest)):
+            return ""
+        return (
+            f"trainer and engine disagree: {message.engine} says that it has weights version {message.version}, but the tensors that it "
+            f"computes with are others: {len(others)} of {len(sample.slices)} sampled slices differ, {others[0]} first. What was published "
+            "never reached them, or not whole: look at its engine's update, and resume once that is mended"
+        )
+
+    async def taken_by_all(self) -> None:
+        """Return once every engine has told that it took what was published last, or after `TAKE_S`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TAKE_S):
+                while not self._everybody_has_it:
+                    self._heard.clear()
+                    await self._heard.wait()
 
     async def intend(self, phase: Phase, step: int, in_s: float = 0.0) -> None:
         """Tell the fabric what comes, `in_s` from now, or what begins; it may be away."""

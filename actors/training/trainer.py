@@ -252,7 +252,13 @@ class Trainer(Actor):
 
     @handler
     async def weights_taken(self, message: WeightsTaken) -> None:
-        """The weights have arrived everywhere: what has the network now is the next rollout, unless the next step has begun before."""
+        """The weights have arrived everywhere: what has the network now is the next rollout, unless the next step has begun before.
+
+        Where an engine computes with others, the run ends.
+        """
+        if said := self._out.disagreement(message):
+            self.finish(said, failed=True)
+            self._leaving.set()
         if self._out.taken(message) and not self._training:
             await self._out.intend("rollout", message.version + 1)
 
@@ -269,6 +275,8 @@ class Trainer(Actor):
                 self._require_updates()
             await self._out.announced()
             await self._written()
+            if self.config.check.enabled and self._num_published:
+                await self._out.taken_by_all()
             if self._step >= self.run.steps and not self._leaving.is_set():
                 await self._buffer.ask(Close(), timeout=ASK_S)
                 self._require_updates(ended=True)
@@ -403,7 +411,9 @@ class Trainer(Actor):
         alarmed = mismatch_kl is not None and self._mismatch.alarms(mismatch_kl)
         section, began = self.config.check, asyncio.get_running_loop().time()
         published = self._out.version == step
-        compared = published and (section.due(self._num_published, step) or (alarmed and section.enabled))
+        compared = published and (
+            section.due(self._num_published, step, self.run.steps) or (alarmed and section.enabled)
+        )
         if compared:
             await self._out.announced()
         agreed = False

@@ -11,6 +11,8 @@ from actors.engines.engine import ENGINES, EngineDead, Work
 from actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from actors.engines.tokens import joined
 from actors.messages.generation import Tokens
+from actors.model_folder import Slice, read_header, rows_of
+from actors.training.publishing import WeightsSample
 from runtime.importer import load_object
 from tests.models import VOCAB
 
@@ -71,6 +73,14 @@ async def collect(engine, work: Work) -> tuple[Tokens, str]:
             assert not reason, "a chunk came after the last one"
             tokens, reason = joined(tokens, chunk.tokens), chunk.finish_reason
     return tokens, reason
+
+
+def whole_of(image: memoryview) -> WeightsSample:
+    """Every element of an image, each tensor in one slice."""
+    places = read_header(image, "it")
+    sizes = {name: rows_of(place.shape) for name, place in places.items()}
+    slices = [Slice(name, 0, num, 0, width) for name, (num, width) in sizes.items()]
+    return WeightsSample(slices, [(place.dtype, bytes(image[place.begin : place.end])) for place in places.values()])
 
 
 async def first_tokens(chunks, num: int) -> Tokens:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.engines.engine import EngineError, Work
+from actors.engines.engine import EngineError, Work, digest_of
 from actors.engines.section import PaceSection
 from actors.engines.tokens import joined
 from actors.messages.generation import Sampling, Tokens, VersionSpan
@@ -21,6 +21,7 @@ from tests.contract.engines import (
     modelled_engine,
     prompt_of,
     running,
+    whole_of,
 )
 from tests.models import VOCAB, greedy, logprobs, weights_image, write_model
 
@@ -156,6 +157,21 @@ async def test_requests_in_flight_live_through_an_update_and_their_spans_say_whe
         assert found.spans[0].start == 0
         assert found.spans[0].end == found.spans[1].start
         assert found.spans[1].end == len(found.ids) // 4 == 60
+
+
+@every_engine
+async def test_what_an_engine_computes_with_is_what_was_published_or_it_says_that_it_can_not_tell(engine, other_image):
+    whole = whole_of(other_image)
+
+    before = await digest_of(engine, whole.slices)
+    await engine.update(1, other_image)
+    after = await digest_of(engine, whole.slices)
+
+    if after is not None:
+        assert whole.differing(after) == []
+        assert whole.differing(before) == [cut.name for cut in whole.slices]
+    else:
+        assert before is None
 
 
 @every_engine

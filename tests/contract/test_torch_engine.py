@@ -14,7 +14,10 @@ from actors.engines.section import EngineSection
 from actors.engines.tokens import joined
 from actors.engines.torch_engine import TorchEngine
 from actors.messages.generation import Sampling, Tokens, VersionSpan
+from actors.model_folder import read_header, sampled_slices
+from actors.training.publishing import WeightsSample
 from bus.message import unpack_f32, unpack_i32
+from tests.contract.engines import whole_of
 from tests.models import logprobs, weights_image, write_model
 
 pytestmark = pytest.mark.slow
@@ -53,6 +56,29 @@ async def test_every_family_agrees_with_transformers_even_when_prefill_is_cut(tm
     await engine.stop()
 
     assert max(difference(folder, work, tokens) for work, (tokens, _) in zip(works, results, strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2"])
+async def test_fused_and_turned_weights_are_told_as_they_were_published(tmp_path, family, dtype):
+    write_model(tmp_path / "old", family)
+    image = weights_image(write_model(tmp_path / "new", family, seed=1))
+    engine = TorchEngine(
+        tmp_path / "old", ModelSection(device="cpu", dtype=dtype), EngineSection(num_slots=2, max_len=64)
+    )
+    await engine.start()
+    whole = whole_of(image)
+    parts = sampled_slices(read_header(image, "it"), 1, 1)
+
+    before = await engine.digest(whole.slices)
+    await engine.update(1, image)
+    after, sampled = await engine.digest(whole.slices), await engine.digest(parts)
+    await engine.stop()
+
+    assert whole.differing(after) == []
+    assert WeightsSample.of(image, 1, 1).differing(sampled) == []
+    assert not any(sampled.slices[at : at + 8] == bytes(8) for at in range(0, len(sampled.slices), 8))
+    assert whole.differing(before) == [cut.name for cut in whole.slices]
 
 
 async def test_the_weights_that_were_replaced_are_freed_beside_the_steps_and_at_once(tmp_path):

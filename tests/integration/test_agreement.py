@@ -12,10 +12,18 @@ from actors.engines.torch_engine import StepLoop, TorchEngine
 
 
 class Deaf(TorchEngine):
-    \"\"\"Says that it has every version, and keeps the weights that it began with.\"\"\"
+    \"\"\"Says that it has every version, and from FROM on keeps the weights that it has.\"\"\"
 
     async def update(self, version, weights):
+        if version < FROM:
+            return await super().update(version, weights)
         return await self._command(StepLoop.swap, version, self._started().runner.weights)
+
+
+class Silent(Deaf):
+    \"\"\"Tells nothing of its tensors, as an engine whose class can't.\"\"\"
+
+    digest = None
 """
 
 BAD_ENVS = Path(__file__).parent / "bad_envs.py"
@@ -23,10 +31,10 @@ BAD_ENVS = Path(__file__).parent / "bad_envs.py"
 
 @pytest.fixture
 def ended(tmp_path):
-    """`ended(engine)`: how a job of 3 steps with that engine ended, and its rows."""
+    """`ended(engine, …)`: how a job of 3 steps with that engine, deaf from version `since` on, ended, and its rows."""
 
-    def run(engine):
-        (tmp_path / "deaf.py").write_text(DEAF)
+    def run(engine, *overrides, since=0):
+        (tmp_path / "deaf.py").write_text(DEAF.replace("FROM", str(since)))
         config = SMALL.replace("kind: scripted", f"kind: {engine}").replace(
             "check: {enabled: false}", "check: {every: 3}"
         )
@@ -34,7 +42,7 @@ def ended(tmp_path):
         model = write_model(tmp_path / "model")
         done = rubato(
             "launch", "job.yaml", "--run-dir", "run", f"model.path={model}", "run.steps=3", "rollout.temperature=0.8",
-            cwd=tmp_path,
+            *overrides, cwd=tmp_path,
         )  # fmt: skip
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         return done, [json.loads(line) for line in lines]
@@ -43,11 +51,27 @@ def ended(tmp_path):
 
 
 def test_weights_that_never_arrive_end_the_run_after_the_first_update_with_the_likely_cause(ended):
-    done, rows = ended("deaf.py:Deaf")
+    done, rows = ended("deaf.py:Silent")
 
     assert done.code == 1
     assert "They agreed before this update, so its weights most likely never reached engine-1" in done.out + done.err
     assert rows == []
+
+
+def test_weights_that_stop_arriving_near_the_end_are_found_before_the_run_is_done(ended):
+    done, rows = ended("deaf.py:Silent", "check.every=0", since=3)
+
+    assert done.code == 1
+    assert "trainer and engine disagree: mean |Δlogp|" in done.out + done.err
+    assert [row["step"] for row in rows] == [1, 2]
+
+
+def test_weights_that_never_arrive_are_found_in_the_tensors_however_small_the_steps_are(ended):
+    done, _ = ended("deaf.py:Deaf", "train.lr=1e-6", "check.every=0", since=2)
+
+    assert done.code == 1
+    assert "trainer and engine disagree: engine-1 says that it has weights version" in done.err
+    assert "sampled slices differ" in done.err
 
 
 def test_an_engine_that_takes_them_agrees_after_every_update_that_is_compared(ended):

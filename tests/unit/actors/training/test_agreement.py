@@ -181,14 +181,15 @@ def test_a_trainer_that_leaves_before_its_turn_is_told_and_goes_on_to_the_row_of
     ]
 
 
-def test_comparisons_are_due_at_the_start_after_the_first_update_and_every_so_often():
+def test_comparisons_are_due_at_the_start_after_the_first_update_every_so_often_and_after_the_last_step():
     section = CheckSection(every=10)
 
-    due = [step for published, step in enumerate(range(6, 35), 1) if section.due(published, step)]
+    due = [step for published, step in enumerate(range(6, 35), 1) if section.due(published, step, 34)]
 
-    assert due == [6, 7, 10, 20, 30]
-    assert not CheckSection(enabled=False).due(1, 0)
-    assert not CheckSection(every=0).due(3, 10)
+    assert due == [6, 7, 10, 20, 30, 34]
+    assert not CheckSection(enabled=False).due(1, 0, 0)
+    assert not CheckSection(every=0).due(3, 10, 11)
+    assert CheckSection(every=0).due(3, 11, 11)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,18 @@ import os
 import socket
 
 import msgspec
+import numpy as np
 import pytest
 
 from actors.messages.fabric import PhaseIntent
-from actors.messages.weights import WeightsPublished, WeightsTaken
+from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
+from actors.model_folder import read_header, sampled_slices, slice_digest
 from actors.training.engine import StepResult
 from actors.training.publishing import (
     Publisher,
     Rows,
+    WeightsSample,
+    as_computed,
     batch_metrics,
     cpu_used,
     filtered_metrics,
@@ -57,6 +61,90 @@ def test_weights_have_arrived_when_the_last_engine_has_this_very_version(publish
         assert made.taken(WeightsTaken("engine-2", 3, 1))
 
     publisher(play)
+
+
+def image_of(**arrays):
+    header, body = {}, b""
+    for name, array in arrays.items():
+        kind = {"<f4": "F32", "<f2": "F16", "<u2": "BF16"}[array.dtype.str]
+        header[name] = {
+            "dtype": kind,
+            "shape": list(array.shape),
+            "data_offsets": [len(body), len(body) + array.nbytes],
+        }
+        body += array.tobytes()
+    text = json.dumps(header).encode()
+    return memoryview(len(text).to_bytes(8, "little") + text + body)
+
+
+def digest_of(sample, dtype="float32", *, spoilt=(), unknown=()):
+    """Of an engine that computes with what was published, but for some tensors."""
+    found = b""
+    for cut, (stored, values) in zip(sample.slices, sample.parts, strict=True):
+        computed = as_computed(values, stored, dtype)
+        own = bytes(8) if cut.name in unknown else slice_digest(computed)
+        found += slice_digest(b"stale") if cut.name in spoilt else own
+    return WeightsDigest(dtype, found)
+
+
+LARGE = np.random.default_rng(1).standard_normal((300, 400)).astype("<f4")
+
+
+def test_an_engine_that_computes_with_other_tensors_is_named_with_version_and_tensor(publisher):
+    async def play(made, told):
+        sample = made._samples[1, 3] = WeightsSample.of(image_of(body=LARGE, head=2 * LARGE), 7, 3)
+
+        assert made.disagreement(WeightsTaken("engine-2", 3, 1, digest_of(sample))) == ""
+        said = made.disagreement(WeightsTaken("engine-2", 3, 1, digest_of(sample, spoilt=["head"])))
+        for words in ("trainer and engine disagree: engine-2", "version 3", "head first"):
+            assert words in said
+
+    publisher(play)
+
+
+def test_nothing_is_said_of_an_engine_that_can_not_tell_nor_of_a_version_that_somebody_else_published(publisher):
+    async def play(made, told):
+        sample = made._samples[1, 3] = WeightsSample.of(image_of(body=LARGE, other=LARGE), 7, 3)
+        stale = digest_of(sample, spoilt=["body"])
+
+        assert made.disagreement(WeightsTaken("engine-1", 3, 1)) == ""
+        assert made.disagreement(WeightsTaken("engine-1", 3, 2, stale)) == ""
+        assert made.disagreement(WeightsTaken("engine-1", 2, 1, stale)) == ""
+        assert made.disagreement(WeightsTaken("engine-1", 3, 1, digest_of(sample, unknown=["other"]))) == ""
+
+    publisher(play)
+
+
+def test_a_sample_is_compared_in_the_type_that_the_engine_computes_in():
+    import torch
+
+    values = torch.from_numpy(LARGE.reshape(-1))
+    stored = {
+        "F32": values,
+        "F16": values.to(torch.float16),
+        "BF16": values.to(torch.bfloat16),
+        "F64": values.double() / 3,
+    }
+
+    for kind, tensor in stored.items():
+        for dtype in ("float32", "bfloat16"):
+            computed = tensor.to(getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
+            assert as_computed(tensor.view(torch.uint8).numpy().tobytes(), kind, dtype) == computed
+
+
+def test_every_version_is_sampled_elsewhere_and_alike_by_whoever_knows_the_seed():
+    header = read_header(image_of(body=LARGE, bias=LARGE[0]), "it")
+
+    first, again, later, other = (sampled_slices(header, *key) for key in ((7, 3), (7, 3), (7, 4), (8, 3)))
+
+    assert first == again
+    assert len({tuple(each) for each in (first, later, other)}) == 3
+    assert len(first) == 64
+    assert {cut[1:] for cut in first if cut.name == "bias"} <= {(0, 1, 0, 400)}
+    body = [cut for cut in first if cut.name == "body"]
+    assert {(cut.bottom - cut.top, cut.right - cut.left) for cut in body} == {(32, 32)}
+    assert all(0 <= cut.top < cut.bottom <= 300 and 0 <= cut.left < cut.right <= 400 for cut in body)
+    assert len({cut[1:] for cut in body}) > 50
 
 
 def test_the_fabric_hears_of_the_next_weights_ahead_of_time_with_their_bytes(publisher):
