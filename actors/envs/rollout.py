@@ -18,8 +18,8 @@ from actors.envs.environment import Observation
 from actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, is_plain, sentence
 from actors.envs.section import EnvSection
 from actors.envs.templates import RenderError
-from actors.messages.generation import NOT_ITS_TURN, Aborted, Completion, Generate, Sampling, Tokens
-from actors.messages.samples import GiveUp, NotScored, PolicyState, Score, Ticket, Trajectory, shortened
+from actors.messages.generation import NOT_ITS_TURN, Aborted, Completion, Generate, Sampling, Tokens, flaw_of_logprobs
+from actors.messages.samples import BAD_LOGPROBS, GiveUp, NotScored, PolicyState, Score, Ticket, Trajectory, shortened
 from bus.errors import AskFailed, Failed
 from bus.message import well_formed
 from planning.hopeless import RECENT, is_hopeless
@@ -298,6 +298,8 @@ class Rollout:
             reply = await self._ask_proxy(request)
             self._num_sampled += (len(reply.tokens.ids) - len(resumed.ids)) // TOKEN_BYTES
             if isinstance(reply, Completion):
+                if found := flaw_of_logprobs(reply.tokens.logprobs):
+                    raise GaveUp(BAD_LOGPROBS, f"{reply.engine} sent a completion in which {found}")
                 try:
                     transcript.sample(reply.tokens)
                 except ValueError as error:

@@ -202,6 +202,10 @@ class Put(Request[Stored], frozen=True):
     trajectory: Trajectory
 
 
+BAD_LOGPROBS = "bad_logprobs"
+"""Why a rollout ended: an engine gave log-probabilities that are none. Its sample's reason has the detail too: engine and flaw."""
+
+
 class GiveUp(Request[Stored], frozen=True):
     """A trajectory ended without a score. `retry` asks for another attempt; otherwise it is `failed` with `reason`."""
 
@@ -209,7 +213,7 @@ class GiveUp(Request[Stored], frozen=True):
     ticket: Ticket
     reason: str
     """A named outcome: env_reset_failed, env_step_failed, env_timeout, env_bad_result, env_lost, no_worker, reward_failed,
-    generation_failed, stale, cancelled, drained."""
+    generation_failed, bad_logprobs, stale, cancelled, drained."""
     detail: str = ""
     retry: bool = False
     tokens: int = 0

@@ -4,6 +4,7 @@ Every handler changes the groups in memory, waits for the journal's write, and o
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,6 +15,7 @@ from pydantic import Field
 from actors.checkpoint import newest_receipts
 from actors.config import ModelSection, SamplesSection, StalenessSection, TailBatchingSection, TrainSection
 from actors.messages.samples import (
+    BAD_LOGPROBS,
     Admit,
     Advance,
     Batch,
@@ -91,6 +93,10 @@ EPOCH = "samples/epoch"
 """Counter of trainers' epochs: it leaps where the Store forgot, so none is drawn twice."""
 
 
+DIGITS, MOST_FLAWS = re.compile(r"[-+.\d]+"), 5
+"""The user is told of so many kinds of refused trajectories; the log has all of them."""
+
+
 class SampleBuffer(Actor):
     """Issues tickets, takes trajectories in, hands batches out. At its bounds callers wait: admission for slots, claims for groups."""
 
@@ -116,6 +122,7 @@ class SampleBuffer(Actor):
     async def on_start(self) -> None:
         """Rebuild from the Store and the newest checkpoint, then serve."""
         self._closed = self._draining = self._barren_told = False
+        self._flaws: set[str] = set()
         self._slots, self._outcomes, self._claiming, config = Wake(), Wake(), asyncio.Lock(), self.config
         mixture = await self.offload(mixture_of, config.tasks, self.run.seed)
         limits = limits_of(config.train, config.samples, self.run, mixture)
@@ -358,6 +365,7 @@ class SampleBuffer(Actor):
             return fate
         if found := flaw(trajectory, newest=self._groups.base, vocab_size=self._vocab_size):
             self.log.error("trajectory_refused", trajectory=name, attempt=ticket.attempt, flaw=found)
+            self._tell_refused(name, found)
             if found.startswith(FUTURE_VERSION):
                 return self._change(
                     ticket,
@@ -402,6 +410,8 @@ class SampleBuffer(Actor):
                 lambda: self._groups.take_back(name, reason, counted=failed, failed=failed, spent=spent),
             )
         fate = "stale" if reason == "stale" else "failed"
+        if reason == BAD_LOGPROBS:
+            reason = f"{reason}: {request.detail}"
         return self._change(request.ticket, spent, lambda: self._groups.fail(name, fate, reason, spent))
 
     def _change(self, ticket: Ticket, spent: Outcome, change: Callable[[], str]) -> str:
@@ -518,6 +528,13 @@ class SampleBuffer(Actor):
             self._barren_told = True
             end = f"The run ends after {most} in a row (samples.max_barren_groups)"
             self.notice(f"{why_barren(barren)} {end}")
+
+    def _tell_refused(self, name: str, found: str) -> None:
+        """Once for each kind of flaw, whatever numbers it has."""
+        kind = DIGITS.sub("", found)
+        if kind not in self._flaws and len(self._flaws) < MOST_FLAWS and not found.startswith(FUTURE_VERSION):
+            self._flaws.add(kind)
+            self.notice(f"sample {name} was refused and ends as failed, and so do others like it: {found}")
 
     def _tell_gone(self, gone: Sequence[str]) -> None:
         self.metrics.count("samples/damaged", len(gone))

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from actors.checkpoint import digest_of, sync_folder, write_through
+from actors.messages.generation import flaw_of_logprobs
 from actors.messages.samples import MOST_FIGURES, GiveUp, Segment, Trajectory, flaw_of_reward
 from runtime.errors import RubatoError
 
@@ -157,8 +158,8 @@ def _flaw_of_segment(segment: Segment, vocab_size: int | None) -> str:
         return found
     if segment.mask.count(0) + segment.mask.count(1) != num:
         return "bad_trajectory: a mask holds something else than 0 and 1"
-    if not _all_finite(segment.logprobs):
-        return "bad_trajectory: a log-probability is not finite"
+    if found := flaw_of_logprobs(segment.logprobs):
+        return f"bad_trajectory: {found}"
     end = sampled = 0
     for span in segment.spans:
         if not end <= span.start < span.end <= num:
@@ -177,14 +178,6 @@ def _flaw_of_tokens(tokens: bytes, vocab_size: int | None) -> str:
     if vocab_size is not None and ids and max(ids) >= vocab_size:
         return f"bad_trajectory: token {max(ids)} is outside the vocabulary of {vocab_size}"
     return ""
-
-
-def _all_finite(floats: bytes) -> bool:
-    """Of float32. A number is infinite or none only where the highest seven bits of its exponent are set, which nearly never is."""
-    exponents = floats[3::4]
-    if not exponents.count(0x7F) and not exponents.count(0xFF):
-        return True
-    return math.isfinite(sum(array("f", floats)))
 
 
 # -- files --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """One trajectory against fakes of the proxy and the reward service."""
 
 import asyncio
+import math
 from array import array
 from contextlib import contextmanager
 
@@ -250,6 +251,21 @@ async def test_a_turn_that_can_not_be_generated_has_a_named_end(renderer, answer
         await play(renderer, answers)
 
     assert (caught.value.reason, caught.value.retry) == ("generation_failed", retry)
+
+
+@pytest.mark.parametrize(
+    ("value", "flaw"),
+    [(math.nan, "not finite (nan)"), (0.5, "0.5, above 0"), (-1e4, "-10000, below"), (-math.inf, "-inf")],
+)
+async def test_log_probabilities_that_are_none_end_a_rollout_by_the_name_of_the_engine(renderer, value, flaw):
+    tokens = Tokens(array("i", [1, 2]).tobytes(), array("f", [-1.0, value]).tobytes(), (VersionSpan(5, 0, 2),))
+
+    with pytest.raises(GaveUp) as caught:
+        await play(renderer, [Completion("", tokens, "length", "engine-3")])
+
+    assert (caught.value.reason, caught.value.retry) == ("bad_logprobs", False)
+    assert caught.value.detail.startswith("engine-3 sent a completion in which a log-probability is ")
+    assert flaw in caught.value.detail
 
 
 @pytest.mark.parametrize(("word", "outcome"), [("fail", "env_step_failed"), ("nan", "env_bad_result")])

@@ -316,7 +316,7 @@ def trajectory_of(ticket, reward=1.0, version_first=None, num_tokens=4):
     segment = Segment(
         tokens=array("i", range(num_tokens)).tobytes(),
         mask=bytes([0] + [1] * (num_tokens - 1)),
-        logprobs=array("f", [0.5] * num_tokens).tobytes(),
+        logprobs=array("f", [-0.5] * num_tokens).tobytes(),
         spans=(VersionSpan(version, 1, num_tokens),),
     )
     return Trajectory(

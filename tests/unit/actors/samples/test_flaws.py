@@ -45,89 +45,99 @@ def spans(*spans):
     return segment_with(spans=tuple(VersionSpan(*span) for span in spans))
 
 
-FLAWED = {
-    "a score that is no number": (
-        trajectory_with(scores={"env": math.nan}),
-        "bad_trajectory: its scores are more than 64, or one of them is not finite",
-    ),
-    "too many numbers of the environment": (
-        trajectory_with(info={f"k{n}": 0.0 for n in range(65)}),
-        "bad_trajectory: its numbers of info are more than 64, or one of them is not finite",
-    ),
-    "a token outside the vocabulary": (
-        segment_with(tokens=ints(1, 2, 100, 0, 5, 6)),
-        "bad_trajectory: token 100 is outside the vocabulary of 100",
-    ),
-    "a negative token": (
-        segment_with(tokens=ints(1, 2, -1, 0, 5, 6)),
-        "bad_trajectory: token -1 is none of a vocabulary",
-    ),
-    "the largest int32": (
-        segment_with(tokens=ints(1, 2, 2**31 - 1, 0, 5, 6)),
-        "bad_trajectory: token 2147483647 is outside the vocabulary of 100",
-    ),
-    "bytes that are no whole int32": (
-        segment_with(tokens=SEGMENT.tokens[:-1]),
-        "bad_trajectory: a segment has 23 bytes of tokens, 24 of log-probs and 6 of mask",
-    ),
-    "a short mask": (
-        segment_with(mask=SEGMENT.mask[:-1]),
-        "bad_trajectory: a segment has 24 bytes of tokens, 24 of log-probs and 5 of mask",
-    ),
-    "short log-probs": (
-        segment_with(logprobs=SEGMENT.logprobs[:-4]),
-        "bad_trajectory: a segment has 24 bytes of tokens, 20 of log-probs and 6 of mask",
-    ),
-    "tokens without a mask": (
-        segment_with(mask=b""),
-        "bad_trajectory: a segment has 24 bytes of tokens, 24 of log-probs and 0 of mask",
-    ),
-    "a mask of 2": (
-        segment_with(mask=bytes([0, 2, 1, 0, 1, 1])),
-        "bad_trajectory: a mask holds something else than 0 and 1",
-    ),
-    "a span past the end": (spans((3, 1, 3), (4, 4, 7)), "the span 4 to 7 does not lie in order within 6 tokens"),
-    "a span before the beginning": (spans((3, -1, 3), (4, 4, 6)), "the span -1 to 3 does not lie in order"),
-    "an empty span": (spans((3, 1, 3), (4, 4, 4), (4, 4, 6)), "the span 4 to 4 does not lie in order"),
-    "a span that ends before it begins": (spans((3, 3, 1), (4, 4, 6)), "the span 3 to 1 does not lie in order"),
-    "spans out of order": (spans((3, 4, 6), (4, 1, 3)), "the span 1 to 3 does not lie in order within 6 tokens"),
-    "spans that overlap": (spans((3, 1, 5), (4, 4, 6)), "the span 4 to 6 does not lie in order within 6 tokens"),
-    "sampled tokens that no span covers": (spans((3, 1, 3), (4, 5, 6)), "spans cover 3 of 4 sampled tokens"),
-    "no span at all": (segment_with(spans=()), "bad_trajectory: spans cover 0 of 4 sampled tokens"),
-    "a future version": (
-        spans((3, 1, 3), (6, 4, 6)),
-        "future_version: it was sampled under version 6, and 5 is the newest",
-    ),
-    "a version below the ticket's": (
-        trajectory_with(ticket=msgspec.structs.replace(TICKET, version=4)),
-        "bad_trajectory: it begins with version 3, its ticket says 4",
-    ),
-    "no segment": (trajectory_with(segments=()), "bad_trajectory: it has no sampled token"),
-    "no sampled token": (
-        segment_with(mask=bytes(6), spans=()),
-        "bad_trajectory: it has no sampled token",
-    ),
-    "spans that cover no sampled token": (segment_with(mask=bytes(6)), "bad_trajectory: it has no sampled token"),
-    "a NaN reward": (trajectory_with(reward=math.nan), "reward_not_finite"),
-    "an infinite reward": (trajectory_with(reward=-math.inf), "reward_not_finite"),
-    "a reward beyond float32": (trajectory_with(reward=1e200), "reward_out_of_range"),
-    "a temperature that is not finite": (
-        trajectory_with(temperature=math.nan),
-        "bad_trajectory: its temperature is nan",
-    ),
-    "a temperature below 0": (trajectory_with(temperature=-1.0), "bad_trajectory: its temperature is -1.0"),
-    "a temperature that no float32 divides by": (trajectory_with(temperature=1e-40), "its temperature is 1e-40"),
-    "a second segment that is flawed": (
-        trajectory_with(segments=[SEGMENT, msgspec.structs.replace(SEGMENT, mask=b"")]),
-        "24 of log-probs and 0 of mask",
-    ),
-} | {
-    f"log-probs {', '.join(map(str, wrong))}": (
-        segment_with(logprobs=floats(0.0, *wrong, 0.0, 0.0, 0.0, 0.0)[:24]),
-        "bad_trajectory: a log-probability is not finite",
-    )
-    for wrong in ((math.nan,), (math.inf,), (-math.inf,), (math.inf, -math.inf), (math.nan, math.inf))
-}
+FLAWED = (
+    {
+        "a score that is no number": (
+            trajectory_with(scores={"env": math.nan}),
+            "bad_trajectory: its scores are more than 64, or one of them is not finite",
+        ),
+        "too many numbers of the environment": (
+            trajectory_with(info={f"k{n}": 0.0 for n in range(65)}),
+            "bad_trajectory: its numbers of info are more than 64, or one of them is not finite",
+        ),
+        "a token outside the vocabulary": (
+            segment_with(tokens=ints(1, 2, 100, 0, 5, 6)),
+            "bad_trajectory: token 100 is outside the vocabulary of 100",
+        ),
+        "a negative token": (
+            segment_with(tokens=ints(1, 2, -1, 0, 5, 6)),
+            "bad_trajectory: token -1 is none of a vocabulary",
+        ),
+        "the largest int32": (
+            segment_with(tokens=ints(1, 2, 2**31 - 1, 0, 5, 6)),
+            "bad_trajectory: token 2147483647 is outside the vocabulary of 100",
+        ),
+        "bytes that are no whole int32": (
+            segment_with(tokens=SEGMENT.tokens[:-1]),
+            "bad_trajectory: a segment has 23 bytes of tokens, 24 of log-probs and 6 of mask",
+        ),
+        "a short mask": (
+            segment_with(mask=SEGMENT.mask[:-1]),
+            "bad_trajectory: a segment has 24 bytes of tokens, 24 of log-probs and 5 of mask",
+        ),
+        "short log-probs": (
+            segment_with(logprobs=SEGMENT.logprobs[:-4]),
+            "bad_trajectory: a segment has 24 bytes of tokens, 20 of log-probs and 6 of mask",
+        ),
+        "tokens without a mask": (
+            segment_with(mask=b""),
+            "bad_trajectory: a segment has 24 bytes of tokens, 24 of log-probs and 0 of mask",
+        ),
+        "a mask of 2": (
+            segment_with(mask=bytes([0, 2, 1, 0, 1, 1])),
+            "bad_trajectory: a mask holds something else than 0 and 1",
+        ),
+        "a span past the end": (spans((3, 1, 3), (4, 4, 7)), "the span 4 to 7 does not lie in order within 6 tokens"),
+        "a span before the beginning": (spans((3, -1, 3), (4, 4, 6)), "the span -1 to 3 does not lie in order"),
+        "an empty span": (spans((3, 1, 3), (4, 4, 4), (4, 4, 6)), "the span 4 to 4 does not lie in order"),
+        "a span that ends before it begins": (spans((3, 3, 1), (4, 4, 6)), "the span 3 to 1 does not lie in order"),
+        "spans out of order": (spans((3, 4, 6), (4, 1, 3)), "the span 1 to 3 does not lie in order within 6 tokens"),
+        "spans that overlap": (spans((3, 1, 5), (4, 4, 6)), "the span 4 to 6 does not lie in order within 6 tokens"),
+        "sampled tokens that no span covers": (spans((3, 1, 3), (4, 5, 6)), "spans cover 3 of 4 sampled tokens"),
+        "no span at all": (segment_with(spans=()), "bad_trajectory: spans cover 0 of 4 sampled tokens"),
+        "a future version": (
+            spans((3, 1, 3), (6, 4, 6)),
+            "future_version: it was sampled under version 6, and 5 is the newest",
+        ),
+        "a version below the ticket's": (
+            trajectory_with(ticket=msgspec.structs.replace(TICKET, version=4)),
+            "bad_trajectory: it begins with version 3, its ticket says 4",
+        ),
+        "no segment": (trajectory_with(segments=()), "bad_trajectory: it has no sampled token"),
+        "no sampled token": (
+            segment_with(mask=bytes(6), spans=()),
+            "bad_trajectory: it has no sampled token",
+        ),
+        "spans that cover no sampled token": (segment_with(mask=bytes(6)), "bad_trajectory: it has no sampled token"),
+        "a NaN reward": (trajectory_with(reward=math.nan), "reward_not_finite"),
+        "an infinite reward": (trajectory_with(reward=-math.inf), "reward_not_finite"),
+        "a reward beyond float32": (trajectory_with(reward=1e200), "reward_out_of_range"),
+        "a temperature that is not finite": (
+            trajectory_with(temperature=math.nan),
+            "bad_trajectory: its temperature is nan",
+        ),
+        "a temperature below 0": (trajectory_with(temperature=-1.0), "bad_trajectory: its temperature is -1.0"),
+        "a temperature that no float32 divides by": (trajectory_with(temperature=1e-40), "its temperature is 1e-40"),
+        "a second segment that is flawed": (
+            trajectory_with(segments=[SEGMENT, msgspec.structs.replace(SEGMENT, mask=b"")]),
+            "24 of log-probs and 0 of mask",
+        ),
+    }
+    | {
+        f"log-probs {', '.join(map(str, wrong))}": (
+            segment_with(logprobs=floats(0.0, *wrong, 0.0, 0.0, 0.0, 0.0)[:24]),
+            "bad_trajectory: a log-probability is not finite",
+        )
+        for wrong in ((math.nan,), (math.inf,), (-math.inf,), (math.inf, -math.inf), (math.nan, math.inf))
+    }
+    | {
+        f"a log-prob of {wrong}": (
+            segment_with(logprobs=floats(0.0, wrong, 0.0, 0.0, 0.0, 0.0)),
+            f"bad_trajectory: a log-probability is {wrong:g}, {what}",
+        )
+        for wrong, what in ((0.5, "above 0"), (0.01, "above 0"), (-1e4, "below -100"), (-3e38, "below -100"))
+    }
+)
 
 
 @pytest.mark.parametrize("case", list(FLAWED))
@@ -148,6 +158,7 @@ def test_a_trajectory_that_training_could_not_compute_with_is_named(case):
         trajectory_with(segments=[SEGMENT, Segment(ints(1), b"\0", floats(0.0), ())]),
         spans((3, 1, 2), (4, 2, 6)),
         spans((5, 0, 6)),
+        segment_with(logprobs=floats(0.0, 1e-6, -60.0, 0.0, -0.0, 0.0)),
         trajectory_with(reward=0.0),
         trajectory_with(reward=-1e30),
     ],
@@ -230,6 +241,25 @@ def test_a_flawed_trajectory_is_kept_nowhere(make_stage, trajectory, num_tokens)
         assert not (stage.folder / "samples").exists()
 
     stage.run(scene)
+
+
+def test_the_user_is_told_once_of_each_kind_of_flaw(stage, trajectory):
+    async def scene():
+        await stage.start()
+        tickets = await stage.admit(num=4)
+        for ticket, value in zip(tickets, (0.5, 0.7, -1e4, 0.6), strict=True):
+            whole = trajectory(ticket)
+            segment = msgspec.structs.replace(
+                whole.segments[0], logprobs=floats(*[value] * len(whole.segments[0].mask))
+            )
+            await stage.buffer.put(Put(msgspec.structs.replace(whole, segments=(segment,))))
+
+    stage.run(scene)
+
+    told = [notice for notice in stage.notices if "was refused" in notice]
+    assert len(told) == 2
+    assert "a log-probability is 0.5, above 0" in told[0]
+    assert "a log-probability is -10000, below -100" in told[1]
 
 
 def test_a_flawed_held_out_rollout_is_a_failed_one(stage, trajectory):
