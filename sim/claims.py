@@ -1,6 +1,6 @@
-"""Holds a run's figures against what a paper states, and against what we expect of each comparison."""
+"""Holds a run's figures against what a paper states or what we ask for, and against what we expect of each comparison."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -13,20 +13,29 @@ Value = bool | float
 
 Expectation = Literal["holds", "fails"]
 
+Kind = Literal["published", "ours"]
+"""Whose value a figure is held against: a source's, or one of our own, that no paper states."""
+
+KIND_NAMES: Mapping[Kind, str] = {"published": "published", "ours": "of our own"}
+
 FACTOR = "factor "
 
 BOUNDS = {"at least": lambda ours, paper: ours >= paper, "at most": lambda ours, paper: ours <= paper}
 
 
 class ClaimSpec(Section):
-    """One published statement, the band in which ours counts as equal to it, and the reviewed expectation."""
+    """One statement, the band in which our figure counts as equal to it, and the reviewed expectation."""
 
     name: str
     """The figure of the run that it is about."""
-    paper: Value
+    kind: Kind = "published"
+    """A published statement has its value in `paper` and where it stands in `source`; one of ours has its value in `bar`."""
+    paper: Value | None = None
     """What the source states: a number, or true and false for an ordering."""
+    bar: Value | None = None
+    """What no source states: a threshold that we ask for, or a figure that we measured live."""
     tolerance: str = "exact"
-    """0.05 (absolute), 12% (of the paper's value), factor 3 (either way), at least, at most, or exact."""
+    """0.05 (absolute), 12% (of the value), factor 3 (either way), at least, at most, or exact."""
     expected: Expectation = "holds"
     """What a review of our run found; a run that differs from it exits with 3."""
     reason: str = ""
@@ -36,18 +45,35 @@ class ClaimSpec(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.kind == "published" and (self.paper is None or self.bar is not None or not self.source.strip()):
+            raise ValueError(
+                "a published claim needs paper, what is stated, and source, where; a value of our own is kind: ours with bar"
+            )
+        if self.kind == "ours" and (self.bar is None or self.paper is not None):
+            raise ValueError("a claim of kind ours needs its value in bar, and none in paper: no paper states it")
         if self.tolerance not in (*BOUNDS, "exact"):
             _band(self.tolerance)
         if self.expected == "fails" and not self.reason:
             raise ValueError("a claim that is expected to fail needs a reason")
         return self
 
+    @property
+    def stated(self) -> Value:
+        """What the figure is held against."""
+        value = self.paper if self.kind == "published" else self.bar
+        assert value is not None  # which _check refuses
+        return value
+
 
 class FigureClaim(NamedTuple):
     """A statement held against a run; `run.json` lists these."""
 
     name: str
-    paper: Value
+    kind: Kind
+    paper: Value | None
+    """What the source states; None where the claim is ours."""
+    bar: Value | None
+    """What we ask for or measured; None where the claim is published."""
     ours: Value
     tolerance: str
     holds: bool
@@ -74,10 +100,11 @@ def judge(
         if spec.name not in figures and spec.name not in optional:
             known = ", ".join(sorted(figures))
             raise ConfigError(f"The claim {spec.name} is about no figure of this run. Its figures: {known}.")
-        ours = figures.get(spec.name, spec.paper)
-        if isinstance(spec.paper, bool) != isinstance(ours, bool):
+        ours = figures.get(spec.name, spec.stated)
+        if isinstance(spec.stated, bool) != isinstance(ours, bool):
+            key = "paper" if spec.kind == "published" else "bar"
             raise ConfigError(
-                f"The claim {spec.name} can't be judged: paper is {spec.paper}, and the run's figure {ours}."
+                f"The claim {spec.name} can't be judged: {key} is {spec.stated}, and the run's figure {ours}."
             )
     return tuple(_judged(spec, figures[spec.name]) for spec in specs if spec.name in figures)
 
@@ -85,22 +112,23 @@ def judge(
 def _judged(spec: ClaimSpec, ours: Value) -> FigureClaim:
     shown = ours if isinstance(ours, bool) else float(f"{ours:.6g}")
     return FigureClaim(
-        spec.name, spec.paper, shown, spec.tolerance, _holds(spec, ours),
+        spec.name, spec.kind, spec.paper, spec.bar, shown, spec.tolerance, _holds(spec, ours),
         spec.expected, spec.reason, spec.unit, spec.source,
     )  # fmt: skip
 
 
 def _holds(spec: ClaimSpec, ours: Value) -> bool:
+    stated = spec.stated
     if bound := BOUNDS.get(spec.tolerance):
-        return bool(bound(ours, spec.paper))
+        return bool(bound(ours, stated))
     if spec.tolerance == "exact":
-        return ours == spec.paper
+        return ours == stated
     kind, band = _band(spec.tolerance)
     if kind == FACTOR:
-        return spec.paper / band <= ours <= spec.paper * band
+        return stated / band <= ours <= stated * band
     if kind == "%":
-        band *= abs(spec.paper) / 100
-    return abs(ours - spec.paper) <= band * (1 + 1e-12)  # 0.74 - 0.69 is 0.05 and a bit
+        band *= abs(stated) / 100
+    return abs(ours - stated) <= band * (1 + 1e-12)  # 0.74 - 0.69 is 0.05 and a bit
 
 
 def _band(tolerance: str) -> tuple[str, float]:
@@ -115,13 +143,18 @@ def _band(tolerance: str) -> tuple[str, float]:
     return kind, band
 
 
+def _counts(claims: Sequence[FigureClaim]) -> Iterator[str]:
+    for kind, name in KIND_NAMES.items():
+        if of_kind := [claim.holds for claim in claims if claim.kind == kind]:
+            yield f"{sum(of_kind)} of {len(of_kind)} {name}"
+
+
 def summary(claims: Sequence[FigureClaim]) -> str:
     """The last line a run prints."""
     if not claims:
         return "simulated; no claim is about this run"
-    held = sum(claim.holds for claim in claims)
     known = [claim.name for claim in claims if not claim.holds and not claim.surprising]
-    text = f"simulated: {held} of {len(claims)} claims hold"
+    text = f"simulated: {' and '.join(_counts(claims))} claims hold"
     if known:
         text += f"; {len(known)} expected to fail: {', '.join(known)}"
     for claim in claims:

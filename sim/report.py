@@ -128,6 +128,7 @@ def _summary(scenario: Scenario, outcome: RunResult, claims: Sequence[FigureClai
         "seed": scenario.seed,
         "claims": [claim._asdict() for claim in claims],
         "figures": dict(sorted(outcome.figures.items())),
+        "chosen": dict(scenario.chosen),
         "notes": list(outcome.notes),
         "versions": {"python": platform.python_version(), "numpy": metadata.version("numpy")},
         "scenario_sha256": hashlib.sha256(text.encode()).hexdigest(),

@@ -65,13 +65,19 @@ def _print(stated: scenario.Scenario, outcome: RunResult, judged: Sequence[claim
 
     lines = [f"{claim.name}: {claim.reason}" for claim in judged if not claim.holds and claim.reason]
     print(f"{stated.title} · simulated, calibrated on {stated.calibration}")  # noqa: T201
-    table = Table("claim", "paper", "ours", "tolerance", "holds", "expected", box=None, pad_edge=False)
+    table = Table(
+        "claim", "kind", "paper", "our bar", "ours", "tolerance", "holds", "expected", box=None, pad_edge=False
+    )
     for claim in judged:
-        cells = (claim.name, f"{claim.paper} {claim.unit}", f"{claim.ours} {claim.unit}", claim.tolerance)
+        paper, bar, ours = (
+            "" if value is None else f"{value} {claim.unit}" for value in (claim.paper, claim.bar, claim.ours)
+        )
+        cells = (claim.name, claim.kind, paper, bar, ours, claim.tolerance)
         table.add_row(*cells, "yes" if claim.holds else "no", claim.expected)
     if judged:
         Console(width=None if sys.stdout.isatty() else 160).print(table)
-    for line in (*lines, *outcome.notes):
+    chosen = [f"chosen by an outcome: {key}: {why}" for key, why in stated.chosen.items()]
+    for line in (*lines, *chosen, *outcome.notes):
         print(line)  # noqa: T201
     print(f"results in {folder}; trace.json opens in ui.perfetto.dev")  # noqa: T201
     print(claims.summary(judged))  # noqa: T201

@@ -59,6 +59,8 @@ class Scenario(Section):
     """What the models' parameters come from; stands beside every figure."""
     seed: int = Field(default=1, ge=0)
     """Everything drawn at random follows from it."""
+    chosen: dict[str, str] = Field(default_factory=dict)
+    """Each parameter that was chosen by an outcome, or on which one rests: which outcome that is, and what it is otherwise."""
     claims: tuple[ClaimSpec, ...] = ()
 
 

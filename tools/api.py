@@ -4,9 +4,9 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from enum import EnumType
+from enum import Enum, EnumType
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 PUBLIC = (
     "actors.envs.chat",
@@ -50,7 +50,7 @@ def _is_ours(module: ModuleType, value: Any) -> bool:
 
 def _lines(path: str, value: Any) -> Iterator[str]:
     if isinstance(value, EnumType):  # how one is called differs between Pythons, and nobody does
-        yield from (f"{path}.{member.name}" for member in value)
+        yield from (f"{path}.{member.name}" for member in cast("type[Enum]", value))
         return
     yield f"{path}{_signature(value)}"
     if inspect.isclass(value):

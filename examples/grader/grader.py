@@ -31,7 +31,7 @@ class Grader(Actor):
     """Grades up to 16 answers at once."""
 
     role: ClassVar[str] = "grader"
-    Config: ClassVar[type[ActorConfig]] = GraderConfig
+    Config: ClassVar[type[ActorConfig] | None] = GraderConfig
 
     async def on_start(self) -> None:
         """Load what is needed. Nobody is asked before this returns."""
@@ -62,7 +62,7 @@ class GradedReward(Actor):
     """A reward that asks another actor: it takes the role of the reward service."""
 
     role: ClassVar[str] = "reward_service"
-    Config: ClassVar[type[ActorConfig]] = GradedRewardConfig
+    Config: ClassVar[type[ActorConfig] | None] = GradedRewardConfig
     needs: ClassVar[tuple[str, ...]] = ("grader",)
 
     @handler(concurrency=64)

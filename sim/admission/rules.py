@@ -38,7 +38,8 @@ class RuleView:
 class AdmissionRule(Protocol):
     """One published rule."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def admit(self, view: RuleView) -> int:
         """How many groups may start now, at most."""

@@ -144,7 +144,11 @@ def _notes(s: CharacterisationScenario) -> tuple[str, ...]:
 
 def _draw(figure: Any, s: CharacterisationScenario, found: Mapping[str, TrafficWindow]) -> None:
     ax = figure.subplots()
-    paper = {claim.name.removesuffix("_s"): claim.paper for claim in s.claims if claim.name.endswith("_s")}
+    paper = {
+        claim.name.removesuffix("_s"): claim.paper
+        for claim in s.claims
+        if claim.name.endswith("_s") and claim.paper is not None
+    }
     names = [name for name in ORDER if name in found]
     ax.barh(names, [found[name].seconds for name in names], color="0.6", label="simulated")
     ax.plot(

@@ -78,5 +78,6 @@ FABRICS: Final[Mapping[str, Callable[[FabricSize], FabricParts]]] = {
     "oversubscribed": lambda s: clos(s.gpus, s.radix, s.oversubscription),
     "sip": sip,
     "rfabric": rfabric,
+    "rfabric-unweighted": rfabric,
 }
-"""By the name that scenarios use; a rail-optimised tree has a fat-tree's parts, wired otherwise."""
+"""By the name that scenarios use; a rail-optimised tree has a fat-tree's parts, wired otherwise, and RFabric has the same however it is planned."""

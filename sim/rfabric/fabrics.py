@@ -17,7 +17,10 @@ from sim.rfabric.iteration import PhaseTime, Traffic, demand, phase_time, traffi
 from sim.rfabric.job import PHASES, FabricJob, Phase
 
 STAGE_WEIGHTS = (4, 16, 64)
-"""Candidates beside the plain one wherever the execution's traffic is planned for; the fastest is taken."""
+"""Candidates beside the plain one wherever the execution's traffic is planned for; the fastest is taken.
+
+The live FabricController has no such search: it plans one topology per phase, by the bytes as they are.
+"""
 
 
 ALL = "all"
@@ -58,6 +61,7 @@ class FabricCase(NamedTuple):
     spec: FabricSpec
     sent: Traffic
     seed: int = 1
+    stage_weights: Sequence[int] = STAGE_WEIGHTS
 
     @property
     def servers_per_rack(self) -> int:
@@ -132,6 +136,11 @@ def rfabric(case: FabricCase) -> Iteration:
     return switched(case, _candidates(case, _planned), _rack_network)
 
 
+def unweighted(case: FabricCase) -> Iteration:
+    """RFabric without the search over stage weights: as the live controller plans, one topology per phase and one for all of them."""
+    return rfabric(case._replace(stage_weights=()))
+
+
 def switched(
     case: FabricCase, candidates: Sequence[Circuits], network: Callable[[FabricCase, Circuits], Network]
 ) -> Iteration:
@@ -179,13 +188,13 @@ Planner = Callable[[FabricCase, str, list[tuple[Phase, int]], int], Circuits]
 def _candidates(case: FabricCase, planner: Planner) -> list[Circuits]:
     """One topology per phase, more of the execution, and those for the whole iteration."""
     found = [planner(case, phase, [(phase, 1)], 1) for phase in PHASES]
-    found += [planner(case, f"execution, stages x{w}", [("execution", 1)], w) for w in STAGE_WEIGHTS]
+    found += [planner(case, f"execution, stages x{w}", [("execution", 1)], w) for w in case.stage_weights]
     return [*found, *_whole(case, planner)]
 
 
 def _whole(case: FabricCase, planner: Planner) -> list[Circuits]:
     """Topologies for the whole iteration."""
-    weighted = [planner(case, f"{ALL}, stages x{w}", rounds(case.job), w) for w in STAGE_WEIGHTS]
+    weighted = [planner(case, f"{ALL}, stages x{w}", rounds(case.job), w) for w in case.stage_weights]
     return [planner(case, ALL, rounds(case.job), 1), *weighted]
 
 
@@ -227,4 +236,5 @@ FABRICS: Final[Mapping[str, Callable[[FabricCase], Iteration]]] = {
     "sip-phased": sip_phased,
     "topoopt-like": one_shot,
     "rfabric": rfabric,
+    "rfabric-unweighted": unweighted,
 }

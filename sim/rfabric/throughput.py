@@ -195,7 +195,7 @@ def _spans(found: Found) -> Iterator[LaneSpan]:
 
 def _draw(figure: Any, scenario: ThroughputScenario, found: Found) -> None:
     axes = figure.subplots(1, len(scenario.gpus), sharey=True, squeeze=False)[0]
-    stated = {claim.name: claim.paper for claim in scenario.claims}
+    stated = {claim.name: claim.paper for claim in scenario.claims if claim.paper is not None}
     for ax, gpus in zip(axes, scenario.gpus, strict=True):
         ax.bar(list(scenario.fabrics), _normalised(found, gpus, scenario.fabrics), color="0.6", label="simulated")
         named = [name for name in scenario.fabrics if f"{name}_{gpus}" in stated]

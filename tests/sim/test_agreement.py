@@ -70,7 +70,7 @@ def test_a_run_plays_its_own_rollouts_or_the_calibrations_as_the_scenario_says()
 def test_claims_are_about_what_the_live_runs_were_seen_to_do():
     scenario = load(SCENARIO).scenario
     assert isinstance(scenario, OneHost)
-    stated = {claim.name: claim.paper for claim in scenario.claims}
+    stated = {claim.name: claim.bar for claim in scenario.claims}
 
     for live in scenario.live:
         if live.engines == scenario.calibrated.recorded.engines:

@@ -9,7 +9,6 @@ import pytest
 from planning.hardware import GpuSpec
 from planning.language_model import ModelSpec
 from runtime.config.source import read
-from sim.rfabric import fabrics
 from sim.rfabric import job as jobs
 from sim.rfabric.fabrics import FABRICS, FabricSpec, case
 from sim.rfabric.job import TrainingSpec, generation_operations, place
@@ -138,12 +137,22 @@ def test_slower_circuit_switches_and_lost_planes_are_never_faster():
     assert seconds("rfabric", {"lost": 0.25}) >= seconds("rfabric") * (1 - 1e-9)
 
 
-def test_one_topology_for_the_whole_job_is_chosen_among_several_as_those_of_the_phases_are(monkeypatch):
+def test_one_topology_for_the_whole_job_is_chosen_among_several_as_those_of_the_phases_are():
     chosen = seconds("topoopt-like", gpus=2048)
 
     assert seconds("rfabric", {"delay": {"ocs_s": 120.0}}, gpus=2048) == pytest.approx(chosen, rel=1e-9)
-    monkeypatch.setattr(fabrics, "STAGE_WEIGHTS", ())
-    assert chosen < 0.9 * seconds("topoopt-like", gpus=2048)
+    large = case(job(gpus=2048), FabricSpec(core_share=1.0))._replace(stage_weights=())
+    assert chosen < 0.9 * FABRICS["topoopt-like"](large).seconds
+
+
+def test_rfabric_without_the_search_over_stage_weights_has_one_topology_per_phase_and_is_slower():
+    large = case(job(gpus=2048), FabricSpec(core_share=1.0))
+
+    searched, plain = FABRICS["rfabric"](large), FABRICS["rfabric-unweighted"](large)
+
+    assert searched.seconds < 0.95 * plain.seconds
+    assert "stages x" in searched.topology["execution"].name
+    assert not any("stages x" in circuits.name for circuits in plain.topology.values())
 
 
 def test_the_parts_of_a_delay_add_up():

@@ -33,8 +33,9 @@ def test_a_run_writes_its_folder_and_sums_up_in_its_last_line(tmp_path, capsys):
     assert code == 0
     assert run["simulated"] is True
     assert said[-1].startswith("simulated: ")
-    assert f"of {len(run['claims'])} claims hold" in said[-1]
-    assert {"name", "paper", "ours", "tolerance", "holds", "expected", "reason"} <= set(run["claims"][0])
+    assert f"of {len(run['claims'])} published claims hold" in said[-1]
+    assert {claim["kind"] for claim in run["claims"]} == {"published"}
+    assert {"name", "paper", "bar", "ours", "tolerance", "holds", "expected", "reason"} <= set(run["claims"][0])
     assert (tmp_path / "run" / "cost.csv").read_text().splitlines()[1].startswith("64,1024,fat-tree,2,3072,")
     assert (tmp_path / "run" / "cost.png").read_bytes().startswith(b"\x89PNG")
     assert "traceEvents" in json.loads((tmp_path / "run" / "trace.json").read_text())
@@ -52,14 +53,17 @@ def test_the_throughput_scenario_is_the_same_twice_and_holds_what_it_claims(tmp_
     few = [
         "gpus=[2048]",
         "sensitivity=[]",
-        "fabrics=[fat-tree, rail-optimised, oversubscribed, sip, rfabric]",
+        "fabrics=[fat-tree, rail-optimised, oversubscribed, sip, rfabric, rfabric-unweighted]",
         "--no-plots",
     ]
 
     codes = [main(["sim", str(THROUGHPUT), *few, "--out", str(tmp_path / name)]) for name in "ab"]
 
     assert codes == [0, 0]
-    assert capsys.readouterr().out.splitlines()[-1] == "simulated: 4 of 5 claims hold; 1 expected to fail: sip_2048"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "simulated: 4 of 6 published claims hold; 2 expected to fail: sip_2048, rfabric-unweighted_2048"
+    )
     for first in sorted((tmp_path / "a").iterdir()):
         assert first.read_bytes() == (tmp_path / "b" / first.name).read_bytes()
 
@@ -104,17 +108,19 @@ def test_an_outcome_against_the_expectation_exits_with_3(tmp_path, capsys):
             "relay_bytes_s is inf; input should",
         ),
         (
-            [str(SYNC), "claims=[{name: zzz, paper: 1}]"],
+            [str(SYNC), "claims=[{name: zzz, paper: 1, source: table 1}]"],
             "The claim zzz is about no figure of this run. Its figures: rollmux",
         ),
         (
-            [str(SYNC), "claims=[{name: speedup_8, paper: true, tolerance: at least}]"],
+            [str(SYNC), "claims=[{name: speedup_8, paper: true, tolerance: at least, source: table 1}]"],
             "claim speedup_8 can't be judged: paper",
         ),
         (
-            [str(SYNC), "claims=[{name: speedup_8, paper: 1, tolerance: factor 0}]"],
+            [str(SYNC), "claims=[{name: speedup_8, paper: 1, tolerance: factor 0, source: table 1}]"],
             "claims.0: tolerance must be such as",
         ),
+        ([str(SYNC), "claims=[{name: speedup_8, paper: 1}]"], "claims.0: a published claim needs paper"),
+        ([str(SYNC), "claims=[{name: speedup_8, kind: ours, paper: 1}]"], "claims.0: a claim of kind ours needs its"),
         ([str(SYNC), "claims=[3]"], "command line: claims.0 is 3; it must be a section of key: value pairs."),
         ([str(QUICKSTART), "job.nokey=1"], "job: nokey is not a key."),
         ([str(QUICKSTART), "job.train.nokey=1"], "job: train.nokey is not a key."),
@@ -167,7 +173,10 @@ def test_force_keeps_a_run_that_is_refused(tmp_path, capsys):
     main(["sim", str(SYNC), "--no-plots", "--out", str(tmp_path)])
     before = sorted(os.listdir(tmp_path))
 
-    assert main(["sim", str(SYNC), "claims=[{name: zzz, paper: 1}]", "--force", "--out", str(tmp_path)]) == 2
+    assert (
+        main(["sim", str(SYNC), "claims=[{name: zzz, paper: 1, source: table 1}]", "--force", "--out", str(tmp_path)])
+        == 2
+    )
 
     assert sorted(os.listdir(tmp_path)) == before
 

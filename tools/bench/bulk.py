@@ -32,7 +32,7 @@ from bus.link import Identity
 from bus.message import Ack, Request
 from bus.zmq import ZmqTransport
 from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import BlobInfo, MemoryBlobStore
+from runtime.blobs.blob import BlobInfo, Draft, MemoryBlobStore
 from runtime.blobs.client import BlobClient
 from runtime.blobs.hosts import HostBlobs, Pull
 from runtime.blobs.server import BlobServer
@@ -95,8 +95,12 @@ def measure(readers: int, size: int = SIZE, runs: int = 30, *, check: bool = Fal
 
 class Puller(HostBlobs):
     async def measure(self, source: str, info: BlobInfo, runs: int, *, check: bool) -> list[float]:
-        """Seconds of each pull."""
-        room = _Room(info)
+        """Seconds of each pull, into one draft that is used again and again."""
+
+        async def unshared(written: BlobInfo) -> BlobInfo:
+            return written
+
+        room = Draft(info, np.zeros(info.size_bytes, np.uint8).data, unshared)
         took: list[float] = []
         for _ in range(runs + 2):
             pull = Pull(
@@ -106,17 +110,6 @@ class Puller(HostBlobs):
             await pull.run([source])
             took.append(perf_counter() - began)
         return took[2:]
-
-
-class _Room:
-    """A draft that is never shown, used again and again."""
-
-    def __init__(self, info: BlobInfo) -> None:
-        self._info = info
-        self.memory = np.zeros(info.size_bytes, np.uint8).data
-
-    async def publish(self, digest: str) -> BlobInfo:
-        return self._info._replace(digest=digest)
 
 
 def measure_tcp(size: int = SIZE, runs: int = 10, *, curve: bool = False, check: bool = False) -> float:

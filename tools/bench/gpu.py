@@ -40,13 +40,18 @@ PEAK = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100": (2.0e12, 31
 def make_model(folder: Path, shape: str) -> int:
     """Random bf16 weights in HF format; returns the number of parameters."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config
 
     config = Qwen3Config(
-        **SHAPES[shape], num_key_value_heads=8, head_dim=128, vocab_size=VOCAB, tie_word_embeddings=True, rope_theta=1e6
+        **SHAPES[shape],
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=VOCAB,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
     with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
 
@@ -81,17 +86,19 @@ def transformers_rate(folder: Path, num: int) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.cuda()
     prompt = torch.randint(VOCAB, (num, PROMPT), device="cuda")
+    rate = 0.0
     for _ in range(2):
         torch.cuda.synchronize()
         began = time.perf_counter()
         model.generate(prompt, min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, do_sample=True)
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
+        rate = num * NEW_TOKENS / (time.perf_counter() - began)
     del model
     torch.cuda.empty_cache()
-    return num * NEW_TOKENS / seconds
+    return rate
 
 
 def trainer_rate(folder: Path) -> float:

@@ -21,7 +21,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
 SHAPE |= {"head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True}
 WAYS = ("matrix", "chunks", "chunks+checkpointing")
 

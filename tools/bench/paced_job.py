@@ -25,7 +25,7 @@ BEAT_S = 2.0
 """Actors' figures are at most so old."""
 
 
-async def is_up(folder: Path, launcher: "subprocess.Popen[bytes]", limit_s: float) -> None:
+async def is_up(folder: Path, launcher: "subprocess.Popen[bytes]", limit_s: float = START_S) -> None:
     """Raises TimeoutError where the run ended, or does not come."""
     async with asyncio.timeout(limit_s):
         while True:

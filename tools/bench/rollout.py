@@ -88,10 +88,12 @@ def play(jobs: Sequence[tuple[dict[str, Any], Path]], limit_s: float) -> list[li
     running = [(settings["run"]["name"], folder, launch(settings, folder)) for settings, folder in jobs]
     try:
         for name, folder, launcher in running:
-            if code := launcher.wait(limit_s):
+            try:
+                code = launcher.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                raise RuntimeError(f"{name} did not end in {limit_s:g} s: {said(folder)}") from None
+            if code:
                 raise RuntimeError(f"{name} ended with {code}: {said(folder)}")
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{name} did not end in {limit_s:g} s: {said(folder)}") from None
     finally:
         for _, _, launcher in running:
             launcher.terminate()

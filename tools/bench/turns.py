@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Seen:
     def since(self, before: "Seen") -> tuple[float, dict[str, float]]:
         """Turns, and CPU µs per turn of each role."""
         turns = self.turns - before.turns
-        by_role: Counter[str] = Counter()
+        by_role: defaultdict[str, float] = defaultdict(float)
         for name, seconds in self.cpu_s.items():
             by_role[role_of(name)] += 1e6 * (seconds - before.cpu_s[name]) / turns
         return turns, dict(by_role)

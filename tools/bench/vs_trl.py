@@ -166,7 +166,7 @@ BATCH = TRAIN.batch_groups * TRAIN.group_size
 
 def rubato(scratch: Path, latency: str, seed: int) -> tuple[list[str], Path]:
     """Command and rows of our side: the quickstart without fabric and evaluations, on the model in `scratch`."""
-    config = settings() | {"eval": {"every": 0, "final_num_tasks": 0}}
+    config: dict[str, Any] = settings() | {"eval": {"every": 0, "final_num_tasks": 0}}
     config["run"] |= {"name": "vs-trl", "seed": seed, "steps": STEPS}
     config["train"]["lr_steps"] = LR_STEPS
     config["model"]["path"] = str(scratch / f"model-{seed}")

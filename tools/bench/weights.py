@@ -33,7 +33,7 @@ from tools.fabric_job import Job, Stuck  # noqa: E402
 from tools.fabric_namespaces import Racks, enter  # noqa: E402
 
 HOSTS = {"home": "10.203.9.1", "away": "10.203.9.2"}
-SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "head_dim": 128}
+SIZES: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "head_dim": 128}
 """24 M parameters: 97 MB in float32."""
 WARM = 2
 PIECES_OF = 25_000_000

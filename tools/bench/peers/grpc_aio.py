@@ -112,7 +112,7 @@ async def _bulk(channels: list[grpc.aio.Channel]) -> float:
 
     async def send(channel: grpc.aio.Channel) -> None:
         async def stream() -> AsyncIterator[bytes]:
-            view = memoryview(array).cast("B")
+            view = array.data.cast("B")
             for start in range(0, BULK_BYTES, PIECE_BYTES):
                 yield bytes(view[start : start + PIECE_BYTES])
 

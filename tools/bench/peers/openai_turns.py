@@ -79,7 +79,7 @@ class Player:
 
 async def play(socket_path: str, server: int, concurrency: int, seconds: float) -> dict[str, float]:
     """Warm up for a quarter of `seconds`, and measure; `server` is the process id of who answers."""
-    import httpx
+    import httpx2 as httpx  # which openai is built on
     import openai
 
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)

@@ -9,7 +9,7 @@ from typing import Any
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when ray is imported
 
 import numpy as np
-import ray
+import ray  # pyright: ignore[reportMissingImports] - a peer, installed for the comparison alone
 from load import BULK_BYTES, PAYLOAD, READERS, Figures, gigabytes, now_ns, rate, report, requests, round_trips
 
 ROUND_TRIPS, REQUESTS, MESSAGES, BULKS = 800, 4_096, 5_000, 6

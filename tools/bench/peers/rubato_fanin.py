@@ -21,22 +21,9 @@ from bus.zmq import ZmqTransport
 from runtime.courier import Courier, Ref, current_trace
 from runtime.messages import Drain
 from runtime.observe.figures import Waits
-from runtime.registry import ActorRecord
+from runtime.registry import ActorRecord, Directory
 
 REQUESTS = 60_000
-
-
-class One:
-    """A directory that knows one actor."""
-
-    def __init__(self, record: ActorRecord) -> None:
-        self._record = record
-
-    def resolve(self, target: str) -> ActorRecord:
-        return self._record
-
-    async def change(self) -> None:
-        await asyncio.get_running_loop().create_future()
 
 
 async def measure(folder: Path, peers: int) -> Figures:
@@ -51,6 +38,8 @@ async def measure(folder: Path, peers: int) -> Figures:
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         refs: list[Ref] = []
         sweeps: list[asyncio.Task[None]] = []
+        directory = Directory()
+        directory.add(record)
         for number in range(peers):
             name = f"sender-{number + 1}"
             transport = ZmqTransport(Identity("bench", name, 3), f"ipc://{folder}/{name}")
@@ -58,7 +47,7 @@ async def measure(folder: Path, peers: int) -> Figures:
             await transport.start(courier.arrived, lambda peer, reason, _, courier=courier: courier.lost(peer, reason))  # type: ignore[arg-type]
             stack.push_async_callback(transport.close)
             sweeps.append(tasks.create_task(courier.sweep()))
-            refs.append(Ref("receiver-1", courier, One(record)))
+            refs.append(Ref("receiver-1", courier, directory))
         for ref in refs:
             await ref.ask(Generate(PAYLOAD, 1, 0.7), timeout=TIMEOUT_S)
         figures = await _all_at_once(refs)

@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
+from datasets import Dataset  # noqa: E402  # pyright: ignore[reportMissingImports] - of the peer
 from latent_lake import LatentLake  # noqa: E402
 from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402  # pyright: ignore[reportMissingImports] - of the peer
 
 from actors.envs.chat import ChatRenderer  # noqa: E402
 from actors.rewards.functions import malformed_penalty  # noqa: E402
@@ -160,7 +160,8 @@ class Row(TrainerCallback):
         self._file, self._updates, self._batch = file.open("w"), updates, batch
         self._reward = 0.0
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **told: Any) -> None:
+        logs: dict[str, float] = told["logs"]
         self._reward = logs.get("reward", self._reward)  # told with the first update of a batch
         if "loss" in logs and state.global_step % self._updates == 0:
             samples = state.global_step // self._updates * self._batch

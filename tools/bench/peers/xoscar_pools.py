@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xoscar
+import xoscar  # pyright: ignore[reportMissingImports] - a peer, installed for the comparison alone
 from load import BULK_BYTES, PAYLOAD, READERS, Figures, gigabytes, now_ns, rate, report, requests, round_trips
 
 ROUND_TRIPS, REQUESTS, MESSAGES, BULKS = 2_000, 12_000, 16_000, 4

@@ -123,7 +123,7 @@ def _bulk(socket: zmq.Socket[bytes]) -> float:
     for index in range(BULKS + 1):
         if index == 1:
             began = now_ns()
-        socket.send(array, copy=False)
+        socket.send(array.data, copy=False)
         socket.recv()
     return gigabytes(BULKS, 1, began)
 
@@ -142,7 +142,7 @@ def _fan_out(url: str) -> float:
             began = now_ns()
         for peer in peers:
             socket.send(peer, zmq.SNDMORE)
-            socket.send(array, copy=False)
+            socket.send(array.data, copy=False)
         for _ in peers:
             socket.recv_multipart()
     figure = gigabytes(rounds, READERS, began)
@@ -155,7 +155,7 @@ def _fan_out(url: str) -> float:
 
 
 def _touch(frame: zmq.Frame) -> float:
-    return float(np.frombuffer(frame, dtype=np.float64)[::512].sum())
+    return float(np.frombuffer(frame.buffer, dtype=np.float64)[::512].sum())
 
 
 def _bound(context: zmq.Context[zmq.Socket[bytes]], url: str) -> zmq.Socket[bytes]:
