@@ -6,6 +6,7 @@ computes nothing more. All that a pool's permit is lies in one record, changed b
 """
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -15,6 +16,7 @@ import msgspec
 
 from planning.permits import PermitLine, Stand, granted, joined, kept, narrowed
 from runtime.errors import RubatoError
+from runtime.observe.figures import CLUSTER_STORE, OTHER_JOB
 from runtime.observe.trace import wall_s
 from runtime.store.errors import Fenced, Forgotten, StoreUnavailable
 from runtime.store.store import Append, Fence, Store, WriteNumber
@@ -84,6 +86,16 @@ class Permits:
 
     def __init__(self, store: Store, *, ttl_s: float = TTL_S) -> None:
         self._store, self._ttl_s = store, ttl_s
+        self._answered = math.inf
+        """Loop time at which the Store answered last while a permit was waited for."""
+        self._lines: dict[str, PermitLine] = {}
+
+    def why(self, pool: str) -> tuple[str, str]:
+        """Of a permit for `pool` that is waited for: the reason, and who holds it up."""
+        if asyncio.get_running_loop().time() - self._answered > self._ttl_s:
+            return f"the pool {pool}, whose cluster's Store does not answer", CLUSTER_STORE
+        holder = self._lines.get(pool, PermitLine()).holder
+        return f"the pool {pool}" + (f", which {holder.job} has to {holder.phase}" if holder else ""), OTHER_JOB
 
     async def lines(self) -> dict[str, PermitLine]:
         """Holder and queue of every pool, by name."""
@@ -106,6 +118,7 @@ class Permits:
         from where that stood: it was started again. A block that is cancelled does not give the permit back, which lapses: what it began
         may still be running. A cluster that is away is waited for.
         """
+        self._answered = asyncio.get_running_loop().time()
         stand = Stand(job, phase, await _patiently(lambda: self._store.increment(TICKETS)), wall_s())
         grant: Grant | None = None
         raised: Exception | None = None
@@ -179,6 +192,7 @@ class Permits:
             if not await self._alive(pool, stand):
                 raise PermitLost(f"{stand.job} asks for {pool} to {stand.phase} twice: the newer one has it.")
             record = await self._change(pool, lambda line: joined(line, stand))
+            self._answered, self._lines[pool] = loop.time(), record.line
             if (held := record.line.held(stand.ticket)) is not None:
                 grant = Grant(pool, held)
                 grant.until = until

@@ -272,8 +272,8 @@ class Screen:
 
 
 @asynccontextmanager
-async def running(folder):
-    """A job that has trained some steps; it ends without ceremony."""
+async def starting(folder):
+    """A job whose actors are being started; it ends without ceremony."""
     write_tokenizer(folder / "model")
     job = Job(folder)
     async with asyncio.TaskGroup() as tasks:
@@ -287,13 +287,20 @@ async def running(folder):
         await kernel.ready.wait()
         agent.start_actors()
         try:
-            await job.step(20)
             yield job
         finally:
             for task in job.starving:
                 task.cancel()
             agent.host.kill_all()
             node.kill()
+
+
+@asynccontextmanager
+async def running(folder):
+    """A job that has trained some steps."""
+    async with starting(folder) as job:
+        await job.step(20)
+        yield job
 
 
 async def _given(kernel: Kernel) -> Kernel:

@@ -119,6 +119,7 @@ class RolloutPermit:
         section, actor = self._section, self._actor
         pool = section.rollout_pool
         with actor.waits.on("permit", stage=ROLLOUT, detail=f"the pool {pool}") as wait:
+            wait.described_by(lambda: permits.why(pool))
             async with permits.hold(pool, ROLLOUT, section.job) as grant:
                 wait.close()
                 actor.log.info("permit_held", pool=pool, phase=ROLLOUT, epoch=grant.epoch)

@@ -60,9 +60,10 @@ class TrainingPermit:
     async def granted(self, held: AsyncExitStack, leaving: asyncio.Event) -> Grant:
         """The permit, which is held until `held` ends."""
         pool = self._section.training_pool
-        with self._actor.waits.on("permit", stage=TRAINING, detail=f"the pool {pool}", blocks_actor=True):
+        with self._actor.waits.on("permit", stage=TRAINING, detail=f"the pool {pool}", blocks_actor=True) as wait:
             async with self.waiting(leaving):
                 permits = await self._permits
+                wait.described_by(lambda: permits.why(pool))
                 return await held.enter_async_context(permits.hold(pool, TRAINING, self._section.job))
 
     @asynccontextmanager

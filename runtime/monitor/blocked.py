@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast, get_args
 
 from runtime.monitor.views import ActorView, BlockedRow, Kind, StageRow, WaitRow
-from runtime.observe.figures import STORE
+from runtime.observe.figures import CLUSTER_STORE, OTHER_JOB, STORE
 from runtime.registry import BEAT_S
 
 SILENT_S = 2.5
@@ -187,6 +187,12 @@ class Diagnosis:
         asker, holder = wait.actor, wait.holder
         if holder in ("", STORE):
             return self._working(wait, holder or asker, path)
+        if holder == OTHER_JOB:
+            return Verdict(holder, "slow", wait.detail, via=_via(path))
+        if holder == CLUSTER_STORE:
+            return Verdict(
+                holder, "stalled", "it does not answer: every job that waits for a permit waits", via=_via(path)
+            )
         path = (*path, (asker, wait.stage, wait.what))
         names = self._processes.instances(holder)
         if not names:

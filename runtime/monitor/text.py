@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from runtime.monitor.blocked import distance, seconds
+from runtime.monitor.blocked import Processes, distance, seconds
 from runtime.monitor.lines import Shown, advice, engines, labelled, lengths, network, pools, totals
 from runtime.monitor.snapshot import VERSION, Row, total
 from runtime.monitor.views import ActorView, BlockedRow, Snapshot, WaitRow
+from runtime.observe.figures import CLUSTER_STORE, OTHER_JOB, STORE
 
 TREND = Shown("reward", "reward/mean")
 """Drawn as a sparkline."""
@@ -347,6 +348,10 @@ def blocked_line(row: BlockedRow) -> str:
     return f"{waits}; {row['holder']} is {row['kind']}: {row['reason']}"
 
 
+NO_ACTORS = {STORE: "the run's Store", CLUSTER_STORE: "it does not answer", OTHER_JOB: ""}
+"""Holders that are no actors, and what is said of them."""
+
+
 class _Tree:
     """The walk over one snapshot."""
 
@@ -354,6 +359,7 @@ class _Tree:
         self.lines: list[Cause] = []
         self.seen: set[str] = set()
         self._actors = {actor["name"]: actor for actor in shown["actors"]}
+        self._processes = Processes(shown["actors"], shown["waits"])
         self._waits: dict[str, list[WaitRow]] = {}
         for wait in shown["waits"]:
             self._waits.setdefault(wait.actor, []).append(wait)
@@ -364,17 +370,26 @@ class _Tree:
         oldest = {name: max(wait.age_s for wait in waits) for name, waits in self._waits.items()}
         return sorted(self._waits, key=lambda name: (name in held_up_by, -oldest[name], name))
 
-    def follow(self, name: str, parent: WaitRow | None, path: tuple[str, ...]) -> None:
+    def follow(self, name: str, parent: WaitRow | None, path: tuple[WaitRow, ...]) -> None:
         """Write the line of `name`, then those of whoever holds up the wait it shows."""
         depth = len(path)
-        if name in path:
-            self.lines.append(Cause(depth, f"{name}, which waits above: a circle"))
-            return
-        waits = self._waits.get(name, [])
+        waits = [wait for wait in self._waits.get(name, []) if wait not in path]
+        if above := [wait for wait in path if wait.actor == name]:
+            itself = above[-1] is parent
+            waits = [wait for wait in waits if parent is not None and distance(wait, parent) < 2] or [
+                wait for wait in waits if itself and wait.stage != above[-1].stage and not self._asks_for_work(wait)
+            ]
+            if not waits:
+                # Who asks for more work is not held up by what it has in hand, nor is who waits for another stage of its own.
+                asks = itself or any(self._asks_for_work(wait) for wait in above)
+                self.lines.append(
+                    Cause(depth, f"{name}, which waits above: {'it has work in hand' if asks else 'a circle'}")
+                )
+                return
         if not waits:
             self.lines.append(Cause(depth, _at_work(self._actors[name])))
             return
-        wait = min(waits, key=lambda found: self._rank(found, parent, (*path, name)))
+        wait = min(waits, key=lambda found: self._rank(found, parent, (*(w.actor for w in path), name)))
         more = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
         again = name in self.seen
         self.seen.add(name)
@@ -383,11 +398,24 @@ class _Tree:
             return
         holders = self._instances(wait.holder)
         for holder in holders[:MAX_HOLDERS]:
-            self.follow(holder, wait, (*path, name))
+            self.follow(holder, wait, (*path, wait))
         if not holders:
-            self.lines.append(Cause(depth + 1, f"{wait.holder}: no such actor is up"))
+            self.lines += (Cause(depth + 1, text) for text in self._missing(wait.holder))
         if len(holders) > MAX_HOLDERS:
             self.lines.append(Cause(depth + 1, f"and {len(holders) - MAX_HOLDERS} more"))
+
+    def _missing(self, holder: str) -> list[str]:
+        """Of a holder that is not registered: what is known of it."""
+        if holder in NO_ACTORS:
+            return [NO_ACTORS[holder]] if NO_ACTORS[holder] else []
+        found = {name: self._processes.unfit(name) for name in self._processes.instances(holder)}
+        known = [f"{name} is {health.kind}: {health.reason}" for name, health in found.items() if health is not None]
+        return known or [f"{holder}: no such actor is up"]
+
+    def _asks_for_work(self, wait: WaitRow) -> bool:
+        """Whether the stage of `wait` is one in which its actor asks for more work."""
+        stages = self._actors[wait.actor]["stages"]
+        return any(s.idle for s in stages if (s.stage, s.holder) == (wait.stage, wait.holder))
 
     def _instances(self, holder: str) -> list[str]:
         """The actor of that name, or all of that role: the ones that wait longest first."""

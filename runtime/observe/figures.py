@@ -223,6 +223,9 @@ ITSELF = "itself"
 STORE = "store"
 """Stands for the Store where a holder is named: it is no actor, but may be waited for like one."""
 
+CLUSTER_STORE, OTHER_JOB = "the cluster's Store", "another job"
+"""The same for the Store of the cluster that jobs share, while it does not answer, and for who has what a job waits for there."""
+
 
 class WaitView(msgspec.Struct, frozen=True):
     """One wait in progress, as others see it. `limit` is the config key and value that ends it, where there is one."""

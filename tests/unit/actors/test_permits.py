@@ -282,3 +282,24 @@ def test_one_that_died_in_line_is_passed_over():
             process.goes_on.set()
 
     run_virtual(main, 1)
+
+
+def test_who_holds_up_a_permit_is_the_job_that_has_it_or_the_store_that_does_not_answer():
+    async def main():
+        away = Away(MemoryStore())
+        away.back = True
+        first, second, told = Permits(away), Permits(away), []
+        async with first.hold("roll", "rollout", "a"), asyncio.TaskGroup() as tasks:
+            entering = tasks.create_task(second.hold("roll", "rollout", "b").__aenter__())
+            await asyncio.sleep(20)
+            told.append(second.why("roll"))
+            away.back = False
+            await asyncio.sleep(TTL_S + 3)
+            told.append(second.why("roll"))
+            entering.cancel()
+        return told
+
+    in_line, away = run_virtual(main, 1)
+
+    assert in_line == ("the pool roll, which a has to rollout", "another job")
+    assert away == ("the pool roll, whose cluster's Store does not answer", "the cluster's Store")

@@ -1,6 +1,8 @@
+import pytest
+
 from runtime.monitor.snapshot import snapshot
 from runtime.monitor.text import explain, render
-from runtime.observe.figures import WaitView
+from runtime.observe.figures import StageView, WaitView
 
 
 def test_the_tree_leads_from_the_trainer_to_the_slow_environment(waiting_run):
@@ -44,6 +46,72 @@ def test_a_circle_of_waits_is_named_and_ends_the_walk(make_record):
         "b-1 waits 1.0 s for y",
         "a-1, which waits above: a circle",
     ]
+
+
+def test_who_asks_for_more_work_is_in_no_circle_with_what_it_has_in_hand(make_record):
+    asks = (StageView("tickets", "sample_buffer", num=1, load=1.0, longest_s=0.1, idle=True),)
+    tickets = WaitView("tickets", "room for 1 rollouts", "sample_buffer", 3.0, stage="tickets")
+    slots = WaitView("tickets", "all 4 slots hold groups; oldest group g28", "env_manager-1", 2.0, stage="slots")
+    playing = WaitView("g28.1", "", "env_manager-1", 1.0, stage="env.step")
+
+    idle, busy = (
+        [cause.text for cause in explain(snapshot("r", [make_record("env_manager-1", waits=waits, stages=asks),
+                                                        make_record("sample_buffer-1", waits=(slots,))], [], {}))]
+        for waits in ((tickets,), (tickets, playing))
+    )  # fmt: skip
+
+    assert idle[-1] == "env_manager-1, which waits above: it has work in hand"
+    assert busy[2].startswith("env_manager-1 waits 1.0 s for g28.1: env.step")
+    assert "circle" not in " ".join(idle + busy)
+
+
+def test_an_actor_whose_request_waits_for_another_stage_of_its_own_is_in_no_circle(make_record):
+    queued = WaitView("g28.1", "", "itself", 1.0, stage="queue")
+    at_work = WaitView("g27.3", "4 trajectories", "", 2.0, stage="reward")
+
+    between, busy = (
+        [c.text for c in explain(snapshot("r", [make_record("reward_service-1", waits=waits)], [], {}))]
+        for waits in ((queued,), (queued, at_work))
+    )
+
+    assert between[-1] == "reward_service-1, which waits above: it has work in hand"
+    assert busy == ["reward_service-1 waits 2.0 s for g27.3: reward, 4 trajectories (and 1 more)"]
+
+
+@pytest.mark.parametrize(
+    ("holder", "said"),
+    [
+        ("store", "the run's Store"),
+        ("the cluster's Store", "it does not answer"),
+        ("engine", "engine-1 is starting: its process starts"),
+        ("engine-1", "engine-1 is starting: its process starts"),
+        ("trainer", "trainer: no such actor is up"),
+    ],
+)
+def test_what_is_known_of_a_holder_that_is_not_registered_is_said(holder, said, make_record):
+    starting = make_record("node-1", waits=(WaitView("engine-1", "", "", 2.0, stage="starting"),))
+    asker = make_record("a-1", waits=(WaitView("x", "", holder, 3.0),))
+
+    lines = [cause.text for cause in explain(snapshot("r", [asker, starting], [], {}))]
+
+    assert lines[lines.index("a-1 waits 3.0 s for x") + 1] == said
+
+
+def test_the_clusters_store_is_blamed_where_it_does_not_answer_and_nobody_while_another_job_has_its_turn(make_record):
+    stage = StageView("training", "", num=1, load=1.0, longest_s=0.1)
+    waits = {
+        holder: WaitView("permit", "the pool train", holder, 60.0, stage="training", quiet_s=60.0, blocks_actor=True)
+        for holder in ("the cluster's Store", "another job")
+    }
+
+    blocked = {
+        holder: snapshot("r", [make_record("trainer-1", waits=(wait,), stages=(stage,))], [], {})["blocked"]
+        for holder, wait in waits.items()
+    }
+
+    ((row,), none) = blocked.values()
+    assert (row["holder"], row["kind"]) == ("the cluster's Store", "stalled")
+    assert none == []
 
 
 def test_a_holder_that_does_not_wait_is_shown_at_work(make_record):
