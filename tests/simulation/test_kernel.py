@@ -1,6 +1,7 @@
 """Kernels on the memory transport: what an asker may rely on."""
 
 import asyncio
+import errno
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +16,7 @@ from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
-from runtime.messages import Drain
+from runtime.messages import Drain, RoomWanted
 from runtime.monitor.snapshot import snapshot
 from runtime.monitor.text import blocked_line
 from runtime.observe.log import logger
@@ -304,3 +305,74 @@ async def test_an_actor_can_be_stopped_while_the_store_is_away(tmp_path):
         await made.serving["server-1"]
 
     assert made.serving["server-1"].exception() is None
+
+
+class Node(Actor):
+    """Notes who waits for room."""
+
+    role = "node"
+
+    def __init__(self, config, kernel):
+        super().__init__(config, kernel)
+        self.wanted = []
+
+    @handler
+    async def room_wanted(self, message: RoomWanted) -> None:
+        self.wanted.append((message.source, message.path))
+
+
+class Disk:
+    """Takes what is written, or has no room for it."""
+
+    def __init__(self) -> None:
+        self.full, self.written, self.tries = True, [], 0
+
+    def write(self, what):
+        self.tries += 1
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.written.append(what)
+
+
+@virtual
+async def test_what_is_written_to_a_full_disk_waits_for_room_and_the_first_and_the_last_wait_are_told(tmp_path):
+    async with cluster(tmp_path) as made:
+        _, node = await made.start(Node, "node-1")
+        _, server = await made.start(Server, "server-1")
+        disk = Disk()
+
+        writing = [made.tasks.create_task(server.on_disk(tmp_path, disk.write, number)) for number in (1, 2)]
+        await asyncio.sleep(3600.0)
+        waited = [task.done() for task in writing]
+        told = list(node.wanted)
+        disk.full = False
+        await asyncio.wait(writing)
+        await asyncio.sleep(1.0)
+
+    assert waited == [False, False]
+    assert sorted(disk.written) == [1, 2]
+    assert told == [("server-1", str(tmp_path))]
+    assert node.wanted[1:] == [("server-1", "")]
+
+
+@virtual
+async def test_who_is_to_stop_waits_for_room_no_longer(tmp_path):
+    async with cluster(tmp_path) as made:
+        await made.start(Node, "node-1")
+        kernel, server = await made.start(Server, "server-1")
+        asyncio.get_running_loop().call_later(60.0, kernel.stop)
+
+        with pytest.raises(OSError, match="No space left"):
+            await server.on_disk(tmp_path, Disk().write, 1)
+
+
+@virtual
+async def test_what_a_disk_refuses_for_another_reason_is_raised_at_once(tmp_path):
+    def refuse():
+        raise OSError(errno.EIO, "Input/output error")
+
+    async with cluster(tmp_path) as made:
+        _, server = await made.start(Server, "server-1")
+
+        with pytest.raises(OSError, match="Input/output"):
+            await server.on_disk(tmp_path, refuse)

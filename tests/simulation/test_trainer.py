@@ -260,7 +260,18 @@ class Committing(Evaluating):
         return await super().commit(request)
 
 
-def drained_after(folder, seconds, trainer_class=None):
+class Unfilled(Committing):
+    """Has one batch, and holds the ask for another one back for as long as it may."""
+
+    @handler(concurrency=4)
+    async def claim(self, request: Claim) -> Batch | NotReady:
+        if request.step == 1:
+            return await super().claim(request)
+        await asyncio.sleep(request.wait_s)
+        return NotReady(0, 1, "no group", request.step - 1)
+
+
+def drained_after(folder, seconds, trainer_class=None, buffer_class=Committing, waited_s=None):
     """(steps that were committed, notices of a failed end) of a run that saves each step and is drained while it commits one."""
 
     async def main():
@@ -270,7 +281,7 @@ def drained_after(folder, seconds, trainer_class=None):
         )
         ends = []
         async with asyncio.TaskGroup() as tasks:
-            buffer = kernel_of(Committing, ActorConfig(), network, store, run)
+            buffer = kernel_of(buffer_class, ActorConfig(), network, store, run)
             trainer = kernel_of(trainer_class or ToyTrainer, config, network, store, run)
             committed = buffer.build().committed
             trainer.build().finish = lambda reason, failed=False: ends.append(reason)
@@ -278,7 +289,9 @@ def drained_after(folder, seconds, trainer_class=None):
             await trainer.ready.wait()
             await asyncio.sleep(seconds)
             await buffer.ref("trainer-1").ask(Drain(), timeout=30)
+            drained = asyncio.get_running_loop().time()
             await asyncio.wait(serving[1:])
+            (waited_s if waited_s is not None else []).append(asyncio.get_running_loop().time() - drained)
             serving[0].cancel()
         return committed, ends
 
@@ -299,6 +312,15 @@ class FullDisk(ToyTrainEngine):
         if step > 1:
             raise checkpoints.CheckpointError(f"checkpoint {folder.name} could not be written: no space")
         super().write_toy(step, content, epoch, receipts, folder)
+
+
+def test_a_drain_waits_for_no_batch_that_can_not_be_filled_any_more(tmp_path):
+    waited_s = []
+
+    committed, ends = drained_after(tmp_path, 60.5, buffer_class=Unfilled, waited_s=waited_s)
+
+    assert (committed, ends) == ([1], [])
+    assert waited_s[0] < 1.0  # virtual seconds, where the sample buffer may hold an ask back for ten
 
 
 class FullDiskTrainer(ToyTrainer):
