@@ -1,6 +1,7 @@
 """LLMProxy: routes requests to engines; every request lives on exactly one engine and outlives it."""
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,9 @@ from runtime.courier import budget, current_trace
 from runtime.errors import NotRunning
 from runtime.kernel import Kernel
 from runtime.observe.figures import Wait
+
+DRAIN_S = 1.0
+"""Requests that take longer are not waited for: nobody begins one here meanwhile, and they may take minutes."""
 
 
 class LLMProxy(Actor):
@@ -103,8 +107,10 @@ class LLMProxy(Actor):
             self.spawn(self._permit.serve(), name=f"{self.name}.permit")
 
     async def on_drain(self) -> None:
-        """Wait until every request is answered."""
-        await self._requests.idle.wait()
+        """Answer what is answered soon. Engines go on with the rest, and its callers ask the next proxy for it, as after a death."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await self._requests.idle.wait()
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         self._roster.changed(joined, left)
