@@ -25,6 +25,9 @@ KEPT = 8
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 
+UTF_8_MARK = b"\xef\xbb\xbf"
+"""Some editors begin a file with it."""
+
 HELD_OUT_SEED = 0
 """The rows that `eval_rows` holds out are the same in every run, so that their results compare."""
 
@@ -97,6 +100,12 @@ def check_data(data: DataSection, key: str) -> None:
     split_of(data)
 
 
+def values_of(path: str, column: str) -> Iterator[Any]:
+    """One column, row by row. Blocks."""
+    rows = read_rows(path)
+    return rows.values(column) if isinstance(rows, _Rows) else (row[column] for row in rows)
+
+
 @lru_cache(KEPT)
 def columns_of(path: str) -> tuple[str, ...]:
     """The names of all columns, in the order in which rows bring them. Blocks; raises as `read_rows`."""
@@ -151,6 +160,7 @@ def digest_of(path: str) -> str:
 def _lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            line = line.removeprefix(UTF_8_MARK) if number == 1 else line
             if not line.strip():
                 continue
             try:
@@ -180,6 +190,10 @@ class _Rows(Sequence[Row]):
     def columns(self) -> tuple[str, ...]:
         """As `columns_of`."""
         return tuple(self._table.column_names)
+
+    def values(self, column: str) -> Iterator[Any]:
+        """Of one column."""
+        return (value for chunk in self._table.column(column).chunks for value in chunk.to_pylist())
 
     def without(self, column: str) -> int:
         """As `_without`."""

@@ -481,19 +481,32 @@ def _weighed(result: object) -> tuple[int, bool]:
 
 
 def _observation(value: Any, method: str, *, over: bool) -> Observation:
-    """With the text parts of each message made one text, which is what templates that know of parts make of them."""
     if over and (value is None or value == []):
         return ""
     if flaw := flaw_of(value):
         raise _bad(method, f"{flaw}{'' if over or value else ', though the episode goes on'}")
-    if isinstance(value, str):
-        return value
+    return normal(value)
+
+
+def normal(observation: Any) -> Observation:
+    """One without flaw, with the text parts of each message made one text, which is what templates that know of parts make of them.
+
+    What a message has as None counts as absent: columns of a table have all keys in all rows.
+    """
+    if isinstance(observation, str):
+        return observation
     return [
-        {**message, "content": "".join(part["text"] for part in content)}
-        if isinstance(content := message.get("content"), list)
-        else message
-        for message in cast("list[dict[str, Any]]", value)
+        {
+            key: _joined(value) if key == "content" else value
+            for key, value in message.items()
+            if value is not None or key == "content"
+        }
+        for message in cast("list[dict[str, Any]]", observation)
     ]
+
+
+def _joined(content: Any) -> Any:
+    return "".join(part["text"] for part in cast("list[Any]", content)) if isinstance(content, list) else content
 
 
 def flaw_of(observation: Any) -> str:

@@ -13,13 +13,14 @@ import msgspec
 
 from actors.cluster import ClusterSection
 from actors.config import EvalSection, ModelSection, RewardSection, RolloutSection
+from actors.envs.chat import Renderer
 from actors.envs.generating import GeneratingCount
 from actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
 from actors.envs.named_renderer import renderer_of
 from actors.envs.outlook import RolloutOutlook
 from actors.envs.rollout import GaveUp, Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection
-from actors.envs.tasks import Task, check_tasks, resolved
+from actors.envs.tasks import Task, check_prompts, check_tasks, resolved
 from actors.messages.orchestration import OutOfDate, Survey, Surveyed
 from actors.messages.samples import Admit, Cancel, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
 from actors.tasks import Tasks, TaskSection
@@ -144,10 +145,12 @@ class EnvManager(Actor):
         if not os.path.isdir(model):  # one that is not there is told of by others
             return
         tasks = resolved(config.tasks, config.env, config.rollout, config.reward).values()
-        limits = {repr([getattr(task.rollout, name) for name in RENDERED]): task.rollout for task in tasks}
+        renderers: dict[str, Renderer] = {}
         try:
-            for each in limits.values():
-                renderer_of(each, model)
+            for task in tasks:
+                key = repr([getattr(task.rollout, name) for name in RENDERED])
+                renderer = renderers[key] = renderers.get(key) or renderer_of(task.rollout, model)
+                check_prompts(task, renderer)
         except ValueError as error:
             said = str(error)
             raise ConfigError(said if said.endswith("?") else f"{said}.") from error

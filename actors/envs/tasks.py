@@ -2,19 +2,24 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from heapq import nlargest
+from typing import Any, NamedTuple
 
 from actors.config import RewardSection, RolloutSection
-from actors.datasets import check_data
-from actors.envs.hosting import DATA_SETS
+from actors.datasets import check_data, read_rows, values_of
+from actors.envs.chat import TOKEN_BYTES, Renderer
+from actors.envs.hosting import DATA_SETS, flaw_of, normal
 from actors.envs.reasoning import HELD_OUT, generator
 from actors.envs.section import EnvSection
-from actors.tasks import EXTRA, VERIFIERS, TaskSection, rewards_of
+from actors.tasks import EXTRA, VERIFIERS, DataSection, TaskSection, rewards_of
 from runtime.errors import ConfigError, check_all
 from runtime.importer import check_module, has_module
 
 QUICK = ("exact", "number", "places")
 """Verifiers that answer in microseconds and never hang."""
+
+LONGEST = 64
+"""Prompts, by characters, that are rendered at launch: a longer one in tokens is rarely a shorter one in characters."""
 
 LIMITS = ("max_turns", "max_new_tokens", "temperature", "stop", "system_prompt")
 
@@ -85,3 +90,40 @@ def _check_task(key: str, task: TaskSection) -> None:
         if data.sampler:
             check_module(data.sampler, key=f"{key}.data.sampler")
         check_data(data, f"{key}.data")
+        check_forms(data)
+
+
+def check_forms(data: DataSection) -> None:
+    """Raises ConfigError, one sentence, for the first prompt that is neither a text nor chat messages. Blocks: reads the files."""
+    for path in filter(None, (data.path, data.eval_path)):
+        for number, prompt in enumerate(values_of(path, data.prompt), 1):
+            if flaw := flaw_of(prompt):
+                raise ConfigError(f"data file {path}: row {number}'s {data.prompt} is wrong: {flaw}.")
+
+
+def check_prompts(task: Task, renderer: Renderer) -> None:
+    """Render the first and the longest prompts of a task's data set. Raises ConfigError, one sentence, for one that can't be, or that leaves
+    no room for a turn. Blocks: reads data files.
+    """
+    if task.env.target not in DATA_SETS:
+        return
+    limits, column = task.rollout, task.env.kwargs["prompt"]
+    room = limits.max_len - limits.max_new_tokens
+    for path in dict.fromkeys(each["path"] for each in (task.env.kwargs, task.env.eval_kwargs) if each):
+        sizes = [_size_of(prompt) for prompt in values_of(path, column)]
+        longest = nlargest(LONGEST, range(len(sizes)), key=sizes.__getitem__)
+        for row in dict.fromkeys((0, *longest)):
+            where = f"data file {path}: row {row + 1}'s {column}"
+            try:
+                tokens = len(renderer.opening(normal(read_rows(path)[row][column]))) // TOKEN_BYTES
+            except ValueError as error:
+                raise ConfigError(f"{where} can't be shown to the model: {str(error).rstrip('.')}.") from error
+            if tokens > room:
+                raise ConfigError(
+                    f"{where} has {tokens:,} tokens as the model sees it; with {task.key}'s max_new_tokens, {limits.max_new_tokens:,}, that "
+                    f"is beyond rollout.max_len, {limits.max_len:,}. Leave such rows out, or raise rollout.max_len."
+                )
+
+
+def _size_of(prompt: Any) -> int:
+    return len(prompt if isinstance(prompt, str) else str(prompt))

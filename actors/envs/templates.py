@@ -30,7 +30,7 @@ def read_tokenizer(folder: Path) -> tuple[Any, dict[str, str], bool | None]:
 
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(f"model folder {folder} has no tokenizer.json")
+        raise ValueError(f"model folder {folder} has no tokenizer.json{_instead(folder)}")
     try:
         tokenizer: Any = Tokenizer.from_file(str(path))
     except Exception as error:  # it raises nothing narrower
@@ -42,6 +42,14 @@ def read_tokenizer(folder: Path) -> tuple[Any, dict[str, str], bool | None]:
             named[key] = text
     add_bos = config.get("add_bos_token")
     return tokenizer, named, add_bos if isinstance(add_bos, bool) else None
+
+
+def _instead(folder: Path) -> str:
+    """What to do with a tokenizer of another kind that lies there; empty where none does."""
+    others = ("tokenizer.model", "tiktoken.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
+    found = [name for name in others if (folder / name).is_file()]
+    load = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
+    return f", only {' and '.join(found)}. Make one: from transformers import AutoTokenizer; {load}" if found else ""
 
 
 def ids_in_configs(folder: Path, name: str) -> list[int]:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from actors.datasets import check_data, epochs_of, read_rows, split_of
+from actors.envs.tasks import check_forms
 from actors.tasks import OWN_COLUMNS, DataSection
 from runtime.errors import ConfigError
 
@@ -113,6 +114,44 @@ def wrong(path, text):
 def test_a_file_that_can_not_be_used_is_named_with_its_line(tmp_path, name, text, words):
     with pytest.raises(ConfigError, match=words):
         check_data(data(wrong(tmp_path / name, text)), "tasks.sums.data")
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (7, "an observation of type int instead of a string or a list of chat messages"),
+        ({"role": "user", "content": "x"}, "an observation of type dict"),
+        ([], r"nothing to observe \(\[\]\)"),
+        ([{"role": "user"}], "content is of type NoneType instead of a string"),
+        (IMAGE, "a part of type image_url: models here read text alone"),
+    ],
+)
+def test_a_prompt_of_another_form_is_named_with_its_row(tmp_path, prompt, words):
+    path = jsonl(tmp_path / "a.jsonl", [*ROWS[:4], {"question": prompt, "answer": "x"}])
+
+    with pytest.raises(ConfigError, match=rf"a\.jsonl: row 5's question is wrong: .*{words}"):
+        check_forms(data(path))
+
+
+def test_prompts_of_a_table_are_checked_row_by_row_too(tmp_path):
+    good = [{"role": "user", "content": "x", "name": None}]
+    rows = [{"question": good, "answer": "x"}, {"question": [{"role": None, "content": "x"}], "answer": "x"}]
+
+    check_forms(data(parquet(tmp_path / "good.parquet", rows[:1])))
+    with pytest.raises(ConfigError, match=r"a\.parquet: row 2's question is wrong: a chat message"):
+        check_forms(data(parquet(tmp_path / "a.parquet", rows)))
+
+
+def test_texts_and_messages_may_stand_side_by_side_and_the_mark_of_utf_8_is_no_part_of_them(tmp_path):
+    rows = [{"question": "x", "answer": 1}, {"question": [{"role": "user", "content": "x"}], "answer": 1}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8-sig")
+
+    check_forms(data(str(tmp_path / "a.jsonl")))
+
+    assert read_rows(str(tmp_path / "a.jsonl"))[0] == rows[0]
 
 
 def test_a_line_that_is_not_in_utf_8_is_named(tmp_path):

@@ -4,11 +4,18 @@ import asyncio
 import json
 
 import pytest
+from pydantic import TypeAdapter
 
+from actors.config import RewardSection, RolloutSection
 from actors.datasets import columns_of, read_rows
+from actors.envs.chat import ChatRenderer
 from actors.envs.dataset import DataSetEnv
 from actors.envs.reasoning import ReasoningGymEnv
+from actors.envs.section import EnvSection
+from actors.envs.tasks import check_prompts, resolved
 from actors.envs.verifiers import exact, math, number, places
+from actors.tasks import Tasks
+from runtime.errors import ConfigError
 
 OWN = """
 def half(completion, answer, *, level, turn, task):
@@ -116,3 +123,48 @@ def test_what_a_task_of_reasoning_gym_can_not_read_is_a_wrong_answer(name):
     for answer in ("no idea", "<answer>[[1,2</answer>", '<answer>{"a": 1}</answer>'):
         played.reset(seed=2_000_000_011)
         assert played.step(answer) == ("", pytest.approx(0.0, abs=0.02), True, False, {})
+
+
+def data_task(path, **limits):
+    rows = TypeAdapter(Tasks).validate_python({"sums": {"data": {"path": path, "eval_rows": 1}}})
+    rollout = RolloutSection(**{"max_len": 200, "max_new_tokens": 100, **limits})
+    return resolved(rows, EnvSection(), rollout, RewardSection())["sums"]
+
+
+def test_a_prompt_that_leaves_no_room_for_a_turn_is_named_with_its_row(tmp_path, model_folder):
+    prompts = ["short", "x" * 60, "y" * 120, [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "x"}) + "\n" for prompt in prompts))
+    renderer = ChatRenderer(model_folder)
+
+    check_prompts(data_task(str(path), max_len=300), renderer)
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl: row 3's prompt has 1\d\d tokens .* beyond rollout\.max_len, 200\. Leave"
+    ):
+        check_prompts(data_task(str(path)), renderer)
+
+
+def test_a_prompt_that_the_template_refuses_is_named_with_its_row(tmp_path, write_model):
+    template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}{% endfor %}"
+    folder = write_model(tmp_path / "model", template=template + "{% if add_generation_prompt %}>{% endif %}")
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        json.dumps({"prompt": [{"role": "tool", "content": "42"}], "answer": "x"})
+        + "\n"
+        + '{"prompt": "a", "answer": "b"}\n'
+    )
+
+    with pytest.raises(ConfigError, match=r"row 1's prompt can't be shown to the model: .* no tools"):
+        check_prompts(data_task(str(path)), ChatRenderer(folder))
+
+
+@pytest.mark.parametrize("names", [["tokenizer.model"], ["vocab.json", "merges.txt"]])
+def test_a_tokenizer_of_another_kind_is_refused_with_what_makes_one(model_folder, names):
+    (model_folder / "tokenizer.json").unlink()
+    for name in names:
+        (model_folder / name).write_text("")
+
+    with pytest.raises(
+        ValueError, match=rf"no tokenizer\.json, only {' and '.join(names)}\. Make one: .*AutoTokenizer"
+    ):
+        ChatRenderer(model_folder)
