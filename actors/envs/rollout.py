@@ -18,8 +18,18 @@ from actors.envs.environment import Observation
 from actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, is_plain, sentence
 from actors.envs.section import EnvSection
 from actors.envs.templates import RenderError
-from actors.messages.generation import NOT_ITS_TURN, Aborted, Completion, Generate, Sampling, Tokens, flaw_of_logprobs
-from actors.messages.samples import BAD_LOGPROBS, GiveUp, NotScored, PolicyState, Score, Ticket, Trajectory, shortened
+from actors.messages.generation import NOT_ITS_TURN, Aborted, Completion, Generate, Sampling, Tokens
+from actors.messages.samples import (
+    BAD_LOGPROBS,
+    GiveUp,
+    NotScored,
+    PolicyState,
+    Score,
+    Ticket,
+    Trajectory,
+    flaw_of_logprobs,
+    shortened,
+)
 from bus.errors import AskFailed, Failed
 from bus.message import well_formed
 from planning.hopeless import RECENT, is_hopeless

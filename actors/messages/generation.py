@@ -1,7 +1,5 @@
 """Generation: what environment managers ask of the proxy, and the proxy of engines."""
 
-import math
-from array import array
 from typing import ClassVar
 
 import msgspec
@@ -39,31 +37,6 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
     ids: bytes = b""
     logprobs: bytes = b""
     spans: tuple[VersionSpan, ...] = ()
-
-
-MOST_LOGPROB, LEAST_LOGPROB = 1e-3, -100.0
-"""Above the first is more than rounding; below the second, of a probability of 4e-44, no sampler draws a token."""
-
-
-def flaw_of_logprobs(logprobs: bytes) -> str:
-    """What makes these float32 log-probabilities none of sampled tokens; empty where they may be."""
-    values = array("f", logprobs)
-    if not _all_finite(logprobs, values):
-        odd = next(value for value in values if not math.isfinite(value))
-        return f"a log-probability is not finite ({odd:g})"
-    if values and (most := max(values)) > MOST_LOGPROB:
-        return f"a log-probability is {most:g}, above 0"
-    if values and (least := min(values)) < LEAST_LOGPROB:
-        return f"a log-probability is {least:g}, below {LEAST_LOGPROB:g}: no sampler draws such a token"
-    return ""
-
-
-def _all_finite(floats: bytes, values: "array[float]") -> bool:
-    """A number is infinite or none only where the highest seven bits of its exponent are set, which nearly never is."""
-    exponents = floats[3::4]
-    if not exponents.count(0x7F) and not exponents.count(0xFF):
-        return True
-    return all(map(math.isfinite, values))
 
 
 class Completion(Message, frozen=True):

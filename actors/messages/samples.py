@@ -1,6 +1,7 @@
 """Samples: how a trajectory is scored, and the SampleBuffer's protocol with environment managers and the trainer."""
 
 import math
+from array import array
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -84,6 +85,31 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """Seed of the sampling: of run seed, trajectory and counted tries, so that an attempt that was lost draws the same tokens again."""
     task: str = ""
     """Name of the task, as the config's `tasks` has it; empty where it names none."""
+
+
+MOST_LOGPROB, LEAST_LOGPROB = 1e-3, -100.0
+"""Above the first is more than rounding; below the second, of a probability of 4e-44, no sampler draws a token."""
+
+
+def flaw_of_logprobs(logprobs: bytes) -> str:
+    """What makes these float32 log-probabilities none of sampled tokens; empty where they may be."""
+    values = array("f", logprobs)
+    if not _all_finite(logprobs, values):
+        odd = next(value for value in values if not math.isfinite(value))
+        return f"a log-probability is not finite ({odd:g})"
+    if values and (most := max(values)) > MOST_LOGPROB:
+        return f"a log-probability is {most:g}, above 0"
+    if values and (least := min(values)) < LEAST_LOGPROB:
+        return f"a log-probability is {least:g}, below {LEAST_LOGPROB:g}: no sampler draws such a token"
+    return ""
+
+
+def _all_finite(floats: bytes, values: "array[float]") -> bool:
+    """A number is infinite or none only where the highest seven bits of its exponent are set, which nearly never is."""
+    exponents = floats[3::4]
+    if not exponents.count(0x7F) and not exponents.count(0xFF):
+        return True
+    return all(map(math.isfinite, values))
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):

@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 from actors.checkpoint import digest_of, sync_folder, write_through
-from actors.messages.generation import flaw_of_logprobs
-from actors.messages.samples import MOST_FIGURES, GiveUp, Segment, Trajectory, flaw_of_reward
+from actors.messages.samples import MOST_FIGURES, GiveUp, Segment, Trajectory, flaw_of_logprobs, flaw_of_reward
 from runtime.errors import RubatoError
 
 INLINE_BYTES = 64 * 1024

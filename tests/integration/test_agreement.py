@@ -26,6 +26,18 @@ class Silent(Deaf):
     digest = None
 """
 
+ODD = """
+from actors.scripted.engine import ScriptedEngine
+
+
+class Odd(ScriptedEngine):
+    \"\"\"Of one request in eight the log-probabilities are none.\"\"\"
+
+    def _token(self, slot):
+        token, logprob = super()._token(slot)
+        return token, 0.5 if slot.key % 8 == 0 else logprob
+"""
+
 BAD_ENVS = Path(__file__).parent / "bad_envs.py"
 
 
@@ -80,3 +92,21 @@ def test_an_engine_that_takes_them_agrees_after_every_update_that_is_compared(en
     assert done.code == 0, done.out + done.err
     assert "trainer and engine agree" in done.out + done.err
     assert [row["step"] for row in rows if row.get("time/check", 0.0) > 0.0] == [1, 3]
+
+
+def test_log_probabilities_that_are_none_fail_their_samples_by_engine_and_flaw_while_the_run_goes_on(tmp_path):
+    (tmp_path / "odd.py").write_text(ODD)
+    (tmp_path / "job.yaml").write_text(SMALL.replace("env: {", f"env: {{class: '{BAD_ENVS}:Uneven', "))
+    model = write_model(tmp_path / "model")
+
+    done = rubato(
+        "launch", "job.yaml", "--run-dir", "run", f"model.path={model}", "run.steps=6", "engine.kind=odd.py:Odd",
+        cwd=tmp_path,
+    )  # fmt: skip
+
+    flaw = "engine-1 sent a completion in which a log-probability is 0.5, above 0"
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    reasons = {sample["reason"] for sample in samples if sample["fate"] == "failed"}
+    assert done.code == 0, done.out + done.err
+    assert reasons == {f"bad_logprobs: {flaw}"}
+    assert flaw in done.out
