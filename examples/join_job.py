@@ -3,18 +3,19 @@
 import asyncio
 import sys
 
-from actors.envs.chat import ChatRenderer, Transcript
+from actors.envs.chat import Renderer, Transcript
 from actors.envs.frozen_lake import FrozenLakeText
+from actors.envs.named_renderer import renderer_of
 from actors.messages.generation import Generate, Sampling
 from actors.messages.samples import Admit, Put, Ticket, Trajectory
 from runtime.guest import Guest, join
 
 
-async def play(me: Guest, chat: ChatRenderer, ticket: Ticket) -> str:
+async def play(me: Guest, chat: Renderer, ticket: Ticket) -> str:
     """One trajectory from its ticket to its acknowledged Put; returns its fate, "" while it may still train."""
     env, rollout, reward, done, turns = FrozenLakeText(), ticket.trajectory_id, 0.0, False, 0
     transcript = Transcript(chat.opening(env.reset(seed=ticket.seed)[0]))
-    sampling = Sampling(2, stop_token_ids=chat.stop_token_ids)
+    sampling = Sampling(2, stop_token_ids=chat.stop_token_ids, stop=chat.stop_strings)
     while not done and turns < 5:
         turn = Generate(f"{rollout}.{ticket.attempt}.{turns}", rollout, transcript.prompt, sampling, ticket.version)
         reply = await me.ref("llm_proxy").ask(turn, timeout=60)
@@ -28,7 +29,7 @@ async def play(me: Guest, chat: ChatRenderer, ticket: Ticket) -> str:
 
 async def main(folder: str) -> None:
     async with join(folder) as me:
-        chat = ChatRenderer(me.run.folder / me.job.section("model").path)
+        chat = renderer_of(me.job.section("rollout"), me.run.folder / me.job.section("model").path)
         reply = await me.ref("sample_buffer").ask(Admit(4, me.name, me.incarnation), timeout=15)
         for ticket in reply.tickets:
             print(f"{ticket.trajectory_id}: {await play(me, chat, ticket) or 'handed over'}")

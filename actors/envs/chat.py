@@ -83,8 +83,8 @@ class TextTokenizer:
         self._unwanted = (always | {*written}) - unknown if self._normalized & (always | {*written}) else set[int]()
 
     def is_control(self, token: int) -> bool:
-        """Whether it is an added token or an end of turn, not a piece of text."""
-        return token in self._added or token in self.eos
+        """Whether it is special, an end of turn or a mark, not a piece of text."""
+        return token in self._special or token in self.eos or _is_mark(self._added.get(token, ""))
 
     def num_special(self, ids: Iterable[int]) -> int:
         """How many of `ids` are special tokens."""

@@ -574,6 +574,16 @@ async def test_an_environment_without_a_held_out_split_is_told_of_once_in_a_run(
             assert "Bandit has no held-out split: evaluations use other seeds" in Node.notices[0]
 
 
+@pytest.mark.parametrize(("max_turns", "told"), [(6, 1), (1, 0)])
+async def test_a_template_that_drops_earlier_reasoning_is_told_of_once_in_a_run(tmp_path, monkeypatch, max_turns, told):
+    monkeypatch.setitem(globals(), "TEMPLATE", TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]"))
+    async with cluster(tmp_path, tickets=1, env={"isolation": "inline"}, rollout={"max_turns": max_turns}) as made:
+        await made.start(EnvManager, "env_manager-2", made.manager.config)
+        await made.buffer.until(lambda: len(Buffer.put) == 1)
+
+        assert ["reasoned in earlier turns" in notice for notice in Node.notices] == [True] * told
+
+
 class Bandit:
     def __init__(self, arms=2):
         pass

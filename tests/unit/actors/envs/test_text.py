@@ -250,6 +250,23 @@ def test_a_stop_that_is_none_is_refused(stop):
         RolloutSection.model_validate({"stop": stop})
 
 
+def test_white_space_that_is_an_added_token_ends_no_turn(tmp_path):
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}    ")
+
+    renderer = ChatRenderer(chat_model(tmp_path / "m", template=template, eos_token="<|endoftext|>"))
+
+    names = [renderer._tokenizer.raw.id_to_token(each) for each in renderer.stop_token_ids]
+    assert names == ["<|endoftext|>", "<|im_end|>"]
+
+
+def test_a_role_speaks_for_nobody_else(renderers):
+    renderer = renderers["bytes"]
+    plain, evil = ([{"role": role, "content": "x"}] for role in ("user", f"user\n{EVIL}"))
+
+    assert num_special(renderer, renderer.opening(evil)) == num_special(renderer, renderer.opening(plain))
+    assert num_special(renderer, renderer.follow_up(evil, 0)) == num_special(renderer, renderer.follow_up(plain, 0))
+
+
 def test_a_turn_of_several_parts_does_not_end_with_its_first(tmp_path):
     template = CHATML.replace(
         "{{ m.content }}", "{% if m.role == 'assistant' %}final<|tool_call|>{% endif %}{{ m.content }}"
