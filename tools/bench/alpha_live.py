@@ -1,7 +1,7 @@
 """Time to a reward with staleness.alpha=auto and with fixed ones, on live processes: python tools/bench/alpha_live.py [--seeds 5]
 
-Each run is a launch of the quickstart (or --config) until its end; settings alternate, seed after seed. Prints each setting's median of the
-seconds until the mean reward of five steps first reached the goal, and that of auto over the best fixed one's. Needs an idle machine, and
+Each run is a launch of the quickstart (or --config) until its end; settings alternate, seed after seed. Prints each setting's mean and spread of
+the seconds until the mean reward of five steps first reached the goal, auto's mean over the best fixed one's, and on how many seeds it is ahead. Needs an idle machine, and
 for five seeds of five settings about an hour of two cores.
 """
 
@@ -11,7 +11,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -28,11 +29,23 @@ def time_to_goal(config: Path, alpha: str, seed: int, overrides: Sequence[str]) 
     return NEVER if found is None else found
 
 
-def summary(times: dict[str, list[float]]) -> dict[str, float]:
-    """Medians by setting, and `auto_over_best`: the median of auto over the lowest one of a fixed α."""
-    medians = {alpha: median(seconds) for alpha, seconds in times.items()}
-    best = min(seconds for alpha, seconds in medians.items() if alpha != "auto")
-    return medians | {"auto_over_best": medians["auto"] / best if best < NEVER else NEVER}
+class Summary(NamedTuple):
+    """Of auto beside the fixed α whose mean is least."""
+
+    means: dict[str, float]
+    best: str
+    auto_over_best: float
+    """Of means; infinite where no fixed α reached the goal with every seed."""
+    wins: int
+    """Seeds with which auto was there first."""
+
+
+def summary(times: dict[str, list[float]]) -> Summary:
+    """Of the same seeds with each setting."""
+    means = {alpha: fmean(seconds) for alpha, seconds in times.items()}
+    best = min((alpha for alpha in means if alpha != "auto"), key=lambda alpha: means[alpha])
+    ratio = means["auto"] / means[best] if means[best] < NEVER else NEVER
+    return Summary(means, best, ratio, sum(a < b for a, b in zip(times["auto"], times[best], strict=True)))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,8 +62,9 @@ def main(argv: Sequence[str]) -> int:
             seconds.append(time_to_goal(asked.config, alpha, seed, asked.overrides))
             print(f"seed {seed}, α {alpha}: {GOAL:g} after {seconds[-1]:.1f} s", flush=True)
     found = summary(times)
-    for name, value in found.items():
-        print(f"{name}: {value:.2f}" + ("" if name == "auto_over_best" else " s to the goal, median"))
+    for alpha, seconds in times.items():
+        print(f"α {alpha}: {found.means[alpha]:.1f} s to the goal, mean; {min(seconds):.1f} to {max(seconds):.1f} s")
+    print(f"auto over α = {found.best}: {found.auto_over_best:.2f}, ahead on {found.wins} of {asked.seeds} seeds")
     if asked.json is not None:
         plain = {alpha: [None if s == NEVER else s for s in seconds] for alpha, seconds in times.items()}
         asked.json.write_text(json.dumps(plain, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """Prefill apart from decode on four paced engines, live: every fixed split beside `proxy.balance: auto`, on a load that flips half-way.
 
-python tools/bench/prefill_decode.py [--json FILE] [key.sub=value …]
+python tools/bench/prefill_decode.py [--short] [--json FILE] [key.sub=value …]
 
 First come requests with long prompts and few tokens to sample, then the other way round, with so many in flight all the time. Proxy, engines
 and bus are live processes; the engines' time is paced (docs/pace.md): a step and a KV move last what an H800 would take for it, four times
@@ -44,6 +44,8 @@ class Phase(NamedTuple):
 
 
 PHASES = Phase("reading", 176, 6000, 32), Phase("writing", 200, 64, 400)
+SHORT = Phase("reading", 8, 600, 4), Phase("writing", 8, 64, 40)
+"""That the bench starts, and nothing else."""
 AT_ONCE = 4
 ASK_S, END_S, BEAT_S = 240.0, 30.0, 2.0
 
@@ -88,7 +90,7 @@ def job(num_prefill: int, balance: str) -> dict[str, Any]:
     }
 
 
-async def play(me: Guest) -> dict[str, float]:
+async def play(me: Guest, phases: Sequence[Phase] = PHASES) -> dict[str, float]:
     """All requests in order, `IN_FLIGHT` at a time; returns the seconds of each phase."""
     loop = asyncio.get_running_loop()
     places = asyncio.Semaphore(IN_FLIGHT)
@@ -105,30 +107,32 @@ async def play(me: Guest) -> dict[str, float]:
 
     began = loop.time()
     async with asyncio.TaskGroup() as tasks:
-        for phase in PHASES:
+        for phase in phases:
             for number in range(phase.requests):
                 await places.acquire()
                 tasks.create_task(one(phase, number))
-    reading, writing = (last[phase.name] for phase in PHASES)
-    return {PHASES[0].name: reading - began, PHASES[1].name: writing - reading}
+    reading, writing = (last[phase.name] for phase in phases)
+    return {phases[0].name: reading - began, phases[1].name: writing - reading}
 
 
-async def measure(folder: Path, launcher: "subprocess.Popen[bytes]") -> Measured:
+async def measure(folder: Path, launcher: "subprocess.Popen[bytes]", phases: Sequence[Phase] = PHASES) -> Measured:
     """Play the load on the run in `folder`. Raises TimeoutError where it does not come up."""
     await is_up(folder, launcher)
     async with connect(folder) as run, join(folder) as me:
         await all_here(run.store, ENGINES)
-        phases_s = await play(me)
+        phases_s = await play(me, phases)
         await asyncio.sleep(BEAT_S)  # the engines' figures are a beat old
         engines = [actor.metrics for actor in await list_actors(run.store) if actor.role == "engine"]
     steps = sum(each["paced/steps"] for each in engines)
     outlasted = sum(each["paced/steps"] * each["paced/outlasted_frac"] for each in engines) / steps
     log = (folder / "logs" / "llm_proxy-1.jsonl").read_text().splitlines()
     changes = [found["why"] for line in log if (found := json.loads(line)).get("event") == "stage_changed"]
-    return Measured(sum(p.requests for p in PHASES) / sum(phases_s.values()), phases_s, outlasted, changes)
+    return Measured(sum(p.requests for p in phases) / sum(phases_s.values()), phases_s, outlasted, changes)
 
 
-def run(name: str, num_prefill: int, balance: str, overrides: Sequence[str]) -> Measured:
+def run(
+    name: str, num_prefill: int, balance: str, overrides: Sequence[str], phases: Sequence[Phase] = PHASES
+) -> Measured:
     """Launch the arm's job, measure it, and stop it."""
     with tempfile.TemporaryDirectory(prefix="rubato-prefill-decode-") as scratch:
         place = Path(scratch)
@@ -139,7 +143,7 @@ def run(name: str, num_prefill: int, balance: str, overrides: Sequence[str]) -> 
                 [sys.executable, *map(str, command)], cwd=place, stdout=out, stderr=out, preexec_fn=die_with_parent
             )
         try:
-            found = asyncio.run(measure(place / "run", launcher))
+            found = asyncio.run(measure(place / "run", launcher, phases))
         except TimeoutError:
             raise SystemExit(f"{name} did not get going: {(place / 'said').read_text()[-2000:]}") from None
         finally:
@@ -170,16 +174,23 @@ def main(argv: Sequence[str]) -> int:
     """Measure, print, and write the figures where asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--short", action="store_true", help="few requests, 2P2D and auto alone: it starts, its figures say nothing"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     asked = parser.parse_args(argv)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        jobs = {name: pool.submit(run, name, *arm, asked.overrides) for name, arm in arms().items()}
+        wanted = {name: arm for name, arm in arms().items() if not asked.short or name in ("2P2D", "auto")}
+        phases = SHORT if asked.short else PHASES
+        jobs = {name: pool.submit(run, name, *arm, asked.overrides, phases) for name, arm in wanted.items()}
         summary = summed_up({name: each.result() for name, each in jobs.items()})
+    if asked.short:
+        print("short: these figures show that the bench starts, and nothing else")
     print(f"auto over the best fixed split: {summary['auto'] / max(summary['fixed'].values()):.2f}")
     if asked.json:
         asked.json.write_text(json.dumps(summary, indent=1))
     worst = max(summary["outlasted"].values())
-    if worst > MOST_OUTLASTED:
+    if worst > MOST_OUTLASTED and not asked.short:
         print(
             f"{100 * worst:.1f} % of an arm's steps outlasted their pace: this machine is too slow or too busy for it"
         )
