@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from actors.cluster import ROLLOUT, WEIGHT_SYNC, ClusterSection, permits_of, place_of
 from actors.engines.engine import SLEEP, Engine, EngineError, require
@@ -39,9 +39,11 @@ class PermittedOrders(Orders):
     async def weight_sync(self) -> AsyncGenerator[Callable[[], bool]]:
         """One transfer at a time over the link that the cluster's jobs share; tells by the engine's own clock whether that is certain."""
         member = f"{self._section.job}.{self._actor.name}"
-        with self._actor.waits.on("permit", stage=WEIGHT_SYNC, detail="the link for weights"):
-            permits = await self._permits
-        async with permits.hold(WEIGHT_SYNC, WEIGHT_SYNC, member) as grant:
+        async with AsyncExitStack() as held:
+            with self._actor.waits.on("permit", stage=WEIGHT_SYNC, detail="the link for weights") as wait:
+                permits = await self._permits
+                wait.described_by(lambda: permits.why(WEIGHT_SYNC))
+                grant = await held.enter_async_context(permits.hold(WEIGHT_SYNC, WEIGHT_SYNC, member))
             yield lambda: grant.is_held
 
     async def _wake(self, engine: Engine, epoch: int) -> float:
