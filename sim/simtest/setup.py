@@ -100,7 +100,7 @@ def job(setup: Setup, configs: Mapping[str, Any]) -> Config:
     specs = {role: ActorSpec.model_validate({"class": "sim", "count": 0, "restarts": 100_000}) for role in CLASSES}
     roles = [role_of(name) for name in setup.names]
     specs = {role: spec.model_copy(update={"count": roles.count(role)}) for role, spec in specs.items()}
-    return Config(BaseRoot(actors=specs), CLASSES, configs)
+    return Config(BaseRoot(actors=specs), CLASSES, configs, {})
 
 
 def configs(setup: Setup, model: Path) -> dict[str, Any]:
