@@ -1,6 +1,6 @@
 """Where reward functions run: what `Scorer` asks of processes of this host, of a pool that grows and shrinks, and of a URL."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol, cast
@@ -19,6 +19,9 @@ class RewardRefused(Exception):
     detail: str
 
 
+Told = Callable[[int, float | NotScored], object]
+
+
 class RewardBackend(Protocol):
     """Runs functions; it keeps nothing between calls that a score depends on. Many calls may be under way at once."""
 
@@ -28,6 +31,15 @@ class RewardBackend(Protocol):
 
     async def call(self, function: str, requests: Sequence[Score]) -> list[float | NotScored]:
         """One number without a flaw per request, or why that one has none. Raises RewardRefused where the call failed as a whole."""
+        ...
+
+    async def each(self, function: str, requests: Sequence[Score], told: "Told") -> None:
+        """A call of its own for each, all at once and within `reward.timeout_s` together; `told` gets the place and the outcome of each as it
+        comes. Raises nothing."""
+        ...
+
+    def once(self, function: str) -> bool:
+        """Whether it says of itself that it must not be asked twice for the same trajectory."""
         ...
 
     async def run(self) -> None:

@@ -10,6 +10,9 @@ list), and every key of the environment's info that MessagePack can hold, its ne
 set all columns of the row. No key of the info replaces one of the columns above.
 A function is given the columns that its signature names; `**columns` takes all. The result, one finite number per trajectory, is added
 to the reward.
+
+A call that hangs is made again for each of its trajectories. A function that must not be asked twice for one has the attribute
+`idempotent = False`.
 """
 
 from typing import Any

@@ -19,12 +19,13 @@ import httpx
 import msgspec
 
 from actors.messages.samples import NotScored, Score
-from actors.rewards.backend import RewardRefused, checked_number, columns_of
+from actors.rewards.backend import RewardRefused, Told, checked_number, columns_of
 from actors.rewards.deadlines import Deadlines
 from runtime.observe.figures import Metrics
 
 TRIES = 3
-"""Of one call, while nobody answers, or what answers says that it can't now (status 429 or 5xx)."""
+"""Of one call, while nobody can be reached, or what answers says that it can't now (status 429 or 5xx). What gives no answer in time is not
+tried again as a whole: each of its trajectories is, alone."""
 
 PAUSE_S = 0.5
 """Before the second try; it doubles each time, and a server's Retry-After lengthens it up to `reward.timeout_s`."""
@@ -34,6 +35,8 @@ COLD_START_S = 30.0
 
 MOST_BYTES = 10 * 1024 * 1024
 """Of an answer."""
+
+TIMEOUT = "timeout"
 
 TOKEN = "RUBATO_REWARD_TOKEN"
 
@@ -64,7 +67,8 @@ class HttpBackend:
         return ""
 
     async def call(self, function: str, requests: Sequence[Score]) -> list[float | NotScored]:
-        """A URL that nobody answers at scores none of them, and they are not tried one by one."""
+        """A URL that nobody answers at scores none of them, and they are not tried one by one; one that does not answer in time may have answered
+        some by then."""
         keys = [key_of(request) for request in requests]
         together = hashlib.sha256("".join(keys).encode()).hexdigest()[:32]
         timeout_s = self._deadlines.of(function, requests)
@@ -72,10 +76,43 @@ class HttpBackend:
         try:
             found, seconds = await self._post(function, together, body, len(requests), timeout_s)
         except _Again as error:
+            if error.reason == TIMEOUT:
+                raise RewardRefused(error.reason, str(error)) from error
             return [NotScored(error.reason, str(error))] * len(requests)
         scores = [_score(function, score) for score in found]
         self._deadlines.took(function, requests, scores, seconds)
         return scores
+
+    async def each(self, function: str, requests: Sequence[Score], told: Told) -> None:
+        """With the same keys: what a server has found meanwhile it need not compute again."""
+        limit_s = self._deadlines.of(function, requests)
+
+        async def alone(at: int, request: Score) -> None:
+            key = key_of(request)
+            body = _body([request], [key], limit_s)
+            outcome: float | NotScored = NotScored(
+                TIMEOUT, f"{function} gave no answer within {limit_s:g} s, asked alone"
+            )
+            try:
+                async with asyncio.timeout(limit_s):
+                    (found,), _ = await self._post(function, key, body, 1, limit_s)
+                    outcome = _score(function, found)
+            except RewardRefused as error:
+                outcome = NotScored(error.reason, error.detail)
+            except _Again as error:
+                outcome = NotScored(error.reason, str(error))
+            except TimeoutError:
+                pass
+            told(at, outcome)
+
+        self._metrics.count("reward/retries")
+        async with asyncio.TaskGroup() as tasks:
+            for at, request in enumerate(requests):
+                tasks.create_task(alone(at, request))
+
+    def once(self, function: str) -> bool:
+        """A server that must not compute a trajectory twice knows it by its key."""
+        return False
 
     async def run(self) -> None:
         """Nothing."""
@@ -92,7 +129,7 @@ class HttpBackend:
             try:
                 answer = await self._try(url, key, body, timeout_s)
             except _Again as error:
-                if not tries_left:
+                if not tries_left or error.reason == TIMEOUT:
                     raise
                 self._metrics.count("reward/retries")
                 await asyncio.sleep(max(PAUSE_S * 2 ** (TRIES - 1 - tries_left), min(error.pause_s, timeout_s)))
@@ -113,10 +150,12 @@ class HttpBackend:
                     if len(answer) > MOST_BYTES:
                         raise RewardRefused("too_large", f"{url} answered more than {MOST_BYTES:,} bytes")
         except TimeoutError:
-            raise _Again("timeout", f"{url} gave no answer within {timeout_s:g} s") from None
+            raise _Again(TIMEOUT, f"{url} gave no answer within {timeout_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             said = str(error) or type(error).__name__
             raise _Again("unreachable", f"{url} can't be reached: {said}") from error
+        if response.status_code == 504:
+            raise _Again(TIMEOUT, f"{url} answered {_status(response, answer)}")
         if response.status_code == 429 or response.status_code >= 500:
             self._metrics.count("reward/cold_starts", response.status_code == 503)
             raise _Again("unreachable", f"{url} answered {_status(response, answer)}", _retry_after(response))

@@ -8,7 +8,7 @@ from typing import Any
 
 from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score
-from actors.rewards.backend import RewardRefused, checked, columns_of
+from actors.rewards.backend import RewardRefused, Told, checked, columns_of
 from actors.rewards.deadlines import Deadlines
 from planning.autoscale import PoolBounds, PoolMeter, WorkersWanted, autoscale
 from runtime.observe.figures import Metrics
@@ -34,6 +34,9 @@ LOAD_TRIES = 3
 KILLED_TRIES = 3
 """Tries of a call that was only a bystander of another one's death."""
 
+IDEMPOTENT = "idempotent"
+"""Attribute of a function: where it is False no trajectory is asked for twice."""
+
 OnOutput = Callable[[str], None]
 
 
@@ -52,6 +55,12 @@ class LocalBackend:
 
     async def call(self, function: str, requests: Sequence[Score]) -> list[float | NotScored]:
         return await self._functions.call(self._pool, function, requests)
+
+    async def each(self, function: str, requests: Sequence[Score], told: Told) -> None:
+        await self._functions.each(self._pool, function, requests, told)
+
+    def once(self, function: str) -> bool:
+        return self._functions.once(function)
 
     async def run(self) -> None:
         """Nothing: a call starts what it needs."""
@@ -112,6 +121,23 @@ class ElasticBackend:
             self._meter.served(loop.time() - began)
             self._busy.discard(pool)
             self._free(pool)
+
+    async def each(self, function: str, requests: Sequence[Score], told: Told) -> None:
+        self._meter.arrived(asyncio.get_running_loop().time())
+        try:
+            pool = await self._free_worker()
+        except RewardRefused as error:
+            for at in range(len(requests)):
+                told(at, NotScored(error.reason, error.detail))
+            return
+        try:
+            await self._functions.each(pool, function, requests, told)
+        finally:
+            self._busy.discard(pool)
+            self._free(pool)
+
+    def once(self, function: str) -> bool:
+        return self._functions.once(function)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -215,6 +241,7 @@ class _Functions:
         self._metrics = metrics
         self._deadlines = deadlines
         self._takes: dict[str, Sequence[str]] = {}
+        self._once: set[str] = set()
 
     async def load(self, pool: WorkerPool, function: str) -> str:
         try:
@@ -229,11 +256,40 @@ class _Functions:
         """A worker that ended meanwhile may have been killed by somebody else: no reason to end a job at the first time."""
         for tries_left in reversed(range(LOAD_TRIES)):
             try:
-                self._takes[function] = (await pool.preload(function, deadline_s=LOAD_S)).takes
+                traits = await pool.preload(function, deadline_s=LOAD_S, attributes=(IDEMPOTENT,))
+                self._takes[function] = traits.takes
+                if traits.declared.get(IDEMPOTENT) is False:
+                    self._once.add(function)
                 return
             except (WorkerDied, WorkerKilled):
                 if not tries_left:
                     raise
+
+    def once(self, function: str) -> bool:
+        return function in self._once
+
+    async def each(self, pool: WorkerPool, function: str, requests: Sequence[Score], told: Told) -> None:
+        loop = asyncio.get_running_loop()
+        began, takes = loop.time(), self._takes.get(function, ("**",))
+        limit_s = self._deadlines.of(function, requests)
+
+        def ended(at: int, result: bytes | PoolError) -> None:
+            if isinstance(result, WorkerTimeout):
+                told(at, NotScored(result.reason, f"{function} failed: no answer within {limit_s:g} s, asked alone"))
+            elif isinstance(result, PoolError):
+                told(at, NotScored(result.reason, f"{function} {describe(result)}{self._limits(result)}"))
+            else:
+                try:
+                    (score,) = checked(function, decode(result), 1)
+                except RewardRefused as error:
+                    told(at, NotScored(error.reason, error.detail))
+                else:
+                    self._metrics.count("reward/scored")
+                    told(at, score)
+
+        payloads = [_arguments([request], takes) for request in requests]
+        await pool.apply_each(function, payloads, deadline_s=limit_s, told=ended)
+        self._metrics.count("reward/busy_s", loop.time() - began)
 
     async def call(self, pool: WorkerPool, function: str, requests: Sequence[Score]) -> list[float | NotScored]:
         loop = asyncio.get_running_loop()

@@ -6,14 +6,16 @@ from types import MappingProxyType
 
 from actors.config import RewardSection, is_url
 from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.backend import RewardBackend, RewardRefused
+from actors.rewards.backend import RewardBackend, RewardRefused, Told
 from actors.rewards.deadlines import Deadlines
 from actors.rewards.local import ElasticBackend, LocalBackend
 from actors.tasks import TaskSection, rewards_of
 from runtime.observe.figures import Metrics
 
-ALONE_TIMEOUTS = 3
-"""A batch that failed is tried one by one for this many times `reward.timeout_s`; what is left then fails as the batch did."""
+TIMEOUT = "timeout"
+"""Reason of a call that gave no answer within `reward.timeout_s`."""
+
+Early = Callable[[int, Scores | NotScored], object]
 
 
 class Scorer:
@@ -59,45 +61,72 @@ class Scorer:
         """Those of its task; a task that the config does not name has what all others have."""
         return self._functions.get(request.task, self._section.targets)
 
-    async def score(self, requests: Sequence[Score]) -> list[Scores | NotScored]:
-        """One reply per request. When a batch fails, each of its members is tried alone, so that one bad trajectory costs no other."""
+    def once(self, request: Score) -> bool:
+        """Whether some function of its task must not be asked twice for the same trajectory."""
+        return any(self._backend(function).once(function) for function in self.functions_of(request))
+
+    async def score(self, requests: Sequence[Score], early: Early | None = None) -> list[Scores | NotScored]:
+        """One reply per request; `early` is told the place and the reply of each that is known before all are.
+
+        When a call fails, each of its members is tried alone, so that one bad trajectory costs no other.
+        """
         if self._deadlines.are_anchored and len(requests) > 1:
             return [reply for request in requests for reply in await self.score([request])]
-        try:
-            return await self._score(requests)
-        except RewardRefused as error:
-            if len(requests) == 1:
-                return [NotScored(error.reason, error.detail)]
-            return await self._one_by_one(requests, error)
-
-    async def _one_by_one(self, requests: Sequence[Score], together: RewardRefused) -> list[Scores | NotScored]:
-        """Bounded as a whole: were each of a full batch given its own timeout, the last would wait for minutes."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + ALONE_TIMEOUTS * self._section.timeout_s
-        replies: list[Scores | NotScored] = []
-        for request in requests:
-            if loop.time() < end:
-                replies += await self.score([request])
-            else:
-                replies.append(NotScored(together.reason, f"{together.detail} (in one call with others)"))
-        return replies
-
-    async def _score(self, requests: Sequence[Score]) -> list[Scores | NotScored]:
         wanted = [self.functions_of(request) for request in requests]
         found: list[dict[str, float]] = [{} for _ in requests]
         failed: dict[int, NotScored] = {}
+
+        def told(index: int, function: str, outcome: float | NotScored) -> None:
+            if isinstance(outcome, NotScored):
+                failed[index] = outcome
+            else:
+                found[index][function] = outcome
+            if early is not None and (index in failed or len(found[index]) == len(set(wanted[index]))):
+                early(index, reply(index))
+
+        def reply(index: int) -> Scores | NotScored:
+            return failed.get(index) or Scores(tuple(found[index][name] for name in wanted[index]))
+
         for function in dict.fromkeys(name for names in wanted for name in names):
             at = [index for index, names in enumerate(wanted) if function in names and index not in failed]
-            numbers = await self._backend(function).call(function, [requests[index] for index in at]) if at else []
-            for index, number in zip(at, numbers, strict=True):
-                if isinstance(number, NotScored):
-                    failed[index] = number
-                else:
-                    found[index][function] = number
-        return [
-            failed.get(index) or Scores(tuple(scores[name] for name in names))
-            for index, (scores, names) in enumerate(zip(found, wanted, strict=True))
-        ]
+            if at:
+                asked = [requests[index] for index in at]
+                await self._ask(function, asked, lambda n, outcome, at=at, name=function: told(at[n], name, outcome))
+        return [reply(index) for index in range(len(requests))]
+
+    async def _ask(self, function: str, requests: Sequence[Score], told: Told) -> None:
+        """In one call, and where that fails each alone."""
+        backend = self._backend(function)
+        try:
+            outcomes = await backend.call(function, requests)
+        except RewardRefused as error:
+            why = NotScored(error.reason, error.detail)
+            if backend.once(function) or (len(requests) == 1 and not is_url(function)):
+                outcomes = [why] * len(requests)
+            else:
+                await self._ask_alone(function, requests, why, told)
+                return
+        for at, outcome in enumerate(outcomes):
+            told(at, outcome)
+
+    async def _ask_alone(self, function: str, requests: Sequence[Score], together: NotScored, told: Told) -> None:
+        """One after another, which is cheap, until one hangs or `reward.timeout_s` is over; what is left then, or all where the whole call hung,
+        at once and within one further `reward.timeout_s`."""
+        backend, loop = self._backend(function), asyncio.get_running_loop()
+        end = loop.time() + self._section.timeout_s
+        done, hung = 0, together.reason == TIMEOUT
+        while not hung and done < len(requests) and loop.time() < end:
+            outcome: float | NotScored = together
+            if len(requests) > 1:
+                try:
+                    (outcome,) = await backend.call(function, [requests[done]])
+                except RewardRefused as error:
+                    outcome = NotScored(error.reason, error.detail)
+            hung = isinstance(outcome, NotScored) and outcome.reason == TIMEOUT
+            told(done, outcome)
+            done += 1
+        if done < len(requests):
+            await backend.each(function, requests[done:], lambda at, outcome: told(done + at, outcome))
 
     def _backend(self, function: str) -> RewardBackend:
         if not is_url(function):

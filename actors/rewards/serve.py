@@ -83,8 +83,8 @@ class RewardServer:
         self._metrics = metrics
         self._tasks = tasks
         self._token = os.environ.get(TOKEN, "")
-        self._answers: OrderedDict[str, Scores] = OrderedDict()
-        self._pending: dict[str, asyncio.Task[_Outcomes]] = {}
+        self._answers: OrderedDict[str, Scores | NotScored] = OrderedDict()
+        self._pending: dict[str, asyncio.Future[Scores | NotScored]] = {}
         self.app = Starlette(
             routes=[Route("/", self.score, methods=["POST"]), Route("/health", self.health, methods=["GET"])]
         )
@@ -121,26 +121,32 @@ class RewardServer:
         known: dict[str, Scores | NotScored] = {key: self._answers[key] for key in requests if key in self._answers}
         fresh = [request for key, request in requests.items() if key not in known and key not in self._pending]
         if fresh:
-            task = self._tasks.create_task(self._score(fresh))
-            self._pending |= dict.fromkeys((request.trajectory_id for request in fresh), task)
+            loop = asyncio.get_running_loop()
+            self._pending |= {request.trajectory_id: loop.create_future() for request in fresh}
+            self._tasks.create_task(self._score(fresh))
         waited = {key: self._pending[key] for key in requests if key not in known}
         if waited:
             timeout_s = None if batch.deadline_s == inf else batch.deadline_s
             _, late = await asyncio.wait(set(waited.values()), timeout=timeout_s)
             if late:
                 return None
-        return known | {key: task.result()[key] for key, task in waited.items()}
+        return known | {key: future.result() for key, future in waited.items()}
 
-    async def _score(self, requests: Sequence[Score]) -> _Outcomes:
-        keys = [request.trajectory_id for request in requests]
-        found = dict(zip(keys, await self._scorer.score(requests), strict=True))
-        for key, outcome in found.items():
-            del self._pending[key]
-            if isinstance(outcome, Scores):
+    async def _score(self, requests: Sequence[Score]) -> None:
+        """Whoever waits for a trajectory gets its outcome once that is known, whatever the others of its batch take."""
+
+        def told(at: int, outcome: Scores | NotScored) -> None:
+            key = requests[at].trajectory_id
+            if (future := self._pending.pop(key, None)) is None:
+                return  # it was told early
+            if isinstance(outcome, Scores) or self._scorer.once(requests[at]):
                 self._answers[key] = outcome
-        while len(self._answers) > ANSWERS_KEPT:
-            self._answers.popitem(last=False)
-        return found
+                while len(self._answers) > ANSWERS_KEPT:
+                    self._answers.popitem(last=False)
+            future.set_result(outcome)
+
+        for at, outcome in enumerate(await self._scorer.score(requests, told)):
+            told(at, outcome)
 
     def _cold_starts(self) -> float:
         return self._metrics.snapshot().get("reward/cold_starts", 0.0)

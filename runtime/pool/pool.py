@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from runtime.pool.errors import NoWorker, WorkerKilled
+from runtime.pool.errors import NoWorker, PoolError, WorkerKilled
 from runtime.pool.memory import has_room
 from runtime.pool.process import WorkerProcess
 from runtime.pool.sandbox import WorkerLimits, shortcoming
@@ -14,6 +14,9 @@ from runtime.pool.worker import FOREIGN
 
 GROW_S = 0.1
 """Calls that wait for less than a process takes to start gain little by one more."""
+
+EACH_SLACK_S = 5.0
+"""Beyond the time that calls of `apply_each` have, for their worker to end those that hang."""
 
 
 class Unsendable(NamedTuple):
@@ -100,14 +103,15 @@ class WorkerPool:
         payload = msgspec.msgpack.encode(attributes)
         return Traits(**decode(await worker.request("check", target, "", payload, deadline_s)))
 
-    async def preload(self, target: str, *, deadline_s: float) -> Traits:
+    async def preload(self, target: str, *, deadline_s: float, attributes: Sequence[str] = ()) -> Traits:
         """Load `target` in every worker, and in each that is started later: a call's own deadline is not spent on imports. Says what it is.
 
         Raises as `inspect`.
         """
         await self.start()
         workers = [worker for worker in self._workers if worker is not None]
-        replies = [worker.request("check", target, "", b"", deadline_s) for worker in workers]
+        payload = msgspec.msgpack.encode(attributes)
+        replies = [worker.request("check", target, "", payload, deadline_s) for worker in workers]
         found = b""
         for ended in await asyncio.gather(*replies, return_exceptions=True):
             if isinstance(ended, BaseException):
@@ -125,6 +129,34 @@ class WorkerPool:
         """
         worker = await self._least_loaded()
         return await worker.request("apply", target, "", payload, deadline_s, took)
+
+    async def apply_each(
+        self,
+        target: str,
+        payloads: Sequence[bytes],
+        *,
+        deadline_s: float,
+        told: Callable[[int, bytes | PoolError], object],
+    ) -> None:
+        """As `apply` of each of `payloads`, all at once and each in a process of its own, within `deadline_s` together.
+
+        `told` gets the place of each and its result, or why it has none, as it ends: one that hangs or dies costs no other. Raises nothing.
+        """
+        left = dict.fromkeys(range(len(payloads)))
+
+        def part(index: int, result: bytes | PoolError) -> None:
+            if left.pop(index, self) is None:
+                told(index, result)
+
+        whole = msgspec.msgpack.encode((deadline_s, payloads))
+        ended: PoolError = WorkerKilled("its process ended before")
+        try:
+            worker = await self._least_loaded()
+            await worker.request("each", target, "", whole, deadline_s + EACH_SLACK_S, part=part)
+        except PoolError as error:
+            ended = error
+        for index in left:
+            told(index, ended)
 
     async def build(self, instance: str, target: str, payload: bytes, *, deadline_s: float) -> None:
         """Construct the class `target` as `instance`, on the worker with the least to do. Raises as `apply`."""

@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
+from runtime.pool import each as pool_each
 from runtime.pool import worker as pool_worker
 from runtime.pool.errors import (
     BadResult,
@@ -37,6 +38,7 @@ FRAME_OVERHEAD_BYTES = 64
 """What a reply's frame adds to its payload, generously."""
 
 _REPLIES = msgspec.msgpack.Decoder(tuple[int, int, bytes])
+_PARTS = msgspec.msgpack.Decoder(tuple[int, int, bytes])
 _ROOT = str(Path(pool_worker.__file__).resolve().parents[2])
 
 OUTPUT_LINES_S = 100
@@ -53,6 +55,7 @@ class _Call(NamedTuple):
     took: Callable[[float], object] | None
     began: Callable[[], object] | None
     asked: float
+    part: Callable[[int, "bytes | PoolError"], object] | None
 
 
 class WorkerProcess:
@@ -135,14 +138,16 @@ class WorkerProcess:
         deadline_s: float,
         took: Callable[[float], object] | None = None,
         began: Callable[[], object] | None = None,
+        part: Callable[[int, bytes | PoolError], object] | None = None,
     ) -> asyncio.Future[bytes]:
         """Send one call. The future ends with its result or a PoolError; cancelling it leaves the call running.
 
-        `began` is called once those before it are through; `took` is told the seconds that it ran, if it ended by itself."""
+        `began` is called once those before it are through; `took` is told the seconds that it ran, if it ended by itself; `part` the index and
+        the end of each of the calls of `each`, as they end."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[bytes] = loop.create_future()
         self._num_calls += 1
-        self._calls.append(_Call(self._num_calls, reply, deadline_s, took, began, loop.time()))
+        self._calls.append(_Call(self._num_calls, reply, deadline_s, took, began, loop.time(), part))
         self._channel.send(msgspec.msgpack.encode((self._num_calls, verb, target, instance, payload)))
         if len(self._calls) == 1:
             self._watch()
@@ -224,11 +229,15 @@ class WorkerProcess:
             return
         try:
             call, outcome, payload = _REPLIES.decode(frame)
+            head = self._calls[0]
+            if outcome == pool_worker.PART and call == head.id and head.part is not None:
+                index, outcome, payload = _PARTS.decode(payload)
+                head.part(index, payload if outcome == pool_worker.DONE else error_of(outcome, payload))
+                return
             error = None if outcome == pool_worker.DONE else error_of(outcome, payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError):
             self.garbled()
             return
-        head = self._calls[0]
         if call != head.id:
             self.garbled()
             return
@@ -291,6 +300,10 @@ def error_of(outcome: int, payload: bytes) -> PoolError:
         return TargetMissing(text)
     if outcome == pool_worker.LEFT:
         return WorkerDied(text, "left_processes")
+    if outcome == pool_each.LATE:
+        return WorkerTimeout("no answer in time")
+    if outcome == pool_each.GONE:
+        return ending(int(text), cut=False)
     return BadResult(text, "too_large" if outcome == pool_worker.TOO_LARGE else "wrong_type")
 
 

@@ -6,6 +6,7 @@ Worker to parent: [id, outcome, payload].
 """
 
 import errno
+import importlib
 import json
 import os
 import signal
@@ -20,8 +21,9 @@ from typing import Any, NoReturn, Self
 
 import msgspec
 
-DONE, RAISED, UNSENDABLE, MISSING, TOO_LARGE, LEFT = range(6)
-"""Outcomes. The payload is the result; or for RAISED [type, repr, where]; or for the others half a sentence."""
+DONE, RAISED, UNSENDABLE, MISSING, TOO_LARGE, LEFT, PART = range(7)
+"""Outcomes. The payload is the result; or for RAISED [type, repr, where]; or for the others half a sentence. PART ends nothing: it is
+[index, outcome, payload] of one of the calls of `each`."""
 
 FOREIGN = 1
 """MessagePack extension: a value that can't be sent; its data is the name of its type."""
@@ -52,13 +54,44 @@ def _serve(channel: socket.socket, host: "UserCode", max_bytes: int) -> NoReturn
     requests = msgspec.msgpack.Decoder(tuple[int, str, str, str, bytes])
     while True:
         call, verb, target, instance, payload = requests.decode(_receive(channel))
+        if verb == "each":
+            _answer_each(channel, call, host, target, payload, max_bytes)
+            continue
         outcome, reply = _answer(host, verb, target, instance, payload, max_bytes)
         if verb != "drop":
-            frame = msgspec.msgpack.encode((call, outcome, reply))
-            try:
-                channel.sendall(len(frame).to_bytes(4, "little") + frame)
-            except OSError as error:
-                _cut_off(error)
+            _reply(channel, call, outcome, reply)
+
+
+def _reply(channel: socket.socket, call: int, outcome: int, reply: bytes) -> None:
+    frame = msgspec.msgpack.encode((call, outcome, reply))
+    try:
+        channel.sendall(len(frame).to_bytes(4, "little") + frame)
+    except OSError as error:
+        _cut_off(error)
+
+
+def _answer_each(
+    channel: socket.socket, call: int, host: "UserCode", target: str, payload: bytes, max_bytes: int
+) -> None:
+    """`payload` is the seconds that they may take, and the payload of each."""
+    from runtime.pool.each import answer_each
+
+    worker = os.getpid()
+    importlib.import_module("asyncio")  # so that not each of its children does
+    with Caught():  # the same; what can't be loaded each of them tells
+        _load(target)
+
+    def answer(one: bytes) -> tuple[int, bytes]:
+        if os.getpid() != worker:
+            host.forked()
+        return _answer(host, "alone", target, "", one, max_bytes)
+
+    def tell(index: int, outcome: int, reply: bytes) -> None:
+        _reply(channel, call, PART, msgspec.msgpack.encode((index, outcome, reply)))
+
+    within_s, calls = msgspec.msgpack.decode(payload, type=tuple[float, list[bytes]])
+    answer_each(calls, within_s, answer, tell)
+    _reply(channel, call, DONE, b"")
 
 
 class UserCode:
@@ -67,6 +100,7 @@ class UserCode:
     def __init__(self, init: int) -> None:
         self._instances: dict[str, Any] = {}
         self._runner: Any = None
+        self._worker_runner: Any = None
         self._init = init
         self._pid = os.getpid()
         self._known: set[int] = set()
@@ -75,6 +109,14 @@ class UserCode:
         """A child that user code forked has come back from the call as well: only one of the two may answer it."""
         if os.getpid() != self._pid:
             os._exit(0)
+
+    def forked(self) -> None:
+        """This process is a child that the worker forked to answer one call."""
+        self._pid = os.getpid()
+        self._worker_runner, self._runner = (
+            self._runner,
+            None,
+        )  # let go of, it would close what the worker shares with it
 
     def new_orphans(self) -> dict[int, str]:
         """Processes, by pid, that lost their parent since this was asked last, and still run."""
@@ -95,7 +137,7 @@ class UserCode:
         if verb == "call":
             return self._finish(getattr(self._instances[instance], target)(*positional, **keyword))
         found = self._finish(_load(target)(*positional, **keyword))
-        if verb == "apply":
+        if verb in ("apply", "alone"):
             return found
         self._instances[instance] = found
         return None

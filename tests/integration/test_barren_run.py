@@ -6,8 +6,8 @@ from runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model
 
 REWARD = """
-def first_alone(completions, *, trajectory, purpose, **columns):
-    return [1.0 if name.split(".")[1] == "0" or why == "eval" else None for name, why in zip(trajectory, purpose)]
+def first_alone(completions, *, trajectory, **columns):
+    return [1.0 if name.split(".")[1] == "0" else None for name in trajectory]
 """
 
 SERVICE = '  trainer: {class: "actors.training.trainer:Trainer"}\n'
@@ -18,9 +18,8 @@ def test_a_run_whose_groups_never_fill_is_told_so_and_ends_and_keeps_what_failed
     config = SMALL.replace(SERVICE, SERVICE + '  reward_service: {class: "actors.rewards.service:RewardService"}\n')
     config = config.replace("group_size: 2", "group_size: 4") + f"model: {{path: {write_model(tmp_path / 'model')}}}\n"
     (tmp_path / "small.yaml").write_text(config)
-    mine = ("reward.functions=[mine.py:first_alone]", "eval.every=1", "eval.num_tasks=3")
 
-    ended = rubato("launch", "small.yaml", "--run-dir", "run", *mine, cwd=tmp_path)
+    ended = rubato("launch", "small.yaml", "--run-dir", "run", "reward.functions=[mine.py:first_alone]", cwd=tmp_path)
     failed = rubato("samples", "run", "--fate", "failed", "--json", "-n", "5", cwd=tmp_path)
 
     assert ended.code == ExitCode.FAILED, ended.err
@@ -34,6 +33,3 @@ def test_a_run_whose_groups_never_fill_is_told_so_and_ends_and_keeps_what_failed
         assert (sample["fate"], sample["reward"]) == ("failed", None)
         assert sample["reason"].startswith("reward_failed: wrong_type: ")
         assert all(turn["prompt"] or turn["completion"] for turn in sample["turns"])
-    held_out = [json.loads(line) for line in (tmp_path / "run" / "evals" / "0.jsonl").read_text().splitlines()]
-    assert [(row["row"], row["sample"]) for row in held_out] == [(0, 0), (1, 0), (2, 0)]
-    assert all(row["text"] and row["turns"] for row in held_out)
