@@ -70,7 +70,7 @@ class HttpBackend:
         """A URL that nobody answers at scores none of them, and they are not tried one by one; one that does not answer in time may have answered
         some by then."""
         keys = [key_of(request) for request in requests]
-        together = hashlib.sha256("".join(keys).encode()).hexdigest()[:32]
+        together = _together(keys)
         timeout_s = self._deadlines.of(function, requests)
         body = _body(requests, keys, timeout_s)
         try:
@@ -95,7 +95,7 @@ class HttpBackend:
             )
             try:
                 async with asyncio.timeout(limit_s):
-                    (found,), _ = await self._post(function, key, body, 1, limit_s)
+                    (found,), _ = await self._post(function, _together([key]), body, 1, limit_s)
                     outcome = _score(function, found)
             except RewardRefused as error:
                 outcome = NotScored(error.reason, error.detail)
@@ -181,6 +181,11 @@ def key_of(request: Score) -> str:
     """Same trajectory, same text: same key, whichever try or attempt it is."""
     parts = (request.trajectory_id, request.task, request.completions, request.columns)
     return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()[:32]
+
+
+def _together(keys: Sequence[str]) -> str:
+    """The key of a batch."""
+    return hashlib.sha256("".join(keys).encode()).hexdigest()[:32]
 
 
 def _body(requests: Sequence[Score], keys: Sequence[str], deadline_s: float) -> bytes:

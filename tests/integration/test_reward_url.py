@@ -98,7 +98,7 @@ async def test_a_batch_goes_as_one_call_with_its_columns_and_a_key_for_each_traj
     assert body["deadline_s"] == 5.0
 
 
-async def test_a_try_that_is_answered_503_or_not_at_all_is_made_again_with_the_same_keys():
+async def test_a_try_that_is_answered_503_or_not_in_time_is_made_again_with_the_same_keys():
     server = Scripted(good, said("warming", 503, **{"Retry-After": "0"}), never, good)
     async with listening(server.app) as url, scorer_at(url, timeout_s=0.3) as (scorer, metrics):
         assert await scorer.start() == ""

@@ -94,7 +94,7 @@ def test_tries_that_failed_and_pauses_are_no_part_of_what_an_answer_took(on_stag
     async def play(context):
         section = RewardSection(url="http://there/", timeout_s=30.0, deadline_factor=1.5)
         taken = Taken(section)
-        backend, left = HttpBackend(Metrics(), taken), [_Again("timeout", "no answer", 0.0)]
+        backend, left = HttpBackend(Metrics(), taken), [_Again("unreachable", "no answer", 0.0)]
 
         async def one_try(*asked):
             if left:

@@ -18,7 +18,7 @@ class DyingPool:
     def __init__(self, failures):
         self.failures, self.calls = list(failures), 0
 
-    async def preload(self, name, *, deadline_s):
+    async def preload(self, name, *, deadline_s, attributes=()):
         self.calls += 1
         if self.failures:
             raise self.failures.pop(0)
