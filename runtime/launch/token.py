@@ -100,6 +100,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"server {keys.server.public}\nclient {keys.client.public}")  # noqa: T201
     else:
         print(_join_token(folder))  # noqa: T201
+        again = f"{command_for(folder)} --replace"
+        print(f"it does not expire; {again} and a resume void it", file=sys.stderr)  # noqa: T201
     return 0
 
 

@@ -143,7 +143,8 @@ def test_the_folder_of_the_first_host_prints_a_token(launched, capsys):
     folder = launched(gate=GATE)
 
     assert cli.main(["keys", "join-token", "--run", str(folder)]) == 0
-    assert capsys.readouterr().err == ""
+    said = f"it does not expire; rubato keys new --run {folder} --replace and a resume void it\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("verb", ["new", "show", "join-token"])
