@@ -349,7 +349,8 @@ def main(argv: Sequence[str]) -> int:
     wanted = [arm for arm in arms() if not asked.only or kinds[asked.only](arm)]
     if asked.short:
         print("short: these figures show that the bench starts, and nothing else")
-    found = run_all(wanted, *((1.0, asked.overrides, 0.0) if asked.short else (asked.seconds, asked.overrides)))
+    seconds, warm_s = (1.0, 0.0) if asked.short else (asked.seconds, WARM_S)
+    found = run_all(wanted, seconds, asked.overrides, warm_s)
     summary = summed_up(found, wanted)
     if asked.json:
         asked.json.write_text(json.dumps(summary, indent=2))

@@ -27,7 +27,7 @@ from actors.messages.generation import Sampling  # noqa: E402
 from actors.messages.samples import Segment, Ticket, Trajectory  # noqa: E402
 from bus.message import pack_i32  # noqa: E402
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
 }
