@@ -347,13 +347,9 @@ class Joiner:
         console = Console(step_table(config.report.console), config.hidden)
         if said := self._folder.open_to_others():
             console.notice(said)
-        try:
-            actor_class.preflight(actor_config, self._folder.path)
-        except ConfigError:
-            if not config.prepare:
-                raise
+        if config.model_path and not (self._folder.path / config.model_path).exists():
             await _prepare(config, self._folder.path, console)  # as the first host did
-            actor_class.preflight(actor_config, self._folder.path)
+        actor_class.preflight(actor_config, self._folder.path)
         return await self._host_actors(connection, tasks, console)
 
     async def _host_actors(self, connection: RunAccess, tasks: asyncio.TaskGroup, console: Console) -> JobOutcome:

@@ -204,3 +204,65 @@ def test_what_is_no_token_is_refused_in_one_sentence(place):
     assert ended.code == 2
     assert ended.err.startswith("this is no join token (")
     assert not (place / "none").exists()
+
+
+SECRET = "s3cret-of-the-environment: #'"
+
+KEYED_ENV = '''
+import os
+from actors.envs.frozen_lake import FrozenLakeText
+
+class Keyed(FrozenLakeText):
+    """Needs a key, and says too much where it is wrong."""
+
+    def __init__(self, key, **kwargs):
+        super().__init__(**kwargs)
+        print(f"the key is {key}")
+        if key != os.environ["THE_KEY"]:
+            raise ValueError(f"{key} is wrong")
+'''
+
+
+@pytest.mark.timeout(400)  # two hosts start some ten processes, on two cores
+def test_a_host_joins_over_ipv6_a_run_that_made_its_model_and_takes_a_secret_from_the_environment(place, monkeypatch):
+    monkeypatch.setenv("THE_KEY", SECRET)
+    run, second = place / "prepared", place / "prepared-second"
+    (place / "keyed.py").write_text(KEYED_ENV)
+    assert rubato("keys", "new", "--run", run, cwd=place).code == 0
+    own = ("env.class=keyed.py:Keyed", "env.isolation=process", "env.kwargs={key: '${THE_KEY}'}", "run.steps=100000")
+    launch = (
+        "launch",
+        "small.yaml",
+        "model.path=model",
+        "prepare=[actors.training.base_model]",
+        "train.kind=scripted",
+        "engine.scripted.vocab_size=615",
+        "bus.host=[::1]",
+    )
+    with started(place / "prepared.log", *launch, *own, "--run-dir", run, cwd=place) as launcher:
+        until(lambda: _steps(run) > 1, "steps")
+        token = rubato("keys", "join-token", "--run", run, cwd=place).out.strip()
+        monkeypatch.delenv("THE_KEY")
+        unset = rubato("add", "env_manager", "--join", token, "--run-dir", place / "unset", cwd=place)
+        monitor = rubato("monitor", run, "--json", cwd=place)
+        monkeypatch.setenv("THE_KEY", SECRET)
+        join = ("add", "env_manager", "--join", token, "--run-dir", second)
+        with started(place / "prepared-second.log", *join, cwd=place) as joiner:
+            until(lambda: "env_manager-2" in actors_of(run), "the second manager")
+            until(lambda: _drained(run), "the drain of the only manager on the first host")
+            before = _steps(run)
+            until(lambda: _steps(run) > before + 2, "steps from the joined manager's rollouts alone")
+            rubato("stop", "--run", run, cwd=place)
+            codes = launcher.wait(LIMIT_S), joiner.wait(LIMIT_S)
+
+    assert codes == (130, 130)
+    assert unset.code == 2
+    assert "env.kwargs.key names ${THE_KEY}, and the environment here has no THE_KEY." in unset.err
+    said = [place / "prepared.log", place / "prepared-second.log"]
+    files = [path for folder in (run, second) for path in folder.rglob("*") if path.is_file()] + said
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert SECRET not in monitor.out
+    assert "key: ${THE_KEY}" in (second / "config.yaml").read_text()
+    assert "the key is ${THE_KEY}" in "".join(path.read_text() for path in second.rglob("env_manager-2.jsonl"))
+    assert "node-2 left the run" not in said[0].read_text(), "it ended with the run"
+    assert "Traceback" not in "".join(path.read_text() for path in said)
