@@ -177,7 +177,7 @@ def with_changes(
             place = place.setdefault(part, {}) if isinstance(place, dict) else {}
         if isinstance(place, dict):
             given = tuple(value for _, value in values)
-            place[name] = Changed(given, tuple(step for step, _ in values)) if len(given) > 1 else given[0]
+            place[name] = Changed(given, tuple(step for step, _ in values)) if len(given) > 1 else values[0][1]
     return found
 
 

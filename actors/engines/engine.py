@@ -165,12 +165,6 @@ def capabilities(engine: object) -> frozenset[str]:
     return getattr(type(engine), "capabilities", frozenset())
 
 
-async def digest_of(engine: object, slices: Sequence[Slice]) -> WeightsDigest | None:
-    """What the engine tells of its tensors; None where its class can't."""
-    own = getattr(engine, "digest", None)
-    return None if own is None else await own(slices)
-
-
 def require(engine: object, capability: str) -> None:
     """Raises EngineError, one sentence, where the engine's class does not state `capability`."""
     if capability not in capabilities(engine):

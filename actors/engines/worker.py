@@ -20,7 +20,6 @@ from actors.engines.engine import (
     EngineDead,
     EngineError,
     Work,
-    digest_of,
     require,
 )
 from actors.engines.hf_files import check_fits, check_positions, read_header
@@ -512,7 +511,8 @@ class EngineWorker(CacheSource):
         """The trainer hears what the engine computes with now, and compares it with what it published."""
         engine, _ = self._started()
         slices = sampled_slices(read_header(image, f"weights version {info.version}"), self.run.seed, info.version)
-        self._digest = await digest_of(engine, slices)
+        digest = getattr(engine, "digest", None)
+        self._digest = None if digest is None else await digest(slices)
         message = WeightsTaken(self.name, info.version, info.epoch, self._digest)
         self.spawn(self._tell_taken(message), name=f"{self.name}.taken")
 

@@ -126,7 +126,8 @@ class SampleBuffer(Actor):
         self._slots, self._outcomes, self._claiming, config = Wake(), Wake(), asyncio.Lock(), self.config
         mixture = await self.offload(mixture_of, config.tasks, self.run.seed)
         limits = limits_of(config.train, config.samples, self.run, mixture)
-        self._groups = groups = groups_of(config.tail_batching, limits, config.staleness.bound, self.log)
+        self._most_alpha = config.staleness.bound
+        self._groups = groups = groups_of(config.tail_batching, limits, self._most_alpha, self.log)
         self._journal = journal = Journal(
             self.store, Fence(self.role, self.incarnation), groups, window_s=self.run.window_s,
             most_bytes=config.samples.unsettled_mb << 20, metrics=self.metrics, log=self.log, store_back=self._slots.set,
@@ -231,7 +232,7 @@ class SampleBuffer(Actor):
             epoch = max(await draw, self._groups.training.epoch + 1)
             await self._cover(request.step)
             self._groups.take_over(epoch, request.step)
-            alpha = self.config.staleness.bound
+            alpha = self._most_alpha
             if dropped := self._groups.drop_bound(alpha):
                 what = f"step {dropped[0]}" if len(dropped) == 1 else f"steps {dropped[0]} to {dropped[-1]}"
                 self.notice(f"{what} had samples that staleness.alpha={alpha} makes too old: they are sampled anew")

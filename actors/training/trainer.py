@@ -505,7 +505,7 @@ class Trainer(Actor):
     def _build(self) -> TrainEngine:
         config = self.config
         build = load_object(TRAIN_ENGINES[config.train.kind])
-        train = config.train.resolved(alpha=config.staleness.bound, folder=self.run.folder)
+        train = config.train.resolved(alpha=self._policy.alpha, folder=self.run.folder)
         return build(config.model, train, steps=self.run.steps, seed=self.run.seed)
 
     async def _trained(self, step: int, batch: Batch, turn: Turn) -> tuple[list[list[Trajectory]], StepResult]:

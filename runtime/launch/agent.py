@@ -14,7 +14,7 @@ from runtime.config import ActorSpec, Config
 from runtime.errors import ConfigError
 from runtime.host import RESTART_S, Backend, Death, JobHost, RestartBudget, role_of
 from runtime.kernel import Kernel, free_bytes
-from runtime.launch.hosts import DRAIN_LIMIT_S, TELL_S, JobHosts
+from runtime.launch.hosts import DRAIN_LIMIT_S, NODE_ROLE, TELL_S, JobHosts
 from runtime.messages import (
     NEXT_STEP_S,
     AddActors,
@@ -110,7 +110,8 @@ class NodeAgent(HostBlobs):
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         """Actors came up or went away."""
-        self.hosts.seen(joined, left)
+        if any(role_of(name) == NODE_ROLE for name in (*joined, *left)):
+            self.hosts.seen(joined, left)
         wanted = self.host.names()
         self._ready -= set(left)
         for name in joined:

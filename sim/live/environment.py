@@ -93,7 +93,7 @@ class ModelledWorker(WorkerPool):
         super().__init__()
         self._start_s = start_s
 
-    async def preload(self, target: str, *, deadline_s: float) -> Traits:
+    async def preload(self, target: str, *, deadline_s: float, attributes: Sequence[str] = ()) -> Traits:
         await asyncio.sleep(self._start_s)
         return Traits(inline=False, asynchronous=False, declared={}, takes=("reward_s",))
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from actors.envs.environment import Observation, Step
@@ -88,8 +88,8 @@ class LockStepEnv(HostedEnv):
     async def reset(self, seed: int, told: Mapping[str, Any] = {}) -> tuple[Observation, Mapping[str, Any]]:
         return await self._env.reset(seed, told)
 
-    async def step(self, action: str) -> Step:
-        result = await self._env.step(action)
+    async def step(self, action: str, began: Callable[[], object] = lambda: None) -> Step:
+        result = await self._env.step(action, began)
         await self._turn.wait()
         return result
 
