@@ -333,6 +333,12 @@ def in_use() -> list[KeptCode]:
     return found
 
 
+def runs_user_code() -> bool:
+    """Whether this process imported any of what a run keeps."""
+    specs = (getattr(module, "__spec__", None) for module in list(sys.modules.values()))
+    return any(isinstance(getattr(spec, "loader", None), _Copy) for spec in specs)
+
+
 def keep(folder: Path, config: Mapping[str, Any]) -> None:
     """Copy the code that `config` names, and what it imports from its own folder, to `folder`; what is there already stays as it is.
 

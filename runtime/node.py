@@ -13,7 +13,7 @@ import_structlog()
 from runtime.config import Config  # noqa: E402
 from runtime.errors import ExitCode, first_cause, said_by  # noqa: E402
 from runtime.kernel import Kernel, is_permanent  # noqa: E402
-from runtime.launch.children import allow_many_files  # noqa: E402
+from runtime.launch.children import allow_many_files, end_process  # noqa: E402
 from runtime.launch.connection import connect  # noqa: E402
 from runtime.observe.log import configure, logger  # noqa: E402
 
@@ -72,4 +72,4 @@ def _loop_factory():  # noqa: ANN202 - uvloop's loop type is not exported
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

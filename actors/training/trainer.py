@@ -275,8 +275,8 @@ class Trainer(Actor):
                 self._require_updates()
             await self._out.announced()
             await self._written()
-            if self.config.check.enabled and self._num_published:
-                await self._out.taken_by_all()
+            if self.config.check.enabled and self._num_published and not self._leaving.is_set():
+                await self._out.taken_by_all()  # whoever leaves hears of nobody who takes it
             if self._step >= self.run.steps and not self._leaving.is_set():
                 await self._buffer.ask(Close(), timeout=ASK_S)
                 self._require_updates(ended=True)

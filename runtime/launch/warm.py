@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from runtime import node
-from runtime.launch.children import die_with
+from runtime.launch.children import die_with, end_process
 
 GO = b"!"
 
@@ -47,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
     )  # uvloop leaves copies of the replies' end: children would keep it from closing
     gc.disable()  # imports leave little garbage, and a fifth of their time went into looking for it
     asked = WarmParent(folder, os.getppid()).serve(modules)
-    return _be(folder, asked) if asked else 0
+    if asked:
+        end_process(_be(folder, asked))
+    return 0
 
 
 class WarmParent:

@@ -277,7 +277,9 @@ def drained_after(folder, seconds, trainer_class=None, buffer_class=Committing, 
     async def main():
         network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", folder, 7, 100)
         config = ToyTrainer.Config(
-            check=CheckSection(enabled=False), eval=EvalSection(every=0), checkpoint=CheckpointSection(every=1, keep=9)
+            check=CheckSection(enabled=trainer_class is Uncompared),
+            eval=EvalSection(every=0),
+            checkpoint=CheckpointSection(every=1, keep=9),
         )
         ends = []
         async with asyncio.TaskGroup() as tasks:
@@ -285,14 +287,16 @@ def drained_after(folder, seconds, trainer_class=None, buffer_class=Committing, 
             trainer = kernel_of(trainer_class or ToyTrainer, config, network, store, run)
             committed = buffer.build().committed
             trainer.build().finish = lambda reason, failed=False: ends.append(reason)
-            serving = [tasks.create_task(kernel.serve()) for kernel in (buffer, trainer)]
+            engine = kernel_of(HeldEngine, ActorConfig(), network, store, run)
+            serving = [tasks.create_task(kernel.serve()) for kernel in (buffer, trainer, engine)]
             await trainer.ready.wait()
             await asyncio.sleep(seconds)
             await buffer.ref("trainer-1").ask(Drain(), timeout=30)
             drained = asyncio.get_running_loop().time()
-            await asyncio.wait(serving[1:])
+            await asyncio.wait(serving[1:2])
             (waited_s if waited_s is not None else []).append(asyncio.get_running_loop().time() - drained)
-            serving[0].cancel()
+            for one in (serving[0], serving[2]):
+                one.cancel()
         return committed, ends
 
     return run_virtual(main)
@@ -321,6 +325,22 @@ def test_a_drain_waits_for_no_batch_that_can_not_be_filled_any_more(tmp_path):
 
     assert (committed, ends) == ([1], [])
     assert waited_s[0] < 1.0  # virtual seconds, where the sample buffer may hold an ask back for ten
+
+
+class Uncompared(ToyTrainer):
+    """Its engines say nothing, neither which weights they took nor log-probabilities."""
+
+    async def _compare(self, step, mismatch_kl=None):
+        return {}
+
+
+def test_a_drain_does_not_wait_until_engines_took_the_last_weights_since_they_tell_nobody_who_leaves(tmp_path):
+    waited_s = []
+
+    committed, ends = drained_after(tmp_path, 60.5, Uncompared, Unfilled, waited_s)
+
+    assert (committed, ends) == ([1], [])
+    assert waited_s[0] < 1.0  # virtual seconds, where a run's end would wait for five
 
 
 class FullDiskTrainer(ToyTrainer):

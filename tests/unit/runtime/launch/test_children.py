@@ -1,6 +1,8 @@
-"""A job's preparation, whatever it prints."""
+"""A job's preparation, whatever it prints; and how a process of a run ends."""
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,52 @@ async def test_a_preparation_ends_with_the_launch_that_waits_for_it(folder):
 
     me.uncancel()
     assert not Path("/proc", (folder / "pid").read_text()).exists()
+
+
+ENDING = """
+import atexit, sys, threading, time
+from runtime.launch.children import end_process
+
+class Model:
+    def __del__(self):
+        print("taken apart")
+
+def work():
+    time.sleep(0.2)
+    print("thread")
+
+model = Model()
+atexit.register(print, "at exit")
+threading.Thread(target=work).start()
+print("begun")
+end_process(3)
+"""
+
+KEEPING = """
+import sys
+from pathlib import Path
+from runtime.importer import keep, load_object, use
+from runtime.launch.children import end_process
+
+folder = Path(sys.argv[1])
+own = f"{folder}/own.py:notes"
+keep(folder / "code", {"env": {"class": own}})
+use(folder / "code")
+load_object(own).write("the last line")
+end_process(3)
+"""
+
+
+def test_a_process_ends_with_its_threads_and_exit_handlers_done_and_its_memory_left_to_the_system():
+    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60, check=False)
+
+    assert (ended.returncode, ended.stdout.split("\n"), ended.stderr) == (3, ["begun", "thread", "at exit", ""], "")
+
+
+def test_a_file_that_user_code_left_open_is_whole(tmp_path):
+    (tmp_path / "own.py").write_text("notes = open(__file__ + '.notes', 'w')")
+
+    ended = subprocess.run([sys.executable, "-c", KEEPING, str(tmp_path)], timeout=60, check=False)
+
+    assert ended.returncode == 3
+    assert (tmp_path / "own.py.notes").read_text() == "the last line"
