@@ -23,6 +23,7 @@ from pydantic import Field
 
 from actors.config import ModelSection, RolloutSection
 from actors.envs.chat import TOKEN_BYTES
+from actors.envs.hosting import flaw_of, normal
 from actors.envs.named_renderer import renderer_of
 from actors.http_server import HttpServer
 from actors.messages.generation import Aborted, Completion, Generate, Sampling
@@ -77,15 +78,13 @@ _PLAIN: Mapping[str, Any] = MappingProxyType(
 """What clients say where they want nothing of the kind."""
 
 
-class ChatMessage(msgspec.Struct):
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Asked(msgspec.Struct):
     """The body of a request. What would change the answer and can't be had is refused; what else clients send is passed over."""
 
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
     max_tokens: _NumTokens | None = None
     max_completion_tokens: _NumTokens | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
@@ -106,6 +105,10 @@ class Asked(msgspec.Struct):
     def __post_init__(self) -> None:
         if self.stream:
             raise ValueError("stream=true can't be had: the answer comes whole")
+        if flaw := flaw_of(self.messages):
+            raise ValueError(flaw)
+        if strange := [role for message in self.messages if (role := message["role"]) not in ROLES]:
+            raise ValueError(f"a message's role is one of {', '.join(ROLES)}, not {strange[0][:80]}")
         for name, plain in _PLAIN.items():
             if getattr(self, name) not in (None, plain):
                 raise ValueError(f"{name} can't be had here: leave it out")
@@ -208,8 +211,7 @@ class ChatServer(Actor):
         self._under_way += 1
         try:
             asked = msgspec.json.decode(body, type=Asked)
-            turns = [{"role": turn.role, "content": turn.content} for turn in asked.messages]
-            prompt = await self.offload(self._chat.chat, turns)
+            prompt = await self.offload(self._chat.chat, normal(asked.messages))
             return await self._answer(asked, prompt)
         except ValueError as error:  # a model's own template may refuse an order of roles
             return _refusal(400, f"this is no chat that can be answered here: {error}")

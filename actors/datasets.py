@@ -5,6 +5,7 @@ import json
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ import msgspec
 
 from actors.config import one_of
 from actors.tasks import EXTRA, OWN_COLUMNS, DataSection
+from bus.message import well_formed
 from planning.epochs import Epochs, shuffled
 from runtime.errors import ConfigError
 from runtime.importer import load_configured
@@ -164,7 +166,7 @@ def _lines(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                row = msgspec.json.decode(line)
+                row = _decoded(line)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 said = "not in UTF-8" if isinstance(error, UnicodeDecodeError) else f"not valid JSON: {error}"
                 raise ConfigError(f"data file {path}, line {number}: {said}. Each line is a row of its own.") from error
@@ -172,6 +174,22 @@ def _lines(path: Path) -> Iterator[Row]:
                 shown = line.decode().strip()[:40]
                 raise ConfigError(f"data file {path}, line {number}: a row is an object with columns, not {shown}.")
             yield row
+
+
+def _decoded(line: bytes) -> Any:
+    """JSON; half of a surrogate pair in it, which Python's json writes, becomes U+FFFD. Raises as msgspec does."""
+    try:
+        return msgspec.json.decode(line)
+    except msgspec.MsgspecError:
+        if b"\\ud" not in line.lower():
+            raise
+        with suppress(ValueError, RecursionError):
+            return well_formed(json.loads(line.decode(), parse_constant=_refused))
+        raise
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 class _Rows(Sequence[Row]):

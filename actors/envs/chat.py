@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from actors.envs.environment import Observation
-from actors.envs.templates import MARKS, RenderError, compiled, ids_in_configs, read_tokenizer, template_of
+from actors.envs.templates import (
+    MARKS,
+    PLAIN,
+    Forms,
+    RenderError,
+    compiled,
+    ids_in_configs,
+    read_tokenizer,
+    template_of,
+)
 from actors.messages.generation import Tokens, VersionSpan
 from actors.messages.samples import Segment
 from bus.message import well_formed
@@ -34,6 +43,12 @@ HEAD = 3
 """Tokens after the model's turn among which its end is looked for: a template may put white space before it."""
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function"})
+"""Every template may name its tokens by them."""
+
+MOST_ROLES = 64
+"""Roles of which is remembered that the template shows them."""
 
 
 class TextTokenizer:
@@ -75,6 +90,7 @@ class TextTokenizer:
         They are control in all texts but the model's own turns; those `around` a turn are control there too.
         """
         always = {*around, *self._special, *(token for token in self.eos if _is_mark(self._text_of(token)))}
+        self._control = [*map(self._text_of, always | {*written})]
         self._own, self._others = (
             _spelling(map(self._text_of, always)),
             _spelling(map(self._text_of, always | {*written})),
@@ -85,6 +101,10 @@ class TextTokenizer:
     def is_control(self, token: int) -> bool:
         """Whether it is special, an end of turn or a mark, not a piece of text."""
         return token in self._special or token in self.eos or _is_mark(self._added.get(token, ""))
+
+    def is_part(self, text: str) -> bool:
+        """Whether a control token has it within its spelling: a template may write the rest."""
+        return any(text in spelled for spelled in self._control)
 
     def num_special(self, ids: Iterable[int]) -> int:
         """How many of `ids` are special tokens."""
@@ -243,6 +263,8 @@ class ChatRenderer:
         texts = [self._given, self._system, self._tokenizer.named]
         self._fixed = self._source + well_formed(json.dumps(texts, ensure_ascii=False))
         self._folder = folder
+        self._forms = PLAIN
+        self._shown = {"system", "user", "assistant"}
         self.drops_reasoning = False
         """The template leaves out what the model reasoned in earlier turns."""
         end = self._try_out(turns)
@@ -277,14 +299,20 @@ class ChatRenderer:
         return self._render_opening(observation_key(messages), bare=True)
 
     def _render_opening(self, key: "Key", *, bare: bool = False) -> bytes:
-        mark, _ = self._marks(key)
-        messages = [*([] if bare else self._system), *as_messages(key)]
-        return self._tokenizer.opened(self._tokenizer.encode(self._render(messages, mark), mark)).tobytes()
+        new = as_messages(key, self._forms)
+        mark, shown, _ = self._marks(new)
+        messages = [*([] if bare else self._system), *new]
+        ids = self._tokenizer.encode(self._render(messages, mark), mark)
+        self._require_shown(messages, mark, shown)
+        return self._tokenizer.opened(ids).tobytes()
 
     def _render_follow_up(self, key: "Key", stop_token: int) -> bytes:
-        mark, said = self._marks(key)
+        new = as_messages(key, self._forms)
+        mark, shown, said = self._marks(new)
         asked, sampled = {"role": "user", "content": "?"}, {"role": "assistant", "content": said}
-        text = self._render([*self._system, asked, sampled, *as_messages(key)], mark + said)
+        messages = [*self._system, asked, sampled, *new]
+        text = self._render(messages, mark + said)
+        self._require_shown(messages, mark, shown)
         _, found, rest = text.rpartition(said)
         if not found:
             raise RenderError(
@@ -296,8 +324,9 @@ class ChatRenderer:
     def _render(self, messages: Sequence[Mapping[str, Any]], marks: str) -> str:
         """The text of a conversation; `marks`: first the one that is put into texts. Raises RenderError."""
         given = {**self._tokenizer.named, **self._guarded_given(marks[0]), MARKS: marks, "add_generation_prompt": True}
+        told = [{**each, "role": self._role(each.get("role"), marks[0])} for each in formed(messages, self._forms)]
         try:
-            return self._template.render({**given, "messages": self._tokenizer.guarded(messages, marks[0])})
+            return self._template.render({**given, "messages": self._tokenizer.guarded(told, marks[0])})
         except Exception as error:  # a template's expressions raise whatever Python's do
             said = f"{error}" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
             roles = ", ".join(str(message.get("role")) for message in messages[:8])
@@ -306,10 +335,28 @@ class ChatRenderer:
                 f"the chat template of {self._folder} can't render messages of {roles}: {first}"
             ) from error
 
-    def _marks(self, key: "Key") -> tuple[str, str]:
-        """A character to put into texts, and one that stands for the model's turn: no text has them."""
-        first, second = unused(key[1] + self._fixed, 2)
-        return first, second
+    def _role(self, role: Any, mark: str) -> Any:
+        """A role that the template does not know may stand within a control token of whose rest is the template's."""
+        if not isinstance(role, str) or role in ROLES or role in self._source or not self._tokenizer.is_part(role):
+            return role
+        return role[:1] + mark + role[1:]
+
+    def _require_shown(self, messages: Sequence[Mapping[str, Any]], mark: str, said: str) -> None:
+        """Raises RenderError for a role whose messages the template leaves out without a word."""
+        for role in {str(message.get("role")) for message in messages} - self._shown:
+            others = [{**each, "content": said} if each.get("role") == role else each for each in messages]
+            try:
+                is_shown = said in self._render(others, mark + said)
+            except RenderError:
+                is_shown = True  # it is no text there
+            if not is_shown:
+                raise RenderError(f"the chat template of {self._folder} leaves out messages of the role {role[:80]}")
+            if len(self._shown) < MOST_ROLES:
+                self._shown.add(role)
+
+    def _marks(self, messages: Sequence[Any]) -> list[str]:
+        """Characters that no text has: to put into texts, to stand for a message, and for the model's turn."""
+        return unused(json.dumps(messages, ensure_ascii=False) + self._fixed, 3)
 
     # -- at the launch --------------------------------------------------------------------------------------------------
 
@@ -318,6 +365,10 @@ class ChatRenderer:
         tokenizer, source = self._tokenizer, self._source
         mark, said, asked, told = unused(self._fixed, 4)
         user, system = {"role": "user", "content": asked}, [{"role": "system", "content": told}] if self._system else []
+        self._forms = Forms(
+            parts=not self._shows([*system, user], asked) and self._shows([*system, user], asked, Forms(parts=True))
+        )
+        self._forms = self._forms_of_calls(asked, told, said)
         try:
             first = self._render([*system, user], mark)
             self._render([*self._system, user], mark)
@@ -353,6 +404,30 @@ class ChatRenderer:
         if end is None or parts > 0 or tokenizer.raw.decode(head[: head.index(end)]).strip():
             return None
         return end
+
+    def _shows(self, messages: Sequence[Mapping[str, Any]], text: str, forms: Forms = PLAIN) -> bool:
+        """Whether the template renders `messages` in these forms, with `text` in it, and Python's own words for nothing in none."""
+        before, self._forms = self._forms, forms
+        try:
+            shown = self._render(messages, unused(self._fixed + json.dumps(messages, ensure_ascii=False), 1)[0])
+        except RenderError:
+            return False
+        finally:
+            self._forms = before
+        return text in shown and f"'{text}'" not in shown and ("None" not in shown or "None" in self._fixed)
+
+    def _forms_of_calls(self, name: str, value: str, said: str) -> Forms:
+        """The forms in which the template shows a turn that calls a tool; those of most templates where it shows none."""
+        function = {"name": "f", "arguments": {name: value}}
+        call = {"id": "123456789", "type": "function", "function": function}
+        turn = [{"role": "user", "content": said}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        tried = [
+            self._forms._replace(text_arguments=text_arguments, no_null=no_null)
+            for text_arguments in (False, True)
+            for no_null in (False, True)
+        ]
+        shown = (forms for text in (name, said) for forms in tried if self._shows(turn, text, forms))
+        return next(shown, self._forms)
 
     def _advice(self, user: Mapping[str, Any], told: str, mark: str) -> str:
         try:
@@ -471,9 +546,48 @@ def observation_key(observation: Observation) -> Key:
         raise RenderError(f"chat messages that can't be rendered: {error}") from error
 
 
-def as_messages(key: Key) -> list[dict[str, Any]]:
-    """The messages of an observation's key: a text is the user's."""
-    return json.loads(key[1]) if key[0] else [{"role": "user", "content": key[1]}]
+def as_messages(key: Key, forms: Forms = PLAIN) -> list[Any]:
+    """The messages of an observation's key, in these forms: a text is the user's."""
+    return formed(json.loads(key[1]) if key[0] else [{"role": "user", "content": key[1]}], forms)
+
+
+def formed(messages: Sequence[Any], forms: Forms) -> list[Any]:
+    """`messages` in these forms; done again it changes nothing."""
+    return [_formed(message, forms) if isinstance(message, dict) else message for message in messages]
+
+
+def _formed(message: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
+    made, calls, content = {**message}, message.get("tool_calls"), message.get("content")
+    content = "" if content is None and forms.no_null else content
+    made["content"] = [{"type": "text", "text": content}] if forms.parts and isinstance(content, str) else content
+    if isinstance(calls, list):
+        made["tool_calls"] = [_formed_call(call, forms) for call in cast("list[Any]", calls)]
+    if not calls:
+        made.pop("tool_calls", None)
+    return made
+
+
+def _formed_call(call: Any, forms: Forms) -> Any:
+    if not isinstance(call, dict):
+        return call
+    told = cast("dict[str, Any]", call)
+    if isinstance(told.get("function"), dict):
+        return {**told, "function": _formed_call(told["function"], forms)}
+    arguments = told.get("arguments") or {}
+    if isinstance(arguments, str) and not forms.text_arguments:
+        arguments = _parsed(arguments)
+    elif forms.text_arguments and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**told, "arguments": arguments}
+
+
+def _parsed(arguments: str) -> Any:
+    """As an object, if they are one: models write what is none too."""
+    try:
+        found = well_formed(json.loads(arguments))
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 def unused(text: str, num: int) -> list[str]:

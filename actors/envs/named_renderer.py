@@ -122,8 +122,9 @@ class NamedRenderer:
 
     def _render(self, call: Callable[..., Any], key: Key, before: tuple[Any, ...], system: Sequence[Any]) -> Any:
         """`call` with messages and tools whose texts spell no control token. Raises RenderError."""
-        (mark,) = unused(key[1] + self._fixed, 1)
-        messages = self._tokenizer.guarded([*system, *as_messages(key)], mark)
+        new = as_messages(key)
+        (mark,) = unused(json.dumps(new, ensure_ascii=False) + self._fixed, 1)
+        messages = self._tokenizer.guarded([*system, *new], mark)
         with self._rendering:
             self._asked.mark = mark
             try:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from runtime.observe.trace import wall_s
 
@@ -85,6 +85,20 @@ def template_of(folder: Path) -> str:
         )
     return cast("str", found)
 
+
+class Forms(NamedTuple):
+    """In which of the forms that OpenAI's API has a template takes messages."""
+
+    parts: bool = False
+    """Content as a list of parts, where it is one text too."""
+    text_arguments: bool = False
+    """The arguments of a tool call as JSON in a text, as the API has them, and not as the object that most templates take."""
+    no_null: bool = False
+    """Content that is null as an empty text."""
+
+
+PLAIN = Forms()
+"""What most take."""
 
 MARKS = "rubato_marks"
 """Variable of each rendering: the characters that the renderer has put into texts, which `tojson` leaves as they are."""

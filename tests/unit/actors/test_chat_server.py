@@ -144,8 +144,14 @@ def test_nobody_is_answered_without_the_token_nor_heard_out(served, monkeypatch,
         {"logit_bias": {"5": 100}},
         {"functions": [{"name": "f"}]},
         {"messages": [{"role": "tool", "content": "the template refuses it"}]},
+        {"messages": [{"role": "narrator", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": 1}]}]},
+        {"messages": ["x"]},
+        {"messages": []},
     ],
-    ids=lambda odd: next(iter(odd)),
+    ids=str,
 )
 def test_what_would_change_the_answer_and_cannot_be_had_is_refused(served, odd):
     async def play(server):
@@ -153,6 +159,24 @@ def test_what_would_change_the_answer_and_cannot_be_had_is_refused(served, odd):
 
         assert (status, server.asked) == (400, [])
         assert told["error"]["message"].startswith("this is no chat that can be answered here: ")
+
+    served(play)
+
+
+def test_messages_come_in_every_form_that_the_api_has(served):
+    async def play(server):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
+        result = {
+            "role": "tool",
+            "tool_call_id": "1",
+            "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}],
+        }
+
+        status, _ = await server.ask(messages=[*CHAT["messages"], said, result])
+
+        assert status == 200
+        assert server.asked[0].prompt == array("i", map(ord, "42")).tobytes()
 
     served(play)
 

@@ -154,6 +154,20 @@ def test_texts_and_messages_may_stand_side_by_side_and_the_mark_of_utf_8_is_no_p
     assert read_rows(str(tmp_path / "a.jsonl"))[0] == rows[0]
 
 
+def test_half_of_a_surrogate_pair_in_a_row_is_read_as_text_everywhere_is(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"q": "a\ud83d b", "a": ["\udc00", {"\ud83d": 1}]}, {"q": "\U0001f600 \\ud83d", "a": 1}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    found = [*read_rows(str(path))]
+
+    assert found == [{"q": "a\ufffd b", "a": ["\ufffd", {"\ufffd": 1}]}, rows[1]]
+    path.write_text('{"q": "\\ud83d", "a": NaN}')
+    read_rows.cache_clear()
+    with pytest.raises(ConfigError, match=r"line 1: not valid JSON"):
+        read_rows(str(path))
+
+
 def test_a_line_that_is_not_in_utf_8_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"question": "x", "answer": 1}\n{"question": "caf\xe9", "answer": 1}\n')
 
