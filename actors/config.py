@@ -40,6 +40,7 @@ class WeightsSection(Section):
 
 
 def _alpha(value: object) -> object:
+    value = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value  # of ${NAME}
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
     raise ValueError(f"{value!r} is neither a whole number at least 0 nor auto")

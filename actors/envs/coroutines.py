@@ -100,6 +100,8 @@ class Call:
             raise Hung
         if self.task.cancelled():
             raise Raised(asyncio.CancelledError())
+        if (raised := self.task.exception()) is not None:  # GeneratorExit, which also ends what is closed
+            raise Raised(raised)
         found, error = self.task.result()
         if error is not None:
             raise Raised(error)

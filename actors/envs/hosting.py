@@ -48,6 +48,11 @@ DATA_SETS = ("actors.envs.dataset:DataSetEnv", "actors.envs.dataset:QuickDataSet
 MOST_BYTES = WorkerLimits().max_reply_bytes
 """Of what an environment returns, wherever it runs."""
 
+CONTAINERS, NUMBERS = frozenset({dict, list, tuple}), frozenset({bool, int, float})
+
+CONTAINER_BYTES = 64
+"""Of one that is empty. It also bounds how long many of them, or one that holds itself, keep the manager."""
+
 MOST_NESTED = 100
 """Containers within each other, in what goes on to templates and reward functions."""
 
@@ -176,7 +181,7 @@ class EnvHost:
             trusted = self._section.target.startswith(BUILT_IN)
             env = make() if trusted else self._coroutines.timed((self._class, "__init__"), make)
             return InlineEnv(self._section, env, self._coroutines)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise _raised(error, "__init__", "env_reset_failed") from error
 
     async def begin(
@@ -351,7 +356,7 @@ class InlineEnv(HostedEnv):
         try:
             run = partial(getattr(self._env, method), *args, **kwargs)
             result = run() if self._is_built_in else self._coroutines.timed((self._env, method), run)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except BaseException as error:
             raise _raised(error, method, outcome) from error
         if not hasattr(result, "__await__"):
             return result
@@ -449,8 +454,8 @@ def check_step(result: Any, *, sent: bool = False) -> Step:
 
 def _as_sent(result: tuple[Any, ...], method: str) -> tuple[Any, ...]:
     """What would come of `result` if a worker sent it: not larger than that may be, and scalars of numpy and torch are plain ones."""
-    size, plain = _weighed(result)
     try:
+        size, plain = _weighed(result)
         encoded = b"" if plain or size > MOST_BYTES else encode(result)
         if max(size, len(encoded)) <= MOST_BYTES:
             return result if plain else tuple(decode(encoded))
@@ -460,25 +465,30 @@ def _as_sent(result: tuple[Any, ...], method: str) -> tuple[Any, ...]:
 
 
 def _weighed(result: object) -> tuple[int, bool]:
-    """About the bytes that `result` takes, counted to MOST_BYTES and no further; whether it consists of Python's plain types alone."""
+    """About the bytes that `result` takes, counted to MOST_BYTES and no further; whether it consists of Python's plain types alone.
+
+    What a container of another class holds is left to the encoder: its own methods may do anything.
+    """
     size, plain = 0, True
     left = [result]
     while left and size <= MOST_BYTES:
         value = left.pop()
-        if isinstance(value, str | bytes):
+        if type(value) in CONTAINERS:
+            items = cast("Collection[Any]", value)
+            size += CONTAINER_BYTES + len(items)
+            if size <= MOST_BYTES and type(value) is not dict and set(map(type, items)) <= NUMBERS:
+                size += 8 * len(items)
+            elif size <= MOST_BYTES:
+                left.extend(items)
+                left.extend(cast("dict[Any, Any]", value).values() if type(value) is dict else ())
+        elif isinstance(value, str | bytes):
             size += len(value)
             if isinstance(value, str) and not value.isascii() and size <= MOST_BYTES:
                 size += len(value.encode("utf-8", "surrogatepass")) - len(value)
             plain &= type(value) in (str, bytes)
-        elif isinstance(value, dict | list | tuple):
-            items = cast("Collection[Any]", value)
-            size += 1 + len(items)
-            if size <= MOST_BYTES:
-                left.extend(items)
-                left.extend(cast("dict[Any, Any]", value).values() if isinstance(value, dict) else ())
         else:
             size += 8 if value is not None else 0
-            plain &= value is None or type(value) in (bool, int, float)
+            plain &= value is None or type(value) in NUMBERS
     return size, plain
 
 

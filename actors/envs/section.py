@@ -12,6 +12,7 @@ those that wait for something else gain beyond."""
 
 
 def _workers(value: Any) -> Any:
+    value = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value  # of ${NAME}
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
     raise ValueError(f"{value!r} is neither a whole number from 1 on nor auto")

@@ -125,9 +125,15 @@ class Config:
         model = Path(os.path.normpath(folder / self.model_path))
         made_later = self.prepare and not os.path.exists(model) and model.is_relative_to(folder)
         looks = not made_later and not (replaced and os.path.exists(folder / "checkpoints"))
-        roles = [partial(cls.preflight, config, folder) for cls, config in self._in_use() if looks]
+
+        def look(cls: type[Actor], config: ActorConfig) -> None:
+            cls.check_host(config)
+            if looks:
+                cls.preflight(config, folder)
+
+        console = partial(check_module, self.report.console, key="report.console")
         try:
-            self._check_all([self.check_host, *roles])
+            self._check_all([self._check_modules, console, *(partial(look, *each) for each in self._in_use())])
         except ConfigError as error:
             return str(error).splitlines()
         return []

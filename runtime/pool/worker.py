@@ -157,16 +157,17 @@ async def _wait_for(result: Any) -> object:
 
 
 def encode(value: object) -> bytes:
-    """MessagePack of a user's value; other kinds of numbers and texts, scalars of numpy and torch among them, become plain ones.
+    """MessagePack of a user's value; other kinds of numbers and texts, decimals and scalars of numpy and torch among them, become plain ones.
 
     What can't be sent becomes FOREIGN, and a surrogate that stands alone U+FFFD.
     """
+    encoder = msgspec.msgpack.Encoder(enc_hook=_plain, decimal_format="number")
     try:
-        return msgspec.msgpack.encode(value, enc_hook=_plain)
+        return encoder.encode(value)
     except UnicodeEncodeError:
         from bus.message import well_formed
 
-        return msgspec.msgpack.encode(well_formed(value), enc_hook=_plain)
+        return encoder.encode(well_formed(value))
 
 
 def _plain(value: Any) -> object:

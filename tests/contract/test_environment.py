@@ -2,7 +2,9 @@
 
 import asyncio
 import re
+from decimal import Decimal
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -307,9 +309,10 @@ SCALARS = [
     ("np.array(1)", "torch.tensor(False)"),
     ("torch.tensor(True)", "False"),
     ("Fraction(1, 1)", "False"),
+    ("Decimal('1.0')", "False"),
     ("np.longdouble(1)", "False"),
 ]
-NAMES = {"np": np, "torch": torch, "Fraction": Fraction}
+NAMES = {"np": np, "torch": torch, "Fraction": Fraction, "Decimal": Decimal}
 
 
 @pytest.mark.parametrize(("reward", "ended"), SCALARS)
@@ -402,6 +405,53 @@ def test_lists_that_hold_each_other_are_measured_no_further_than_the_limit():
 
     with pytest.raises(EnvFailure, match="too large"):
         check_step(("", 0.0, False, False, {"deep": deep}))
+
+
+def test_containers_that_hold_themselves_or_each_other_in_their_thousands_are_measured_in_short():
+    itself, pair = {}, ["x"]
+    itself["itself"] = itself
+    for _ in range(60):
+        pair = [pair, pair]
+
+    for info in (itself, {"pair": pair}, {"many": [[{}] for _ in range(200_000)]}):
+        with pytest.raises(EnvFailure, match="too large"):
+            check_step(("", 0.0, False, False, info))
+
+
+def test_a_container_of_the_users_own_class_is_not_asked_for_what_it_holds():
+    class Own(dict):
+        def __len__(self):
+            raise RuntimeError("mine")
+
+        __iter__ = values = items = __len__
+
+    class Endless(list):
+        def __iter__(self):
+            while True:
+                yield "x"
+
+    *_, info = check_step(("", 0.0, False, False, {"own": Own(a=1), "endless": Endless([2])}))
+
+    assert info == {"own": {"a": 1}, "endless": [2]}
+
+
+@pytest.mark.parametrize("error", ["GeneratorExit", "KeyboardInterrupt", "BaseException"])
+@pytest.mark.parametrize(
+    ("method", "awaits"), [("__init__", False), *product(("reset", "step", "close"), (False, True))]
+)
+async def test_what_is_no_exception_ends_a_rollout_by_name_too(host_of, method, error, awaits):
+    kwargs = {"method": method, "error": error, "awaits": awaits}
+    host = await host_of(**{"class": f"{USER}:Ends", "kwargs": kwargs, "isolation": "inline", "reset_tries": 1})
+
+    said = []
+    try:
+        env, _, _ = await host.begin("train", 1)
+        await env.step("x")
+        await env.close()
+    except EnvFailure as failure:
+        said.append(failure.what)
+
+    assert said == ([] if method == "close" else [f"raised in {method}: {error}()"])
 
 
 @pytest.mark.filterwarnings("ignore:.*Deaf._hang")  # Python tells of it as it forgets what ignored GeneratorExit

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import threading
+from decimal import Decimal
 from fractions import Fraction
 
 
@@ -131,7 +132,8 @@ class Told(Plain):
     """Returns what the action says."""
 
     def step(self, action):
-        return eval(action, {"np": __import__("numpy"), "torch": __import__("torch"), "Fraction": Fraction})
+        names = {"np": __import__("numpy"), "torch": __import__("torch"), "Fraction": Fraction, "Decimal": Decimal}
+        return eval(action, names)
 
 
 class Deaf(Async):
@@ -162,6 +164,35 @@ class Deaf(Async):
 class Shielded(Async):
     async def step(self, action):
         return await asyncio.shield(asyncio.sleep(1000))
+
+
+class Ends(Async):
+    """Raises in one method what is no Exception, before anything is awaited or after."""
+
+    def __init__(self, method, error, awaits=False):
+        self.method, self.awaits = method, awaits
+        self.error = {"GeneratorExit": GeneratorExit, "KeyboardInterrupt": KeyboardInterrupt}.get(error, BaseException)
+        self._end("__init__")
+        super().__init__()
+
+    def _end(self, method):
+        if self.method == method:
+            raise self.error
+
+    async def _later(self, method, result):
+        await asyncio.sleep(0)
+        self._end(method)
+        return result
+
+    def reset(self, *, seed):
+        return self._later("reset", ("x", {})) if self.awaits else self._end("reset") or ("x", {})
+
+    def step(self, action):
+        result = "x", 1.0, True, False, {}
+        return self._later("step", result) if self.awaits else self._end("step") or result
+
+    def close(self):
+        return self._later("close", None) if self.awaits else self._end("close")
 
 
 class CancelsItself(Async):

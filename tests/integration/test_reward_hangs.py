@@ -173,6 +173,6 @@ async def test_a_judge_that_hangs_on_one_trajectory_gives_its_verdict_of_the_oth
         (tmp_path / "my_judge.py").write_text(
             f"from actors.rewards.judge import judge\nscore = judge({url + 'v1'!r}, 'm', prompt='{{completion}}')\n"
         )
-        found = await scored(f"{tmp_path}/my_judge.py:score", "ok", "hang", "fine")
+        found = await scored(f"{tmp_path}/my_judge.py:score", "ok", "hang", "fine", timeout_s=4.0)
 
     assert found == [0.5, "timeout", 0.5]

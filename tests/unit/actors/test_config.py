@@ -2,6 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from actors.config import ModelSection, StalenessSection, TrainSection
+from actors.envs.section import EnvSection
 from planning.adaptive_alpha import AlphaBounds
 
 
@@ -78,6 +79,11 @@ def test_a_reference_lies_in_the_run_folder_unless_its_path_is_whole(tmp_path):
 
 
 # -- staleness -------------------------------------------------------------------------------------------------------
+
+
+def test_a_number_that_the_environment_gives_is_text_and_is_taken_beside_auto():
+    assert StalenessSection.model_validate({"alpha": "3"}).alpha == 3
+    assert EnvSection.model_validate({"workers": "8"}).workers == 8
 
 
 def test_the_bound_of_an_alpha_that_adapts_is_its_largest():

@@ -6,7 +6,6 @@ import numpy
 import pytest
 
 from actors.envs.hosting import EnvFailure, check_reset, check_step
-from runtime.pool.pool import Unsendable
 
 WRONG_STEPS = [
     (("x", 1.0, True, False), "4 values instead of"),
@@ -17,7 +16,6 @@ WRONG_STEPS = [
     (("x", math.nan, True, False, {}), "a reward of nan, which is not finite"),
     (("x", math.inf, True, False, {}), "a reward of inf"),
     (("x", "1", True, False, {}), "a reward of type str"),
-    (("x", Unsendable("Tensor"), True, False, {}), "a reward of type Tensor"),
     (("x", 1.0, "no", False, {}), "terminated of type str"),
     (("x", 1.0, True, False, None), "info of type NoneType"),
 ]
