@@ -31,6 +31,7 @@ from runtime.messages import (
     Saved,
     StopJob,
 )  # fmt: skip
+from runtime.monitor.blocked import ENDING
 from runtime.monitor.snapshot import snapshot
 from runtime.monitor.text import blocked_line
 from runtime.monitor.views import BlockedRow
@@ -149,6 +150,7 @@ class NodeAgent(HostBlobs):
         """The first outcome stands."""
         if not self.over.done():
             self.over.set_result(outcome)
+            self.waits.on("the end of all actors", stage=ENDING, detail=outcome.kind).open()
 
     async def stop(self, kind: str) -> None:
         """Drain after an outcome of `kind`, the hosts that joined first: in order where it is to be saved, else all at once."""

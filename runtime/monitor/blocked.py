@@ -9,7 +9,7 @@ from typing import NamedTuple, cast, get_args
 
 from runtime.monitor.views import ActorView, BlockedRow, Kind, StageRow, WaitRow
 from runtime.observe.figures import CLUSTER_STORE, OTHER_JOB, STORE
-from runtime.registry import BEAT_S
+from runtime.registry import BEAT_S, NODE
 
 SILENT_S = 2.5
 """Two heartbeats and a half: one may be late by a second and no more in a process that runs."""
@@ -39,6 +39,8 @@ class Processes:
         self._actors = {actor["name"]: actor for actor in actors}
         nodes = {actor["name"] for actor in actors if actor["role"] == NODE_ROLE}
         self._seen = {wait.what: wait for wait in waits if wait.actor in nodes and wait.stage in PROCESS}
+        self.job_ends = any(wait.actor == NODE and wait.stage == ENDING for wait in waits)
+        """What runs is drained and saved: who is gone is missed by nobody."""
 
     def names(self) -> list[str]:
         """Everybody who is registered, or whose process somebody watches."""
@@ -66,7 +68,7 @@ class Processes:
         if actor["state"] == "starting":
             return Health("starting", "it is not ready yet")
         if actor["state"] == "draining":
-            return Health("refused", "it is draining")
+            return DRAINING
         late = actor["metrics"].get(LATE, 0.0)
         if late > LATE_MS:
             why = f"its event loop runs {late:.0f} ms late: too little processor time, or work that blocks it"
@@ -95,6 +97,12 @@ def _as_seen(wait: WaitRow) -> Health:
     kind, text = PROCESS[wait.stage]
     return Health(kind, f"{text} ({wait.detail})" if wait.detail else text, wait.age_s, wait.limit)
 
+
+ENDING = "ending"
+"""What a node agent waits for once the job, or its host's part of it, is over: its actors' end."""
+
+DRAINING = Health("refused", "it is draining")
+"""Whoever waits for one that drains is told so; by itself that is no trouble."""
 
 MIN_AGE_S = 1.0
 """Shorter waits are how work passes from one actor to the next."""
@@ -152,7 +160,7 @@ class Diagnosis:
     def rows(self) -> list[BlockedRow]:
         """One per blocked stage and culprit: processes first, then whoever waits longest."""
         processes = ((name, self._processes.unfit(name)) for name in self._processes.names())
-        found = [_process_row(name, bad) for name, bad in processes if bad is not None]
+        found = [_process_row(name, bad) for name, bad in processes if bad is not None and bad is not DRAINING]
         told: set[tuple[str, ...]] = set()
         fit = [wait for actor in self._waits if not self._processes.unfit(actor) for wait in self._waits[actor]]
         judged = [(wait, verdict) for wait in fit if (verdict := self._judge(wait)) is not None]
@@ -169,9 +177,12 @@ class Diagnosis:
         """Who holds `wait` up; None where it is no blocked stage."""
         if wait.stage == ASIDE:
             return Verdict(wait.what, "refused", wait.detail)
-        if wait.stage in PROCESS or (wait.age_s < MIN_AGE_S and wait.stage != "refused"):
+        if wait.stage in (*PROCESS, ENDING) or (wait.age_s < MIN_AGE_S and wait.stage != "refused"):
             return None
         verdict = self._follow(wait, ())
+        gone = verdict.kind == "dead" and not self._processes.instances(verdict.holder)
+        if self._processes.job_ends and (gone or verdict.kind == "refused"):
+            return None
         if verdict.kind != "slow":
             return verdict
         if not self._idle(wait):

@@ -72,6 +72,22 @@ def test_one_that_was_drained_is_told_from_a_dead_one_and_is_missed_by_nobody_wh
     assert named(asker, node) == [("a-1", "ask b", "b", "dead")]
 
 
+def test_one_that_drains_is_no_trouble_by_itself_and_is_told_to_who_waits_for_it(asker, make_record):
+    draining = make_record("b-1", state="draining")
+
+    assert blocked(draining) == []
+    assert named(asker, draining) == [("a-1", "ask b", "b-1", "refused")]
+
+
+def test_once_a_job_ends_those_that_left_are_missed_by_nobody_and_one_that_hangs_is_named(asker, make_record):
+    ends = WaitView("the end of all actors", "interrupted", "", 9.0, "", "ending", 9.0)
+    node = make_record("node-1", waits=(ends,))
+
+    assert blocked(asker, node) == []
+    assert blocked(asker, node, make_record("b-1", state="draining")) == []
+    assert named(asker, node, make_record("b-1")) == [("a-1", "ask b", "b-1", "stalled")]
+
+
 def test_a_role_of_which_nobody_is_up_is_dead(asker):
     assert named(asker) == [("a-1", "ask b", "b", "dead")]
 
