@@ -45,6 +45,8 @@ class RunInfo(NamedTuple):
     steps: int
     window_s: float = 0.0
     """The Store may forget what it acknowledged less than so many seconds ago."""
+    hidden: Callable[[str], str] = str
+    """`run.hidden(text)` has the names of the config's variables instead of their values: for texts of user code that leave this process."""
 
 
 class HandlerSpec(NamedTuple):

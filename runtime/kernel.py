@@ -269,14 +269,16 @@ class Kernel:
     def finish(self, reason: str, *, failed: bool = False) -> None:
         # What fails on a host that joined ends that host's part of the job, not the job.
         node = self.node if failed else NODE
-        self.spawn(self._ask_to_finish(Finish(self.name, reason, failed), node), name=f"{self.name}.finish")
+        self.spawn(
+            self._ask_to_finish(Finish(self.name, self.run.hidden(reason), failed), node), name=f"{self.name}.finish"
+        )
 
     def progress(self, step: int, row: dict[str, float]) -> None:
         self.spawn(self._tell_node(Progress(step, self.run.steps, row)), name=f"{self.name}.tell_node")
 
     def notice(self, text: str, *, good: bool = False) -> None:
         self.log.info("notice", text=text, good=good)
-        self.spawn(self._tell_node(Notice(self.name, text, good)), name=f"{self.name}.tell_node")
+        self.spawn(self._tell_node(Notice(self.name, self.run.hidden(text), good)), name=f"{self.name}.tell_node")
 
     async def saved(self, seconds: float) -> None:
         self.log.info("saved", seconds=seconds)

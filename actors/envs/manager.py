@@ -399,7 +399,7 @@ class EnvManager(Actor):
         await self._deliver(rollout.given_up(end.reason, retry=end.retry))
 
     async def _failed(self, rollout: Rollout, end: GaveUp) -> None:
-        ticket = rollout.ticket
+        ticket, end.detail = rollout.ticket, self.run.hidden(end.detail)
         self.metrics.count("rollout/error")
         self.metrics.count(f"rollout/error/{end.reason}")
         self.log.warning(

@@ -150,6 +150,7 @@ class RewardService(Actor):
         self.metrics.gauge("rollout/reward_alone_s", self._cost.alone_s)
         for (request, reply), scores in zip(batch, found, strict=True):
             if isinstance(scores, NotScored):
+                scores = NotScored(scores.reason, self.run.hidden(scores.detail))
                 self._failed(request, scores)
             else:
                 self._ever_good = True

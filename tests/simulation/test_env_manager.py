@@ -47,6 +47,7 @@ from sim.virtual import run_virtual
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.content }}<e>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 POLICY = PolicyState(0, 1)
+SECRET = "sk-1234"
 
 
 class Buffer(Actor):
@@ -213,6 +214,16 @@ class RaisingLater(Raising):
     good_resets = 1
 
 
+class RaisingSecrets(Raising):
+    good_resets = 1
+
+    def reset(self, *, seed):
+        try:
+            return super().reset(seed=seed)
+        except KeyError:
+            raise ConnectionError(f"refused by https://judge/?key={SECRET}") from None
+
+
 class RaisingAside(Raising):
     good_resets = 1
 
@@ -313,7 +324,7 @@ def _byte_letters():
 class Cluster:
     def __init__(self, tasks, folder):
         self.tasks, self.network, self.store = tasks, MemoryNetwork(), MemoryStore()
-        self.run = RunInfo("test", folder, 7, 1)
+        self.run = RunInfo("test", folder, 7, 1, 0.0, lambda text: text.replace(SECRET, "${KEY}"))
         self.serving = {}
 
     async def start(self, actor_class, name, config=None):
@@ -542,6 +553,16 @@ async def test_an_environment_that_breaks_later_is_told_once_and_ends_the_job(tm
         assert "32 of the last 32 tasks failed in their environment" in finish.reason
         assert len(Node.notices) == 1
         assert {g.reason for g in Buffer.given_up} == {"env_reset_failed"}
+
+
+async def test_the_value_of_a_variable_in_what_user_code_raises_leaves_no_manager(tmp_path):
+    env = {"class": f"{__file__}:RaisingSecrets", "isolation": "inline", "reset_tries": 1}
+    async with cluster(tmp_path, tickets=10_000, env=env) as made:
+        finish = await made.node.end_of_job()
+
+        told = [*Node.notices, finish.reason, *(given.detail for given in Buffer.given_up)]
+        assert len(told) > 32
+        assert all("https://judge/?key=${KEY}" in text and SECRET not in text for text in told)
 
 
 async def test_a_manager_that_was_set_aside_does_not_end_the_job(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ class Node(Actor):
 
 
 @asynccontextmanager
-async def service(tmp_path, *functions):
+async def service(tmp_path, *functions, hidden=str):
     network, store = MemoryNetwork(), MemoryStore()
     async with asyncio.TaskGroup() as tasks:
         serving, actors = [], {}
@@ -55,7 +55,7 @@ async def service(tmp_path, *functions):
                 settings,
                 name=name,
                 incarnation=incarnation,
-                run=RunInfo("test", tmp_path, 7, 1),
+                run=RunInfo("test", tmp_path, 7, 1, 0.0, hidden),
                 transport=MemoryTransport(Identity("test", name, incarnation), network),
                 store=store,
                 blobs=None,
@@ -95,6 +95,15 @@ async def test_a_failing_function_is_told_to_the_user_once(tmp_path):
         metrics = rewards.metrics.snapshot()
         assert (metrics["reward/failed"], metrics["reward/failed/raised"]) == (3, 3)
         assert "picky raised KeyError('bad')" in node.notices[0]
+
+
+async def test_the_value_of_a_variable_in_what_a_function_raises_leaves_no_service(tmp_path):
+    async with service(tmp_path, f"{USER}:picky", hidden=lambda text: text.replace("bad", "${KEY}")) as (node, _):
+        reply = await node.ref("reward_service").ask(request(0, "bad"), timeout=20)
+        await node.ref("reward_service").ask(request(9, "good"), timeout=20)
+
+        assert len(node.notices) == 1
+        assert all("KeyError('${KEY}')" in text for text in (reply.detail, node.notices[0]))
 
 
 async def test_a_function_that_is_not_there_ends_the_job(tmp_path):
