@@ -36,8 +36,10 @@ def check_model_folder(folder: Path, *, key: str = "model.path") -> None:
     missing = [pattern for pattern in NEEDED if not any(folder.glob(pattern))]
     if missing:
         what = " and no ".join(missing)
-        for other in sorted(folder.glob("*.bin"))[:1] if "*.safetensors" in missing else ():
-            what += f" ({other.name} is not read: load it with transformers, and save_pretrained writes the other form)"
+        others = (path for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        for other in [*others][:1] if "*.safetensors" in missing else ():
+            how = ", gguf_file" if other.suffix == ".gguf" else ""
+            what += f" ({other.name} is not read: load it with transformers{how}, and save_pretrained writes the other form)"
         raise ConfigError(f"model folder {folder} has no {what}. Set {key} to a folder in HF format.")
     try:
         raw, tensors = read_description(folder), read_tensors(folder)
@@ -159,6 +161,8 @@ def most_positions(raw: Mapping[str, Any], otherwise: int = 0) -> int:
 MAX_HEADER_BYTES = 100_000_000
 """The limit the safetensors format itself sets."""
 
+LFS = b"version https://git-lfs"
+
 ITEM_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Element sizes of the types weights come in."""
 
@@ -189,6 +193,10 @@ def read_header(image: memoryview, source: str) -> dict[str, TensorPlace]:
     """Where each tensor of an image lies, by name. Raises ValueError, naming `source`, when the image is malformed or truncated."""
     if len(image) < 8:
         raise ValueError(f"{source} is not a safetensors image: it has only {len(image)} bytes")
+    if image[: len(LFS)] == LFS:
+        raise ValueError(
+            f"{source} is a pointer of Git LFS and no weights: fetch the file itself, as `git lfs pull` does"
+        )
     size = int.from_bytes(image[:8], "little")
     if not 2 <= size <= min(MAX_HEADER_BYTES, len(image) - 8):
         raise ValueError(f"{source} is not a safetensors image: its header would have {size} bytes of {len(image)}")

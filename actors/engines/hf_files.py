@@ -114,7 +114,7 @@ def _parse(described: _Described) -> ModelConfig:
         raise described.refused(
             f"model_type {family!r} is a language model within another (text_config), which is not built in"
         )
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise described.refused(
             f"model_type {family!r} is not one of {', '.join(FAMILIES)}, which the built-in engine takes"
         )
@@ -252,7 +252,7 @@ def check_fits(folder: Path, max_len: int) -> None:
             raise EngineError(f"{folder}: {name} has shape {list(found)}, but its config.json needs {list(shape)}")
     known = {*wanted, model_folder.HEAD}
     for name in tensors:
-        if name.startswith("model.") and name not in known and not name.endswith(COMPUTED):
+        if name.startswith(("model.", "lm_head.")) and name not in known and not name.endswith(COMPUTED):
             raise EngineError(
                 f"{folder}: its config.json has no place for {name}, which would be ignored: correct config.json, or save the model again"
             )

@@ -65,7 +65,8 @@ class TextTokenizer:
         self._singles = {ord(text): UNKNOWN for token, text in self._added.items() if self._is_single(token)}
         eos = self._id_of("eos_token")
         found: list[int] = [] if eos is None else [eos]
-        self.eos: list[int] = [*dict.fromkeys(found + ids_in_configs(folder, "eos_token_id"))]
+        found += [token for token in ids_in_configs(folder, "eos_token_id") if self.raw.id_to_token(token) is not None]
+        self.eos: list[int] = [*dict.fromkeys(found)]
         self._padding = {self._id_of("pad_token"), *ids_in_configs(folder, "pad_token_id")} & self._special
         self._first = self._first_tokens(add_bos)
         self._anchor = self._find_anchor()

@@ -308,7 +308,7 @@ class Rollout:
             reply = await self._ask_proxy(request)
             self._num_sampled += (len(reply.tokens.ids) - len(resumed.ids)) // TOKEN_BYTES
             if isinstance(reply, Completion):
-                if found := flaw_of_logprobs(reply.tokens.logprobs):
+                if found := flaw_of_logprobs(reply.tokens.logprobs, len(reply.tokens.ids) // TOKEN_BYTES):
                     raise GaveUp(BAD_LOGPROBS, f"{reply.engine} sent a completion in which {found}")
                 try:
                     transcript.sample(reply.tokens)

@@ -91,8 +91,10 @@ MOST_LOGPROB, LEAST_LOGPROB = 1e-3, -100.0
 """Above the first is more than rounding; below the second, of a probability of 4e-44, no sampler draws a token."""
 
 
-def flaw_of_logprobs(logprobs: bytes) -> str:
-    """What makes these float32 log-probabilities none of sampled tokens; empty where they may be."""
+def flaw_of_logprobs(logprobs: bytes, num: int | None = None) -> str:
+    """What makes these float32 log-probabilities none of `num` sampled tokens; empty where they may be."""
+    if len(logprobs) % 4 or (num is not None and len(logprobs) != 4 * num):
+        return f"the log-probabilities have {len(logprobs)} bytes, not 4 for each of {num} tokens"
     values = array("f", logprobs)
     if not _all_finite(logprobs, values):
         odd = next(value for value in values if not math.isfinite(value))

@@ -96,6 +96,8 @@ class Agreement:
                 if temperature not in (0.0, 1.0) and not agree(found, config.check, dtype):
                     at_1 = await turn.compute(compare_logprobs, sampled, step, engine.logprobs)
         told = require_agreement(found, at_1, config.check, dtype, temperature=temperature, agreed_before=self._agreed)
+        if silent := {reply.engine for _, reply in sampled} - {difference.name for difference in found}:
+            raise NotCompared(f"{', '.join(sorted(silent))} sampled no token under version {step}")
         actor.log.info("agreement", step=step, found=told)
         if not self._agreed:
             actor.notice(told, good=True)

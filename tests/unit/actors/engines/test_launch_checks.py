@@ -178,6 +178,7 @@ CONFIGS = {
         {"use_sliding_window": True, "sliding_window": 512, "layer_types": ["full_attention", "sliding_attention"]},
         ["sliding_window of 512"],
     ),
+    "a family that is no name": ({"model_type": ["llama"]}, ["model_type ['llama']", "engine.kind=vllm"]),
     "other layers": ({"layer_types": ["full_attention", "linear_attention"]}, ["layer_types", "engine.kind=vllm"]),
     "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope type 'yarn'", "engine.kind=vllm"]),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope type 'dynamic'"]),
@@ -264,6 +265,9 @@ def test_llamas_biases_are_those_of_transformers(folder, dry_run):
 FILES = {
     "adapter": (lambda path: (path / "adapter_config.json").write_text("{}"), ["adapter_config.json", "merge"]),
     "only pickled weights": (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), ["no *.safetensors", "pytorch_model.bin"]),
+    "only a GGUF file": (lambda path: (path / "model.safetensors").rename(path / "model.gguf"), ["no *.safetensors", "model.gguf", "gguf_file"]),
+    "a pointer of Git LFS": (lambda path: (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 1\n"), ["Git LFS"]),
+    "a bias of the head": (lambda path: write_tensors(path / "model.safetensors", tensors() | {"lm_head.bias": [12]}), ["lm_head.bias", "ignored"]),
     "weights of another name": (lambda path: (path / "model.safetensors").rename(path / "w.safetensors"), ["model.safetensors", "w.safetensors"]),
     "truncated": (lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-8]), ["truncated"]),
     "empty": (lambda path: (path / "model.safetensors").write_bytes(b""), ["empty"]),

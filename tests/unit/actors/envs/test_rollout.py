@@ -268,6 +268,19 @@ async def test_log_probabilities_that_are_none_end_a_rollout_by_the_name_of_the_
     assert flaw in caught.value.detail
 
 
+@pytest.mark.parametrize("logprobs", [b"", bytes(4), bytes(7), bytes(12)])
+async def test_log_probabilities_of_another_number_end_a_rollout_by_the_name_of_the_engine(renderer, logprobs):
+    tokens = Tokens(array("i", [1, 2]).tobytes(), logprobs, (VersionSpan(5, 0, 2),))
+
+    with pytest.raises(GaveUp) as caught:
+        await play(renderer, [Completion("", tokens, "length", "engine-3")])
+
+    assert (caught.value.reason, caught.value.retry) == ("bad_logprobs", False)
+    assert (
+        f"engine-3 sent a completion in which the log-probabilities have {len(logprobs)} bytes" in caught.value.detail
+    )
+
+
 @pytest.mark.parametrize(("word", "outcome"), [("fail", "env_step_failed"), ("nan", "env_bad_result")])
 async def test_a_failing_step_is_a_named_outcome_and_not_tried_again(renderer, word, outcome):
     with pytest.raises(GaveUp) as caught:

@@ -303,6 +303,9 @@ def test_a_folder_that_names_no_end_of_turn_is_refused_unless_the_config_names_o
     with pytest.raises(ValueError, match=r"names no end of turn: no eos_token .* such as <\|im_end\|>"):
         ChatRenderer(folder)
 
+    (folder / "generation_config.json").write_text('{"eos_token_id": [999999]}')
+    with pytest.raises(ValueError, match="names no end of turn"):
+        ChatRenderer(folder)
     assert ChatRenderer(folder, stop=["</answer>"]).stop_strings == ("</answer>",)
 
 

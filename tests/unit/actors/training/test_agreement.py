@@ -55,7 +55,8 @@ class Engines:
         after = min(self.newer_after, len(ids))
         logprobs = [logprob(version if at < after else 77, token, temperature) for at, token in enumerate(ids)]
         spans = (VersionSpan(request.min_version, 0, after), VersionSpan(77, after, len(ids)))
-        tokens = Tokens(pack_i32(ids), pack_f32(logprobs), spans if after < len(ids) else spans[:1])
+        spans = tuple(span for span in spans if span.end > span.start)
+        tokens = Tokens(pack_i32(ids), pack_f32(logprobs), spans)
         return Completion(request.request_id, tokens, "length", name)
 
 
@@ -159,6 +160,13 @@ def test_only_tokens_of_the_very_version_are_compared(compared):
     _, told = compared(Engines(newer_after=3), [(0, 0)])
 
     assert told.endswith("over 18 tokens")
+
+
+def test_an_engine_that_names_another_version_than_was_asked_for_agrees_with_nobody(compared):
+    found, told = compared(Engines(newer_after=0), [(3, 3)])
+
+    assert found is False
+    assert told == "trainer and engines were not compared after step 3: engine-1 sampled no token under version 3"
 
 
 @pytest.mark.parametrize("trouble", ["aborted", "away"])
