@@ -39,6 +39,8 @@ MARK = "rubato\n"
 """What the lock file of a folder of ours holds: a `config.yaml` or `logs` beside it are a run's, not a user's."""
 REPLACED = ".replaced"
 """Where the run before waits until the launch that replaces it is sure to start."""
+CARD_GROWS = 32
+"""Bytes by which the figures of a run's end may be longer than those at its start."""
 MAX_TEMPORARY_BYTES = 60
 """Of the folder for temporary files: the system allows some 107 bytes for a socket's path, and actors' names need the rest."""
 
@@ -216,7 +218,17 @@ class RunFolder:
 
     def write(self, card: RunCard) -> None:
         """Publish the card atomically, 0600."""
-        write_private(self.card, card)
+        write_private(self.card, card, spare=CARD_GROWS)
+
+    def write_end(self, card: RunCard) -> None:
+        """The card of a run that is over: on a full disk over the bytes of the one before, whose room it has."""
+        try:
+            self.write(card)
+        except OSError:
+            with suppress(OSError), self.card.open("r+b", buffering=0) as file:
+                text, size = msgspec.json.encode(card), self.card.stat().st_size
+                if len(text) <= size:
+                    file.write(text.ljust(size))
 
     def open_to_others(self) -> str:
         """A sentence where other users of this host may look into the folder; empty where it is its owner's alone."""
@@ -390,11 +402,11 @@ def make_private(folder: Path) -> None:
                 folder.chmod(0o700)
 
 
-def write_private(path: Path, content: msgspec.Struct) -> None:
-    """Write `content` as JSON, atomically and 0600."""
+def write_private(path: Path, content: msgspec.Struct, *, spare: int = 0) -> None:
+    """Write `content` as JSON, atomically and 0600, with `spare` blanks behind it."""
     temporary = path.with_suffix(".tmp")
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(content))
+        file.write(msgspec.json.encode(content) + b" " * spare)
     temporary.replace(path)
 
 

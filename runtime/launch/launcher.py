@@ -101,8 +101,7 @@ class Launcher:
                 self._console.notice(sentence)
             async with AsyncExitStack() as stack:
                 outcome = await self._serve(card, stack)
-            with suppress(OSError):  # a disk that is full
-                self._folder.write(card)
+            self._folder.write_end(card)
         finally:
             self._console.close()
             self._folder.close()
@@ -153,7 +152,7 @@ class Launcher:
             over = self._clock()
             await agent.stop(outcome.kind)
             card = connection.card
-            card.stopped_s, card.checkpoint_s = self._clock() - over, agent.saved_s
+            card.stopped_s, card.checkpoint_s = round(self._clock() - over, 3), round(agent.saved_s, 3)
         return outcome
 
     async def _announce_ready(self, agent: NodeAgent, began: float) -> None:

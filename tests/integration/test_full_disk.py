@@ -11,6 +11,7 @@ import pytest
 
 from actors import checkpoint as checkpoints
 from runtime.errors import ExitCode
+from runtime.launch.folder import RunFolder, read_card
 from tests.jobs import SMALL, clean_environment, write_model
 
 ROOM_MB = 64
@@ -56,6 +57,20 @@ async def eventually(holds: Callable[[], bool], job: subprocess.Popen[bytes]) ->
         while not holds():
             assert job.poll() is None, "it ended instead"
             await asyncio.sleep(0.05)
+
+
+def test_a_run_that_ends_on_a_full_disk_still_says_how(disk):
+    folder = RunFolder(disk / "run")
+    card = folder.open(resume=False, force=False)
+    folder.write(card)
+    fill(disk / "filler")
+
+    card.stopped_s, card.checkpoint_s = 1234.567, 123.456
+    folder.write_end(card)
+    folder.close()
+
+    told = read_card(disk / "run")
+    assert (told.stopped_s, told.checkpoint_s) == (1234.567, 123.456)
 
 
 async def kept_full(path: Path, seconds: float) -> None:
