@@ -230,8 +230,8 @@ def cpu_used(records: Sequence[ActorRecord]) -> dict[str, float]:
     return row if busy is None else row | {"cpu/host": busy, "cpu/cores": float(os.cpu_count() or 1)}
 
 
-ASK_S = 300.0
-"""Longest the sample buffer may be away (its own restart and the Store's included) before training gives up."""
+ASK_S = 24 * 3600.0
+"""Longest the sample buffer may take, its own restart and the Store's and a disk without room included, before training gives up."""
 
 INTEND_S = 1.0
 """The fabric hears of phases ahead of time; a controller that takes longer hears of the next one."""

@@ -327,6 +327,21 @@ def test_a_drain_waits_for_no_batch_that_can_not_be_filled_any_more(tmp_path):
     assert waited_s[0] < 1.0  # virtual seconds, where the sample buffer may hold an ask back for ten
 
 
+class WithoutRoom(Unfilled):
+    """Its disk is full for ten minutes."""
+
+    @handler(concurrency=4)
+    async def commit(self, request: Commit) -> Ack:
+        await asyncio.sleep(600.0)
+        return await super().commit(request)
+
+
+def test_a_buffer_that_waits_ten_minutes_for_room_is_waited_for(tmp_path):
+    committed, ends = drained_after(tmp_path, 700.0, buffer_class=WithoutRoom)
+
+    assert (committed, ends) == ([1], [])
+
+
 class Uncompared(ToyTrainer):
     """Its engines say nothing, neither which weights they took nor log-probabilities."""
 
