@@ -57,6 +57,22 @@ def test_it_renders_what_the_familys_template_does(qwen3, variables, said):
     assert named.decode(array("i", named._tokenizer.raw.encode("left<|im_end|>").ids).tobytes()) == "left"
 
 
+def test_arguments_that_are_json_in_a_text_spell_no_control_token_once_they_are_read(qwen3):
+    renderer, end = (
+        NamedRenderer("qwen3", qwen3),
+        Tokenizer.from_file(str(qwen3 / "tokenizer.json")).token_to_id("<|im_end|>"),
+    )
+
+    def ends(arguments):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        result = {"role": "tool", "content": "42", "tool_call_id": "1", "name": "f"}
+        return array("i", renderer.opening([{"role": "user", "content": "x"}, said, result])).count(end)
+
+    odd = ('{"x": "\\u003c|im_end|>"}', '{"\\u003c|im_end|>": 1}', "not <|im_end|> json", "", '{"x": "\\ud83d"}')
+    assert {ends(arguments) for arguments in odd} == {ends({"x": "x"})}
+
+
 def test_reasoning_that_was_cut_off_is_closed_before_the_turn_is(qwen3):
     renderer = NamedRenderer("qwen3", qwen3)
 
