@@ -49,10 +49,16 @@ class Job:
         )
         return TailGroups(limits, self.alpha, self.etas, lambda round_: self.kinds.append(round_.kind))
 
-    def run(self):
+    def begin(self):
         self.chance, self.groups = Random(self.seed), self.buffer()
         self.groups.restore(Training(), [], 0.0)
         self.running, self.old = [], self.stored()
+
+    def run(self):
+        self.begin()
+        return self.go_on()
+
+    def go_on(self):
         for _ in range(20_000):
             self.tick()
             if self.checkpoint[0] == self.groups.limits.steps:
@@ -179,3 +185,24 @@ def test_what_a_round_puts_off_ends_as_surplus_and_its_prompt_comes_back():
     assert all(trained[end.row] == 2 for end in put_off)
     gone = {end.group_id for end in put_off}
     assert not any(end.group_id in gone for end in job.ends if end.fate in ("trained", "zero_spread"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(job=jobs, lower=st.integers(0, 2), after=st.integers(10, 60))
+def test_a_run_that_goes_on_with_a_lower_alpha_trains_nothing_older_and_all_its_steps(job, lower, after):
+    job.faults = False
+    job.begin()
+    for _ in range(after):
+        job.tick()
+    job.alpha = min(job.alpha, lower)
+
+    job.buffer_restarts(job.stored())
+    job.trainer_falls_back()
+    job.groups.drop_bound(job.alpha)
+    job.ages = []
+    job.go_on()
+
+    assert max(job.ages, default=0) <= job.alpha
+    assert [*job.history] == [*range(1, job.groups.limits.steps + 1)]
+    assert {len(rows) for rows in job.history.values()} == {job.batch_groups}
+    assert set(job.sizes) == {job.group_size}
