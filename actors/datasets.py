@@ -124,9 +124,9 @@ def _without(rows: Sequence[Row], column: str) -> int:
 def read_rows(path: str) -> Sequence[Row]:
     """All rows, at least one. Blocks; raises ConfigError, one sentence, with the line where one is malformed."""
     place = Path(path)
-    if place.is_dir():
+    if os.path.isdir(place):  # unlike Path.is_dir, it takes a name too long for an answer
         rows = _saved(place)
-    elif not place.is_file():
+    elif not os.path.isfile(place):
         raise ConfigError(f"data file {path} does not exist. Relative paths start at the working folder.")
     elif place.suffix == ".parquet":
         rows = _table(place)
@@ -167,8 +167,9 @@ def _lines(path: Path) -> Iterator[Row]:
                 continue
             try:
                 row = _decoded(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 said = "not in UTF-8" if isinstance(error, UnicodeDecodeError) else f"not valid JSON: {error}"
+                said = "nested too deeply" if isinstance(error, RecursionError) else said
                 raise ConfigError(f"data file {path}, line {number}: {said}. Each line is a row of its own.") from error
             if not isinstance(row, dict):
                 shown = line.decode().strip()[:40]
@@ -232,10 +233,12 @@ def _table(path: Path) -> Sequence[Row]:
 def _saved(folder: Path) -> Sequence[Row]:
     """What `Dataset.save_to_disk` writes: Arrow streams, named in state.json."""
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        raise ConfigError(
-            f"data folder {folder} holds the splits {', '.join(splits)}: name one, as {folder / splits[0]}."
-        )
+        try:
+            splits = [str(split) for split in json.loads((folder / "dataset_dict.json").read_text())["splits"]]
+            told = f"{', '.join(splits)}: name one, as {folder / splits[0]}"
+        except (OSError, ValueError, TypeError, LookupError):
+            told = "that its dataset_dict.json should name, which can't be read: name one of its folders"
+        raise ConfigError(f"data folder {folder} holds the splits {told}.")
     if not (folder / "state.json").is_file():
         raise ConfigError(f"data folder {folder} has no state.json: it is none that datasets saved. Name a file in it.")
     check_extra("pyarrow", f"data folder {folder} is of Arrow files, which")

@@ -107,6 +107,7 @@ def wrong(path, text):
             '{"questoin": "x", "answer": 1}\n',
             r"Did you mean questoin\?$",
         ),
+        ("a.jsonl", '{"question": ' + "[" * 3000 + "]" * 3000 + "}\n", r"a\.jsonl, line 1: nested too deeply"),
         ("a.parquet", "no table", r"a\.parquet can't be read as Parquet"),
         ("a.csv", "x", r"a\.csv is none of \.jsonl"),
     ],
@@ -204,6 +205,11 @@ def test_a_path_that_leads_nowhere_is_named(tmp_path):
     (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(ConfigError, match=r"holds the splits train, test: name one, as .*both/train"):
         read_rows(str(tmp_path / "both"))
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ')
+    with pytest.raises(ConfigError, match=r"dataset_dict\.json should name, which can't be read"):
+        read_rows(str(tmp_path / "both"))
+    with pytest.raises(ConfigError, match=r"x\.jsonl does not exist"):
+        read_rows("x" * 5000 + ".jsonl")
 
 
 def test_held_out_rows_are_those_of_their_own_file_or_drawn_and_left_out_of_training(tmp_path):
