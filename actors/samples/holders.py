@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.samples.group import MIN_SCORED, Filtered, Group
+from actors.samples.group import Filtered, Group
 from actors.samples.groups import Groups
 from planning.staleness import HandOver
 
@@ -154,7 +154,7 @@ def why_barren(barren: Filtered) -> str:
     """What became of groups that came to nothing one after another, and what to do about it."""
     num, small = barren.in_a_row, barren.too_small
     failed = ", ".join(f"{reason} {n:,}" for reason, n in sorted(barren.reasons.items(), key=lambda pair: -pair[1]))
-    few = f"had fewer than {MIN_SCORED} rollouts with a reward (failed: {failed})"
+    few = f"had fewer than two rollouts with a reward (failed: {failed})"
     mend = "Read what failed: rubato samples RUN --fate failed."
     if not small:
         return f"{num} groups in a row had no reward spread: {NO_SPREAD}"

@@ -23,7 +23,7 @@ def test_a_run_whose_groups_never_fill_is_told_so_and_ends_and_keeps_what_failed
     failed = rubato("samples", "run", "--fate", "failed", "--json", "-n", "5", cwd=tmp_path)
 
     assert ended.code == ExitCode.FAILED, ended.err
-    few = "groups in a row had fewer than 2 rollouts with a reward (failed: reward_failed"
+    few = "groups in a row had fewer than two rollouts with a reward (failed: reward_failed"
     assert f"8 {few} 24)" in ended.out + ended.err
     assert f"128 {few} 384)" in ended.err
     assert "Traceback" not in ended.err

@@ -1133,7 +1133,7 @@ def test_a_job_whose_groups_never_have_two_rewards_is_told_of_it_and_ends_with_t
                 await stage.buffer.give_up(GiveUp(ticket, "reward_failed", "wrong_type: it returned a NoneType"))
             told = list(stage.notices)
 
-        few = "groups in a row had fewer than 2 rollouts with a reward (failed: reward_failed"
+        few = "groups in a row had fewer than two rollouts with a reward (failed: reward_failed"
         assert [text.startswith(f"8 {few} 24), ") for text in told] == [True]
         assert told[0].endswith("The run ends after 12 in a row (samples.max_barren_groups)")
         ((reason, failed),) = stage.finished
@@ -1163,7 +1163,7 @@ def test_a_group_that_may_train_begins_the_count_of_those_that_came_to_nothing_a
 
         ((reason, _),) = stage.finished
         assert reason.startswith(
-            "4 groups in a row came to nothing: 2 had no reward spread, 2 had fewer than 2 rollouts"
+            "4 groups in a row came to nothing: 2 had no reward spread, 2 had fewer than two rollouts"
         )
 
     stage.run(scene)
