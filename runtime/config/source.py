@@ -1,5 +1,6 @@
 """What the user wrote: a YAML file plus `key.sub=value` overrides, as one tree that remembers where each key stands."""
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -18,6 +19,9 @@ COMMAND_LINE = "command line"
 
 OPENING = ("[", "{", '"', "'")
 """What a list, a mapping and quoted text begin with."""
+
+URL = re.compile(r"([\[,:{]\s*)([a-z]+://\[[0-9A-Fa-f:.]+\][^\s,\[\]{}\"']*)")
+"""Within a list one of an IPv6 address, whose brackets are no list of their own."""
 
 MAX_SHOWN = 60
 """Characters of a value that are quoted."""
@@ -182,6 +186,9 @@ def _value(name: str, text: str) -> Any:
     try:
         return read_yaml(text)
     except NotYaml as error:
+        quoted = URL.sub(r'\1"\2"', text)
+        if quoted != text:
+            return _value(name, quoted)
         raise ConfigError(
             f"{COMMAND_LINE}: the value of {name} is not valid YAML: {text} ({error}). "
             f"Text that begins with {text[0]} stands in quotes: {name}='\"…\"'"
