@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tools.bench.short import NO_RESULT
+
 ROOT = Path(__file__).resolve().parents[2]
 BENCHES = ROOT / "tools" / "bench"
 
 OWN = {
+    "drains": "integration/test_drains_bench.py",
     "redundancy": "unit/tools/test_redundancy_bench.py",
     "rewards": "integration/test_rewards_bench.py",
     "rollout": "integration/test_rollout_bench.py",
@@ -23,7 +26,7 @@ OWN = {
 }
 """Started by tests of their own, which also look at what they measure."""
 
-SHORT = {
+FEW = {
     "admission": (["--steps", "10"], r"rubato auto +\d"),
     "affinity": (["--short", "--only", "uniform"], r"all h800 +[\d.]+ samples/s paced"),
     "bulk": (["--runs", "1"], r"\d\.\d"),
@@ -32,23 +35,22 @@ SHORT = {
     "coexecution": (["--jobs", "5", "--decisions", "2"], r"5.*\d"),
     "prefill_decode": (["--short"], r"2P2D: [\d.]+ samples/s paced"),
     "rlsim": (["1024"], r"one RL iteration, 1024 GPUs, rfabric: \d"),
-    "weights_digest": (["--mib", "16", "--times", "2"], r"\d\.\d\d \("),
+    "weights_digest": (["--mib", "32", "--times", "3"], r"\d\.\d\d \("),
 }
 """Arguments, and what stands among its figures."""
 
-UNSTARTED = {
-    "advice",
-    "alpha_live",
-    "gpu",
-    "memory",
-    "multiplexing",
-    "orchestrator",
-    "quickstart",
-    "vs_trl",
-    "warm_switch",
-    "weights",
+SHORT = {
+    "advice": ([], r"predicted +[+-]\d+%   taken +[+-]\d+% \(paced\)"),
+    "alpha_live": ([], r"α auto: \S+ s to the goal"),
+    "memory": ([], r"chunks,64,0,float32: [\d.]+ GB beyond"),
+    "multiplexing": ([], r"short: cost efficiency \d"),
+    "orchestrator": ([], r"uniform: off [\d.]+ s, on [\d.]+ s.*virtual"),
+    "quickstart": ([], r"actors: 0.8 after .* 3 steps in \d"),
+    "vs_trl": ([], r"Rubato: [\d.]+ samples/s"),
+    "warm_switch": ([], r"trainer: warm [\d.]+ s .*, cold [\d.]+ s"),
+    "weights": (["--deltas"], r'"changed_frac": 0\.\d'),
 }
-"""Have no short form that was seen to end within seconds; their parts have tests of their own, their whole is started by hand."""
+"""The same of those whose short form says itself that it is no result."""
 
 
 def bench(name, *arguments):
@@ -56,25 +58,62 @@ def bench(name, *arguments):
     return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_every_quoted_bench_is_started_in_a_short_form_or_named_as_not():
+def test_every_quoted_bench_is_started_in_a_short_form():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 
     quoted = {name for page in pages for name in re.findall(r"tools/bench/(\w+)\.py", page.read_text())}
 
-    assert quoted == {*OWN, *SHORT, *UNSTARTED, "forecast"}
+    assert quoted == {*OWN, *FEW, *SHORT, "forecast", "gpu"}
     assert all(name in (ROOT / "tests" / file).read_text() for name, file in OWN.items())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHORT)
-def test_a_short_form_ends_and_prints_its_figures(name):
-    arguments, figure = SHORT[name]
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", FEW)
+def test_a_bench_of_few_figures_ends_and_prints_them(name):
+    arguments, figure = FEW[name]
 
     ended = bench(name, *arguments)
 
     assert "Traceback" not in ended.stderr, ended.stderr[-3000:]
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert re.search(figure, ended.stdout), ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SHORT)
+def test_a_short_form_ends_and_says_that_its_figures_are_no_result(name):
+    arguments, figure = SHORT[name]
+
+    ended = bench(name, "--short", *arguments)
+
+    assert "Traceback" not in ended.stderr, ended.stderr[-3000:]
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert NO_RESULT in ended.stdout
+    assert re.search(figure, ended.stdout), ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_bench_of_weights_plays_a_job_over_a_link(tmp_path):
+    ended = bench("weights", "--short", "--json", "--run-dir", tmp_path / "run")
+
+    if ended.stderr.startswith("no test-bed: "):
+        pytest.skip(ended.stderr)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout)
+    assert found["note"] == NO_RESULT
+    assert found["away"]["versions"] >= 1
+
+
+def test_the_bench_of_a_gpu_says_that_there_is_none_and_exits_with_3(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    ended = bench("gpu")
+
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert ended.stderr == "no CUDA GPU here: nothing was measured\n"
 
 
 def test_a_forecast_of_a_run_prints_how_far_it_is_off(tmp_path):

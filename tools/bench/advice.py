@@ -1,6 +1,6 @@
 """Takes the advice that a job gives about itself, and the changes that it does not give, one by one: does the first help most?
 
-python tools/bench/advice.py [--only environment] [--steps 8] [--json FILE] [key.sub=value …]
+python tools/bench/advice.py [--short] [--only environment] [--steps 8] [--json FILE] [key.sub=value …]
 
 Five jobs on live processes, each held up by something else: worker processes of environments, slots of engines, the trainer, the
 rollouts that alpha lets be in flight, and reward functions. Engines are scripted and paced (docs/pace.md; in the last job 10 ms a
@@ -27,6 +27,7 @@ from actors.advice import Row, view_of  # noqa: E402
 from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
 from planning.advice import SingleChange, advise, what_if  # noqa: E402
 from runtime.launch.children import die_with_parent  # noqa: E402
+from tools.bench.short import NO_RESULT  # noqa: E402
 
 Settings = dict[str, str | int | float | None]
 """None takes a key of `COMMON` away."""
@@ -84,6 +85,8 @@ JOBS: dict[str, Settings] = {
     },
 }
 
+SHORT: dict[str, Settings] = {"engine": JOBS["engine"] | {"rollout.max_turns": 1, "rollout.max_new_tokens": 4}}
+
 KEYS = {
     "engine": "actors.engine.count",
     "env_manager": "actors.env_manager.count",
@@ -127,8 +130,8 @@ def outlasted(rows: Sequence[Row]) -> float:
     return rows[-1].get("paced/outlasted_frac", 0.0)
 
 
-def measure(job: Settings, steps: int) -> dict[str, Any]:
-    """The job as it is, then with each change."""
+def measure(job: Settings, steps: int, most: int | None = None) -> dict[str, Any]:
+    """The job as it is, then with each change, or with the first `most` of them."""
     rows = rows_of(job, steps)
     alpha, before = int(str(job["staleness.alpha"])), samples_s(rows)
     view = view_of(rows, alpha)
@@ -136,7 +139,7 @@ def measure(job: Settings, steps: int) -> dict[str, Any]:
         raise SystemExit("the rows lack what advice is made from")
     advice, changes = advise(view), []
     print(f"  as it is: {before:.1f} samples/s (paced), {outlasted(rows):.1%} of steps outlasted", flush=True)
-    for change in what_if(view):
+    for change in what_if(view)[:most]:
         taken = rows_of(applied(job, change), steps)
         gain, late = samples_s(taken) / before - 1.0, outlasted(taken)
         changes.append({"change": change.words, "predicted": change.gain, "measured": gain, "outlasted_frac": late})
@@ -163,17 +166,28 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(JOBS), action="append", help="of the five")
     parser.add_argument("--steps", type=int, default=8, help="of each run")
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help="three steps of one job, and of its first change: it starts, its figures say nothing",
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     asked = parser.parse_args(argv)
     given: Settings = dict(pair.split("=", 1) for pair in asked.overrides)
     found: dict[str, Any] = {}
-    for name in asked.only or JOBS:
+    jobs, steps, most = {name: JOBS[name] for name in asked.only or JOBS}, asked.steps, None
+    if asked.short:
+        print(NO_RESULT)
+        jobs, steps, most = SHORT, 3, 1
+    for name, job in jobs.items():
         print(name, flush=True)
-        found[name] = measured = measure(COMMON | JOBS[name] | given, asked.steps)
+        found[name] = measured = measure(COMMON | job | given, steps, most)
         print(f"  advice: {measured['advice']}\n  the first helped most: {measured['first_helps_most']}")
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=2))
+    if asked.short:
+        return 0
     if late := late_arms(found):
         print(
             f"more than {MOST_OUTLASTED:.0%} of the steps outlasted their pace: {', '.join(late)}. This counts for nothing"

@@ -40,6 +40,7 @@ from runtime.registry import ActorRecord, list_actors  # noqa: E402
 from tools.bench import paced_job  # noqa: E402
 from tools.bench.paced_job import is_up  # noqa: E402
 from tools.bench.peers.changing_places import LONG, SAMPLED, SHORT  # noqa: E402
+from tools.bench.short import NO_RESULT  # noqa: E402
 
 MIXED = {"h800": 1, "h20": 3}
 ALONE = {"h800": 2, "h20": 6}
@@ -348,7 +349,7 @@ def main(argv: Sequence[str]) -> int:
     kinds["best"] = lambda a: not any(kinds[kind](a) for kind in ("learned", "uniform"))
     wanted = [arm for arm in arms() if not asked.only or kinds[asked.only](arm)]
     if asked.short:
-        print("short: these figures show that the bench starts, and nothing else")
+        print(NO_RESULT)
     seconds, warm_s = (1.0, 0.0) if asked.short else (asked.seconds, WARM_S)
     found = run_all(wanted, seconds, asked.overrides, warm_s)
     summary = summed_up(found, wanted)

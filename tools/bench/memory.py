@@ -1,6 +1,7 @@
 """Peak memory of the trainer's forward and backward pass at Qwen3-0.6B's sizes: log-probs in chunks of tokens, and in one matrix.
 
 python tools/bench/memory.py [--tokens 2048 8192] [--layers 0 4] [--dtype float32 bfloat16] [--rows 1024] [--threads 2] [--json FILE]
+python tools/bench/memory.py --short
 
 Each figure is of a process of its own: its largest resident size, or on CUDA what torch held at most, less what it held before the pass
 (weights, and their fp32 masters in bfloat16). 0 layers are the embedding and the output head alone, with the vocabulary of 151,936; the
@@ -21,6 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tools.bench.short import NO_RESULT  # noqa: E402
+
 SHAPE: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -29,6 +32,7 @@ SHAPE: dict[str, Any] = {
 }
 SHAPE |= {"head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True}
 WAYS = ("matrix", "chunks", "chunks+checkpointing")
+SHORT = {"tokens": [64], "layers": [0], "dtype": ["float32"], "ways": ["chunks"], "rows": 32}
 
 
 def in_one_matrix(hidden_ND: Any, head: Any, tokens_N: Any, temperatures_N: Any) -> tuple[Any, Any]:
@@ -101,9 +105,13 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--rows", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--short", action="store_true", help="64 tokens, one way: it starts, its figures say nothing")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.short:
+        print(NO_RESULT)
+        vars(given).update(SHORT)
     if given.child:
         import torch
 

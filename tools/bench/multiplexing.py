@@ -1,6 +1,6 @@
 """Jobs that share pools by phases, against the same jobs on pools of their own: paced, live processes.
 
-python tools/bench/multiplexing.py [--only two] [--steps 3] [--json FILE] [--gantt PNG] [key.sub=value …]
+python tools/bench/multiplexing.py [--short | --only two] [--steps 3] [--json FILE] [--gantt PNG] [key.sub=value …]
 
 *two*: a rollout pool and a training pool for two jobs whose steps are split 52 to 48 between them. *three*: three jobs with a rollout pool
 each and one training pool; two roll out 2.5 times as long as they train, one 6 times. *environments*: two jobs on one pool of each kind,
@@ -40,6 +40,7 @@ from runtime.launch.shared import SharedScope, open_shared, write_shared  # noqa
 from runtime.store.embedded import EmbeddedRedis  # noqa: E402
 from sim.live.shared import held, turns  # noqa: E402
 from tools.bench.peers.phase_gantt import Held, draw, worst_deviation  # noqa: E402
+from tools.bench.short import NO_RESULT  # noqa: E402
 
 SCALE = 0.18
 PACE = {"hardware": "h20", "model": "qwen3-8b", "scale": SCALE}
@@ -142,6 +143,10 @@ CASES: Mapping[str, Case] = {
     "three": Case([(SHORT, "rollout-1"), (SHORT, "rollout-2"), (LONG, "rollout-3")]),
     "environments": Case([(BESIDE, "rollout"), (BESIDE, "rollout")]),
 }
+BRIEF = Phases(1.0, 0.5)
+SHORTENED = Case([(BRIEF, "rollout"), (BRIEF, "rollout")])
+FEW = ("env.concurrency=32", f"train.batch_groups={32 // GROUP}")
+"""Settings of the case that only shows that the bench starts."""
 
 
 class Job:
@@ -236,17 +241,16 @@ def simulated(case: Case) -> Held:
         return turns(jobs, cluster, Path(scratch))
 
 
-async def bench(names: Sequence[str], steps: int, given: Sequence[str], live: dict[str, Held]) -> dict[str, Any]:
+async def bench(cases: Mapping[str, Case], steps: int, given: Sequence[str], live: dict[str, Held]) -> dict[str, Any]:
     """Each job alone first, all of them beside each other on pools of their own; then the cases. Who held which pool is left in `live`."""
-    alone = {phases for name in names for phases, _ in CASES[name].jobs}
+    alone = {phases for case in cases.values() for phases, _ in case.jobs}
     settings = {f"solo-{number}": [*phases.settings(), *given] for number, phases in enumerate(alone)}
     longest = max(sum(phases) for phases in alone)
     solo = dict(zip(alone, (await run(settings, max(2, steps - 1), longest)).values(), strict=True))
     for phases, seen in solo.items():
         print(f"alone   {seen.step_s:6.2f} s a step {_told(seen)}  set: {phases}", flush=True)
     found: list[dict[str, Any]] = []
-    for name in names:
-        case = CASES[name]
+    for name, case in cases.items():
         together, live[name] = await shared(case, steps, given)
         slowdown = [seen.step_s / solo[phases].step_s for seen, (phases, _) in zip(together, case.jobs, strict=True)]
         efficiency = case.price_ratio * statistics.fmean(1 / each for each in slowdown)
@@ -270,14 +274,21 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(CASES), action="append", help="of the three cases")
     parser.add_argument("--steps", type=int, default=3, help="of each job that are measured, after the first")
+    parser.add_argument(
+        "--short", action="store_true", help="two jobs of short steps: it starts, its figures say nothing"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gantt", type=Path, metavar="PNG", help="draw the permits beside those of RLSim")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     asked = parser.parse_args(argv)
     live: dict[str, Held] = {}
-    found = asyncio.run(bench(asked.only or tuple(CASES), asked.steps, asked.overrides, live))
+    cases, steps, given = {name: CASES[name] for name in asked.only or CASES}, asked.steps, asked.overrides
+    if asked.short:
+        print(NO_RESULT, flush=True)
+        cases, steps, given = {"short": SHORTENED}, 2, [*FEW, *given]
+    found = asyncio.run(bench(cases, steps, given, live))
     if asked.gantt:
-        sides = {name: (seen, simulated(CASES[name])) for name, seen in live.items()}
+        sides = {name: (seen, simulated(cases[name])) for name, seen in live.items()}
         draw(sides, asked.gantt)
         for case in found["cases"]:
             case["phase_deviation"] = worst_deviation(*sides[case["name"]])
@@ -286,7 +297,7 @@ def main(argv: Sequence[str]) -> int:
             )
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=2))
-    return 1 if any(case["outlasted_frac"] > MOST_OUTLASTED for case in found["cases"]) else 0
+    return 1 if not asked.short and any(case["outlasted_frac"] > MOST_OUTLASTED for case in found["cases"]) else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The orchestrator on live processes with paced engines, against the same job with its planners off: seconds until all requests are answered.
 
-python tools/bench/orchestrator.py [--json FILE] [--seeds 2] [--first-seed 0] [--only rebalance|switch|drift|uniform] [--virtual]
+python tools/bench/orchestrator.py [--json FILE] [--seeds 2] [--first-seed 0] [--only rebalance|switch|drift|uniform] [--virtual | --short]
                                     [key.sub=value …]
 
 Proxy, engines, bus and orchestrator are live; the engines' time is paced (docs/pace.md), and how much a request samples is drawn by its seed
@@ -51,6 +51,7 @@ from sim.virtual import run_virtual  # noqa: E402
 from tools.bench.paced_job import all_here, job, outlasted  # noqa: E402
 from tools.bench.peers.told_orchestrator import SetArm  # noqa: E402
 from tools.bench.peers.virtual_job import virtual_job  # noqa: E402
+from tools.bench.short import NO_RESULT  # noqa: E402
 
 ASK_S = 400.0
 VOCABULARY = 65536
@@ -340,8 +341,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", choices=[each.name for each in SCENARIOS])
     parser.add_argument("--virtual", action="store_true", help="one process, virtual time, scale 1")
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help="uniform alone, one seed in virtual time: it starts, its figures say nothing",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     asked = parser.parse_args(argv)
+    if asked.short:
+        print(NO_RESULT)
+        asked.only, asked.seeds, asked.virtual = "uniform", 1, True
     wanted = [each for each in SCENARIOS if asked.only in (None, each.name)]
     seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
     if asked.virtual:

@@ -30,6 +30,7 @@ from runtime.launch.children import die_with_parent  # noqa: E402
 from runtime.launch.connection import connect  # noqa: E402
 from runtime.registry import list_actors  # noqa: E402
 from tools.bench.paced_job import all_here, is_up  # noqa: E402
+from tools.bench.short import NO_RESULT  # noqa: E402
 
 ENGINES = 4
 IN_FLIGHT = 64
@@ -185,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
         jobs = {name: pool.submit(run, name, *arm, asked.overrides, phases) for name, arm in wanted.items()}
         summary = summed_up({name: each.result() for name, each in jobs.items()})
     if asked.short:
-        print("short: these figures show that the bench starts, and nothing else")
+        print(NO_RESULT)
     print(f"auto over the best fixed split: {summary['auto'] / max(summary['fixed'].values()):.2f}")
     if asked.json:
         asked.json.write_text(json.dumps(summary, indent=1))

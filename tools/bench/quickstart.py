@@ -4,6 +4,7 @@ python tools/bench/quickstart.py                         both, one after the oth
 python tools/bench/quickstart.py --only loop             the one-process loop alone
 python tools/bench/quickstart.py --run RUN_DIR           the loop beside a run that is there already
 python tools/bench/quickstart.py --only loop --age 8     the loop, each batch played by weights eight versions old
+python tools/bench/quickstart.py --short                 three small steps of both: they start, their figures say nothing
 Any `key.sub=value` changes the config for both.
 """
 
@@ -38,12 +39,19 @@ from actors.training.engine import image_of  # noqa: E402
 from actors.training.torch_train import TorchTrainEngine  # noqa: E402
 from bus.message import unpack_i32  # noqa: E402
 from runtime.config import RunSection  # noqa: E402
+from tools.bench.short import NO_RESULT  # noqa: E402
 
 GOAL = 0.8
 SMOOTH = 3
 """Steps averaged before the goal counts as reached: one step's mean over 32 groups still jumps by 0.05."""
 
 HELD_OUT = 200
+
+SHORT = (
+    "run.steps=3", "train.batch_groups=4", "train.group_size=4", "eval.every=0", "eval.final_num_tasks=0",
+    "actors.engine.count=1", "actors.fabric_controller.count=0", "actors.optical_switch.count=0", 'report.finish=""',
+)  # fmt: skip
+"""Of a run that shows that it starts."""
 
 
 class Settings(NamedTuple):
@@ -236,13 +244,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=2, help="torch threads of the one-process loop")
     parser.add_argument("--age", type=int, default=0, help="of the loop's samples, in weight versions")
     parser.add_argument("--only", choices=("loop", "actors"))
+    parser.add_argument("--short", action="store_true", help="three small steps: it starts, its figures say nothing")
     parser.add_argument("--run", type=Path, help="a finished run to compare with, instead of a new one")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     asked = parser.parse_args(argv)
+    overrides = [*(SHORT if asked.short else ()), *asked.overrides]
+    if asked.short:
+        print(NO_RESULT)
     times: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory(prefix="rubato-bench-") as scratch:
         if asked.only != "actors":
-            settings = settings_of(asked.config, asked.overrides)
+            settings = settings_of(asked.config, overrides)
             make(Path(scratch) / "model", settings.run.seed, lambda _, __: None)
             points: list[Point] = []
             for point in loop(settings, Path(scratch) / "model", asked.threads, asked.age):
@@ -251,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
                     print(f"{point.step:4d}  {point.reward:.3f}  {point.seconds:6.1f} s", flush=True)
             times["loop"] = report("loop", points)
         if asked.only != "loop":
-            run = asked.run or launched(asked.config, asked.overrides, Path(scratch))
+            run = asked.run or launched(asked.config, overrides, Path(scratch))
             times["actors"] = report("actors", points_of(run))
     if times.get("loop") and times.get("actors"):
         print(f"ratio actors / loop to {GOAL:g}: {times['actors'] / times['loop']:.2f}")  # type: ignore[operator]

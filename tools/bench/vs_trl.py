@@ -3,6 +3,7 @@
 python tools/bench/vs_trl.py                          one run of 90 s per side and latency: 12 minutes
 python tools/bench/vs_trl.py --runs 5 --json FILE     seeds 1 to 5, the sides in turn; medians and all runs as JSON
 python tools/bench/vs_trl.py --latency tail           one point alone
+python tools/bench/vs_trl.py --short                  three batches of Rubato alone, without TRL: they show that it starts
 
 Needs the extra `bench`, or another interpreter that has it: --trl-python PATH. What is measured, and how: docs/benchmarks.md.
 """
@@ -30,14 +31,15 @@ import yaml  # noqa: E402
 from actors.config import RolloutSection, TrainSection  # noqa: E402
 from runtime.errors import ExitCode  # noqa: E402
 from runtime.observe.trace import wall_s  # noqa: E402
+from tools.bench.short import NO_RESULT  # noqa: E402
 
 LATENCIES = ("0", "50ms", "tail")
 STEPS, LR_STEPS = 1000, 120
 """More than a side can train in its time, and the length of the learning rate's schedule, which is the quickstart's."""
 SMOOTH = 3
 """Batches that a reward is the mean of."""
-START_S, END_S = 240.0, 30.0
-"""Longest until the first batch is trained, and from the signal to the end."""
+START_S, THREE_S, END_S = 240.0, 60.0, 30.0
+"""Longest until the first batch is trained, at least from it to the third, and longest from the signal to the end."""
 LOOK_S, MEMORY_LOOKS = 1.0, 5
 """How often processes are looked at; their memory at every fifth look, since that costs them time."""
 
@@ -139,7 +141,7 @@ def is_over(rows: Sequence[Row], seconds: float, elapsed: float) -> bool:
     if not rows:
         return elapsed > START_S
     trained_s = wall_s() - rows[0].unix_s
-    return trained_s > seconds and (len(rows) > 2 or trained_s > 2 * seconds)
+    return trained_s > seconds and (len(rows) > 2 or trained_s > max(2 * seconds, THREE_S))
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -282,10 +284,21 @@ async def measure(asked: argparse.Namespace, scratch: Path) -> list[dict[str, An
             for name in sorted(sides, reverse=seed % 2 == 0):
                 command, rows = sides[name]
                 played[name] = await play(command, rows, scratch / f"{name}.log", asked.seconds)
-                said = figures(played[name], played[name].rows[-1].samples)
-                print(f"{latency}, seed {seed}, {name}: {said['samples_s']:.1f} samples/s", file=sys.stderr, flush=True)
+                print(f"{latency}, seed {seed}, {name}: {told(played[name])}", file=sys.stderr, flush=True)
             done.append((played["Rubato"], played["TRL"]))
     return [point(latency, done) for latency, done in runs.items()]
+
+
+async def short(scratch: Path) -> None:
+    """Rubato's side alone, for three batches."""
+    make_model(scratch, 1)
+    played = await play(*rubato(scratch, LATENCIES[0], 1), scratch / "Rubato.log", 0.0)
+    print(f"{NO_RESULT}\n{LATENCIES[0]}, seed 1, Rubato: {told(played)}")
+
+
+def told(played: Played) -> str:
+    """The rate of one run."""
+    return f"{figures(played, played.rows[-1].samples)['samples_s']:.1f} samples/s"
 
 
 def versions(python: str) -> dict[str, str]:
@@ -309,18 +322,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--latency", nargs="+", choices=LATENCIES, default=LATENCIES)
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter that has trl")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="without FILE in place of the table")
+    parser.add_argument(
+        "--short", action="store_true", help="three batches of Rubato's side: it starts, its rate says nothing"
+    )
     asked = parser.parse_args(argv)
     if asked.runs < 1 or not 0 < asked.seconds < float("inf"):
         parser.error("--runs must be at least 1, and --seconds a finite number above 0")
     try:
         if asked.json not in (None, "-"):
             Path(asked.json).touch()
-        known = versions(asked.trl_python)
+        known = {} if asked.short else versions(asked.trl_python)
     except (RuntimeError, OSError) as error:
         parser.error(str(error))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is ended then too
     try:
         with tempfile.TemporaryDirectory(prefix="rubato-vs-trl-") as scratch:
+            if asked.short:
+                asyncio.run(short(Path(scratch)))
+                return ExitCode.DONE
             points = asyncio.run(measure(asked, Path(scratch)))
     except RuntimeError as error:
         print(f"vs_trl: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 python tools/bench/weights.py [--mbps 1000] [--versions 20] [--run-dir DIR] [--json]
 python tools/bench/weights.py --deltas [--json]
+Either with --short: it starts, its figures say nothing.
 
 The first is a whole job, α = 1, with a model of 100 MB in float32, over two network namespaces of the command's own, which end with it
 (root, or a kernel that gives users namespaces, and iproute2). Trainer and one engine are on one host; the engine on the other decodes while
@@ -16,7 +17,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -29,6 +30,7 @@ from actors.training.base_model import CONFIG, make_tokenizer, write_tokenizer  
 from runtime.blobs.blob import BlobInfo, MemoryBlobStore, digest_of  # noqa: E402
 from runtime.blobs.patches import patch, put_delta  # noqa: E402
 from runtime.errors import RubatoError  # noqa: E402
+from tools.bench.short import NO_RESULT  # noqa: E402
 from tools.fabric_job import Job, Stuck  # noqa: E402
 from tools.fabric_namespaces import Racks, enter  # noqa: E402
 
@@ -38,6 +40,7 @@ SIZES: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hid
 WARM = 2
 PIECES_OF = 25_000_000
 """Parameters of the synthetic update: 50 MB in bfloat16."""
+SHORT_SIZE = 1_000_000
 RATES = (1e-6, 1e-5, 1e-4)
 UPDATES = 6
 """Until AdamW's second moment is that of the gradients: the first steps are as long as any, as it corrects for that."""
@@ -48,18 +51,18 @@ def reward(completions: Sequence[str], **_: object) -> list[float]:
     return [float(len(text) % 7) for text in completions]
 
 
-def write_model(folder: Path) -> Path:
-    """An untrained Qwen3 in HF format."""
+def write_model(folder: Path, sizes: Mapping[str, Any]) -> Path:
+    """An untrained Qwen3 in HF format; the quickstart's, but for `sizes`."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    Qwen3ForCausalLM(Qwen3Config(**CONFIG | SIZES, vocab_size=make_tokenizer().get_vocab_size())).save_pretrained(
+    Qwen3ForCausalLM(Qwen3Config(**{**CONFIG, **sizes}, vocab_size=make_tokenizer().get_vocab_size())).save_pretrained(
         folder
     )
     write_tokenizer(folder)
     return folder
 
 
-def write_config(folder: Path) -> Path:
+def write_config(folder: Path, sizes: Mapping[str, Any] = SIZES) -> Path:
     """The job, as a file."""
     roles = {
         "sample_buffer": "actors.samples.buffer:SampleBuffer", "llm_proxy": "actors.proxy.proxy:LLMProxy",
@@ -69,7 +72,7 @@ def write_config(folder: Path) -> Path:
     config = {
         "run": {"name": "weights", "seed": 1, "steps": 10_000},
         "actors": {role: {"class": name} for role, name in roles.items()},
-        "model": {"path": str(write_model(folder / "model")), "device": "cpu", "torch_threads": 1},
+        "model": {"path": str(write_model(folder / "model", sizes)), "device": "cpu", "torch_threads": 1},
         "env": {"class": "actors.envs.frozen_lake:FrozenLakeText", "concurrency": 8, "isolation": "inline"},
         "engine": {"num_slots": 8},
         "rollout": {"max_turns": 2, "max_new_tokens": 32},
@@ -86,12 +89,12 @@ def write_config(folder: Path) -> Path:
     return file
 
 
-def over_the_link(folder: Path, mbps: float, versions: int) -> dict[str, Any]:
+def over_the_link(folder: Path, mbps: float, versions: int, sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
     """One run; see the top. Raises RubatoError."""
     with ExitStack() as stack:
         racks = Racks("weights", HOSTS)
         racks.make(mbps)
-        job = Job(write_config(folder), (), racks, folder, stack)
+        job = Job(write_config(folder, sizes), (), racks, folder, stack)
         job.start(HOSTS, 8)
         job.until(
             lambda: len(job.events("away", "engine-*", "weights_swapped")) >= WARM + versions, f"{versions} pulls"
@@ -125,18 +128,18 @@ def engine_figures(job: Job, host: str) -> dict[str, float]:
     }
 
 
-async def deltas() -> list[dict[str, float]]:
+async def deltas(size: int = PIECES_OF) -> list[dict[str, float]]:
     """Per learning rate: share of words that changed, of bytes that travel, and seconds to make and to apply a delta."""
     import torch
 
     found: list[dict[str, float]] = []
     for rate in RATES:
         torch.manual_seed(1)
-        masters = torch.nn.Parameter(torch.randn(PIECES_OF) * 0.02)
+        masters = torch.nn.Parameter(torch.randn(size) * 0.02)
         optimizer = torch.optim.AdamW([masters], lr=rate, weight_decay=0.0, fused=True)
         images: list[bytes] = []
         for _ in range(UPDATES):
-            masters.grad = torch.randn(PIECES_OF)
+            masters.grad = torch.randn(size)
             optimizer.step()
             images = [*images[-1:], masters.detach().bfloat16().view(torch.uint8).numpy().tobytes()]
         found.append({"lr": rate} | await delta_figures(*images))
@@ -175,20 +178,26 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--deltas", action="store_true", help="how much changes from one version to the next, instead")
     parser.add_argument("--run-dir", type=Path, help="a new folder for the run; a temporary one by default")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
+    parser.add_argument(
+        "--short", action="store_true", help="one version of a small model: it starts, its figures say nothing"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # the namespaces are there
     args = parser.parse_args(argv)
     try:
         if args.deltas:
-            found: Any = {"deltas": asyncio.run(deltas())}
+            found: Any = {"deltas": asyncio.run(deltas(*[SHORT_SIZE] if args.short else []))}
         elif args.inside:
             folder = args.run_dir or Path(tempfile.mkdtemp(prefix="rubato-weights-"))
             folder.mkdir(parents=True, exist_ok=True)
-            found = over_the_link(folder.resolve(), args.mbps, args.versions)
+            job = (1, {}) if args.short else (args.versions, SIZES)
+            found = over_the_link(folder.resolve(), args.mbps, *job)
         else:
             enter([sys.executable, __file__, *argv, "--inside"])
     except RubatoError as error:
         print(error, file=sys.stderr)
         return 2
+    if args.short:
+        found = {"note": NO_RESULT, **found}
     print(json.dumps(found) if args.json else json.dumps(found, indent=1))
     return 0
 
