@@ -88,7 +88,9 @@ class Call:
 
     def __init__(self, work: _Work, context: Context) -> None:
         self._work = work
-        self.task = asyncio.get_running_loop().create_task(work, context=context)
+        asker = asyncio.current_task()
+        name = None if asker is None else asker.get_name()  # a call goes by the name of its rollout
+        self.task = asyncio.get_running_loop().create_task(work, name=name, context=context)
         self.abandoned = False
         """It was left where it stood, since it swallowed its cancellation."""
 
