@@ -44,7 +44,10 @@ def test_a_run_is_the_same_twice_and_has_the_figures_of_its_claims(name):
 @pytest.mark.parametrize("key", ["prompts", "responses"])
 def test_speculation_below_1_is_refused_in_a_sentence(key):
     with pytest.raises(ConfigError, match=rf"arms.0.{key} is 0.5; it must be at least 1"):
-        load(SCENARIOS / "rollpacker_tail.yaml", [f"arms=[{{name: a, prompts: 1, responses: 1, {key}: 0.5}}]"])
+        load(
+            SCENARIOS / "rollpacker_tail.yaml",
+            ["arms=[{name: a, prompts: 1, responses: 1}]".replace(f"{key}: 1", f"{key}: 0.5")],
+        )
 
 
 @pytest.fixture

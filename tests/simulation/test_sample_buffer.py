@@ -90,7 +90,7 @@ def trajectory_of(ticket, reward):
     segment = Segment(
         array("i", range(600)).tobytes(),
         b"\1" * 600,
-        array("f", [0.1] * 600).tobytes(),
+        array("f", [-0.1] * 600).tobytes(),
         (VersionSpan(ticket.version, 0, 600),),
     )
     return Trajectory(ticket, (segment,), reward, 7, False, 0.2)

@@ -60,7 +60,7 @@ ROLLOUTS = {"perf/samples_s": 1.6, "rollout/wall_s_mean": 20.0, "rollout/room": 
         ),
         (
             {"rollout/env_frac": 0.9, "rollout/env_workers": 2.0},
-            "90% of theirs in the environment — environment-bound: 1 environment manager more gives +100%",
+            "90% of theirs in the environment — environment-bound: env.workers 2 → 4 gives +100%, 1 environment manager more +100%",
         ),
     ],
 )

@@ -45,6 +45,9 @@ class Fake:
     async def offload(self, fn, *args):
         return fn(*args)
 
+    async def on_disk(self, path, write, *args):
+        return write(*args)
+
     def notice(self, text):
         self.told.append(text)
 
