@@ -84,11 +84,19 @@ def _dry_run(config: Config, folder: Path, told: list[str], *, resume: bool, for
     return ExitCode.REFUSED if wrong else ExitCode.DONE
 
 
+def _is_path(word: str, *, first: bool) -> bool:
+    """Whether a word of the command line names a file or a folder. Behind the first, what is not there and has a key's form is a key."""
+    if os.path.exists(word):
+        return True
+    is_key = "." in word and word.replace(".", "").isidentifier() and Path(word).suffix not in (".yaml", ".yml")
+    return "=" not in word and (first or not is_key)
+
+
 def _places(given: argparse.Namespace) -> tuple[Path | None, Path | None, list[str]]:
     """The config file and the run folder that were named, and the changes of keys."""
     words, folder = list(given.words), given.run_dir
     named: list[Path] = []
-    while words and ("=" not in words[0] or os.path.exists(words[0])):
+    while words and _is_path(words[0], first=not named):
         named.append(Path(words.pop(0)))
     if given.resume and folder is None:
         runs = [path for path in named if not os.path.isfile(path)]

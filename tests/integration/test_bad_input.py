@@ -152,7 +152,7 @@ CONFIGS = [
     pytest.param((*LAUNCH, "actors.reward_service={class: 'actors.rewards.service:RewardService'}", "reward.functions=[nope:f]"), "reward.functions: nope:f does not exist: there is no module nope.", id="reward module missing"),
     pytest.param((*LAUNCH, "reward.functions=[nope:f]"), "reward.functions names nope:f, but actors has no reward_service to call it.", id="reward without a service"),
     pytest.param((*LAUNCH, "run.steps=true"), "run.steps is true; it must be a whole number at least 0.", id="true for a count"),
-    pytest.param((*LAUNCH, "train.lr=yes"), "train.lr is true; it must be a number above 0.", id="yes for a number"),
+    pytest.param((*LAUNCH, "train.lr=yes"), "train.lr is 'yes'; it must be a number above 0.", id="yes for a number"),
     pytest.param(("launch", "nowhere.yaml"), "nowhere.yaml does not exist.", id="missing config file"),
     pytest.param(("launch", "broken.yaml"), "broken.yaml: not valid YAML", id="broken config file"),
     pytest.param(("launch", "small.yaml", "--run-dir", "", "--force"), "--run-dir is empty.", id="empty run folder"),
@@ -510,7 +510,7 @@ def test_a_run_that_is_resumed_with_a_mistake_stays_as_it_was(
     monkeypatch.chdir(place)
     shutil.copytree(place / "headless", place / "other")
     shutil.copy(model / "model.safetensors", place / "other")
-    (place / "other" / "tokenizer.json").write_text("{}")
+    (place / "other" / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + "\n")
     before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
 
     given = ["launch", "--resume", "run", *(change.format(place=place) for change in changes)]
