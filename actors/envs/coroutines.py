@@ -6,6 +6,7 @@ instance is not used any more. Only tasks that it started itself go on.
 """
 
 import asyncio
+import inspect
 import os
 import time
 import types
@@ -48,10 +49,17 @@ class Coroutines:
 
     def begin(self, awaitable: Any, what: Any, context: Context) -> "Call":
         """Run it as a task that is owned here, in `context`; `what` names it where it blocks."""
-        work = _outcome(_driven(_awaited(awaitable), partial(self.timed, what)))
-        call = Call(work, context)
+        inner = _awaited(awaitable)
+        call = Call(_outcome(_driven(inner, partial(self.timed, what))), context)
         self._calls.add(call)
-        call.task.add_done_callback(lambda _: self._calls.discard(call))
+
+        def ended(_: Any) -> None:
+            self._calls.discard(call)
+            for each in (inner, awaitable):  # a call that was ended before its first step never ran them
+                if inspect.iscoroutine(each) and inspect.getcoroutinestate(each) == inspect.CORO_CREATED:
+                    each.close()
+
+        call.task.add_done_callback(ended)
         return call
 
     def timed(self, what: Any, run: Callable[[], Any]) -> Any:

@@ -538,7 +538,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before_as_it_was(sto
 
     _check_one_sentence(ended, "could not be written: File too large", place)
     assert f"checkpoint {stopped}/checkpoints/waiting_3." in ended.err
-    assert "The one before it is intact; free some space and --resume." in ended.err
+    assert "The one before it is intact: mend that and --resume." in ended.err
     assert checkpoints.check(stopped / "checkpoints" / "step_2").step == 2
     assert sorted(path.name for path in (stopped / "checkpoints").glob("step_*")) == ["step_1", "step_2"]
 

@@ -85,6 +85,9 @@ def check(name: str, measure) -> None:
     before_s, view = measure(HELD_UP_BY[name])
     gains = {}
     for change in what_if(view):
+        if change.name == "reward_workers":  # rewards take no time in this job, so there is nothing to take
+            assert change.gain < 0.01
+            continue
         after_s, _ = measure(applied(HELD_UP_BY[name], change))
         gains[change.name] = before_s / after_s - 1
         print(f"{name}: {change.words}: predicted {change.gain:+.0%}, taken {gains[change.name]:+.0%}")

@@ -580,7 +580,7 @@ async def test_torch_engines_hand_over_keys_and_values_and_go_on_token_for_token
     monkeypatch.setattr(WiredCluster, "bind", bind)
     monkeypatch.setattr("actors.engines.caches.PART_BYTES", 70_000)  # more than travels within a message's body
     folder = write_model(tmp_path / "model")
-    section = EngineSection(kind="torch", num_slots=2, max_len=1100, stream_every=1)
+    section = EngineSection(kind="torch", num_slots=2, max_len=1024, stream_every=1)
     config = EngineWorker.Config(model=ModelSection(path=str(folder), device="cpu"), engine=section)
     request = Generate("r", "s", pack_i32(range(3, 40)), Sampling(1000, seed=5))
     taken = []

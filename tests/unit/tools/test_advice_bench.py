@@ -52,12 +52,12 @@ def test_the_share_that_outlasted_is_that_of_the_whole_run():
 def test_an_arm_that_outlasted_its_pace_is_named_and_fails_the_bench(monkeypatch, capsys, job, late):
     assert bench.late_arms({"engine": job}) == late
 
-    monkeypatch.setattr(bench, "measure", lambda settings, steps: job)
+    monkeypatch.setattr(bench, "measure", lambda settings, steps, most: job)
     assert bench.main(["--only", "engine"]) == (1 if late else 0)
     assert all(arm in capsys.readouterr().out for arm in late)
 
 
 def test_a_first_advice_that_does_not_help_most_fails_the_bench(monkeypatch):
-    monkeypatch.setattr(bench, "measure", lambda settings, steps: measured(first=False))
+    monkeypatch.setattr(bench, "measure", lambda settings, steps, most: measured(first=False))
 
     assert bench.main(["--only", "engine"]) == 1
