@@ -11,10 +11,11 @@ import os
 import time
 import types
 from collections.abc import Callable, Coroutine, Generator
-from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from typing import Any
+
+from runtime.pool.worker import Caught
 
 END_S = 0.5
 """A call that was cancelled may clean up for so long."""
@@ -142,26 +143,21 @@ def _driven(inner: "Coroutine[Any, Any, Any]", timed: Callable[[Callable[[], Any
             awaited = timed(go_on)
         except StopIteration as end:
             return end.value
-        try:
+        found = None
+        with Caught() as thrown:  # whatever it is, it is for the user's code
             found = yield awaited
-        except GeneratorExit:  # of Call.end
-            with suppress(BaseException):  # it swallows this too, or raises something of its own
+        if isinstance(thrown.error, GeneratorExit):  # of Call.end
+            with Caught():  # it swallows this too, or raises something of its own
                 inner.close()
-            raise
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is for the user's code
-            go_on = partial(inner.throw, error)
-        else:
-            go_on = partial(inner.send, found)
+            raise thrown.error
+        go_on = partial(inner.send, found) if thrown.error is None else partial(inner.throw, thrown.error)
 
 
 async def _outcome(work: Any) -> tuple[Any, BaseException | None]:
     """(result, error): a task that ends with SystemExit would end the whole loop."""
-    try:
+    with Caught(asyncio.CancelledError, GeneratorExit) as caught:
         return await work, None
-    except (asyncio.CancelledError, GeneratorExit):
-        raise
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller names it
-        return None, error
+    return None, caught.error
 
 
 def _seen(task: "asyncio.Task[Any]") -> None:

@@ -78,7 +78,7 @@ def _answer_each(
 
     worker = os.getpid()
     importlib.import_module("asyncio")  # so that not each of its children does
-    with Caught():  # the same; what can't be loaded each of them tells
+    with Caught(*ENDS):  # the same; what can't be loaded each of them tells
         _load(target)
 
     def answer(one: bytes) -> tuple[int, bytes]:
@@ -184,7 +184,7 @@ def _plain(value: Any) -> object:
 
 def _answer(host: UserCode, verb: str, target: str, instance: str, payload: bytes, max_bytes: int) -> tuple[int, bytes]:
     result: object = None
-    with Caught() as caught:
+    with Caught(*ENDS) as caught:
         result = host.act(verb, target, instance, payload)
     host.leave_if_forked()
     if caught.error is not None:
@@ -193,7 +193,7 @@ def _answer(host: UserCode, verb: str, target: str, instance: str, payload: byte
         names = ", ".join(f"{name} (pid {pid})" for pid, name in left.items())
         return LEFT, clean(f"left processes running: {names}").encode()
     reply = b""
-    with Caught() as caught:  # a user's object may raise while it is read, and integers overflow
+    with Caught(*ENDS) as caught:  # a user's object may raise while it is read, and integers overflow
         reply = encode(result)
     if caught.error is not None:
         return UNSENDABLE, f"its result can't be sent: {text_of(caught.error)}".encode()
@@ -275,13 +275,20 @@ def _cut_off(error: OSError) -> NoReturn:
         signal.pause()
 
 
-class Caught:
-    """`with Caught() as caught:` keeps in `caught.error` what was raised inside, whatever its base class.
+ENDS = (SystemExit, KeyboardInterrupt)
+"""Exceptions that end a worker."""
 
-    Only SystemExit and KeyboardInterrupt pass. No task of ours runs in a worker, so a CancelledError is user code's own.
+
+class Caught:
+    """`with Caught(…) as caught:` keeps in `caught.error` what was raised inside, whatever its base class, unless it is one of those that pass.
+
+    In a worker ENDS pass. No task of ours runs there, so a CancelledError is user code's own.
     """
 
     error: BaseException | None = None
+
+    def __init__(self, *passes: type[BaseException]) -> None:
+        self._passes = passes
 
     def __enter__(self) -> Self:
         return self
@@ -290,7 +297,7 @@ class Caught:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.error = error
-        return not isinstance(error, SystemExit | KeyboardInterrupt)
+        return not isinstance(error, self._passes)
 
 
 def clean(text: str) -> str:
@@ -300,7 +307,7 @@ def clean(text: str) -> str:
 
 def text_of(error: BaseException) -> str:
     """Its repr, with the file that it is about, which an OSError's own leaves out; or its type where the repr can't be had."""
-    with Caught():
+    with Caught(*ENDS):
         about_file = isinstance(error, OSError) and error.filename is not None
         return clean(f"{type(error).__name__}: {error}" if about_file else repr(error))
     return name_of(error)
@@ -319,7 +326,7 @@ def place_of(error: BaseException) -> str:
 def print_traceback(error: BaseException) -> None:
     """To the worker's stderr, whatever user code made of `sys.stderr`; no line longer than a reader can use."""
     told = text_of(error)
-    with Caught():
+    with Caught(*ENDS):
         lines = [
             line if len(line) <= TEXT_LIMIT else f"{line[:TEXT_LIMIT]}…\n" for line in traceback.format_exception(error)
         ]
