@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from runtime.pool.worker import Caught
 
@@ -62,6 +62,12 @@ class Coroutines:
 
         call.task.add_done_callback(ended)
         return call
+
+    def call(self, what: Any, run: Callable[[], Any]) -> Any:
+        """What user code returns, `timed`. Raises Raised."""
+        with Caught() as caught:
+            return self.timed(what, run)
+        raise Raised(cast("BaseException", caught.error))
 
     def timed(self, what: Any, run: Callable[[], Any]) -> Any:
         """What user code returns that nothing interrupts. Where it waited for a core, that is not its own doing."""

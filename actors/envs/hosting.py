@@ -30,7 +30,7 @@ from runtime.pool.errors import (
 from runtime.pool.guard import guard_children
 from runtime.pool.pool import Traits, Unsendable, WorkerPool, decode, encode_call
 from runtime.pool.sandbox import WorkerLimits
-from runtime.pool.worker import Caught, encode, place_of, taken_by, text_of
+from runtime.pool.worker import encode, place_of, taken_by, text_of
 
 BUILT_IN = "actors.envs."
 """Classes from here are trusted to import quickly, so no worker is started to look at them."""
@@ -176,13 +176,14 @@ class EnvHost:
         kwargs = {**self._section.kwargs, **(self._held_out if purpose == "eval" else {})}
         if self._class is None:
             return await self._build_in_pool(kwargs)
-        env: Any = None
-        with Caught() as caught:
-            make = partial(self._class, **kwargs)
-            trusted = self._section.target.startswith(BUILT_IN)
-            env = make() if trusted else self._coroutines.timed((self._class, "__init__"), make)
-        if caught.error is not None:
-            raise _raised(caught.error, "__init__", "env_reset_failed") from caught.error
+        make = partial(self._class, **kwargs)
+        trusted = self._section.target.startswith(BUILT_IN)
+        try:
+            env = make() if trusted else self._coroutines.call((self._class, "__init__"), make)
+        except Raised as raised:
+            raise _raised(raised.error, "__init__", "env_reset_failed") from raised.error
+        except (Exception, SystemExit) as error:  # what a built-in class wraps is a user's
+            raise _raised(error, "__init__", "env_reset_failed") from error
         return InlineEnv(self._section, env, self._coroutines)
 
     async def begin(
@@ -354,21 +355,21 @@ class InlineEnv(HostedEnv):
         await self.close()
 
     async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
-        result: Any = None
-        with Caught() as caught:
-            run = partial(getattr(self._env, method), *args, **kwargs)
-            result = run() if self._is_built_in else self._coroutines.timed((self._env, method), run)
-        if caught.error is not None:
-            raise _raised(caught.error, method, outcome) from caught.error
-        if not hasattr(result, "__await__"):
-            return result
-        call = self._under_way = self._coroutines.begin(result, (self._env, method), self._context)
+        def run() -> Any:
+            return getattr(self._env, method)(*args, **kwargs)
+
         try:
+            result = run() if self._is_built_in else self._coroutines.call((self._env, method), run)
+            if not hasattr(result, "__await__"):
+                return result
+            call = self._under_way = self._coroutines.begin(result, (self._env, method), self._context)
             return await call.result(limit_s)
         except Hung:
             raise EnvFailure("env_timeout", method, f"hung in {method}: no answer within {limit_s:g} s") from None
         except Raised as raised:
             raise _raised(raised.error, method, outcome) from raised.error
+        except (Exception, SystemExit) as error:
+            raise _raised(error, method, outcome) from error
 
 
 class PooledEnv(HostedEnv):
