@@ -178,12 +178,7 @@ class EnvHost:
             return await self._build_in_pool(kwargs)
         make = partial(self._class, **kwargs)
         trusted = self._section.target.startswith(BUILT_IN)
-        try:
-            env = make() if trusted else self._coroutines.call((self._class, "__init__"), make)
-        except Raised as raised:
-            raise _raised(raised.error, "__init__", "env_reset_failed") from raised.error
-        except (Exception, SystemExit) as error:  # what a built-in class wraps is a user's
-            raise _raised(error, "__init__", "env_reset_failed") from error
+        env = _called(self._coroutines, (self._class, "__init__"), make, "env_reset_failed", trusted=trusted)
         return InlineEnv(self._section, env, self._coroutines)
 
     async def begin(
@@ -358,18 +353,16 @@ class InlineEnv(HostedEnv):
         def run() -> Any:
             return getattr(self._env, method)(*args, **kwargs)
 
+        result = _called(self._coroutines, (self._env, method), run, outcome, trusted=self._is_built_in)
+        if not hasattr(result, "__await__"):
+            return result
+        call = self._under_way = self._coroutines.begin(result, (self._env, method), self._context)
         try:
-            result = run() if self._is_built_in else self._coroutines.call((self._env, method), run)
-            if not hasattr(result, "__await__"):
-                return result
-            call = self._under_way = self._coroutines.begin(result, (self._env, method), self._context)
             return await call.result(limit_s)
         except Hung:
             raise EnvFailure("env_timeout", method, f"hung in {method}: no answer within {limit_s:g} s") from None
         except Raised as raised:
             raise _raised(raised.error, method, outcome) from raised.error
-        except (Exception, SystemExit) as error:
-            raise _raised(error, method, outcome) from error
 
 
 class PooledEnv(HostedEnv):
@@ -647,6 +640,18 @@ def _load(target: str) -> Callable[..., Any]:
     if not callable(found):
         raise EnvFailure("env_reset_failed", "import", f"can't be loaded: {target} is not a class")
     return found
+
+
+def _called(
+    coroutines: Coroutines, what: tuple[Any, str], run: Callable[[], Any], outcome: EnvOutcome, *, trusted: bool
+) -> Any:
+    """The result of `run`, the method that `what` names. Raises EnvFailure; of one that is `trusted` no blocking is looked for."""
+    try:
+        return run() if trusted else coroutines.call(what, run)
+    except Raised as raised:
+        raise _raised(raised.error, what[1], outcome) from raised.error
+    except (Exception, SystemExit) as error:  # a trusted class may wrap what is the user's
+        raise _raised(error, what[1], outcome) from error
 
 
 def _raised(error: BaseException, method: str, outcome: EnvOutcome) -> EnvFailure:
