@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -85,13 +85,29 @@ OWN = frozenset({
 """What `Actor.__init__` sets: a member of a subclass by such a name would be hidden by it."""
 
 
-class Actor:
+class Handles:
+    """Base of what has handlers: an actor, and a plug-in that answers some of an actor's messages (`Actor.plugins`)."""
+
+    handlers: ClassVar[Mapping[str, HandlerSpec]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        found = dict(cls.handlers)
+        for name, member in list(vars(cls).items()):
+            if hasattr(member, "__rubato_handler__"):
+                spec = _inspect(cls, name, member)
+                found[tag_of(spec.message)] = spec
+        cls.handlers = found
+
+
+class Actor(Handles):
     """Base of every actor: subclass, declare `role`, `Config` and handlers. The kernel builds it, one instance per incarnation."""
 
     role: ClassVar[str] = ""
     Config: ClassVar["type[ActorConfig] | None"] = None
     """The sections it reads; None where it reads none."""
-    handlers: ClassVar[Mapping[str, HandlerSpec]] = {}
+    plugins: Sequence[Handles] = ()
+    """Mechanisms that its config names, set by its constructor: a message that one of them has a handler for is the actor's to take."""
     drain_order: ClassVar[int] = 50
     """When the job is drained and saved, actors of a lower order drain first."""
     least: ClassVar[int] = 0
@@ -111,6 +127,11 @@ class Actor:
     def starts(cls, config: Any) -> bool:
         """False: its config says that the job is to go on without it, and no process of it is started."""
         return True
+
+    @classmethod
+    def plugin_classes(cls, job: "Job") -> "tuple[type[Handles], ...]":
+        """Those of `plugins` that a job has: their messages count to what its hosts must agree on."""
+        return ()
 
     @classmethod
     def check_host(cls, config: Any) -> None:
@@ -138,12 +159,6 @@ class Actor:
         super().__init_subclass__()
         if hidden := sorted(name for name in OWN if hasattr(cls, name)):
             raise TypeError(f"{cls.__name__}.{hidden[0]} is what every actor has already: give it another name")
-        found = dict(cls.handlers)
-        for name, member in list(vars(cls).items()):
-            if hasattr(member, "__rubato_handler__"):
-                spec = _inspect(cls, name, member)
-                found[tag_of(spec.message)] = spec
-        cls.handlers = found
 
     def __init__(self, config: Any, kernel: "Kernel") -> None:
         self.config = config
@@ -205,7 +220,7 @@ class Actor:
         """Instances became ready or went away; one that restarted is in both (`left` happened first)."""
 
 
-def _inspect(cls: type[Actor], name: str, member: Callable[..., Any]) -> HandlerSpec:
+def _inspect(cls: type[Handles], name: str, member: Callable[..., Any]) -> HandlerSpec:
     """Check a handler's annotations against its message, when the class is defined."""
     where = f"{cls.__name__}.{name}"
     hints = get_type_hints(member)

@@ -400,10 +400,11 @@ class ConcurrentHandlers:
 
 
 def _bound(actor: Actor) -> dict[str, Handler]:
-    """By tag of the message."""
+    """By tag of the message; the actor's own come before those of its plug-ins."""
     return {
-        tag: Handler(spec, getattr(actor, spec.method), body_decoder(spec.message))
-        for tag, spec in actor.handlers.items()
+        tag: Handler(spec, getattr(owner, spec.method), body_decoder(spec.message))
+        for owner in (*reversed(actor.plugins), actor)
+        for tag, spec in owner.handlers.items()
     }
 
 

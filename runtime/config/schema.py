@@ -15,8 +15,10 @@ IGNORED = frozenset({"default", "default_factory", "cls"})
 
 
 def schema_of(config: Config) -> str:
-    """Over every message that an actor of the job takes or answers with, and those of the runtime; 16 hex digits."""
-    specs = [spec for role in config.actors for spec in config.actor_class(role).handlers.values()]
+    """Over every message that an actor of the job or a plug-in of one takes or answers with, and those of the runtime; 16 hex digits."""
+    actors = [config.actor_class(role) for role in config.actors]
+    owners = [*actors, *(plugin for actor in actors for plugin in actor.plugin_classes(config))]
+    specs = [spec for owner in owners for spec in owner.handlers.values()]
     found = {message for spec in specs for message in (spec.message, *spec.replies.values())}
     own = {each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, Message)}
     return fingerprint(found | own)

@@ -12,7 +12,7 @@ from bus.errors import Failed, NotSent, Unknown
 from bus.link import Identity
 from bus.message import Ack, Message, Request
 from bus.transport import MemoryNetwork, MemoryTransport
-from runtime.actor import Actor, RunInfo, handler
+from runtime.actor import Actor, Handles, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
@@ -138,6 +138,41 @@ async def test_an_ask_is_answered_with_the_typed_reply(tmp_path):
         by_name = await client.ref("server-1").ask(Echo("b"), timeout=5)
 
         assert (by_role, by_name) == (Echoed("a"), Echoed("b"))
+
+
+class Shouting(Handles):
+    """A plug-in."""
+
+    @handler
+    async def echo(self, request: Echo) -> Echoed:
+        return Echoed(request.text.upper())
+
+    @handler
+    async def fail(self, request: Fail) -> Ack:
+        return Ack()
+
+
+async def test_a_plug_in_answers_what_its_actor_has_no_handler_of_its_own_for(tmp_path):
+    class Equipped(Actor):
+        role = "equipped"
+
+        def __init__(self, config, kernel):
+            super().__init__(config, kernel)
+            self.plugins = [Shouting()]
+
+        @handler
+        async def fail(self, request: Fail) -> Ack:
+            raise ValueError(request.why)
+
+    async with cluster(tmp_path) as made:
+        await made.start(Equipped, "equipped-1")
+        client, _ = await made.start(Client, "client-1")
+
+        answer = await client.ref("equipped").ask(Echo("a"), timeout=5)
+
+        assert answer == Echoed("A")
+        with pytest.raises(Failed, match="ValueError: mine"):
+            await client.ref("equipped").ask(Fail("mine"), timeout=5)
 
 
 async def test_an_ask_waits_for_an_actor_that_is_not_there_yet(tmp_path):

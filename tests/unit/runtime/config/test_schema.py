@@ -5,6 +5,7 @@ from typing import ClassVar
 import msgspec
 
 from bus.message import Ack, Message, Request
+from runtime.actor import Actor, Handles, handler
 from runtime.config import from_mapping
 from runtime.config.schema import fingerprint, schema_of
 
@@ -42,3 +43,22 @@ def test_a_job_has_one_fingerprint_whatever_its_numbers_are():
     roles = {"sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"}}
 
     assert schema_of(from_mapping({"actors": roles})) == schema_of(from_mapping({"actors": roles, "run": {"steps": 7}}))
+
+
+class Gardener(Handles):
+    @handler
+    async def plant(self, request: Plant) -> Ack:
+        return Ack()
+
+
+class Garden(Actor):
+    @classmethod
+    def plugin_classes(cls, job):
+        return (Gardener,) if job.run.seed else ()
+
+
+def test_messages_of_plug_ins_count_where_the_job_has_them():
+    def schema(seed):
+        return schema_of(from_mapping({"actors": {"garden": {"class": f"{__name__}:Garden"}}, "run": {"seed": seed}}))
+
+    assert schema(1) == schema(2) != schema(0)
