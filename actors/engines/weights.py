@@ -5,18 +5,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from actors.engines.engine import Engine
-from actors.messages.engines import GENERATION
 from actors.messages.weights import WeightsPublished
-from bus.errors import AskFailed
-from planning.relay import plan, ring_sources, sources
+from actors.weights.transport import WeightsMissing, WeightsPart, WeightsReceiver
 from runtime.actor import Actor
-from runtime.blobs.blob import BlobCorrupt, BlobInfo, BlobMissing
-from runtime.blobs.messages import FindNewest, Newest, NotPulled, PullBlob
-from runtime.kernel import NODE
 from runtime.observe.figures import ITSELF, Wait
 
-BLOB = "weights"
-"""Where weights are published when no hint said otherwise."""
+ADAPTER = ""
+"""What an engine takes: the whole model."""
 
 TRAINER, BLOBS = "trainer", "node"
 """Roles that requests wait for: who publishes weights, and who owns the host's blobs."""
@@ -24,17 +19,13 @@ TRAINER, BLOBS = "trainer", "node"
 RETRY_S, RETRY_MAX_S = 0.25, 2.0
 """Pause after a pull that failed while requests wait for it, and what it grows to: a link that was cut is often back at once."""
 
-FIND_S = 10.0
-PULL_S = 1800.0
-"""Longer than the largest weights take on a slow link; dead sources are left after seconds."""
-
 
 def unshared() -> AbstractAsyncContextManager[Callable[[], bool]]:
     """The permit of who has the link for weights to itself."""
     return nullcontext(lambda: True)
 
 
-async def unseen(info: BlobInfo, image: memoryview) -> None:
+async def unseen(info: WeightsPublished, image: memoryview) -> None:
     """Nobody looks at what was swapped in."""
 
 
@@ -47,18 +38,17 @@ class WeightsPuller:
     def __init__(
         self,
         engine: Engine,
-        blobs: "HostWeights",
+        receiver: WeightsReceiver,
         actor: Actor,
-        swapped: Callable[[BlobInfo], None] = lambda info: None,
+        swapped: Callable[[WeightsPublished], None] = lambda info: None,
         permit: Callable[[], AbstractAsyncContextManager[Callable[[], bool]]] = unshared,
-        looked_at: Callable[[BlobInfo, memoryview], Awaitable[None]] = unseen,
+        looked_at: Callable[[WeightsPublished, memoryview], Awaitable[None]] = unseen,
     ) -> None:
         """`swapped` hears of each version, and then `looked_at` may look before the next is swapped in; each is brought and swapped in within `permit`, which tells whether it is held for certain."""
         self._engine = engine
-        self._blobs = blobs
+        self._receiver = receiver
         self._tell, self._permit, self._looked_at = swapped, permit, looked_at
         self._metrics, self._waits, self._log = actor.metrics, actor.waits, actor.log
-        self._blob = BLOB
         self._held = (0, 0)
         """(epoch, version) that the engine has."""
         self._source = TRAINER
@@ -94,8 +84,7 @@ class WeightsPuller:
 
     def hint(self, message: WeightsPublished) -> None:
         """Something newer may be there."""
-        self._blob = message.blob or self._blob
-        if (message.epoch, message.version) > self._held:
+        if message.adapter == ADAPTER and (message.epoch, message.version) > self._held:
             self._wake.set()
 
     def retry(self) -> None:
@@ -149,7 +138,7 @@ class WeightsPuller:
 
     async def _pulled(self) -> bool:
         """False where the permit was lost before the swap."""
-        newest = await self._blobs.newest(self._blob)
+        newest = await self._receiver.newest(ADAPTER)
         if newest is None or (newest.epoch, newest.version) <= self._held:
             return True
         if self.is_held and newest.epoch == self._held[0]:
@@ -159,10 +148,11 @@ class WeightsPuller:
             self._blame(ITSELF)
             try:
                 async with self._permit() as is_held:
-                    info, image = await self._fetch(newest)
-                    if image is not None and not is_held():
+                    part = await self._fetch(newest)
+                    if part is not None and not is_held():
                         return False
-                    if image is not None:
+                    if part is not None:
+                        info, image = part
                         wait.update(detail="swapping them in", holder="")
                         pause_s = await self._engine.update(info.version, image)
                         self._took(info, pause_s, asyncio.get_running_loop().time() - began)
@@ -172,16 +162,17 @@ class WeightsPuller:
                 self._blame(TRAINER)
         return True
 
-    async def _fetch(self, newest: BlobInfo) -> tuple[BlobInfo, memoryview | None]:
+    async def _fetch(self, newest: WeightsPublished) -> WeightsPart | None:
         began = asyncio.get_running_loop().time()
         self._metrics.gauge("weights/pulled", 0.0)
         try:
-            info, image = await self._blobs.get(self._blob, newest.version)
-        except (BlobMissing, BlobCorrupt) as error:
+            parts = [part async for part in self._receiver.receive(newest)]
+        except WeightsMissing as error:
             self._log.warning("weights_not_pulled", version=newest.version, error=str(error))
-            return newest, None
+            return None
         self._metrics.observe("weights/transfer_s", asyncio.get_running_loop().time() - began)
-        return info, image
+        (whole,) = parts  # engines are updated from one image
+        return whole
 
     def _blame(self, source: str) -> None:
         """Whom requests wait for that need newer weights: the trainer until it published them, then this pull."""
@@ -189,7 +180,7 @@ class WeightsPuller:
         for wait in self._waiting:
             wait.update(holder=source)
 
-    def _took(self, info: BlobInfo, pause_s: float, pull_s: float) -> None:
+    def _took(self, info: WeightsPublished, pause_s: float, pull_s: float) -> None:
         self._held = (info.epoch, info.version)
         self._metrics.gauge("weights/version", info.version)
         self._metrics.gauge("weights/bytes", info.size_bytes)
@@ -199,72 +190,3 @@ class WeightsPuller:
         self._log.info("weights_swapped", version=info.version, epoch=info.epoch, **told)
         self._tell(info)
         self._swapped.set()
-
-
-class HostWeights:
-    """The blobs of an engine's host. Where the trainer lives on another one, weights are brought here first, by a relay tree.
-
-    Where the others are is read from the registry: nobody hands out the tree.
-    """
-
-    def __init__(self, actor: Actor, *, by_rings: bool = False) -> None:
-        self._blobs, self._node, self._ref = actor.blobs, actor.node, actor.ref
-        self._find, self._peers = actor.directory.find, actor.peers
-        self._by_rings = by_rings
-
-    async def newest(self, name: str) -> BlobInfo | None:
-        """What the trainer's host has; where that is ours, or does not answer, what we have."""
-        found = await self._elsewhere(name)
-        if found is not None:
-            return BlobInfo(name, found.version, found.epoch, found.digest, found.size_bytes)
-        return await self._blobs.newest(name)
-
-    async def get(self, name: str, version: int) -> tuple[BlobInfo, memoryview]:
-        """Brings it here first, where the trainer's host has it and ours has not. Raises BlobMissing when no host gave it."""
-        newest = await self._elsewhere(name)
-        if newest is not None and newest.version == version:
-            await self._bring(name, newest, self._home())
-        return await self._blobs.get(name, version)
-
-    async def _elsewhere(self, name: str) -> Newest | None:
-        """What the trainer's host has; None where that is ours, or does not answer."""
-        home = self._home()
-        if home == self._node or self._find(home) is None:
-            return None
-        try:
-            reply = await self._ref(home).ask(FindNewest(name), timeout=FIND_S)
-        except AskFailed:
-            return None
-        return reply if isinstance(reply, Newest) else None
-
-    async def _bring(self, name: str, found: Newest, home: str) -> None:
-        """Along a relay tree or a ring; as what changed, where it may be had so. Raises BlobMissing."""
-        readers = {record.node for name in self._peers(GENERATION) if (record := self._find(name)) is not None}
-        hosts = {self._node} | (readers & set(self._peers("node")))
-        where = ring_sources(home, hosts, self._node) if self._by_rings else sources(plan(home, hosts), self._node)
-        ways = 2 if self._by_rings and len(where) > 1 else 1
-        try:
-            request = PullBlob(
-                name,
-                found.version,
-                found.epoch,
-                found.digest,
-                found.size_bytes,
-                where,
-                ways,
-                found.delta,
-                found.delta_bytes,
-            )
-            reply = await self._ref(self._node).ask(request, timeout=PULL_S)
-        except AskFailed as error:
-            raise BlobMissing(str(error)) from error
-        if isinstance(reply, NotPulled):
-            raise BlobMissing(reply.why)
-
-    def _home(self) -> str:
-        """The agent of the trainer's host; while the trainer is away, the launcher's."""
-        for name in self._peers("trainer"):
-            record = self._find(name)
-            if record is not None:
-                return record.node
-        return NODE

@@ -30,7 +30,7 @@ from actors.engines.permitted import PermittedOrders
 from actors.engines.section import EngineSection, check_sampling
 from actors.engines.stop_strings import Decode, decoder, end_of, first_of
 from actors.engines.tokens import joined, shifted
-from actors.engines.weights import HostWeights, WeightsPuller
+from actors.engines.weights import WeightsPuller
 from actors.messages.engines import GENERATION, EngineChanged, EngineState, Reconfigure, SleepEngine, WakeEngine
 from actors.messages.generation import (
     HANDED_BACK,
@@ -61,10 +61,10 @@ from actors.model_folder import (
     sampled_slices,
 )
 from actors.requests import SharedRequest, SharedRequests, in_task
+from actors.weights.blobs import BlobReceiver
 from bus.errors import AskFailed, NotSent
 from bus.message import Ack, unpack_i32
 from runtime.actor import handler
-from runtime.blobs.blob import BlobInfo
 from runtime.config import ActorConfig
 from runtime.config import Config as Job
 from runtime.errors import ConfigError, said_by
@@ -216,11 +216,11 @@ class EngineWorker(CacheSource):
         """Load the base model, then go to the newest published weights, if any: a late joiner takes the same path."""
         section = self.config.engine
         by_rings = self.config.weights.broadcast == "rings"
-        blobs = HostWeights(self, by_rings=by_rings)
+        receiver = BlobReceiver(self, by_rings=by_rings)
         engine = await self._loaded(section)
         await self._orders.begin(engine)
         self._weights = weights = WeightsPuller(
-            engine, blobs, self, self._swapped, self._orders.weight_sync, self._look_at
+            engine, receiver, self, self._swapped, self._orders.weight_sync, self._look_at
         )
         await weights.pull()
         self.metrics.gauge("weights/version", weights.version)
@@ -502,12 +502,12 @@ class EngineWorker(CacheSource):
                     except AskFailed as error:
                         self.log.warning("state_not_told", proxy=proxy, error=str(error))
 
-    def _swapped(self, info: BlobInfo) -> None:
+    def _swapped(self, info: WeightsPublished) -> None:
         self._caches.forget()
         if self._told_held:
             self.spawn(self._tell_proxies(), name=f"{self.name}.let_go")
 
-    async def _look_at(self, info: BlobInfo, image: memoryview) -> None:
+    async def _look_at(self, info: WeightsPublished, image: memoryview) -> None:
         """The trainer hears what the engine computes with now, and compares it with what it published."""
         engine, _ = self._started()
         slices = sampled_slices(read_header(image, f"weights version {info.version}"), self.run.seed, info.version)

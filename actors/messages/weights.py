@@ -8,13 +8,17 @@ from bus.message import Message, Request
 
 
 class WeightsPublished(Message, frozen=True):
-    """Version `version` of the weights lies in the blob store under `blob`; a higher `epoch` replaces the same version."""
+    """Version `version` of an adapter's weights can be received; a higher `epoch` replaces the same version."""
 
     version: int
     epoch: int
-    blob: str
     digest: str
+    """Of the whole version; empty where its transport has none."""
     size_bytes: int
+    adapter: str = ""
+    """Empty: of the whole model."""
+    delta_bytes: int = 0
+    """Of what changed in it, where that travels in its place."""
 
 
 class WeightsDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -34,6 +38,7 @@ class WeightsTaken(Message, frozen=True):
     epoch: int
     digest: WeightsDigest | None = None
     """None: its class can't tell."""
+    adapter: str = ""
 
 
 class WeightsHeld(Message, frozen=True):

@@ -26,6 +26,8 @@ class _State(msgspec.Struct):
 class ScriptedTrainEngine:
     """A `TrainEngine`. Its checkpoint is the step and the epoch."""
 
+    num_ranks = 1
+
     def __init__(self, model: ModelSection, train: TrainSection, *, steps: int, seed: int) -> None:
         self._section = train.scripted
         self._state = _State(0, 0)

@@ -17,7 +17,12 @@ class StepResult(NamedTuple):
 
 
 class TrainEngine(Protocol):
-    """Owns model, optimiser and RNG. World size 1 first; FSDP2 later behind the same calls."""
+    """Model, optimiser and RNG, on `num_ranks` ranks; the actor calls the first of them, and its calls are for all."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that hold a share of the model, this one included."""
+        ...
 
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
         """Load the base model, or resume a checkpoint; returns the step and epoch the weights stand at ((0, 0) for a base model).

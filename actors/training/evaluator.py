@@ -10,6 +10,7 @@ from actors.model_folder import check_model_folder
 from actors.training.evaluation import HeldOut
 from actors.training.publishing import Publisher
 from actors.training.trainer import Trainer
+from actors.weights.blobs import BlobSender
 from runtime.actor import Actor, handler
 from runtime.config import Section
 from runtime.kernel import Kernel
@@ -46,7 +47,7 @@ class Evaluator(Actor):
 
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)
-        self._out = Publisher(self)
+        self._out = Publisher(self, BlobSender(self))
         self._held_out = HeldOut(self, config.eval)
 
     async def on_start(self) -> None:

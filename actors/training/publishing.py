@@ -7,12 +7,12 @@ import os
 import socket
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO
 
 import msgspec
 
@@ -21,14 +21,12 @@ from actors.breakdown import breakdown
 from actors.messages.engines import GENERATION
 from actors.messages.fabric import Phase, PhaseIntent
 from actors.messages.samples import Advance, PolicyState, Trajectory
-from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
-from actors.model_folder import DIGEST_BYTES, Slice, read_header, sampled_slices, slice_digest, slice_of
+from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.training.engine import StepResult
+from actors.weights.transport import Announce, WeightsSender, WeightsSource, WeightsVersion
 from bus.errors import AskFailed
 from planning.staleness import UNBOUNDED
 from runtime.actor import Actor
-from runtime.blobs.blob import BlobInfo, Draft, join_digests, piece_digests_beside
-from runtime.blobs.patches import put_delta
 from runtime.observe.figures import busy_seconds, cpu_seconds
 from runtime.observe.trace import append_whole
 from runtime.registry import ActorRecord
@@ -239,81 +237,24 @@ INTEND_S = 1.0
 BUFFER, NODE, FABRIC = "sample_buffer", "node", "fabric_controller"
 """Roles that are told, or waited for."""
 
-WEIGHTS = "weights"
-"""Name of the weights' blob."""
-
-
-class WeightsSource(Protocol):
-    """What weights come out of; a TrainEngine is one, and says what the two do."""
-
-    def image_bytes(self) -> int: ...
-    def export(self, memory: memoryview) -> Callable[[], None]: ...
-
-
-SAMPLES_KEPT = 8
-"""Versions whose sample stays, 256 KiB each: an engine may take one while the next are published."""
 
 TAKE_S = 5.0
 """What engines may take at the end for a version that they have answered under."""
 
 
-class WeightsSample(NamedTuple):
-    """Slices of a published image, against which engines' digests are compared. The image's floats in `dtype`, slice by slice."""
-
-    slices: list[Slice]
-    parts: list[tuple[str, bytes]]
-    """Type and bytes of each."""
-
-    @classmethod
-    def of(cls, image: memoryview, seed: int, version: int) -> "WeightsSample":
-        header = read_header(image, f"weights version {version}")
-        slices = sampled_slices(header, seed, version)
-        return cls(slices, [(header[cut.name].dtype, slice_of(image, header[cut.name], cut)) for cut in slices])
-
-    def differing(self, digest: WeightsDigest) -> list[str]:
-        """The tensors that an engine computes with otherwise, one for each slice that differs."""
-        size, found = DIGEST_BYTES, list[str]()
-        for index, (cut, (dtype, values)) in enumerate(zip(self.slices, self.parts, strict=True)):
-            told = digest.slices[index * size : (index + 1) * size]
-            if any(told) and told != slice_digest(as_computed(values, dtype, digest.dtype)):
-                found.append(cut.name)
-        return found
-
-
-NUMPY_TYPES: Mapping[str, str] = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-
-
-def as_computed(values: bytes, stored: str, dtype: str) -> bytes:
-    """What an engine that computes in `dtype`, float32 or bfloat16, makes of stored values: to the nearest, ties to even."""
-    if (stored, dtype) in (("F32", "float32"), ("BF16", "bfloat16")):
-        return values
-    import numpy as np
-
-    if stored == "BF16":
-        return (np.frombuffer(values, "<u2").astype("<u4") << 16).tobytes()
-    floats = np.frombuffer(values, NUMPY_TYPES[stored]).astype("<f4")
-    if dtype == "float32":
-        return floats.tobytes()
-    bits = floats.view("<u4")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
-
-
 class Publisher:
-    """One trainer's outgoing side."""
+    """One trainer's outgoing side: versions of the weights leave by a WeightsSender, and who needs to know is told of each."""
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: Actor, sender: WeightsSender) -> None:
         self._actor = actor
+        self._sender = sender
         self.version = -1
         """Taken out of the engine last."""
         self.published: WeightsPublished | None = None
         """Announced last."""
-        self.delta_bytes = 0
-        """Of what changed in it, where that travels in its place."""
         self._announcing: asyncio.Task[PolicyState] | None = None
         self._taken: set[str] = set()
         self._heard = asyncio.Event()
-        self._samples: dict[tuple[int, int], WeightsSample] = {}
-        """By epoch and version, oldest first."""
 
     @property
     def size_bytes(self) -> int:
@@ -323,8 +264,8 @@ class Publisher:
     @property
     def sizes(self) -> Mapping[str, float]:
         """What a row carries of them."""
-        delta = {"weights/delta_bytes": self.delta_bytes} if self.delta_bytes else {}
-        return {"weights/bytes": self.size_bytes, **delta}
+        delta = self.published.delta_bytes if self.published else 0
+        return {"weights/bytes": self.size_bytes, **({"weights/delta_bytes": delta} if delta else {})}
 
     async def publish(self, step: int, epoch: int, engine: WeightsSource) -> None:
         """Take version `step` out of `engine`, which may train on when this returns.
@@ -340,10 +281,9 @@ class Publisher:
             actor.waits.on(f"weights {step}", stage="publish", holder=NODE, blocks_actor=True),
             actor.trace.span("export", "weights", version=step),
         ):
-            draft = await actor.blobs.draft(WEIGHTS, step, epoch, engine.image_bytes())
-            whole = await actor.offload(engine.export, draft.memory)
+            announce = await self._sender.send(WeightsVersion("", step, epoch), engine)
         self.version = step
-        announcing = self._announce(Advance(step, epoch), draft, whole, started)
+        announcing = self._announce(Advance(step, epoch), announce, started)
         self._announcing = actor.spawn(announcing, name=f"{actor.name}.publish")
 
     async def announced(self) -> PolicyState | None:
@@ -354,43 +294,32 @@ class Publisher:
         with self._actor.waits.on(what, stage="publish", holder=NODE, detail="announced", blocks_actor=True):
             return await asyncio.shield(self._announcing)
 
-    async def _announce(self, advance: Advance, draft: Draft, whole: Callable[[], None], started: float) -> PolicyState:
-        actor, step, epoch = self._actor, advance.step, advance.epoch
+    async def _announce(self, advance: Advance, announce: Announce, started: float) -> PolicyState:
+        actor, step = self._actor, advance.step
         with actor.waits.on(f"weights {step}", stage="publish", holder=NODE) as wait:
             with actor.trace.span("publish", "weights", version=step):
-                await actor.offload(whole)
-                self._samples[epoch, step] = await actor.offload(WeightsSample.of, draft.memory, actor.run.seed, step)
-                while len(self._samples) > SAMPLES_KEPT:
-                    del self._samples[next(iter(self._samples))]
-                digest = join_digests(await piece_digests_beside(draft.memory))
-                shown = BlobInfo(WEIGHTS, step, epoch, digest, len(draft.memory))
-                delta = await put_delta(actor.blobs, shown, draft.memory) if self._leave_host() else None
-                info = await draft.publish(digest)
-            del draft, whole
-            self.published = WeightsPublished(step, epoch, WEIGHTS, info.digest, info.size_bytes)
-            self._taken, self.delta_bytes = set(), delta.size_bytes if delta else 0
-            told = {"delta_bytes": self.delta_bytes} if delta else {}
-            actor.log.info("weights_published", version=step, epoch=epoch, size_bytes=info.size_bytes, **told)
+                published = await announce()
+                del announce  # which holds the memory that the version was written into
+            assert published is not None  # of the first rank, which the actor is
+            self.published, self._taken = published, set()
+            told = {"delta_bytes": published.delta_bytes} if published.delta_bytes else {}
+            actor.log.info(
+                "weights_published", version=step, epoch=advance.epoch, size_bytes=published.size_bytes, **told
+            )
             for name in actor.peers(GENERATION):
                 wait.update(holder=name)
                 with suppress(AskFailed):
-                    await actor.ref(name).tell(self.published)
+                    await actor.ref(name).tell(published)
             wait.update(holder=BUFFER)
             policy = await actor.ref(BUFFER).ask(advance, timeout=ASK_S)
         actor.metrics.gauge("staleness/publish_lag", asyncio.get_running_loop().time() - started)
         actor.metrics.gauge("weights/version", step)
         return policy
 
-    def _leave_host(self) -> bool:
-        """Whether weights go to another host: on this one, engines map them whole."""
-        actor = self._actor
-        records = (actor.directory.find(name) for name in actor.peers(GENERATION))
-        return any(record is not None and record.node != actor.node for record in records)
-
     def taken(self, message: WeightsTaken) -> bool:
         """Note who has what was published last; True when all engines that are ready have it."""
         now = self.published
-        if now is None or (message.version, message.epoch) != (now.version, now.epoch):
+        if now is None or (message.adapter, message.version, message.epoch) != (now.adapter, now.version, now.epoch):
             return False
         self._taken.add(message.engine)
         self._heard.set()
@@ -401,15 +330,8 @@ class Publisher:
         return self._taken >= set(self._actor.peers(GENERATION))
 
     def disagreement(self, message: WeightsTaken) -> str:
-        """What is wrong where an engine computes with other tensors than were published; empty where it does not, or nobody can tell."""
-        sample = self._samples.get((message.epoch, message.version))
-        if sample is None or message.digest is None or not (others := sample.differing(message.digest)):
-            return ""
-        return (
-            f"trainer and engine disagree: {message.engine} says that it has weights version {message.version}, but the tensors that it "
-            f"computes with are others: {len(others)} of {len(sample.slices)} sampled slices differ, {others[0]} first. What was published "
-            "never reached them, or not whole: look at its engine's update, and resume once that is mended"
-        )
+        """What is wrong where an engine computes with other tensors than were published; empty where nothing is known to be."""
+        return self._sender.disagreement(message)
 
     async def taken_by_all(self) -> None:
         """Return once every engine has told that it took what was published last, or after `TAKE_S`."""

@@ -126,7 +126,9 @@ OWN_FILES = {OPTIMIZER, PROGRESS, checkpoints.MANIFEST, checkpoints.RECEIPTS}
 
 
 class TorchTrainEngine:
-    """World size 1. Not thread-safe: the Trainer calls it from one offloaded call at a time."""
+    """One rank. Not thread-safe: the Trainer calls it from one offloaded call at a time."""
+
+    num_ranks = 1
 
     def __init__(self, model: ModelSection, train: TrainSection, *, steps: int, seed: int) -> None:
         self._section = model

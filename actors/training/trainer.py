@@ -47,6 +47,7 @@ from actors.training.publishing import (
     off_policy,
     own_metrics,
 )
+from actors.weights.blobs import BlobSender
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig, RunSection, Section
 from runtime.errors import ActorFailed, ConfigError, has_no_room
@@ -146,7 +147,7 @@ class Trainer(Actor):
         self._buffer: Ref = self.ref(BUFFER)
         self._rows = Rows(self.run.folder / "metrics.jsonl", alpha=config.staleness.bound)
         self._checkpoints = self.run.folder / "checkpoints"
-        self._out, self._agreement = Publisher(self), Agreement(self)
+        self._out, self._agreement = Publisher(self, BlobSender(self)), Agreement(self)
         self._permit = TrainingPermit(self, config.cluster)
         self._policy = PolicyState(0, config.staleness.bound)
         self._step = self._saved = self._epoch = 0

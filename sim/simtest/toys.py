@@ -72,6 +72,8 @@ Trained = Callable[[int, list[list[Trajectory]], list[list[str]]], None]
 class ToyTrainEngine:
     """A `TrainEngine`. `saving` is called before and after a checkpoint is written: there the trainer may be made to crash."""
 
+    num_ranks = 1
+
     def __init__(self, trained: Trained, saving: Callable[[str], None]) -> None:
         self._trained, self._saving = trained, saving
         self._state = Checkpoint(0, 0, [])

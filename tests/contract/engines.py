@@ -12,7 +12,7 @@ from actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from actors.engines.tokens import joined
 from actors.messages.generation import Tokens
 from actors.model_folder import Slice, read_header, rows_of
-from actors.training.publishing import WeightsSample
+from actors.weights.blobs import WeightsSample
 from runtime.importer import load_object
 from tests.models import VOCAB
 

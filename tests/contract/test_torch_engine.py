@@ -15,7 +15,7 @@ from actors.engines.tokens import joined
 from actors.engines.torch_engine import TorchEngine
 from actors.messages.generation import Sampling, Tokens, VersionSpan
 from actors.model_folder import read_header, sampled_slices
-from actors.training.publishing import WeightsSample
+from actors.weights.blobs import WeightsSample
 from bus.message import unpack_f32, unpack_i32
 from tests.contract.engines import whole_of
 from tests.models import logprobs, weights_image, write_model

@@ -41,6 +41,7 @@ from actors.scheduling.orchestrator import Orchestrator
 from actors.scheduling.section import OrchestratorSection
 from actors.scripted.train_engine import ScriptedTrainEngine
 from actors.training.publishing import Publisher
+from actors.weights.blobs import BlobSender
 from bus.keys import new_keys
 from bus.message import pack_i32
 from planning.demand import Demand
@@ -131,7 +132,7 @@ class Trainer(Actor):
 
     def __init__(self, config, kernel):
         super().__init__(config, kernel)
-        self.publisher = Publisher(self)
+        self.publisher = Publisher(self, BlobSender(self))
         self._weights = ScriptedTrainEngine(
             ModelSection(), TrainSection(kind="scripted", scripted={"weights_mib": WEIGHTS_MIB}), steps=9, seed=1
         )

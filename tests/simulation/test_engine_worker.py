@@ -112,7 +112,7 @@ class Bench:
     async def publish(self, version, epoch=1, *, tell=True):
         info = await self.blobs.put("weights", version, epoch, [image()])
         if tell:
-            message = WeightsPublished(version, epoch, "weights", info.digest, info.size_bytes)
+            message = WeightsPublished(version, epoch, info.digest, info.size_bytes)
             await self.kernels["llm_proxy-1"].ref("engine-1").tell(message)
 
 

@@ -82,7 +82,7 @@ class Scene:
         for blobs in self.blobs.values():
             await blobs.put("weights", version, 1, IMAGE)
         for name in ("engine-1", "engine-2", "engine-3"):
-            await self.actors["client-1"].ref(name).tell(WeightsPublished(version, 1, "weights", "", 0))
+            await self.actors["client-1"].ref(name).tell(WeightsPublished(version, 1, "", 0))
         await asyncio.sleep(1)
 
 

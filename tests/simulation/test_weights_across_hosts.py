@@ -4,8 +4,9 @@ import asyncio
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
-from actors.engines.weights import HostWeights, WeightsPuller
+from actors.engines.weights import WeightsPuller
 from actors.messages.engines import GENERATION
+from actors.weights.blobs import BlobReceiver
 from bus.link import Identity
 from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import Actor, RunInfo, handler
@@ -71,7 +72,7 @@ class Engine(Actor):
     def __init__(self, config, kernel):
         super().__init__(config, kernel)
         self.engine = FakeEngine()
-        self.weights = WeightsPuller(self.engine, HostWeights(Placed(self)), self)
+        self.weights = WeightsPuller(self.engine, BlobReceiver(Placed(self)), self)
 
     async def on_start(self):
         await self.weights.pull()

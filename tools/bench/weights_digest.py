@@ -23,7 +23,7 @@ from actors.engines.model import AttentionShape, fuse  # noqa: E402
 from actors.engines.runner import HOST, ModelRunner  # noqa: E402
 from actors.engines.section import EngineSection  # noqa: E402
 from actors.model_folder import read_header, sampled_slices  # noqa: E402
-from actors.training.publishing import WeightsSample  # noqa: E402
+from actors.weights.blobs import WeightsSample  # noqa: E402
 
 HIDDEN, VOCAB = 1024, 16384
 

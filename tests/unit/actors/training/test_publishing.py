@@ -16,14 +16,13 @@ from actors.training.engine import StepResult
 from actors.training.publishing import (
     Publisher,
     Rows,
-    WeightsSample,
-    as_computed,
     batch_metrics,
     cpu_used,
     filtered_metrics,
     off_policy,
     others_metrics,
 )
+from actors.weights.blobs import BlobSender, WeightsSample, as_computed
 from runtime.actor import Actor
 from runtime.registry import ActorRecord
 
@@ -44,8 +43,9 @@ def publisher(on_stage):
                 told.append(message)
 
             context.actors |= {"engine-1": None, "engine-2": None, "fabric_controller": hear}
-            made = Publisher(Trainer(None, context))
-            made.published = WeightsPublished(3, 1, "weights", "", 500)
+            actor = Trainer(None, context)
+            made = Publisher(actor, BlobSender(actor))
+            made.published = WeightsPublished(3, 1, "", 500)
             await play(made, told)
 
         on_stage(main, name="trainer-1")
@@ -92,7 +92,7 @@ LARGE = np.random.default_rng(1).standard_normal((300, 400)).astype("<f4")
 
 def test_an_engine_that_computes_with_other_tensors_is_named_with_version_and_tensor(publisher):
     async def play(made, told):
-        sample = made._samples[1, 3] = WeightsSample.of(image_of(body=LARGE, head=2 * LARGE), 7, 3)
+        sample = made._sender._samples["", 1, 3] = WeightsSample.of(image_of(body=LARGE, head=2 * LARGE), 7, 3)
 
         assert made.disagreement(WeightsTaken("engine-2", 3, 1, digest_of(sample))) == ""
         said = made.disagreement(WeightsTaken("engine-2", 3, 1, digest_of(sample, spoilt=["head"])))
@@ -104,7 +104,7 @@ def test_an_engine_that_computes_with_other_tensors_is_named_with_version_and_te
 
 def test_nothing_is_said_of_an_engine_that_can_not_tell_nor_of_a_version_that_somebody_else_published(publisher):
     async def play(made, told):
-        sample = made._samples[1, 3] = WeightsSample.of(image_of(body=LARGE, other=LARGE), 7, 3)
+        sample = made._sender._samples["", 1, 3] = WeightsSample.of(image_of(body=LARGE, other=LARGE), 7, 3)
         stale = digest_of(sample, spoilt=["body"])
 
         assert made.disagreement(WeightsTaken("engine-1", 3, 1)) == ""

@@ -1,0 +1,185 @@
+"""Weights that travel as blobs of the host: the trainer writes one image into shared memory, and each engine's host brings it once."""
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+from actors.messages.engines import GENERATION
+from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
+from actors.model_folder import DIGEST_BYTES, Slice, read_header, sampled_slices, slice_digest, slice_of
+from actors.weights.transport import Announce, WeightsMissing, WeightsPart, WeightsSource, WeightsVersion
+from bus.errors import AskFailed
+from planning.relay import plan, ring_sources, sources
+from runtime.actor import Actor
+from runtime.blobs.blob import BlobCorrupt, BlobInfo, BlobMissing, Draft, join_digests, piece_digests_beside
+from runtime.blobs.messages import FindNewest, Newest, NotPulled, PullBlob
+from runtime.blobs.patches import put_delta
+from runtime.kernel import NODE
+
+FIND_S = 10.0
+PULL_S = 1800.0
+"""Longer than the largest weights take on a slow link; dead sources are left after seconds."""
+
+SAMPLES_KEPT = 8
+"""Versions whose sample stays, 256 KiB each: an engine may take one while the next are published."""
+
+
+class WeightsSample(NamedTuple):
+    """Slices of a published image, against which engines' digests are compared. The image's floats in `dtype`, slice by slice."""
+
+    slices: list[Slice]
+    parts: list[tuple[str, bytes]]
+    """Type and bytes of each."""
+
+    @classmethod
+    def of(cls, image: memoryview, seed: int, version: int) -> "WeightsSample":
+        header = read_header(image, f"weights version {version}")
+        slices = sampled_slices(header, seed, version)
+        return cls(slices, [(header[cut.name].dtype, slice_of(image, header[cut.name], cut)) for cut in slices])
+
+    def differing(self, digest: WeightsDigest) -> list[str]:
+        """The tensors that an engine computes with otherwise, one for each slice that differs."""
+        size, found = DIGEST_BYTES, list[str]()
+        for index, (cut, (dtype, values)) in enumerate(zip(self.slices, self.parts, strict=True)):
+            told = digest.slices[index * size : (index + 1) * size]
+            if any(told) and told != slice_digest(as_computed(values, dtype, digest.dtype)):
+                found.append(cut.name)
+        return found
+
+
+NUMPY_TYPES: Mapping[str, str] = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+
+
+def as_computed(values: bytes, stored: str, dtype: str) -> bytes:
+    """What an engine that computes in `dtype`, float32 or bfloat16, makes of stored values: to the nearest, ties to even."""
+    if (stored, dtype) in (("F32", "float32"), ("BF16", "bfloat16")):
+        return values
+    import numpy as np
+
+    if stored == "BF16":
+        return (np.frombuffer(values, "<u2").astype("<u4") << 16).tobytes()
+    floats = np.frombuffer(values, NUMPY_TYPES[stored]).astype("<f4")
+    if dtype == "float32":
+        return floats.tobytes()
+    bits = floats.view("<u4")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+
+
+class BlobSender:
+    """The WeightsSender of a trainer of one rank: a version is one blob."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self._samples: dict[tuple[str, int, int], WeightsSample] = {}
+        """By adapter, term and version, oldest first."""
+
+    async def send(self, version: WeightsVersion, source: WeightsSource) -> Announce:
+        actor = self._actor
+        size = source.image_bytes()
+        draft = await actor.blobs.draft(blob_of(version.adapter), version.version, version.term, size)
+        whole = await actor.offload(source.export, draft.memory)
+        return partial(self._announce, version, draft, whole)
+
+    async def _announce(self, sent: WeightsVersion, draft: Draft, whole: Callable[[], None]) -> WeightsPublished | None:
+        actor, (adapter, version, term) = self._actor, sent
+        await actor.offload(whole)
+        self._samples[adapter, term, version] = await actor.offload(
+            WeightsSample.of, draft.memory, actor.run.seed, version
+        )
+        while len(self._samples) > SAMPLES_KEPT:
+            del self._samples[next(iter(self._samples))]
+        digest = join_digests(await piece_digests_beside(draft.memory))
+        shown = BlobInfo(blob_of(adapter), version, term, digest, len(draft.memory))
+        delta = await put_delta(actor.blobs, shown, draft.memory) if self._leave_host() else None
+        info = await draft.publish(digest)
+        return WeightsPublished(
+            version, term, info.digest, info.size_bytes, adapter, delta_bytes=delta.size_bytes if delta else 0
+        )
+
+    def _leave_host(self) -> bool:
+        """Whether weights go to another host: on this one, engines map them whole."""
+        actor = self._actor
+        records = (actor.directory.find(name) for name in actor.peers(GENERATION))
+        return any(record is not None and record.node != actor.node for record in records)
+
+    def disagreement(self, taken: WeightsTaken) -> str:
+        sample = self._samples.get((taken.adapter, taken.epoch, taken.version))
+        if sample is None or taken.digest is None or not (others := sample.differing(taken.digest)):
+            return ""
+        return (
+            f"trainer and engine disagree: {taken.engine} says that it has weights version {taken.version}, but the tensors that it "
+            f"computes with are others: {len(others)} of {len(sample.slices)} sampled slices differ, {others[0]} first. What was published "
+            "never reached them, or not whole: look at its engine's update, and resume once that is mended"
+        )
+
+
+class BlobReceiver:
+    """The WeightsReceiver of an engine. Where the trainer lives on another host, a blob is brought to this one first, by a relay tree.
+
+    Where the others are is read from the registry: no actor hands out the tree.
+    """
+
+    def __init__(self, actor: Actor, *, by_rings: bool = False) -> None:
+        self._blobs, self._node, self._ref = actor.blobs, actor.node, actor.ref
+        self._find, self._peers = actor.directory.find, actor.peers
+        self._by_rings = by_rings
+
+    async def newest(self, adapter: str) -> WeightsPublished | None:
+        """What the trainer's host has; where that is ours, or does not answer, what we have."""
+        found = await self._elsewhere(adapter) or await self._blobs.newest(blob_of(adapter))
+        if found is None:
+            return None
+        return WeightsPublished(found.version, found.epoch, found.digest, found.size_bytes, adapter)
+
+    async def receive(self, wanted: WeightsPublished) -> AsyncGenerator[WeightsPart]:
+        """One part."""
+        adapter = wanted.adapter
+        newest = await self._elsewhere(adapter)
+        try:
+            if newest is not None and newest.version == wanted.version:
+                await self._bring(adapter, newest, self._home())
+            info, image = await self._blobs.get(blob_of(adapter), wanted.version)
+        except (BlobMissing, BlobCorrupt) as error:
+            raise WeightsMissing(str(error)) from error
+        yield WeightsPart(WeightsPublished(info.version, info.epoch, info.digest, info.size_bytes, adapter), image)
+
+    async def _elsewhere(self, adapter: str) -> Newest | None:
+        """What the trainer's host has; None where that is ours, or does not answer."""
+        home = self._home()
+        if home == self._node or self._find(home) is None:
+            return None
+        try:
+            reply = await self._ref(home).ask(FindNewest(blob_of(adapter)), timeout=FIND_S)
+        except AskFailed:
+            return None
+        return reply if isinstance(reply, Newest) else None
+
+    async def _bring(self, adapter: str, found: Newest, home: str) -> None:
+        """Along a relay tree or a ring; as what changed, where it may be had so. Raises BlobMissing."""
+        readers = {record.node for name in self._peers(GENERATION) if (record := self._find(name)) is not None}
+        hosts = {self._node} | (readers & set(self._peers("node")))
+        where = ring_sources(home, hosts, self._node) if self._by_rings else sources(plan(home, hosts), self._node)
+        ways = 2 if self._by_rings and len(where) > 1 else 1
+        request = PullBlob(
+            blob_of(adapter), found.version, found.epoch, found.digest, found.size_bytes, where, ways,
+            found.delta, found.delta_bytes,
+        )  # fmt: skip
+        try:
+            reply = await self._ref(self._node).ask(request, timeout=PULL_S)
+        except AskFailed as error:
+            raise BlobMissing(str(error)) from error
+        if isinstance(reply, NotPulled):
+            raise BlobMissing(reply.why)
+
+    def _home(self) -> str:
+        """The agent of the trainer's host; while the trainer is away, the launcher's."""
+        for name in self._peers("trainer"):
+            record = self._find(name)
+            if record is not None:
+                return record.node
+        return NODE
+
+
+def blob_of(adapter: str) -> str:
+    """Name of the blob whose versions are those of `adapter`."""
+    return f"weights.{adapter}" if adapter else "weights"
