@@ -133,6 +133,10 @@ class Actor(Handles):
         """Those of `plugins` that a job has: their messages count to what its hosts must agree on."""
         return ()
 
+    def plugin_for(self, tag: str) -> Handles | None:
+        """The plug-in that takes messages of this tag, made now, where neither the actor nor `plugins` has a handler for it; None: there is none."""
+        return None
+
     @classmethod
     def check_host(cls, config: Any) -> None:
         """Look whether this host has what the config names (packages, devices, user files), before the job's preparations.

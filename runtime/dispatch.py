@@ -17,7 +17,7 @@ from bus.errors import AskFailed, BadFrame, BusError
 from bus.link import WINDOW_MESSAGES, Grants, Peer, charge
 from bus.message import Message
 from bus.transport import Delivery, Transport
-from runtime.actor import Actor, HandlerSpec
+from runtime.actor import Actor, HandlerSpec, Handles
 from runtime.courier import SHOWN_S, current_deadline, current_trace
 from runtime.observe.figures import WaitView
 
@@ -173,7 +173,7 @@ class Dispatcher:
                     break
                 delivery = letters.popleft()
                 envelope = delivery.envelope
-                handler = handlers.get(envelope.tag)
+                handler = handlers.get(envelope.tag) or _late(actor, handlers, envelope.tag)
                 if handler is None:
                     self._unknown(actor, delivery)
                 elif handler.spec.concurrency > 1:
@@ -401,11 +401,22 @@ class ConcurrentHandlers:
 
 def _bound(actor: Actor) -> dict[str, Handler]:
     """By tag of the message; the actor's own come before those of its plug-ins."""
+    return {tag: handler for owner in (*reversed(actor.plugins), actor) for tag, handler in _handlers(owner).items()}
+
+
+def _handlers(owner: Handles) -> dict[str, Handler]:
     return {
         tag: Handler(spec, getattr(owner, spec.method), body_decoder(spec.message))
-        for owner in (*reversed(actor.plugins), actor)
         for tag, spec in owner.handlers.items()
     }
+
+
+def _late(actor: Actor, handlers: dict[str, Handler], tag: str) -> Handler | None:
+    """The handler of a plug-in that its first message brings; `handlers` gets all that it has."""
+    plugin = actor.plugin_for(tag)
+    if plugin is not None:
+        handlers |= {tag: handler for tag, handler in _handlers(plugin).items() if tag not in handlers}
+    return handlers.get(tag)
 
 
 def _size(delivery: Delivery) -> int:

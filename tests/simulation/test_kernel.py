@@ -175,6 +175,28 @@ async def test_a_plug_in_answers_what_its_actor_has_no_handler_of_its_own_for(tm
             await client.ref("equipped").ask(Fail("mine"), timeout=5)
 
 
+async def test_the_first_message_of_a_plug_in_may_bring_it(tmp_path):
+    made_for = []
+
+    class Extended(Actor):
+        role = "extended"
+
+        def plugin_for(self, tag):
+            made_for.append(tag)
+            return Shouting() if tag == "Echo" else None
+
+    async with cluster(tmp_path) as made:
+        await made.start(Extended, "extended-1")
+        client, _ = await made.start(Client, "client-1")
+        ref = client.ref("extended")
+
+        answers = [await ref.ask(Echo(text), timeout=5) for text in "ab"]
+
+        assert answers == [Echoed("A"), Echoed("B")]
+        assert await ref.ask(Fail("not"), timeout=5) == Ack()
+        assert made_for == ["Echo"]
+
+
 async def test_an_ask_waits_for_an_actor_that_is_not_there_yet(tmp_path):
     async with cluster(tmp_path) as made:
         client, _ = await made.start(Client, "client-1")
