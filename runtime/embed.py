@@ -195,6 +195,8 @@ async def embed(
                 f"actors.{role}.pools.{name} gives its processes GPUs, cores or an environment of their own, and an embedded job is one "
                 "process: leave gpus, cores and env out there, or launch the job."
             )
+    if config.launch.hosts:
+        raise LaunchError("launch.hosts asks for further hosts, and an embedded job is one process: launch the job.")
     store = store or MemoryStore()
     held.open(resume=resume, force=force, model=config.model_path)
     try:

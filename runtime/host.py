@@ -7,11 +7,11 @@ serves the launcher, a host that joined, an embedded job and the simulation.
 import asyncio
 import contextvars
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
-from runtime.errors import ActorFailed, first_cause, said_by
+from runtime.errors import ActorFailed, ExitCode, first_cause, said_by
 from runtime.kernel import Kernel, is_permanent
 from runtime.observe.log import logger
 
@@ -26,6 +26,16 @@ class Ending(NamedTuple):
     log: str = ""
     permanent: bool = False
     """It never got ready, for a reason that another start would meet again."""
+    code: int | None = None
+    """Exit code, or minus the signal; None where there is none that is known."""
+    lost: bool = False
+    """The host that it was on went away with it."""
+
+    @classmethod
+    def of(cls, code: int, sentence: str = "", log: str = "") -> Self:
+        """That of a process which ended with `code`."""
+        how = f"signal {-code}" if code < 0 else f"exit {code}"
+        return cls(how, sentence, log, permanent=code == ExitCode.REFUSED, code=code)
 
 
 class Incarnation(Protocol):
@@ -132,8 +142,10 @@ class JobHost:
         backend: Backend,
         spawn: Callable[..., "asyncio.Task[Any]"],
         died: Callable[[Death], Awaitable[None]],
+        leaves_by: Collection[int] = (),
     ) -> None:
-        self._backend, self._spawn, self._died = backend, spawn, died
+        """`leaves_by`: exit codes of what left in order by itself, and is not started again."""
+        self._backend, self._spawn, self._died, self._leaves_by = backend, spawn, died, leaves_by
         self._hosted: dict[str, _Hosted] = {}
         self._stopping = False
         self._log = logger("host")
@@ -143,7 +155,7 @@ class JobHost:
         return [n for n, one in self._hosted.items() if (leaving or not one.leaving) and role in (None, role_of(n))]
 
     def is_stopped(self, name: str) -> bool:
-        """See Instance."""
+        """See Incarnation."""
         found = self._hosted.get(name)
         return found is not None and found.instance is not None and found.instance.is_stopped()
 
@@ -226,7 +238,7 @@ class JobHost:
 
     async def _goes_on(self, name: str, hosted: _Hosted, ending: Ending, after_s: float) -> bool:
         """Tell of an end, and wait for as long as the actor's budget says. False when it is not to be started again."""
-        expected = hosted.leaving or self._stopping
+        expected = hosted.leaving or self._stopping or ending.code in self._leaves_by
         if hosted.restarting and not expected:
             hosted.restarting = False
             await self._died(Death(name, Ending("restart"), after_s, 0, hosted.budget.limit, 0.0, expected=True))
@@ -252,7 +264,7 @@ def role_of(name: str) -> str:
 
 
 class HostedTask:
-    """An actor that is a task of this loop, in a context of its own: an Instance."""
+    """An actor that is a task of this loop, in a context of its own: an Incarnation."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -45,6 +45,7 @@ class Config:
         self.bus = root.bus
         self.state = root.state
         self.host = root.host
+        self.launch = root.launch
         self.prepare = root.prepare
         self.actors: Mapping[str, ActorSpec] = root.actors
         self.report = root.report
@@ -81,6 +82,15 @@ class Config:
     def members(self, role: str) -> tuple[str, ...]:
         """The pool of each process of `role` that is started at launch; empty names where it has no pools."""
         return self.actors[role].members if self._classes[role].starts(self._configs[role]) else ()
+
+    def part(self, name: str) -> Pool:
+        """The pool `name`, or the role of that name, which has no pools. Raises ConfigError."""
+        parts = {pool or role: Pool(role, pool) for role, spec in self.actors.items() for pool in spec.pools or ("",)}
+        if name not in parts:
+            near = difflib.get_close_matches(name, parts, n=1)
+            guess = f"Did you mean {near[0]}?" if near else f"These are {', '.join(parts)}."
+            raise ConfigError(f"{name} is not a pool of this run, nor a role without pools. {guess}")
+        return parts[name]
 
     def hardware_of(self, role: str, pool: str) -> str:
         """The class of the hardware of `pool`; empty where it names none, or `role` has no pool."""
@@ -172,7 +182,7 @@ class Config:
         if shared:
             tree["bus"] = {"ports": tree["bus"]["ports"]}
             tree["state"]["url"] = ""
-            tree["host"] = {}
+            tree["host"] = tree["launch"] = {}
         return dump_yaml(tree)
 
 

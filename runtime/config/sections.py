@@ -129,6 +129,35 @@ class HostSection(Section):
     """What it is called by `actors.<role>.pools.<name>.labels`."""
 
 
+class HostsSection(Section):
+    """Hosts alike that `launch.backend` brings into the run, each with processes of these pools."""
+
+    count: int = Field(default=1, ge=1, le=1024)
+    """How many of them."""
+    pools: dict[str, Annotated[int, Field(ge=1, le=64)]] = Field(min_length=1)
+    """Processes that each of them brings, by pool or by a role that has no pools: `far: 8, env_manager: 2`. A host must have what
+    they need together: their GPUs and their labels."""
+
+
+class LaunchSection(Section):
+    """Where the run gets hosts beside the one that launches it."""
+
+    backend: str = "here"
+    """The engine that places `hosts`: here, which is this host, or the import path of a HostPlacer (runtime/launch/placer.py)."""
+    hosts: dict[str, HostsSection] = {}
+    """Kinds of hosts by name. They need `bus.host`. Empty: the launching host, and what joins it by token."""
+    place_timeout_s: float = Field(default=300.0, gt=0)
+    """A host that is not there after so long can't be had: at the launch the run ends, later another is asked for."""
+
+    @field_validator("hosts")
+    @classmethod
+    def _have_names(cls, hosts: dict[str, HostsSection]) -> dict[str, HostsSection]:
+        for name in hosts:
+            if not POOL.match(name):
+                raise ValueError(f"{name} can't be a name of hosts: use letters, digits, - and _")
+        return hosts
+
+
 def _text(value: object) -> object:
     """`OMP_NUM_THREADS: 4` is meant as the environment has it."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
@@ -252,6 +281,7 @@ class BaseRoot(Section):
     bus: BusSection = BusSection()
     state: StateSection = StateSection()
     host: HostSection = HostSection()
+    launch: LaunchSection = LaunchSection()
     prepare: tuple[str, ...] = ()
     """Modules run one after another as `python -m MODULE RUN_DIR` before actors start."""
     actors: dict[str, ActorSpec]
@@ -268,6 +298,19 @@ class BaseRoot(Section):
                     f"actors.{found[name]} and actors.{role} both have a pool {name}. Call one of them otherwise"
                 )
             found[name] = role
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_way_for_hosts(self) -> Self:
+        known = {name: role for role, spec in self.actors.items() for name in spec.pools or (role,)}
+        for name, part in ((name, part) for name, asked in self.launch.hosts.items() for part in asked.pools):
+            if part not in known:
+                raise ValueError(
+                    f"launch.hosts.{name}.pools has {part}, which is no pool of this job, nor a role without pools. "
+                    f"These are {', '.join(known)}"
+                )
+        if self.launch.hosts and not self.bus.host:
+            raise ValueError("launch.hosts needs bus.host, the address at which they reach this host")
         return self
 
     @model_validator(mode="after")

@@ -72,11 +72,14 @@ def launch(argv: list[str]) -> int:
 
 def _dry_run(config: Config, folder: Path, told: list[str], *, resume: bool, force: bool) -> int:
     """Print the resolved config, and everything that a launch would be refused for."""
+    from runtime.launch.placer import placer_problems
+
     print(config.dump(), end="")  # noqa: T201
     held = RunFolder(folder.resolve())
     wrong = [
         *held.problems(resume=resume, force=force, model=config.model_path),
         *HostPlaces.here(config).problems(),
+        *placer_problems(config),
         *config.problems(held.path, replaced=force),
     ]
     for sentence in (*told, *wrong):
@@ -192,36 +195,52 @@ def _run_dir(text: str) -> Path:
 def add(argv: list[str]) -> int:
     """Start more actors of a role in a running job, on the folder's host, on `--host`, or on this one, which joins."""
     parser = argparse.ArgumentParser("rubato add", description="Start more actors of a role in a running job.")
-    parser.add_argument("role")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key.sub=value", help="with --join: what differs on this host"
-    )
+    help_words = "the role; with --join: what differs on this host"
+    parser.add_argument("words", nargs="*", default=[], metavar="ROLE, key.sub=value", help=help_words)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--run", type=Path, help="folder of a run, or of this host's part of it: its host starts them")
     help_join = "of rubato keys join-token on the run's first host; - reads it from stdin"
     where.add_argument("--join", metavar="TOKEN", help=help_join)
     parser.add_argument("-n", type=int, default=1)
     parser.add_argument("--pool", default="", help="of the role's pools, the one that they are to be in")
+    help_pools = (
+        "with --join, in place of a role: processes by pool, or by a role that has none, such as far=8,env_manager=2"
+    )
+    parser.add_argument("--pools", type=_pools, default={}, metavar="NAME=N,…", help=help_pools)
     help_host = "with --run: the host that starts them, as rubato hosts names it; with --join: this host's address as the others reach it"
     parser.add_argument("--host", default="", help=help_host)
     parser.add_argument("--run-dir", type=_run_dir, help="with --join: folder for this host's part of the run")
     given = parser.parse_intermixed_args(argv)
+    role = given.words.pop(0) if given.words and "=" not in given.words[0] else ""
+    if bool(role or given.pool) == bool(given.pools):
+        raise LaunchError("say what to add: one role, such as rubato add engine, or with --join several by --pools.")
     if given.join is not None:
-        return _join(given)
-    if alone := [*given.overrides, *(["--run-dir"] if given.run_dir else [])]:
+        return _join(given, role)
+    if alone := [*given.words, *(["--run-dir"] if given.run_dir else []), *(["--pools"] if given.pools else [])]:
         raise LaunchError(f"{alone[0]} goes with --join alone: on the run's own host its config holds for all actors.")
-    return _ask(given.run, AddActors(given.role, given.n, pool=given.pool), "added", node=given.host)
+    return _ask(given.run, AddActors(role, given.n, pool=given.pool), "added", node=given.host)
 
 
-def _join(given: argparse.Namespace) -> int:
+def _pools(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, num = part.partition("=")
+        if not name or name in found or not (num.isascii() and num.isdigit()):
+            raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=N,NAME=N with each name once")
+        found[name] = int(num)
+    return found
+
+
+def _join(given: argparse.Namespace, role: str) -> int:
     """Stay in the foreground as this host's node agent until the job ends or Ctrl-C."""
-    from runtime.launch.launcher import Joiner
+    from runtime.launch.launcher import Joiner, Part
 
+    parts = [Part(role, given.n, given.pool)] if role else [Part("", num, name) for name, num in given.pools.items()]
     token = read_token(sys.stdin.readline() if given.join == "-" else given.join)
     folder = given.run_dir or _fresh_folder(token.run_id)
 
     async def run() -> int:
-        return await Joiner(token, given.role, given.n, folder, given.host, tuple(given.overrides), given.pool).run()
+        return await Joiner(token, parts, folder, given.host, tuple(given.words)).run()
 
     return _run_in(folder, run(), made=given.run_dir is None)
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from bus.address import bare, is_loopback, spelt
@@ -25,11 +25,12 @@ from runtime.launch.agent import ASK_S, JobOutcome, NodeAgent
 from runtime.launch.children import allow_many_files, is_ignored, on_signals, prepare, start_module
 from runtime.launch.connection import RunAccess, reach
 from runtime.launch.console import Console, settle, step_table
-from runtime.launch.folder import RunCard, RunFolder, RunKeys, command_for, find_keys, write_keys
+from runtime.launch.folder import RunCard, RunFolder, RunKeys, command_for, find_keys, make_keys, write_keys
 from runtime.launch.gate import GateClient, GateServer, way_through, way_to
+from runtime.launch.placer import PlacedHosts, placed_hosts, placer_problems
 from runtime.launch.processes import ProcessBackend, process_backend, process_host
 from runtime.launch.shared import SharedScope, password_for, scope_of, write_shared
-from runtime.launch.token import JoinToken
+from runtime.launch.token import JoinToken, write_token
 from runtime.messages import MOST_ADDED, AddActors, NotAdded
 from runtime.observe.figures import STORE
 from runtime.observe.log import configure, logger
@@ -74,6 +75,7 @@ class Launcher:
         self._clock = asyncio.get_running_loop().time
         self._keys: RunKeys | None = None
         self._agent: NodeAgent | None = None
+        self._placed: PlacedHosts | None = None
         self._main: asyncio.Task[Any] | None = None
         self._hung_up = False
         """It ends because its terminal was closed, and nobody has asked for that since."""
@@ -90,6 +92,10 @@ class Launcher:
         )  # fmt: skip
         try:
             self._keys = find_keys(self._folder.path)
+            if (
+                self._keys is None and self._config.launch.hosts
+            ):  # they are brought by this launch: their user need not know a key
+                self._keys = make_keys(self._folder.path)
             card.host = self._host_address()
             configure(self._folder.path / "logs" / f"{NODE}.jsonl", actor=NODE, hide=self._config.hidden)
             self._folder.config.touch(mode=0o600)  # state.url may hold a password
@@ -119,6 +125,7 @@ class Launcher:
         self._host_address()
         if wrong := [
             *HostPlaces.here(self._config).problems(),
+            *placer_problems(self._config),
             *self._config.problems(self._folder.path, replaced=self._force),
         ]:
             raise ConfigError("\n".join(wrong))
@@ -142,11 +149,21 @@ class Launcher:
     async def _host(self, connection: RunAccess, backend: ProcessBackend, tasks: asyncio.TaskGroup) -> JobOutcome:
         """Run the node agent and the actors until there is an outcome, then stop them."""
         began = self._clock()
-        async with process_host(connection, self._console, backend, tasks) as agent:
+        async with (
+            process_host(connection, self._console, backend, tasks) as agent,
+            AsyncExitStack() as placed,
+        ):
             shared, code = self._config.dump(shared=True).encode(), pack(self._folder.path / CODE)
             await connection.store.write({"config": shared, "code": code})
             self._agent = agent
             agent.start_actors()
+            if self._config.launch.hosts:
+                assert self._keys is not None, "hosts come by them"
+                card = connection.card
+                token = write_token(JoinToken(card.id, card.gate, card.state_url, self._keys))
+                self._placed = await placed.enter_async_context(
+                    placed_hosts(self._config, self._folder.path, token, agent)
+                )
             agent.spawn(self._announce_ready(agent, began), name="launch.ready")
             outcome = await agent.over
             over = self._clock()
@@ -197,7 +214,7 @@ class Launcher:
             raise LaunchError(
                 f"bus.host={host} is no address that another host could use. Name one of this host's own."
             )
-        if host and not is_loopback(host) and self._keys is None:
+        if host and not is_loopback(host) and self._keys is None and not self._config.launch.hosts:
             raise LaunchError(
                 f"bus.host={host} lets other hosts in, which needs keys. Make them with: {command_for(self._folder.path)}"
             )
@@ -271,6 +288,8 @@ class Launcher:
             self._main.cancel()
         elif again:
             agent.host.kill_all()
+            if self._placed is not None:
+                self._placed.host.kill_all()
         else:
             resume = shlex.join(["rubato", "launch", "--resume", str(self._folder.path)])
             agent.end(JobOutcome("interrupted", f"stopped. Go on with: {resume}"))
@@ -292,29 +311,30 @@ class Launcher:
         return EXIT_CODES[outcome.kind]
 
 
+class Part(NamedTuple):
+    """`num` actors of `role`, in `pool` where it has several. Without a role `pool` names a pool, or a role that has none."""
+
+    role: str
+    num: int
+    pool: str = ""
+
+
 class Joiner:
-    """Brings `num` actors of `role` into the run that `token` opens; `run` returns the exit code."""
+    """Brings `parts` into the run that `token` opens; `run` returns the exit code."""
 
     def __init__(
-        self,
-        token: JoinToken,
-        role: str,
-        num: int,
-        folder: Path,
-        host: str = "",
-        overrides: tuple[str, ...] = (),
-        pool: str = "",
+        self, token: JoinToken, parts: Sequence[Part], folder: Path, host: str = "", overrides: tuple[str, ...] = ()
     ) -> None:
-        self._token = token
-        self._role, self._num, self._pool = role, num, pool
+        self._token, self._parts = token, parts
         self._folder = RunFolder(folder.resolve())
         self._host = host
         self._overrides = overrides
 
     async def run(self) -> int:
         """Raises LaunchError, before anything is written, for what this host alone can tell is wrong."""
-        if not 1 <= self._num <= MOST_ADDED:
-            raise LaunchError(f"can't add {self._num} actors: between 1 and {MOST_ADDED} at a time.")
+        for part in self._parts:
+            if not 1 <= part.num <= MOST_ADDED:
+                raise LaunchError(f"can't add {part.num} actors: between 1 and {MOST_ADDED} at a time.")
         host = _checked(self._host) if self._host else _own_address(self._token.gate or self._token.url)
         allow_many_files()
         main = asyncio.current_task()
@@ -338,17 +358,21 @@ class Joiner:
         connection = await stack.enter_async_context(reach(config, card, self._folder.path, self._token.keys.curve))
         card.node = f"node-{await connection.store.increment('nodes', at_least=2)}"
         configure(self._folder.path / "logs" / f"{card.node}.jsonl", actor=card.node, hide=config.hidden)
-        self._pool = config.pool_of(self._role, self._pool)
-        if why := HostPlaces.here(config).why_not(self._role, self._pool, self._num):
-            raise LaunchError(why)
-        actor_class, actor_config = config.actor_class(self._role), config.actor_config(self._role, self._pool)
-        actor_class.check_host(actor_config)
+        self._parts = [_resolved(part, config) for part in self._parts]
+        places = HostPlaces.here(config)
+        for role, num, pool in self._parts:
+            if why := places.why_not(role, pool, num):
+                raise LaunchError(why)
+            for index in range(num):
+                places.take(f"{pool or role}-{index}", role, pool)
+            config.actor_class(role).check_host(config.actor_config(role, pool))
         console = Console(step_table(config.report.console), config.hidden)
         if said := self._folder.open_to_others():
             console.notice(said)
         if config.model_path and not (self._folder.path / config.model_path).exists():
             await _prepare(config, self._folder.path, console)  # as the first host did
-        actor_class.preflight(actor_config, self._folder.path)
+        for role, _, pool in self._parts:
+            config.actor_class(role).preflight(config.actor_config(role, pool), self._folder.path)
         return await self._host_actors(connection, tasks, console)
 
     async def _host_actors(self, connection: RunAccess, tasks: asyncio.TaskGroup, console: Console) -> JobOutcome:
@@ -356,28 +380,28 @@ class Joiner:
 
         Only a host that is let in keeps the job's keys and the way to its Store, for the actors that it starts.
         """
-        folder = self._folder.path
+        folder, roles = self._folder.path, [part.role for part in self._parts]
         async with (
-            process_backend(folder, connection.config, [self._role], tasks) as backend,
+            process_backend(folder, connection.config, roles, tasks) as backend,
             process_host(connection, console, backend, tasks) as agent,
         ):
             agent.spawn(_follow(agent, connection.config.run.lease_s), name="follow_run")
             try:
-                names = await self._names_for(agent)
+                names = {name: part.pool for part in self._parts for name in await self._names_for(agent, part)}
                 write_keys(self._folder.path, self._token.keys)
                 self._folder.write(connection.card)
                 self._folder.commit()
                 on_signals(lambda number: _interrupt(agent, number))
-                for name in names:
-                    agent.start(name, self._pool)
+                for name, pool in names.items():
+                    agent.start(name, pool)
                 console.say(f"{agent.name} joined {self._token.run_id} with {', '.join(names)} · {self._folder.path}")
                 return await agent.over
             finally:
                 await agent.stop("interrupted")
 
-    async def _names_for(self, agent: NodeAgent) -> tuple[str, ...]:
+    async def _names_for(self, agent: NodeAgent, part: Part) -> tuple[str, ...]:
         try:
-            reply = await agent.ref(NODE).ask(AddActors(self._role, self._num, agent.name, self._pool), timeout=ASK_S)
+            reply = await agent.ref(NODE).ask(AddActors(part.role, part.num, agent.name, part.pool), timeout=ASK_S)
         except AskFailed as error:
             raise LaunchError(f"the run {self._token.run_id} did not let this host in: {error}") from error
         if isinstance(reply, NotAdded):
@@ -423,9 +447,17 @@ class Joiner:
         config = load(self._folder.config, [f"bus.host='{card.host}'", *self._overrides])
         keep(kept, config.tree())
         self._folder.config.write_text(config.dump())
-        if self._role not in config.actors:
-            raise LaunchError(f"{self._role} is not a role of this run. Its roles are {', '.join(config.actors)}.")
         return config
+
+
+def _resolved(part: Part, config: Config) -> Part:
+    """With its role and its pool, of those that the run has. Raises LaunchError or ConfigError."""
+    if not part.role:
+        found = config.part(part.pool)
+        return Part(found.role, part.num, found.name)
+    if part.role not in config.actors:
+        raise LaunchError(f"{part.role} is not a role of this run. Its roles are {', '.join(config.actors)}.")
+    return part._replace(pool=config.pool_of(part.role, part.pool))
 
 
 async def _prepare(config: Config, folder: Path, console: Console) -> None:

@@ -12,7 +12,7 @@ from runtime.blobs.server import BlobServer
 from runtime.config import Config
 from runtime.config.config import Pool
 from runtime.config.sections import DEVICES
-from runtime.errors import ActorFailed, ExitCode
+from runtime.errors import ActorFailed
 from runtime.host import Ending, role_of
 from runtime.importer import FOLDER as CODE
 from runtime.importer import PACKAGES
@@ -26,16 +26,16 @@ from runtime.places import HostPlaces
 
 
 class ActorChild:
-    """One process: an Instance."""
+    """One process: an Incarnation."""
 
     def __init__(self, process: asyncio.subprocess.Process | ForkedProcess, stderr: Path, log: Path) -> None:
         self._process, self._stderr, self._log = process, stderr, log
 
     def drain(self) -> None:
-        self._signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
 
     def is_stopped(self) -> bool:
         return self._process.returncode is None and is_stopped(self._process.pid)
@@ -45,10 +45,10 @@ class ActorChild:
         code = await self._process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left
             os.killpg(self._process.pid, signal.SIGKILL)
-        how = f"signal {-code}" if code < 0 else f"exit {code}"
-        return Ending(how, last_line(self._stderr)[:300], str(self._log), permanent=code == ExitCode.REFUSED)
+        return Ending.of(code, last_line(self._stderr)[:300], str(self._log))
 
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        """Nothing happens once it has ended."""
         if self._process.returncode is None:
             try:
                 self._process.send_signal(number)

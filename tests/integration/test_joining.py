@@ -1,6 +1,8 @@
 """A second host joins a running job, as its user does it: with a token, over tcp with keys, and nothing of the first host's but that."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -266,3 +268,36 @@ def test_a_host_joins_over_ipv6_a_run_that_made_its_model_and_takes_a_secret_fro
     assert "the key is ${THE_KEY}" in "".join(path.read_text() for path in second.rglob("env_manager-2.jsonl"))
     assert "node-2 left the run" not in said[0].read_text(), "it ended with the run"
     assert "Traceback" not in "".join(path.read_text() for path in said)
+
+
+@pytest.mark.timeout(400)  # the placed host starts twice beside the first, on two cores
+def test_a_launch_places_a_host_asks_for_another_when_it_is_killed_and_leaves_none(place):
+    run = place / "placing"
+    hosts = "launch.hosts={far: {pools: {engine: 1, env_manager: 1}}}"
+    alone = ("actors.engine.count=0", "actors.env_manager.count=0", hosts)
+    launch = ("launch", "small.yaml", f"model.path={place / 'model'}", "run.steps=100000", "bus.host=127.0.0.1")
+    with started(place / "placing.log", *launch, *alone, "--run-dir", run, cwd=place) as launcher:
+        until(lambda: _steps(run) > 1, "steps of the placed host's engine and environments alone")
+        first = next(name for name in hosts_of(run) if name != "node-1")
+        brought = hosts_of(run)[first]
+        placed = until(lambda: [line for line in _told(run, "placed") if line["host"] == "far-1"], "its record")
+        before = _steps(run)
+        os.kill(int(placed[0]["id"]), signal.SIGKILL)
+        until(lambda: _steps(run) > before + 2, "steps with the host that came in its place")
+        rubato("stop", "--run", run, cwd=place)
+        code = launcher.wait(LIMIT_S)
+
+    said = (place / "placing.log").read_text()
+    assert code == 130
+    assert sorted(brought) == ["engine-1", "env_manager-1"]
+    assert "the host far-1 is gone (signal 9)" in said
+    assert "asking for another in 0.5 s (1 of 5)" in said
+    assert "Traceback" not in said + "".join(log.read_text() for log in (run / "hosts").glob("*.log"))
+    assert not left_behind(run)
+
+
+def _told(run: Path, event: str) -> list[dict]:
+    """What the first host logged as `event`."""
+    log = run / "logs" / "node-1.jsonl"
+    lines = map(json.loads, log.read_text().splitlines() if log.exists() else ())
+    return [line for line in lines if line["event"] == event]

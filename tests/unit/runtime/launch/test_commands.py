@@ -309,3 +309,33 @@ def test_a_dry_run_does_not_miss_the_model_that_the_launch_will_make(stopped, ca
 
     assert dry(stopped.parent / "small.yaml", *prepared, capsys=capsys)[0] == 0
     assert dry(stopped.parent / "small.yaml", *prepared, "model.path=/no/such", capsys=capsys)[0] == 2
+
+
+PARTS = [
+    ([], "say what to add: one role"),
+    (["engine", "--pools", "far=1"], "say what to add: one role"),
+    (["--pools", "far=0"], "can't add 0 actors: between 1 and 64 at a time."),
+    (["--pools", "far=65"], "can't add 65 actors: between 1 and 64 at a time."),
+]
+
+
+@pytest.mark.parametrize(("what", "sentence"), PARTS)
+def test_what_a_host_is_to_bring_is_said_once_and_within_bounds(what, sentence, tmp_path, keys, capsys):
+    token = write_token(JoinToken("run-1a2b", GATE, STATE, keys))
+    folder = tmp_path / "second"
+
+    assert sentence in refused(["add", *what, "--join", token, "--run-dir", str(folder)], capsys)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("pools", ["far", "far=", "=2", "far=1,far=2", "far=-1", "far=²"])
+def test_pools_that_are_no_numbers_by_name_are_refused(pools, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["add", "--pools", pools, "--join", "rubato1.x"])
+
+    assert ended.value.code == 2
+    assert "is not of the form NAME=N,NAME=N with each name once" in capsys.readouterr().err
+
+
+def test_several_pools_go_with_a_host_that_joins(tmp_path, capsys):
+    assert "--pools goes with --join alone" in refused(["add", "--pools", "far=1", "--run", str(tmp_path)], capsys)

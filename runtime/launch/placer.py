@@ -1,0 +1,270 @@
+"""HostPlacer: the seam through which a launch gets further hosts, from an engine that has them (a Ray cluster, a Slurm allocation).
+
+What the engine starts on a host is one command, which joins that host to the run. From then on it is a host like any other that joined:
+the bus carries its data, its own node agent supervises its actors, and no actor knows who placed it. The placer knows only that command.
+Of the config it is named by `launch.backend`, and of each kind of host by `launch.hosts.NAME`; without hosts no placer is imported.
+"""
+
+import asyncio
+import signal
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from runtime.config import Config
+from runtime.errors import ConfigError, ExitCode, RubatoError, said_by
+from runtime.host import Death, Ending, Incarnation, JobHost, RestartBudget, role_of
+from runtime.importer import check_module, load_configured
+from runtime.launch.agent import JobOutcome, NodeAgent
+from runtime.observe.log import logger
+
+BACKENDS = {"here": "runtime.launch.here:ThisHost"}
+"""Short names of `launch.backend`; what is none of them is an import path."""
+
+RESTARTS, WINDOW_S = 5, 300.0
+"""Hosts lost in place of one within the window, after which the job fails: as an actor's `restarts`."""
+
+LEAVE_S = 10.0
+"""For the hosts that are still there when the job is over; each is killed past it."""
+
+
+# -- the seam ----------------------------------------------------------------------------------------------------
+
+
+class HostSpec(msgspec.Struct, frozen=True):
+    """One kind of host. A host of it brings all of `pools` and `roles`, and has what their processes need together."""
+
+    name: str
+    """What the config calls it; the hosts of it are `name`-1 to `name`-`count`."""
+    count: int
+    """Hosts alike that the run wants in all: an engine may set room aside for them at once."""
+    pools: Mapping[str, int] = {}
+    """Pool → processes of it on each host."""
+    roles: Mapping[str, int] = {}
+    """Role without pools → processes of it on each host."""
+    gpus: int = 0
+    labels: tuple[str, ...] = ()
+    """The host must be one that all of these are true of."""
+
+
+class JoinCommand(NamedTuple):
+    """`python -m module arguments…`, run in a folder that may be written to, which joins a host to the run and stays until it leaves.
+
+    `token` is the first line of its stdin: a secret, for no command line and no log. SIGTERM makes it drain its actors and end with
+    INTERRUPTED. Its last line on stderr is the sentence to hand on.
+    """
+
+    module: str
+    arguments: tuple[str, ...]
+    token: str
+
+
+class NotPlaced(RubatoError):
+    """There can be no such host; the sentence says why, and what to change."""
+
+
+class PlacedHost(Protocol):
+    """One host, from when its command was started."""
+
+    @property
+    def id(self) -> str:
+        """What the engine calls it, in its own commands."""
+        ...
+
+    async def ended(self) -> Ending:
+        """Return once its command has ended, or it is lost with its node (`Ending.lost`); any number may wait, before or after."""
+        ...
+
+    def signal(self, number: signal.Signals) -> None:
+        """Hand a signal on to the command. Nothing happens once that has ended, or where it is out of reach."""
+        ...
+
+    async def release(self) -> None:
+        """End what is left of it, and give the host back to the engine: `ended` returns too then. A second call does nothing."""
+        ...
+
+
+class HostPlacer(Protocol):
+    """Made as `Placer(config, folder)`, in the launcher's process, of the job's Config and the run's folder.
+
+    It must not hold up the launcher's loop: what blocks, or what is heavy to import, belongs into a process of its own.
+    """
+
+    async def place(self, spec: HostSpec, join: JoinCommand) -> PlacedHost:
+        """Start `join` on one more host of `spec`, and return once it runs. Asked anew for each host, and for one in place of each lost one.
+
+        Waits for a host that may still come: the launcher cancels it after `launch.place_timeout_s`, and then nothing of the request may
+        be left with the engine. Raises NotPlaced where none can come.
+        """
+        ...
+
+    async def close(self) -> None:
+        """The run is over: release every host that is left. What it placed must also end where the launcher is killed, and close never called."""
+        ...
+
+
+# -- the hosts of a config -----------------------------------------------------------------------------------------
+
+
+def specs_of(config: Config) -> dict[str, HostSpec]:
+    """What the config's `launch.hosts` ask for, by name."""
+    found: dict[str, HostSpec] = {}
+    for name, asked in config.launch.hosts.items():
+        members = {part: (config.part(part), num) for part, num in asked.pools.items()}
+        sections = [(config.actors[p.role].pools[p.name], num) for p, num in members.values() if p.name]
+        found[name] = HostSpec(
+            name,
+            asked.count,
+            {pool: num for pool, (p, num) in members.items() if p.name},
+            {role: num for role, (p, num) in members.items() if not p.name},
+            sum(section.gpus * num for section, num in sections),
+            tuple(dict.fromkeys(label for section, _ in sections for label in section.labels)),
+        )
+    return found
+
+
+def placer_problems(config: Config) -> list[str]:
+    """A sentence where `launch.backend` is needed and names no placer; imports nothing of it."""
+    if not config.launch.hosts:
+        return []
+    try:
+        check_module(_target(config), key="launch.backend")
+    except ConfigError as error:
+        return [f"{error} Or name one of {', '.join(BACKENDS)}."]
+    return []
+
+
+def _target(config: Config) -> str:
+    return BACKENDS.get(config.launch.backend, config.launch.backend)
+
+
+def join_command(spec: HostSpec, token: str) -> JoinCommand:
+    """What a host of `spec` runs."""
+    brings = ",".join(f"{name}={num}" for name, num in {**spec.pools, **spec.roles}.items())
+    labels = [f"host.labels=[{','.join(spec.labels)}]"] if spec.labels else []
+    return JoinCommand("runtime.cli", ("add", *labels, "--pools", brings, "--join", "-"), token)
+
+
+@asynccontextmanager
+async def placed_hosts(config: Config, folder: Path, token: str, agent: NodeAgent) -> AsyncGenerator["PlacedHosts"]:
+    """The hosts of the config come and are kept in the run during the block; at its end none is left."""
+    placer: HostPlacer = load_configured(_target(config), key="launch.backend")(config, folder)
+    hosts = PlacedHosts(placer, specs_of(config), token, agent, config.launch.place_timeout_s)
+    try:
+        hosts.begin()
+        yield hosts
+        await hosts.end()
+    finally:
+        await placer.close()
+
+
+class PlacedHosts:
+    """Keeps the hosts of `specs` in the run: one that died or was lost is asked for anew, one that left in order is not.
+
+    A host that can't be placed at all ends the job. It is the back end of a JobHost, whose names are those of hosts.
+    """
+
+    def __init__(
+        self, placer: HostPlacer, specs: Mapping[str, HostSpec], token: str, agent: NodeAgent, limit_s: float
+    ) -> None:
+        self._placer, self._specs, self._agent, self._limit_s = placer, specs, agent, limit_s
+        self._placing: set[asyncio.Task[Incarnation]] = set()
+        self._join = {name: join_command(spec, token) for name, spec in specs.items()}
+        left = frozenset((ExitCode.DONE, ExitCode.INTERRUPTED))
+        self.host = JobHost(self, agent.spawn, self._died, leaves_by=left)
+
+    def begin(self) -> None:
+        """Ask for every host."""
+        for spec in self._specs.values():
+            for index in range(spec.count):
+                self.host.start(f"{spec.name}-{index + 1}", RestartBudget(RESTARTS, WINDOW_S))
+
+    async def end(self) -> None:
+        """The run is over: who still waits for a host gets none, and those that are left are told to go."""
+        for placing in self._placing:
+            placing.cancel()
+        await self.host.drain_all(LEAVE_S, by_rank=False)
+
+    async def start(self, name: str) -> Incarnation:
+        """The host `name`, once it was placed; where it can't be, one that has ended already and says why."""
+        placing = self._agent.spawn(self._place(name), name=f"host.place.{name}")
+        self._placing.add(placing)
+        try:
+            await asyncio.wait([placing])
+        finally:
+            self._placing.discard(placing)
+        return _Unplaced("the run is over") if placing.cancelled() else placing.result()
+
+    async def _place(self, name: str) -> Incarnation:
+        spec = self._specs[role_of(name)]
+        try:
+            async with asyncio.timeout(self._limit_s):
+                host = await self._placer.place(spec, self._join[spec.name])
+        except TimeoutError:
+            return _Unplaced(f"none came within {self._limit_s:g} s (launch.place_timeout_s)")
+        except Exception as error:  # noqa: BLE001 - NotPlaced; or what a placer of somebody's raises, which is no host either
+            return _Unplaced(said_by(error))
+        logger("host").info("placed", host=name, id=host.id, pools=dict(spec.pools), roles=dict(spec.roles))
+        return _Hosted(host, self._agent.spawn)
+
+    async def _died(self, death: Death) -> None:
+        if death.expected or self._agent.over.done():
+            return
+        because = f": {death.ending.sentence}" if death.ending.sentence else ""
+        if death.restart_in_s is None:
+            times = f" after {death.attempt} attempts" if death.attempt > 1 else ""
+            sentence = f"the host {death.name} can't be had{times} ({death.ending.how}){because}"
+            self._agent.end(JobOutcome("failed", sentence, death.name))
+            return
+        again = f"asking for another in {death.restart_in_s:.1f} s ({death.attempt} of {death.limit})"
+        self._agent.screen.notice(
+            f"the host {death.name} is gone ({death.ending.how}) after {death.after_s:.1f} s{because}; {again}"
+        )
+
+
+class _Hosted:
+    """An Incarnation: a placed host, which is given back when it has ended."""
+
+    def __init__(self, host: PlacedHost, spawn: Callable[..., "asyncio.Task[Any]"]) -> None:
+        self._host, self._spawn = host, spawn
+        self._stay = spawn(self._ending(), name=f"host.{host.id}")
+
+    def drain(self) -> None:
+        self._host.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._spawn(self._host.release(), name=f"host.release.{self._host.id}")
+
+    def is_stopped(self) -> bool:
+        return False
+
+    async def ended(self) -> Ending:
+        return await asyncio.shield(self._stay)
+
+    async def _ending(self) -> Ending:
+        try:
+            return await self._host.ended()
+        except Exception as error:  # noqa: BLE001 - a placer of somebody's no longer knows: then it is as good as gone
+            return Ending("lost", said_by(error), lost=True)
+        finally:
+            await self._host.release()
+
+
+class _Unplaced:
+    """An Incarnation that never was. The first time that counts for good."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def drain(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def is_stopped(self) -> bool:
+        return False
+
+    async def ended(self) -> Ending:
+        return Ending("not placed", self._why, permanent=True)

@@ -1,0 +1,219 @@
+"""A run keeps the hosts that its config asks for, over any placer: here one that a script answers for, on virtual time."""
+
+import asyncio
+import signal
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from runtime.config import from_mapping
+from runtime.errors import ConfigError
+from runtime.host import Ending
+from runtime.launch.agent import JobOutcome
+from runtime.launch.placer import HostSpec, PlacedHosts, join_command, placed_hosts, placer_problems, specs_of
+from tests.contract.placers import ScriptedPlacer
+from tests.virtual import virtual
+
+ACTOR = "runtime.actor:Actor"
+JOB = {
+    "bus": {"host": "127.0.0.1"},
+    "actors": {
+        "engine": {"class": ACTOR, "pools": {"near": {"count": 1}, "far": {"count": 0, "gpus": 2, "labels": ["h20"]}}},
+        "env": {"class": ACTOR},
+    },
+    "launch": {"hosts": {"remote": {"count": 2, "pools": {"far": 3, "env": 4}}}},
+}
+
+
+class Agent:
+    """What of a node agent the hosts are kept with: its tasks, its user and the job's outcome."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self.spawn, self.screen = tasks.create_task, self
+        self.over = asyncio.get_running_loop().create_future()
+        self.notices: list[str] = []
+
+    def notice(self, text: str, *, good: bool = False) -> None:
+        self.notices.append(text)
+
+    def end(self, outcome: JobOutcome) -> None:
+        if not self.over.done():
+            self.over.set_result(outcome)
+
+
+@asynccontextmanager
+async def keeping(spec: HostSpec, limit_s: float = 300.0):
+    placer = ScriptedPlacer()
+    async with asyncio.TaskGroup() as tasks:
+        agent = Agent(tasks)
+        hosts = PlacedHosts(placer, {spec.name: spec}, "token", agent, limit_s)  # type: ignore[arg-type]
+        hosts.begin()
+        await asyncio.sleep(1.0)
+        yield placer, agent, hosts
+        await hosts.end()
+    assert placer.hosts == []
+    assert placer.waiting == 0
+
+
+@virtual
+async def test_every_host_is_asked_for_with_all_that_it_brings():
+    async with keeping(HostSpec("far", 2, {"far": 3}, {"env": 4}, labels=("h20", "ib"))) as (placer, _, _):
+        commands = [host.join for host in placer.hosts]
+
+    assert [command.arguments for command in commands] == [
+        ("add", "host.labels=[h20,ib]", "--pools", "far=3,env=4", "--join", "-")
+    ] * 2
+    assert all("token" not in command.arguments for command in commands)
+    assert commands[0].token == "token"
+
+
+@virtual
+async def test_a_host_that_is_lost_or_dies_is_asked_for_anew():
+    async with keeping(HostSpec("far", 1)) as (placer, agent, _):
+        placer.hosts[0].ends(Ending("lost", "its node went away", lost=True))
+        await asyncio.sleep(1.0)
+        placer.hosts[0].ends(Ending.of(1, "it broke"))
+        await asyncio.sleep(2.0)
+        again = len(placer.hosts)
+
+    assert again == 1
+    assert len(placer.asked) == 3
+    assert agent.notices == [
+        "the host far-1 is gone (lost) after 1.0 s: its node went away; asking for another in 0.5 s (1 of 5)",
+        "the host far-1 is gone (exit 1) after 0.5 s: it broke; asking for another in 1.0 s (2 of 5)",
+    ]
+    assert not agent.over.done()
+
+
+@virtual
+async def test_a_host_that_left_in_order_is_not_asked_for_again():
+    async with keeping(HostSpec("far", 1)) as (placer, agent, _):
+        placer.hosts[0].signal(signal.SIGTERM)
+        await asyncio.sleep(100.0)
+
+    assert len(placer.asked) == 1
+    assert agent.notices == []
+
+
+@virtual
+async def test_a_host_that_can_not_be_placed_ends_the_job_with_the_reason():
+    async with keeping(HostSpec("none", 1, gpus=9)) as (_, agent, _):
+        outcome = await agent.over
+
+    assert outcome == JobOutcome("failed", "the host none-1 can't be had (not placed): no node has 9 GPUs", "none-1")
+
+
+@virtual
+async def test_a_host_that_does_not_come_in_time_ends_the_job_and_is_no_longer_asked_for():
+    async with keeping(HostSpec("later", 1), limit_s=60.0) as (placer, agent, _):
+        outcome = await agent.over
+        waiting = placer.waiting
+
+    assert "none came within 60 s (launch.place_timeout_s)" in outcome.sentence
+    assert waiting == 0
+
+
+@virtual
+async def test_a_host_in_place_of_a_lost_one_is_asked_for_until_it_comes():
+    async with keeping(HostSpec("later", 1), limit_s=60.0) as (placer, agent, _):
+        placer.room.set()
+        await asyncio.sleep(1.0)
+        placer.room.clear()
+        placer.hosts[0].ends(Ending("lost", lost=True))
+        await asyncio.sleep(500.0)
+        asked, over = len(placer.asked), agent.over.done()
+        placer.room.set()
+        await asyncio.sleep(10.0)
+        back = len(placer.hosts)
+
+    assert asked > 5
+    assert not over
+    assert back == 1
+
+
+@virtual
+async def test_a_host_that_is_lost_again_and_again_ends_the_job():
+    async with keeping(HostSpec("far", 1)) as (placer, agent, _):
+        while not agent.over.done():
+            for host in tuple(placer.hosts):
+                host.ends(Ending.of(1, "it broke"))
+            await asyncio.sleep(0.1)
+
+    assert len(placer.asked) == 6
+    assert agent.over.result().sentence == "the host far-1 can't be had after 6 attempts (exit 1): it broke"
+
+
+@virtual
+async def test_a_run_that_is_over_waits_for_no_host_and_ends_the_deaf():
+    clock = asyncio.get_running_loop().time
+    async with keeping(HostSpec("far", 1)) as (placer, _, hosts):
+        host = placer.hosts[0]
+        host.join = host.join._replace(arguments=("deaf",))
+        hosts.host.start("far-2", hosts.host._hosted["far-1"].budget)
+        began = clock()
+
+    ended = await host.ended()
+    assert ended.code == -9
+    assert clock() - began < 15.0  # of virtual seconds: it is killed LEAVE_S after it was asked to go
+
+
+class Faulty(ScriptedPlacer):
+    async def place(self, spec, join):
+        raise RuntimeError("its engine is gone")
+
+
+@virtual
+async def test_a_placer_that_raises_ends_the_job_and_is_closed(tmp_path):
+    async with asyncio.TaskGroup() as tasks:
+        agent = Agent(tasks)
+        config = from_mapping(JOB, ["launch.backend=tests.unit.runtime.launch.test_placed_hosts:Faulty"])
+        async with placed_hosts(config, Path(tmp_path), "token", agent):  # type: ignore[arg-type]
+            outcome = await agent.over
+
+    assert outcome.sentence == "the host remote-1 can't be had (not placed): RuntimeError: its engine is gone"
+
+
+# -- from the config ------------------------------------------------------------------------------------------------
+
+
+def test_a_host_must_have_what_its_pools_need_together():
+    specs = specs_of(from_mapping(JOB))
+
+    assert specs == {"remote": HostSpec("remote", 2, {"far": 3}, {"env": 4}, 6, ("h20",))}
+    assert join_command(specs["remote"], "secret").token == "secret"
+
+
+def test_a_job_without_hosts_needs_no_placer():
+    config = from_mapping(JOB, ["launch.hosts={}", "launch.backend=nowhere:Placer"])
+
+    assert placer_problems(config) == []
+    assert specs_of(config) == {}
+
+
+def test_a_backend_that_is_not_there_is_told_before_anything_starts():
+    found = placer_problems(from_mapping(JOB, ["launch.backend=nowhere:Placer"]))
+
+    assert found == ["launch.backend: nowhere:Placer does not exist: there is no module nowhere. Or name one of here."]
+
+
+WRONG = [
+    (
+        ["launch.hosts.remote.pools={fa: 1}"],
+        "launch.hosts.remote.pools has fa, which is no pool of this job, nor a role without",
+    ),
+    (["launch.hosts.remote.pools={engine: 1}"], "launch.hosts.remote.pools has engine, which is no pool of this job"),
+    (["bus.host=''"], "launch.hosts needs bus.host, the address at which they reach this host"),
+    (["launch.hosts.remote.pools={}"], "launch.hosts.remote.pools"),
+    (["launch.hosts.remote.count=0"], "launch.hosts.remote.count"),
+    (["launch.hosts={'a b': {pools: {far: 1}}}"], "a b can't be a name of hosts"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), WRONG)
+def test_hosts_that_can_not_be_meant_are_refused(overrides, sentence):
+    with pytest.raises(ConfigError) as refused:
+        from_mapping(JOB, overrides)
+
+    assert sentence in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
