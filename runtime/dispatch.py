@@ -294,8 +294,8 @@ class ConcurrentHandlers:
     def __init__(self, dispatcher: Dispatcher, name: str, spawn: Spawn) -> None:
         self._dispatcher, self._name, self._spawn = dispatcher, name, spawn
         self._running: dict[tuple[Peer, int], _Run] = {}
-        self._counts: dict[str, int] = {}
-        self._parked: dict[str, deque[Delivery]] = {}
+        self._counts: dict[type[Message], int] = {}
+        self._parked: dict[type[Message], deque[Delivery]] = {}
 
     @property
     def num_parked(self) -> int:
@@ -303,10 +303,10 @@ class ConcurrentHandlers:
 
     def admit(self, handler: Handler, delivery: Delivery) -> None:
         """Start it, or park it: a parked letter keeps its sender's credit, which bounds how many there are."""
-        if self._counts.get(handler.spec.method, 0) < handler.spec.concurrency:
+        if self._counts.get(handler.spec.message, 0) < handler.spec.concurrency:
             self._start(handler, delivery)
         else:
-            self._parked.setdefault(handler.spec.method, deque()).append(delivery)
+            self._parked.setdefault(handler.spec.message, deque()).append(delivery)
 
     def end(self) -> None:
         """The actor stops: what is parked is not begun any more."""
@@ -343,7 +343,7 @@ class ConcurrentHandlers:
         if message is None:
             return
         spec = handler.spec
-        self._counts[spec.method] = self._counts.get(spec.method, 0) + 1
+        self._counts[spec.message] = self._counts.get(spec.message, 0) + 1
         if spec.returns_future:
             work = self._begin(handler, delivery, message)
         else:
@@ -392,10 +392,10 @@ class ConcurrentHandlers:
         if handler.spec.returns_future:
             self._answer(handler, delivery, work)
         self._running.pop((delivery.peer, delivery.envelope.id), None)
-        method = handler.spec.method
-        self._counts[method] -= 1
-        parked = self._parked.get(method)
-        while parked and self._counts[method] < handler.spec.concurrency:
+        message = handler.spec.message
+        self._counts[message] -= 1
+        parked = self._parked.get(message)
+        while parked and self._counts[message] < handler.spec.concurrency:
             self._start(handler, parked.popleft())
 
 

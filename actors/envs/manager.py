@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,21 +11,21 @@ from typing import ClassVar
 
 import msgspec
 
+from actors import plugins
 from actors.cluster import ClusterSection
 from actors.config import EvalSection, ModelSection, RewardSection, RolloutSection
 from actors.envs.chat import Renderer
-from actors.envs.generating import GeneratingCount
+from actors.envs.hooks import RolloutHook
 from actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
 from actors.envs.named_renderer import renderer_of
-from actors.envs.outlook import RolloutOutlook
-from actors.envs.rollout import GaveUp, Rollout, RolloutContext, RolloutRecord
+from actors.envs.recorder import GaveUp
+from actors.envs.rollout import Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection
 from actors.envs.tasks import Task, check_prompts, check_tasks, resolved
-from actors.messages.orchestration import OutOfDate, Survey, Surveyed
 from actors.messages.samples import Admit, Cancel, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
 from actors.tasks import Tasks, TaskSection
 from bus.errors import AskFailed, Failed
-from runtime.actor import Actor, handler
+from runtime.actor import Actor, Handles, handler
 from runtime.config import ActorConfig
 from runtime.config import Config as Job
 from runtime.errors import ConfigError
@@ -131,6 +131,11 @@ class EnvManager(Actor):
             )
 
     @classmethod
+    def plugin_classes(cls, job: Job) -> tuple[type[Handles], ...]:
+        """Hooks that answer messages of other actors of the job."""
+        return tuple(plugins.load(path) for section, path in plugins.ROLLOUT_MESSAGES.values() if job.has(section))
+
+    @classmethod
     def check_host(cls, config: Config) -> None:
         """The environments' modules, whose content shows when a manager tries them, and data sets."""
         if config.tasks:
@@ -168,8 +173,10 @@ class EnvManager(Actor):
         self._admitting: asyncio.Task[None] | None = None
         self._rollouts: dict[str, RolloutContext] = {}
         self._ended = self._aside = False
-        self._outlook: RolloutOutlook | None = None
-        self._turns = GeneratingCount(self) if config.cluster.dir else None
+        self._hooks: list[RolloutHook] = [
+            hook(self, self._playing) for hook in plugins.named(plugins.ROLLOUT_HOOKS, config)
+        ]
+        self.plugins = self._hooks
 
     async def on_start(self) -> None:
         """Try the environment, then begin to admit. A broken one ends the job with one sentence."""
@@ -182,13 +189,21 @@ class EnvManager(Actor):
         self._sized(max(pooled, default=0))
         self._admitting = self.spawn(self._admit(), name=f"{self.name}.admit")
         self.spawn(self._hold(), name=f"{self.name}.hold")
-        if self._turns is not None:
-            self.spawn(self._turns.tell(), name=f"{self.name}.turns")
+        for hook in self._hooks:
+            self.spawn(hook.run(), name=f"{self.name}.{type(hook).__name__}")
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
-        """A new proxy knows nothing of what runs."""
-        if self._turns is not None:
-            self._turns.again()
+        """For the hooks."""
+        for hook in self._hooks:
+            hook.peers_changed()
+
+    def plugin_for(self, tag: str) -> RolloutHook | None:
+        """The hook of the mechanism that sends such messages."""
+        if tag not in plugins.ROLLOUT_MESSAGES:
+            return None
+        hook: RolloutHook = plugins.load(plugins.ROLLOUT_MESSAGES[tag][1])(self, self._playing)
+        self._hooks.append(hook)
+        return hook
 
     async def on_drain(self) -> None:
         """Admit no more, and give every ticket back at once, for another manager: a group waits for all of its members."""
@@ -215,11 +230,8 @@ class EnvManager(Actor):
             if running is not None and running.issuer <= message.issuer:
                 running.cancel()
 
-    @handler
-    async def survey(self, request: Survey) -> Surveyed | OutOfDate:
-        if self._outlook is None:
-            self._outlook = RolloutOutlook()
-        return self._outlook.look(request, [each.rollout for each in self._running.values() if each.playing])
+    def _playing(self) -> list[Rollout]:
+        return [running.rollout for running in self._running.values() if running.playing]
 
     def _hosts_of(self) -> dict[str, EnvHost]:
         """They share their workers."""
@@ -287,7 +299,7 @@ class EnvManager(Actor):
             waits=self.waits,
             eval=self.config.eval,
             score_names=task.reward.names,
-            turns=self._turns or nullcontext(),
+            hooks=self._hooks,
         )
         return ""
 
@@ -345,12 +357,12 @@ class EnvManager(Actor):
             self._running[key].issuer = issuer
         else:
             self._records[ticket.task].begun(ticket)
-            running = self._running[key] = _Running(Rollout(self._rollouts[ticket.task], ticket), issuer)
+            running = self._running[key] = _Running(self._rollouts[ticket.task].rollout_of(ticket), issuer)
             running.task = self.spawn(self._run(running), name=f"{self.name}.{ticket.trajectory_id}")
             self.metrics.gauge("rollout/in_flight", len(self._running))
 
     async def _run(self, running: _Running) -> None:
-        rollout, ticket = running.rollout, running.rollout.ticket
+        rollout, ticket = running.rollout, running.rollout.recorder.ticket
         try:
             trajectory = await self._play(running)
         except GaveUp as end:
@@ -371,7 +383,7 @@ class EnvManager(Actor):
         scope = running.playing = asyncio.timeout(None)
         try:
             async with scope:
-                with self.trace.span("rollout", "env", trajectory=rollout.ticket.trajectory_id):
+                with self.trace.span("rollout", "env", trajectory=rollout.recorder.ticket.trajectory_id):
                     trajectory = await rollout.play()
             whole = True
             return trajectory
@@ -381,25 +393,27 @@ class EnvManager(Actor):
             raise
         finally:
             running.playing, running.played = None, True
-            if self._outlook is not None:
-                self._outlook.ended(rollout, whole=whole)
+            for hook in self._hooks:
+                hook.ended(rollout, whole=whole)
 
     async def _finished(self, rollout: Rollout, trajectory: Trajectory) -> None:
-        self._records[rollout.ticket.task].good(rollout.ticket)
+        ticket = rollout.recorder.ticket
+        self._records[ticket.task].good(ticket)
         self.metrics.count("rollout/finished")
         self.metrics.observe("rollout/turns", trajectory.turns)
         self.metrics.observe("rollout/wall_s", trajectory.wall_s)
         if not await self._deliver(Put(trajectory)):
-            await self._deliver(rollout.given_up("dead_letter", retry=True))
+            await self._deliver(rollout.recorder.given_up("dead_letter", retry=True))
 
     async def _cancelled(self, rollout: Rollout, end: GaveUp) -> None:
         """What it had sampled is still told, and where somebody wants it after all it is issued again."""
         self.metrics.count("rollout/cancelled")
-        self._records[rollout.ticket.task].bad(rollout.ticket, end)
-        await self._deliver(rollout.given_up(end.reason, retry=end.retry))
+        ticket = rollout.recorder.ticket
+        self._records[ticket.task].bad(ticket, end)
+        await self._deliver(rollout.recorder.given_up(end.reason, retry=end.retry))
 
     async def _failed(self, rollout: Rollout, end: GaveUp) -> None:
-        ticket, end.detail = rollout.ticket, self.run.hidden(end.detail)
+        ticket, end.detail = rollout.recorder.ticket, self.run.hidden(end.detail)
         self.metrics.count("rollout/error")
         self.metrics.count(f"rollout/error/{end.reason}")
         self.log.warning(
@@ -414,7 +428,7 @@ class EnvManager(Actor):
         notices, verdict = self._records[ticket.task].bad(ticket, end)
         for notice in notices:
             self.notice(notice)
-        await self._deliver(rollout.failed(end))
+        await self._deliver(rollout.recorder.failed(end))
         if verdict and not self._aside:  # the answer says whether it is this manager's own trouble
             self._end(verdict)
 
@@ -483,7 +497,7 @@ class EnvManager(Actor):
         try:
             async with asyncio.timeout(GIVE_BACK_S), asyncio.TaskGroup() as tasks:
                 for running in unfinished:
-                    tasks.create_task(self._deliver(running.rollout.given_up("drained", retry=True)))
+                    tasks.create_task(self._deliver(running.rollout.recorder.given_up("drained", retry=True)))
                 while self._running:
                     self._changed.clear()
                     await self._changed.wait()

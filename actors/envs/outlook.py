@@ -1,48 +1,55 @@
-"""What a manager tells an orchestrator of its rollouts: how far each is, its environment included, and those that ended."""
+"""What an orchestrator knows of a manager's rollouts: how far each is, its environment included, and those that ended."""
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
+from actors.envs.hooks import RolloutHook
+from actors.envs.recorder import Recorder
 from actors.envs.rollout import Rollout
-from actors.messages.orchestration import RequestEnded, Survey, Surveyed, TrajectorySeen
+from actors.messages.orchestration import OutOfDate, RequestEnded, Survey, Surveyed, TrajectorySeen
+from runtime.actor import Actor, handler
 
 ENDED_KEPT = 8192
 """Rollouts that wait for the next survey; the oldest is forgotten first."""
 
 
-class RolloutOutlook:
+class RolloutOutlook(RolloutHook):
     """Of one manager, from the first survey on. Held-out rollouts are left out, as they are of no step."""
 
-    def __init__(self) -> None:
+    def __init__(self, manager: Actor, playing: Callable[[], Iterable[Rollout]]) -> None:
+        super().__init__(manager, playing)
         self._ended: deque[RequestEnded] = deque(maxlen=ENDED_KEPT)
         self._num_ended = 0
 
     def ended(self, rollout: Rollout, *, whole: bool) -> None:
         """It plays no more."""
-        if rollout.ticket.purpose == "eval":
+        recorder, ticket = rollout.recorder, rollout.recorder.ticket
+        if ticket.purpose == "eval":
             return
-        ticket, generate_s, env_s = rollout.ticket, rollout.generate_s, rollout.env_s(_now())
-        ended = RequestEnded(ticket.task, ticket.row, rollout.sampled, ticket.version, env_s, generate_s, whole)
-        self._ended.append(ended)
+        env_s, generate_s = recorder.env_s(_now()), recorder.generate_s
+        self._ended.append(
+            RequestEnded(ticket.task, ticket.row, recorder.sampled, ticket.version, env_s, generate_s, whole)
+        )
         self._num_ended += 1
 
-    def look(self, survey: Survey, playing: Iterable[Rollout]) -> Surveyed:
+    @handler
+    async def survey(self, request: Survey) -> Surveyed | OutOfDate:
         """Everything as it is now."""
         now = _now()
-        known = survey.after if survey.after <= self._num_ended else 0  # a manager that was restarted counts anew
+        known = request.after if request.after <= self._num_ended else 0  # a manager that was restarted counts anew
         new = min(self._num_ended - known, len(self._ended))
         ended = tuple(islice(self._ended, len(self._ended) - new, None))
-        seen = tuple(_seen(each, now) for each in playing if each.ticket.purpose != "eval")
-        return Surveyed((), (), ended, self._num_ended, seen)
+        playing = [each.recorder for each in self.playing() if each.recorder.ticket.purpose != "eval"]
+        return Surveyed((), (), ended, self._num_ended, tuple(_seen(each, now) for each in playing))
 
 
-def _seen(rollout: Rollout, now: float) -> TrajectorySeen:
-    ticket = rollout.ticket
+def _seen(recorder: Recorder, now: float) -> TrajectorySeen:
+    ticket = recorder.ticket
     return TrajectorySeen(
-        ticket.trajectory_id, ticket.task, ticket.row, rollout.sampled, rollout.env_s(now), rollout.most, ticket.version,
-        rollout.away,
+        ticket.trajectory_id, ticket.task, ticket.row, recorder.sampled, recorder.env_s(now), recorder.most, ticket.version,
+        recorder.away,
     )  # fmt: skip
 
 

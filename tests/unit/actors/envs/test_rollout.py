@@ -13,7 +13,8 @@ from actors.breakdown import numbers_of
 from actors.config import EvalSection, RewardSection, RolloutSection
 from actors.envs.chat import ChatRenderer
 from actors.envs.hosting import EnvHost
-from actors.envs.rollout import GaveUp, Rollout, RolloutContext
+from actors.envs.recorder import GaveUp
+from actors.envs.rollout import RolloutContext
 from actors.envs.section import EnvSection
 from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
 from actors.messages.samples import NotScored, PolicyState, Scores, Ticket, shortened
@@ -149,20 +150,20 @@ def prepare(
     rollout = RolloutSection(**{"max_new_tokens": 8, "max_len": 4096, **limits})
     silent = Silent()
     stage = RolloutContext(
-        section,
-        rollout,
-        host,
-        renderer,
-        proxy,
-        reward,
-        lambda: PolicyState(*policy),
-        silent,
-        silent,
-        evaluation or EvalSection(),
-        score_names,
+        env=section,
+        rollout=rollout,
+        host=host,
+        renderer=renderer,
+        proxy=proxy,
+        reward=reward,
+        policy=lambda: PolicyState(*policy),
+        metrics=silent,
+        waits=silent,
+        eval=evaluation or EvalSection(),
+        score_names=score_names,
     )
     ticket = ticket or Ticket("t1", "g1", 1, 17, 4211, 5)
-    return Rollout(stage, ticket), proxy
+    return stage.rollout_of(ticket), proxy
 
 
 async def test_a_trajectory_ends_at_the_goal_with_the_sum_of_step_rewards(renderer):
@@ -391,7 +392,7 @@ async def test_what_is_given_up_says_how_many_tokens_it_sampled_and_resumed_ones
     with pytest.raises(GaveUp) as caught:
         await rollout.play()
 
-    told = rollout.given_up(caught.value.reason, retry=caught.value.retry)
+    told = rollout.recorder.given_up(caught.value.reason, retry=caught.value.retry)
     assert (told.reason, told.retry, told.turns, told.tokens) == ("generation_failed", True, 1, len([*b"go", END]) + 5)
 
 
@@ -423,7 +424,7 @@ async def test_a_rollout_that_failed_tells_what_it_had_played(renderer, purpose)
     with pytest.raises(GaveUp) as caught:
         await rollout.play()
 
-    told = rollout.failed(caught.value)
+    told = rollout.recorder.failed(caught.value)
 
     assert told.reason == "env_step_failed"
     assert told.played.reason.startswith("env_step_failed: raised in step: KeyError")
@@ -439,7 +440,7 @@ async def test_a_rollout_that_failed_before_anything_was_sampled_has_nothing_to_
     with pytest.raises(GaveUp) as caught:
         await rollout.play()
 
-    assert rollout.failed(caught.value).played is None
+    assert rollout.recorder.failed(caught.value).played is None
 
 
 async def test_a_held_out_trajectory_carries_its_text_and_one_to_train_on_does_not(renderer):
@@ -454,12 +455,12 @@ async def test_a_held_out_trajectory_carries_its_text_and_one_to_train_on_does_n
 
 def test_what_is_no_unicode_in_an_info_becomes_columns_and_figures(renderer):
     rollout, _ = prepare(renderer, [])
-    rollout._info = {"k\ud83d": ["v\ud83d", 1.0], "n\ud83d": 2.0}
+    rollout.recorder.info = {"k\ud83d": ["v\ud83d", 1.0], "n\ud83d": 2.0}
 
-    columns = msgspec.msgpack.decode(rollout._columns())
+    columns = msgspec.msgpack.decode(rollout.recorder._columns())
 
     assert columns["k\ufffd"] == ["v\ufffd", 1.0]
-    assert numbers_of(rollout._info) == {"n\ufffd": 2.0}
+    assert numbers_of(rollout.recorder.info) == {"n\ufffd": 2.0}
 
 
 async def test_stops_of_the_renderer_go_with_each_request(model_folder):

@@ -1,7 +1,8 @@
 """When failures become a sentence, and when they end the job."""
 
 from actors.envs.hosting import EnvFailure
-from actors.envs.rollout import PROMPTS_KEPT, GaveUp, RolloutRecord
+from actors.envs.recorder import GaveUp
+from actors.envs.rollout import PROMPTS_KEPT, RolloutRecord
 from actors.envs.section import EnvSection
 from actors.messages.samples import Ticket
 

@@ -1,0 +1,26 @@
+"""The one place that knows which mechanisms there are: from a key of the config, or a message, to the import path of a plug-in.
+
+A plug-in is imported when the key is set, or the message comes, and not before.
+"""
+
+from collections.abc import Mapping
+from functools import reduce
+from importlib import import_module
+from typing import Any
+
+ROLLOUT_HOOKS: Mapping[str, str] = {"cluster.dir": "actors.envs.generating:GeneratingCount"}
+"""See actors/envs/hooks.py."""
+
+ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "actors.envs.outlook:RolloutOutlook")}
+"""The section of the actor that sends the message, and the hook that answers it."""
+
+
+def named(paths: Mapping[str, str], config: Any) -> list[Any]:
+    """Those of `paths` whose key is set in `config`."""
+    return [load(path) for key, path in paths.items() if reduce(getattr, key.split("."), config)]
+
+
+def load(path: str) -> Any:
+    """The object of ours that `path`, module:Name, names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
