@@ -1,8 +1,8 @@
 """Names the files that one rollout runs through: what a reader opens to follow it from its ticket to the weights that it trained.
 
-An embedded job (examples/embedded_job.py) trains one step. Every product file of which a function body runs, on any thread, from the first
-request for tickets until an engine has swapped in the weights of that step, and its row stands in metrics.jsonl, counts: of these two either
-comes first.
+An embedded job (examples/embedded_job.py) trains some steps. Every product file of which a function body runs, on any thread, counts from
+the first Claim that is answered, since loading is no rollout, until a ticket issued after it is trained, and the version that this gave was
+swapped in and stands in metrics.jsonl.
 
     python tools/reading_path.py [--most N]      exits 1 where there are more than N files
 """
@@ -23,27 +23,31 @@ sys.path.insert(0, str(ROOT))
 
 PRODUCT = ("bus", "runtime", "planning", "actors")
 
-FIRST = ("actors/samples/buffer.py", "admit")
+CLAIM, BATCH = ("actors/samples/buffer.py", "claim"), "Batch"
+"""A function, and the type of what it returns once it is answered."""
+ADMIT, TICKETS = ("actors/samples/buffer.py", "admit"), "Tickets"
+TRAIN = ("actors/training/torch_train.py", "parts")
+"""Of a `step` over `groups` of trajectories."""
 SWAP = ("actors/engines/torch_engine.py", "swap")
-"""Of a `version` from 1 on: 0 is the base model."""
-
+"""Of a `version`: that of a step is its number."""
 ROW = ("actors/training/publishing.py", "append_step")
+"""Of a `step`."""
 
 OPTIMIZED = 0x1
 """Flag of a function's code: module and class bodies lack it."""
 
 
 class Tracer:
-    """A profile function. `files` has the number of functions that ran, by file; `ended` is set once SWAP and ROW returned."""
+    """A profile function. `files` has the number of functions that ran, by file; `ended` is set once SWAP and ROW of the step returned."""
 
     def __init__(self) -> None:
-        self.began = False
-        self._last: set[tuple[str, str]] = {SWAP, ROW}
+        self.began = self.ended = False
+        self._issued: set[str] = set()
+        """Trajectories of tickets that were issued since it began."""
+        self._step = 0
+        """The first that trained one of these."""
+        self._last = {SWAP: "version", ROW: "step"}
         self._seen: set[CodeType] = set()
-
-    @property
-    def ended(self) -> bool:
-        return not self._last
 
     @property
     def files(self) -> Counter[str]:
@@ -57,17 +61,31 @@ class Tracer:
         sys.setprofile(None)
         threading.setprofile(None)
 
-    def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if self.ended or event not in ("call", "return"):
             return
         code = frame.f_code
         if event == "return":
-            if self.began and (_is(code, ROW) or (_is(code, SWAP) and frame.f_locals["version"] >= 1)):
-                self._last.discard(ROW if _is(code, ROW) else SWAP)
-        else:
-            self.began = self.began or _is(code, FIRST)
-            if self.began and code.co_flags & OPTIMIZED:
-                self._seen.add(code)
+            self._returned(code, frame, argument)
+        elif self.began and code.co_flags & OPTIMIZED:
+            self._seen.add(code)
+            if not self._step and _is(code, TRAIN):
+                groups = frame.f_locals["groups"]
+                trained = any(one.ticket.trajectory_id in self._issued for group in groups for one in group)
+                self._step = frame.f_locals["step"] if trained else 0
+
+    def _returned(self, code: CodeType, frame: FrameType, value: Any) -> None:
+        """A coroutine returns at each wait too: what it hands up then is no answer."""
+        what = type(value).__name__
+        if not self.began:
+            self.began = what == BATCH and _is(code, CLAIM)
+        elif what == TICKETS and _is(code, ADMIT):
+            self._issued |= {ticket.trajectory_id for ticket in value.tickets}
+        elif self._step:
+            for place in [place for place in self._last if _is(code, place)]:
+                if frame.f_locals[self._last[place]] >= self._step:
+                    del self._last[place]
+            self.ended = not self._last
 
 
 def _is(code: CodeType, place: tuple[str, str]) -> bool:
@@ -87,7 +105,7 @@ async def _train_one_step(folder: Path, tracer: Tracer) -> None:
     from runtime.embed import embed
 
     job = runpy.run_path(str(ROOT / "examples" / "embedded_job.py"))["JOB"]
-    async with embed(from_mapping(job, ["run.steps=3", "run.name=reading-path"]), folder) as running:
+    async with embed(from_mapping(job, ["run.steps=8", "run.name=reading-path"]), folder) as running:
         async for _ in running.rows():
             if tracer.ended:
                 break
@@ -110,7 +128,7 @@ def main() -> int:
             tracer.stop()
     if not tracer.ended:
         print(
-            "the rollout did not end: SWAP and ROW at the top of this tool no longer name what its last functions are"
+            "the rollout did not end: the places at the top of this tool no longer name where it begins, is trained and ends"
         )
         return 2
     files = tracer.files

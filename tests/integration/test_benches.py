@@ -18,7 +18,6 @@ BENCHES = ROOT / "tools" / "bench"
 
 OWN = {
     "drains": "integration/test_drains_bench.py",
-    "redundancy": "unit/tools/test_redundancy_bench.py",
     "rewards": "integration/test_rewards_bench.py",
     "rollout": "integration/test_rollout_bench.py",
     "tail": "integration/test_tail_bench.py",
@@ -27,27 +26,20 @@ OWN = {
 """Started by tests of their own, which also look at what they measure."""
 
 FEW = {
-    "admission": (["--steps", "10"], r"rubato auto +\d"),
     "affinity": (["--short", "--only", "uniform"], r"all h800 +[\d.]+ samples/s paced"),
     "bulk": (["--runs", "1"], r"\d\.\d"),
     "bus": (["--runs", "1", "--only", "rubato"], r"rubato"),
-    "circuits": (["--racks", "16", "--uplinks", "8", "--repeat", "1"], r"ring.*\d"),
-    "coexecution": (["--jobs", "5", "--decisions", "2"], r"5.*\d"),
     "prefill_decode": (["--short"], r"2P2D: [\d.]+ samples/s paced"),
     "rlsim": (["1024"], r"one RL iteration, 1024 GPUs, rfabric: \d"),
-    "weights_digest": (["--mib", "32", "--times", "3"], r"\d\.\d\d \("),
 }
 """Arguments, and what stands among its figures."""
 
 SHORT = {
-    "advice": ([], r"predicted +[+-]\d+%   taken +[+-]\d+% \(paced\)"),
     "alpha_live": ([], r"α auto: \S+ s to the goal"),
-    "memory": ([], r"chunks,64,0,float32: [\d.]+ GB beyond"),
     "multiplexing": ([], r"short: cost efficiency \d"),
     "orchestrator": ([], r"uniform: off [\d.]+ s, on [\d.]+ s.*virtual"),
     "quickstart": ([], r"actors: 0.8 after .* 3 steps in \d"),
     "vs_trl": ([], r"Rubato: [\d.]+ samples/s"),
-    "warm_switch": ([], r"trainer: warm [\d.]+ s .*, cold [\d.]+ s"),
     "weights": (["--deltas"], r'"changed_frac": 0\.\d'),
 }
 """The same of those whose short form says itself that it is no result."""
@@ -63,7 +55,7 @@ def test_every_quoted_bench_is_started_in_a_short_form():
 
     quoted = {name for page in pages for name in re.findall(r"tools/bench/(\w+)\.py", page.read_text())}
 
-    assert quoted == {*OWN, *FEW, *SHORT, "forecast", "gpu"}
+    assert quoted == {*OWN, *FEW, *SHORT, "gpu"}
     assert all(name in (ROOT / "tests" / file).read_text() for name, file in OWN.items())
 
 
@@ -114,17 +106,3 @@ def test_the_bench_of_a_gpu_says_that_there_is_none_and_exits_with_3(monkeypatch
 
     assert (ended.returncode, ended.stdout) == (3, "")
     assert ended.stderr == "no CUDA GPU here: nothing was measured\n"
-
-
-def test_a_forecast_of_a_run_prints_how_far_it_is_off(tmp_path):
-    rows = [
-        {"step": step, "purpose": "train", "task": "t", "row": row, "tokens": 20 + row % 30}
-        for step in range(1, 12)
-        for row in range(50)
-    ]
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    ended = bench("forecast", tmp_path)
-
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "points, at worst" in ended.stdout

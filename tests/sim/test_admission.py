@@ -1,15 +1,12 @@
 """The rules of admission on the same lengths in virtual time, and α that adapts beside every fixed one."""
 
-import json
-
 import pytest
 
 from planning.adaptive_alpha import AlphaBounds
 from sim.admission.job import DRIFT, distributions, length_job, measured
 from sim.admission.rules import ArealRule, PrimeRlRule, RollRule, RuleView, WaitingGroup
-from sim.admission.workloads import ALPHAS, EVEN, TAIL, hardware, workloads
+from sim.admission.workloads import ALPHAS, TAIL, hardware, workloads
 from sim.buffer_model import ess_of
-from tools.bench import admission
 
 
 def view(*, version=0, running=0, ready=(), bound=0, completed=0):
@@ -88,17 +85,6 @@ def test_every_digitised_distribution_is_there_and_rises():
     assert found["math"].at(0.5) == pytest.approx(668, rel=0.03)
     assert found["math"].at(0.94) == pytest.approx(4005, rel=0.1)
     assert found["math"].at(1.0) == 16384
-
-
-def test_the_bench_prints_every_rule_as_a_model_and_writes_its_figures(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(admission, "distributions", lambda: {"even": EVEN})
-
-    assert admission.main(["--steps", "12", "--json", str(tmp_path / "a.json")]) == 0
-
-    said, figures = capsys.readouterr().out, json.loads((tmp_path / "a.json").read_text())
-    assert list(figures["even"]) == ["rubato", "rubato auto", "model of areal", "model of roll", "model of prime-rl"]
-    assert said.startswith("virtual time: modelled engine and trainer")
-    assert figures["even"]["rubato"]["value"] > 0
 
 
 # -- α that adapts ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,6 @@
 """Groups of jobs: who is packed where, at what cost, and why."""
 
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -316,14 +313,3 @@ def test_settling_looks_around_every_group_and_pays_each_cold_start():
     assert found.saved_usd == pytest.approx(10 * (H20 + H800) - (H20 + H800) * 60 / 3600)
     assert settled(found.groups, left, CLUSTER).moves == ()
     assert settled(found.groups, left, CLUSTER).why == "no group is worth dissolving"
-
-
-def test_the_bench_writes_what_it_prints(tmp_path):
-    bench = [sys.executable, "tools/bench/coexecution.py", "--jobs", "5", "--decisions", "2"]
-
-    subprocess.run([*bench, "--json", str(tmp_path / "c.json")], cwd=ROOT, check=True, timeout=60)
-
-    (row,) = json.loads((tmp_path / "c.json").read_text())["rows"]
-    assert row["jobs"] == 5
-    assert row["usd_hour"] < row["usd_hour_alone"]
-    assert row["ms_most"] >= row["ms_median"] > 0
