@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StrictInt, StrictStr, model_validator
 
 from actors.messages.engines import GENERATION
-from planning.adaptive_alpha import AlphaBounds
-from runtime.config import ActorSpec, Config, Section
+from runtime.config import ActorConfig, ActorSpec, Config, Section
 
 CUDA = re.compile(r"^cuda:(0|[1-9]\d{0,2})$")
 """A GPU by its place among those that a process sees."""
@@ -82,11 +81,6 @@ class StalenessSection(Section):
     def bound(self) -> int:
         """α, the largest where it is auto, or -1 where there is no bound: the form it has in messages."""
         return -1 if not self.bounded else self.alpha_max if self.alpha == "auto" else self.alpha
-
-    @property
-    def bounds(self) -> AlphaBounds | None:
-        """Of an α that is auto."""
-        return AlphaBounds(self.alpha_min, self.alpha_max) if self.alpha == "auto" else None
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -395,6 +389,11 @@ class SamplesSection(Section):
     Nobody waits for stragglers, which makes training see a selection of what is quick: see docs/samples.md."""
     unbounded_batches: int = Field(default=8, ge=1)
     """Batches' worth of groups that may be under way where `staleness.bounded` is false."""
+    policy: Annotated[
+        tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
+    ] = ()
+    """Classes that change how batches are made, package.module:Class or path/to/file.py:Class, each around the one before. See
+    docs/samples.md. Empty: as `staleness`, `tail_batching` and `train.dynamic_sampling` say."""
     unsettled_mb: int = Field(default=256, ge=1)
     """MiB of samples that are kept in memory for as long as the Store may forget them; beyond that a put waits."""
     rotate_mb: float = Field(default=256, ge=0)
@@ -412,6 +411,15 @@ class TailBatchingSection(Section):
     """A short round launches so many times the prompts of a batch, and trains the first that are complete."""
     eta_responses: float = Field(default=1.25, ge=1, le=16)
     """And so many times `train.group_size` responses of each; the first that are scored train."""
+
+
+class BatchSections(ActorConfig):
+    """What decides how batches are made."""
+
+    staleness: StalenessSection = Field(default_factory=StalenessSection)
+    train: TrainSection = Field(default_factory=TrainSection)
+    samples: SamplesSection = Field(default_factory=SamplesSection)
+    tail_batching: TailBatchingSection = Field(default_factory=TailBatchingSection)
 
 
 class EvalSection(Section):

@@ -3,7 +3,7 @@
 A plug-in is imported when the key is set, or the message comes, and not before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from importlib import import_module
 from typing import Any
@@ -24,3 +24,15 @@ def load(path: str) -> Any:
     """The object of ours that `path`, module:Name, names."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
+
+
+def batch_policies(config: Any) -> Iterator[tuple[str, str]]:
+    """Import path and key of each plug-in of the sample buffer, the innermost first (actors/samples/policy.py)."""
+    if config.train.dynamic_sampling:
+        yield "actors.batching.dynamic_sampling:DynamicSampling", "train.dynamic_sampling"
+    if config.staleness.alpha == "auto":
+        yield "actors.batching.adaptive_alpha:AdaptiveAlpha", "staleness.alpha"
+    if config.tail_batching.enabled:
+        yield "actors.batching.tail_batching:TailBatching", "tail_batching"
+    for target in config.samples.policy:
+        yield target, "samples.policy"

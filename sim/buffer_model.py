@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
+from actors.batching.adaptive_alpha import AdaptiveAlpha
 from actors.messages.samples import Ticket
-from actors.samples.alpha import AlphaKeeper
 from actors.samples.groups import Groups
 from actors.samples.sample import Outcome, trajectory_id
 from planning.adaptive_alpha import AlphaBounds
@@ -37,13 +39,18 @@ class ModelledBuffer:
         self._ages: list[list[int]] = []
         self.alphas: list[tuple[int, int, str]] = []
         """Changes of α: the step that was handed out then, the new one, and why."""
-        self.alpha = AlphaKeeper(groups, bounds, lambda: timeline.now, self._told)
+        if bounds is not None:
+            groups.add_policy(partial(AdaptiveAlpha, bounds=bounds, now=lambda: timeline.now, tell=self._told))
         self.changed = timeline.event()
         """Something may be claimed."""
         self.freed = timeline.event()
         """Something may be admitted."""
         self.fates: dict[str, int] = {}
         """Trajectories by what became of them."""
+
+    def waiting(self, places: int) -> AbstractContextManager[None]:
+        """So many rollout places have no ticket, for want of a slot."""
+        return self._groups.waiting(places)
 
     @property
     def version(self) -> int:
@@ -78,7 +85,7 @@ class ModelledBuffer:
     def claim(self, step: int) -> list[str] | None:
         """The trajectories that `step` trains, oldest groups first; None while it must wait."""
         groups = self._groups
-        self.alpha.asked(step)
+        groups.asked(step, ess_of(self._ages[-1], self._drift) if self._ages else 1.0, 0.0)
         plan = groups.plan(step, groups.limits.batch_groups)
         dropped = [end for end in groups.take_changes().ends if end.fate == "stale" and end.outcome.reward is not None]
         self._count("stale", len(dropped))
@@ -91,12 +98,10 @@ class ModelledBuffer:
         self._ages.append(
             [step - 1 - group.members[index].outcome.version_first for group in chosen for index in group.scored]
         )
-        self.alpha.handed(step)
         return [trajectory_id(group.id, index) for group in chosen for index in group.scored]
 
     def trained(self, step: int) -> None:
         """Step `step` is published: the slots of its groups are free."""
-        self.alpha.trained(step, ess_of(self._ages[-1], self._drift), 0.0)
         self._groups.advance(step)
         self._groups.commit(step, self._groups.training.epoch)
         self._moved()
@@ -116,7 +121,8 @@ class ModelledBuffer:
         return not is_stale(version_first, self.version, self._groups.alpha)
 
     def _told(self, why: str) -> None:
-        self.alphas.append((len(self._ages), self._groups.admits, why))
+        (alpha,) = (plugin.admits for plugin in self._groups.plugins if isinstance(plugin, AdaptiveAlpha))
+        self.alphas.append((len(self._ages), alpha, why))
         self._moved()
 
     def _count(self, fate: str, num: int = 1) -> None:

@@ -107,7 +107,7 @@ class Job:
             freed = self.buffer.freed
             ticket = self.buffer.issue()
             if ticket is None:
-                with self.buffer.alpha.wanting(1):
+                with self.buffer.waiting(1):
                     await freed
             else:
                 await self._roll_out(manager, ticket)

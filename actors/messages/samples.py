@@ -29,6 +29,11 @@ SPREAD = 1e-6
 """A group whose rewards differ by less teaches nothing: its advantages are exactly zero."""
 
 
+def has_spread(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ enough to say which rollout was better: the one rule of what teaches, for buffer and trainer."""
+    return max(rewards, default=0.0) - min(rewards, default=0.0) >= SPREAD
+
+
 def flaw_of_reward(reward: float) -> Literal["", "not_finite", "out_of_range"]:
     """Why this can't be a reward."""
     if not math.isfinite(reward):
@@ -274,19 +279,17 @@ class Batch(Message, frozen=True):
     """The groups as MessagePack, cut into pieces: together they may be larger than a frame."""
     receipt: bytes
     """For the checkpoint that covers the step: by it the SampleBuffer ends these samples should the Store forget them."""
-    num_filtered: int = 0
-    """Samples that dynamic sampling left out since the batch before; a restart of the SampleBuffer forgets them."""
-    filtered_reward: float = 0.0
-    """The sum of their rewards."""
+    figures: dict[str, float] = {}
+    """What batch policies tell of the step, for its row of metrics."""
 
     @classmethod
     def of(
-        cls, step: int, groups: Sequence[Sequence[bytes]], receipt: bytes, filtered: tuple[int, float] = (0, 0.0)
+        cls, step: int, groups: Sequence[Sequence[bytes]], receipt: bytes, figures: dict[str, float] | None = None
     ) -> "Batch":
-        """A batch of these `groups`, each of MessagePack-encoded Trajectory; `filtered` is the number and reward of what was left out."""
+        """A batch of these `groups`, each of MessagePack-encoded Trajectory."""
         whole = memoryview(msgspec.msgpack.encode(groups))
         parts = tuple(Buffer(whole[at : at + PART_BYTES]) for at in range(0, len(whole), PART_BYTES))
-        return cls(step, parts, receipt, *filtered)
+        return cls(step, parts, receipt, figures or {})
 
     @property
     def groups(self) -> tuple[tuple[bytes, ...], ...]:

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import Field
 
 from actors.checkpoint import newest_receipts
-from actors.config import ModelSection, SamplesSection, StalenessSection, TailBatchingSection, TrainSection
+from actors.config import BatchSections, ModelSection
 from actors.messages.samples import (
     BAD_LOGPROBS,
     Admit,
@@ -38,9 +38,10 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.model_folder import vocab_size_of
-from actors.samples.alpha import AlphaKeeper
+from actors.plugins import batch_policies
 from actors.samples.cancels import Cancels
 from actors.samples.group import MIN_SCORED, Group, Receipt, Training, limits_of
+from actors.samples.groups import Groups
 from actors.samples.holders import (
     ENV_MANAGER,
     NOBODY,
@@ -55,6 +56,7 @@ from actors.samples.journal import Journal, Wake
 from actors.samples.kept import HeldOutFiles, KeptTrajectories, fitting
 from actors.samples.ledger import SampleLedger
 from actors.samples.payloads import Payloads
+from actors.samples.policy import MakePolicy, PolicyJob, PolicyPlugin
 from actors.samples.prompts import Mixture, mixture_of
 from actors.samples.quarantine import ENV_REASONS, HolderRecords
 from actors.samples.sample import (
@@ -66,15 +68,14 @@ from actors.samples.sample import (
     outcome_of,
     spent_of,
 )
-from actors.samples.tail import check_put_off, check_rounds, groups_of
 from actors.tasks import Tasks
 from bus.errors import AskFailed
 from bus.message import Ack
 from planning.staleness import HandOver, min_version
 from runtime.actor import Actor, handler
-from runtime.config import ActorConfig
 from runtime.config import Config as Job
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, check_all
+from runtime.importer import check_module, load_class
 from runtime.observe.figures import STORE, Wait
 from runtime.registry import ActorRecord
 from runtime.store.store import Fence
@@ -104,20 +105,27 @@ class SampleBuffer(Actor):
     least = most = 1
     _rebuilt = False
 
-    class Config(ActorConfig):
+    class Config(BatchSections):
         model: ModelSection = Field(default_factory=ModelSection)
-        staleness: StalenessSection = Field(default_factory=StalenessSection)
-        train: TrainSection = Field(default_factory=TrainSection)
-        samples: SamplesSection = Field(default_factory=SamplesSection)
-        tail_batching: TailBatchingSection = Field(default_factory=TailBatchingSection)
         tasks: Tasks = {}
 
     config: Config
 
     @classmethod
     def check(cls, job: Job) -> None:
-        """Refuse what rounds can't go with."""
-        check_rounds(job.section("tail_batching"), job.section("staleness"), job.section("samples"))
+        """Ask the plug-ins that sections name."""
+        for target in _built_in(job.actor_config(cls.role)):
+            load_class(target, PolicyPlugin).check(job)
+
+    @classmethod
+    def check_host(cls, config: Config) -> None:
+        """The modules of a user's plug-ins; what is in them shows as this actor starts."""
+        check_all(partial(check_module, target, key="samples.policy") for target in config.samples.policy)
+
+    @classmethod
+    def preload(cls, config: Config) -> tuple[str, ...]:
+        """The plug-ins that sections name."""
+        return tuple(target.partition(":")[0] for target in _built_in(config))
 
     async def on_start(self) -> None:
         """Rebuild from the Store and the newest checkpoint, then serve."""
@@ -127,7 +135,7 @@ class SampleBuffer(Actor):
         mixture = await self.offload(mixture_of, config.tasks, self.run.seed)
         limits = limits_of(config.train, config.samples, self.run, mixture)
         self._most_alpha = config.staleness.bound
-        self._groups = groups = groups_of(config.tail_batching, limits, self._most_alpha, self.log)
+        self._groups = groups = Groups(limits, self._most_alpha, await self._policies())
         self._journal = journal = Journal(
             self.store, Fence(self.role, self.incarnation), groups, window_s=self.run.window_s,
             most_bytes=config.samples.unsettled_mb << 20, metrics=self.metrics, log=self.log, store_back=self._slots.set,
@@ -145,8 +153,6 @@ class SampleBuffer(Actor):
         restored = await journal.take_over()
         self._check_data(mixture, restored[0])
         groups.restore(*restored, self._now())
-        check_put_off(groups)
-        self._alpha = AlphaKeeper(groups, config.staleness.bounds, self._now, self.notice)
         await self._cover()
         self.spawn(journal.run(), name="journal")
         await journal.sync()
@@ -160,6 +166,20 @@ class SampleBuffer(Actor):
         self.spawn(self._kept.follow(), name="trajectories")
         gauges(groups, self.metrics)
         self.log.info("rebuilt", version=groups.training.version, groups=len(groups.live), lines=self._ledger.index)
+
+    async def _policies(self) -> list[MakePolicy]:
+        """What makes the plug-ins. One that can't be loaded ends the job."""
+        job = PolicyJob(self.config, self._now, self.notice, self.log)
+        made: list[MakePolicy] = []
+        try:
+            for target, key in batch_policies(self.config):
+                made.append(
+                    partial((await self.offload(partial(load_class, target, PolicyPlugin, key=key))).of, job=job)
+                )
+        except ConfigError as error:
+            self._draining = True
+            self.finish(str(error), failed=True)
+        return made
 
     def _check_data(self, mixture: Mixture, training: Training) -> None:
         """End the job where data sets are not what was trained on so far, and tell of held-out rows that are others."""
@@ -190,7 +210,7 @@ class SampleBuffer(Actor):
     async def admit(self, request: Admit) -> Tickets:
         self._holders.asked(request.holder, request.incarnation)
         tickets: list[Ticket] = []
-        with suppress(TimeoutError), self._alpha.wanting(request.num):
+        with suppress(TimeoutError), self._groups.waiting(request.num):
             async with asyncio.timeout(request.wait_s):
                 while not (tickets := self._issue(request)) and not self._closed:
                     with self._no_tickets(request.holder):
@@ -443,8 +463,7 @@ class SampleBuffer(Actor):
         groups = self._groups
         groups.check_epoch(request.epoch)
         groups.advance(request.step - 1)
-        self._alpha.trained(request.step - 1, request.ess, request.kl)
-        self._alpha.asked(request.step)
+        groups.asked(request.step, request.ess, request.kl)
         self._freed()
         samples: list[list[bytes]] | None = None
         while request.step not in groups.steps:
@@ -465,8 +484,8 @@ class SampleBuffer(Actor):
         await self._journal.sync()
         gauges(groups, self.metrics)
         ends, training = tuple(end for group in bound for end in group.ends(request.epoch)), groups.training
-        receipt = msgspec.msgpack.encode(Receipt(request.step, training.cursor, ends, training.tail))
-        return Batch.of(request.step, samples, receipt, training.filtered.bound.get(request.step, (0, 0.0)))
+        receipt = msgspec.msgpack.encode(Receipt(request.step, training.cursor, ends, groups.record().policies))
+        return Batch.of(request.step, samples, receipt, groups.figures(request.step))
 
     async def _bind(self, request: Claim, chosen: list[Group]) -> list[list[bytes]] | None:
         """The payloads of the chosen groups, which are bound now; None where some are gone, or something came between."""
@@ -477,7 +496,6 @@ class SampleBuffer(Actor):
         if self._lose_gone(chosen, found):
             return None
         self._groups.bind(request.step, chosen)
-        self._alpha.handed(request.step)
         self.metrics.count("groups/shrunk", sum(group.num_scored < self.config.train.group_size for group in chosen))
         return [[sample for sample in samples if sample is not None] for samples in found]
 
@@ -520,7 +538,7 @@ class SampleBuffer(Actor):
 
     def _tell_barren(self) -> None:
         """Where groups come to nothing one after another the user hears of it, and the run ends: it would play for ever."""
-        barren, most = self._groups.training.filtered, self._groups.limits.max_barren_groups
+        barren, most = self._groups.training.barren, self._groups.limits.max_barren_groups
         if barren.in_a_row >= most:
             self.finish(why_barren(barren), failed=True)
             barren.begin_anew()
@@ -555,3 +573,8 @@ class SampleBuffer(Actor):
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _built_in(config: BatchSections) -> list[str]:
+    """Plug-ins that a section of their own names."""
+    return [target for target, key in batch_policies(config) if key != "samples.policy"]

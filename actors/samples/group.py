@@ -5,8 +5,8 @@
       │                │  ◀──────unbind──────┼────────────────┘
       │                │                     ├──commit─────────────────────▶ ENDED  trained, zero_spread
       │                │                     └──poison─────────────────────▶ ENDED  poisoned
-      └────discard─────┴───────────────────────────────────────────────────▶ ENDED  stale, group_too_small, filtered, unused,
-                                                                                    surplus
+      └────discard─────┴───────────────────────────────────────────────────▶ ENDED  stale, group_too_small, unused,
+                                                                                    surplus, or a batch policy's
 
 A member's fate is told once, in the SampleEnd that a move returns: where it failed alone, as it fails (`failed`, `stale`, `surplus`, `lost`;
 its group is open or ready then, or bound where its payload is lost); otherwise as its group ends. No fate is ever taken back.
@@ -20,12 +20,10 @@ import msgspec
 
 from actors.breakdown import breakdown
 from actors.config import SamplesSection, TrainSection
-from actors.messages.samples import SPREAD, EvalResult, Purpose, Ticket
+from actors.messages.samples import EvalResult, Purpose, Ticket, has_spread
 from actors.samples.prompts import Mixture, TaskCursor
 from actors.samples.sample import Outcome, noise_of, seed_of, trajectory_id
 from actors.samples.tally import TRAINED, Tally
-from planning.adaptive_alpha import AlphaState
-from planning.tail import TailState
 from runtime.actor import RunInfo
 
 NOTHING = Outcome(-1, None)
@@ -66,30 +64,23 @@ MOST_REASONS = 8
 """Reasons of failed members that are counted apart while groups come to nothing; others are one."""
 
 
-class Filtered(msgspec.Struct, array_like=True):
-    """What dynamic sampling leaves out: samples and the sum of their rewards since the newest step was bound, and those of bound steps.
+class Barren(msgspec.Struct, array_like=True):
+    """Groups that came to nothing one after another: too small, or refused by a batch policy."""
 
-    And how many groups came to nothing one after another, filtered or too small.
-    """
-
-    num: int = 0
-    reward: float = 0.0
     in_a_row: int = 0
-    """Groups that came to nothing since the last one that may train."""
-    bound: dict[int, tuple[int, float]] = {}
-    """Step → samples and reward: its batch says so whenever it is claimed."""
+    """How many, since the last one that may train."""
     too_small: int = 0
     """Of those in a row, how many had fewer than `MIN_SCORED` scored members."""
     reasons: dict[str, int] = {}
     """Why members of these failed, and how many each; no more than `MOST_REASONS`."""
+    why: str = ""
+    """Why the policy refused the newest of the others."""
 
-    def note(self, group: "Group") -> None:
-        """A group is complete."""
-        if group.fate == "filtered":
-            rewards = [m.outcome.reward or 0.0 for m in group.members if m.state == "scored"]
-            self.num += len(rewards)
-            self.reward += sum(rewards)
+    def note(self, group: "Group", why: str = "") -> None:
+        """A group is complete; `why` a policy refused it, if one did."""
+        if why:
             self.in_a_row += 1
+            self.why = why
         elif group.fate == "group_too_small":
             self.in_a_row += 1
             self.too_small += 1
@@ -108,23 +99,14 @@ class Filtered(msgspec.Struct, array_like=True):
         name = reason if reason in self.reasons or len(self.reasons) < MOST_REASONS else "other reasons"
         self.reasons[name] = self.reasons.get(name, 0) + 1
 
-    def bind(self, step: int) -> None:
-        """`step` gets its groups, maybe others than before."""
-        num, reward = self.bound.get(step, (0, 0.0))
-        self.bound[step] = (num + self.num, reward + self.reward)
-        self.num, self.reward = 0, 0.0
 
+class PolicyRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What a batch policy has to remember (policy.py)."""
 
-class Tail(msgspec.Struct):
-    """Where tail batching stands. A prompt's number is its place in what the mixture gave."""
-
-    state: TailState = TailState()
-    rows: dict[int, tuple[str, int]] = {}
-    """Prompt → its task and row, until a checkpoint covers its step."""
-    groups: dict[int, str] = {}
-    """Prompt → the group that plays it, while its round is under way."""
-    steps: dict[int, tuple[int, tuple[int, ...]]] = {}
-    """Step that no checkpoint covers → its round and that one's prompts."""
+    state: msgspec.Raw
+    """As it encodes it."""
+    needed: str = ""
+    """Why a run with this state can't go on without the policy; empty where it can."""
 
 
 class Training(msgspec.Struct):
@@ -148,11 +130,9 @@ class Training(msgspec.Struct):
     raised_epoch: int = 0
     """The epoch in which it raised last."""
     tally: Tally = msgspec.field(default_factory=Tally)
-    filtered: Filtered = msgspec.field(default_factory=Filtered)
-    alpha: AlphaState | None = None
-    """Of `staleness.alpha: auto`."""
-    tail: Tail | None = None
-    """Of `tail_batching`."""
+    barren: Barren = msgspec.field(default_factory=Barren)
+    policies: dict[str, PolicyRecord] = {}
+    """By their keys, as they were when this was last journaled."""
 
     def draw(self, mixture: Mixture) -> tuple[str, int]:
         """Task and row of the next group. Raises ConfigError where a sampler of the user's fails."""
@@ -176,8 +156,8 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
     """Groups admitted when the step was handed out."""
     ends: tuple[SampleEnd, ...]
     """Of every member, groups in the order of the batch."""
-    tail: Tail | None = None
-    """As it was then."""
+    policies: dict[str, PolicyRecord] = {}
+    """As they were then."""
 
 
 class Member(msgspec.Struct, array_like=True):
@@ -276,13 +256,14 @@ class Group(msgspec.Struct, array_like=True):
         member.reason = reason
         return [self._end_of(index, fate)]
 
-    def settle(self, *, filtering: bool = False) -> list[SampleEnd]:
-        """Nothing more can come of an open group: it may be claimed, unless too few were scored, or (`filtering`) all scored the same."""
+    def settle(self, refused: str = "") -> list[SampleEnd]:
+        """Nothing more can come of an open group: it may be claimed, unless too few were scored, or the batch policy gives it the fate
+        `refused`."""
         self._expect("open", "ready")
         if self.num_scored < MIN_SCORED:
             return self.discard("group_too_small")
-        if filtering and not has_spread(self.rewards()):
-            return self.discard("filtered")
+        if refused:
+            return self.discard(refused)
         self.state = "ready"
         return []
 
@@ -442,7 +423,6 @@ class GroupLimits:
     max_attempts: int
     unbounded_batches: int
     ticket_ttl_s: float
-    dynamic_sampling: bool = False
     over_batch: bool = False
     """Advantages are taken over the batch, not within groups."""
     all_teach: bool = False
@@ -466,11 +446,6 @@ class Changes:
     training: bool = False
 
 
-def has_spread(rewards: Sequence[float]) -> bool:
-    """Whether they differ enough to say which rollout was better."""
-    return max(rewards, default=0.0) - min(rewards, default=0.0) >= SPREAD
-
-
 def teach(groups: Sequence[Group], limits: GroupLimits) -> None:
     """Note which of the groups of a step teach, as the trainer's advantages have it."""
     rewards = [group.rewards(limits.cut_penalty) for group in groups]
@@ -490,7 +465,6 @@ def limits_of(train: TrainSection, samples: SamplesSection, run: RunInfo, mixtur
         unbounded_batches=samples.unbounded_batches,
         ticket_ttl_s=samples.ticket_ttl_s,
         extra_rollouts=samples.extra_rollouts,
-        dynamic_sampling=train.dynamic_sampling,
         over_batch=train.advantage == "reinforce_pp",
         all_teach=train.kl_coef > 0,
         mixture=mixture,

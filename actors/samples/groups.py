@@ -4,34 +4,139 @@ Nothing here waits. The journal (journal.py) makes every change durable before a
 """
 
 import heapq
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
-from actors.messages.samples import Ticket
-from actors.samples.group import NOTHING, UNKNOWN, Group, Member, Receipt, Training, teach
-from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, group_number, trajectory_id
-from actors.samples.table import GroupTable
-from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, admit, hand_over, is_stale, min_version
+from actors.messages.samples import PolicyState, Ticket
+from actors.samples.group import (
+    MIN_SCORED,
+    NOTHING,
+    UNKNOWN,
+    Changes,
+    Group,
+    GroupLimits,
+    Member,
+    Receipt,
+    SampleEnd,
+    Training,
+    teach,
+)
+from actors.samples.policy import BatchPolicy, MakePolicy, PlainPolicy, PolicyPlugin, records_of, restore
+from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, group_id, group_number, split_id, trajectory_id
+from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, is_stale, min_version
 
 ROUNDS_KEPT = 8
 """Results of held-out evaluations that are kept for an asker that lost its reply."""
 
+ENDED_KEPT = 32_768
+"""Samples whose end is remembered, whole groups of them, for puts that come again; older ones get `superseded`, which also means: forget it.
+One takes some 700 bytes of the buffer's memory."""
 
-class Groups(GroupTable):
-    """Every change of a group or of `training` is made here, and noted in `changes`."""
+
+class Groups:
+    """Groups by what holds them, in order of age. Every change of one or of `training` is made here, and noted in `changes`."""
+
+    def __init__(self, limits: GroupLimits, alpha: int, policies: Iterable[MakePolicy] = ()) -> None:
+        """`policies` are as `add_policy` takes them."""
+        self.limits = limits
+        self.alpha = alpha
+        """The bound on age."""
+        self.training = Training()
+        self.live: dict[str, Group] = {}
+        """Groups that hold a slot, oldest first: open, ready or bound."""
+        self.trained: dict[str, Group] = {}
+        """Groups of trained steps that no checkpoint covers yet: they hold no slot."""
+        self.steps: dict[int, list[Group]] = {}
+        """Bound and trained steps, each with its groups in the order in which it trains them."""
+        self.rounds: dict[str, Group] = {}
+        """Held-out evaluations by group id. They are not durable: they can be run again."""
+        self.leases: dict[str, float] = {}
+        """Running trajectory → loop time at which its ticket lapses."""
+        self.changes = Changes()
+        self.cancels: dict[tuple[str, int], list[tuple[str, int]]] = {}
+        """Holder and its incarnation → trajectories and attempts that it runs in vain, and that nobody told it of yet."""
+        self._ended: OrderedDict[str, Group] = OrderedDict()
+        self._num_ended = 0
+        """Members of those groups."""
+        self._pending: list[tuple[bool, str, int]] = []
+        self.batching: BatchPolicy = PlainPolicy()
+        """The outermost policy: it is asked, and asks those that it is around."""
+        self.plugins: list[PolicyPlugin] = []
+        """All policies but the plain one: they hear of what happens, in the order of the configuration."""
+        for make in policies:
+            self.add_policy(make)
+
+    def add_policy(self, make: MakePolicy) -> None:
+        """Put a plug-in around the policies so far, `PlainPolicy` innermost: it is asked first from here on."""
+        self.batching = plugin = make(self.batching, self)
+        self.plugins.append(plugin)
+
+    def take_changes(self) -> Changes:
+        """What changed since the last call."""
+        changes, self.changes = self.changes, Changes()
+        return changes
+
+    def take_cancels(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
+        """What whom is to be told of since the last call."""
+        cancels, self.cancels = self.cancels, {}
+        return cancels
 
     # -- where things stand -------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> PolicyState:
+        return PolicyState(self.training.version, self.alpha)
+
+    @property
+    def last_bound(self) -> int:
+        """The newest step that has its groups; what is committed counts."""
+        return max(self.training.committed, max(self.steps, default=0))
+
+    @property
+    def base(self) -> int:
+        """The version that the next step to be claimed starts from."""
+        return max(self.training.version, self.last_bound)
+
+    def ready(self) -> Iterator[Group]:
+        """Groups that may be claimed, oldest first."""
+        return (group for group in self.live.values() if group.state == "ready")
+
+    def open(self) -> Iterator[Group]:
+        """Groups of which some member has no outcome, oldest first."""
+        return (group for group in self.live.values() if group.state == "open")
+
+    def find(self, trajectory: str) -> tuple[Group, Member] | None:
+        """The group and the member of a trajectory id, while the group is not over."""
+        found = self._look_up(trajectory)
+        return None if found is None or found[0].id in self._ended else (found[0], found[0].members[found[1]])
+
+    def _look_up(self, trajectory: str) -> tuple[Group, int] | None:
+        try:
+            name, index = split_id(trajectory)
+        except ValueError:
+            return None
+        group = self.live.get(name) or self.trained.get(name) or self.rounds.get(name) or self._ended.get(name)
+        return (group, index) if group is not None and index < len(group.members) else None
+
+    def running(self) -> Iterator[tuple[str, Member]]:
+        """Trajectories that somebody holds the ticket of."""
+        for group in (*self.live.values(), *self.rounds.values()):
+            for index, member in enumerate(group.members):
+                if member.state == "running":
+                    yield trajectory_id(group.id, index), member
 
     def admission(self) -> Admission:
         """How many new groups may start. A step whose groups the Store forgot will be trained anew, so it does not count as trained."""
         view = AdmissionView(
-            alpha=self.admits,
+            alpha=self.alpha,
             batch_groups=self.limits.batch_groups,
             charged=len(self.live),
             version=min(self.training.version, self.last_bound),
             steps=self.limits.steps,
             unbounded_batches=self.limits.unbounded_batches,
         )
-        return admit(view)
+        return self.batching.admit(view)
 
     def supply(self, step: int, num_groups: int) -> SupplyView:
         """What there is for the batch of `step`."""
@@ -44,6 +149,8 @@ class Groups(GroupTable):
         group, index = self._look_up(ticket.trajectory_id) or (None, 0)
         if group is None or group.members[index].attempt != ticket.attempt:
             return "superseded"
+        if group.purpose == "train" and (group.task, group.row) != (ticket.task, ticket.row):
+            return "superseded"  # the Store forgot a group, and another prompt's has its name
         return group.fate_of(index) if group.members[index].settled or group.state != "open" else None
 
     def wants(self, trajectory: str, attempt: int) -> bool:
@@ -77,6 +184,9 @@ class Groups(GroupTable):
 
     def _more(self) -> bool:
         """Open another group, where there may be one."""
+        for plugin in self.plugins:
+            if (opened := plugin.open()) is not None:
+                return opened
         may = self.admission().num_groups > 0
         if may:
             self._open()
@@ -138,6 +248,7 @@ class Groups(GroupTable):
         self.training.tally.lost_attempts += spent is None
         if member.tries >= self.limits.max_attempts:
             member.outcome = UNKNOWN
+            self._cancel(group, split_id(trajectory)[1])
             return self.fail(trajectory, "failed", reason, spent)
         self._tell(group, spent.tokens if spent else 0, "retried")
         self._issue_again(group, trajectory)
@@ -239,10 +350,23 @@ class Groups(GroupTable):
                 "the Store forgot those between, and the trainer begins again with its checkpoint"
             )
         self.drop_old(min_version(step, self.alpha))
-        return self._hand_over(step, num_groups)
+        return self.batching.next_batch(self.supply(step, num_groups))
 
-    def _hand_over(self, step: int, num_groups: int) -> HandOver:
-        return hand_over(self.supply(step, num_groups))
+    def asked(self, step: int, ess: float, kl: float) -> None:
+        """The trainer asks for the batch of `step`; `ess` and `kl` are what training on the step before showed, as `Claim` has them."""
+        for plugin in self.plugins:
+            plugin.asked(step, ess, kl)
+
+    @contextmanager
+    def waiting(self, places: int) -> Generator[None]:
+        """So many rollout places are empty, and there is no slot for them."""
+        for plugin in self.plugins:
+            plugin.waiting(places)
+        try:
+            yield
+        finally:
+            for plugin in self.plugins:
+                plugin.waiting(-places)
 
     def chosen(self, plan: HandOver) -> list[Group]:
         """The groups of a plan, in the order in which they train."""
@@ -256,8 +380,13 @@ class Groups(GroupTable):
             group.bind(step)
             self._changed(group)
         teach(groups, self.limits)
-        self.training.filtered.bind(step)
         self.changes.training = True
+        for plugin in self.plugins:
+            plugin.bound(step)
+
+    def figures(self, step: int) -> dict[str, float]:
+        """What the policies tell of a bound step, for its row of metrics."""
+        return {name: value for plugin in self.plugins for name, value in plugin.figures(step).items()}
 
     def advance(self, step: int) -> None:
         """Steps up to `step` are trained, maybe anew: their slots are free."""
@@ -269,6 +398,8 @@ class Groups(GroupTable):
             del self.live[group.id]
             self.trained[group.id] = group
             self._changed(group)
+        for plugin in self.plugins:
+            plugin.trained(step)
 
     def take_over(self, epoch: int, step: int) -> None:
         """A trainer of a new `epoch` begins after `step`, which its checkpoint covers: what was trained since is trained again."""
@@ -285,9 +416,10 @@ class Groups(GroupTable):
         for each in range(self.training.committed + 1, step + 1):
             for group in self.steps.pop(each, ()):
                 self._end(group, group.commit(epoch))
-            self.training.filtered.bound.pop(each, None)
             self.training.committed = each
             self.changes.training = True
+        for plugin in self.plugins:
+            plugin.committed(step)
 
     def covers(self, step: int) -> bool:
         """Whether the groups of every step up to `step` that is not committed are known."""
@@ -305,6 +437,7 @@ class Groups(GroupTable):
         poisoned = self.steps.pop(step, [])
         for group in poisoned:
             self._end(group, group.poison())
+        self._given_up([step])
         return poisoned
 
     def drop_bound(self, alpha: int) -> list[int]:
@@ -318,12 +451,26 @@ class Groups(GroupTable):
             group.unbind()
             self._end(group, group.discard("stale"))
         self.changes.training |= bool(dropped)
+        self._given_up(dropped)
         return dropped
+
+    def discard(self, group: Group, fate: str, why: str) -> None:
+        """An open or ready group will not train."""
+        for member in group.members:
+            member.reason = member.reason or why
+        self._end(group, group.discard(fate))
+
+    def _given_up(self, steps: Sequence[int]) -> None:
+        for plugin in self.plugins:
+            plugin.given_up(steps)
 
     # -- what a restart and a checkpoint bring ------------------------------------------------------------------
 
     def restore(self, training: Training, groups: Iterable[Group], now: float) -> None:
-        """What the Store has. Running tickets keep their attempt and get a fresh lease, so that their holders may still put."""
+        """What the Store has. Running tickets keep their attempt and get a fresh lease, so that their holders may still put.
+
+        Raises ConfigError where a policy is not configured any more that the run can't go on without.
+        """
         self.training = training
         for group in groups:
             if group.state == "trained":
@@ -333,29 +480,40 @@ class Groups(GroupTable):
             if group.step:
                 self.steps.setdefault(group.step, []).append(group)
             while training.cursor <= group_number(group.id):
-                self._skip()
+                self._draw()  # it was opened before, and the Store forgot that
         for bound in self.steps.values():
             bound.sort(key=lambda group: (group.version(0), group.id))
+        restore(self.plugins, training.policies)
 
-    def _skip(self) -> None:
-        """The next group was opened before, and the Store forgot that."""
-        self.training.draw(self.limits.mixture)
+    def record(self) -> Training:
+        """`training` as it is journaled: with what each policy has to remember."""
+        self.training.policies = records_of(self.plugins)
+        return self.training
+
+    def _draw(self) -> tuple[str, int] | None:
+        """Task and row of the group with the next number; None where a policy draws them itself. The number counts as used."""
+        if not any(plugin.draws for plugin in self.plugins):
+            return self.training.draw(self.limits.mixture)
+        self.training.cursor += 1
+        return None
 
     def cover(self, receipts: Iterable[Receipt]) -> None:
         """Bring in line what a checkpoint says of the steps that it covers: a Store that forgot them shows in nothing else."""
-        for receipt in receipts:
-            if receipt.step <= self.training.committed:
-                continue
+        given, forgot = [each for each in receipts if each.step > self.training.committed], False
+        for receipt in given:
             held = {group.id: group for group in self.steps.get(receipt.step, ())}
             names = dict.fromkeys(end.group_id for end in receipt.ends)
+            forgot |= held.keys() != names.keys()
             for group in [group for name, group in held.items() if name not in names]:
                 group.unbind()
                 self.trained.pop(group.id, None)
                 self._add(group)
             known = [name for name in names if name not in self._ended]
             self.steps[receipt.step] = [held.get(name) or self._bring_back(name, receipt) for name in known]
-            while self.training.cursor < receipt.cursor:
-                self._open()  # it was admitted before the step was handed out
+            while self.training.cursor < receipt.cursor:  # it was admitted before the step was handed out
+                self._open()
+        for plugin in self.plugins if forgot else ():
+            plugin.forgotten(max(given, key=lambda receipt: receipt.step))
 
     def _bring_back(self, name: str, receipt: Receipt) -> Group:
         """A group as the checkpoint knows it, in place of what the Store remembers of it, which is older."""
@@ -388,3 +546,121 @@ class Groups(GroupTable):
             self.rounds[name] = Group(name, 0, members, purpose="eval", begun=version, samples=samples, exam=exam)
             self._queue(self.rounds[name], 0.0)
         return self.rounds[name]
+
+    # -- within -------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """The next group, unless it is there: a Store that forgot that it was admitted may not have forgotten the group."""
+        name, prompt = group_id(self.training.cursor), self._draw()
+        self.changes.training = True
+        if prompt is not None and name not in self.trained and name not in self.live:
+            self._add(self._new(name, *prompt, self.limits.group_size + self.limits.extra_rollouts))
+
+    def _new(self, name: str, task: str, row: int, num_members: int) -> Group:
+        return Group(name, row, [Member() for _ in range(num_members)], begun=self.training.version, task=task)
+
+    def launch(self, task: str, row: int, num_members: int) -> str:
+        """Open a group for a prompt that a policy drew; its name."""
+        while (name := group_id(self.training.cursor)) in self.live or name in self.trained:
+            self.training.cursor += 1
+        self.training.cursor += 1
+        self.changes.training = True
+        self._add(self._new(name, task, row, num_members))
+        return name
+
+    def ended(self, name: str) -> Group | None:
+        """The group of this name, where it ended and is remembered."""
+        return self._ended.get(name)
+
+    def _add(self, group: Group, now: float = 0.0) -> None:
+        """Give it a slot, at its place: groups are kept oldest first."""
+        newest = next(reversed(self.live), "")
+        self.live[group.id] = group
+        if group.id < newest:
+            self.live = dict(sorted(self.live.items()))
+        self._queue(group, now)
+        self._changed(group)
+
+    def _queue(self, group: Group, now: float) -> None:
+        for index, member in enumerate(group.members):
+            if member.state == "pending":
+                heapq.heappush(self._pending, (group.purpose == "train", group.id, index))
+            elif member.state == "running":
+                self._lease(trajectory_id(group.id, index), now)
+
+    def _issue_again(self, group: Group, trajectory: str) -> None:
+        _, index = split_id(trajectory)
+        group.members[index].state = "pending"
+        self.leases.pop(trajectory, None)
+        heapq.heappush(self._pending, (group.purpose == "train", group.id, index))
+        self._changed(group)
+
+    def _place(self, trajectory: str) -> tuple[Group, int]:
+        found = self.find(trajectory)
+        if found is None:
+            raise ValueError(f"{trajectory} is in no group")
+        return found[0], split_id(trajectory)[1]
+
+    def _settle(self, group: Group) -> None:
+        if group.num_scored >= self.limits.group_size:
+            self._let_go(group)
+        if group.complete or group.hopeless:
+            ending = self.batching.complete(group) if group.num_scored >= MIN_SCORED else None
+            ends = group.settle(ending.fate if ending else "")
+            self.training.barren.note(group, ending.why or ending.fate if ending else "")
+            if group.state == "ended":
+                self._end(group, ends)
+        for plugin in self.plugins:
+            plugin.settled(group)
+
+    def _end(self, group: Group, ends: list[SampleEnd]) -> None:
+        """It is over: its slot is free, and its samples are kept no longer."""
+        self.live.pop(group.id, None)
+        self.trained.pop(group.id, None)
+        self._release(group)
+        self.changes.payloads |= dict.fromkeys(group.inline)
+        self._num_ended += len(group.members) if group.id not in self._ended else 0
+        self._ended[group.id] = group
+        while self._num_ended > ENDED_KEPT and len(self._ended) > 1:
+            self._num_ended -= len(self._ended.popitem(last=False)[1].members)
+        self._note(ends)
+        self._changed(group)
+
+    def _let_go(self, group: Group) -> None:
+        """Enough were scored: whatever is not over by now trains no more."""
+        self._release(group)
+        for index, member in enumerate(group.members):
+            if not member.settled:
+                member.outcome = UNKNOWN if member.state == "running" else member.outcome
+                self._note(group.fail(index, "surplus", "enough of its group were scored before"))
+
+    def _release(self, group: Group) -> None:
+        """Nothing more can come of it: its leases end, and whoever runs some of it hears so."""
+        for index, member in enumerate(group.members):
+            self.leases.pop(trajectory_id(group.id, index), None)
+            if not member.settled:
+                self._cancel(group, index)
+
+    def _cancel(self, group: Group, index: int) -> None:
+        """Whoever had the newest ticket of this member, and never said that nothing came of it, runs it in vain."""
+        member = group.members[index]
+        if member.holder:
+            rollout = (trajectory_id(group.id, index), member.attempt)
+            self.cancels.setdefault((member.holder, member.incarnation), []).append(rollout)
+
+    def _note(self, ends: Iterable[SampleEnd]) -> None:
+        for end in ends:
+            self.changes.ends.append(end)
+            self.training.tally.end(end.fate, max(0, end.outcome.tokens), end.task)
+
+    def _tell(self, group: Group, tokens: int, fate: str = "") -> None:
+        """So many tokens were sampled for `group`, which the tally does not know of yet."""
+        self.training.tally.tell(tokens, fate if group.purpose == "train" else "eval")
+        self.changes.training = True
+
+    def _lease(self, trajectory: str, now: float) -> None:
+        self.leases[trajectory] = now + self.limits.ticket_ttl_s
+
+    def _changed(self, group: Group) -> None:
+        if group.purpose == "train":
+            self.changes.groups[group.id] = None

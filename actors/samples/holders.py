@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.samples.group import Filtered, Group
+from actors.samples.group import Barren, Group
 from actors.samples.groups import Groups
 from planning.staleness import HandOver
 
@@ -20,8 +20,6 @@ ON_THE_WAY_S = 3.0
 
 NOBODY = 2**63
 """Above every incarnation."""
-
-NO_SPREAD = "every rollout of a task earns the same. Try other tasks or rewards, or train.dynamic_sampling=false."
 
 ENV_MANAGER, TRAINER = "env_manager", "trainer"
 
@@ -150,19 +148,17 @@ def why_unfinished(group: Group) -> tuple[str, str]:
     return detail, next(iter(_holders(group)), ENV_MANAGER)
 
 
-def why_barren(barren: Filtered) -> str:
+def why_barren(barren: Barren) -> str:
     """What became of groups that came to nothing one after another, and what to do about it."""
     num, small = barren.in_a_row, barren.too_small
     failed = ", ".join(f"{reason} {n:,}" for reason, n in sorted(barren.reasons.items(), key=lambda pair: -pair[1]))
     few = f"had fewer than two rollouts with a reward (failed: {failed})"
     mend = "Read what failed: rubato samples RUN --fate failed."
     if not small:
-        return f"{num} groups in a row had no reward spread: {NO_SPREAD}"
+        return f"{num} groups in a row {barren.why}"
     if small == num:
         return f"{num} groups in a row {few}, and a group of one has nothing to be compared with. {mend}"
-    return (
-        f"{num} groups in a row came to nothing: {num - small} had no reward spread, {small} {few}. {NO_SPREAD} {mend}"
-    )
+    return f"{num} groups in a row came to nothing: {small} {few}, {num - small} {barren.why} {mend}"
 
 
 def gauges(groups: Groups, metrics: "Metrics") -> None:

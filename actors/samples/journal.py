@@ -254,11 +254,11 @@ class Journal:
         num, training = len(changes.ends), self.groups.training
         if not num:
             if changes.training:
-                records[TRAINING] = msgspec.msgpack.encode(training)
+                records[TRAINING] = msgspec.msgpack.encode(self.groups.record())
             return records, None
         first = training.ended + 1
         training.ended += num
-        records[TRAINING] = msgspec.msgpack.encode(training)
+        records[TRAINING] = msgspec.msgpack.encode(self.groups.record())
         return records, Append(ENDS, first, list(self._ends)[-num:], self._done_with)
 
     async def _writes_all(self) -> bool:
@@ -285,7 +285,7 @@ class Journal:
         records |= {PAYLOAD + name: payload for name, payload in self._kept.items()}
         groups = (*self.groups.live.values(), *self.groups.trained.values())
         records |= {GROUP + group.id: msgspec.msgpack.encode(group) for group in groups}
-        records[TRAINING] = msgspec.msgpack.encode(training)
+        records[TRAINING] = msgspec.msgpack.encode(self.groups.record())
         first = training.ended - len(self._ends) + 1
         if stored.ended < first - 1:
             self.log.error("store_forgot_more_than_it_may", ends=stored.ended, window_s=self.window_s)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from actors.messages.samples import SPREAD
+from actors.messages.samples import SPREAD, has_spread
 
 Rewards = Sequence[Sequence[float]]
 """Of each group of a batch, in the order of its rollouts."""
@@ -52,11 +52,6 @@ def batch_advantages(rewards: Rewards) -> list[list[float]]:
     flat = group_advantages([r for rewards_G in rewards for r in rewards_G])
     found = iter(flat)
     return [[next(found) for _ in rewards_G] for rewards_G in rewards]
-
-
-def has_spread(rewards_G: Sequence[float]) -> bool:
-    """Whether the rewards differ enough to say which rollout was better."""
-    return len(rewards_G) > 1 and max(rewards_G) - min(rewards_G) >= SPREAD
 
 
 def advantages_of(kind: str, rewards: Rewards, *, loss: str) -> list[list[float]]:

@@ -162,16 +162,6 @@ def batch_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str
     }
 
 
-def filtered_metrics(groups: Sequence[Sequence[Trajectory]], num: int, total: float) -> dict[str, float]:
-    """With dynamic sampling `reward/mean` knows only groups with spread; this is the reward of all that finished for the step.
-
-    `num` samples of groups without spread were left out, of `total` reward.
-    """
-    rewards = [t.reward for group in groups for t in group]
-    count = num + len(rewards)
-    return {"reward/unconditioned": (total + sum(rewards)) / count, "reward/filtered_frac": num / count}
-
-
 def off_policy(metrics: Mapping[str, float]) -> dict[str, float]:
     """`ess` and `kl` as Claim tells them, of a step's metrics. What engine and trainer compute differently is in no age's KL."""
     kl = metrics.get("policy/kl", 0.0) - metrics.get("policy/mismatch_kl", 0.0)

@@ -14,12 +14,11 @@ from safetensors.torch import save as save_tensors
 
 from actors import checkpoint as checkpoints
 from actors.config import ModelSection, TrainSection
-from actors.messages.samples import Trajectory
+from actors.messages.samples import Trajectory, has_spread
 from actors.model_folder import files_beside_weights, pick_device
 from actors.training import forward
 from actors.training.engine import StepResult, TrainError, finished
 from actors.training.image import WeightsImage
-from actors.training.losses import has_spread
 from actors.training.objective import Figures, Objective, Policies
 from bus.message import unpack_f32, unpack_i32, unpack_u8
 

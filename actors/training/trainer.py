@@ -43,7 +43,6 @@ from actors.training.publishing import (
     Publisher,
     Rows,
     cpu_used,
-    filtered_metrics,
     off_policy,
     own_metrics,
 )
@@ -532,9 +531,7 @@ class Trainer(Actor):
         """Run off the loop, decoding included: a batch is some MB of MessagePack."""
         groups = [[msgspec.msgpack.decode(t, type=Trajectory) for t in group] for group in batch.groups]
         metrics, num_tokens = yield from self._engine.parts(step, groups)
-        if self.config.train.dynamic_sampling:
-            metrics = {**metrics, **filtered_metrics(groups, batch.num_filtered, batch.filtered_reward)}
-        return groups, StepResult(metrics, num_tokens)
+        return groups, StepResult({**metrics, **batch.figures}, num_tokens)
 
 
 def _divides(num: int, step: int) -> bool:

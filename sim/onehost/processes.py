@@ -10,6 +10,7 @@ from actors.messages.samples import Ticket
 from actors.samples.group import GroupLimits
 from actors.samples.groups import Groups
 from actors.training.trainer import CheckpointSection
+from planning.adaptive_alpha import AlphaBounds
 from planning.routing import RequestView
 from runtime.config import RunSection
 from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
@@ -125,7 +126,9 @@ def host_job(spec: HostJobSpec, calibration: Calibration, seed: int) -> Job:
         ticket_ttl_s=NEVER_LAPSES_S,
     )  # fmt: skip
     costs = HostCosts(spec, calibration, seed)
-    buffer = ModelledBuffer(costs.timeline, Groups(limits, spec.staleness.bound), spec.staleness.bounds)
+    staleness = spec.staleness
+    bounds = AlphaBounds(staleness.alpha_min, staleness.alpha_max) if staleness.alpha == "auto" else None
+    buffer = ModelledBuffer(costs.timeline, Groups(limits, staleness.bound), bounds)
     return Job(buffer, spec.run.steps, costs)
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actors.samples.group import TRAINED, UNKNOWN, Group, GroupLimits, Receipt, Training
@@ -295,6 +295,7 @@ EVENTS = ("admit", "admit", "put", "put", "put", "put", "give_up", "unsend", "la
 EVENTS += ("claim", "claim", "advance", "advance", "commit", "draw", "raises", "write", "restart")
 
 
+@example(alpha=-1, group_size=2, extra=0, events=[*[("admit", 0)] * 17, ("give_up", 1), ("admit", 0), ("lapse", 506)])
 @settings(max_examples=60, deadline=None)
 @given(
     alpha=st.sampled_from([-1, 0, 1, 2, 4]),

@@ -2,16 +2,18 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.batching.tail_batching import PUT_OFF, TailBatching
 from actors.samples.group import Group, GroupLimits, Receipt, Training
+from actors.samples.groups import Groups
 from actors.samples.prompts import Mixture, Prompts
 from actors.samples.sample import Outcome
-from actors.samples.tail import PUT_OFF, TailGroups
 from planning.epochs import Epochs, shuffled
 
 decode, encode = msgspec.msgpack.decode, msgspec.msgpack.encode
@@ -47,7 +49,8 @@ class Job:
         limits = GroupLimits(
             self.group_size, self.batch_groups, steps, 1, 99, 8, 1e9, mixture=Mixture({"task": prompts})
         )
-        return TailGroups(limits, self.alpha, self.etas, lambda round_: self.kinds.append(round_.kind))
+        tail = partial(TailBatching, etas=self.etas, on_round=lambda round_: self.kinds.append(round_.kind))
+        return Groups(limits, self.alpha, [tail])
 
     def begin(self):
         self.chance, self.groups = Random(self.seed), self.buffer()
@@ -68,7 +71,7 @@ class Job:
     def stored(self):
         alive = [group for group in self.groups.live.values() if group.state != "ended"]
         alive += self.groups.trained.values()
-        return encode(self.groups.training), [encode(group) for group in sorted(alive, key=lambda group: group.id)]
+        return encode(self.groups.record()), [encode(group) for group in sorted(alive, key=lambda group: group.id)]
 
     def tick(self):
         self.running += self.groups.issue(self.chance.randint(0, 20), "env_manager-1", 1, 0.0)
@@ -98,9 +101,9 @@ class Job:
             if not plan.take:
                 return
             self.groups.bind(step, self.groups.chosen(plan))
-        bound, training = self.groups.steps[step], self.groups.training
+        bound, training = self.groups.steps[step], self.groups.record()
         ends = tuple(end for group in bound for end in group.ends(self.epoch))
-        self.receipts[step] = encode(Receipt(step, training.cursor, ends, training.tail))
+        self.receipts[step] = encode(Receipt(step, training.cursor, ends, training.policies))
         self.history[step] = [(group.task, group.row) for group in bound]
         self.sizes += [group.num_scored for group in bound]
         self.ages += [step - 1 - group.version_scored(0) for group in bound]

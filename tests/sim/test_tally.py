@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-import actors.samples.groups
+import actors.samples.policy
 from actors.engines.worker import EngineWorker
 from actors.samples.buffer import SampleBuffer
 from planning.staleness import hand_over
@@ -63,7 +63,7 @@ def test_tokens_balance_and_lengths_are_trained_alike_in_a_heavy_tailed_run(alph
 
 
 def test_a_run_that_takes_whatever_is_ready_first_shows_that_it_trains_less_of_what_is_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(actors.samples.groups, "hand_over", lambda view: hand_over(replace(view, in_flight=())))
+    monkeypatch.setattr(actors.samples.policy, "hand_over", lambda view: hand_over(replace(view, in_flight=())))
 
     rows = run(heavy_tailed(1), 1, tmp_path).rows
 

@@ -1079,7 +1079,7 @@ def test_with_dynamic_sampling_others_take_the_place_of_groups_without_spread(ma
         assert isinstance(short, NotReady)
         assert {t.group_id for t in fresh} == {"g00000002"}
         assert ids(batch) == ["g00000001.0", "g00000001.1", "g00000002.0", "g00000002.1"]
-        assert (batch.num_filtered, batch.filtered_reward) == (2, 2.0)
+        assert batch.figures == {"reward/filtered_frac": 2 / 6, "reward/unconditioned": pytest.approx(4.0 / 6)}
         assert await stage.fates() == {"g00000000.0": "filtered", "g00000000.1": "filtered"}
         assert stage.finished == []
 
@@ -1099,7 +1099,7 @@ def test_what_was_left_out_is_told_with_the_batch_that_it_was_left_out_of(make_s
         await fill(stage, await stage.admit())
         second = await trainer.claim(2, groups=1)
 
-        assert (first.num_filtered, second.num_filtered) == (2, 0)
+        assert [batch.figures["reward/filtered_frac"] for batch in (first, second)] == [0.5, 0.0]
 
     stage.run(scene)
 
@@ -1162,9 +1162,8 @@ def test_a_group_that_may_train_begins_the_count_of_those_that_came_to_nothing_a
             await stage.put(ticket, 1.0)
 
         ((reason, _),) = stage.finished
-        assert reason.startswith(
-            "4 groups in a row came to nothing: 2 had no reward spread, 2 had fewer than two rollouts"
-        )
+        assert reason.startswith("4 groups in a row came to nothing: 2 had fewer than two rollouts")
+        assert ", 2 had no reward spread: every rollout of a task earns the same." in reason
 
     stage.run(scene)
 

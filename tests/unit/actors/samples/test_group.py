@@ -144,10 +144,10 @@ def test_a_group_with_fewer_than_two_scores_is_too_small(rewards):
 
 
 @pytest.mark.parametrize(("rewards", "fate"), [((1.0, 1.0, None), "filtered"), ((1.0, 0.0, 1.0), "")])
-def test_with_filtering_a_group_without_spread_ends_as_it_completes(rewards, fate):
+def test_a_group_that_the_policy_refuses_ends_as_it_completes(rewards, fate):
     group = group_of(*rewards)
 
-    ends = group.settle(filtering=True)
+    ends = group.settle(fate)
 
     assert (group.state, group.fate) == (("ended", fate) if fate else ("ready", ""))
     assert [end.fate for end in ends] == ["filtered"] * (2 if fate else 0)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from actors.samples import table
+from actors.samples import groups as groups_module
 from actors.samples.group import NOTHING, Group, GroupLimits, Member, Receipt, SampleEnd, Training
 from actors.samples.groups import ROUNDS_KEPT, Groups
 from actors.samples.prompts import Mixture, Prompts
@@ -337,7 +337,7 @@ def test_raising_in_another_step_begins_the_count_anew(groups):
 
 
 def test_only_the_newest_ended_groups_are_remembered(groups, monkeypatch):
-    monkeypatch.setattr(table, "ENDED_KEPT", 40)
+    monkeypatch.setattr(groups_module, "ENDED_KEPT", 40)
     (first, *_) = issue(groups)
     last = None
     while groups.settled_fate(first) != "superseded":

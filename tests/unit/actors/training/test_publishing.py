@@ -18,7 +18,6 @@ from actors.training.publishing import (
     Rows,
     batch_metrics,
     cpu_used,
-    filtered_metrics,
     off_policy,
     others_metrics,
 )
@@ -222,14 +221,6 @@ def record(name, **fields) -> ActorRecord:
     return ActorRecord(
         name, role, "", 1, **({"pid": os.getpid(), "host": socket.gethostname(), "state": "ready"} | fields)
     )
-
-
-def test_with_dynamic_sampling_the_reward_of_all_that_finished_stands_beside(trajectory):
-    groups = [[trajectory([1, 2], [0, 1], reward=r) for r in (0.0, 1.0)]]
-
-    row = filtered_metrics(groups, 6, 6.0)
-
-    assert row == {"reward/unconditioned": 7 / 8, "reward/filtered_frac": 0.75}
 
 
 def test_cpu_seconds_are_of_this_host_alone():

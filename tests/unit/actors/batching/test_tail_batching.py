@@ -1,16 +1,17 @@
 """The buffer's groups by rounds: what a round opens, what it puts off, and what takes the place of what can't be trained."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from actors.config import SamplesSection, StalenessSection, TailBatchingSection
+from actors.batching.tail_batching import FORGOTTEN, PUT_OFF, TailBatching, check_sections
+from actors.config import SamplesSection, StalenessSection
 from actors.messages.samples import Ticket
 from actors.samples.group import Group, GroupLimits, Training
 from actors.samples.groups import Groups
 from actors.samples.prompts import Mixture, Prompts
 from actors.samples.sample import Outcome
-from actors.samples.tail import FORGOTTEN, PUT_OFF, TailGroups, check_put_off, check_rounds
 from planning.epochs import Epochs
 from runtime.config import from_mapping
 from runtime.errors import ConfigError
@@ -28,7 +29,11 @@ def groups():
 
 
 def opened(training=None, held=(), alpha=0):
-    groups = TailGroups(LIMITS, alpha, (1.5, 1.5))
+    return by_rounds(LIMITS, training, held, alpha)
+
+
+def by_rounds(limits, training=None, held=(), alpha=0, etas=(1.5, 1.5)):
+    groups = Groups(limits, alpha, [partial(TailBatching, etas=etas)])
     groups.restore(training or Training(), held, 0.0)
     return groups
 
@@ -129,7 +134,7 @@ def test_a_run_that_began_without_rounds_launches_anew_what_it_had_under_way():
     before = Groups(LIMITS, 0)
     score(before, [ticket for ticket in issue(before) if ticket.group_id.endswith("0")])
 
-    groups = opened(before.training, before.live.values())
+    groups = opened(before.record(), before.live.values())
 
     ends = groups.take_changes().ends
     assert {(end.fate, end.reason) for end in ends} == {("surplus", FORGOTTEN)}
@@ -137,12 +142,10 @@ def test_a_run_that_began_without_rounds_launches_anew_what_it_had_under_way():
 
 
 def test_rounds_that_were_switched_off_for_a_while_begin_anew():
-    groups = TailGroups(replace(LIMITS, steps=8), 0, (1.0, 1.0))
-    groups.restore(Training(), [], 0.0)
+    groups = by_rounds(replace(LIMITS, steps=8), etas=(1.0, 1.0))
     first = issue(groups)
     off = Groups(replace(LIMITS, steps=8), 0)
-    off.restore(groups.training, groups.live.values(), 0.0)
-    check_put_off(off)
+    off.restore(groups.record(), groups.live.values(), 0.0)
     trained = []
     for step in (1, 2):
         score(off, first if step == 1 else issue(off), step - 1)
@@ -150,8 +153,7 @@ def test_rounds_that_were_switched_off_for_a_while_begin_anew():
         off.advance(step)
         off.commit(step, 1)
 
-    again = TailGroups(replace(LIMITS, steps=8), 0, (1.5, 1.5))
-    again.restore(off.training, off.live.values(), 0.0)
+    again = by_rounds(replace(LIMITS, steps=8), off.record(), off.live.values())
     for step in range(3, 9):
         for tickets in by_group(issue(again))[:2]:
             score(again, tickets[:2], step - 1)
@@ -175,13 +177,12 @@ def test_tail_batching_can_not_be_switched_off_while_prompts_wait(groups):
     for tickets in by_group(issue(groups))[:2]:
         score(groups, tickets[:2])
     off = Groups(LIMITS, 0)
-    off.restore(groups.training, [], 0.0)
 
     with pytest.raises(
         ConfigError, match=r"and 1 of its prompts wait for a long round: set tail_batching\.enabled=true"
     ):
-        check_put_off(off)
-    check_put_off(groups)
+        off.restore(groups.record(), [], 0.0)
+    opened(groups.record())
 
 
 @pytest.mark.parametrize(
@@ -194,8 +195,7 @@ def test_tail_batching_can_not_be_switched_off_while_prompts_wait(groups):
 )
 def test_what_rounds_can_not_go_with_is_refused_in_a_sentence(staleness, samples, said):
     with pytest.raises(ValueError, match=said):
-        check_rounds(TailBatchingSection(enabled=True), staleness, samples)
-    check_rounds(TailBatchingSection(), staleness, samples)
+        check_sections(staleness, samples)
 
 
 @pytest.mark.parametrize("key", ["eta_prompts", "eta_responses"])
@@ -210,7 +210,7 @@ def test_a_rebuilt_buffer_goes_on_with_the_round_under_way(groups):
     first, *_ = by_group(issue(groups))
     score(groups, first[:2])
 
-    again = opened(groups.training, groups.live.values())
+    again = opened(groups.record(), groups.live.values())
 
     assert again.admission().num_groups == 0
     assert [group.id for group in again.ready()] == [first[0].group_id]
@@ -228,7 +228,6 @@ def test_all_of_a_group_that_is_put_off_ends_though_some_members_were_scored(gro
 
 
 def test_limits_of_one_group_still_make_rounds():
-    groups = TailGroups(replace(LIMITS, batch_groups=1), 0, (1.25, 1.25))
-    groups.restore(Training(), [], 0.0)
+    groups = by_rounds(replace(LIMITS, batch_groups=1), etas=(1.25, 1.25))
 
     assert len(by_group(issue(groups))) == 2

@@ -1,19 +1,20 @@
-"""RollPacker's tail batching in the sample buffer: groups are opened by rounds, and a round's batch is trained (planning/tail.py decides).
+"""RollPacker's tail batching, `tail_batching`: groups are opened by rounds, and a round's batch is trained (planning/tail.py decides).
 
 A group plays one prompt in one round. One that a short round puts off ends as `surplus`, with all that was sampled for it, and its prompt
-gets another group in a long round. Where things stand is a part of `Training`: a restart goes on with the rounds under way. The receipt of
-a step has it too: where the Store forgot a step that a checkpoint covers, what that step's moment had under way is launched anew.
+gets another group in a long round. A restart goes on with the rounds under way. The receipt of a step has the state too: where the Store
+forgot a step that a checkpoint covers, what that step's moment had under way is launched anew.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self
 
-from actors.config import SamplesSection, StalenessSection, TailBatchingSection
-from actors.messages.samples import Ticket
-from actors.samples.group import Group, GroupLimits, Member, Receipt, Tail, Training
+import msgspec
+
+from actors.config import SamplesSection, StalenessSection
+from actors.samples.group import Group, Receipt
 from actors.samples.groups import Groups
-from actors.samples.sample import group_id
-from planning.staleness import Admission, HandOver, min_version
+from actors.samples.policy import BatchPolicy, PolicyJob, PolicyPlugin
+from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, min_version
 from planning.tail import (
     TailRound,
     TailRules,
@@ -27,10 +28,7 @@ from planning.tail import (
     train,
     trainable,
 )
-from runtime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
+from runtime.config import Config
 
 PUT_OFF = "other prompts of its round were complete before; it waits for a long round"
 FORGOTTEN = "the Store forgot its round, and its prompt is launched anew"
@@ -39,30 +37,55 @@ GIVEN_UP = ("group_too_small", "filtered")
 """Fates of groups whose prompt is the cause: as without tail batching it trains no more, and another prompt takes its place."""
 
 
-class TailGroups(Groups):
-    """As `Groups`, but what is opened and what is trained goes by rounds."""
+class Tail(msgspec.Struct):
+    """Where tail batching stands. A prompt's number is its place in what the mixture gave."""
+
+    state: TailState = TailState()
+    rows: dict[int, tuple[str, int]] = {}
+    """Prompt → its task and row, until a checkpoint covers its step."""
+    groups: dict[int, str] = {}
+    """Prompt → the group that plays it, while its round is under way."""
+    steps: dict[int, tuple[int, tuple[int, ...]]] = {}
+    """Step that no checkpoint covers → its round and that one's prompts."""
+
+
+class TailBatching(PolicyPlugin):
+    """What is opened and what is trained goes by rounds."""
+
+    key, draws = "tail_batching", True
 
     def __init__(
         self,
-        limits: GroupLimits,
-        alpha: int,
+        below: BatchPolicy,
+        groups: Groups,
         etas: tuple[float, float],
         on_round: Callable[[TailRound], None] = lambda round_: None,
     ) -> None:
         """`etas` are of prompts and of responses. Raises ValueError for rules that can't be."""
-        super().__init__(limits, alpha)
-        self._rules = TailRules(limits.batch_groups, limits.group_size, *etas, alpha).checked()
+        super().__init__(below, groups)
+        limits = groups.limits
+        self._rules = TailRules(limits.batch_groups, limits.group_size, *etas, groups.alpha).checked()
         self._on_round = on_round
-        self.training.tail = Tail()
+        self._tail = Tail()
+
+    @classmethod
+    def of(cls, below: BatchPolicy, groups: Groups, job: PolicyJob) -> Self:
+        """As `PolicyPlugin`; rounds are logged as they begin, with their reason."""
+        section = job.config.tail_batching
+
+        def tell(round_: TailRound) -> None:
+            job.log.info("round", number=round_.number, kind=round_.kind, prompts=len(round_.prompts), why=round_.why)
+
+        return cls(below, groups, (section.eta_prompts, section.eta_responses), tell)
+
+    @classmethod
+    def check(cls, job: Config) -> None:
+        """As `PolicyPlugin`."""
+        check_sections(job.section("staleness"), job.section("samples"))
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
-    @property
-    def _tail(self) -> Tail:
-        assert self.training.tail is not None
-        return self.training.tail
-
-    def admission(self) -> Admission:
+    def admit(self, view: AdmissionView) -> Admission:
         """How many groups the next round would open, and why."""
         state, round_ = begin(self._wanted(), self._rules)
         if round_ is not None:
@@ -76,7 +99,7 @@ class TailGroups(Groups):
         """The state, with as many prompts in all as the steps that have no groups yet need: some of a step may have to be replaced."""
         state = self._tail.state
         held = len(state.again) + len(state.waiting) + sum(len(round_.prompts) for round_ in self._unbound())
-        steps = self.limits.steps - self.training.committed - len(self.steps)
+        steps = self.groups.limits.steps - self.groups.training.committed - len(self.groups.steps)
         return state._replace(total=state.fresh + max(0, steps * self._rules.prompts - held))
 
     def _unbound(self) -> Iterator[TailRound]:
@@ -84,7 +107,8 @@ class TailGroups(Groups):
         bound = {number for number, _ in self._tail.steps.values()}
         return (round_ for round_ in self._tail.state.rounds if round_.number not in bound)
 
-    def _more(self) -> bool:
+    def open(self) -> bool | None:
+        """As `PolicyPlugin`: what rounds under way lack, or else the next round."""
         return self._mend() or self._begin()
 
     def _begin(self) -> bool:
@@ -102,7 +126,7 @@ class TailGroups(Groups):
         """Launch again what rounds lack: a group ended by itself, or the Store forgot it. Whether there was any."""
         lacking = [(r, prompt) for r in self._unbound() for prompt in r.prompts if self._group(prompt) is None]
         for round_, prompt in lacking:
-            ended = self._ended.get(self._tail.groups.get(prompt, ""))
+            ended = self.groups.ended(self._tail.groups.get(prompt, ""))
             if ended is not None and ended.fate in GIVEN_UP:
                 state, other = replace(self._wanted(), round_.number, prompt)
                 self._draw(state.fresh)
@@ -117,26 +141,20 @@ class TailGroups(Groups):
     def _draw(self, end: int) -> None:
         """Know the rows of all prompts below `end`. Raises ConfigError where a sampler of the user's fails; those before it are known."""
         while (number := self._num_drawn()) < end:
-            self._tail.rows[number] = self.limits.mixture.draw(self.training.tasks)
-            self.changes.training = True
+            self._tail.rows[number] = self.groups.limits.mixture.draw(self.groups.training.tasks)
+            self.groups.changes.training = True
 
     def _num_drawn(self) -> int:
-        return sum(cursor.given for cursor in self.training.tasks.values())
+        return sum(cursor.given for cursor in self.groups.training.tasks.values())
 
     def _launch(self, prompt: int, num_members: int) -> None:
-        training, (task, row) = self.training, self._tail.rows[prompt]
-        while (name := group_id(training.cursor)) in self.live or name in self.trained:
-            training.cursor += 1
-        training.cursor += 1
-        self._tail.groups[prompt] = name
-        self.changes.training = True
-        self._add(Group(name, row, [Member() for _ in range(num_members)], begun=training.version, task=task))
+        self._tail.groups[prompt] = self.groups.launch(*self._tail.rows[prompt], num_members)
 
     def _group(self, prompt: int) -> Group | None:
-        return self.live.get(self._tail.groups.get(prompt, ""))
+        return self.groups.live.get(self._tail.groups.get(prompt, ""))
 
-    def _settle(self, group: Group) -> None:
-        super()._settle(group)
+    def settled(self, group: Group) -> None:
+        """As `PolicyPlugin`: maybe a round's batch is complete."""
         for round_ in list(self._unbound()):
             if round_.number not in self._tail.state.closed:
                 self._close(round_)
@@ -151,42 +169,27 @@ class TailGroups(Groups):
         ended = [prompt for prompt, group in found.items() if group is None]
         self._tail.state = close(self._tail.state, round_.number, done, ended)
         self._forget(ended)
-        self.changes.training = True
         for prompt, group in found.items():
             if group is not None and prompt not in done:
                 del self._tail.groups[prompt]
-                self._put_off(group, PUT_OFF)
-
-    def _put_off(self, group: Group, why: str) -> None:
-        for member in group.members:
-            member.reason = member.reason or why
-        self._end(group, group.discard("surplus"))
+                self.groups.discard(group, "surplus", PUT_OFF)
 
     def _forget(self, prompts: Iterable[int]) -> None:
         """They are trained, or never will be."""
         for prompt in prompts:
             self._tail.rows.pop(prompt, None)
             self._tail.groups.pop(prompt, None)
-        self.changes.training = True
-
-    # -- tickets ------------------------------------------------------------------------------------------------
-
-    def settled_fate(self, ticket: Ticket) -> str | None:
-        """As `Groups`. Where the Store forgot a group, another prompt's may have its name."""
-        group, _ = self._look_up(ticket.trajectory_id) or (None, 0)
-        if group is not None and group.purpose == "train" and (group.task, group.row) != (ticket.task, ticket.row):
-            return "superseded"
-        return super().settled_fate(ticket)
+        self.groups.changes.training = True
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, step: int, num_groups: int) -> HandOver:
+    def next_batch(self, view: SupplyView) -> HandOver:
         """The batch of the oldest round that may be trained."""
-        oldest, now, ready = min_version(step, self.alpha), self.training.version, list(self.ready())
+        oldest, ready = min_version(view.step, view.alpha), list(self.groups.ready())
         unbound = {round_.number: round_ for round_ in self._unbound()}
         for number in trainable(self._tail.state, self._rules):
             names = {self._tail.groups.get(prompt) for prompt in unbound[number].prompts} if number in unbound else ()
-            chosen = sorted((group.version(now), at) for at, group in enumerate(ready) if group.id in names)
+            chosen = sorted((view.ready[at], at) for at, group in enumerate(ready) if group.id in names)
             if chosen and len(chosen) == len(names):
                 return HandOver(True, oldest, unbound[number].why, tuple(at for _, at in chosen))
         first = next(iter(unbound.values()), None)
@@ -196,46 +199,31 @@ class TailGroups(Groups):
         ready = sum(g is not None and g.state == "ready" for g in map(self._group, round_.prompts))
         return f"{ready} of {round_.groups} groups of the {round_.kind} round {round_.number}"
 
-    def bind(self, step: int, groups: list[Group]) -> None:
-        """As `Groups`; the groups are a round's batch."""
-        names = {group.id for group in groups}
+    def bound(self, step: int) -> None:
+        """As `PolicyPlugin`; the groups are a round's batch."""
+        names = {group.id for group in self.groups.steps[step]}
         for round_ in list(self._unbound()):
             if names == {self._tail.groups.get(prompt) for prompt in round_.prompts}:
                 self._tail.steps[step] = (round_.number, round_.prompts)
-        super().bind(step, groups)
 
-    def advance(self, step: int) -> None:
-        """As `Groups`; rounds of steps up to `step` are trained."""
-        super().advance(step)
-        self._trained(step)
+    def trained(self, step: int) -> None:
+        """As `PolicyPlugin`: the rounds of these steps are over."""
+        self._tail.state = _trained(self._tail, step)
+        version = self.groups.training.version
+        if self._tail.state.trained != version:
+            self._tail.state = self._tail.state._replace(trained=version)
+            self.groups.changes.training = True
 
-    def commit(self, step: int, epoch: int) -> None:
-        """As `Groups`; prompts of steps up to `step` are done with."""
-        super().commit(step, epoch)
-        self._trained(step)
+    def committed(self, step: int) -> None:
+        """As `PolicyPlugin`: the prompts of these steps are done with."""
+        self.trained(step)
         for each in [each for each in self._tail.steps if each <= step]:
             self._forget(self._tail.steps.pop(each)[1])
 
-    def _trained(self, step: int) -> None:
-        tail = self._tail
-        tail.state = _trained(tail, step)
-        if tail.state.trained != self.training.version:
-            tail.state = tail.state._replace(trained=self.training.version)
-            self.changes.training = True
-
-    def raised(self, step: int, epoch: int) -> list[Group]:
-        """As `Groups`; prompts of groups that end as `poisoned` are done with."""
-        poisoned = super().raised(step, epoch)
-        if step not in self.steps:
+    def given_up(self, steps: Sequence[int]) -> None:
+        """As `PolicyPlugin`: neither their rounds nor these prompts will train."""
+        for step in steps:
             self._give_up(step)
-        return poisoned
-
-    def drop_bound(self, alpha: int) -> list[int]:
-        """As `Groups`; prompts of these steps are done with."""
-        dropped = super().drop_bound(alpha)
-        for step in dropped:
-            self._give_up(step)
-        return dropped
 
     def _give_up(self, step: int) -> None:
         """The round of a step will not train."""
@@ -247,86 +235,75 @@ class TailGroups(Groups):
 
     # -- what a restart and a checkpoint bring ------------------------------------------------------------------
 
-    def restore(self, training: Training, groups: Iterable[Group], now: float) -> None:
-        """As `Groups`. What a run had under way that began without tail batching is launched anew."""
-        before, training.tail = training.tail, training.tail or Tail()
-        super().restore(training, groups, now)
-        if before is None:
-            under_way = sorted((*self.open(), *self.ready()), key=lambda group: group.id)
-            fresh = self._num_drawn()
-            again = range(fresh - len(under_way), fresh)
-            self._tail.rows = {prompt: (group.task, group.row) for prompt, group in zip(again, under_way, strict=True)}
-            self._tail.state = TailState(fresh=fresh, again=tuple(again), trained=self.training.version)
-            self._launch_anew(under_way)
+    def state(self) -> Any:
+        """As `PolicyPlugin`."""
+        return self._tail
 
-    def _skip(self) -> None:
-        self.training.cursor += 1
+    @property
+    def needed(self) -> str:
+        """As `PolicyPlugin`. Where no prompt waits its rounds are over: those that it may have again begin from what is under way then."""
+        if not (waiting := len(self._tail.state.waiting) + len(self._tail.state.again)):
+            return ""
+        return (
+            f"tail_batching was on in this run, and {waiting} of its prompts wait for a long round: "
+            "set tail_batching.enabled=true, or start another run"
+        )
 
-    def _open(self) -> None:
-        self._skip()
+    def restored(self, state: msgspec.Raw | None) -> None:
+        """As `PolicyPlugin`. What a run had under way that began without tail batching is launched anew."""
+        if state is not None:
+            self._tail = msgspec.msgpack.decode(state, type=Tail)
+            return
+        groups = self.groups
+        under_way = sorted((*groups.open(), *groups.ready()), key=lambda group: group.id)
+        fresh = self._num_drawn()
+        again = range(fresh - len(under_way), fresh)
+        rows = {prompt: (group.task, group.row) for prompt, group in zip(again, under_way, strict=True)}
+        self._tail = Tail(TailState(fresh=fresh, again=tuple(again), trained=groups.training.version), rows)
+        self._launch_anew(under_way)
 
-    def cover(self, receipts: Iterable[Receipt]) -> None:
-        """As `Groups`. Where it says what the Store forgot, rounds are as they were when that step was handed out."""
-        given = [receipt for receipt in receipts if receipt.step > self.training.committed]
-        forgot = [
-            receipt for receipt in given if {end.group_id for end in receipt.ends} != self._bound_to(receipt.step)
-        ]
-        super().cover(given)
-        if forgot:
-            self._go_back(max(given, key=lambda receipt: receipt.step))
+    def forgotten(self, receipt: Receipt) -> None:
+        """As `PolicyPlugin`: rounds are as they were when that step was handed out."""
+        record = receipt.policies.get(self.key)
+        tail = msgspec.msgpack.decode(record.state, type=Tail) if record else Tail(TailState(fresh=receipt.cursor))
+        self._go_back(receipt.step, tail)
 
-    def _bound_to(self, step: int) -> set[str]:
-        return {group.id for group in self.steps.get(step, ())}
-
-    def _go_back(self, newest: Receipt) -> None:
-        """All that was under way when the step of `newest` was handed out, and that no step up to it trains, is launched anew."""
-        ours, tail = self._tail, newest.tail or Tail(TailState(fresh=newest.cursor))
-        bound = {step: kept for step, kept in ours.steps.items() if step > newest.step}
-        state = _trained(tail, newest.step)
+    def _go_back(self, newest: int, tail: Tail) -> None:
+        """All that was under way when step `newest` was handed out, as `tail` says, and that no step up to it trains, is launched anew."""
+        ours, groups = self._tail, self.groups
+        bound = {step: kept for step, kept in ours.steps.items() if step > newest}
+        state = _trained(tail, newest)
         for step, (number, prompts) in tail.steps.items():
-            if step > newest.step and number not in _numbers(state):
+            if step > newest and number not in _numbers(state):
                 state = state._replace(again=prompts + state.again)
         state = resumed(state)
         later = sorted(prompt for prompt in ours.rows if prompt >= state.fresh)
         done = {prompt for _, prompts in bound.values() for prompt in prompts}
         again = tuple(prompt for prompt in (*state.again, *later) if prompt not in done)
         waiting = tuple(prompt for prompt in state.waiting if prompt not in done)
-        steps = {step: kept for step, kept in tail.steps.items() if step <= newest.step} | bound
+        steps = {step: kept for step, kept in tail.steps.items() if step <= newest} | bound
         rows = ours.rows | tail.rows
         kept = {*again, *waiting, *(prompt for _, prompts in steps.values() for prompt in prompts)}
         while self._num_drawn() < state.fresh:
-            self.limits.mixture.draw(self.training.tasks)
+            groups.limits.mixture.draw(groups.training.tasks)
         numbers = {number for number, _ in bound.values()}
         state = state._replace(
-            fresh=self._num_drawn(), again=again, waiting=waiting, trained=self.training.version,
+            fresh=self._num_drawn(), again=again, waiting=waiting, trained=groups.training.version,
             rounds=tuple(round_ for round_ in ours.state.rounds if round_.number in numbers),
             closed=ours.state.closed & numbers, begun=max(state.begun, ours.state.begun),
         )  # fmt: skip
-        self.training.tail = Tail(state, {prompt: rows[prompt] for prompt in kept if prompt in rows}, {}, steps)
-        self._launch_anew([*self.open(), *self.ready()])
+        self._tail = Tail(state, {prompt: rows[prompt] for prompt in kept if prompt in rows}, {}, steps)
+        self._launch_anew([*groups.open(), *groups.ready()])
 
     def _launch_anew(self, groups: Iterable[Group]) -> None:
         """They end; their prompts are in the state already."""
-        self.changes.training = True
+        self.groups.changes.training = True
         for group in groups:
-            self._put_off(group, FORGOTTEN)
+            self.groups.discard(group, "surplus", FORGOTTEN)
 
 
-def groups_of(section: TailBatchingSection, limits: GroupLimits, alpha: int, log: "FilteringBoundLogger") -> Groups:
-    """A run's groups, as `tail_batching` has them; rounds are logged as they begin, with their reason."""
-    if not section.enabled:
-        return Groups(limits, alpha)
-
-    def tell(round_: TailRound) -> None:
-        log.info("round", number=round_.number, kind=round_.kind, prompts=len(round_.prompts), why=round_.why)
-
-    return TailGroups(limits, alpha, (section.eta_prompts, section.eta_responses), tell)
-
-
-def check_rounds(tail: TailBatchingSection, staleness: StalenessSection, samples: SamplesSection) -> None:
+def check_sections(staleness: StalenessSection, samples: SamplesSection) -> None:
     """Raises ValueError, a sentence, for sections that rounds can't go with."""
-    if not tail.enabled:
-        return
     if not isinstance(staleness.alpha, int) or not staleness.bounded:
         raise ValueError(
             "tail_batching plans rounds for one bound on age, and staleness has none: set staleness.alpha to a number, and bounded=true"
@@ -335,21 +312,6 @@ def check_rounds(tail: TailBatchingSection, staleness: StalenessSection, samples
         raise ValueError(
             f"samples.extra_rollouts={samples.extra_rollouts} has no effect beside tail_batching: eta_responses says how many more there are"
         )
-
-
-def check_put_off(groups: Groups) -> None:
-    """Raises ConfigError where a run had tail batching, has it no more, and prompts wait for a round that would never come.
-
-    Where none waits, its rounds are over: those that it may have again begin from what is under way then.
-    """
-    tail = groups.training.tail
-    if tail is None or isinstance(groups, TailGroups):
-        return
-    if waiting := len(tail.state.waiting) + len(tail.state.again):
-        raise ConfigError(
-            f"tail_batching was on in this run, and {waiting} of its prompts wait for a long round: set tail_batching.enabled=true, or start another run"
-        )
-    groups.training.tail, groups.changes.training = None, True
 
 
 def _numbers(state: TailState) -> set[int]:

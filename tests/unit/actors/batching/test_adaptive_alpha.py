@@ -8,6 +8,7 @@ import pytest
 from actors.messages.samples import Advance, Batch, Claim, DrawEpoch, Evaluate
 from actors.samples.group import Training
 from actors.samples.journal import TRAINING
+from planning.adaptive_alpha import AlphaState
 
 
 class LittleJob:
@@ -84,14 +85,16 @@ def test_a_restart_goes_on_with_alpha_from_the_store(stage):
         await stage.start()
         job = LittleJob(stage)
         await job.run(30)
-        before = stage.buffer._groups.training.alpha
+        (plugin,) = stage.buffer._groups.plugins
+        before = plugin.state()
 
         stored = msgspec.msgpack.decode(await stage.store.get(TRAINING), type=Training)
-        assert stored.alpha == before
+        assert msgspec.msgpack.decode(stored.policies["adaptive_alpha"].state, type=AlphaState) == before
         await stage.start()
 
-        assert stage.buffer._groups.training.alpha == before
-        assert stage.buffer._groups.admits == before.alpha >= 2
+        (plugin,) = stage.buffer._groups.plugins
+        assert plugin.state() == before
+        assert plugin.admits == before.alpha >= 2
         job.stop()
 
     stage.run(scene)
@@ -138,7 +141,7 @@ def test_a_fixed_alpha_stays_and_nothing_is_remembered(make_stage):
         await job.run(30)
 
         assert set(job.told) == {1}
-        assert stage.buffer._groups.training.alpha is None
+        assert stage.buffer._groups.record().policies == {}
         assert stage.notices == []
         job.stop()
 
