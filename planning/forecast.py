@@ -256,16 +256,19 @@ def _curve(pairs: Sequence[tuple[int, Seen]], window: int, tokens_s: float, limi
     points = [(-age, math.log1p(seen.tokens + seen.env_s * tokens_s)) for age, seen in recent if age and seen.done]
     trend = _trend(points)
 
+    growth = {age: math.exp(trend * age) for age in range(window + 1)}
+
     def work(age: int, seen: Seen) -> float:
-        grown = math.exp(trend * age)
+        grown = growth[age]
         tokens = seen.tokens if seen.tokens >= limit else min(limit, seen.tokens * grown)
         return tokens + seen.env_s * grown * tokens_s
 
-    works, below = _product_limit([(work(age, seen), seen.done) for age, seen in recent], limit)
+    ends = [(work(age, seen), seen.done) for age, seen in recent]
+    works, below = _product_limit(ends, limit)
     if not works:
         return None
-    total = sum(work(age, seen) for age, seen in recent)
-    env = sum(seen.env_s * math.exp(trend * age) for age, seen in recent) * tokens_s
+    total = sum(end for end, _ in ends)
+    env = sum(seen.env_s * growth[age] for age, seen in recent) * tokens_s
     return LengthCurve(works, below, 1 - env / total if total else 1.0, 0.0, {}, trend)
 
 

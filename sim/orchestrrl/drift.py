@@ -1,6 +1,7 @@
 """OrchestrRL's throughput: generation with planners over the best configuration that never changes, on lengths that drift over the steps."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from pydantic import Field
@@ -121,13 +122,22 @@ def static(engines: Mapping[int, Roofline], gpus: int, degree: int, drift: Drift
 
 
 def planned(
-    engines: Mapping[int, Roofline], degrees: Sequence[int], arm: Arm, drift: Drift, seed: int, pace: Pace
+    engines: Mapping[int, Roofline],
+    degrees: Sequence[int],
+    arm: Arm,
+    drift: Drift,
+    seed: int,
+    pace: Pace,
+    forecast: Callable[[int], Forecast],
 ) -> DriftDone:
-    """Every step with the arm's planners. It begins with `degrees`, and with them again where none are planned across steps."""
+    """Every step with the arm's planners. It begins with `degrees`, and with them again where none are planned across steps.
+
+    `forecast` gives that of a step, which is the same for all arms.
+    """
     done, current = list[StepDone](), tuple(degrees)
     for step in drift.simulated:
-        forecast = None if arm.knows else drift.forecast(seed, step)
-        done.append(StepRun(engines, arm, pace, forecast).run(drift.batch(seed, step), current))
+        known = None if arm.knows else forecast(step)
+        done.append(StepRun(engines, arm, pace, known).run(drift.batch(seed, step), current))
         current = done[-1].degrees if arm.across else current
     return DriftDone(tuple(done))
 
@@ -141,9 +151,10 @@ def run(scenario: DriftScenario, progress: RunProgress) -> RunResult:
         fixed[degree] = static(engines, s.gpus, degree, s.drift, s.seed, s.pace)
     best = min(fixed, key=lambda degree: (fixed[degree].seconds, degree))
     found: dict[str, DriftDone] = {}
+    forecast = cache(partial(s.drift.forecast, s.seed))
     for arm in s.arms:
         progress(len(fixed) + len(found), total, arm.name)
-        found[arm.name] = planned(engines, (best,) * (s.gpus // best), arm, s.drift, s.seed, s.pace)
+        found[arm.name] = planned(engines, (best,) * (s.gpus // best), arm, s.drift, s.seed, s.pace, forecast)
     return RunResult(
         figures=dict(_figures(s, fixed, best, found)),
         tables={

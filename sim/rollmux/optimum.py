@@ -40,10 +40,11 @@ class BoundedPartition(NamedTuple):
 class Optimum:
     """The policy that puts all running jobs together anew, for nothing, at every arrival and departure."""
 
-    def __init__(self, cluster: SharedCluster) -> None:
+    def __init__(self, cluster: SharedCluster, blocks: "BlockSearch | None" = None) -> None:
+        """`blocks` may be another optimum's, of the same jobs on the same nodes: what it found of them is not searched again."""
         self.cluster = cluster
         self.partitions: list[BoundedPartition] = []
-        self._blocks = BlockSearch(cluster)
+        self._blocks = blocks or BlockSearch(cluster)
         self._jobs: dict[str, JobProfile] = {}
         self._useful: dict[frozenset[str], Block] = {}
         """Of the jobs that run, those that some partition may need."""

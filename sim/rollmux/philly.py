@@ -12,7 +12,7 @@ from runtime.config import Section
 from sim.distribution import LogNormal, Uniform
 from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from sim.rollmux.multiplexed import HOUR_S, Arrival, JobSize, Multiplexed, MultiplexedRun, PoolsSpec
-from sim.rollmux.optimum import Optimum
+from sim.rollmux.optimum import BlockSearch, Optimum
 from sim.rollmux.policies import Alone, MostIdle, Planned, RandomGroup, Regrouped
 from sim.scenario import Scenario, ScenarioKind
 
@@ -64,9 +64,13 @@ class Philly(Scenario):
 def run(scenario: Philly, progress: RunProgress) -> RunResult:
     figures: dict[str, float | bool] = {}
     rows: list[tuple[Cell, ...]] = []
+    # Settings of the same shapes and bounds have the same jobs.
+    searches: dict[tuple[tuple[str, ...], float, float], BlockSearch] = {}
     for number, setting in enumerate(scenario.settings):
         progress(number, len(scenario.settings), setting.name)
-        optimum, found = _runs(scenario, setting)
+        jobs = (setting.shapes, setting.slo.low, setting.slo.high)
+        blocks = searches.setdefault(jobs, BlockSearch(scenario.pools.cluster(setting.residents)))
+        optimum, found = _runs(scenario, setting, blocks)
         best = next(iter(found.values()))[0]
         for name, runs in found.items():
             ratio, attained = (
@@ -94,11 +98,13 @@ def run(scenario: Philly, progress: RunProgress) -> RunResult:
     )
 
 
-def _runs(scenario: Philly, setting: TableRow) -> tuple[Optimum, Mapping[str, Sequence[Multiplexed]]]:
+def _runs(
+    scenario: Philly, setting: TableRow, blocks: BlockSearch
+) -> tuple[Optimum, Mapping[str, Sequence[Multiplexed]]]:
     """By scheduler; the optimum first."""
     cluster = scenario.pools.cluster(setting.residents)
     jobs = arrivals(scenario.trace, setting, scenario.seed)
-    optimum = Optimum(cluster)
+    optimum = Optimum(cluster, blocks)
     chances = [RandomGroup(cluster, scenario.seed + again) for again in range(scenario.random_runs)]
     found = {
         "optimum": (optimum,),

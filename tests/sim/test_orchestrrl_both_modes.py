@@ -1,5 +1,6 @@
 """Generation lasts as long modelled as on the real orchestrator, proxy and engines: same requests, lengths, degrees and planners."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,7 @@ def across(seed, begin, *cut):
     s = load(SCENARIO, cut).scenario
     degrees = tuple(each for each in s.degrees if each >= 2)
     engines, alike = engines_of(s.model, s.gpu, degrees, s.engine), (begin,) * (s.gpus // begin)
-    modelled = planned(engines, alike, WHOLE, s.drift, seed, s.pace).steps
+    modelled = planned(engines, alike, WHOLE, s.drift, seed, s.pace, partial(s.drift.forecast, seed)).steps
     fleet = LiveFleet("h800", "qwen2.5-14b", s.gpus, 2, degrees, s.engine.num_slots)
     steps = LiveSteps(fleet, WHOLE, s.pace, lambda step: s.drift.batch(seed, step), s.drift.limit)
     real = steps.run(s.drift.simulated, begin)
