@@ -4,8 +4,13 @@ from collections.abc import AsyncGenerator
 
 import pytest
 import pytest_asyncio
+from hypothesis import settings
 
 from tests.stores import need_server, packaged_program
+
+# How long an example takes says how busy the machine is. All else stays as Hypothesis has it here, or in CI.
+settings.register_profile("on any machine", parent=settings(), deadline=None)
+settings.load_profile("on any machine")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
