@@ -14,6 +14,8 @@ import pytest
 
 from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model
 
+pytestmark = pytest.mark.slow
+
 ROLES = ["engine", "env_manager", "llm_proxy", "sample_buffer", "trainer"]
 LIMIT_S = 60.0
 

@@ -22,6 +22,8 @@ from tests import faulty_fleet
 from tests.faulty_fleet import ARMED, DONE, Change
 from tests.jobs import clean_environment, left_behind, rubato
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 60.0
 LENGTH = 300
 STOP = 1
@@ -216,7 +218,6 @@ async def test_whoever_dies_in_a_switch_or_move_nothing_is_lost_or_doubled(tmp_p
     await outlive(tmp_path, SOME)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_whoever_dies_at_any_other_stage_of_a_switch_or_move_nothing_is_lost_or_doubled(tmp_path):
     every = [(case, stage, role) for case in (MERGE, SPLIT, MOVE) for stage in case.stages for role in ROLES]

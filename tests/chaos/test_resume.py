@@ -16,6 +16,8 @@ import pytest
 
 from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model
 
+pytestmark = pytest.mark.slow
+
 STEPS = 40
 LIMIT_S = 90.0
 

@@ -13,6 +13,8 @@ from runtime.monitor.source import RunSource
 from tests.faulty_job import write_tokenizer
 from tests.jobs import ACTING, clean_environment, rubato
 
+pytestmark = pytest.mark.slow
+
 START_S = 60.0
 WITHIN_S = 15.0
 """Patience: on idle cores it is told within five seconds."""

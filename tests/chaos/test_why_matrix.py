@@ -4,8 +4,9 @@ import pytest
 
 from tests.why_cases import case_name, cases, check
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("case", cases(), ids=case_name)
 def test_a_fault_is_named_with_its_holder_and_kind_within_five_seconds(case, tmp_path):
     check(case, tmp_path)

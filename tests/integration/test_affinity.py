@@ -8,6 +8,8 @@ from actors.training.base_model import make_tokenizer, write_tokenizer
 from runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato
 
+pytestmark = pytest.mark.slow
+
 TEXT = """
 class Shown:
     def __init__(self, *, tokens):

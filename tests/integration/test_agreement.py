@@ -7,6 +7,8 @@ import pytest
 
 from tests.jobs import SMALL, rubato, write_model
 
+pytestmark = pytest.mark.slow
+
 DEAF = """
 from actors.engines.torch_engine import StepLoop, TorchEngine
 

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.jobs import COMMAND_S, SMALL, clean_environment, write_model
+
+pytestmark = pytest.mark.slow
 
 ENV = """
 import asyncio

@@ -22,6 +22,8 @@ from runtime import cli
 from runtime.store.embedded import EmbeddedRedis
 from tests.jobs import ACTING, SMALL, Ended, clean_environment, left_behind, rubato, write_model
 
+pytestmark = pytest.mark.slow
+
 BAD_ENVS = Path(__file__).parent / "bad_envs.py"
 
 LAUNCH = ("launch", "small.yaml", "--run-dir", "run")

@@ -2,8 +2,12 @@
 
 import json
 
+import pytest
+
 from runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model
+
+pytestmark = pytest.mark.slow
 
 REWARD = """
 def first_alone(completions, *, trajectory, **columns):

@@ -13,6 +13,8 @@ from runtime.config import from_mapping
 from runtime.embed import embed
 from tests.jobs import write_model
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embedded_job.py"
 JUDGE = """
 from actors.rewards.judge import judge

@@ -16,6 +16,8 @@ from runtime.store.redis import RedisStore
 from tests.jobs import left_behind
 from tests.shared_jobs import Lab, until, write_jobs
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 

@@ -16,6 +16,8 @@ from runtime.store.store import MemoryStore
 from sim.audit import AuditLimits, audit
 from tests.jobs import SMALL, clean_environment, left_behind, python, rubato, write_model
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 QUICKSTART = EXAMPLES.parent / "configs" / "quickstart.yaml"
 

@@ -9,6 +9,8 @@ from runtime.config import load
 from runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model
 
+pytestmark = pytest.mark.slow
+
 SMALLEST = SMALL.replace("kind: scripted, scripted: {token_s: 0.0}", "kind: torch, num_slots: 16").replace(
     "final_num_tasks: 0", "final_num_tasks: 4"
 )

@@ -46,6 +46,7 @@ def test_a_job_that_reached_its_end_is_done(place):
     assert ended.code == ExitCode.DONE, ended.err
 
 
+@pytest.mark.slow
 def test_a_job_that_can_not_go_on_has_failed(place):
     write_model(place / "model")
     overrides = (f"model.path={place}/model", "env.isolation=auto", "env.class=env.py:Env", "env.workers=1")
@@ -66,6 +67,7 @@ class Env:
 """
 
 
+@pytest.mark.slow
 def test_a_job_that_changes_no_weight_has_failed_and_goes_on_once_its_cause_is_mended(place):
     write_model(place / "model")
     (place / "loss.py").write_text(EVEN_LOSS)
@@ -100,6 +102,7 @@ PERMANENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raises", PERMANENT)
 def test_an_actor_that_can_never_start_ends_the_job_at_once(raises, place):
     (place / "broken.py").write_text(BROKEN.format(raises=raises))
@@ -123,6 +126,7 @@ ENGINES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ENGINES)
 def test_an_engine_that_its_next_start_would_not_get_ready_either_is_not_started_again(code, place):
     (place / "mine.py").write_text(code)
@@ -136,6 +140,7 @@ def test_an_engine_that_its_next_start_would_not_get_ready_either_is_not_started
     assert "restarting" not in ended.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [("launch", "gone.yaml"), ("nosuch",), (), ("stop", "--run", "gone"), ("launch", "small.yaml", "--nosuch")],
@@ -144,12 +149,14 @@ def test_a_mistake_is_refused(arguments, place):
     assert rubato(*arguments, cwd=place).code == ExitCode.REFUSED
 
 
+@pytest.mark.slow
 def test_a_claim_that_does_not_come_out_is_a_surprise(place):
     scenario = (ROOT / "configs" / "sim" / "rfabric_cost.yaml", "prices.ocs_port=2000", "--no-plots", "--out", "out")
 
     assert rubato("sim", *scenario, cwd=place).code == ExitCode.SURPRISED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["signal", "stop"])
 def test_a_job_that_was_stopped_was_interrupted(how, place):
     job = idle(place)

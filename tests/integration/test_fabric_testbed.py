@@ -12,6 +12,8 @@ from tests.integration.pod_bed import NUM, by_pods
 from tests.integration.rack_bed import CIRCUIT_MBPS, SIZE, TRICKLE_MBPS
 from tests.jobs import clean_environment
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 FACTOR = 5.0
 """By rate it is 20: this tells a circuit from a trickle on any machine."""

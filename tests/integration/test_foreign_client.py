@@ -373,6 +373,7 @@ def ready_engine(folder, process):
     raise AssertionError(f"engine-1 was not ready within {START_S} s")
 
 
+@pytest.mark.slow
 def test_an_actor_of_a_live_job_is_found_and_asked(job):
     run, lease = ready_engine(*job)
 

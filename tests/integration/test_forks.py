@@ -15,7 +15,7 @@ from runtime.launch.forks import Forks, NotForked, forks
 from runtime.launch.processes import ProcessBackend
 from tests.jobs import clean_environment, import_path, left_behind
 
-pytestmark = pytest.mark.skipif(not module.can_fork(), reason="needs Linux")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not module.can_fork(), reason="needs Linux")]
 
 
 @pytest.fixture

@@ -4,7 +4,11 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.jobs import python
+
+pytestmark = pytest.mark.slow
 
 TOOL = Path(__file__).parents[2] / "tools" / "fuzz.py"
 SEED = os.environ.get("RUBATO_SEED", "1")

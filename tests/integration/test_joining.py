@@ -16,6 +16,8 @@ import redis
 
 from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 120.0
 
 

@@ -7,6 +7,8 @@ import pytest
 from runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model
 
+pytestmark = pytest.mark.slow
+
 OWN = """
 class Raises:
     def start(self, run): ...

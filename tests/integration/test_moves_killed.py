@@ -13,6 +13,8 @@ from actors.training.base_model import make_tokenizer, write_tokenizer
 from sim.audit import AuditLimits, audit
 from tests.jobs import SMALL, clean_environment, left_behind, rubato
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 90.0
 
 KILLS = [

@@ -16,6 +16,8 @@ import pytest
 
 from tests.jobs import clean_environment, left_behind, python, rubato, write_model
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "grader"
 SMALL = ("prepare=[]", "engine={kind: scripted, scripted: {token_s: 0.0}}", "check.enabled=false", "train.batch_groups=2",
          "train.group_size=2", "env.concurrency=8", "report.finish=''")  # fmt: skip

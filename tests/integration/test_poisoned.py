@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from tests.jobs import SMALL, rubato, write_model
+
+pytestmark = pytest.mark.slow
 
 PICKY = """
 import json

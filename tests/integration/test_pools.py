@@ -18,6 +18,8 @@ from runtime.monitor.app import RunActions
 from runtime.monitor.views import ActorView
 from tests.jobs import clean_environment, left_behind, rubato
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 90.0
 
 ACTOR = """

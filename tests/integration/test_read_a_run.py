@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from actors.metrics import METRICS, described
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("run.steps=2", "eval.every=1", "eval.num_tasks=4", "eval.final_num_tasks=4", "train.batch_groups=4")

@@ -150,6 +150,7 @@ async def test_a_server_that_may_forget_or_evict_is_named(server, store):
     assert await store.concerns() == []
 
 
+@pytest.mark.slow
 def test_the_launch_says_that_the_server_may_lose_samples_and_goes_on(server, url, tmp_path):
     server.config_set("maxmemory-policy", "volatile-ttl")
     (tmp_path / "idle.yaml").write_text(IDLE)

@@ -14,6 +14,8 @@ import pytest
 
 from tests.jobs import ACTING, SMALL, clean_environment, left_behind, rubato, write_model
 
+pytestmark = pytest.mark.slow
+
 BAD_ENVS = Path(__file__).parent / "bad_envs.py"
 SERVICE = "actors.reward_service={class: 'actors.rewards.service:RewardService'}"
 MINE = """

@@ -12,6 +12,8 @@ from actors.cluster import ClusterSection, permits_of
 from runtime.launch.shared import SharedScope, write_shared
 from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 
 

@@ -8,6 +8,8 @@ import pytest
 from runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model
 
+pytestmark = pytest.mark.slow
+
 TASKS = """
 tasks:
   sums: {data: {path: sums.jsonl, prompt: question, verifier: places}, max_turns: 1}

@@ -12,6 +12,8 @@ from tests.faulty_job import write_tokenizer
 from tests.integration.test_joining import actors_of, until
 from tests.jobs import ACTING, clean_environment, rubato
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):

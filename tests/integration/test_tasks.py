@@ -9,6 +9,8 @@ from actors.metrics import described
 from runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model
 
+pytestmark = pytest.mark.slow
+
 TASKS = """
 tasks:
   lake: {class: "actors.envs.frozen_lake:FrozenLakeText", max_turns: 2}

@@ -16,6 +16,8 @@ from runtime.errors import ExitCode
 from runtime.launch.folder import is_held
 from tests.jobs import clean_environment, rubato
 
+pytestmark = pytest.mark.slow
+
 IDLE = (
     '{run: {name: idle}, actors: {sample_buffer: {class: "actors.samples.buffer:SampleBuffer"}}, report: {finish: ""}}'
 )

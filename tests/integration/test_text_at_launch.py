@@ -6,6 +6,8 @@ from runtime import cli
 from tests.chat_models import CHATML, chat_model
 from tests.jobs import SMALL
 
+pytestmark = pytest.mark.slow
+
 SCRIPTED = ("train.kind=scripted", "env.class=actors.envs.frozen_lake:FrozenLakeText")
 
 

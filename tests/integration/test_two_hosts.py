@@ -19,6 +19,8 @@ import pytest
 
 from tests.jobs import SMALL, clean_environment, left_behind, write_model
 
+pytestmark = pytest.mark.slow
+
 CUT_S = float(os.environ.get("RUBATO_CUT_S", "13"))
 """Longer than a lease of 10 s, so that the cut host is given up."""
 LIMIT_S = 240.0
