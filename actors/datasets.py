@@ -16,7 +16,7 @@ import msgspec
 from actors.config import one_of
 from actors.tasks import EXTRA, OWN_COLUMNS, DataSection
 from bus.message import well_formed
-from planning.epochs import Epochs, shuffled
+from planning.prompts import Epochs, shuffled
 from runtime.errors import ConfigError
 from runtime.importer import load_configured
 

@@ -14,6 +14,9 @@ ROLLOUT_HOOKS: Mapping[str, str] = {"cluster.dir": "actors.envs.generating:Gener
 ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "actors.envs.outlook:RolloutOutlook")}
 """The section of the actor that sends the message, and the hook that answers it."""
 
+CALL_LIMITS: Mapping[str, str] = {"deadline_factor": "actors.rewards.deadlines:AnchoredLimit"}
+"""Of the section `reward`; see actors/rewards/backend.py."""
+
 
 def named(paths: Mapping[str, str], config: Any) -> list[Any]:
     """Those of `paths` whose key is set in `config`."""

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.samples.parts import LOST, SAMPLES, read_lines
-from actors.samples.sample import group_id, split_id, trajectory_id
-from actors.samples.tally import TRAINED
+from actors.samples.sample import TRAINED, group_id, split_id, trajectory_id
 
 SHOWN = 3
 """Ids named per problem."""

@@ -16,7 +16,7 @@ from actors.envs.recorder import GaveUp, Recorder, RecorderContext
 from actors.envs.section import EnvSection
 from actors.envs.templates import RenderError
 from actors.messages.samples import Ticket, Trajectory
-from planning.hopeless import RECENT, is_hopeless
+from planning.failures import RECENT, is_hopeless
 from runtime.observe.figures import Metrics
 
 MAX_DETAIL = 300

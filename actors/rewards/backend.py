@@ -7,6 +7,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from actors.config import RewardSection
 from actors.messages.samples import MOST_REWARD, NotScored, Score, flaw_of_reward
 from runtime.pool.pool import Unsendable
 
@@ -17,6 +18,25 @@ class RewardRefused(Exception):
 
     reason: str
     detail: str
+
+
+class CallLimit:
+    """How long a call of a reward function may take: `reward.timeout_s`."""
+
+    per_task = False
+    """Whether that depends on the task, so that each trajectory needs a call of its own."""
+
+    def __init__(self, section: RewardSection) -> None:
+        self.most_s = section.timeout_s
+
+    def of(self, function: str, requests: Sequence[Score]) -> float:
+        """Seconds for a call of `function` over `requests`."""
+        return self.most_s
+
+    def took(
+        self, function: str, requests: Sequence[Score], scores: Sequence[float | NotScored], seconds: float
+    ) -> None:
+        """A call ended in time."""
 
 
 Told = Callable[[int, float | NotScored], object]

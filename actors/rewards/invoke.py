@@ -19,8 +19,7 @@ import httpx
 import msgspec
 
 from actors.messages.samples import NotScored, Score
-from actors.rewards.backend import RewardRefused, Told, checked_number, columns_of
-from actors.rewards.deadlines import Deadlines
+from actors.rewards.backend import CallLimit, RewardRefused, Told, checked_number, columns_of
 from runtime.observe.figures import Metrics
 
 TRIES = 3
@@ -50,11 +49,11 @@ class _Again(Exception):
 
 
 class HttpBackend:
-    """Asks each function's URL; a try lasts as long as `deadlines` say."""
+    """Asks each function's URL; a try lasts as long as `limit` says."""
 
-    def __init__(self, metrics: Metrics, deadlines: Deadlines) -> None:
+    def __init__(self, metrics: Metrics, limit: CallLimit) -> None:
         self._metrics = metrics
-        self._deadlines = deadlines
+        self._limit = limit
         self._client: httpx.AsyncClient | None = None
 
     async def load(self, function: str) -> str:
@@ -71,7 +70,7 @@ class HttpBackend:
         some by then."""
         keys = [key_of(request) for request in requests]
         together = _together(keys)
-        timeout_s = self._deadlines.of(function, requests)
+        timeout_s = self._limit.of(function, requests)
         body = _body(requests, keys, timeout_s)
         try:
             found, seconds = await self._post(function, together, body, len(requests), timeout_s)
@@ -80,12 +79,12 @@ class HttpBackend:
                 raise RewardRefused(error.reason, str(error)) from error
             return [NotScored(error.reason, str(error))] * len(requests)
         scores = [_score(function, score) for score in found]
-        self._deadlines.took(function, requests, scores, seconds)
+        self._limit.took(function, requests, scores, seconds)
         return scores
 
     async def each(self, function: str, requests: Sequence[Score], told: Told) -> None:
         """With the same keys: what a server has found meanwhile it need not compute again."""
-        limit_s = self._deadlines.of(function, requests)
+        limit_s = self._limit.of(function, requests)
 
         async def alone(at: int, request: Score) -> None:
             key = key_of(request)

@@ -8,8 +8,7 @@ from typing import Any
 
 from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score
-from actors.rewards.backend import RewardRefused, Told, checked, columns_of
-from actors.rewards.deadlines import Deadlines
+from actors.rewards.backend import CallLimit, RewardRefused, Told, checked, columns_of
 from planning.autoscale import PoolBounds, PoolMeter, WorkersWanted, autoscale
 from runtime.observe.figures import Metrics
 from runtime.pool.errors import (
@@ -44,9 +43,9 @@ class LocalBackend:
     """A fixed number of processes, each with every function loaded."""
 
     def __init__(
-        self, section: RewardSection, metrics: Metrics, deadlines: Deadlines, on_output: OnOutput | None = None
+        self, section: RewardSection, metrics: Metrics, limit: CallLimit, on_output: OnOutput | None = None
     ) -> None:
-        self._functions = _Functions(section, metrics, deadlines)
+        self._functions = _Functions(section, metrics, limit)
         self._pool = _pool(section, section.workers, on_output)
         metrics.gauge("reward/workers", section.workers)
 
@@ -76,10 +75,10 @@ class ElasticBackend:
     """
 
     def __init__(
-        self, section: RewardSection, metrics: Metrics, deadlines: Deadlines, on_output: OnOutput | None = None
+        self, section: RewardSection, metrics: Metrics, limit: CallLimit, on_output: OnOutput | None = None
     ) -> None:
         self._metrics = metrics
-        self._functions = _Functions(section, metrics, deadlines)
+        self._functions = _Functions(section, metrics, limit)
         self._new_pool = partial(_pool, section, 1, on_output)
         self._bounds = PoolBounds(section.min_workers or 0, section.workers)
         self._meter = PoolMeter()
@@ -236,10 +235,10 @@ class ElasticBackend:
 class _Functions:
     """Calls of functions in a pool, and what their signatures take."""
 
-    def __init__(self, section: RewardSection, metrics: Metrics, deadlines: Deadlines) -> None:
+    def __init__(self, section: RewardSection, metrics: Metrics, limit: CallLimit) -> None:
         self._section = section
         self._metrics = metrics
-        self._deadlines = deadlines
+        self._limit = limit
         self._takes: dict[str, Sequence[str]] = {}
         self._once: set[str] = set()
 
@@ -271,7 +270,7 @@ class _Functions:
     async def each(self, pool: WorkerPool, function: str, requests: Sequence[Score], told: Told) -> None:
         loop = asyncio.get_running_loop()
         began, takes = loop.time(), self._takes.get(function, ("**",))
-        limit_s = self._deadlines.of(function, requests)
+        limit_s = self._limit.of(function, requests)
 
         def ended(at: int, result: bytes | PoolError) -> None:
             if isinstance(result, WorkerTimeout):
@@ -304,7 +303,7 @@ class _Functions:
     async def _call(self, pool: WorkerPool, function: str, requests: Sequence[Score]) -> list[float]:
         arguments, seconds = _arguments(requests, self._takes.get(function, ("**",))), [0.0]
         for tries_left in reversed(range(KILLED_TRIES)):
-            limit_s = self._deadlines.of(function, requests)
+            limit_s = self._limit.of(function, requests)
             try:
                 reply = await pool.apply(function, arguments, deadline_s=limit_s, took=seconds.append)
             except WorkerKilled as error:
@@ -314,7 +313,7 @@ class _Functions:
                 raise RewardRefused(error.reason, f"{function} {describe(error)}{self._limits(error)}") from error
             else:
                 scores = checked(function, decode(reply), len(requests))
-                self._deadlines.took(function, requests, scores, seconds[-1])
+                self._limit.took(function, requests, scores, seconds[-1])
                 return scores
         raise AssertionError
 

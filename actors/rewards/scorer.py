@@ -6,8 +6,8 @@ from types import MappingProxyType
 
 from actors.config import RewardSection, is_url
 from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.backend import RewardBackend, RewardRefused, Told
-from actors.rewards.deadlines import Deadlines
+from actors.plugins import CALL_LIMITS, named
+from actors.rewards.backend import CallLimit, RewardBackend, RewardRefused, Told
 from actors.rewards.local import ElasticBackend, LocalBackend
 from actors.tasks import TaskSection, rewards_of
 from runtime.observe.figures import Metrics
@@ -35,10 +35,15 @@ class Scorer:
         self._section = section
         self._functions = rewards_of(tasks, section)
         self._metrics = metrics = metrics or Metrics()
-        self._deadlines = Deadlines(section)
+        self._limit: CallLimit = next(iter(named(CALL_LIMITS, section)), CallLimit)(section)
         local = LocalBackend if section.min_workers is None else ElasticBackend
-        self._local: RewardBackend = local(section, metrics, self._deadlines, on_output)
+        self._local: RewardBackend = local(section, metrics, self._limit, on_output)
         self._remote: RewardBackend | None = None
+
+    @property
+    def one_each(self) -> bool:
+        """Whether each trajectory has a call of its own."""
+        return self._limit.per_task
 
     async def start(self) -> str:
         """Make every function ready; returns "" or the sentence that says which one can't be used."""
@@ -70,7 +75,7 @@ class Scorer:
 
         When a call fails, each of its members is tried alone, so that one bad trajectory costs no other.
         """
-        if self._deadlines.are_anchored and len(requests) > 1:
+        if self.one_each and len(requests) > 1:
             return [reply for request in requests for reply in await self.score([request])]
         wanted = [self.functions_of(request) for request in requests]
         found: list[dict[str, float]] = [{} for _ in requests]
@@ -134,5 +139,5 @@ class Scorer:
         if self._remote is None:
             from actors.rewards.invoke import HttpBackend  # httpx, for those alone who have a URL
 
-            self._remote = HttpBackend(self._metrics, self._deadlines)
+            self._remote = HttpBackend(self._metrics, self._limit)
         return self._remote

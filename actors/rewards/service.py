@@ -1,5 +1,5 @@
-"""Answers what a trajectory is worth, by reward functions wherever they run; each failure has a name. It keeps no state
-but `reward.deadline_factor`'s, which only makes calls shorter."""
+"""Answers what a trajectory is worth, by reward functions wherever they run; each failure has a name. It keeps no state that a score
+depends on."""
 
 import asyncio
 import math
@@ -11,7 +11,7 @@ from actors.config import RewardSection, is_url
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.scorer import Scorer
 from actors.tasks import Tasks, rewards_of
-from planning.hopeless import RECENT, is_hopeless
+from planning.failures import RECENT, is_hopeless
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
 from runtime.errors import check_all
@@ -20,7 +20,7 @@ from runtime.kernel import Kernel
 from runtime.observe.figures import ITSELF
 
 BATCH = 64
-"""Trajectories per call of a function: enough to make the call's own cost vanish. One alone where its deadline depends on its task."""
+"""Trajectories per call of a function: enough to make the call's own cost vanish. One alone where the time that it may take depends on its task."""
 
 MAX_NOTICES = 3
 """Kinds of failure the user is told about; the log has all of them."""
@@ -91,7 +91,7 @@ class RewardService(Actor):
             metrics=self.metrics,
             on_output=lambda line: self.log.info("user_output", text=line),
         )
-        self._batch = BATCH if config.reward.deadline_factor is None else 1
+        self._batch = 1 if self._scorer.one_each else BATCH
         self._waiting: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
         self._noticed: set[str] = set()

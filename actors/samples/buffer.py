@@ -39,12 +39,15 @@ from actors.messages.samples import (
 )
 from actors.model_folder import vocab_size_of
 from actors.plugins import batch_policies
-from actors.samples.cancels import Cancels
 from actors.samples.group import MIN_SCORED, Group, Receipt, Training, limits_of
 from actors.samples.groups import Groups
-from actors.samples.holders import (
+from actors.samples.journal import Journal, Payloads, Wake
+from actors.samples.leases import (
     ENV_MANAGER,
+    ENV_REASONS,
     NOBODY,
+    Cancels,
+    HolderRecords,
     Holders,
     gauges,
     why_barren,
@@ -52,13 +55,9 @@ from actors.samples.holders import (
     why_no_tickets,
     why_unfinished,
 )
-from actors.samples.journal import Journal, Wake
-from actors.samples.kept import HeldOutFiles, KeptTrajectories, fitting
-from actors.samples.ledger import SampleLedger
-from actors.samples.payloads import Payloads
 from actors.samples.policy import MakePolicy, PolicyJob, PolicyPlugin
 from actors.samples.prompts import Mixture, mixture_of
-from actors.samples.quarantine import ENV_REASONS, HolderRecords
+from actors.samples.run_files import HeldOutFiles, KeptTrajectories, SampleLedger, fitting
 from actors.samples.sample import (
     FUTURE_VERSION,
     INLINE_BYTES,

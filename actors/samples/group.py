@@ -22,8 +22,7 @@ from actors.breakdown import breakdown
 from actors.config import SamplesSection, TrainSection
 from actors.messages.samples import EvalResult, Purpose, Ticket, has_spread
 from actors.samples.prompts import Mixture, TaskCursor
-from actors.samples.sample import Outcome, noise_of, seed_of, trajectory_id
-from actors.samples.tally import TRAINED, Tally
+from actors.samples.sample import TRAINED, Outcome, Tally, noise_of, seed_of, trajectory_id
 from runtime.actor import RunInfo
 
 NOTHING = Outcome(-1, None)

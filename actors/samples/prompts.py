@@ -8,8 +8,7 @@ import msgspec
 
 from actors.datasets import digest_of, epochs_of, split_of
 from actors.tasks import TaskSection
-from planning.epochs import Epochs
-from planning.mixture import next_task
+from planning.prompts import Epochs, next_task
 from runtime.errors import ConfigError
 
 
@@ -19,7 +18,7 @@ class TaskCursor(msgspec.Struct):
     given: int = 0
     """Groups of it so far."""
     owed: float = 0.0
-    """Of its share, in groups; see planning.mixture."""
+    """Of its share, in groups; see planning.prompts."""
     rows: int = 0
     """Rows that it had to train on; 0 where it has none of its own."""
     digest: str = ""

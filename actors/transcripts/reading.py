@@ -14,8 +14,8 @@ import msgspec
 
 from actors import checkpoint as checkpoints
 from actors.messages.samples import Segment, Trajectory
-from actors.samples.kept import read_kept
 from actors.samples.parts import read_lines
+from actors.samples.run_files import read_kept
 from runtime.config.variables import fill_tree
 from runtime.config.yaml_core import read_yaml
 from runtime.errors import LaunchError

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from actors.samples.parts import SAMPLES, read_lines
-from actors.samples.tally import TRAINED
+from actors.samples.sample import TRAINED
 from actors.training.trainer import CheckpointSection
 from runtime.config import RunSection
 from runtime.config.source import read

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.samples.prompts import Mixture, Prompts, TaskCursor
-from planning.epochs import Epochs, shuffled
-from planning.mixture import next_task
+from planning.prompts import Epochs, next_task, shuffled
 from runtime.errors import ConfigError
 
 weights = st.dictionaries(

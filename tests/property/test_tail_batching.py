@@ -14,7 +14,7 @@ from actors.samples.group import Group, GroupLimits, Receipt, Training
 from actors.samples.groups import Groups
 from actors.samples.prompts import Mixture, Prompts
 from actors.samples.sample import Outcome
-from planning.epochs import Epochs, shuffled
+from planning.prompts import Epochs, shuffled
 
 decode, encode = msgspec.msgpack.decode, msgspec.msgpack.encode
 

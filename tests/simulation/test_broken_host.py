@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from actors.envs.hosting import EnvFailure
-from planning.quarantine import STREAK
+from planning.failures import STREAK
 from sim.simtest import setup as setups
 from sim.simtest.checks import InvariantChecks
 from sim.simtest.journal import Record

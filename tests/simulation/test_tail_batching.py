@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from actors.samples.tally import TRAINED
+from actors.samples.sample import TRAINED
 from sim.simtest import faults, setup
 from sim.simtest.faults import DEFAULT
 from sim.simtest.run import Bench, run

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
-from actors.samples.tally import TRAINED  # noqa: E402
+from actors.samples.sample import TRAINED  # noqa: E402
 from actors.training.base_model import make_tokenizer, write_tokenizer  # noqa: E402
 from runtime.launch.children import die_with_parent  # noqa: E402
 from sim.rollpacker.rollout import difficulty  # noqa: E402

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.epochs import Epochs, shuffled
+from planning.prompts import Epochs, shuffled
 from planning.tail import (
     RoundCount,
     TailRound,

@@ -12,7 +12,7 @@ from actors.samples.group import Group, GroupLimits, Training
 from actors.samples.groups import Groups
 from actors.samples.prompts import Mixture, Prompts
 from actors.samples.sample import Outcome
-from planning.epochs import Epochs
+from planning.prompts import Epochs
 from runtime.config import from_mapping
 from runtime.errors import ConfigError
 

@@ -6,9 +6,10 @@ import pytest
 
 from actors.config import RewardSection
 from actors.messages.samples import NotScored, Score
-from actors.rewards.deadlines import Deadlines
+from actors.rewards.deadlines import AnchoredLimit
 from actors.rewards.invoke import HttpBackend, _Again
 from actors.rewards.local import LocalBackend
+from actors.rewards.scorer import Scorer
 from runtime.observe.figures import Metrics
 
 ONE, OTHER = Score("t1.1", ("a",), b"\x80", "one"), Score("t2.1", ("a",), b"\x80", "other")
@@ -16,7 +17,7 @@ ONE, OTHER = Score("t1.1", ("a",), b"\x80", "one"), Score("t2.1", ("a",), b"\x80
 
 @pytest.fixture
 def deadlines():
-    return Deadlines(RewardSection(functions=("m:f",), timeout_s=30.0, deadline_factor=1.5))
+    return AnchoredLimit(RewardSection(functions=("m:f",), timeout_s=30.0, deadline_factor=1.5))
 
 
 def test_the_longest_correct_response_of_a_task_sets_the_deadline_of_its_next_calls(deadlines):
@@ -41,16 +42,23 @@ def test_wrong_and_unscored_responses_are_no_anchor(deadlines):
 
 
 def test_without_a_factor_every_call_has_all_the_time():
-    deadlines = Deadlines(RewardSection(functions=("m:f",), timeout_s=5.0))
+    limit = Scorer(RewardSection(functions=("m:f",), timeout_s=5.0))._limit
 
-    deadlines.took("f", [ONE], [1.0], 0.1)
+    limit.took("f", [ONE], [1.0], 0.1)
 
-    assert not deadlines.are_anchored
-    assert deadlines.of("f", [ONE]) == 5.0
+    assert not limit.per_task
+    assert limit.of("f", [ONE]) == 5.0
+
+
+def test_with_a_factor_each_trajectory_has_a_call_of_its_own():
+    scorer = Scorer(RewardSection(functions=("m:f",), deadline_factor=1.5))
+
+    assert isinstance(scorer._limit, AnchoredLimit)
+    assert scorer.one_each
 
 
 def test_no_deadline_is_above_the_time_limit():
-    deadlines = Deadlines(RewardSection(functions=("m:f",), timeout_s=1.0, deadline_factor=1.5))
+    deadlines = AnchoredLimit(RewardSection(functions=("m:f",), timeout_s=1.0, deadline_factor=1.5))
 
     deadlines.took("f", [ONE], [1.0], 0.1)
 
@@ -67,7 +75,7 @@ def f(completions, **columns):
 """
 
 
-class Taken(Deadlines):
+class Taken(AnchoredLimit):
     seconds = -1.0
 
     def took(self, function, requests, scores, seconds):

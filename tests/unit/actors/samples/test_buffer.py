@@ -27,10 +27,10 @@ from actors.messages.samples import (
     RenewLeases,
     Trajectory,
 )
-from actors.samples import kept as kept_module
+from actors.samples import run_files as kept_module
 from actors.samples.group import limits_of
-from actors.samples.kept import read_kept
 from actors.samples.prompts import Mixture
+from actors.samples.run_files import read_kept
 from actors.samples.sample import OutOfOrder, StaleEpoch, seed_of
 from runtime.actor import RunInfo
 from runtime.store.store import Fence

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.report import read_run
-from actors.samples import ledger as ledger_module
+from actors.samples import run_files as ledger_module
 from actors.samples.parts import LOST, close_part, read_lines, reopen
 from actors.transcripts.reading import Filters, find
 from runtime.launch.folder import RunFolder

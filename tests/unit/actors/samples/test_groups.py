@@ -9,9 +9,8 @@ from actors.samples import groups as groups_module
 from actors.samples.group import NOTHING, Group, GroupLimits, Member, Receipt, SampleEnd, Training
 from actors.samples.groups import ROUNDS_KEPT, Groups
 from actors.samples.prompts import Mixture, Prompts
-from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch
-from actors.samples.tally import Tally
-from planning.epochs import Epochs, shuffled
+from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, Tally
+from planning.prompts import Epochs, shuffled
 
 LIMITS = GroupLimits(
     group_size=2, batch_groups=1, steps=100, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from actors.messages.samples import Ticket
-from actors.samples import kept as kept_module
-from actors.samples.kept import EVAL_ROLLOUTS, KeptTrajectories, read_kept
+from actors.samples import run_files as kept_module
+from actors.samples.run_files import EVAL_ROLLOUTS, KeptTrajectories, read_kept
 
 
 class FakeLog:

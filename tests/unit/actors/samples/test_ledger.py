@@ -6,11 +6,11 @@ import json
 import msgspec
 import pytest
 
-from actors.samples import ledger as ledger_module
+from actors.samples import run_files as ledger_module
 from actors.samples.group import NOTHING, GroupLimits, SampleEnd
 from actors.samples.groups import Groups
 from actors.samples.journal import ENDS, Journal
-from actors.samples.ledger import SampleLedger, line_of, read_tail
+from actors.samples.run_files import SampleLedger, line_of, read_tail
 from actors.samples.sample import Outcome
 from runtime.observe.figures import Metrics
 from runtime.observe.log import logger

@@ -1,7 +1,7 @@
-"""Which row of a data set a group gets: shuffled epochs, in each of which every row is given exactly once."""
+"""Which prompt a group gets: of which task of a weighted mixture, and which row of its data, shuffled anew in each epoch."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 ORDERS_KEPT = 2
 """Epochs whose order is remembered: rows are drawn forwards, and a restart looks back no further."""
@@ -42,3 +42,16 @@ class Epochs:
             while len(self._orders) > ORDERS_KEPT:
                 del self._orders[next(iter(self._orders))]
         return self._orders[epoch]
+
+
+def next_task(weights: Mapping[str, float], owed: Mapping[str, float]) -> tuple[str, dict[str, float]]:
+    """The task of the next group, and what each task is owed after it, in groups; a task that `owed` does not know is owed nothing.
+
+    Of every group each task is owed its share, which is its weight over the sum of all, and the one that is owed most gets it; of equals
+    the first. So no task is ever ahead of its share by a whole group, and after weights have changed no task catches up with what the new
+    ones would have given it before. The weights' sum must be above 0.
+    """
+    total = sum(weights.values())
+    due = {name: owed.get(name, 0.0) + weight / total for name, weight in weights.items()}
+    chosen = max((name for name, weight in weights.items() if weight > 0), key=due.__getitem__)
+    return chosen, due | {chosen: due[chosen] - 1.0}
