@@ -255,7 +255,7 @@ class SampleBuffer(Actor):
             if dropped := self._groups.drop_bound(alpha):
                 what = f"step {dropped[0]}" if len(dropped) == 1 else f"steps {dropped[0]} to {dropped[-1]}"
                 self.notice(f"{what} had samples that staleness.alpha={alpha} makes too old: they are sampled anew")
-            self._moved()
+            self._wake()
             await self._journal.sync()
         bound = tuple(sorted(self._groups.steps))
         committed = self._groups.training.committed
@@ -264,7 +264,7 @@ class SampleBuffer(Actor):
 
     @handler(concurrency=16)
     async def claim(self, request: Claim) -> Batch | NotReady:
-        deadline = self._now() + request.wait_s
+        until = self._now() + request.wait_s
         while True:
             async with self._claiming:
                 found = await self._claim(request)
@@ -274,9 +274,9 @@ class SampleBuffer(Actor):
             limit = f"samples.ticket_ttl_s={self.config.samples.ticket_ttl_s:g}"
             wait = self.waits.on(f"batch {request.step}", stage="batch", limit=limit, idle=True)
             with wait.described_by(lambda plan=found: why_no_batch(self._groups, plan)), suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(until):
                     await changed.wait()
-            if self._now() >= deadline:
+            if self._now() >= until:
                 ready = sum(1 for _ in self._groups.ready())
                 await self._journal.sync()
                 return NotReady(ready, request.groups, found.why, self._groups.base)
@@ -287,7 +287,7 @@ class SampleBuffer(Actor):
         groups.check_epoch(request.epoch)
         groups.advance(request.step)
         groups.drop_old(min_version(groups.base + 1, groups.alpha))
-        self._moved()
+        self._wake()
         gauges(groups, self.metrics)
         await self._journal.sync()
         if groups.training.version > before:
@@ -301,7 +301,7 @@ class SampleBuffer(Actor):
         self._groups.check_epoch(request.epoch)
         self._groups.commit(request.step, request.epoch)
         self._groups.advance(request.step)
-        self._moved()
+        self._wake()
         gauges(self._groups, self.metrics)
         await self._journal.sync()
         return Ack()
@@ -313,7 +313,7 @@ class SampleBuffer(Actor):
         self.log.error("step_raised", step=request.step, error=request.error, poisoned=len(poisoned))
         if poisoned:
             self.spawn(self._tell_poisoned(request, len(poisoned)), name="poisoned")
-        self._moved()
+        self._wake()
         await self._journal.sync()
         return Ack()
 
@@ -337,7 +337,7 @@ class SampleBuffer(Actor):
     async def close(self, request: Close) -> Ack:
         self._closed = True
         self._groups.end_unused()
-        self._moved()
+        self._wake()
         await self._journal.sync()
         self.log.info("closed", version=self._groups.training.version)
         return Ack()
@@ -439,7 +439,7 @@ class SampleBuffer(Actor):
         if (settled := self._settled(ticket, spent)) is not None:
             return settled
         fate = change()
-        self._moved()
+        self._wake()
         self._tell_barren()
         if fate == "" and self._groups.settled_fate(ticket) == "":
             self.metrics.count("samples/put")
@@ -513,13 +513,13 @@ class SampleBuffer(Actor):
             receipts = await self.offload(newest_receipts, self.run.folder / "checkpoints")
             self._groups.cover(msgspec.msgpack.decode(receipt, type=Receipt) for receipt in receipts)
 
-    def _moved(self) -> None:
+    def _wake(self) -> None:
         """Something changed: whoever waits looks again, and it becomes durable."""
         self._freed()
         self._outcomes.set()
 
     def _freed(self) -> None:
-        """As `_moved`, where nothing came that a batch or a round waits for: two claims must not wake each other for ever."""
+        """As `_wake`, where nothing came that a batch or a round waits for: two claims must not wake each other for ever."""
         self._slots.set()
         self._journal.poke()
 

@@ -8,7 +8,7 @@
       └────discard─────┴───────────────────────────────────────────────────▶ ENDED  stale, group_too_small, unused,
                                                                                     surplus, or a batch policy's
 
-A member's fate is told once, in the SampleEnd that a move returns: where it failed alone, as it fails (`failed`, `stale`, `surplus`, `lost`;
+A member's fate is told once, in the SampleEnd that a transition returns: where it failed alone, as it fails (`failed`, `stale`, `surplus`, `lost`;
 its group is open or ready then, or bound where its payload is lost); otherwise as its group ends. No fate is ever taken back.
 """
 
@@ -227,7 +227,7 @@ class Group(msgspec.Struct, array_like=True):
         teaches = any(end.fate == "trained" for end in ends)
         return cls(name, ends[0].row, members, state="trained", step=step, teaches=teaches, task=ends[0].task)
 
-    # -- moves --------------------------------------------------------------------------------------------------
+    # -- transitions --------------------------------------------------------------------------------------------
 
     def run(self, index: int, holder: str, incarnation: int, version: int) -> None:
         """A ticket of member `index` goes to `holder`, at weight `version`."""
