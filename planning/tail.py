@@ -153,47 +153,6 @@ def resumed(state: TailState) -> TailState:
     return state._replace(again=(*again, *state.again), waiting=taken + state.waiting, rounds=(), closed=frozenset())
 
 
-class RoundCount:
-    """Counts a round's responses as they end. A response is any name; it belongs to one prompt of the round."""
-
-    def __init__(self, round_: TailRound) -> None:
-        self._round = round_
-        self._ended: dict[int, list[str]] = {prompt: [] for prompt in round_.prompts}
-        self._launched = dict.fromkeys(round_.prompts, round_.launch)
-        self._failed = dict.fromkeys(round_.prompts, 0)
-        self._complete: dict[int, tuple[str, ...]] = {}
-
-    @property
-    def complete(self) -> dict[int, tuple[str, ...]]:
-        """The responses to train, by prompt: of whole groups only."""
-        return dict(self._complete)
-
-    @property
-    def over(self) -> bool:
-        """Whether the batch is there: every other response is to be aborted."""
-        return len(self._complete) == self._round.groups
-
-    def finished(self, prompt: int, response: str) -> bool:
-        """Whether it completes its group, whose other responses are to be aborted. One that comes too late is dropped."""
-        if self.over or prompt in self._complete:
-            return False
-        self._ended[prompt].append(response)
-        if len(self._ended[prompt]) < self._round.responses:
-            return False
-        self._complete[prompt] = tuple(self._ended[prompt])
-        return True
-
-    def failed(self, prompt: int) -> bool:
-        """One response of `prompt` ended without a sample. Whether another must be started, for the rest can't complete the group."""
-        self._failed[prompt] += 1
-        if self.over or prompt in self._complete:
-            return False
-        if self._launched[prompt] - self._failed[prompt] >= self._round.responses:
-            return False
-        self._launched[prompt] += 1
-        return True
-
-
 def _short(state: TailState, rules: TailRules, launched: int) -> tuple[TailState, TailRound]:
     why = f"short: {len(state.waiting)} of {rules.prompts} prompts wait; {launched} are launched and the first {rules.prompts} trained"
     state, prompts = _taken(state, launched)

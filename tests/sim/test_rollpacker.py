@@ -8,7 +8,7 @@ import pytest
 from planning.tail import TailRound, TailRules
 from runtime.errors import ConfigError
 from sim.outcome import silent
-from sim.rollpacker.rollout import RoundDone, RoundRun, periods_of
+from sim.rollpacker.rollout import RoundCount, RoundDone, RoundRun, periods_of
 from sim.rollpacker.stream import left_s
 from sim.scenario import load
 
@@ -83,3 +83,29 @@ def test_what_the_freed_half_trained_is_not_left():
     assert left_s(done._replace(seconds=20.0), 4.0, 0.0) == 0.0
     assert left_s(done._replace(seconds=20.0), 4.0, 0.0, once=True) == pytest.approx(2.0)
     assert left_s(done._replace(freed_s=None), 4.0, 0.0) == 4.0
+
+
+def counted(kind: str = "short", launch: int = 3) -> RoundCount:
+    return RoundCount(TailRound(0, "short" if kind == "short" else "long", (7, 8, 9), launch, 2, 2, 0, ""))
+
+
+def test_nothing_of_an_aborted_response_is_trained() -> None:
+    count = counted()
+
+    assert [count.finished(7, "a"), count.finished(7, "b"), count.finished(7, "late")] == [False, True, False]
+    assert not count.finished(9, "c")
+    assert [count.finished(8, "d"), count.finished(8, "e")] == [False, True]
+    assert count.over
+    assert not count.finished(9, "f")
+
+    assert count.complete == {7: ("a", "b"), 8: ("d", "e")}
+
+
+def test_a_failed_trajectory_is_replaced_only_when_the_group_needs_it() -> None:
+    count = counted()
+
+    assert not count.failed(7)  # the speculated one takes its place
+    assert count.failed(7)
+    count.finished(7, "a")
+    assert count.finished(7, "b")
+    assert not count.failed(7)

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from planning.prompts import Epochs, shuffled
 from planning.tail import (
-    RoundCount,
     TailRound,
     TailRules,
     TailState,
@@ -168,32 +167,6 @@ def test_a_short_round_overtakes_another_within_alpha() -> None:
     assert third is not None
     state = close(state, third.number, third.prompts[:2])
     assert trainable(state, rules) == ()  # another update and the first would be two versions old
-
-
-def counted(kind: str = "short", launch: int = 3) -> RoundCount:
-    return RoundCount(TailRound(0, "short" if kind == "short" else "long", (7, 8, 9), launch, 2, 2, 0, ""))
-
-
-def test_nothing_of_an_aborted_response_is_trained() -> None:
-    count = counted()
-
-    assert [count.finished(7, "a"), count.finished(7, "b"), count.finished(7, "late")] == [False, True, False]
-    assert not count.finished(9, "c")
-    assert [count.finished(8, "d"), count.finished(8, "e")] == [False, True]
-    assert count.over
-    assert not count.finished(9, "f")
-
-    assert count.complete == {7: ("a", "b"), 8: ("d", "e")}
-
-
-def test_a_failed_trajectory_is_replaced_only_when_the_group_needs_it() -> None:
-    count = counted()
-
-    assert not count.failed(7)  # the speculated one takes its place
-    assert count.failed(7)
-    count.finished(7, "a")
-    assert count.finished(7, "b")
-    assert not count.failed(7)
 
 
 @pytest.mark.parametrize(
