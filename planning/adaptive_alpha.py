@@ -60,9 +60,9 @@ class StepFigures:
     age: float
     """Mean age of the batch's samples, in versions."""
     ess: float = 1.0
-    """Effective sample size of a batch as a share of it, (Σw)² / (n·Σw²); 1 where nobody told."""
+    """Effective sample size of a batch as a share of it, (Σw)² / (n·Σw²); 1 where not known."""
     kl: float = 0.0
-    """KL(behaviour ‖ current) in nats of what the ages add; 0 where nobody told."""
+    """KL(behaviour ‖ current) in nats of what the ages add; 0 where not known."""
 
     @property
     def effective(self) -> float:

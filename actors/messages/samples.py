@@ -23,7 +23,7 @@ MOST_FIGURES = 64
 """Scores that a trajectory may have, and numbers of its environment's info."""
 
 MOST_TEXT = 32_768
-"""Characters that are told of what one held-out rollout wrote; of a longer one its beginning and its end."""
+"""Characters that are kept of what one held-out rollout wrote; of a longer one its beginning and its end."""
 
 SPREAD = 1e-6
 """A group whose rewards differ by less teaches nothing: its advantages are exactly zero."""
@@ -154,7 +154,7 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""
     """Of a held-out rollout: its turns, joined by newlines, `shortened`."""
     reason: str = ""
-    """Why a rollout failed that is told to be read alone: then there are no log-probabilities, and `reward` says nothing."""
+    """Why a rollout failed that is sent only to be read: then there are no log-probabilities, and `reward` says nothing."""
     reward_s: float = 0.0
     """Of `wall_s`, what the wait for its scores took."""
 
@@ -168,7 +168,7 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PolicyState(Message, frozen=True):
-    """The newest weight version and the staleness bound; decided by the SampleBuffer alone, pushed as a hint to whoever holds tickets."""
+    """The newest weight version and the staleness bound; decided by the SampleBuffer alone, pushed as a hint to holders of tickets."""
 
     version: int
     alpha: int
@@ -209,14 +209,14 @@ class RenewLeases(Request[PolicyState], frozen=True):
 class Cancel(Message, frozen=True):
     """Sample buffer → environment manager: nothing can come of these rollouts (`trajectory_id`, `attempt`) any more, so they end at once.
 
-    A hint: one that is lost is told again as the holder renews, and one that was wrong costs another attempt.
+    A hint: one that is lost is sent again as the holder renews, and one that was wrong costs another attempt.
     """
 
     rollouts: tuple[tuple[str, int], ...]
     incarnation: int
     """Of the holder; no other is meant."""
     issuer: int
-    """Incarnation of the sample buffer that tells; tickets that a newer one issued are not meant."""
+    """Incarnation of the sample buffer that sends it; tickets that a newer one issued are not meant."""
 
 
 class Stored(Message, frozen=True):
@@ -280,7 +280,7 @@ class Batch(Message, frozen=True):
     receipt: bytes
     """For the checkpoint that covers the step: by it the SampleBuffer ends these samples should the Store forget them."""
     figures: dict[str, float] = {}
-    """What batch policies tell of the step, for its row of metrics."""
+    """Metrics of the step from batch policies, for its row."""
 
     @classmethod
     def of(
@@ -316,9 +316,9 @@ class Claim(Request[Batch | NotReady], frozen=True):
     groups: int
     wait_s: float = 10.0
     ess: float = 1.0
-    """Share of effective samples in the batch of the step before; 1 where nobody knows."""
+    """Share of effective samples in the batch of the step before; 1 where not known."""
     kl: float = 0.0
-    """In nats, what ages added to KL(behaviour ‖ policy) in the step before; 0 where nobody knows."""
+    """In nats, what ages added to KL(behaviour ‖ policy) in the step before; 0 where not known."""
 
 
 class Advance(Request[PolicyState], frozen=True):
@@ -330,7 +330,7 @@ class Advance(Request[PolicyState], frozen=True):
 
 
 class StepRaised(Request[Ack], frozen=True):
-    """Training on `step` raised `error`; counts once per epoch. A death of the trainer is not told here, and does not count."""
+    """Training on `step` raised `error`; counts once per epoch. A death of the trainer is not reported here, and does not count."""
 
     idempotent: ClassVar[bool] = True
     step: int

@@ -83,7 +83,8 @@ HINT_S = 1.0
 """A manager that grants no credit for this long misses the hint; every reply carries the policy's state too."""
 
 UNCOUNTED = ("drained", "env_lost", "cancelled")
-"""Reasons of an attempt's end that cost no try: whoever made a worker end has failed itself, and what else ran on it is innocent."""
+"""Attempts that end for these reasons do not count against `max_attempts`: the rollout that crashed its worker is charged, the others on
+that worker are not."""
 
 BARREN_TOLD = 8
 """After so many groups in a row that came to nothing, each with too few scored members, the user is told, once; of others after a batch's
@@ -181,7 +182,7 @@ class SampleBuffer(Actor):
         return made
 
     def _check_data(self, mixture: Mixture, training: Training) -> None:
-        """End the job where data sets are not what was trained on so far, and tell of held-out rows that are others."""
+        """End the job where data sets are not what was trained on so far; held-out rows that are others get a notice."""
         try:
             for sentence in mixture.check(training.tasks):
                 self.notice(sentence)
@@ -368,7 +369,7 @@ class SampleBuffer(Actor):
         return wait.described_by(lambda: why_no_tickets(self._groups))
 
     async def _make_durable(self, tickets: list[Ticket]) -> list[Ticket]:
-        """An asker that gave up meanwhile never saw them; what was taken back meanwhile goes to nobody."""
+        """The tickets to send, durable. A manager that gave up asking never saw them; those taken back meanwhile are left out."""
         try:
             await self._journal.sync()
         except asyncio.CancelledError:
@@ -458,7 +459,7 @@ class SampleBuffer(Actor):
     # -- batches ------------------------------------------------------------------------------------------------
 
     async def _claim(self, request: Claim) -> Batch | HandOver:
-        """Bind the batch, or get the one that is bound, or say why there is none. Whoever claims a step has trained those before."""
+        """The batch of a step, bound now or before, or why there is none. A trainer that claims a step has trained those before."""
         groups = self._groups
         groups.check_epoch(request.epoch)
         groups.advance(request.step - 1)
@@ -514,7 +515,7 @@ class SampleBuffer(Actor):
             self._groups.cover(msgspec.msgpack.decode(receipt, type=Receipt) for receipt in receipts)
 
     def _wake(self) -> None:
-        """Something changed: whoever waits looks again, and it becomes durable."""
+        """Wake what waits for a change, and have the change written."""
         self._freed()
         self._outcomes.set()
 

@@ -8,7 +8,7 @@
       └────discard─────┴───────────────────────────────────────────────────▶ ENDED  stale, group_too_small, unused,
                                                                                     surplus, or a batch policy's
 
-A member's fate is told once, in the SampleEnd that a transition returns: where it failed alone, as it fails (`failed`, `stale`, `surplus`, `lost`;
+A member's fate is returned once, in the SampleEnd that a transition returns: where it failed alone, as it fails (`failed`, `stale`, `surplus`, `lost`;
 its group is open or ready then, or bound where its payload is lost); otherwise as its group ends. No fate is ever taken back.
 """
 
@@ -29,7 +29,7 @@ NOTHING = Outcome(-1, None)
 """No trajectory came."""
 
 UNKNOWN = Outcome(-1, None, -1, -1)
-"""Nobody told how much was sampled: it still runs, or its holder is gone."""
+"""How much was sampled is not known: it still runs, or its holder is gone."""
 
 GroupState = Literal["open", "ready", "bound", "trained", "ended"]
 MemberState = Literal["pending", "running", "scored", "failed"]
@@ -351,7 +351,7 @@ class Group(msgspec.Struct, array_like=True):
         return "trained" if teaches else "zero_spread"
 
     def fate_of(self, index: int) -> str:
-        """What the holder of a member is told: empty while its sample may train, or has trained."""
+        """The fate that the reply to a member's holder has: empty while its sample may train, or has trained."""
         fate = self.members[index].fate or self.fate
         return "" if fate in TRAINED else fate
 

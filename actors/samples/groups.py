@@ -1,6 +1,6 @@
 """All groups of a run, in memory: whose turn it is, what a step trains, and what has changed since the last durable write.
 
-Nothing here waits. The journal (journal.py) makes every change durable before anybody is told of it.
+Nothing here waits. The journal (journal.py) makes every change durable before a reply speaks of it.
 """
 
 import heapq
@@ -55,7 +55,7 @@ class Groups:
         """Running trajectory → loop time at which its ticket lapses."""
         self.changes = Changes()
         self.cancels: dict[tuple[str, int], list[tuple[str, int]]] = {}
-        """Holder and its incarnation → trajectories and attempts that it runs in vain, and that nobody told it of yet."""
+        """Holder and its incarnation → trajectories and attempts that it runs in vain; the cancel is still to be sent."""
         self._ended: OrderedDict[str, Group] = OrderedDict()
         self._num_ended = 0
         """Members of those groups."""
@@ -78,7 +78,7 @@ class Groups:
         return changes
 
     def take_cancels(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
-        """What whom is to be told of since the last call."""
+        """The cancels to send since the last call, by holder."""
         cancels, self.cancels = self.cancels, {}
         return cancels
 
@@ -120,7 +120,7 @@ class Groups:
         return (group, index) if group is not None and index < len(group.members) else None
 
     def running(self) -> Iterator[tuple[str, Member]]:
-        """Trajectories that somebody holds the ticket of."""
+        """Trajectories whose ticket is held, with their members."""
         for group in (*self.live.values(), *self.rounds.values()):
             for index, member in enumerate(group.members):
                 if member.state == "running":
@@ -145,7 +145,7 @@ class Groups:
         return SupplyView(step=step, alpha=self.alpha, batch_groups=num_groups, ready=ready, in_flight=in_flight)
 
     def settled_fate(self, ticket: Ticket) -> str | None:
-        """What the holder of `ticket` is told where nothing more may come of it ("": its own sample, taken before); else None."""
+        """The fate for the holder of `ticket` where nothing more may come of it ("": its own sample, taken before); else None."""
         group, index = self._look_up(ticket.trajectory_id) or (None, 0)
         if group is None or group.members[index].attempt != ticket.attempt:
             return "superseded"
@@ -202,7 +202,7 @@ class Groups:
                 self._issue_again(found[0], ticket.trajectory_id)
 
     def on_their_way(self, tickets: Iterable[Ticket], now: float) -> list[Ticket]:
-        """Those that nobody took back while they were made durable: their leases begin now."""
+        """Those that were not taken back while they were made durable: their leases begin now."""
         kept: list[Ticket] = []
         for ticket in tickets:
             found = self.find(ticket.trajectory_id)
@@ -212,7 +212,7 @@ class Groups:
         return kept
 
     def renew(self, trajectory: str, attempt: int, now: float) -> None:
-        """Renew a lease; a ticket that lapsed but went to nobody else yet is revived."""
+        """Renew a lease; a ticket that lapsed and was not issued again yet is revived."""
         found = self.find(trajectory)
         if found is None or found[1].attempt != attempt or found[0].state != "open":
             return
@@ -227,8 +227,7 @@ class Groups:
     ) -> str:
         """A running rollout came to nothing: it is issued again (""), or ends where its attempts are used up (`failed`).
 
-        One that `failed` by itself will draw other tokens; one that was lost draws the same. `spent` is what it had sampled, where
-        somebody tells.
+        A failed attempt is retried with a new seed, a lost one with the same seed. `spent`: what the attempt had sampled, if reported.
         """
         found = self.find(trajectory)
         if found is None or found[1].settled:
@@ -276,7 +275,7 @@ class Groups:
         return group.fate_of(index)
 
     def fail(self, trajectory: str, fate: str, reason: str, spent: Outcome | None = None) -> str:
-        """A rollout ends without a sample, having `spent` that much more than was told; returns its fate."""
+        """A rollout ends without a sample, having `spent` that much more than was reported; returns its fate."""
         group, index = self._place(trajectory)
         self.leases.pop(trajectory, None)
         if spent is not None:
@@ -290,7 +289,7 @@ class Groups:
         return fate
 
     def late(self, ticket: Ticket, spent: Outcome) -> None:
-        """Note what a rollout sampled that could train no more while it ran; told again, or of a former attempt, it is ignored."""
+        """Note what a rollout sampled that could train no more while it ran. Reported again, or of a former attempt, it is ignored."""
         group, index = self._look_up(ticket.trajectory_id) or (None, 0)
         if group is None or group.members[index].attempt != ticket.attempt:
             return
@@ -385,7 +384,7 @@ class Groups:
             plugin.bound(step)
 
     def figures(self, step: int) -> dict[str, float]:
-        """What the policies tell of a bound step, for its row of metrics."""
+        """Metrics of a bound step from the policies, for its row."""
         return {name: value for plugin in self.plugins for name, value in plugin.figures(step).items()}
 
     def advance(self, step: int) -> None:
@@ -635,14 +634,14 @@ class Groups:
                 self._note(group.fail(index, "surplus", "enough of its group were scored before"))
 
     def _release(self, group: Group) -> None:
-        """Nothing more can come of it: its leases end, and whoever runs some of it hears so."""
+        """Nothing more can come of it: its leases end, and its holders get a cancel."""
         for index, member in enumerate(group.members):
             self.leases.pop(trajectory_id(group.id, index), None)
             if not member.settled:
                 self._cancel(group, index)
 
     def _cancel(self, group: Group, index: int) -> None:
-        """Whoever had the newest ticket of this member, and never said that nothing came of it, runs it in vain."""
+        """The holder of this member's newest ticket runs it in vain, unless it has reported that nothing came of it."""
         member = group.members[index]
         if member.holder:
             rollout = (trajectory_id(group.id, index), member.attempt)

@@ -1,4 +1,4 @@
-"""Makes the groups' changes durable, in one fenced and numbered write at a time; nobody is answered before the write that covers the answer.
+"""Makes the groups' changes durable, in one fenced and numbered write at a time; no reply is sent before the write that covers it.
 
 The buffer in memory is the master. A Store that comes back without its newest writes shows by the number of the next one, and then
 everything is written anew, samples included: their payloads are kept for as long as the Store may forget them.
@@ -39,7 +39,7 @@ ENDS = "samples/ends"
 
 PAUSE_S = 0.1
 PAUSE_MAX_S = 2.0
-"""A Store that restarts is back within seconds; asking it more often helps nobody."""
+"""A Store that restarts is back within seconds; asking it more often brings nothing."""
 
 FETCHED = 64
 """Payloads read at a time: four megabytes at most."""
@@ -59,7 +59,7 @@ async def read_records(store: Store) -> tuple[Training, list[Group]]:
 
 
 class Wake:
-    """Wakes everybody who waits for a change. Take `event`, then look, then wait for it: a change in between is never missed."""
+    """Signal of a change to all tasks that wait for one. Take `event`, then look, then wait for it: a change in between is never missed."""
 
     def __init__(self) -> None:
         self.event = asyncio.Event()
@@ -147,7 +147,7 @@ class Journal:
         await done
 
     def poke(self) -> None:
-        """Something changed: it is written soon, though nobody waits for it."""
+        """Have a change written soon, without waiting for it."""
         self._asked.set()
 
     async def run(self) -> None:
@@ -232,7 +232,7 @@ class Journal:
         await self.retried(lambda: self.store.write(records, fence=self.fence, turn=turn, append=append))
 
     def _keep(self, changes: Changes) -> None:
-        """From now on the Store is told of these, and may forget them."""
+        """From now on the Store is sent these, and may forget them."""
         for name, payload in changes.payloads.items():
             self._kept_bytes -= len(self._kept.pop(name, b""))
             if payload is not None:

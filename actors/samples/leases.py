@@ -1,4 +1,4 @@
-"""Who holds tickets: taken back where a holder left or fell silent, kept from one whose environments fail, cancelled where in vain."""
+"""Leases of tickets: taken back from holders that left or fell silent, kept from those whose environments fail, cancelled where in vain."""
 
 import asyncio
 import math
@@ -33,11 +33,11 @@ ENV_MANAGER, TRAINER = "env_manager", "trainer"
 
 @dataclass(eq=False)
 class Holders:
-    """Who holds tickets, by name and incarnation."""
+    """Holders of tickets, by name and incarnation."""
 
     groups: Groups
     alive: Callable[[str], Awaitable[int]]
-    """Tells the incarnation that a name has now; NOBODY where none."""
+    """The incarnation that a name has now; NOBODY where none."""
     drains: Callable[[str], Awaitable[bool]]
     """Whether who left did so because it was asked to, and is there still."""
     changed: Callable[[], None]
@@ -61,7 +61,7 @@ class Holders:
             self._left(holder, incarnation)
 
     def may_have(self, holder: str, incarnation: int) -> bool:
-        """False for one that left, though it still asks: what it was given then would be held by nobody."""
+        """Whether a holder may have tickets: not one that left, though it still asks; a ticket given to it then would be lost."""
         return incarnation > self._gone.get(holder, 0)
 
     def joined(self, holder: str) -> None:
@@ -231,7 +231,7 @@ class HolderRecords:
         self._records: dict[str, HolderRecord] = {}
 
     def holder_of(self, ticket: Ticket) -> str:
-        """Who runs it; empty where nobody should."""
+        """The holder that runs it; empty where it should not run."""
         found = self.groups.find(ticket.trajectory_id)
         return found[1].holder if found is not None and self.groups.wants(ticket.trajectory_id, ticket.attempt) else ""
 
@@ -245,7 +245,7 @@ class HolderRecords:
         self._records[holder] = HolderRecord(record.incarnation, got_through=True)
 
     def bad(self, ticket: Ticket, reason: str) -> None:
-        """It ended for `reason`; the first pause is told."""
+        """It ended for `reason`; the first pause is a notice."""
         holder, record = self._find(ticket)
         if record is None or reason not in ENV_REASONS or record.begun_before(ticket):
             return
@@ -262,7 +262,7 @@ class HolderRecords:
             self.tell(f"{holder} is set aside: {plan.why} ({reason} lastly); {again}")
 
     def is_aside(self, holder: str) -> bool:
-        """Whether it gets one ticket after a pause at most. Nobody is set aside where nobody else is there to do the work."""
+        """Whether it gets one ticket after a pause at most. A manager is not set aside where no other is there to do the work."""
         return self._paused(holder) and any(name != holder and not self._paused(name) for name in self.present())
 
     def allowed(self, holder: str, incarnation: int, num: int) -> int:
@@ -316,7 +316,7 @@ TELL_S = 1.0
 
 @dataclass(eq=False)
 class Cancels:
-    """Tells what `groups.cancels` gathers, whenever `changed` wakes."""
+    """Sender of the cancels that `groups.cancels` gathers, whenever `changed` wakes."""
 
     groups: Groups
     changed: Wake
@@ -325,7 +325,7 @@ class Cancels:
     ref: Callable[[str], Ref]
 
     async def follow(self) -> None:
-        """Tell whatever comes, until cancelled."""
+        """Send them as they come, until cancelled."""
         while True:
             changed = self.changed.event
             for (holder, incarnation), rollouts in self.groups.take_cancels().items():

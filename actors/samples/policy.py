@@ -128,7 +128,7 @@ class PolicyPlugin:
         """`groups.steps[step]` is the batch of `step` now."""
 
     def figures(self, step: int) -> dict[str, float]:
-        """Metrics for the row of `step`, which is bound; told whenever its batch is claimed."""
+        """Metrics for the row of `step`, which is bound; asked whenever its batch is claimed."""
         return {}
 
     def trained(self, step: int) -> None:

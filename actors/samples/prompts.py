@@ -92,7 +92,7 @@ class Mixture:
     def exam(self, num: int) -> Iterator[tuple[str, int]]:
         """Task and row of each prompt of an evaluation with at most `num` prompts of each task.
 
-        Tasks take turns: whoever looks at the first rollouts alone sees each of them.
+        Tasks take turns, so that the first rollouts alone show each of them.
         """
         exams = [[(name, row) for row in prompts.exam(num)] for name, prompts in self._tasks.items()]
         return (prompt for turn in zip_longest(*exams) for prompt in turn if prompt is not None)

@@ -44,7 +44,7 @@ COMPARED = ENDS_KEPT + 1000
 """Lines of the file that are held against the Store: all that it may have, and what it was about to forget."""
 
 KEY = ("trajectory_id", "attempt", "fate", "step", "epoch")
-"""What tells a line from another sample's end, whatever else older or newer programs write into it."""
+"""Keys by which a line is another sample's end or the same, whatever else older or newer programs write into it."""
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class SampleLedger:
                     await self.offload(remove_payloads, self._files, {end.trajectory_id for _, end in entries})
 
     async def check(self) -> None:
-        """Write every end so far, also where somebody took the file away. Raises as `catch_up`."""
+        """Write every end so far, also where the file was taken away. Raises as `catch_up`."""
         async with self._turn:
             if self._file is None or not await self.offload(self._file.is_ours):
                 await self._take()
@@ -199,7 +199,7 @@ class LedgerFile:
         return os.fstat(self._fd).st_size
 
     def write_lines(self, text: bytes) -> bool:
-        """Append all of `text`, or nothing and OSError; False, and nothing, where somebody replaced the file."""
+        """Append all of `text`, or nothing and OSError; False, and nothing, where the file was replaced."""
         if not self.is_ours():
             return False
         append_whole(self._fd, text)

@@ -19,12 +19,12 @@ INLINE_BYTES = 64 * 1024
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """What a trajectory says for itself, as the ledger tells it. Where none came `version_first` is -1, and the rest is of its last attempt."""
+    """A trajectory's own figures, as samples.jsonl has them. Where none came `version_first` is -1, and the rest is of its last attempt."""
 
     version_first: int
     reward: float | None
     tokens: int = 0
-    """Sampled tokens; -1 where nobody told."""
+    """Sampled tokens; -1 where not known."""
     turns: int = 0
     wall_s: float = 0.0
     finish_reasons: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     scores: dict[str, float] = {}
     """What the reward is the sum of: see Trajectory."""
     info: dict[str, float] = {}
-    """Of held-out rollouts alone, whose trajectories nobody keeps for the trainer."""
+    """Of held-out rollouts alone, whose trajectories are not kept for the trainer."""
     env_s: float = 0.0
     """Of `wall_s`, what its environment took."""
     text: str = ""
@@ -217,7 +217,7 @@ def remove_payloads(folder: Path, trajectories: Collection[str]) -> None:
 
 
 def sweep_payloads(folder: Path, wanted: Collection[str]) -> None:
-    """Delete the files that nobody waits for: a process was killed between writing one and telling of it. Blocks."""
+    """Delete the files that no sample waits for: a process was killed between writing one and its put. Blocks."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name not in wanted:
             path.unlink(missing_ok=True)
@@ -239,15 +239,15 @@ class Tally(msgspec.Struct):
     """Part of `Training`, and so as durable as the ends it counts.
 
     `generated` is the sum of `tokens` and of what the samples that have no fate yet hold. What was sampled in attempts whose holder died
-    or fell silent is in neither: nobody knows how much it was.
+    or fell silent is in neither: how much it was is not known.
     """
 
     generated: int = 0
-    """Tokens sampled, as far as anybody told; those that an engine resumed count once."""
+    """Tokens sampled, as far as reported; those that an engine resumed count once."""
     tokens: dict[str, int] = {}
     """Of these, by the fate of their sample; `retried` are of attempts that another one followed, `eval` of held-out tasks."""
     lost_attempts: int = 0
-    """Attempts of whose tokens nobody told."""
+    """Attempts whose tokens were never reported."""
     lengths: dict[int, KindTally] = {}
     """By the least power of two that is no less than the number of sampled tokens; 0 where none are known of."""
     tasks: dict[str, KindTally] = {}
