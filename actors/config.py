@@ -8,9 +8,20 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StrictInt, StrictStr, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_validator,
+)
 
 from actors.messages.engines import GENERATION
+from bus.address import host_port
+from bus.errors import BadAddress
 from runtime.config import ActorConfig, ActorSpec, Config, Section
 
 CUDA = re.compile(r"^cuda:(0|[1-9]\d{0,2})$")
@@ -170,6 +181,8 @@ class TrainSection(Section):
     """grpo, dr_grpo, dapo, gspo, cispo, ppo, or your own as path/to/file.py:function; see docs/learning.md."""
     advantage: Annotated[str, AfterValidator(lambda given: one_of(given, ADVANTAGES))] = "group"
     """group: against the group's mean, over its deviation (dr_grpo: not over it). rloo: against the others' mean. reinforce_pp: over the batch."""
+    hooks: tuple[str, ...] = ()
+    """StepHooks of your own as path/to/file.py:Class: what is to be done around each step. See docs/learning.md."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """The policy ratio is clipped below 1 - this; where it is not given, what the loss's paper has."""
     clip_high: float = Field(default=0.28, ge=0)
@@ -441,6 +454,65 @@ class EvalSection(Section):
     """A rollout of at least this reward passes."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Longest an evaluation may take. One that takes longer is given up."""
+
+
+class CheckSection(Section):
+    """Whether trainer and engines give the same tokens the same log-probabilities: a run where they don't ends with the likely cause."""
+
+    enabled: bool = True
+    """Compare before the first step, after the first update, then every so often, and after the last step. The next step waits for it."""
+    every: int = Field(default=50, ge=0)
+    """Steps between later comparisons; 0 leaves out all but the last."""
+    num_prompts: int = Field(default=16, ge=1)
+    """Random prompts to sample from."""
+    num_tokens: int = Field(default=32, ge=1)
+    """Tokens sampled after each."""
+    limit_float32: float = Field(default=1e-3, gt=0)
+    """Largest mean |Δ log-prob| in float32."""
+    limit_bfloat16: float = Field(default=3e-2, gt=0)
+    """Largest mean |Δ log-prob| in bfloat16, whose 8-bit mantissa makes two orders of summation differ by this much."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Longest the engines may take to answer; without an answer the comparison is left out, and told."""
+
+    def due(self, num_published: int, step: int, last: int) -> bool:
+        """Whether to compare, now that this launch has published so many versions, `step` the newest, of `last` steps."""
+        return self.enabled and (num_published <= 2 or step == last or (self.every > 0 and step % self.every == 0))
+
+
+LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus": "prometheus_client"}
+"""Our loggers → the package that each needs: the extra of the same name brings it."""
+
+
+class LoggingSection(Section):
+    """Where metrics go besides RUN/metrics.jsonl."""
+
+    loggers: tuple[str, ...] = ()
+    """tensorboard, wandb, prometheus, or your own as path/to/file.py:Class; see docs/logging.md."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of the constructor of your own class."""
+    wandb_project: str = "rubato"
+    """Project of the run at Weights & Biases."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """offline: written to RUN/wandb alone, to be sent later by `wandb sync`."""
+    prometheus_listen: str = "127.0.0.1:9108"
+    """host:port of the endpoint /metrics, an IPv6 address in brackets; port 0 takes a free one."""
+
+    @field_validator("prometheus_listen")
+    @classmethod
+    def _can_be_bound(cls, listen: str) -> str:
+        try:
+            host_port(listen)
+        except BadAddress as error:
+            raise ValueError(error) from error
+        return listen
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        for name in self.loggers:
+            if name not in LOGGERS and ":" not in name:
+                near = next((f". Did you mean {near}?" for near in difflib.get_close_matches(name, LOGGERS, n=1)), "")
+                raise ValueError(f"{name!r} is none of {', '.join(LOGGERS)}, and no path/to/file.py:Class{near}")
+        return self
 
 
 class ProxySection(Section):

@@ -3,63 +3,30 @@
 metrics.jsonl stays the master: a logger that raises, hangs or is slow costs its own rows and never a training step.
 """
 
+import asyncio
 import importlib.util
+import math
 import queue
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol
 
-from pydantic import field_validator, model_validator
-
+from actors.config import LOGGERS, LoggingSection
+from actors.training.hooks import StepHook
 from bus.address import host_port
-from bus.errors import BadAddress
 from runtime.actor import RunInfo
-from runtime.config import Section
 from runtime.config.yaml_core import read_yaml
 from runtime.errors import ConfigError
 from runtime.importer import check_module, load_configured
 
 KEY = "logging.loggers"
-MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus": "prometheus_client"}
-"""Our loggers → the package that each needs: the extra of the same name brings it."""
 WAITING = 256
 """Rows that may wait for a logger; more are left out."""
 CLOSE_S = 10.0
 """Longest that the end of a run waits for a logger."""
-
-
-class LoggingSection(Section):
-    """Where metrics go besides RUN/metrics.jsonl."""
-
-    loggers: tuple[str, ...] = ()
-    """tensorboard, wandb, prometheus, or your own as path/to/file.py:Class; see docs/logging.md."""
-    kwargs: dict[str, Any] = {}
-    """Arguments of the constructor of your own class."""
-    wandb_project: str = "rubato"
-    """Project of the run at Weights & Biases."""
-    wandb_mode: Literal["online", "offline"] = "online"
-    """offline: written to RUN/wandb alone, to be sent later by `wandb sync`."""
-    prometheus_listen: str = "127.0.0.1:9108"
-    """host:port of the endpoint /metrics, an IPv6 address in brackets; port 0 takes a free one."""
-
-    @field_validator("prometheus_listen")
-    @classmethod
-    def _can_be_bound(cls, listen: str) -> str:
-        try:
-            host_port(listen)
-        except BadAddress as error:
-            raise ValueError(error) from error
-        return listen
-
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        for name in self.loggers:
-            if name not in MODULES and ":" not in name:
-                near = _near(name)
-                raise ValueError(f"{name!r} is none of {', '.join(MODULES)}, and no path/to/file.py:Class{near}")
-        return self
 
 
 class LoggedRun(NamedTuple):
@@ -175,11 +142,11 @@ class PrometheusLogger:
 def check_loggers(section: LoggingSection) -> None:
     """Raises ConfigError where a logger's package is not installed, or no module lies where one of the user's own should."""
     for name in section.loggers:
-        if name not in MODULES:
+        if name not in LOGGERS:
             check_module(name, key=KEY)
-        elif importlib.util.find_spec(MODULES[name]) is None:
+        elif importlib.util.find_spec(LOGGERS[name]) is None:
             raise ConfigError(
-                f"{KEY} has {name}, but {MODULES[name]} is not installed. Install it with: pip install -e '.[{name}]'"
+                f"{KEY} has {name}, but {LOGGERS[name]} is not installed. Install it with: pip install -e '.[{name}]'"
             )
 
 
@@ -194,8 +161,32 @@ def start_loggers(section: LoggingSection, run: RunInfo, step: int, told: Callab
     return Loggers([_LoggerThread(name, logger, logged, told) for name, logger in loggers.items()])
 
 
+class Logging(StepHook):
+    """Gives each row to the loggers of the config."""
+
+    _loggers: "Loggers | None" = None
+
+    @classmethod
+    def check_host(cls, config: Any) -> None:
+        """Their packages, or files."""
+        check_loggers(config.logging)
+
+    async def begin(self, step: int, rows: Callable[[], Iterator[Mapping[str, float]]]) -> None:
+        trainer = self.trainer
+        told = partial(asyncio.get_running_loop().call_soon_threadsafe, trainer.notice)
+        self._loggers = await trainer.offload(start_loggers, trainer.config.logging, trainer.run, step, told)
+
+    async def after_row(self, row: Mapping[str, float]) -> None:
+        if self._loggers is not None:
+            self._loggers.log({name: value for name, value in row.items() if math.isfinite(value)})
+
+    async def close(self) -> None:
+        if self._loggers is not None:
+            await self.trainer.offload(self._loggers.close)
+
+
 class Loggers:
-    """Those of a run. Owned by the trainer: `log` never waits."""
+    """Those of a run: `log` never waits."""
 
     def __init__(self, threads: Sequence["_LoggerThread"]) -> None:
         self._threads = threads
@@ -273,10 +264,3 @@ def _loaded(name: str, section: LoggingSection) -> MetricsLogger:
         return own(**section.kwargs)
     except Exception as error:
         raise ConfigError(f"{KEY}: {name} can't be made: {type(error).__name__}: {error}") from error
-
-
-def _near(name: str) -> str:
-    import difflib
-
-    found = difflib.get_close_matches(name, MODULES, n=1)
-    return f". Did you mean {found[0]}?" if found else ""

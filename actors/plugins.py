@@ -18,6 +18,21 @@ CALL_LIMITS: Mapping[str, str] = {"deadline_factor": "actors.rewards.deadlines:A
 """Of the section `reward`; see actors/rewards/backend.py."""
 
 
+STEP_HOOKS_OF_PEERS: Mapping[str, str] = {"fabric_controller": "actors.training.intents:FabricIntents"}
+"""Role → the StepHook that the trainer has once an actor of that role is there."""
+
+
+def step_hooks(config: Any) -> Iterator[tuple[str, str]]:
+    """Import path and key of each StepHook of the trainer, in the order in which they are called (actors/training/hooks.py)."""
+    yield "actors.training.checks:LogprobCheck", "check"
+    yield "actors.training.evaluation:Evaluation", "eval"
+    if config.logging.loggers:
+        yield "actors.loggers:Logging", "logging.loggers"
+    yield "actors.training.checks:Concerns", "train"
+    for target in config.train.hooks:
+        yield target, "train.hooks"
+
+
 def named(paths: Mapping[str, str], config: Any) -> list[Any]:
     """Those of `paths` whose key is set in `config`."""
     return [load(path) for key, path in paths.items() if reduce(getattr, key.split("."), config)]

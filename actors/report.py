@@ -17,7 +17,7 @@ from actors.advice import advice_of
 from actors.config import StalenessSection, TrainSection
 from actors.engines.pace import MOST_OUTLASTED
 from actors.samples.parts import read_lines
-from actors.training.concerns import idle_cause, is_flat
+from actors.training.checks import idle_cause, is_flat
 from planning.staleness import UNBOUNDED
 from runtime.config.variables import fill_tree
 from runtime.config.yaml_core import read_yaml

@@ -7,20 +7,24 @@ that a hold that was lost can spoil an evaluation, which is then done again, but
 
 import asyncio
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from statistics import fmean
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from actors.config import EvalSection
 from actors.messages.engines import GENERATION
 from actors.messages.samples import EvalResult, Evaluate
 from actors.messages.weights import HoldWeights
+from actors.training.hooks import StepHook
 from actors.training.publishing import BUFFER, Rows
 from bus.errors import AskFailed
 from runtime.actor import Actor
 from runtime.observe.trace import wall_s
+
+if TYPE_CHECKING:
+    from actors.training.trainer import Trainer
 
 SHARE: Final = 8
 """One engine in this many evaluates while training goes on; the least is one. After the last step all do."""
@@ -84,6 +88,49 @@ def pass_at(k: int, num: int, passed: int) -> float:
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
     """
     return 1.0 - math.comb(num - passed, k) / math.comb(num, k)
+
+
+class Evaluation(StepHook):
+    """Evaluates versions as `eval` says: the last one on all engines before the run ends, any other one beside training."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        super().__init__(trainer)
+        self._held_out = HeldOut(trainer, trainer.config.eval)
+
+    async def begin(self, step: int, rows: Callable[[], Iterator[Mapping[str, float]]]) -> None:
+        trainer = self.trainer
+        if damaged := await trainer.on_disk(trainer.run.folder, self._held_out.take_over, step):
+            trainer.notice(f"{damaged} damaged lines of {trainer.run.folder}/evals.jsonl were left out")
+        trainer.spawn(self._settle_when_leaving(), name=f"{trainer.name}.settle")
+
+    async def _settle_when_leaving(self) -> None:
+        await self.trainer.leaving.wait()
+        self._held_out.settle()
+
+    async def before_publish(self, version: int) -> None:
+        with self.trainer.waits.on(f"evaluation {version}", stage="evaluation", holder="engine", blocks_actor=True):
+            await self._held_out.settled()
+
+    async def after_publish(self, version: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        trainer, held_out = self.trainer, self._held_out
+        num = held_out.due(version, trainer.run.steps)
+        if version == trainer.run.steps:
+            await trainer.out.announced()
+            with trainer.waits.on(f"evaluation {version}", stage="evaluation", holder=BUFFER, blocks_actor=True):
+                whole = await held_out.last(version, trainer.term, num, trainer.leaving)
+            if not whole:
+                trainer.notice(f"the evaluation after step {version} was cut short: the run is being saved")
+        elif num and trainer.out.version != version:
+            held_out.put_off()
+        elif num and not trainer.leaving.is_set():
+            held_out.begin(version, trainer.term, num)
+        return held_out.take()
+
+    async def on_peers(self, joined: Sequence[str], left: Sequence[str]) -> None:
+        self._held_out.left(left)
+
+    def keep(self, steps: Collection[int]) -> Collection[int]:
+        return self._held_out.worth_keeping(steps) if self.trainer.config.checkpoint.keep_best else ()
 
 
 class HeldOut:

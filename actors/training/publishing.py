@@ -19,7 +19,6 @@ import msgspec
 from actors.advice import STEPS_SEEN, advice_metrics
 from actors.breakdown import breakdown
 from actors.messages.engines import GENERATION
-from actors.messages.fabric import Phase, PhaseIntent
 from actors.messages.samples import Advance, PolicyState, Trajectory
 from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.training.engine import StepResult
@@ -96,10 +95,10 @@ class Rows:
         """Put the row of `step` together, add it, and return it. `used` is what `cpu_used` says."""
         row: dict[str, float] = {
             "step": step,
+            **times,
             **result.metrics,
             **batch_metrics(groups, step),
             "weights/version": step,
-            **times,
             **others_metrics(others),
             **own,
             **used,
@@ -221,10 +220,7 @@ def cpu_used(records: Sequence[ActorRecord]) -> dict[str, float]:
 ASK_S = 24 * 3600.0
 """Longest the sample buffer may take, its own restart and the Store's and a disk without room included, before training gives up."""
 
-INTEND_S = 1.0
-"""The fabric hears of phases ahead of time; a controller that takes longer hears of the next one."""
-
-BUFFER, NODE, FABRIC = "sample_buffer", "node", "fabric_controller"
+BUFFER, NODE = "sample_buffer", "node"
 """Roles that are told, or waited for."""
 
 
@@ -240,6 +236,8 @@ class Publisher:
         self._sender = sender
         self.version = -1
         """Taken out of the engine last."""
+        self.num_published = 0
+        """Versions that this trainer took out."""
         self.published: WeightsPublished | None = None
         """Announced last."""
         self._announcing: asyncio.Task[PolicyState] | None = None
@@ -266,13 +264,13 @@ class Publisher:
         actor = self._actor
         started = asyncio.get_running_loop().time()
         await self.announced()
-        await self.intend("weight_sync", step)
         with (
             actor.waits.on(f"weights {step}", stage="publish", holder=NODE, blocks_actor=True),
             actor.trace.span("export", "weights", version=step),
         ):
             announce = await self._sender.send(WeightsVersion("", step, epoch), engine)
         self.version = step
+        self.num_published += 1
         announcing = self._announce(Advance(step, epoch), announce, started)
         self._announcing = actor.spawn(announcing, name=f"{actor.name}.publish")
 
@@ -330,12 +328,3 @@ class Publisher:
                 while not self._everybody_has_it:
                     self._heard.clear()
                     await self._heard.wait()
-
-    async def intend(self, phase: Phase, step: int, in_s: float = 0.0) -> None:
-        """Tell the fabric what comes, `in_s` from now, or what begins; it may be away."""
-        actor = self._actor
-        engines = actor.peers(GENERATION) if phase == "weight_sync" and self.size_bytes else ()
-        traffic = tuple((actor.name, name, self.size_bytes) for name in engines)
-        with suppress(AskFailed, TimeoutError):
-            async with asyncio.timeout(INTEND_S):
-                await actor.ref(FABRIC).tell(PhaseIntent(phase, step, in_s, traffic))

@@ -1,12 +1,10 @@
 """Trainer: claims batches, trains, publishes weights, and makes steps durable before their samples are let go."""
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
-from statistics import median
 from time import process_time
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +13,7 @@ from pydantic import Field
 
 from actors import checkpoint as checkpoints
 from actors.checkpoint import CheckpointError, Replaced
-from actors.cluster import ClusterSection
-from actors.config import EvalSection, ModelSection, RolloutSection, StalenessSection, TrainSection
-from actors.loggers import Loggers, LoggingSection, check_loggers, start_loggers
+from actors.config import ModelSection, StalenessSection, TrainSection
 from actors.messages.samples import (
     Advance,
     Batch,
@@ -31,11 +27,9 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.messages.weights import WeightsTaken
-from actors.model_folder import check_device, check_model_folder, may_use_cuda, num_parameters, same_model
-from actors.training.agreement import Agreement, CheckSection, MismatchWatch, coarser_dtype
-from actors.training.concerns import InfoWatch, SpreadWatch, UpdateWatch, best_concern, clip_concern, lr_concern
+from actors.model_folder import check_device, check_model_folder, may_use_cuda, same_model
 from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError, finished
-from actors.training.evaluation import HeldOut
+from actors.training.hooks import Hooks, HookSections, StepHook, TrainedStep, check_hooks
 from actors.training.permit import StepGivenUp, TrainingPermit, Turn, TurnGivenUp
 from actors.training.publishing import (
     ASK_S,
@@ -48,7 +42,7 @@ from actors.training.publishing import (
 )
 from actors.weights.blobs import BlobSender
 from runtime.actor import Actor, handler
-from runtime.config import ActorConfig, RunSection, Section
+from runtime.config import RunSection, Section
 from runtime.errors import ActorFailed, ConfigError, has_no_room
 from runtime.importer import check_module, load_object
 from runtime.kernel import Kernel
@@ -61,9 +55,6 @@ if TYPE_CHECKING:
 
 REFUSED = (TrainError, CheckpointError)
 """What ends the run with its sentence; anything else that training raises may lie in the batch."""
-
-REMEMBERED = 5
-"""Steps whose usual time says when the next weights are due: a median of five shrugs off two outliers."""
 
 
 class CheckpointSection(Section):
@@ -87,25 +78,20 @@ class Trainer(Actor):
     least = most = 1
     needs = ("sample_buffer",)
 
-    class Config(ActorConfig):
+    class Config(HookSections):
         run: RunSection = RunSection()
         model: ModelSection = Field(default_factory=ModelSection)
         train: TrainSection = Field(default_factory=TrainSection)
         staleness: StalenessSection = Field(default_factory=StalenessSection)
-        eval: EvalSection = Field(default_factory=EvalSection)
         checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-        check: CheckSection = Field(default_factory=CheckSection)
-        rollout: RolloutSection = Field(default_factory=RolloutSection)
-        logging: LoggingSection = LoggingSection()
-        cluster: ClusterSection = ClusterSection()
 
     config: Config
 
     @classmethod
     def check_host(cls, config: Any) -> None:
-        """What is not there would be found only after minutes of preparation: the device, loggers, and a loss of the user's own."""
+        """What is not there would be found only after minutes of preparation: the device, what hooks need, and a loss of the user's own."""
         check_device(config.model.device)
-        check_loggers(config.logging)
+        check_hooks(config)
         if ":" in config.train.loss:
             check_module(config.train.loss, key="train.loss")
 
@@ -142,71 +128,70 @@ class Trainer(Actor):
 
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)
-        self._engine: TrainEngine
+        self.engine: TrainEngine
+        self.term = 0
+        """Of this trainer: one that takes over has a higher one."""
+        self.out = Publisher(self, BlobSender(self))
+        self.leaving = asyncio.Event()
+        self._hooks = Hooks(self)
         self._buffer: Ref = self.ref(BUFFER)
         self._rows = Rows(self.run.folder / "metrics.jsonl", alpha=config.staleness.bound)
         self._checkpoints = self.run.folder / "checkpoints"
-        self._out, self._agreement = Publisher(self, BlobSender(self)), Agreement(self)
-        self._permit = TrainingPermit(self, config.cluster)
+        self.permit = TrainingPermit(self, config.cluster)
         self._policy = PolicyState(0, config.staleness.bound)
-        self._step = self._saved = self._epoch = 0
-        self._training = self._torn = False
-        self._num_published = 0
-        self._mismatch = MismatchWatch(coarser_dtype(config.model, config.train))
-        self._took_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._step = self._saved = 0
+        self._torn = False
         self._began = self._last_row = 0.0
         self._off_policy: dict[str, float] = {}
         """What the newest step showed, as Claim tells it."""
         self._receipts: deque[tuple[int, float, bytes]] = deque()
         """(step, loop time of its binding, receipt) of the steps that the next checkpoint has to name."""
         self._writing: asyncio.Task[None] | None = None
-        self._leaving, self._left = asyncio.Event(), asyncio.Event()
+        self._left = asyncio.Event()
         self._claiming: asyncio.Timeout | None = None
         """While a batch is asked for, what ends that."""
-        self._held_out = HeldOut(self, config.eval)
-        self._spread, self._info = SpreadWatch(), InfoWatch()
-        self._updates = UpdateWatch(config.train, config.run.max_idle_steps)
-        self._loggers: Loggers | None = None
 
     async def on_start(self) -> None:
-        """Load the newest complete checkpoint (or the base model), take a new epoch, and start to train."""
+        """Load the newest complete checkpoint (or the base model), take a new term, and start to train."""
         try:
-            self._engine = await self.offload(self._build)
+            await self.offload(self._hooks.load)
+            self.engine = await self.offload(self._build)
             self.log.info("model_loads")
             newest, passed_over, drawn = await self._take_over()
-            await self._permit.begin(self._engine)
+            await self.permit.begin(self.engine)
         except REFUSED as error:
             self.finish(str(error), failed=True)
             return
-        for sentence in (*passed_over, *await self.offload(self._concerns)):
+        for sentence in passed_over:
             self.notice(sentence)
-        self._saved, self._epoch = self._step, drawn.epoch
+        self._saved, self.term = self._step, drawn.epoch
         # When these were bound is not known: the Store may still forget it.
         now = asyncio.get_running_loop().time()
         carried = await self.offload(checkpoints.newest_receipts, self._checkpoints)
         self._receipts.extend((self._step, now, receipt) for receipt in carried)
         if drawn.committed > self._step and not self._fall_back(drawn.committed, newest, passed_over):
             return
-        self._policy = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
+        self._policy = await self._buffer.ask(Advance(self._step, self.term), timeout=ASK_S)
         # One that was replaced leaves its successor's rows alone.
-        await self.on_disk(self._checkpoints, checkpoints.take_over, self._checkpoints, self._epoch)
-        for file, take in (("metrics", self._rows.truncate), ("evals", self._held_out.take_over)):
-            if damaged := await self.on_disk(self.run.folder, take, self._step):
-                self.notice(f"{damaged} damaged lines of {self.run.folder}/{file}.jsonl were left out")
-        await self.offload(self._updates.replay, self._rows.read())
-        if self.config.logging.loggers:
-            told = partial(asyncio.get_running_loop().call_soon_threadsafe, self.notice)
-            self._loggers = await self.offload(start_loggers, self.config.logging, self.run, self._step, told)
-        self.log.info("epoch", epoch=self._epoch, step=self._step, bound=drawn.bound, version=self._policy.version)
+        await self.on_disk(self._checkpoints, checkpoints.take_over, self._checkpoints, self.term)
+        if damaged := await self.on_disk(self.run.folder, self._rows.truncate, self._step):
+            self.notice(f"{damaged} damaged lines of {self.run.folder}/metrics.jsonl were left out")
+        try:
+            await self._hooks.call(StepHook.begin, self._step, self._rows.read)
+        except REFUSED as error:
+            self.finish(str(error), failed=True)
+            self._left.set()
+            return
+        self.log.info("epoch", epoch=self.term, step=self._step, bound=drawn.bound, version=self._policy.version)
         self.spawn(self._train_to_the_end(), name="trainer.steps")
 
     async def _take_over(self) -> tuple[Path | None, list[str], Epoch]:
-        """Load the newest checkpoint and draw an epoch. Until then one that is replaced may name its last one: look again."""
+        """Load the newest checkpoint and draw a term. Until then one that is replaced may name its last one: look again."""
         model, folder = self.run.folder / self.config.model.path, self._checkpoints
         while True:
             there = checkpoints.by_step(folder)
             newest, passed_over = await self.offload(checkpoints.newest, folder)
-            self._step, epoch = await self.offload(self._engine.load, model, newest)
+            self._step, epoch = await self.offload(self.engine.load, model, newest)
             drawn = await self._buffer.ask(DrawEpoch(epoch + 1, self._step), timeout=ASK_S)
             await self.on_disk(folder, checkpoints.take_over, folder, drawn.epoch)
             await self.offload(checkpoints.drop_unnamed, folder, drawn.epoch)
@@ -232,11 +217,10 @@ class Trainer(Actor):
 
     async def on_drain(self) -> None:
         """Finish the step under way, save it and commit it."""
-        self._leaving.set()
-        self._held_out.settle()
+        self.leaving.set()
         if self._claiming is not None:  # the environments may have left already: nothing would come of it
             self._claiming.reschedule(asyncio.get_running_loop().time())
-        if self._epoch:
+        if self.term:
             await self._left.wait()
             began = asyncio.get_running_loop().time()
             await self._written()
@@ -244,47 +228,40 @@ class Trainer(Actor):
                 await self._save()
                 await self._written()
             await self.saved(asyncio.get_running_loop().time() - began)
-        if self._loggers is not None:
-            await self.offload(self._loggers.close)
+        await self._hooks.call(StepHook.close)
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
-        self._held_out.left(left)
+        await self._hooks.on_peers(joined, left)
 
     @handler
     async def weights_taken(self, message: WeightsTaken) -> None:
-        """The weights have arrived everywhere: what has the network now is the next rollout, unless the next step has begun before.
-
-        Where an engine computes with others, the run ends.
-        """
-        if said := self._out.disagreement(message):
+        """An engine has swapped weights in. Where it computes with others than were published, the run ends."""
+        if said := self.out.disagreement(message):
             self.finish(said, failed=True)
-            self._leaving.set()
-        if self._out.taken(message) and not self._training:
-            await self._out.intend("rollout", message.version + 1)
+            self.leaving.set()
+        if self.out.taken(message):
+            await self._hooks.call(StepHook.after_swap, message.version)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     async def _train_to_the_end(self) -> None:
         try:
             await self._publish()
-            await self._compare(self._step)
             self._began = self._last_row = asyncio.get_running_loop().time()
-            await self._evaluate_when_due(self._step)
-            while self._step < self.run.steps and not self._leaving.is_set():
+            await self._hooks.figures(self._step, {})
+            while self._step < self.run.steps and not self.leaving.is_set():
                 await self._one_step(self._step + 1)
-                self._require_updates()
-            await self._out.announced()
+            await self.out.announced()
             await self._written()
-            if self.config.check.enabled and self._num_published and not self._leaving.is_set():
-                await self._out.taken_by_all()  # whoever leaves hears of nobody who takes it
-            if self._step >= self.run.steps and not self._leaving.is_set():
+            if not self.leaving.is_set():
+                await self._hooks.call(StepHook.before_end)
+            if not self.leaving.is_set():  # a hook may have waited meanwhile
                 await self._buffer.ask(Close(), timeout=ASK_S)
-                self._require_updates(ended=True)
                 self.finish(f"trained {self._step} steps")
         except REFUSED as error:
             self.finish(str(error), failed=True)
         except OSError as error:
-            if not (has_no_room(error) and self._leaving.is_set()):
+            if not (has_no_room(error) and self.leaving.is_set()):
                 raise
             self.log.warning("left_without_room", step=self._step)
             self._torn = True  # a row is missing: the step is trained again
@@ -294,10 +271,6 @@ class Trainer(Actor):
         finally:
             self._left.set()
 
-    def _require_updates(self, *, ended: bool = False) -> None:
-        if why := self._updates.nothing_learned(ended=ended):
-            raise TrainError(why)
-
     async def _one_step(self, step: int) -> None:
         """Claim and train; publish and checkpoint as far as the next step has to wait. A row stands before the checkpoint that covers it."""
         loop = asyncio.get_running_loop()
@@ -306,21 +279,14 @@ class Trainer(Actor):
         if batch is None:
             return
         claimed = loop.time()
-        self._training = True
-        await self._out.intend("train_step", step)
-        if self._took_s:
-            await self._out.intend("weight_sync", step, in_s=median(self._took_s))
-        async with self._permit.turn(self._engine, self._leaving) as turn:
+        await self._hooks.call(StepHook.before_step, step)
+        async with self.permit.turn(self.engine, self.leaving) as turn:
             waiting, cpu_s = self.waits.on(f"step {step}", stage="train", blocks_actor=True), process_time()
             with waiting, self.metrics.busy(), self.trace.span("train_step", "train", step=step):
                 groups, result = await self._trained(step, batch, turn)
         trained, cpu_s = loop.time(), process_time() - cpu_s
         self._step = step
-        self._took_s.append(trained - claimed)
-        self._training = False
-        watched = self._spread.step(result.metrics, groups), self._info.step(groups)
-        for said in (*filter(None, watched), *self._updates.step(result.metrics)):
-            self.notice(said)
+        await self._hooks.call(StepHook.after_step, TrainedStep(step, groups, result.metrics))
         self._off_policy = off_policy(result.metrics)
         await self._publish()
         times = {
@@ -330,35 +296,21 @@ class Trainer(Actor):
         }
         if self.config.cluster.dir:
             times["time/wait_for_permit"] = turn.waited_s
-        times |= await self._compare(step, result.metrics.get("policy/mismatch_kl"))
         if not _virtual():
             times["time/train_cpu"] = cpu_s
-        await self._evaluate_when_due(step)
-        await self._append_row(step, result, groups, times)
-        if self._save_due(step):
+        times |= await self._hooks.figures(step, result.metrics)
+        row = await self._append_row(step, result, groups, times)
+        await self._hooks.call(StepHook.after_row, row)
+        if await self._save_due(step):
             await self._save()
-
-    async def _evaluate_when_due(self, step: int) -> None:
-        """The last version on all engines before the run ends, any other one beside training."""
-        num = self._held_out.due(step, self.run.steps)
-        if step == self.run.steps:
-            await self._out.announced()
-            with self.waits.on(f"evaluation {step}", stage="evaluation", holder=BUFFER, blocks_actor=True):
-                whole = await self._held_out.last(step, self._epoch, num, self._leaving)
-            if not whole:
-                self.notice(f"the evaluation after step {step} was cut short: the run is being saved")
-        elif num and self._out.version != step:
-            self._held_out.put_off()
-        elif num and not self._leaving.is_set():
-            self._held_out.begin(step, self._epoch, num)
 
     async def _append_row(
         self, step: int, result: StepResult, groups: list[list[Trajectory]], times: dict[str, float]
-    ) -> None:
+    ) -> dict[str, float]:
         now = asyncio.get_running_loop().time()
         seconds, self._last_row = now - self._last_row, now
         times |= {"time/step": seconds, "time/wall_s": self._rows.wall_s + now - self._began, "time/unix_s": wall_s()}
-        own = {**own_metrics(self.metrics.snapshot()), **self._held_out.take(), **self._out.sizes}
+        own = {**own_metrics(self.metrics.snapshot()), **self.out.sizes}
         if self._policy.alpha >= 0:
             own["staleness/alpha"] = self._policy.alpha
         others = await list_actors(self.store)
@@ -366,15 +318,14 @@ class Trainer(Actor):
         told = (step, result, groups, times, own, others, used)
         row = await self.on_disk(self.run.folder, self._rows.append_step, *told)
         self.progress(step, row)
-        if self._loggers is not None:
-            self._loggers.log({name: value for name, value in row.items() if math.isfinite(value)})
+        return row
 
     async def _claim(self, step: int) -> Batch | None:
         """The batch of `step`, or None when the actor is to leave first."""
-        request = Claim(step, self._epoch, self.config.train.batch_groups, **self._off_policy)
+        request = Claim(step, self.term, self.config.train.batch_groups, **self._off_policy)
         wait = self.waits.on(f"batch {step}", stage="batch", holder=BUFFER, blocks_actor=True, idle=True)
         with wait, self.trace.span("claim", "wait", step=step):
-            while not self._leaving.is_set():
+            while not self.leaving.is_set():
                 scope = self._claiming = asyncio.timeout(None)
                 try:
                     async with scope:
@@ -396,48 +347,30 @@ class Trainer(Actor):
     async def _publish(self) -> None:
         """Publish version `step`. Steps that are only replayed are older than what engines hold: as the buffer knows it now, which may have
         lost its newest step with the Store."""
-        self._policy = await self._out.announced() or self._policy
+        self._policy = await self.out.announced() or self._policy
         if self._policy.version > self._step:
-            self._policy = await self._buffer.ask(Advance(self._step, self._epoch), timeout=ASK_S)
+            self._policy = await self._buffer.ask(Advance(self._step, self.term), timeout=ASK_S)
         if self._policy.version > self._step:
             return
-        with self.waits.on(f"evaluation {self._step}", stage="evaluation", holder="engine", blocks_actor=True):
-            await self._held_out.settled()
-        await self._out.publish(self._step, self._epoch, self._engine)
-        self._num_published += 1
+        await self._hooks.call(StepHook.before_publish, self._step)
+        await self.out.publish(self._step, self.term, self.engine)
 
-    async def _compare(self, step: int, mismatch_kl: float | None = None) -> dict[str, float]:
-        """Compare log-probs with the engines where that is due, or the last steps' mismatch asks for it; returns what it took."""
-        alarmed = mismatch_kl is not None and self._mismatch.alarms(mismatch_kl)
-        section, began = self.config.check, asyncio.get_running_loop().time()
-        published = self._out.version == step
-        compared = published and (
-            section.due(self._num_published, step, self.run.steps) or (alarmed and section.enabled)
-        )
-        if compared:
-            await self._out.announced()
-        agreed = False
-        if compared:
-            agreed = await self._agreement.check(step, self._engine, self._permit, self._leaving)
-        if alarmed:
-            self.notice(self._mismatch.why(compared=agreed))
-        return {"time/check": asyncio.get_running_loop().time() - began} if compared else {}
-
-    def _save_due(self, step: int) -> bool:
+    async def _save_due(self, step: int) -> bool:
         section = self.config.checkpoint
-        evaluated = section.keep_best and self._held_out.version == step
-        return step % section.every == 0 or step == self.run.steps or evaluated or _divides(section.milestones, step)
+        if step % section.every == 0 or step == self.run.steps or _divides(section.milestones, step):
+            return True
+        return step in await self.offload(self._hooks.keep, (step,))
 
     async def _save(self) -> None:
         """Take a checkpoint down; it is written beside training, one at a time."""
-        step, epoch = self._step, self._epoch
+        step, epoch = self._step, self.term
         await self._written()
         receipts = [receipt for number, _, receipt in self._receipts if number <= step]
         with (
             self.waits.on(f"checkpoint {step}", stage="checkpoint", blocks_actor=True),
             self.trace.span("snapshot", "train", step=step),
         ):
-            write = await self.offload(partial(self._engine.snapshot, epoch=epoch, receipts=receipts))
+            write = await self.offload(partial(self.engine.snapshot, epoch=epoch, receipts=receipts))
         self._writing = self.spawn(self._write(step, epoch, write), name=f"{self.name}.checkpoint")
 
     async def _written(self) -> None:
@@ -464,10 +397,10 @@ class Trainer(Actor):
                 )
         except CheckpointError as error:
             self.finish(str(error), failed=True)
-            self._leaving.set()
+            self.leaving.set()
             return
         except OSError as error:
-            if not (has_no_room(error) and self._leaving.is_set()):
+            if not (has_no_room(error) and self.leaving.is_set()):
                 raise
             self._torn = True
             again = f"steps {self._saved + 1} to {step} are trained again when the run is resumed"
@@ -485,22 +418,13 @@ class Trainer(Actor):
         section = self.config.checkpoint
         steps = [checkpoints.step_of(path) for path in checkpoints.by_step(self._checkpoints)]
         stay = {step for step in steps if _divides(section.milestones, step)}
-        if section.keep_best:
-            stay |= self._held_out.worth_keeping(steps)
-        checkpoints.prune(self._checkpoints, section.keep, epoch, stay)
+        checkpoints.prune(self._checkpoints, section.keep, epoch, stay | self._hooks.keep(steps))
 
     def _forget_receipts(self) -> None:
         """A saved step is named again for as long as the Store may forget that it was bound."""
         sure_until = asyncio.get_running_loop().time() - self.run.window_s
         while self._receipts and self._receipts[0][0] <= self._saved and self._receipts[0][1] <= sure_until:
             self._receipts.popleft()
-
-    def _concerns(self) -> list[str]:
-        """What in the config may spoil the result without an error."""
-        count = 0 if self.config.train.kind == "scripted" else num_parameters(self.run.folder / self.config.model.path)
-        said = [lr_concern(self.config.train.lr, count) if count else "", clip_concern(self.config.train)]
-        said.append(best_concern(keep_best=self.config.checkpoint.keep_best, every=self.config.eval.every))
-        return [each for each in said if each]
 
     def _build(self) -> TrainEngine:
         config = self.config
@@ -521,7 +445,7 @@ class Trainer(Actor):
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            await self._buffer.ask(StepRaised(step, self._epoch, what), timeout=ASK_S)
+            await self._buffer.ask(StepRaised(step, self.term, what), timeout=ASK_S)
             raise ActorFailed(f"training on step {step} raised {what}: it begins again with its checkpoint") from error
 
     def _train(self, step: int, batch: Batch) -> tuple[list[list[Trajectory]], StepResult]:
@@ -530,7 +454,7 @@ class Trainer(Actor):
     def _parts(self, step: int, batch: Batch) -> Generator[None, None, tuple[list[list[Trajectory]], StepResult]]:
         """Run off the loop, decoding included: a batch is some MB of MessagePack."""
         groups = [[msgspec.msgpack.decode(t, type=Trajectory) for t in group] for group in batch.groups]
-        metrics, num_tokens = yield from self._engine.parts(step, groups)
+        metrics, num_tokens = yield from self.engine.parts(step, groups)
         return groups, StepResult({**metrics, **batch.figures}, num_tokens)
 
 

@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from actors.config import EvalSection, RewardSection, RolloutSection, StalenessSection
+from actors.config import CheckSection, EvalSection, RewardSection, RolloutSection, StalenessSection
 from actors.engines.worker import EngineWorker
 from actors.envs.manager import EnvManager
 from actors.envs.section import EnvSection
 from actors.proxy.proxy import LLMProxy
 from actors.rewards.service import RewardService
-from actors.training.agreement import CheckSection
 from actors.training.trainer import CheckpointSection
 from sim.cluster import ClusterJobSpec, PoolSpec, sections_of
 from sim.live.engine import RooflineSection

@@ -146,7 +146,7 @@ class SimTrainer(Trainer):
 
     def _build(self) -> TrainEngine:
         return ToyTrainEngine(
-            lambda *update: self.monitor.trained(*update, epoch=self._epoch),
+            lambda *update: self.monitor.trained(*update, epoch=self.term),
             lambda point: self.saving(self.process, point),
         )
 

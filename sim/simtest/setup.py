@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.config import (
+    CheckSection,
     EvalSection,
     ModelSection,
     RewardSection,
@@ -21,7 +22,6 @@ from actors.envs.manager import EnvManager
 from actors.envs.section import EnvSection
 from actors.proxy.proxy import LLMProxy
 from actors.rewards.service import RewardService
-from actors.training.agreement import CheckSection
 from actors.training.trainer import CheckpointSection
 from runtime.actor import Actor
 from runtime.config import ActorSpec, Config

@@ -2,11 +2,12 @@
 
 import asyncio
 
+from actors.config import CheckSection
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.messages.generation import Completion, EngineStatus, Generate, Inspect, Resume, Sampling, Suspend
 from actors.proxy.proxy import LLMProxy
-from actors.training.agreement import CheckSection, sample_random_prompts
+from actors.training.checks import sample_random_prompts
 from runtime.actor import handler
 from tests.simulation.test_proxy_on_the_bus import Asker, cluster
 from tests.virtual import virtual

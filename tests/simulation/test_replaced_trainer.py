@@ -5,9 +5,8 @@ import asyncio
 import msgspec
 
 from actors import checkpoint as checkpoints
-from actors.config import EvalSection
+from actors.config import CheckSection, EvalSection
 from actors.messages.samples import Batch, Claim, Close, NotReady
-from actors.training.agreement import CheckSection
 from actors.training.trainer import CheckpointSection
 from bus.message import Ack
 from bus.transport import MemoryNetwork

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from actors import checkpoint as checkpoints
-from actors.config import EvalSection, ModelSection, TrainSection
+from actors.config import CheckSection, EvalSection, ModelSection, TrainSection
 from actors.messages.engines import GENERATION
 from actors.messages.generation import VersionSpan
 from actors.messages.samples import (
@@ -29,7 +29,6 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.messages.weights import HoldWeights, WeightsHeld
-from actors.training.agreement import CheckSection
 from actors.training.trainer import CheckpointSection, Trainer
 from bus.link import Identity
 from bus.message import Ack
@@ -92,6 +91,9 @@ class HeldEngine(Actor):
     @handler
     async def hold(self, request: HoldWeights) -> WeightsHeld:
         return WeightsHeld(self.name, request.for_s > 0)
+
+
+UNCHECKED = CheckSection(enabled=False)
 
 
 class ToyTrainer(Trainer):
@@ -271,20 +273,20 @@ class Unfilled(Committing):
         return NotReady(0, 1, "no group", request.step - 1)
 
 
-def drained_after(folder, seconds, trainer_class=None, buffer_class=Committing, waited_s=None):
+def drained_after(
+    folder, seconds, trainer_class=ToyTrainer, buffer_class=Committing, waited_s=None, *, check=UNCHECKED
+):
     """(steps that were committed, notices of a failed end) of a run that saves each step and is drained while it commits one."""
 
     async def main():
         network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", folder, 7, 100)
         config = ToyTrainer.Config(
-            check=CheckSection(enabled=trainer_class is Uncompared),
-            eval=EvalSection(every=0),
-            checkpoint=CheckpointSection(every=1, keep=9),
+            check=check, eval=EvalSection(every=0), checkpoint=CheckpointSection(every=1, keep=9)
         )
         ends = []
         async with asyncio.TaskGroup() as tasks:
             buffer = kernel_of(buffer_class, ActorConfig(), network, store, run)
-            trainer = kernel_of(trainer_class or ToyTrainer, config, network, store, run)
+            trainer = kernel_of(trainer_class, config, network, store, run)
             committed = buffer.build().committed
             trainer.build().finish = lambda reason, failed=False: ends.append(reason)
             engine = kernel_of(HeldEngine, ActorConfig(), network, store, run)
@@ -342,17 +344,13 @@ def test_a_buffer_that_waits_ten_minutes_for_room_is_waited_for(tmp_path):
     assert (committed, ends) == ([1], [])
 
 
-class Uncompared(ToyTrainer):
-    """Its engines say nothing, neither which weights they took nor log-probabilities."""
-
-    async def _compare(self, step, mismatch_kl=None):
-        return {}
-
-
 def test_a_drain_does_not_wait_until_engines_took_the_last_weights_since_they_tell_nobody_who_leaves(tmp_path):
     waited_s = []
 
-    committed, ends = drained_after(tmp_path, 60.5, Uncompared, Unfilled, waited_s)
+    # There is no proxy: no engine gives log-probabilities, nor tells which weights it took.
+    check = CheckSection(timeout_s=0.01)
+
+    committed, ends = drained_after(tmp_path, 60.5, buffer_class=Unfilled, waited_s=waited_s, check=check)
 
     assert (committed, ends) == ([1], [])
     assert waited_s[0] < 1.0  # virtual seconds, where a run's end would wait for five

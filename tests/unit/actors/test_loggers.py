@@ -7,7 +7,8 @@ import urllib.request
 import pytest
 from pydantic import ValidationError
 
-from actors.loggers import WAITING, LoggingSection, check_loggers, start_loggers
+from actors.config import LoggingSection
+from actors.loggers import WAITING, check_loggers, start_loggers
 from runtime.actor import RunInfo
 from runtime.errors import ConfigError
 

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.config import ModelSection, RolloutSection, TrainSection
+from actors.config import CheckSection, ModelSection, RolloutSection, TrainSection
 from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
-from actors.messages.samples import PolicyState
 from actors.training import trainer as training
-from actors.training.agreement import FULL_ROWS, PROMPT_TOKENS, Agreement, CheckSection
+from actors.training.checks import FULL_ROWS, PROMPT_TOKENS, LogprobCheck
 from actors.training.engine import TrainError
 from actors.training.permit import TurnGivenUp
 from bus.errors import NotSent
@@ -101,10 +100,13 @@ def compared(on_stage, tmp_path):
                 train=TrainSection(),
                 rollout=RolloutSection(max_len=100, **rollout),
             )
-            agreement = Agreement(Trainer(config, context))
+            trainer = Trainer(config, context)
+            trainer.permit, trainer.leaving = turns, asyncio.Event()
+            check = LogprobCheck(trainer)
             try:
                 for step, version in steps:
-                    found.append(await agreement.check(step, Training(version), turns, asyncio.Event()))
+                    trainer.engine = Training(version)
+                    found.append(await check.check(step))
             except TrainError as error:
                 failed.append(error)
             found.extend(context.notices)
@@ -215,10 +217,11 @@ def test_a_mismatch_that_stays_is_told_of_once_with_its_likely_cause_after_a_com
         trainer = training.Trainer(
             training.Trainer.Config(model=ModelSection(path=str(tmp_path)), check=section), context
         )
-        trainer._num_published = 2
+        trainer.out.num_published = 2
+        hook = LogprobCheck(trainer)
         for step, kl in enumerate([1e-6, None, 2e-3, 1e-6, *[2e-3] * 8], 3):
-            trainer._policy, trainer._engine, trainer._out.version = PolicyState(step, 1), Training(step), step
-            took = await trainer._compare(step, kl)
+            trainer.engine, trainer.out.version = Training(step), step
+            took = await hook.after_publish(step, {} if kl is None else {"policy/mismatch_kl": kl})
             told.extend((step, "time/check" in took, text) for text in context.notices if "mismatch_kl" in text)
             context.notices.clear()
 

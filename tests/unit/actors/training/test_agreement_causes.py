@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.training.agreement import PATIENCE, MismatchWatch, why_apart
+from actors.training.checks import PATIENCE, MismatchWatch, why_apart
 
 
 @pytest.mark.parametrize(

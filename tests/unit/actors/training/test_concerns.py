@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from actors.config import TrainSection
-from actors.training.concerns import (
+from actors.training.checks import (
     IDLE_TOLD,
     SPREADLESS_STEPS,
     InfoWatch,

@@ -1,4 +1,4 @@
-"""What the trainer's publisher knows of who has taken its weights, what it tells the fabric, and the rows that it writes."""
+"""What the trainer's publisher knows of who has taken its weights, and the rows that it writes."""
 
 import json
 import math
@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.messages.fabric import PhaseIntent
 from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
 from actors.model_folder import read_header, sampled_slices, slice_digest
 from actors.training.engine import StepResult
@@ -32,20 +31,15 @@ class Trainer(Actor):
 
 @pytest.fixture
 def publisher(on_stage):
-    """`publisher(play)`: `await play(publisher, told)` with two engines, version 3 of epoch 1 published; `told` is what the fabric heard."""
+    """`publisher(play)`: `await play(publisher)` with two engines, version 3 of epoch 1 published."""
 
     def run(play):
         async def main(context):
-            told = []
-
-            async def hear(message):
-                told.append(message)
-
-            context.actors |= {"engine-1": None, "engine-2": None, "fabric_controller": hear}
+            context.actors |= {"engine-1": None, "engine-2": None}
             actor = Trainer(None, context)
             made = Publisher(actor, BlobSender(actor))
             made.published = WeightsPublished(3, 1, "", 500)
-            await play(made, told)
+            await play(made)
 
         on_stage(main, name="trainer-1")
 
@@ -53,7 +47,7 @@ def publisher(on_stage):
 
 
 def test_weights_have_arrived_when_the_last_engine_has_this_very_version(publisher):
-    async def play(made, told):
+    async def play(made):
         assert not made.taken(WeightsTaken("engine-1", 3, 1))
         assert not made.taken(WeightsTaken("engine-2", 2, 1))
         assert not made.taken(WeightsTaken("engine-2", 3, 0))
@@ -90,7 +84,7 @@ LARGE = np.random.default_rng(1).standard_normal((300, 400)).astype("<f4")
 
 
 def test_an_engine_that_computes_with_other_tensors_is_named_with_version_and_tensor(publisher):
-    async def play(made, told):
+    async def play(made):
         sample = made._sender._samples["", 1, 3] = WeightsSample.of(image_of(body=LARGE, head=2 * LARGE), 7, 3)
 
         assert made.disagreement(WeightsTaken("engine-2", 3, 1, digest_of(sample))) == ""
@@ -102,7 +96,7 @@ def test_an_engine_that_computes_with_other_tensors_is_named_with_version_and_te
 
 
 def test_nothing_is_said_of_an_engine_that_can_not_tell_nor_of_a_version_that_somebody_else_published(publisher):
-    async def play(made, told):
+    async def play(made):
         sample = made._sender._samples["", 1, 3] = WeightsSample.of(image_of(body=LARGE, other=LARGE), 7, 3)
         stale = digest_of(sample, spoilt=["body"])
 
@@ -144,26 +138,6 @@ def test_every_version_is_sampled_elsewhere_and_alike_by_whoever_knows_the_seed(
     assert {(cut.bottom - cut.top, cut.right - cut.left) for cut in body} == {(32, 32)}
     assert all(0 <= cut.top < cut.bottom <= 300 and 0 <= cut.left < cut.right <= 400 for cut in body)
     assert len({cut[1:] for cut in body}) > 50
-
-
-def test_the_fabric_hears_of_the_next_weights_ahead_of_time_with_their_bytes(publisher):
-    async def play(made, told):
-        await made.intend("weight_sync", 4, in_s=1.5)
-
-        traffic = (("trainer-1", "engine-1", 500), ("trainer-1", "engine-2", 500))
-        assert told == [PhaseIntent("weight_sync", 4, 1.5, traffic)]
-
-    publisher(play)
-
-
-def test_before_anything_was_published_no_bytes_are_promised(publisher):
-    async def play(made, told):
-        made.published = None
-        await made.intend("weight_sync", 0)
-
-        assert told == [PhaseIntent("weight_sync", 0, 0.0, ())]
-
-    publisher(play)
 
 
 def test_rows_after_the_checkpoint_and_a_torn_line_are_forgotten(tmp_path):

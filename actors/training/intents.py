@@ -1,0 +1,60 @@
+"""Tells the fabric which phase of the network training brings next."""
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+from statistics import median
+from typing import TYPE_CHECKING
+
+from actors.messages.engines import GENERATION
+from actors.messages.fabric import Phase, PhaseIntent
+from actors.training.hooks import StepHook, TrainedStep
+from bus.errors import AskFailed
+
+if TYPE_CHECKING:
+    from actors.training.trainer import Trainer
+
+INTEND_S = 1.0
+"""The fabric hears of phases ahead of time; a controller that takes longer hears of the next one."""
+
+REMEMBERED = 5
+"""Steps whose usual time says when the next weights are due: a median of five shrugs off two outliers."""
+
+FABRIC = "fabric_controller"
+
+
+class FabricIntents(StepHook):
+    """Training, the weights that follow it, and the rollouts once all engines have them."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        super().__init__(trainer)
+        self._took_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._began: float | None = None
+
+    async def before_step(self, step: int) -> None:
+        self._began = asyncio.get_running_loop().time()
+        await self._intend("train_step", step)
+        if self._took_s:
+            await self._intend("weight_sync", step, in_s=median(self._took_s))
+
+    async def after_step(self, trained: TrainedStep) -> None:
+        if self._began is not None:
+            self._took_s.append(asyncio.get_running_loop().time() - self._began)
+        self._began = None
+
+    async def before_publish(self, version: int) -> None:
+        await self._intend("weight_sync", version)
+
+    async def after_swap(self, version: int) -> None:
+        """What has the network now is the next rollout, unless the next step has begun before."""
+        if self._began is None:
+            await self._intend("rollout", version + 1)
+
+    async def _intend(self, phase: Phase, step: int, in_s: float = 0.0) -> None:
+        """Tell what comes, `in_s` from now, or what begins; the controller may be away."""
+        trainer, size = self.trainer, self.trainer.out.size_bytes
+        engines = trainer.peers(GENERATION) if phase == "weight_sync" and size else ()
+        traffic = tuple((trainer.name, name, size) for name in engines)
+        with suppress(AskFailed, TimeoutError):
+            async with asyncio.timeout(INTEND_S):
+                await trainer.ref(FABRIC).tell(PhaseIntent(phase, step, in_s, traffic))

@@ -1,0 +1,185 @@
+"""Hooks around the trainer's steps: the user's own, what they may do and how they fail, and the fabric's intents."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from actors.messages.fabric import PhaseIntent
+from actors.training.engine import TrainError
+from actors.training.hooks import Hooks, StepHook, TrainedStep, check_hooks
+from actors.training.intents import FabricIntents
+from actors.training.trainer import Trainer
+from runtime.errors import ConfigError
+
+OWN = """
+from actors.training.hooks import StepHook
+class Seen(StepHook):
+    async def begin(self, step, rows):
+        self.seen = self.trainer.seen = [("begin", step)]
+    async def after_step(self, trained):
+        self.seen.append(("after_step", trained.step, trained.metrics["reward/mean"]))
+    async def after_publish(self, version, metrics):
+        return {"mine/depth": 2.0 * version}
+    def keep(self, steps):
+        return [step for step in steps if step % 3 == 0]
+class Fails(StepHook):
+    async def before_step(self, step):
+        raise KeyError("depth")
+class Untrue(StepHook):
+    async def after_publish(self, version, metrics):
+        return {"depth": 1.0}
+class Unmade(StepHook):
+    def __init__(self, trainer):
+        raise ValueError("no port")
+class NoHook:
+    pass
+"""
+
+
+@pytest.fixture
+def loaded(on_stage, tmp_path):
+    """`loaded(play, "Name", …)`: `await play(hooks, trainer)` with these of the user's hooks beside our own."""
+    (tmp_path / "own.py").write_text(OWN)
+
+    def run(play, *names):
+        async def main(context):
+            targets = [f"{tmp_path / 'own.py'}:{name}" for name in names]
+            trainer = Trainer(Trainer.Config(train={"hooks": targets}), context)
+            hooks = Hooks(trainer)
+            hooks.load()
+            await play(hooks, trainer)
+
+        on_stage(main, name="trainer-1")
+
+    return run
+
+
+def test_a_hook_of_the_users_own_sees_each_step_and_adds_its_figures_to_the_row(loaded):
+    async def play(hooks, trainer):
+        # Our own would look for a model and a run.
+        (mine,) = hooks._named
+        hooks._hooks = [mine]
+
+        await hooks.call(StepHook.begin, 4, lambda: iter(()))
+        await hooks.call(StepHook.after_step, TrainedStep(5, (), {"reward/mean": 0.5}))
+        figures = await hooks.figures(5, {})
+
+        assert trainer.seen == [("begin", 4), ("after_step", 5, 0.5)]
+        assert figures == {"mine/depth": 10.0}
+        assert hooks.keep((5, 6, 9)) == {6, 9}
+
+    loaded(play, "Seen")
+
+
+def test_a_hook_that_raises_ends_the_run_with_its_name_and_the_event(loaded):
+    async def play(hooks, trainer):
+        with pytest.raises(TrainError, match=r"train.hooks: .*own.py:Fails raised KeyError: 'depth' in before_step"):
+            await hooks.call(StepHook.before_step, 1)
+
+    loaded(play, "Fails")
+
+
+def test_figures_without_a_slash_in_their_name_are_refused(loaded):
+    async def play(hooks, trainer):
+        (mine,) = hooks._named
+        hooks._hooks = [mine]
+        with pytest.raises(TrainError, match=r"own.py:Untrue returned what is no mapping from names with a slash"):
+            await hooks.figures(1, {})
+
+    loaded(play, "Untrue")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("NoHook", "is not a subclass of .*StepHook"), ("Unmade", "can't be made: ValueError: no port")],
+)
+def test_a_class_that_is_no_hook_or_can_not_be_made_is_named_before_the_first_step(loaded, tmp_path, name, why):
+    async def play(hooks, trainer):
+        other = Trainer(Trainer.Config(train={"hooks": [f"{tmp_path / 'own.py'}:{name}"]}), trainer._kernel)
+        with pytest.raises(TrainError, match=rf"train.hooks: .*own.py:{name} {why}"):
+            Hooks(other).load()
+
+    loaded(play)
+
+
+def test_a_hook_that_is_nowhere_is_found_before_anything_is_started(tmp_path):
+    config = Trainer.Config(train={"hooks": [f"{tmp_path / 'absent.py'}:Seen"]})
+
+    with pytest.raises(ConfigError, match=r"train.hooks: .*absent.py"):
+        check_hooks(config)
+
+
+@pytest.fixture
+def intents(on_stage):
+    """`intents(play, size)`: `await play(hook, told)` with two engines and weights of `size` bytes; `told` is what the fabric heard."""
+
+    def run(play, size=500):
+        async def main(context):
+            told = []
+
+            async def hear(message):
+                told.append(message)
+
+            context.actors |= {"engine-1": None, "engine-2": None, "fabric_controller": hear}
+            trainer = SimpleNamespace(
+                name="trainer-1", peers=context.ready, ref=context.ref, out=SimpleNamespace(size_bytes=size)
+            )
+            await play(FabricIntents(trainer), told)
+
+        on_stage(main, name="trainer-1")
+
+    return run
+
+
+TRAFFIC = (("trainer-1", "engine-1", 500), ("trainer-1", "engine-2", 500))
+
+
+def test_the_fabric_hears_of_the_next_weights_ahead_of_time_with_their_bytes(intents):
+    async def play(hook, told):
+        await hook.before_step(3)
+        await asyncio.sleep(1.5)
+        await hook.after_step(TrainedStep(3, (), {}))
+        told.clear()
+
+        await hook.before_step(4)
+
+        assert told == [PhaseIntent("train_step", 4, 0.0), PhaseIntent("weight_sync", 4, 1.5, TRAFFIC)]
+
+    intents(play)
+
+
+def test_before_anything_was_published_no_bytes_are_promised(intents):
+    async def play(hook, told):
+        await hook.before_publish(0)
+
+        assert told == [PhaseIntent("weight_sync", 0, 0.0, ())]
+
+    intents(play, size=0)
+
+
+def test_the_network_is_the_next_rollouts_once_all_have_the_weights_unless_a_step_has_begun(intents):
+    async def play(hook, told):
+        await hook.after_swap(3)
+        await hook.before_step(4)
+        await hook.after_swap(3)
+
+        assert told == [PhaseIntent("rollout", 4, 0.0), PhaseIntent("train_step", 4, 0.0)]
+
+    intents(play)
+
+
+def test_the_intents_come_with_the_fabrics_controller_and_only_once(loaded):
+    async def play(hooks, trainer):
+        def mine():
+            return [hook for hook in hooks._hooks if isinstance(hook, FabricIntents)]
+
+        before = mine()
+        await hooks.on_peers(("engine-1",), ())
+        without = mine()
+        for _ in range(2):
+            await hooks.on_peers(("fabric_controller-1",), ())
+
+        assert (before, without, len(mine())) == ([], [], 1)
+
+    loaded(play)
