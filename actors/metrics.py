@@ -26,7 +26,6 @@ NO_PULL = "no engine has told yet"
 NO_SAMPLING = "`train.dynamic_sampling` is off"
 NO_CALL = "no reward function was called"
 NO_FABRIC = "no fabric_controller"
-NO_ADVICE = "no single change gives 3 % or more"
 NO_PACE = "no engine is paced (`engine.pace`)"
 LIVE = "rows: `rubato monitor` shows it of the live actor"
 
@@ -147,7 +146,6 @@ METRICS: Section = {
         M("perf/samples_s", "samples/s", "samples of the batch ÷ `time/step`"),
         M("perf/gen_tokens_s", "tokens/s", "sampled by all engines, as they reported last"),
         M("perf/train_tokens_s", "tokens/s", "tokens of the batch ÷ `time/train`"),
-        M("advice/<bound>/<change>", "share", "what a change would gain in throughput, at most, by what holds the job up (monitor.md)", NO_ADVICE),
         M("loop/lag_p99", "ms", "99th percentile of how late the trainer's event loop runs"),
     ),
     "Modelled time": (

@@ -6,7 +6,6 @@ import math
 import os
 import socket
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import BinaryIO
 
 import msgspec
 
-from actors.advice import STEPS_SEEN, advice_metrics
 from actors.breakdown import breakdown
 from actors.messages.engines import GENERATION
 from actors.messages.samples import Advance, PolicyState, Trajectory
@@ -24,7 +22,6 @@ from actors.messages.weights import WeightsPublished, WeightsTaken
 from actors.training.engine import StepResult
 from actors.weights.transport import Announce, WeightsSender, WeightsSource, WeightsVersion
 from bus.errors import AskFailed
-from planning.staleness import UNBOUNDED
 from runtime.actor import Actor
 from runtime.observe.figures import busy_seconds, cpu_seconds
 from runtime.observe.trace import append_whole
@@ -42,9 +39,8 @@ SUMS = (
 class Rows:
     """Owned by the trainer alone: `truncate` takes the file over, and what a replaced trainer still adds lands in a file nobody reads."""
 
-    def __init__(self, path: Path, key: str = "step", alpha: int = UNBOUNDED) -> None:
-        self._path, self._key, self._alpha = path, key, alpha
-        self._newest_steps: deque[dict[str, float]] = deque(maxlen=STEPS_SEEN)
+    def __init__(self, path: Path, key: str = "step") -> None:
+        self._path, self._key = path, key
         self._file: BinaryIO | None = None
         self.newest = -1.0
         """`key` of the last row that was kept or added."""
@@ -105,9 +101,7 @@ class Rows:
         }
         row["perf/samples_s"] = sum(map(len, groups)) / max(1e-6, times["time/step"])
         row["perf/train_tokens_s"] = result.num_tokens / max(1e-6, times["time/train"])
-        row |= advice_metrics([*self._newest_steps, row][-STEPS_SEEN:], self._alpha)
         self.append(row)
-        self._newest_steps.append(row)
         return row
 
     def append(self, row: Mapping[str, float]) -> None:

@@ -135,7 +135,7 @@ class Trainer(Actor):
         self.leaving = asyncio.Event()
         self._hooks = Hooks(self)
         self._buffer: Ref = self.ref(BUFFER)
-        self._rows = Rows(self.run.folder / "metrics.jsonl", alpha=config.staleness.bound)
+        self._rows = Rows(self.run.folder / "metrics.jsonl")
         self._checkpoints = self.run.folder / "checkpoints"
         self.permit = TrainingPermit(self, config.cluster)
         self._policy = PolicyState(0, config.staleness.bound)

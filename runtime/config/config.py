@@ -118,9 +118,8 @@ class Config:
 
     def check_host(self) -> None:
         """Let every role look whether this host has what the config names. Raises ConfigError with all that is missing; nothing was written."""
-        console = partial(check_module, self.report.console, key="report.console")
         roles = [partial(cls.check_host, config) for cls, config in self._in_use()]
-        self._check_all([self._check_modules, console, *roles])
+        self._check_all([self._check_modules, *self._reporters(), *roles])
 
     def preflight(self, folder: Path) -> None:
         """`check_host`, and let every role look at what it will need in the run folder `folder`. Raises ConfigError; nothing was started."""
@@ -141,9 +140,9 @@ class Config:
             if looks:
                 cls.preflight(config, folder)
 
-        console = partial(check_module, self.report.console, key="report.console")
+        looking = [partial(look, *each) for each in self._in_use()]
         try:
-            self._check_all([self._check_modules, console, *(partial(look, *each) for each in self._in_use())])
+            self._check_all([self._check_modules, *self._reporters(), *looking])
         except ConfigError as error:
             return str(error).splitlines()
         return []
@@ -160,6 +159,11 @@ class Config:
             for role in self.actors
             for pool in dict.fromkeys(self.members(role))
         ]
+
+    def _reporters(self) -> list[Callable[[], None]]:
+        """Checks of what runs within ours."""
+        named = [("report.console", self.report.console), ("report.advice", self.report.advice)]
+        return [partial(check_module, target, key=key) for key, target in named if target]
 
     def _check_modules(self) -> None:
         """Those that run by themselves, as `python -m`."""

@@ -14,9 +14,6 @@ from runtime.registry import ActorRecord
 VERSION = "weights/version"
 """Metric of the whole run and of each actor that has it."""
 
-ADVICE = "advice/"
-"""How the metrics of one row begin that tell what a change would gain: what holds the run up, then the change."""
-
 QUEUE, DEPTH = "queue/", "/depth"
 """How the metric of a queue's depth begins and ends."""
 
@@ -34,6 +31,7 @@ def snapshot(
     elapsed_s: float = 0.0,
     silent: Mapping[str, float] | None = None,
     notices: Sequence[str] = (),
+    advice: Mapping[str, float] | None = None,
 ) -> Snapshot:
     """The run now. `rows` are the lines of metrics.jsonl, oldest first; `metrics` holds the newest value of each name in them.
 
@@ -46,7 +44,7 @@ def snapshot(
     actors = [_actor(record, silent.get(record.name, 0.0)) for record in records]
     waits = [WaitRow(**_fields(view, record), actor=record.name) for record in records for view in record.waits]
     waits.sort(key=lambda wait: -wait.age_s)
-    steps, alpha = lookup(config, "run.steps"), lookup(config, "staleness.alpha")
+    steps, alpha = lookup(config, "run.steps"), alpha_of(config)
     everywhere = [metrics, *(actor["metrics"] for actor in actors)]
     versions = [held[VERSION] for held in everywhere if VERSION in held]
     shown = Snapshot(
@@ -55,7 +53,7 @@ def snapshot(
         trouble=trouble,
         step=int(rows[-1].get("step", 0)) if rows else 0,
         steps=None if steps is None else int(steps),
-        alpha=-1 if _value(config, "staleness.bounded") is False else metrics.get("staleness/alpha", alpha),
+        alpha=-1 if alpha == -1 else metrics.get("staleness/alpha", alpha),
         version=int(max(versions)) if versions else None,
         elapsed_s=elapsed_s,
         actors=actors,
@@ -64,12 +62,17 @@ def snapshot(
         blocked=Diagnosis(actors, waits).rows(),
         metrics=metrics,
         notices=list(notices),
-        advice={name: gain for name, gain in rows[-1].items() if name.startswith(ADVICE)} if rows else {},
+        advice=dict(advice or {}),
     )
     for name in sorted({name for held in everywhere for name in held}):
         if name.startswith(QUEUE) and name.endswith(DEPTH):
             shown["queues"][name.removeprefix(QUEUE).removesuffix(DEPTH)] = total(shown, name) or 0.0
     return shown
+
+
+def alpha_of(config: dict[str, Any]) -> float | None:
+    """The bound that the config sets; -1 where it sets none, None where it adapts or the job has no such thing."""
+    return -1 if _value(config, "staleness.bounded") is False else lookup(config, "staleness.alpha")
 
 
 def lookup(config: dict[str, Any], key: str) -> float | None:

@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 
 from runtime.config.yaml_core import NotYaml, read_yaml
 from runtime.errors import ConfigError, LaunchError
+from runtime.importer import load_configured
 from runtime.launch.children import is_stopped
 from runtime.launch.folder import RunCard, is_held, is_up, read_card
 from runtime.monitor.blocked import seconds
-from runtime.monitor.snapshot import Row, snapshot
+from runtime.monitor.snapshot import Row, alpha_of, snapshot
 from runtime.monitor.views import RunState, Snapshot
 from runtime.observe.trace import wall_s
 from runtime.registry import NODE, SeenRecord, list_seen
@@ -56,16 +57,18 @@ class RunSource:
         elapsed_s = rows[-1].get("time/wall_s", 0.0) if rows else 0.0
         if card is not None and state != "ended":
             elapsed_s = wall_s() - card.started_s
+        config = read_config(self.folder / "config.yaml")
         shown = snapshot(
             self.folder.name,
             [one.record for one in seen],
             rows,
-            read_config(self.folder / "config.yaml"),
+            config,
             state=state,
             trouble=trouble,
             elapsed_s=elapsed_s,
             silent={one.record.name: one.silent_s for one in seen},
             notices=notices(self.folder / "logs" / f"{card.node if card else NODE}.jsonl"),
+            advice=_advice(rows, config),
         )
         return View(shown, rows)
 
@@ -122,6 +125,9 @@ class RunSource:
 MAX_ROWS = 10_000
 """Rows kept, newest first to stay: what a sparkline can show, in a few MB."""
 
+NEWEST = 32
+"""Rows that advice is made from, or less."""
+
 LOG_BYTES = 32 * 1024
 """Read from the end of a log: some hundred lines, more than a screen holds."""
 
@@ -177,6 +183,19 @@ def read_config(path: Path) -> dict[str, Any]:
 def _parsed(path: Path, _changed_ns: int) -> dict[str, Any]:
     found: object = read_yaml(path.read_text())
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _advice(rows: Sequence[Row], config: dict[str, Any]) -> Mapping[str, float]:
+    """What `report.advice` makes of the newest rows; nothing where it leads nowhere here, as with a run from another host."""
+    report = config.get("report")
+    target = report.get("advice", "") if isinstance(report, dict) else ""
+    alpha = alpha_of(config)
+    if not target or not rows:
+        return {}
+    try:
+        return load_configured(target)(rows[-NEWEST:], -1 if alpha is None else int(alpha))
+    except (ConfigError, ArithmeticError, LookupError, TypeError, ValueError):
+        return {}
 
 
 def log_tail(path: Path, lines: int) -> list[str]:

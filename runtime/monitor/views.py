@@ -82,4 +82,4 @@ class Snapshot(TypedDict):
     notices: list[str]
     """What the launcher told lately that was no good news, oldest first."""
     advice: dict[str, float]
-    """What a change would gain in throughput, 0.18 for 18 %, by the newest row: `advice/<what holds the run up>/<change>`."""
+    """What a change would gain in throughput, 0.18 for 18 %, by the newest rows: `advice/<what holds the run up>/<change>`."""

@@ -1,6 +1,14 @@
 import json
 
-from runtime.monitor.source import RowTail, log_tail, read_config
+import pytest
+
+from runtime.monitor.source import RowTail, RunSource, log_tail, read_config
+
+ADVISED = {
+    "time/step": 2.0, "time/wait_for_batch": 1.8, "time/train": 0.1, "perf/samples_s": 8.0, "rollout/wall_s_mean": 2.0,
+    "rollout/env_frac": 0.25, "rollout/room": 16.0, "rollout/slots": 4.0, "weights/pause_s": 0.5, "idle/engine-1": 0.0,
+    "idle/engine-2": 0.0, "idle/env_manager-1": 0.75,
+}  # fmt: skip
 
 
 def write(path, *rows, end="\n"):
@@ -71,3 +79,24 @@ def test_a_config_that_is_missing_or_damaged_is_empty(tmp_path):
     damaged = tmp_path / "damaged.yaml"
     damaged.write_text("a: [")
     assert read_config(damaged) == {}
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("actors.advice:advice_metrics", {"advice/generation-bound/engine_2_more": pytest.approx(0.6)}),
+        ("nowhere.at_all:advice", {}),
+        ("", {}),
+    ],
+)
+async def test_advice_is_made_of_the_rows_by_the_function_that_the_config_names(tmp_path, target, told):
+    write(tmp_path / "metrics.jsonl", *({"step": step} | ADVISED for step in (1, 2)))
+    (tmp_path / "config.yaml").write_text(json.dumps({"report": {"advice": target}, "staleness": {"alpha": 1}}))
+    source = RunSource(tmp_path)
+
+    view = await source.read()
+    await source.close()
+
+    found = view.shown["advice"]
+    assert {name: found[name] for name in told} == told
+    assert bool(found) == bool(told)

@@ -49,10 +49,10 @@ def test_the_network_has_a_line_of_its_own_where_there_is_one(make_record):
     assert "fabric" not in once(snapshot("r", [], [], {}), [])
 
 
-def test_advice_of_the_newest_row_has_a_line_of_its_own():
-    advised = {"step": 2, "advice/generation-bound/engine_2_more": 0.18, "advice/generation-bound/alpha_1_more": 0.09}
-    shown = snapshot("r", [], [{"step": 1, "advice/training-bound/trainer_2_times": 0.5}, advised], {})
-    later = snapshot("r", [], [advised, {"step": 3}], {})
+def test_advice_has_a_line_of_its_own():
+    advice = {"advice/generation-bound/engine_2_more": 0.18, "advice/generation-bound/alpha_1_more": 0.09}
+    shown = snapshot("r", [], [{"step": 2}], {}, advice=advice)
+    later = snapshot("r", [], [{"step": 3}], {})
 
     told = "generation-bound: engine 2 more +18%, alpha 1 more +9%"
     assert f"advice   {told}" in once(shown, []).splitlines()
