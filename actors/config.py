@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -108,15 +108,26 @@ class ScriptedTrainSection(Section):
     """Its way to host memory at the end of a permit, and the way back; see docs/rollmux.md."""
 
 
-CLIPS: Mapping[str, tuple[float, float]] = {
-    "grpo": (0.2, 0.2),
-    "dr_grpo": (0.2, 0.2),
-    "dapo": (0.2, 0.28),
-    "gspo": (3e-4, 4e-4),
-    "cispo": (1.0, 0.28),
-    "ppo": (0.2, 0.2),
+class Loss(NamedTuple):
+    """What `train.loss` names: the import path of a function, the bounds that its paper has for `clip_low` and `clip_high`, and
+    over what the loss of a minibatch is a mean."""
+
+    function: str
+    clip_low: float
+    clip_high: float
+    mean_over: Literal["tokens", "trajectories", "budget"] = "tokens"
+    """trajectories: of the mean over each one's tokens. budget: over `train.budget_tokens` for each trajectory, whatever it has."""
+
+
+LOSSES: Mapping[str, Loss] = {
+    "grpo": Loss("actors.training.losses:clipped_loss", 0.2, 0.2, "trajectories"),
+    "dr_grpo": Loss("actors.training.losses:clipped_loss", 0.2, 0.2, "budget"),
+    "dapo": Loss("actors.training.losses:clipped_loss", 0.2, 0.28),
+    "gspo": Loss("actors.training.losses:gspo_loss", 3e-4, 4e-4, "trajectories"),
+    "cispo": Loss("actors.training.losses:cispo_loss", 1.0, 0.28),
+    "ppo": Loss("actors.training.losses:dual_clipped_loss", 0.2, 0.2),
 }
-"""`train.loss` → the `clip_low, clip_high` of its paper. CISPO bounds weights from above alone: 1 leaves the lower side open."""
+"""Those that are built in. CISPO bounds weights from above alone: 1 leaves the lower side open."""
 
 ADVANTAGES = ("group", "rloo", "reinforce_pp")
 
@@ -134,7 +145,7 @@ def _device(value: str) -> str:
 
 
 def _loss(value: str) -> str:
-    return value if ":" in value else one_of(value, tuple(CLIPS), ", and no path/to/file.py:function")
+    return value if ":" in value else one_of(value, tuple(LOSSES), ", and no path/to/file.py:function")
 
 
 class ImportanceSection(Section):
@@ -223,7 +234,7 @@ class TrainSection(Section):
         if not isinstance(given, dict):
             return given
         tree = cast("dict[str, Any]", given)
-        low, high = CLIPS.get(str(tree.get("loss")), CLIPS["dapo"])
+        _, low, high, _ = LOSSES.get(str(tree.get("loss")), LOSSES["dapo"])
         return {"clip_low": low, "clip_high": high, **tree}
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from actors.breakdown import SHOWN, left_out
-from actors.config import CLIPS, CheckSection, ModelSection, TrainSection
+from actors.config import LOSSES, CheckSection, ModelSection, TrainSection
 from actors.messages.generation import Aborted, Completion, Generate, Sampling
 from actors.messages.samples import SPREAD, Trajectory
 from actors.model_folder import num_parameters, vocab_size_of
@@ -355,7 +355,7 @@ def lr_concern(lr: float, num_parameters: int) -> str:
 
 def clip_concern(train: TrainSection) -> str:
     """A sentence where a clip is so far above that of the loss's paper that it holds nothing; else empty."""
-    _, usual = CLIPS.get(train.loss, (0.0, math.inf))
+    usual = LOSSES[train.loss].clip_high if train.loss in LOSSES else math.inf
     if train.clip_high <= usual * FAR:
         return ""
     return (

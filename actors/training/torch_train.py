@@ -18,8 +18,7 @@ from actors.messages.samples import Trajectory, has_spread
 from actors.model_folder import files_beside_weights, pick_device
 from actors.training import forward
 from actors.training.engine import StepResult, TrainError, finished
-from actors.training.image import WeightsImage
-from actors.training.objective import Figures, Objective, Policies
+from actors.training.losses import Figures, Objective, Policies
 from bus.message import unpack_f32, unpack_i32, unpack_u8
 
 
@@ -139,7 +138,7 @@ class TorchTrainEngine:
         self._reference: Any = None
         self._masters: dict[str, torch.nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer
-        self._image: WeightsImage
+        self._image: forward.WeightsImage
         self._described: dict[str, bytes] = {}
         self._step = 0
         self._within_step = False
@@ -158,7 +157,7 @@ class TorchTrainEngine:
         narrow = (self._section.dtype if section.dtype == "model" else section.dtype) == "bfloat16"
         self._model = forward.read_model(source, section.master_dtype if narrow else "float32", self._device)
         self._masters = forward.masters_of(self._model, torch.bfloat16 if narrow else torch.float32)
-        self._image = WeightsImage(self._state(), getattr(torch, self._section.dtype))
+        self._image = forward.WeightsImage(self._state(), getattr(torch, self._section.dtype))
         if section.gradient_checkpointing:
             forward.checkpoint_layers(self._model)
         # Held, not copied at each save: the checkpoint they come from is pruned some steps later.

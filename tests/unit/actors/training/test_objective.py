@@ -8,10 +8,9 @@ import msgspec
 import pytest
 import torch
 
-from actors.config import CLIPS, ModelSection, TrainSection
+from actors.config import LOSSES, ModelSection, TrainSection
 from actors.training.engine import TrainError
-from actors.training.losses import group_advantages
-from actors.training.objective import Figures, Objective, Policies
+from actors.training.losses import Figures, Objective, Policies, group_advantages
 from actors.training.torch_train import TorchTrainEngine
 from runtime.importer import load_object
 
@@ -55,7 +54,7 @@ def gradient(engine):
 
 
 ALL = [
-    *({"loss": loss} for loss in CLIPS),
+    *({"loss": loss} for loss in LOSSES),
     {"advantage": "rloo"},
     {"advantage": "reinforce_pp"},
     {"importance": {"mode": "truncate", "level": "sequence"}, "proximal": "recomputed"},

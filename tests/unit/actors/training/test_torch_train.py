@@ -11,7 +11,7 @@ import torch
 from actors.config import ModelSection, TrainSection
 from actors.messages.samples import MOST_REWARD
 from actors.training.engine import TrainError, advance, image_of
-from actors.training.image import WeightsImage
+from actors.training.forward import WeightsImage
 from actors.training.torch_train import TorchTrainEngine, micro_batch, pack, sequences_of
 from tests.jobs import write_model
 
