@@ -228,6 +228,11 @@ class TrainSection(Section):
     gradient_checkpointing: bool = False
     """Keep no activations within layers and compute them again: a third more time, and memory for far longer micro-batches."""
 
+    @property
+    def has_model(self) -> bool:
+        """Whether a model is trained: the scripted trainer has none."""
+        return self.kind != "scripted"
+
     @model_validator(mode="before")
     @classmethod
     def _clips_of_the_paper(cls, given: object) -> object:
@@ -546,6 +551,19 @@ class ProxySection(Section):
     """Size limit of those results, in MiB."""
     sessions_kept: int = Field(default=65536, ge=1)
     """Sessions whose engine is remembered; the least recently used is forgotten first."""
+
+
+class ClusterSection(Section):
+    """The cluster that the job shares pools with others of; a job that is submitted to one gets this section from there."""
+
+    dir: str = ""
+    """Folder of the cluster; empty where the job has its engines and its trainer to itself."""
+    job: str = Field(default="job", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
+    """What the job is called there."""
+    rollout_pool: str = "rollout"
+    """The pool on which its engines run, in turns with those of other jobs."""
+    training_pool: str = "training"
+    """The pool on which its trainer runs, in turns with those of other jobs."""
 
 
 def engine_specs(job: Config) -> dict[str, ActorSpec]:

@@ -33,6 +33,11 @@ def step_hooks(config: Any) -> Iterator[tuple[str, str]]:
         yield target, "train.hooks"
 
 
+def turns_of(config: Any) -> str | None:
+    """Import path of the trainer's Turns; None: the default (actors/training/turns.py)."""
+    return "actors.training.permit:SharedTurns" if config.cluster.dir else None
+
+
 def named(paths: Mapping[str, str], config: Any) -> list[Any]:
     """Those of `paths` whose key is set in `config`."""
     return [load(path) for key, path in paths.items() if reduce(getattr, key.split("."), config)]

@@ -18,7 +18,7 @@ from actors.messages.samples import SPREAD, Trajectory
 from actors.model_folder import num_parameters, vocab_size_of
 from actors.training.engine import TrainError
 from actors.training.hooks import StepHook, TrainedStep
-from actors.training.permit import TurnGivenUp
+from actors.training.turns import TurnGivenUp
 from bus.errors import AskFailed
 from bus.message import pack_i32, unpack_f32, unpack_i32
 from runtime.courier import Ref
@@ -83,7 +83,7 @@ class LogprobCheck(StepHook):
         temperature = config.rollout.temperature
         vocab_size = await actor.offload(vocab_size_of, actor.run.folder / config.model.path)
         with actor.waits.on("agreement", stage="check", holder="llm_proxy", blocks_actor=True) as wait:
-            async with actor.permit.waiting(actor.leaving):
+            async with actor.turns.waiting():
                 sampled = await sample_random_prompts(
                     actor.ref("llm_proxy"), config.check, vocab_size=vocab_size or 2, version=step,
                     key=f"{actor.incarnation}.{step}", seed=actor.run.seed, temperature=temperature,
@@ -91,7 +91,7 @@ class LogprobCheck(StepHook):
                 )  # fmt: skip
             wait.update(holder="")
             dtype = coarser_dtype(config.model, config.train)
-            async with actor.permit.turn(engine, actor.leaving) as turn:
+            async with actor.turns.turn() as turn:
                 found = at_1 = await turn.compute(
                     compare_logprobs, sampled, step, partial(engine.logprobs, temperature=temperature)
                 )
@@ -122,7 +122,7 @@ class Concerns(StepHook):
 
     def _of_config(self) -> list[str]:
         config, folder = self.trainer.config, self.trainer.run.folder
-        count = 0 if config.train.kind == "scripted" else num_parameters(folder / config.model.path)
+        count = num_parameters(folder / config.model.path) if config.train.has_model else 0
         said = [lr_concern(config.train.lr, count) if count else "", clip_concern(config.train)]
         said.append(best_concern(keep_best=config.checkpoint.keep_best, every=config.eval.every))
         return [each for each in said if each]

@@ -18,7 +18,8 @@ from actors.messages.engines import GENERATION
 from actors.messages.samples import EvalResult, Evaluate
 from actors.messages.weights import HoldWeights
 from actors.training.hooks import StepHook
-from actors.training.publishing import BUFFER, Rows
+from actors.training.publishing import BUFFER
+from actors.training.rows import Rows
 from bus.errors import AskFailed
 from runtime.actor import Actor
 from runtime.observe.trace import wall_s

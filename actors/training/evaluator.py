@@ -42,7 +42,7 @@ class Evaluator(Actor):
     @classmethod
     def preflight(cls, config: Any, folder: Path) -> None:
         """The model that engines begin with."""
-        if config.train.kind != "scripted":
+        if config.train.has_model:
             check_model_folder(folder / config.model.path)
 
     def __init__(self, config: Any, kernel: Kernel) -> None:

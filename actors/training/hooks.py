@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
-from actors.cluster import ClusterSection
-from actors.config import CheckSection, EvalSection, LoggingSection, RolloutSection
+from actors.config import CheckSection, ClusterSection, EvalSection, LoggingSection, RolloutSection
 from actors.messages.samples import Trajectory
 from actors.plugins import STEP_HOOKS_OF_PEERS, step_hooks
 from actors.training.engine import TrainError

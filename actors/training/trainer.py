@@ -28,18 +28,11 @@ from actors.messages.samples import (
 )
 from actors.messages.weights import WeightsTaken
 from actors.model_folder import check_device, check_model_folder, may_use_cuda, same_model
-from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError, finished
+from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from actors.training.hooks import Hooks, HookSections, StepHook, TrainedStep, check_hooks
-from actors.training.permit import StepGivenUp, TrainingPermit, Turn, TurnGivenUp
-from actors.training.publishing import (
-    ASK_S,
-    BUFFER,
-    Publisher,
-    Rows,
-    cpu_used,
-    off_policy,
-    own_metrics,
-)
+from actors.training.publishing import ASK_S, BUFFER, Publisher
+from actors.training.rows import Rows, cpu_used, off_policy, own_metrics
+from actors.training.turns import StepGivenUp, Turn, TurnGivenUp, turns
 from actors.weights.blobs import BlobSender
 from runtime.actor import Actor, handler
 from runtime.config import RunSection, Section
@@ -103,7 +96,7 @@ class Trainer(Actor):
             raise ConfigError(
                 f"run.steps is {config.run.steps}, and {folder} has trained {step} steps already. Give run.steps={step + 1} or more to go on."
             )
-        if config.train.kind != "scripted":
+        if config.train.has_model:
             model = folder / config.model.path
             check_model_folder(model)
             if newest is not None and not same_model(model, newest):
@@ -137,7 +130,7 @@ class Trainer(Actor):
         self._buffer: Ref = self.ref(BUFFER)
         self._rows = Rows(self.run.folder / "metrics.jsonl")
         self._checkpoints = self.run.folder / "checkpoints"
-        self.permit = TrainingPermit(self, config.cluster)
+        self.turns = turns(self)
         self._policy = PolicyState(0, config.staleness.bound)
         self._step = self._saved = 0
         self._torn = False
@@ -158,7 +151,7 @@ class Trainer(Actor):
             self.engine = await self.offload(self._build)
             self.log.info("model_loads")
             newest, passed_over, drawn = await self._take_over()
-            await self.permit.begin(self.engine)
+            await self.turns.begin()
         except REFUSED as error:
             self.finish(str(error), failed=True)
             return
@@ -280,7 +273,7 @@ class Trainer(Actor):
             return
         claimed = loop.time()
         await self._hooks.call(StepHook.before_step, step)
-        async with self.permit.turn(self.engine, self.leaving) as turn:
+        async with self.turns.turn() as turn:
             waiting, cpu_s = self.waits.on(f"step {step}", stage="train", blocks_actor=True), process_time()
             with waiting, self.metrics.busy(), self.trace.span("train_step", "train", step=step):
                 groups, result = await self._trained(step, batch, turn)
@@ -293,9 +286,8 @@ class Trainer(Actor):
             "time/wait_for_batch": claimed - asked,
             "time/train": trained - claimed - turn.waited_s,
             "time/publish": loop.time() - trained,
+            **turn.figures,
         }
-        if self.config.cluster.dir:
-            times["time/wait_for_permit"] = turn.waited_s
         if not _virtual():
             times["time/train_cpu"] = cpu_s
         times |= await self._hooks.figures(step, result.metrics)
@@ -438,18 +430,13 @@ class Trainer(Actor):
         The weights may be half updated then: the trainer begins again with its checkpoint.
         """
         try:
-            if turn.is_shared:
-                return await turn.run(self._parts(step, batch))
-            return await self.offload(self._train, step, batch)
+            return await turn.run(self._parts(step, batch))
         except (*REFUSED, TurnGivenUp):
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             await self._buffer.ask(StepRaised(step, self.term, what), timeout=ASK_S)
             raise ActorFailed(f"training on step {step} raised {what}: it begins again with its checkpoint") from error
-
-    def _train(self, step: int, batch: Batch) -> tuple[list[list[Trajectory]], StepResult]:
-        return finished(self._parts(step, batch))
 
     def _parts(self, step: int, batch: Batch) -> Generator[None, None, tuple[list[list[Trajectory]], StepResult]]:
         """Run off the loop, decoding included: a batch is some MB of MessagePack."""

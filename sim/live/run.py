@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from actors.messages.moves import Move, Moved
 from actors.proxy.proxy import LLMProxy
+from actors.training.engine import finished
 from runtime.observe.figures import Metrics
 from sim.cluster import ClusterJobSpec
 from sim.live.configs import LONG_S, check, engine_config, engine_pools, live_configs, staleness_of
@@ -38,7 +39,7 @@ class ModelledKernel(SimKernel):
     spec: ClusterJobSpec
 
     async def offload(self, fn: Callable[..., ResultT], *args: Any, cost_s: float = 0.0) -> ResultT:
-        if getattr(fn, "__name__", "") != "_train":
+        if fn is not finished:
             return await super().offload(fn, *args, cost_s=cost_s)
         outcome: Any = await super().offload(fn, *args)
         groups, _ = outcome

@@ -31,8 +31,8 @@ from actors.scheduling.scheduler import ClusterScheduler
 from actors.scheduling.token import make_token, read_token
 from actors.scripted.engine import ScriptedEngine
 from actors.training.engine import StepResult
-from actors.training.permit import Turn
 from actors.training.trainer import Trainer
+from actors.training.turns import Turn
 from planning.coexecution import CoexecutionGroup, JobProfile, NodePool, SharedCluster
 from planning.round_robin import WARM
 from runtime.config import Config, Section, from_mapping, load

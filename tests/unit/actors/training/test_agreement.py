@@ -12,7 +12,7 @@ from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
 from actors.training import trainer as training
 from actors.training.checks import FULL_ROWS, PROMPT_TOKENS, LogprobCheck
 from actors.training.engine import TrainError
-from actors.training.permit import TurnGivenUp
+from actors.training.turns import TurnGivenUp
 from bus.errors import NotSent
 from bus.message import pack_f32, pack_i32, unpack_i32
 from runtime.actor import Actor
@@ -65,14 +65,14 @@ class Turns:
     def __init__(self, *, leaves=False):
         self.leaves, self.is_held = leaves, False
 
-    def waiting(self, leaving):
+    def waiting(self):
         return nullcontext()
 
     async def compute(self, call, *args):
         return call(*args)
 
     @asynccontextmanager
-    async def turn(self, engine, leaving):
+    async def turn(self):
         if self.leaves:
             raise TurnGivenUp("it is being saved")
         self.is_held = True
@@ -101,7 +101,7 @@ def compared(on_stage, tmp_path):
                 rollout=RolloutSection(max_len=100, **rollout),
             )
             trainer = Trainer(config, context)
-            trainer.permit, trainer.leaving = turns, asyncio.Event()
+            trainer.turns, trainer.leaving = turns, asyncio.Event()
             check = LogprobCheck(trainer)
             try:
                 for step, version in steps:

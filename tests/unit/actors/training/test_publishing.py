@@ -13,14 +13,8 @@ from actors.advice import advice_metrics
 from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
 from actors.model_folder import read_header, sampled_slices, slice_digest
 from actors.training.engine import StepResult
-from actors.training.publishing import (
-    Publisher,
-    Rows,
-    batch_metrics,
-    cpu_used,
-    off_policy,
-    others_metrics,
-)
+from actors.training.publishing import Publisher
+from actors.training.rows import Rows, batch_metrics, cpu_used, off_policy, others_metrics
 from actors.weights.blobs import BlobSender, WeightsSample, as_computed
 from runtime.actor import Actor
 from runtime.registry import ActorRecord
