@@ -126,6 +126,14 @@ class Hooks:
         """Await the method of StepHook that `event` is on each hook; returns what they gave. Raises TrainError where one of a user fails."""
         return [await self._call(hook, event.__name__, *args) for hook in self._hooks]
 
+    async def call_beside(self, event: Callable[..., Awaitable[Any]], *args: Any) -> None:
+        """`call` where no step waits for it: a TrainError ends the run."""
+        try:
+            await self.call(event, *args)
+        except TrainError as error:
+            self._trainer.finish(str(error), failed=True)
+            self._trainer.leaving.set()
+
     async def figures(self, version: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """What the hooks have for a row once `version` is published, own figures last. Raises TrainError for what is no figure."""
         found: dict[str, float] = {}
@@ -148,6 +156,14 @@ class Hooks:
             said = f"{type(error).__name__}: {error}"
             raise TrainError(f"{KEY}: {self._named[hook]} raised {said} in {event}") from error
 
+    async def close(self) -> None:
+        """Call `close` of each. Where one fails the user is told, and the others are closed nevertheless."""
+        for hook in self._hooks:
+            try:
+                await self._call(hook, StepHook.close.__name__)
+            except TrainError as error:
+                self._trainer.notice(str(error))
+
     def keep(self, steps: Collection[int]) -> set[int]:
         """The steps that any of them wants a checkpoint of. Blocks."""
         return {step for hook in self._hooks for step in hook.keep(steps)}
@@ -155,7 +171,7 @@ class Hooks:
     async def on_peers(self, joined: Sequence[str], left: Sequence[str]) -> None:
         for role in {name.rpartition("-")[0] for name in joined} & self._of_peers.keys():
             self._hooks.append(load_class(self._of_peers.pop(role), StepHook)(self._trainer))
-        await self.call(StepHook.on_peers, joined, left)
+        await self.call_beside(StepHook.on_peers, joined, left)
 
 
 def _are_figures(given: object) -> bool:

@@ -221,7 +221,7 @@ class Trainer(Actor):
                 await self._save()
                 await self._written()
             await self.saved(asyncio.get_running_loop().time() - began)
-        await self._hooks.call(StepHook.close)
+        await self._hooks.close()
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         await self._hooks.on_peers(joined, left)
@@ -233,7 +233,7 @@ class Trainer(Actor):
             self.finish(said, failed=True)
             self.leaving.set()
         if self.out.taken(message):
-            await self._hooks.call(StepHook.after_swap, message.version)
+            await self._hooks.call_beside(StepHook.after_swap, message.version)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 

@@ -29,6 +29,11 @@ class Fails(StepHook):
 class Untrue(StepHook):
     async def after_publish(self, version, metrics):
         return {"depth": 1.0}
+class FailsBeside(StepHook):
+    async def after_swap(self, version):
+        raise OSError("no port")
+    async def close(self):
+        raise OSError("no file")
 class Unmade(StepHook):
     def __init__(self, trainer):
         raise ValueError("no port")
@@ -78,6 +83,23 @@ def test_a_hook_that_raises_ends_the_run_with_its_name_and_the_event(loaded):
             await hooks.call(StepHook.before_step, 1)
 
     loaded(play, "Fails")
+
+
+def test_a_hook_that_raises_beside_the_steps_ends_the_run_and_at_the_end_the_user_is_told(loaded):
+    async def play(hooks, trainer):
+        ended = []
+        trainer.finish = lambda reason, failed=False: ended.append((reason, failed))
+
+        await hooks.call_beside(StepHook.after_swap, 3)
+        await hooks.close()
+
+        ((reason, failed),) = ended
+        assert reason.endswith("own.py:FailsBeside raised OSError: no port in after_swap")
+        assert failed
+        assert trainer.leaving.is_set()
+        assert trainer._kernel.notices[-1].endswith("own.py:FailsBeside raised OSError: no file in close")
+
+    loaded(play, "FailsBeside")
 
 
 def test_figures_without_a_slash_in_their_name_are_refused(loaded):
