@@ -26,7 +26,7 @@ from actors.envs.chat import TOKEN_BYTES
 from actors.envs.hosting import flaw_of, normal
 from actors.envs.named_renderer import renderer_of
 from actors.http_server import HttpServer
-from actors.messages.generation import Aborted, Completion, Generate, Sampling
+from actors.messages.generation import Completion, Generate, Sampling, why_early
 from bus.address import bare, bind_listener, spelt
 from bus.errors import AskFailed, Failed, Unknown
 from runtime.actor import Actor
@@ -228,8 +228,8 @@ class ChatServer(Actor):
             return _refusal(400, str(error))
         except AskFailed as error:
             return _refusal(504 if isinstance(error, Unknown) else 503, str(error))
-        if isinstance(reply, Aborted):
-            return _refusal(503, f"the completion was ended early: {reply.reason}")
+        if not isinstance(reply, Completion):
+            return _refusal(503, f"the completion was ended early: {why_early(reply)}")
         return 200, self._completion(asked, reply, len(prompt) // TOKEN_BYTES)
 
     def _sampling(self, asked: Asked) -> Sampling:

@@ -534,6 +534,9 @@ class LoggingSection(Section):
 class ProxySection(Section):
     """The LLMProxy: how much it holds, and for how long."""
 
+    picker: str = ""
+    """Which engine takes a request: a class of yours, as `package.module:Class` or `file.py:Class`; see actors/proxy/picker.py. Without it, by
+    affinity or engine.serves where these are set, else the least loaded."""
     balance: Literal["fixed", "auto"] = "fixed"
     """Of engines that only prefill or only decode: fixed leaves each at its engine.serves, auto lets them change where requests wait longer."""
     balance_s: float = Field(default=10.0, gt=0)

@@ -6,12 +6,17 @@ A plug-in is imported when the key is set, or the message comes, and not before.
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actors.messages.generation import Route
+    from planning.engine_info import EngineInfo
+    from runtime.config import Config as Job
 
 ROLLOUT_HOOKS: Mapping[str, str] = {"cluster.dir": "actors.envs.generating:GeneratingCount"}
 """See actors/envs/hooks.py."""
 
-ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "actors.envs.outlook:RolloutOutlook")}
+ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "actors.survey.manager:RolloutOutlook")}
 """The section of the actor that sends the message, and the hook that answers it."""
 
 CALL_LIMITS: Mapping[str, str] = {"deadline_factor": "actors.rewards.deadlines:AnchoredLimit"}
@@ -40,7 +45,12 @@ def turns_of(config: Any) -> str | None:
 
 def named(paths: Mapping[str, str], config: Any) -> list[Any]:
     """Those of `paths` whose key is set in `config`."""
-    return [load(path) for key, path in paths.items() if reduce(getattr, key.split("."), config)]
+    return [load(path) for path in chosen(paths, config)]
+
+
+def chosen(paths: Mapping[str, str], config: Any) -> Iterator[str]:
+    """The same, as paths."""
+    return (path for key, path in paths.items() if reduce(getattr, key.split("."), config))
 
 
 def load(path: str) -> Any:
@@ -59,3 +69,94 @@ def batch_policies(config: Any) -> Iterator[tuple[str, str]]:
         yield "actors.batching.tail_batching:TailBatching", "tail_batching"
     for target in config.samples.policy:
         yield target, "samples.policy"
+
+
+# -- proxies: see actors/proxy/picker.py and actors/proxy/hooks.py ----------------------------------------------------------
+
+MOVES, SURVEYS, TURNS = "actors.moves.proxy:Moves", "actors.survey.proxy:Surveys", "actors.cluster.proxy:RolloutPermit"
+
+PROXY_HOOKS: Mapping[str, str] = {"cluster.dir": TURNS}
+
+PROXY_HOST_CHECKS: Mapping[str, str] = {"cluster.dir": "actors.cluster:check_pools"}
+
+PROXY_MESSAGES: Mapping[str, str] = {"Move": MOVES, "Survey": SURVEYS}
+"""By the message that the mechanism sends."""
+
+PROXY_PEERS: Mapping[str, str] = {"fabric_controller": "actors.traffic.proxy:RolloutPhases"}
+"""By the role of an actor that the mechanism has."""
+
+
+PICKERS: Mapping[str, str] = {"affinity": "actors.affinity.picker:AffinityPicker"}
+
+
+def picker_of(config: Any) -> str | None:
+    """Of a proxy with these sections; None: the default."""
+    return next(chosen(PICKERS, config), None)
+
+
+def picker_for(engine: "EngineInfo") -> str | None:
+    """What the default picker is replaced by once such an engine is there."""
+    return "actors.stages.picker:StagePicker" if engine.serves != "both" else None
+
+
+def proxy_hooks_of(job: "Job") -> list[str]:
+    """All that a proxy of the job may come to have."""
+    turns = [TURNS] if job.section("cluster").dir else []
+    return turns + ([*PROXY_MESSAGES.values()] if _moves(job) else [])
+
+
+def proxy_checks(job: "Job") -> list[str]:
+    """What compares the sections of mechanisms with the job's others."""
+    found = ["actors.affinity.picker:check_affinity"] if job.section("affinity") else []
+    if job.section("proxy").balance != "fixed" or _stages(job):
+        found.append("actors.stages.picker:check_stages")
+    return found + (["actors.cluster.proxy:check_cluster"] if job.section("cluster").dir else [])
+
+
+# -- engines: see actors/engines/hooks.py ---------------------------------------------------------------------------------
+
+PINS, ORDERS, ENGINE_MOVES = "actors.engines.pins:Pins", "actors.moves.orders:Orders", "actors.moves.engine:EngineMoves"
+
+ENGINE_HOOKS: Mapping[str, str] = {"cluster.dir": "actors.cluster.engine:PermittedOrders"}
+
+ENGINE_MESSAGES: Mapping[str, str] = {
+    "HoldWeights": PINS,
+    **dict.fromkeys(("SleepEngine", "WakeEngine", "Reconfigure"), ORDERS),
+    **dict.fromkeys(("PrepareMove", "AbortMove", "TakeMove", "AwaitCaches", "FetchCache"), ENGINE_MOVES),
+}
+"""By the message that the mechanism sends."""
+
+
+def engine_hooks_of(job: "Job") -> list[str]:
+    """All that an engine of the job may come to have."""
+    return [PINS, *([ORDERS, ENGINE_MOVES] if _moves(job) else [])]
+
+
+def engine_hook_of(route: "Route") -> str | None:
+    """What a request that came by this route needs."""
+    return ENGINE_MOVES if route.moved is not None or route.cache_at or route.hand_over else None
+
+
+def capabilities(engine: Any) -> tuple[str, ...]:
+    """What the engine of such a section has to be able to do."""
+    return ("cache",) if engine.serves != "both" else ()
+
+
+def timing(engine: Any) -> Any:
+    """What the work of an engine of such a section is to last, see actors/engines/timing.py."""
+    if engine.pace is None:
+        return load("actors.engines.timing:RealTime")()
+    return load("actors.engines.pace:EnginePace")(engine.pace)
+
+
+def _stages(job: "Job") -> bool:
+    """Some engines only prefill, or only decode."""
+    if not job.has("engine"):
+        return False
+    pools = [pool for spec in job.actors.values() for pool in spec.pools.values()]
+    return job.section("engine").serves != "both" or any("engine.serves" in pool.set for pool in pools)
+
+
+def _moves(job: "Job") -> bool:
+    """Requests may change engines, and engines sleep."""
+    return _stages(job) or bool(job.section("cluster").dir) or "orchestrator" in job.actors

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from actors.messages.generation import Aborted, Completion, Generate
+from actors.messages.generation import Generate, GenerateReply, Tokens
 from runtime.courier import current_trace
 
-Answer = asyncio.Future[Completion | Aborted]
+Answer = asyncio.Future[GenerateReply]
 
-Run = asyncio.Future[Completion | Aborted | Exception]
+Run = asyncio.Future[GenerateReply | Exception]
 """A run of a request: an exception that is its result is its askers' to hear."""
 
 
@@ -28,7 +28,7 @@ class SharedRequest:
         self.request = request
         self.trace = current_trace.get()
         """Of its first asker."""
-        self.tokens = request.resumed
+        self.tokens: Tokens = request.resumed
         """All of its tokens that are known so far."""
         self.abort_reason = ""
         self.ending = False
@@ -37,7 +37,7 @@ class SharedRequest:
         self.next: list[tuple[Generate, Answer]] = []
         """Who asked while it was ending."""
 
-    def keeps(self, result: Completion | Aborted) -> bool:
+    def keeps(self, result: GenerateReply) -> bool:
         """Whether whoever asks again gets this `result`; else it runs anew."""
         return True
 
@@ -59,7 +59,7 @@ class SharedRequests(Generic[RequestT]):
     max_mb: int = 64
     """Enough for some thousand long completions."""
     cancel: Callable[[RequestT], object] = lambda shared: shared.run.cancel()
-    too_late: Callable[[Generate], Aborted] | None = None
+    too_late: Callable[[Generate], GenerateReply] | None = None
     """What an asker hears whose time is over."""
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class SharedRequests(Generic[RequestT]):
         self.idle = asyncio.Event()
         """Set while nothing runs and every asker has its answer."""
         self.idle.set()
-        self._results: dict[str, Completion | Aborted] = {}
+        self._results: dict[str, GenerateReply] = {}
         self._size_bytes = 0
         self._num_askers = 0
 
@@ -129,14 +129,14 @@ class SharedRequests(Generic[RequestT]):
                 asker.set_exception(result)
             else:
                 asker.set_result(result)
-        if isinstance(result, Completion | Aborted) and shared.keeps(result):
+        if not (result is None or isinstance(result, BaseException)) and shared.keeps(result):
             self._keep(shared.request.request_id, result)
         for request, asker in shared.next:
             if not asker.done():
                 self._admit(request, asker)
         self._settle()
 
-    def _keep(self, request_id: str, result: Completion | Aborted) -> None:
+    def _keep(self, request_id: str, result: GenerateReply) -> None:
         results = self._results
         results[request_id] = result
         self._size_bytes += _size(result)
@@ -149,19 +149,19 @@ class SharedRequests(Generic[RequestT]):
             self.idle.set()
 
 
-def _size(result: Completion | Aborted) -> int:
+def _size(result: GenerateReply) -> int:
     return len(result.tokens.ids) + len(result.tokens.logprobs)
 
 
 def in_task(
-    run: Callable[[RequestT], Awaitable[Completion | Aborted]],
+    run: Callable[[RequestT], Awaitable[GenerateReply]],
     spawn: Callable[..., asyncio.Task[Any]],
     *,
     fatal: tuple[type[Exception], ...] = (),
 ) -> Callable[[RequestT], Run]:
     """`begin` for a `run` that is a coroutine: each has a task of its own. An error of class `fatal` ends the actor too."""
 
-    async def outcome(shared: RequestT) -> Completion | Aborted | Exception:
+    async def outcome(shared: RequestT) -> GenerateReply | Exception:
         current_trace.set(shared.trace)
         try:
             return await run(shared)

@@ -6,7 +6,7 @@ import sys
 from actors.envs.chat import Renderer, Transcript
 from actors.envs.frozen_lake import FrozenLakeText
 from actors.envs.named_renderer import renderer_of
-from actors.messages.generation import Generate, Sampling
+from actors.messages.generation import Generate, Sampling, WeightsNeed
 from actors.messages.samples import Admit, Put, Ticket, Trajectory
 from runtime.guest import Guest, join
 
@@ -17,7 +17,8 @@ async def play(me: Guest, chat: Renderer, ticket: Ticket) -> str:
     transcript = Transcript(chat.opening(env.reset(seed=ticket.seed)[0]))
     sampling = Sampling(2, stop_token_ids=chat.stop_token_ids, stop=chat.stop_strings)
     while not done and turns < 5:
-        turn = Generate(f"{rollout}.{ticket.attempt}.{turns}", rollout, transcript.prompt, sampling, ticket.version)
+        name, need = f"{rollout}.{ticket.attempt}.{turns}", WeightsNeed(ticket.version)
+        turn = Generate(name, rollout, transcript.prompt, sampling, need)
         reply = await me.ref("llm_proxy").ask(turn, timeout=60)
         observation, gained, done, *_ = env.step(chat.decode(reply.tokens.ids))
         reward, turns = reward + gained, turns + 1

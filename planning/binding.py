@@ -1,7 +1,7 @@
 """What a proxy keeps to share tasks out over hardware classes: which class is whose turn, and what was seen of each task."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from planning.affinity import AffinityPlan, HardwareClass, Shares, TaskProfile, plan
 from planning.step_cost import StepSums, fit
@@ -120,25 +120,17 @@ class TaskProfiles:
         return known
 
 
-class ClassSeen(NamedTuple):
-    """What was seen of one class."""
-
-    name: str
-    engines: int
-    slots: float
-    """Of one engine."""
-    sums: StepSums
-    """Over the steps of its engines."""
+def measured(name: str, engines: int, slots: float, sums: StepSums) -> HardwareClass | None:
+    """A class of so many engines by what their steps cost; None while that is not known."""
+    cost = fit(sums)
+    return None if cost is None else HardwareClass(name, engines, slots, cost)
 
 
 def planned(
-    tasks: Mapping[str, TaskProfile], classes: Iterable[ClassSeen], in_flight: float, current: Shares
+    tasks: Mapping[str, TaskProfile], classes: Sequence[HardwareClass | None], in_flight: float, current: Shares
 ) -> AffinityPlan | None:
     """`planning.affinity.plan` of what was seen. None where there is nothing to choose, or a class is not measured yet."""
-    measured: list[HardwareClass] = []
-    for each in classes:
-        cost = fit(each.sums)
-        if cost is None:
-            return None
-        measured.append(HardwareClass(each.name, each.engines, each.slots, cost))
-    return plan(tasks, measured, in_flight, current) if tasks and len(measured) > 1 else None
+    known = [each for each in classes if each is not None]
+    if not tasks or len(known) < max(2, len(classes)):
+        return None
+    return plan(tasks, known, in_flight, current)

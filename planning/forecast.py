@@ -44,8 +44,8 @@ class Remaining(NamedTuple):
     """What is still to come, with a probability of `quantile` at most: tokens, and seconds in environments."""
 
     tokens: float
-    env_s: float
-    why: str
+    env_s: float = 0.0
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

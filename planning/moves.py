@@ -10,7 +10,7 @@ FEW = 4
 """Transfers from which a way's rate is known: one alone may have waited."""
 
 
-class Moving(NamedTuple):
+class Transfer(NamedTuple):
     """A request that is to move, and the rates between its two engines; 0 is a rate that is not known."""
 
     num_tokens: int
@@ -57,7 +57,7 @@ class Rate:
         return max(self._seen) if len(self._seen) >= FEW else 0.0
 
 
-def carry(moving: Moving) -> Carry:
+def carry(moving: Transfer) -> Carry:
     """The cheaper way. Decoding costs the same either way, so a cache takes its bytes over the link, and the prefill of what it lacks.
 
     Of a rate that is not known the cache's way is taken: it keeps the target's time for others, and tells the link's rate. So it is after
@@ -81,5 +81,5 @@ def carry(moving: Moving) -> Carry:
     return Carry(cache_s < recompute_s, cache_s, recompute_s, ways)
 
 
-def _prefill_s(moving: Moving, num_tokens: int) -> float:
+def _prefill_s(moving: Transfer, num_tokens: int) -> float:
     return num_tokens / moving.prefill_tokens_s if moving.prefill_tokens_s else 0.0

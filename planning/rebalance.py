@@ -9,7 +9,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from planning.makespan import Instance, Load
-from planning.moves import Carry, Moving, carry
+from planning.moves import Carry, Transfer, carry
 from planning.roofline import Roofline
 
 MARGIN = 0.05
@@ -113,12 +113,12 @@ def shorten(
 def moved(load: Load, source: Roofline, target: Roofline) -> tuple[Load, Carry]:
     """`load` as the target has it, and how it gets there. The slower of both ends' NICs carries the cache."""
     if not load.context or source.spec.restart_s:
-        return load._replace(cached=0), carry(Moving(load.context, 0, 0.0, 0.0, 0.0))
+        return load._replace(cached=0), carry(Transfer(load.context, 0, 0.0, 0.0, 0.0))
     seconds = max(source.kv_move_s(load.context), target.kv_move_s(load.context))
     size = load.context * source.spec.model.kv_bytes_per_token
     prefill_tokens_s = load.context / target.prefill_s(load.context)
     way = carry(
-        Moving(load.context, load.cached, source.spec.model.kv_bytes_per_token, size / seconds, prefill_tokens_s)
+        Transfer(load.context, load.cached, source.spec.model.kv_bytes_per_token, size / seconds, prefill_tokens_s)
     )
     if not way.with_cache:
         return load._replace(cached=0), way

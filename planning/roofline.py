@@ -15,7 +15,7 @@ REGROUP_S = 2.0
 (Frontier measured 4.52 s). That the least of it is the part without weights is our reading."""
 
 
-class EngineSpec(Spec):
+class Deployment(Spec):
     """One engine: `tp` x `pp` GPUs of one kind that hold one copy of a model.
 
     The defaults' sources: Frontier's kernel profiles on H800 (bandwidth use 0.72 at TP1; 4 ms between the kernels and the step
@@ -81,7 +81,7 @@ class Roofs(NamedTuple):
 class Roofline:
     """The times of one engine."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: Deployment) -> None:
         self.spec = spec
         self._model = spec.model
         self._kv_bytes = spec.model.kv_bytes_per_token

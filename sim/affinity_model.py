@@ -2,15 +2,17 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from planning.affinity import AffinityPlan, Shares
-from planning.binding import Binding, ClassSeen, TaskProfiles, planned
-from planning.routing import EngineView, RequestView, Route, choose
+from planning.affinity import AffinityPlan, HardwareClass, Shares
+from planning.binding import Binding, TaskProfiles, measured, planned
+from planning.engine_info import WeightsNeed
+from planning.routing import Choice, EngineView, Wait, choose
 from planning.step_cost import StepSums
 from sim.engine_model import ModelledEngine
+from sim.manager_model import TurnRequest
 
 
 class ModelledAffinity:
-    """As actors/proxy/affinity.py, for engines that never fail."""
+    """As actors/affinity/picker.py, for engines that never fail."""
 
     def __init__(self, engines: Mapping[str, Sequence[ModelledEngine]], shares: Shares, *, learned: bool) -> None:
         """`engines` by pool; `shares` hold until the first plan, where it is `learned`, and for ever where not."""
@@ -25,13 +27,16 @@ class ModelledAffinity:
         for engine in (engine for each in engines.values() for engine in each if self._learns):
             engine.usage.steps = StepSums()
 
-    def route(self, request: RequestView, task: str, views: Mapping[str, EngineView], sticky: str | None) -> Route:
+    def route(
+        self, request: TurnRequest, task: str, views: Mapping[str, EngineView], sticky: str | None
+    ) -> Choice | Wait:
         """The engine for a request of `task`, if one has room that it may use."""
         order = self._binding.order(task, self._class_of.get(sticky or "", ""))
         if not order:
-            return choose(request, views.values(), sticky)
-        routes = (choose(request, [views[e.name] for e in self._engines[name]], sticky) for name in order)
-        return next((route for route in routes if route.engine is not None), Route(None, "no room"))
+            return choose(views.values(), request.session, WeightsNeed(request.min_version), sticky)
+        need = WeightsNeed(request.min_version)
+        found = (choose([views[e.name] for e in self._engines[name]], request.session, need, sticky) for name in order)
+        return next((choice for choice in found if isinstance(choice, Choice)), Wait.NO_ROOM)
 
     def came(self) -> None:
         self.running += 1
@@ -63,11 +68,11 @@ class ModelledAffinity:
                 self._binding.share_out(found.shares)
 
 
-def _seen(name: str, engines: Sequence[ModelledEngine]) -> ClassSeen:
+def _seen(name: str, engines: Sequence[ModelledEngine]) -> HardwareClass | None:
     sums = StepSums()
     for each in engines:
         sums.include(each.usage.steps.values if each.usage.steps is not None else ())
-    return ClassSeen(name, len(engines), sum(each.num_slots for each in engines) / len(engines), sums)
+    return measured(name, len(engines), sum(each.num_slots for each in engines) / len(engines), sums)
 
 
 def fixed_shares(tasks: Mapping[str, Iterable[str]], counts: Mapping[str, int]) -> Shares:

@@ -13,7 +13,7 @@ from actors.samples.prompts import Mixture, mixture_of
 from actors.tasks import TaskSection
 from planning.adaptive_alpha import AlphaBounds
 from planning.autoscale import PoolBounds
-from planning.roofline import EngineSpec, Roofline
+from planning.roofline import Deployment, Roofline
 from runtime.config import Section
 from sim.affinity_model import ModelledAffinity, fixed_shares
 from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
@@ -34,7 +34,7 @@ class PoolSpec(Section):
     """Engines of one kind; `name` is the pool that task domains are mapped to."""
 
     name: str
-    engine: EngineSpec
+    engine: Deployment
     count: int = Field(ge=1)
     tasks: tuple[str, ...] = ()
     """Task domains that are sent here; none means that every domain may come."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planning.prefill_decode import StageWatch, balance, stages
-from planning.routing import RequestView
 from sim.engine_model import ModelledEngine
+from sim.manager_model import TurnRequest
 from sim.proxy_model import ModelledProxy
 from sim.timeline import Timeline
 
@@ -89,7 +89,7 @@ class DisaggregatedProxy:
         if self.auto:
             self.timeline.start(self._balance())
 
-    async def generate(self, request: RequestView, context: int, new_tokens: int, task: str = "") -> int:
+    async def generate(self, request: TurnRequest, context: int, new_tokens: int, task: str = "") -> int:
         """The version that sampled the first token, which the prefill gives."""
         version = await self._stage(0, request, context, 1)
         if new_tokens > 1:
@@ -100,7 +100,7 @@ class DisaggregatedProxy:
         for proxy in self._proxies:
             proxy.forget(session)
 
-    async def _stage(self, number: int, request: RequestView, context: int, new_tokens: int) -> int:
+    async def _stage(self, number: int, request: TurnRequest, context: int, new_tokens: int) -> int:
         began = self.timeline.now
         version = await self._proxies[number].generate(request, context, new_tokens)
         watch = self._watches[number]

@@ -2,10 +2,9 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from actors.envs.section import EnvSection
-from planning.routing import RequestView
 from sim.timeline import Timeline
 from sim.workload import Episode
 
@@ -22,10 +21,17 @@ def drawn_scores(timeline: Timeline) -> Scores:
     return score
 
 
+class TurnRequest(NamedTuple):
+    """A turn that asks for tokens, sampled under `min_version` or newer weights."""
+
+    session: str
+    min_version: int = 0
+
+
 class GeneratesTokens(Protocol):
     """What a rollout asks for tokens: see ModelledProxy."""
 
-    async def generate(self, request: RequestView, context: int, new_tokens: int, task: str = "") -> int: ...
+    async def generate(self, request: TurnRequest, context: int, new_tokens: int, task: str = "") -> int: ...
     def forget(self, session: str) -> None: ...
 
 
@@ -84,7 +90,7 @@ class ModelledManager:
                     raise RolloutFailed("stale", retry=True)
                 context += turn.shown
                 began = timeline.now
-                request = RequestView(session, max(oldest, played.version_first))
+                request = TurnRequest(session, max(oldest, played.version_first))
                 version = await self.proxy.generate(request, context, turn.sampled, episode.task)
                 if played.version_first < 0:
                     played.version_first = version

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from planning.moves import Moving, carry
+from planning.moves import Transfer, carry
 from sim.engine_model import ModelledEngine
 from sim.timeline import Timeline
 
@@ -48,7 +48,7 @@ async def keep_moving(timeline: Timeline, proxy: MovesRequests, every_s: float) 
 
 
 class ModelledCarry:
-    """Whether caches travel, by the rates that engines have observed so far, as in actors/engines/moves.py. Rates are in tokens a second."""
+    """Whether caches travel, by the rates that engines have observed so far, as in actors/moves/engine.py. Rates are in tokens a second."""
 
     def __init__(self) -> None:
         self._export: dict[str, float] = {}
@@ -60,7 +60,7 @@ class ModelledCarry:
         """Whether the keys and values of a request with `tokens` travel from `source`, or are computed anew elsewhere."""
         link = self._export.get(source.name, 0.0) if source.name in self._reached else 0.0
         prefill = PROMPT_TOKENS / source.model.prefill_s(PROMPT_TOKENS)
-        return carry(Moving(tokens, tokens - 1, 1.0, link, prefill, same_weights)).with_cache
+        return carry(Transfer(tokens, tokens - 1, 1.0, link, prefill, same_weights)).with_cache
 
     def travelled(self, source: str, target: str, tokens: int, seconds: float) -> None:
         """A cache did, `seconds` after it was ordered to."""

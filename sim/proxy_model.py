@@ -4,10 +4,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from actors.proxy.line import USUAL, Lane, Line
-from planning.routing import EngineView, RequestView, choose, goes_first
+from actors.proxy.placement import USUAL, Lane, Line
+from planning.engine_info import EngineInfo, WeightsId, WeightsNeed
+from planning.routing import Choice, EngineView, choose
 from sim.affinity_model import ModelledAffinity
 from sim.engine_model import ModelledEngine
+from sim.manager_model import TurnRequest
 from sim.moves_model import ModelledCarry
 from sim.timeline import SimEvent, SimProcess, Timeline
 
@@ -42,7 +44,7 @@ class MoveOrder(NamedTuple):
 class WaitingTurn:
     """A turn that wants a seat: `context` tokens are known when it begins."""
 
-    request: RequestView
+    request: TurnRequest
     task: str
     context: int
     placed: SimEvent
@@ -77,7 +79,7 @@ class ModelledProxy:
             engine.on_change = self._changed
             self._see(engine)
 
-    async def generate(self, request: RequestView, context: int, new_tokens: int, task: str = "") -> int:
+    async def generate(self, request: TurnRequest, context: int, new_tokens: int, task: str = "") -> int:
         """The version that began to sample `new_tokens` behind `context`, on an engine that may serve `task`."""
         if self._affinity is not None:
             self._affinity.came()
@@ -129,7 +131,7 @@ class ModelledProxy:
         name = None if lane in self._line else self._seat(turn)
         if name is not None:
             return name
-        self._line.add(lane, turn, first=goes_first(turn.request))
+        self._line.add(lane, turn)
         return await turn.placed
 
     def _seat(self, turn: WaitingTurn) -> str | None:
@@ -137,9 +139,10 @@ class ModelledProxy:
         sticky, held = self._sessions.get(request.session, (None, 0))
         if affinity is None:
             views = self._views.values() if self._serving is None else [self._views[each] for each in self._serving]
-            name = choose(request, views, sticky).engine
+            found = choose(views, request.session, WeightsNeed(request.min_version), sticky)
         else:
-            name = affinity.route(request, turn.task, self._views, sticky).engine
+            found = affinity.route(request, turn.task, self._views, sticky)
+        name = found.engine if isinstance(found, Choice) else None
         if name is not None:
             self._take_seat(request.session, self.engines[name])
             if affinity is not None:
@@ -157,9 +160,8 @@ class ModelledProxy:
 
     def _see(self, engine: RoutedEngine) -> None:
         name = engine.name
-        self._views[name] = EngineView(
-            name, engine.version, engine.num_slots, len(self._seated[name]), engine.suspended
-        )
+        info = EngineInfo(name, engine.num_slots, (WeightsId(engine.version),), engine.suspended)
+        self._views[name] = EngineView(info, len(self._seated[name]))
 
     def _changed(self, engine: RoutedEngine) -> None:
         """Seat those who wait, in order, until no engine has room for the first of any lane."""

@@ -5,14 +5,17 @@ import os
 import signal
 from collections.abc import Sequence
 
+from actors import plugins
 from actors.engines.worker import EngineWorker
-from actors.messages.engines import EngineChanged, Reconfigure, SleepEngine, WakeEngine
+from actors.messages.engines import Obeyed, Reconfigure, SleepEngine, WakeEngine
 from actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
 from actors.messages.orchestration import Surveyed
-from actors.scheduling.fleet import Server
+from actors.moves.engine import EngineMoves
+from actors.moves.orders import Orders
+from actors.scheduling.fleet import GpuGroup
 from actors.scheduling.lengths import Underway
 from actors.scheduling.orchestrator import Orchestrator
-from actors.scheduling.switches import Reshape, Wanted
+from actors.scheduling.switches import Reshape, Shape
 from bus.message import Ack, Request
 from runtime.actor import handler
 
@@ -31,10 +34,10 @@ class Change(Request[Ack], frozen=True):
 class ToldOrchestrator(Orchestrator):
     """What it changes is told; that it carries it out, and puts servers right, is the shipped one's."""
 
-    async def _begin_step(self, found: Sequence[Server], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
+    async def _begin_step(self, found: Sequence[GpuGroup], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
         return False
 
-    async def _switch(self, found: Sequence[Server], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
+    async def _switch(self, found: Sequence[GpuGroup], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
         return False
 
     @handler
@@ -42,7 +45,7 @@ class ToldOrchestrator(Orchestrator):
         async with self._turn:
             surveyed, whose = await self._commands.look()
             if change.degrees:
-                wanted = {name: Wanted(degree or 1, not degree) for name, degree in change.degrees.items()}
+                wanted = {name: Shape(degree or 1, not degree) for name, degree in change.degrees.items()}
                 await self._commands.reshape(Reshape("as told", wanted, change.moves, ""), surveyed.engines)
             else:
                 await self._commands.move(change.moves.items(), whose)
@@ -52,7 +55,7 @@ class ToldOrchestrator(Orchestrator):
 class FaultyWorker(EngineWorker):
     """Kills the armed victim, itself as well as any other, when the armed stage is asked of it, before or after it was done."""
 
-    def _reached(self, stage: str) -> None:
+    def reached(self, stage: str) -> None:
         armed = self.run.folder / ARMED
         wanted, victim = armed.read_text().split() if armed.exists() else ("", "")
         if wanted != stage:
@@ -64,37 +67,45 @@ class FaultyWorker(EngineWorker):
             armed.rename(armed.with_name(DONE))
             os.kill(pid, signal.SIGKILL)
 
+    def make(self, path):
+        made = {plugins.ENGINE_MOVES: FaultyMoves, plugins.ORDERS: FaultyOrders}
+        return made[path](self) if path in made else super().make(path)
+
+
+class FaultyMoves(EngineMoves):
     @handler(concurrency=64, outlives_asker=True)
     async def prepare_move(self, request: PrepareMove) -> MovePrepared | NotMoved:
-        self._reached("PrepareMove")
+        self.worker.reached("PrepareMove")
         reply = await super().prepare_move(request)
-        self._reached("MovePrepared")
+        self.worker.reached("MovePrepared")
         return reply
 
     @handler(concurrency=64)
     async def take_move(self, request: TakeMove) -> Ack | NotMoved:
-        self._reached("TakeMove")
+        self.worker.reached("TakeMove")
         reply = await super().take_move(request)
-        self._reached("MoveTaken")
+        self.worker.reached("MoveTaken")
         return reply
 
+
+class FaultyOrders(Orders):
     @handler(concurrency=4, outlives_asker=True)
-    async def sleep_engine(self, order: SleepEngine) -> EngineChanged:
-        self._reached("SleepEngine")
+    async def sleep_engine(self, order: SleepEngine) -> Obeyed:
+        self.worker.reached("SleepEngine")
         reply = await super().sleep_engine(order)
-        self._reached("Asleep")
+        self.worker.reached("Asleep")
         return reply
 
     @handler(concurrency=4, outlives_asker=True)
-    async def wake_engine(self, order: WakeEngine) -> EngineChanged:
-        self._reached("WakeEngine")
+    async def wake_engine(self, order: WakeEngine) -> Obeyed:
+        self.worker.reached("WakeEngine")
         reply = await super().wake_engine(order)
-        self._reached("Awake")
+        self.worker.reached("Awake")
         return reply
 
     @handler(concurrency=4, outlives_asker=True)
-    async def reconfigure(self, order: Reconfigure) -> EngineChanged:
-        self._reached("Reconfigure")
+    async def reconfigure(self, order: Reconfigure) -> Obeyed:
+        self.worker.reached("Reconfigure")
         reply = await super().reconfigure(order)
-        self._reached("Reconfigured")
+        self.worker.reached("Reconfigured")
         return reply

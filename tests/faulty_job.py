@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from actors.engines.worker import EngineWorker
 from actors.envs.hosting import EnvHost
 from actors.envs.manager import EnvManager
-from actors.messages.generation import Aborted, Completion, Generate
+from actors.messages.generation import Generate, GenerateReply
 from actors.messages.samples import Put, Scores, Stored
 from actors.proxy.proxy import LLMProxy
 from actors.rewards.service import RewardService
@@ -316,7 +316,7 @@ def _classes(faults: Faults):
 
     class Proxy(LLMProxy):
         @handler(concurrency=4096)
-        async def generate(self, request: Generate) -> Completion | Aborted:
+        async def generate(self, request: Generate) -> GenerateReply:
             await faults.suffer(self.name)
             return await super().generate(request)
 

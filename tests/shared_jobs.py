@@ -18,7 +18,8 @@ WORKER = '''
 import asyncio
 import json
 
-from actors.cluster import ClusterSection, permits_of
+from actors.cluster import permits_of
+from actors.config import ClusterSection
 from runtime.actor import Actor
 from runtime.config import ActorConfig, Section
 

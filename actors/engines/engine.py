@@ -1,11 +1,13 @@
 """The Engine seam, shaped by two real engines: the built-in torch one and vLLM."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from actors.messages.generation import Sampling, Tokens
 from actors.messages.weights import WeightsDigest
 from actors.model_folder import Slice
+from planning.engine_info import EngineInfo, EngineProfile, WeightsId
 
 EXPORT, CACHE, SLEEP, RECONFIGURE = CAPABILITIES = ("export", "cache", "sleep", "reconfigure")
 """What an engine's class may state in `capabilities`: what it can do beyond what every engine does."""
@@ -65,21 +67,43 @@ class EngineLoad(NamedTuple):
     running: int
     version: int
     suspended: bool
-    paced: int = 0
-    """Steps and swaps so far whose duration `engine.pace` set."""
-    outlasted: int = 0
-    """Those of them that took longer than their pace."""
     asleep: bool = False
     degree: int = 1
     """GPUs that share each layer."""
     steps: tuple[float, ...] = ()
     """What the steps so far cost, as the values of a planning.step_cost.StepSums; empty where the engine does not observe them."""
-    paced_s: float = 0.0
-    """What they lasted by their pace, in seconds."""
     prefill_tokens_s: float = 0.0
     """Of the last step that prefilled; 0: nobody knows."""
     restart_s: float = 0.0
     """What a change of degree takes an engine that is started anew for it, by its last start; 0: it goes on."""
+    gauges: Mapping[str, float] = MappingProxyType({})
+    """Further metrics by name; see actors/metrics.py."""
+
+    def info(self, name: str, holds: WeightsId, serves: str, profile: EngineProfile | None) -> EngineInfo:
+        """What others are told of it."""
+        return EngineInfo(
+            name=name,
+            num_slots=max(1, self.num_slots),
+            holds=(holds,),
+            suspended=self.suspended,
+            asleep=self.asleep,
+            serves=serves,
+            degree=self.degree,
+            profile=profile,
+            restart_s=self.restart_s,
+        )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """By name."""
+        return {
+            "rollout/slots": self.num_slots,
+            "engine/running": self.running,
+            "engine/waiting": self.waiting,
+            "engine/degree": self.degree,
+            "engine/asleep": float(self.asleep),
+            **self.gauges,
+        }
 
 
 class Engine(Protocol):

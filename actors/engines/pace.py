@@ -6,29 +6,15 @@ from pydantic import ValidationError
 
 from actors.engines.engine import EngineError
 from actors.engines.scheduler import Row
-from actors.engines.section import EngineSection, PaceSection
-from actors.messages.generation import Modelled
+from actors.engines.section import PaceSection
+from actors.engines.timing import RealTime
 from planning.roofline import Roofline
 
 MOST_OUTLASTED = 0.02
 """Share of an engine's steps above which its times no longer are the hardware's: figures from it count for nothing."""
 
 
-def unpaced(degree: int) -> float:
-    """`reconfigure` of an engine whose hardware is not modelled: it is one device. Raises EngineError for more."""
-    if degree != 1:
-        raise EngineError(f"degree={degree} needs engine.pace: without it this engine computes on one device")
-    return 0.0
-
-
-def modelled(section: EngineSection) -> Modelled:
-    """What planners take an engine for: what its pace models, or what it is said to run on."""
-    if (pace := section.pace) is not None:
-        return Modelled(pace.hardware, pace.model, pace.degree, pace.scale)
-    return Modelled(section.hardware, "", section.degree)
-
-
-class EnginePace:
+class EnginePace(RealTime):
     """One device that does one thing after another. It computes durations and never waits: that is the engine's to do."""
 
     def __init__(self, section: PaceSection) -> None:
@@ -55,15 +41,12 @@ class EnginePace:
         return self._scale * (prefill_s + (self._roofline.step_s(batch, context) if batch else 0.0))
 
     def swap_s(self) -> float:
-        """Seconds of a weight swap."""
         return self._scale * self._roofline.swap_s()
 
     def kv_move_s(self, tokens: int) -> float:
-        """Seconds that the KV of `tokens` takes to another engine of this shape."""
         return self._scale * self._roofline.kv_move_s(tokens)
 
     def sleep_s(self, tokens: int) -> float:
-        """Seconds that weights and the KV of `tokens` take to host memory, and those that they take back."""
         return self._scale * self._roofline.sleep_s(tokens)
 
     def prefill_s(self, tokens: int) -> float:
@@ -74,11 +57,13 @@ class EnginePace:
     def degree(self) -> int:
         return self._section.degree
 
-    def reconfigure(self, degree: int, tokens: int) -> float:
-        """Last like `degree` GPUs from now on; returns the seconds that the change takes an engine which holds the KV of `tokens`.
+    @property
+    def gauges(self) -> dict[str, float]:
+        """How far the times are the hardware's."""
+        late = self.outlasted / max(1, self.num)
+        return {"paced/engines": 1, "paced/steps": self.num, "paced/busy_s": self.busy_s, "paced/outlasted_frac": late}
 
-        Raises EngineError, and changes nothing, for a degree that can't be.
-        """
+    def reconfigure(self, degree: int, tokens: int) -> float:
         try:
             section = PaceSection.model_validate({**self._section.model_dump(), "degree": degree})
         except ValidationError as error:
@@ -89,9 +74,7 @@ class EnginePace:
         return duration_s
 
     def due(self, duration_s: float, began: float, now: float) -> float:
-        """When something is over that began at `began`, is computed by `now`, and is to last `duration_s`; it is counted.
-
-        What follows without a pause begins when the one before was due: a late wake-up, and what the engine does between two steps,
+        """It is counted. What follows without a pause begins when the one before was due: a late wake-up, and what the engine does between two steps,
         is part of the later one and adds up to nothing. What took longer is over now.
         """
         due = (began if self._free_at is None else self._free_at) + duration_s
@@ -102,5 +85,4 @@ class EnginePace:
         return self._free_at
 
     def idle(self) -> None:
-        """Nothing runs: what comes next begins when it does."""
         self._free_at = None

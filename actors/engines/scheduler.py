@@ -9,10 +9,10 @@ from collections.abc import Container
 from functools import reduce
 from hashlib import blake2b
 from itertools import takewhile
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from actors.engines.engine import Cache, Chunk, EngineError, Work
-from actors.engines.tokens import joined
 from actors.messages.generation import Tokens, VersionSpan
 from bus.message import pack_f32, pack_i32, unpack_i32
 
@@ -93,7 +93,7 @@ class Sequence:
 
     def moved(self, cache: Cache | None) -> Work:
         """The request as another engine goes on with it, after its last chunk was taken here."""
-        return self.work._replace(resumed=reduce(joined, self.sent, self.work.resumed), cache=cache)
+        return self.work._replace(resumed=reduce(add, self.sent, self.work.resumed), cache=cache)
 
     def _finish_after(self, token: int) -> None:
         if token in self.stop_ids:

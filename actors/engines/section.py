@@ -5,8 +5,10 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from actors import catalog
-from planning.roofline import EngineSpec
-from runtime.config import Config, Section
+from actors.config import ClusterSection, ModelSection, WeightsSection
+from planning.engine_info import EngineProfile
+from planning.roofline import Deployment
+from runtime.config import ActorConfig, Config, Section
 
 
 class ScriptedSection(Section):
@@ -69,9 +71,9 @@ class PaceSection(Section):
             ) from error
         return self
 
-    def spec(self) -> EngineSpec:
+    def spec(self) -> Deployment:
         """The engine that is lasted like."""
-        return EngineSpec(gpu=catalog.hardware(self.hardware), model=catalog.model(self.model), tp=self.degree)
+        return Deployment(gpu=catalog.hardware(self.hardware), model=catalog.model(self.model), tp=self.degree)
 
 
 class EngineSection(Section):
@@ -113,6 +115,23 @@ class EngineSection(Section):
         """GPUs that the engine is started with."""
         return self.pace.degree if self.pace is not None else int(self.vllm.get("tensor_parallel_size", 1))
 
+    @property
+    def profile(self) -> EngineProfile | None:
+        """What planners reckon with: what its pace models, or what it is said to run on."""
+        if (pace := self.pace) is not None:
+            return EngineProfile(pace.hardware, pace.model, pace.degree, pace.scale)
+        return EngineProfile(self.hardware, "", self.degree) if self.hardware else None
+
+    @property
+    def first_at_once(self) -> bool:
+        """A request's first token is reported by itself: planners of modelled time count with its prefill."""
+        return self.pace is not None
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """For the log of its start, beside its kind."""
+        return {} if self.pace is None else {"pace": self.pace.model_dump()}
+
     @field_validator("kind")
     @classmethod
     def _known(cls, kind: str) -> str:
@@ -139,6 +158,15 @@ class EngineSection(Section):
                 f"engine.hardware={self.hardware} says what a real engine runs on, but engine.pace models one: leave one of the two out"
             )
         return self
+
+
+class EngineConfig(ActorConfig):
+    """All that a worker, its engine and its mechanisms read."""
+
+    model: ModelSection = ModelSection()
+    engine: EngineSection = EngineSection()
+    weights: WeightsSection = WeightsSection()
+    cluster: ClusterSection = ClusterSection()
 
 
 VLLM_HOTTEST = 2.0

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
+from actors import plugins
 from actors.config import ModelSection
-from actors.engines.engine import CAPABILITIES, Chunk, EngineDead, EngineError, EngineLoad, Work, check_level
+from actors.engines.engine import CAPABILITIES, Chunk, EngineDead, EngineError, EngineLoad, Work
 from actors.engines.model import Weights
-from actors.engines.pace import EnginePace, unpaced
-from actors.engines.runner import HOST, ModelRunner
+from actors.engines.runner import ModelRunner
 from actors.engines.scheduler import Row, Scheduler, Sequence, check, contents
 from actors.engines.section import EngineSection
+from actors.engines.timing import RealTime
+from actors.engines.torch_verbs import TorchVerbs
 from actors.messages.weights import WeightsDigest
 from actors.model_folder import Slice
 from planning.step_cost import StepSums
@@ -34,7 +36,7 @@ Say = Callable[[Any], None]
 """Called on the event loop with a chunk, or with the error that ended the engine."""
 
 
-class TorchEngine:
+class TorchEngine(TorchVerbs):
     """Lives on one event loop; the step loop is a thread of its own and hears of everything between two steps."""
 
     capabilities = frozenset(CAPABILITIES)
@@ -57,7 +59,7 @@ class TorchEngine:
         self._cpu_s = process_time()
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
-        steps = self._started()
+        steps = self.started()
         check(work, self._section.max_len, steps.runner.config.vocab_size, self._inboxes)
         inbox = self._inboxes[work.request_id] = asyncio.Queue[Chunk | EngineDead]()
         over = False
@@ -78,19 +80,19 @@ class TorchEngine:
                     steps.post(steps.discard, work.request_id)
 
     async def abort(self, request_id: str) -> None:
-        await self._command(StepLoop.abort, request_id)
+        await self.command(StepLoop.abort, request_id)
 
     async def suspend(self) -> None:
-        await self._command(StepLoop.suspend)
+        await self.command(StepLoop.suspend)
 
     async def resume(self) -> None:
-        await self._command(StepLoop.resume)
+        await self.command(StepLoop.resume)
 
     async def update(self, version: int, weights: memoryview) -> float:
         """The new weights are laid out beside the old ones while steps go on; only the swap itself is a pause."""
-        steps = self._started()
+        steps = self.started()
         prepared = await asyncio.to_thread(self._prepare, steps.runner, weights, version)
-        pause_s = await self._command(StepLoop.swap, version, prepared)
+        pause_s = await self.command(StepLoop.swap, version, prepared)
         await asyncio.to_thread(steps.free_replaced)
         return pause_s
 
@@ -102,33 +104,14 @@ class TorchEngine:
         return prepared
 
     async def digest(self, slices: abc.Sequence[Slice]) -> WeightsDigest | None:
-        return await asyncio.to_thread(self._started().runner.digest, slices)
-
-    async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
-        """A paced one lasts what its cache takes to the other engine, while steps go on."""
-        work: Work = await self._command(StepLoop.export, request_id, with_cache)
-        pace = self._started().pace
-        if pace is not None and work.cache is not None:
-            await asyncio.sleep(pace.kv_move_s(work.cache.num_tokens))
-        return work
-
-    async def sleep(self, level: int = 1) -> float:
-        return await self._command(StepLoop.sleep, level)
-
-    async def wake(self) -> float:
-        return await self._command(StepLoop.wake)
-
-    async def reconfigure(self, degree: int) -> float:
-        """Without `engine.pace` it is one device; with it, as many as the class has."""
-        return await self._command(StepLoop.reconfigure, degree)
+        return await asyncio.to_thread(self.started().runner.digest, slices)
 
     def load(self) -> EngineLoad:
-        steps = self._started()
-        scheduler, pace = steps.scheduler, steps.pace
+        steps = self.started()
+        scheduler, timing = steps.scheduler, steps.timing
         return EngineLoad(
             self._section.num_slots, scheduler.num_waiting, scheduler.num_running, steps.version, steps.suspended,
-            pace.num if pace else 0, pace.outlasted if pace else 0, bool(steps.asleep), pace.degree if pace else 1,
-            tuple(steps.sums.values), pace.busy_s if pace else 0.0, steps.prefill_tokens_s,
+            bool(steps.rest_level), timing.degree, tuple(steps.sums.values), steps.prompt_tokens_s, gauges=timing.gauges,
         )  # fmt: skip
 
     async def stop(self) -> None:
@@ -148,12 +131,12 @@ class TorchEngine:
             sampled=[(rows, tokens, round(cpu_s, 6)) for rows, tokens, cpu_s in times.sampled],
         )  # fmt: skip
 
-    async def _command(self, command: Callable[..., Any], *args: Any) -> Any:
-        steps, reply = self._started(), asyncio.get_running_loop().create_future()
+    async def command(self, command: Callable[..., Any], *args: Any) -> Any:
+        steps, reply = self.started(), asyncio.get_running_loop().create_future()
         steps.post(command, steps, *args, reply=reply)
         return await reply
 
-    def _started(self) -> "StepLoop":
+    def started(self) -> "StepLoop":
         if self._steps is None:
             raise EngineDead("the engine is not running: start it first")
         return self._steps
@@ -191,14 +174,14 @@ class StepLoop(threading.Thread):
         self.scheduler = Scheduler(section.num_slots, section.max_batch_tokens, prefix_cache=section.prefix_cache)
         self.version = 0
         self.suspended = False
-        self.asleep = 0
-        """The level of its sleep."""
-        self.prefill_tokens_s = 0.0
+        self.rest_level = 0
+        """Above 0 its weights are in host memory, and nothing is computed."""
+        self.prompt_tokens_s = 0.0
         self.dead: EngineDead | None = None
         """Why the loop ended, when it did not end by `stop`."""
         self.times = StepCpuTimes()
         self.sums = StepSums()
-        self.pace = None if section.pace is None else EnginePace(section.pace)
+        self.timing: RealTime = plugins.timing(section)
         self.stopping = threading.Event()
         """Set: nothing is waited for any more that only modelled time asks for."""
         self.runner = runner
@@ -240,11 +223,8 @@ class StepLoop(threading.Thread):
 
     def abort(self, request_id: str) -> None:
         """Hand out what was sampled, as the last chunk."""
-        if request_id in self._sequences:
-            sequence, _ = self._sequences[request_id]
-            self.scheduler.remove(sequence)
-            sequence.finish_reason = "aborted"
-            self._hand_out(sequence)
+        if (sequence := self.sequence(request_id)) is not None:
+            self.take_out(sequence, "aborted")
 
     def discard(self, request_id: str) -> None:
         """Nobody listens any more."""
@@ -252,51 +232,22 @@ class StepLoop(threading.Thread):
         if found is not None:
             self.scheduler.remove(found[0])
 
-    def export(self, request_id: str, with_cache: bool) -> Work:
-        """Hand out what was sampled, as the last chunk; returns the request as others go on with it."""
-        if request_id not in self._sequences:
-            raise EngineError(f"request {request_id} does not run here: there is nothing to export")
-        sequence, _ = self._sequences[request_id]
-        cache = self.runner.take_cache(sequence, self.version) if with_cache else None
+    def sequence(self, request_id: str) -> Sequence | None:
+        """That of a request which runs or waits here."""
+        found = self._sequences.get(request_id)
+        return None if found is None else found[0]
+
+    def take_out(self, sequence: Sequence, reason: str) -> None:
+        """End it here, with what was sampled as its last chunk."""
         self.scheduler.remove(sequence)
-        sequence.finish_reason = "exported"
+        sequence.finish_reason = reason
         self._hand_out(sequence)
-        return sequence.moved(cache)
 
     def suspend(self) -> None:
         self.suspended = True
 
     def resume(self) -> None:
         self.suspended = False
-
-    def sleep(self, level: int) -> float:
-        """Returns the seconds it took."""
-        check_level(level)
-        if self.asleep:
-            return 0.0
-        began, tokens = self._loop.time(), self.scheduler.num_cached
-        self.asleep = level
-        if level > 1:
-            tokens = 0
-            self.scheduler.forget_caches()
-        self.runner.move_to(HOST, with_cache=level == 1)
-        return self._took(began, self.pace and self.pace.sleep_s(tokens))
-
-    def wake(self) -> float:
-        """Returns the seconds it took."""
-        if not self.asleep:
-            return 0.0
-        began, level = self._loop.time(), self.asleep
-        self.asleep = 0
-        self.runner.move_to(None, with_cache=level == 1)
-        return self._took(began, self.pace and self.pace.sleep_s(self.scheduler.num_cached))
-
-    def reconfigure(self, degree: int) -> float:
-        """Returns the seconds it took."""
-        if self.pace is None:
-            return unpaced(degree)
-        began = self._loop.time()
-        return self._took(began, self.pace.reconfigure(degree, self.scheduler.num_cached))
 
     def swap(self, version: int, weights: Weights) -> float:
         """Returns the pause in seconds. The old weights wait for `free_replaced`."""
@@ -306,8 +257,8 @@ class StepLoop(threading.Thread):
         self.version = version
         if self._recompute:
             self.scheduler.forget_caches()
-        if self.pace is not None and not self.asleep:  # to one that sleeps they come as it wakes, in place of its own
-            self._last(self.pace, self.pace.swap_s(), due_from)
+        if not self.rest_level:  # else they come to the device later, in place of its own
+            self.last(self.timing.swap_s(), due_from)
         return perf_counter() - began
 
     def free_replaced(self) -> None:
@@ -340,8 +291,7 @@ class StepLoop(threading.Thread):
             idle = not self._has_work()
             self._listening = True
             while not self._commands and (self._held or idle):
-                if self.pace is not None:
-                    self.pace.idle()
+                self.timing.idle()
                 self._changed.wait()
             self._listening = False
             if idle and self._gather_s:
@@ -359,7 +309,7 @@ class StepLoop(threading.Thread):
 
     @property
     def _held(self) -> bool:
-        return self.suspended or bool(self.asleep)
+        return self.suspended or bool(self.rest_level)
 
     def _has_work(self) -> bool:
         return bool(self.scheduler.num_running or self.scheduler.num_waiting)
@@ -373,12 +323,11 @@ class StepLoop(threading.Thread):
         for sequence, cache in self.scheduler.to_load():
             self.runner.put_cache(sequence, cache)
         rows, ids, logprobs = self.runner.step(rows)
-        if self.pace is not None:
-            self._last(self.pace, self.pace.step_s(rows), started)
+        self.last(self.timing.step_s(rows), started)
         content, took_s = contents(rows), self._loop.time() - started
         self.sums.add(*content, took_s)
         if content[0]:
-            self.prefill_tokens_s = content[0] / max(took_s, 1e-6)
+            self.prompt_tokens_s = content[0] / max(took_s, 1e-6)
         ended: list[Sequence] = []
         for sequence, token, logprob in zip(self.scheduler.computed(rows), ids, logprobs, strict=True):
             sequence.sampled(token, logprob, self.version)
@@ -391,15 +340,14 @@ class StepLoop(threading.Thread):
             self._hand_out(sequence)
         self.times.add(rows, thread_time() - began)
 
-    def _last(self, pace: EnginePace, duration_s: float, began: float) -> None:
-        """Wait until what began at `began` has lasted `duration_s`."""
-        due = pace.due(duration_s, began, self._loop.time())
-        self.stopping.wait(max(0.0, due - self._loop.time()))
+    def now(self) -> float:
+        return self._loop.time()
 
-    def _took(self, began: float, pace_s: float | None) -> float:
-        """The seconds since `began`, at least what the pace says."""
-        if self.pace is not None and pace_s is not None:
-            self._last(self.pace, pace_s, began)
+    def last(self, duration_s: float, began: float) -> float:
+        """Wait until what began at `began` has lasted `duration_s`, where that is to be waited for; returns the seconds since."""
+        now = self._loop.time()
+        if (due := self.timing.due(duration_s, began, now)) > now:
+            self.stopping.wait(due - now)
         return self._loop.time() - began
 
     def _hand_out(self, sequence: Sequence) -> None:

@@ -35,7 +35,7 @@ PARTS = ("export", "stop", "start", "weights")
 """Of the end of one vLLM and the start of the next."""
 
 
-class _Request:
+class _Stream:
     """One request: what vLLM collects for it, and under which version each token was sampled."""
 
     def __init__(self, sequence: Sequence, version: int) -> None:
@@ -116,7 +116,7 @@ class VllmEngine:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._vocab_size = 0
         self._heads = 0
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _Stream] = {}
         self._version = 0
         self._suspended = False
         self._asleep = False
@@ -147,7 +147,7 @@ class VllmEngine:
         if sequence.finish_reason:
             yield sequence.chunk()
             return
-        request = self._requests[work.request_id] = _Request(sequence, self._version)
+        request = self._requests[work.request_id] = _Stream(sequence, self._version)
         over = False
         try:
             await self._add(request)
@@ -340,14 +340,14 @@ class VllmEngine:
         if self._llm is not None and not self._llm.errored:
             await self._llm.abort(request_id)
 
-    async def _add(self, request: _Request) -> None:
+    async def _add(self, request: _Stream) -> None:
         """Give vLLM the request, once there is one, unless it was taken out meanwhile."""
         while not request.aborted and not await self._taken(request):
             await request.told.wait()
         if request.aborted and request.collector is not None:
             await self._take_out(request.sequence.work.request_id)
 
-    async def _taken(self, request: _Request) -> bool:
+    async def _taken(self, request: _Stream) -> bool:
         """False where there is no vLLM, and one will be started."""
         sequence, work = request.sequence, request.sequence.work
         async with self._boundary:
@@ -368,7 +368,7 @@ class VllmEngine:
                 raise self._failed(f"request {work.request_id}", error) from error
         return True
 
-    async def _next(self, request: _Request) -> Any:
+    async def _next(self, request: _Stream) -> Any:
         try:
             return request.collector.get_nowait() or await request.collector.get()
         except Exception as error:  # vLLM raises what its many parts raise

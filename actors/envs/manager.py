@@ -12,8 +12,7 @@ from typing import ClassVar
 import msgspec
 
 from actors import plugins
-from actors.cluster import ClusterSection
-from actors.config import EvalSection, ModelSection, RewardSection, RolloutSection
+from actors.config import ClusterSection, EvalSection, ModelSection, RewardSection, RolloutSection
 from actors.envs.chat import Renderer
 from actors.envs.hooks import RolloutHook
 from actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence

@@ -13,7 +13,16 @@ from actors.breakdown import numbers_of
 from actors.config import EvalSection, RolloutSection
 from actors.envs.chat import TOKEN_BYTES, Renderer, Transcript
 from actors.envs.hosting import EnvFailure, is_plain
-from actors.messages.generation import NOT_ITS_TURN, Aborted, Completion, Generate, Sampling, Tokens
+from actors.messages.generation import (
+    Completion,
+    Generate,
+    GenerateReply,
+    NotItsTurn,
+    Route,
+    Sampling,
+    Tokens,
+    why_early,
+)
 from actors.messages.samples import (
     BAD_LOGPROBS,
     GiveUp,
@@ -27,6 +36,7 @@ from actors.messages.samples import (
 )
 from bus.errors import AskFailed, Failed
 from bus.message import well_formed
+from planning.engine_info import WeightsNeed
 from planning.staleness import is_stale
 from runtime.courier import Ref
 from runtime.observe.figures import Waits
@@ -166,7 +176,7 @@ class Recorder:
         # A Store that lost its last seconds gives the same attempt out again: what it gets is no older than its own ticket.
         request_id = f"{self._key}v{self.ticket.version}.{turn}"
         prompt = transcript.prompt
-        resumed, tries = Tokens(), 0
+        resumed, tries, is_eval = Tokens(), 0, self.ticket.purpose == "eval"
         self._check_age()
         for attempt in count():
             request = Generate(
@@ -175,11 +185,9 @@ class Recorder:
                 prompt=prompt,
                 sampling=self._sampling,
                 # Nothing older than what this trajectory began with: its age counts from there.
-                min_version=max(self.ticket.version, self._version_first),
+                weights=WeightsNeed(max(self.ticket.version, self._version_first), exact=is_eval),
                 resumed=resumed,
-                exact=self.ticket.purpose == "eval",
-                task=self.ticket.task,
-                rollout=self.ticket.purpose != "eval",
+                route=Route(self.ticket.task, rollout=not is_eval),
             )
             reply = await self._ask_proxy(request)
             self._num_sampled += (len(reply.tokens.ids) - len(resumed.ids)) // TOKEN_BYTES
@@ -187,9 +195,9 @@ class Recorder:
                 return self._append(transcript, reply)
             resumed = reply.tokens
             self._check_age()
-            tries += reply.reason != NOT_ITS_TURN
+            tries += not isinstance(reply, NotItsTurn)
             if tries == limits.generate_tries:
-                raise GaveUp("generation_failed", f"aborted {tries} times, lastly: {reply.reason}", retry=True)
+                raise GaveUp("generation_failed", f"aborted {tries} times, lastly: {why_early(reply)}", retry=True)
         raise AssertionError
 
     async def finish(self, began: float) -> Trajectory:
@@ -232,7 +240,7 @@ class Recorder:
                 "stale", f"age {age} after {len(self.texts)} turns; staleness.alpha is {policy.alpha}", retry=True
             )
 
-    async def _ask_proxy(self, request: Generate) -> Completion | Aborted:
+    async def _ask_proxy(self, request: Generate) -> GenerateReply:
         timeout_s = self._context.rollout.generate_timeout_s
         loop = asyncio.get_running_loop()
         began = loop.time()

@@ -6,22 +6,20 @@ What an engine can't do (actors/engines/engine.py: `sleep`, `reconfigure`) fails
 from typing import ClassVar, Final
 
 from bus.message import Ack, Message, Request
+from planning.engine_info import EngineInfo
 
 GENERATION: Final = "generation"
 """What an engine provides: whoever needs engines finds them by it, whatever their role is called."""
 
 
-class EngineChanged(Message, frozen=True):
-    """It was carried out, in `seconds`, and the proxies know; 0 where `engine` was that way already."""
+class Obeyed(Message, frozen=True):
+    """It was carried out, in `seconds`, and the proxies know; 0 where the engine was that way already."""
 
-    engine: str
+    info: EngineInfo
     seconds: float
-    degree: int
-    """GPUs that share each layer."""
-    asleep: bool
 
 
-class SleepEngine(Request[EngineChanged], frozen=True):
+class SleepEngine(Request[Obeyed], frozen=True):
     """Weights and KV cache to host memory (`level` 1), or the weights alone (2); the device's is free, and nothing is computed until WakeEngine.
 
     The proxies give it no new request while another engine is awake.
@@ -33,7 +31,7 @@ class SleepEngine(Request[EngineChanged], frozen=True):
     """As that of Reconfigure; 0: of nobody who could be replaced."""
 
 
-class WakeEngine(Request[EngineChanged], frozen=True):
+class WakeEngine(Request[Obeyed], frozen=True):
     """Weights and KV cache back to the device; requests go on."""
 
     idempotent: ClassVar[bool] = True
@@ -42,7 +40,7 @@ class WakeEngine(Request[EngineChanged], frozen=True):
     holds now."""
 
 
-class Reconfigure(Request[EngineChanged], frozen=True):
+class Reconfigure(Request[Obeyed], frozen=True):
     """Let `degree` GPUs share each layer. Refused where one of a later `epoch` was carried out: it is an order of before."""
 
     idempotent: ClassVar[bool] = True
@@ -50,15 +48,8 @@ class Reconfigure(Request[EngineChanged], frozen=True):
     epoch: int
 
 
-class EngineState(Request[Ack], frozen=True):
+class InfoChanged(Request[Ack], frozen=True):
     """Engine → proxies: what decides which requests it gets is now this."""
 
     idempotent: ClassVar[bool] = True
-    engine: str
-    version: int
-    held: bool
-    """It stays on `version` for an evaluation."""
-    asleep: bool = False
-    degree: int = 1
-    restart_s: float = 0.0
-    """As that of EngineStatus."""
+    info: EngineInfo

@@ -5,7 +5,8 @@ from typing import ClassVar
 import msgspec
 
 from actors.messages.weights import WeightsDigest
-from bus.message import Ack, Buffer, Message, Request
+from bus.message import Ack, Message, Request
+from planning.engine_info import EngineInfo, WeightsNeed
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -38,6 +39,37 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
     logprobs: bytes = b""
     spans: tuple[VersionSpan, ...] = ()
 
+    def shifted(self, by: int) -> "Tokens":
+        """The same, `by` positions later in the completion."""
+        if not by:
+            return self
+        spans = tuple(VersionSpan(s.version, s.start + by, s.end + by) for s in self.spans)
+        return Tokens(self.ids, self.logprobs, spans)
+
+    def __add__(self, more: "Tokens") -> "Tokens":
+        """These followed by `more`, whose spans start at 0; neighbouring spans of one version become one."""
+        if not self.ids:
+            return more
+        spans = list(self.spans)
+        for span in more.shifted(len(self.ids) // 4).spans:
+            if spans and spans[-1].version == span.version and spans[-1].end == span.start:
+                spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
+            else:
+                spans.append(span)
+        return Tokens(self.ids + more.ids, self.logprobs + more.logprobs, tuple(spans))
+
+    def extended(self, more: "Tokens") -> "Tokens":
+        """These, and what `more` adds at their end, whose spans are positions in the whole completion.
+
+        Overlaps are cut. A gap (a report was missed) adds nothing: what follows it will be sampled again.
+        """
+        have = len(self.ids) // 4
+        if not more.spans or not more.spans[0].start <= have < more.spans[-1].end:
+            return self
+        skip = (have - more.spans[0].start) * 4
+        new = [VersionSpan(s.version, max(s.start - have, 0), s.end - have) for s in more.spans if s.end > have]
+        return self + Tokens(more.ids[skip:], more.logprobs[skip:], tuple(new))
+
 
 class Completion(Message, frozen=True):
     """All of a request's sampled tokens. `finish_reason` is `stop` or `length`."""
@@ -48,26 +80,49 @@ class Completion(Message, frozen=True):
     engine: str
 
 
-HANDED_BACK = "handed back"
-"""`Aborted.reason` of an engine that drains: the proxy goes on with the request, and its tokens, elsewhere."""
-
-
-NOT_ITS_TURN = "the job had no turn on the rollout pool before the deadline"
-"""`Aborted.reason` of a proxy whose job waits for a permit: it says nothing against the request, which may come again."""
-
-
-HANDED_OVER = "handed over"
-"""`Aborted.reason` of an engine that only prefills: the proxy has the request decoded elsewhere, with the cache that waits here."""
-
-
 class Aborted(Message, frozen=True):
-    """The request ended early; what was sampled before is kept."""
+    """The request ended early; what was sampled before is kept. `reason` is one sentence."""
 
     request_id: str
     tokens: Tokens
     reason: str
-    moved_to: str = ""
-    """The engine that has it now: the proxy goes on with it there."""
+
+
+class HandedBack(Message, frozen=True):
+    """Of an engine that drains: the proxy goes on with the request, and its tokens, elsewhere."""
+
+    request_id: str
+    tokens: Tokens
+
+
+class HandedOver(Message, frozen=True):
+    """Of an engine that gave the request away: the proxy goes on with it, and its tokens, at `to`; with an empty `to`, where its picker says."""
+
+    request_id: str
+    tokens: Tokens
+    to: str = ""
+
+
+class NotItsTurn(Message, frozen=True):
+    """Of a proxy whose job had no turn on the engines before the deadline: it says nothing against the request, which may come again."""
+
+    request_id: str
+    tokens: Tokens
+
+
+GenerateReply = Completion | Aborted | HandedBack | HandedOver | NotItsTurn
+"""An asker of a proxy meets the first two and the last."""
+
+
+def why_early(reply: Aborted | HandedBack | HandedOver | NotItsTurn) -> str:
+    """Why there is no Completion, in words."""
+    match reply:
+        case Aborted():
+            return reply.reason
+        case NotItsTurn():
+            return "the job had no turn on its engines before the deadline"
+        case HandedBack() | HandedOver():
+            return "an engine gave the request away, and no proxy went on with it"
 
 
 class MovedFrom(msgspec.Struct, frozen=True, array_like=True):
@@ -78,7 +133,22 @@ class MovedFrom(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
 
 
-class Generate(Request[Completion | Aborted], frozen=True):
+class Route(msgspec.Struct, frozen=True, array_like=True):
+    """What the proxy's picker goes by, and what it tells the engine: who asks a proxy sets the first two fields at most."""
+
+    task: str = ""
+    """Name of the task; empty where the config names none."""
+    rollout: bool = False
+    """It is a turn of a rollout, of which its manager tells the orchestrator."""
+    hand_over: bool = False
+    """Prefill only: after the first token the request comes back as HandedOver, and its KV cache waits for the engine that goes on."""
+    cache_at: str = ""
+    """Engine that keeps the KV cache of prompt and resumed tokens; without it they are computed again."""
+    moved: MovedFrom | None = None
+    """It is parked there, and this engine goes on with it once it took it from there."""
+
+
+class Generate(Request[GenerateReply], frozen=True):
     """Sample one completion. Asking again with the same `request_id` joins the request or returns its result."""
 
     idempotent: ClassVar[bool] = True
@@ -88,23 +158,12 @@ class Generate(Request[Completion | Aborted], frozen=True):
     prompt: bytes
     """int32 little-endian token ids of everything so far."""
     sampling: Sampling
-    min_version: int = 0
-    """No token is sampled under an older weight version; the engine pulls first if it must."""
+    weights: WeightsNeed = WeightsNeed()
+    """The engine pulls first if it must; Aborted where an exact version is held by no engine."""
     resumed: Tokens = Tokens()
     """Tokens already sampled elsewhere (a dead or drained engine): they count towards the completion and are not sampled again.
     The reply begins with them."""
-    exact: bool = False
-    """Every token is sampled under `min_version` itself; Aborted where no engine holds it."""
-    task: str = ""
-    """Name of the task; empty where the config names none."""
-    hand_over: bool = False
-    """Prefill only: after the first token the request comes back as Aborted with HANDED_OVER, and its KV cache waits for whoever goes on."""
-    cache_at: str = ""
-    """Engine that keeps the KV cache of prompt and resumed tokens; without it they are computed again."""
-    moved: MovedFrom | None = None
-    """It is parked there, and this engine goes on with it once it took it from there."""
-    rollout: bool = False
-    """It is a turn of a rollout, of which its manager tells the orchestrator."""
+    route: Route = Route()
 
 
 class Abort(Request[Ack], frozen=True):
@@ -126,39 +185,14 @@ class TokensSampled(Message, frozen=True):
     progress: tuple[tuple[str, Tokens], ...]
 
 
-class Modelled(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """What planners take an engine for: names of configs/hardware and configs/models, and the GPUs that it was started with."""
-
-    hardware: str
-    model: str
-    """Empty: the job's own model, whose folder says what shape it has."""
-    degree: int
-    scale: float = 1.0
-    """Seconds that a second of that hardware lasts."""
-
-
 class EngineStatus(Message, frozen=True):
     """An engine's own account of itself: a restarted proxy rebuilds its table from these."""
 
-    engine: str
-    version: int
-    num_slots: int
+    info: EngineInfo
     running: tuple[str, ...]
     """Request ids waiting or running."""
     finished: tuple[str, ...]
     """Request ids whose result is still kept for an asker that lost its reply."""
-    suspended: bool = False
-    held: bool = False
-    """It stays on `version` for an evaluation."""
-    serves: str = "both"
-    """Its `engine.serves`."""
-    asleep: bool = False
-    degree: int = 1
-    """GPUs that share each layer."""
-    modelled: Modelled | None = None
-    """None where nobody says what hardware it is."""
-    restart_s: float = 0.0
-    """What a change of degree takes it where it is started anew for that, and its requests' KV is computed again; 0: it goes on."""
     digest: WeightsDigest | None = None
     """As that of WeightsTaken, of the version that it took last."""
 
@@ -193,24 +227,3 @@ class Resume(Request[Ack], frozen=True):
     """Go on decoding after Suspend."""
 
     idempotent: ClassVar[bool] = True
-
-
-class CachePart(Message, frozen=True):
-    """Bytes of a KV cache, as actors.engines.engine.Cache has it, from the asked offset on; none where it is gone."""
-
-    data: Buffer
-    size_bytes: int = 0
-    """Of the whole cache."""
-    version: int = -1
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-
-
-class FetchCache(Request[CachePart], frozen=True):
-    """Engine → engine: give me the next part of this request's KV cache. With the last one it is forgotten."""
-
-    idempotent: ClassVar[bool] = False
-    request_id: str
-    epoch: int = 0
-    """Of the move that it is kept for; 0 where the request was handed over."""
-    offset: int = 0

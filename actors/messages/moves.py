@@ -8,7 +8,7 @@ no effect.
 from typing import ClassVar
 
 from actors.messages.generation import Tokens
-from bus.message import Ack, Message, Request
+from bus.message import Ack, Buffer, Message, Request
 
 
 class Moved(Message, frozen=True):
@@ -76,3 +76,24 @@ class TakeMove(Request[Ack | NotMoved], frozen=True):
     epoch: int
     incarnation: int
     """Of the source that parked it: another one has lost it with everything else."""
+
+
+class CachePart(Message, frozen=True):
+    """Bytes of a KV cache, as actors.engines.engine.Cache has it, from the asked offset on; none where it is gone."""
+
+    data: Buffer
+    size_bytes: int = 0
+    """Of the whole cache."""
+    version: int = -1
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+class FetchCache(Request[CachePart], frozen=True):
+    """Engine → engine: give me the next part of this request's KV cache. With the last one it is forgotten."""
+
+    idempotent: ClassVar[bool] = False
+    request_id: str
+    epoch: int = 0
+    """Of the move that it is kept for; 0 where the request was handed over."""
+    offset: int = 0

@@ -4,8 +4,8 @@ from typing import ClassVar
 
 import msgspec
 
-from actors.messages.generation import Modelled
 from bus.message import Message, Request
+from planning.engine_info import EngineInfo
 
 
 class RequestSeen(msgspec.Struct, frozen=True, array_like=True):
@@ -65,27 +65,11 @@ class RequestEnded(msgspec.Struct, frozen=True, array_like=True):
     """False for a rollout that was given up so far."""
 
 
-class EngineSeen(msgspec.Struct, frozen=True, array_like=True):
-    """An engine as the proxy knows it."""
-
-    name: str
-    num_slots: int
-    takes: bool
-    """New requests: it is neither suspended nor held for an evaluation."""
-    asleep: bool = False
-    degree: int = 1
-    modelled: Modelled | None = None
-    serves: str = "both"
-    """Which stage of requests: both, prefill or decode."""
-    restart_s: float = 0.0
-    """What a change of degree takes it where it is started anew for that; 0: it goes on."""
-
-
 class Surveyed(Message, frozen=True):
     """Engines in order of their names, requests in that of their arrival."""
 
     requests: tuple[RequestSeen, ...]
-    engines: tuple[EngineSeen, ...]
+    engines: tuple[EngineInfo, ...]
     ended: tuple[RequestEnded, ...]
     """Since `Survey.after`; the oldest may be missing."""
     num_ended: int

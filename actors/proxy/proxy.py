@@ -5,42 +5,38 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from actors.cluster import ClusterSection, check_pools
-from actors.config import ProxySection
-from actors.messages.engines import GENERATION, EngineState
-from actors.messages.fabric import PhaseIntent
+import msgspec
+
+from actors import plugins
+from actors.messages.engines import GENERATION, InfoChanged
 from actors.messages.generation import (
-    HANDED_BACK,
-    HANDED_OVER,
-    NOT_ITS_TURN,
     Abort,
     Aborted,
     Completion,
     Generate,
-    MovedFrom,
+    GenerateReply,
+    HandedBack,
+    HandedOver,
+    NotItsTurn,
     Resume,
+    Route,
     Suspend,
-    Tokens,
     TokensSampled,
-    VersionSpan,
 )
-from actors.messages.moves import Move, Moved, NotMoved
-from actors.messages.orchestration import OutOfDate, Survey, Surveyed
-from actors.messages.phases import Generating
-from actors.proxy.affinity import AffinityMap, HardwareAffinity, check_affinity
-from actors.proxy.moves import Moves
-from actors.proxy.outlook import Outlook
-from actors.proxy.permit import RolloutPermit, check_cluster
-from actors.proxy.placement import EngineSeat, Placement, ProxyRequest, Roster
-from actors.proxy.stages import DECODE, PREFILL, Stages, check_stages
+from actors.proxy.hooks import ProxyHook
+from actors.proxy.picker import PickerHost, picker_of
+from actors.proxy.placement import EngineAsk, EngineSeat, Placement, ProxyRequest
+from actors.proxy.roster import Roster
+from actors.proxy.section import ProxyConfig
 from actors.requests import Run, SharedRequests
 from bus.errors import AskFailed, NotSent, Refused, Unknown
-from bus.message import Ack, Message
-from runtime.actor import Actor, handler
-from runtime.config import ActorConfig
+from bus.message import Ack
+from planning.engine_info import WeightsId
+from runtime.actor import Actor, Handles, handler
 from runtime.config import Config as Job
 from runtime.courier import budget, current_trace
 from runtime.errors import NotRunning
+from runtime.importer import check_module
 from runtime.kernel import Kernel
 from runtime.observe.figures import Wait
 
@@ -56,79 +52,113 @@ class LLMProxy(Actor):
     needs = ("engine",)
     drain_order = 60
 
-    class Config(ActorConfig):
-        proxy: ProxySection = ProxySection()
-        cluster: ClusterSection = ClusterSection()
-        affinity: AffinityMap = {}
-        """Which class of hardware serves which task: `learned`, or task → class of a pool, `default` for the others; see docs/affinity.md."""
+    class Config(ProxyConfig):
+        pass
 
     config: Config
 
     @classmethod
     def check(cls, job: Job) -> None:
-        check_affinity(job)
-        check_stages(job)
-        check_cluster(job)
+        for path in plugins.proxy_checks(job):
+            plugins.load(path)(job)
 
     @classmethod
     def check_host(cls, config: Config) -> None:
-        """A pool that its cluster does not have would be nobody else's."""
-        check_pools(config.cluster)
+        for check in plugins.named(plugins.PROXY_HOST_CHECKS, config):
+            check(config)
+        if config.proxy.picker:
+            check_module(config.proxy.picker, key="proxy.picker")
+
+    @classmethod
+    def plugin_classes(cls, job: Job) -> tuple[type[Handles], ...]:
+        return tuple(plugins.load(path) for path in plugins.proxy_hooks_of(job))
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
         self._section = section = config.proxy
         self._limit = f"proxy.request_timeout_s={section.request_timeout_s:g}"
-        self._requests = SharedRequests(
+        self.requests = SharedRequests(
             ProxyRequest, self._begin, section.results_kept, section.results_mb, self._cancel, self._too_late
         )
-        self._affinity = None
-        if config.affinity:
-            self._affinity = HardwareAffinity(self, config.affinity, self._requests.running, section.sessions_kept)
-        self._stages = Stages(self, section.balance_s if section.balance == "auto" else 0.0)
-        self._placement = Placement(
-            section.max_waiting, section.sessions_kept, self._turn, self._stages, self._affinity
+        self.placement = placement = Placement(section.max_waiting, self._turn)
+        host = PickerHost(
+            self, config, placement.seats, self.requests.running, lambda: placement.num_waiting, placement.look
         )
-        self._roster = Roster(self, self._placement, self._requests, lambda seat: self._begin_phase(seat.version))
-        self._outlook = Outlook(self._requests.running, self._placement.seats)
-        self._moves = Moves(self, self._placement, self._requests.running, self._ask)
-        self._permit = None
-        if config.cluster.dir:
-            self._permit = RolloutPermit(self, config.cluster, self._placement, self._requests.running, self._moves)
-        self._phase = -1
-        """The newest weight version whose rollout phase was announced to the fabric."""
+        placement.picker = picker_of(host)
+        self._roster = Roster(self, placement, self.requests, lambda seat: self._version_began(seat.info.version))
+        self._started = False
+        self.hooks: list[ProxyHook] = []
+        self.plugins = self.hooks
+        self._by_path: dict[str, ProxyHook] = {}
+        for path in plugins.chosen(plugins.PROXY_HOOKS, config):
+            self.hook(path)
+        self._newest = -1
+        """The newest weight version of which a token was sampled."""
 
     # -- life cycle -------------------------------------------------------------------------------------------------
 
     async def on_start(self) -> None:
         """Learn from every ready engine what it runs and keeps, before the first request is routed."""
+        self._meet()
         await self._roster.first_look()
-        if self._permit is not None:
-            self.spawn(self._permit.serve(), name=f"{self.name}.permit")
+        for hook in self.hooks:
+            self._run(hook)
+        self._started = True
 
     async def on_drain(self) -> None:
         """Answer what is answered soon. Engines go on with the rest, and its callers ask the next proxy for it, as after a death."""
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
-                await self._requests.idle.wait()
+                await self.requests.idle.wait()
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         self._roster.changed(joined, left)
-        if self._permit is not None:
-            self._permit.left(left)
+        self._meet()
+        for hook in self.hooks:
+            hook.peers_left(left)
+
+    # -- mechanisms ---------------------------------------------------------------------------------------------------
+
+    def plugin_for(self, tag: str) -> ProxyHook | None:
+        path = plugins.PROXY_MESSAGES.get(tag)
+        return None if path is None else self.hook(path)
+
+    def hook(self, path: str) -> Any:
+        """The hook of that class, which goes along from now on."""
+        found = self._by_path.get(path)
+        if found is None:
+            found = self._by_path[path] = self.make(path)
+            self.hooks.append(found)
+            if self._started:
+                self._run(found)
+        return found
+
+    def make(self, path: str) -> ProxyHook:
+        """A new one."""
+        return plugins.load(path)(self)
+
+    def _meet(self) -> None:
+        """What the actors that are there now bring with them."""
+        for role, path in plugins.PROXY_PEERS.items():
+            if self.peers(role):
+                self.hook(path)
+
+    def _run(self, hook: ProxyHook) -> None:
+        self.spawn(hook.run(), name=f"{self.name}.{type(hook).__name__}")
 
     # -- requests: no task for any of them, since there are more of these than of anything else ---------------------
 
     @handler(concurrency=4096)
-    def generate(self, request: Generate) -> asyncio.Future[Completion | Aborted]:
+    def generate(self, request: Generate) -> asyncio.Future[GenerateReply]:
         """Bounded by `concurrency`: above, requests stay in the mailbox and their senders run out of credit."""
-        return self._requests.ask(request, within_s=budget(self._section.request_timeout_s))
+        return self.requests.ask(request, within_s=budget(self._section.request_timeout_s))
 
-    def _too_late(self, request: Generate) -> Aborted:
-        """Its deadline passed, which says nothing against the request: it may come again."""
-        shared = self._requests.running.get(request.request_id)
-        if self._permit is not None and not self._permit.is_held:
-            return Aborted(request.request_id, shared.tokens if shared else request.resumed, NOT_ITS_TURN)
+    def _too_late(self, request: Generate) -> Aborted | NotItsTurn:
+        """Its time is over, which says nothing against the request: it may come again."""
+        shared = self.requests.running.get(request.request_id)
+        for hook in self.hooks:
+            if (reply := hook.too_late(request, shared)) is not None:
+                return reply
         what = f"{shared.engine} had not finished it" if shared and shared.engine else "no engine had room"
         tokens = shared.tokens if shared else request.resumed
         return Aborted(request.request_id, tokens, f"{request.request_id}: {what} before the deadline")
@@ -136,7 +166,7 @@ class LLMProxy(Actor):
     def _begin(self, shared: ProxyRequest) -> Run:
         """See the request through, from engine to engine if need be."""
         shared.run = asyncio.get_running_loop().create_future()
-        self.metrics.gauge("proxy/in_flight", len(self._requests.running))
+        self.metrics.gauge("proxy/in_flight", len(self.requests.running))
         self._go_on(shared)
         self._came_or_went()
         return shared.run
@@ -146,42 +176,42 @@ class LLMProxy(Actor):
         outcome = shared.outcome()
         if outcome is not None:
             self._end(shared, outcome)
-        elif (seat := self._placement.try_take(shared)) is not None:
-            self._ask(seat, shared)
-        elif self._placement.full:
-            num = self._placement.num_waiting
+        elif (seat := self.placement.try_take(shared)) is not None:
+            self.ask(seat, shared)
+        elif self.placement.full:
+            num = self.placement.num_waiting
             why = f"{num} requests wait for an engine already: add engines, or raise proxy.max_waiting"
             self._end(shared, Aborted(shared.request.request_id, shared.tokens, why))
         else:
             shared.wait = self._waiting(
                 shared, "a free slot", next((name.rpartition("-")[0] for name in self.peers(GENERATION)), "engine")
             )
-            self._placement.line_up(shared)
-            self.metrics.gauge("proxy/queued", self._placement.num_waiting)
+            self.placement.line_up(shared)
+            self.metrics.gauge("proxy/queued", self.placement.num_waiting)
 
     def _turn(self, shared: ProxyRequest, seat: EngineSeat | None) -> None:
         """Its wait in line is over."""
         shared.wait.close()
-        self.metrics.gauge("proxy/queued", self._placement.num_waiting)
+        self.metrics.gauge("proxy/queued", self.placement.num_waiting)
         if seat is None:
             self._go_on(shared)
         else:
-            self._ask(seat, shared)
+            self.ask(seat, shared)
 
-    def _ask(self, seat: EngineSeat, shared: ProxyRequest, moved: MovedFrom | None = None) -> None:
-        request = shared.to_send(moved, hand_over=self._stages.hands_over(shared, seat.name))
+    def ask(self, seat: EngineSeat, shared: ProxyRequest, route: Route | None = None) -> None:
+        """Ask the engine whose seat the request has, by the picker's route or by another."""
+        request = shared.to_send(self.placement.picker.route(shared, seat) if route is None else route)
         limit_s = self._section.request_timeout_s
-        seat.bytes_in += len(request.prompt) + len(request.resumed.ids)
-        shared.wait = self._waiting(shared, "decode", seat.name)
+        for hook in self.hooks:
+            hook.asked(seat, request)
+        wait = self._waiting(shared, "decode", seat.name)
         asking: asyncio.Future[Any] | None = seat.ref.begin(request, timeout=limit_s, trace=shared.trace)
         if asking is None:
             asking = self.spawn(self._ask_later(seat, shared, request), name=f"{self.name}.ask.{seat.name}")
-        shared.asking, shared.taken_away = asking, False
-        asking.add_done_callback(partial(self._replied, seat, shared))
+        shared.asked = ask = EngineAsk(seat, asking, wait)
+        asking.add_done_callback(partial(self._replied, shared, ask))
 
-    async def _ask_later(
-        self, seat: EngineSeat, shared: ProxyRequest, request: Generate
-    ) -> Completion | Aborted | AskFailed:
+    async def _ask_later(self, seat: EngineSeat, shared: ProxyRequest, request: Generate) -> GenerateReply | AskFailed:
         """The engine is away just now, or granted no credit."""
         current_trace.set(shared.trace)
         try:
@@ -189,90 +219,96 @@ class LLMProxy(Actor):
         except AskFailed as error:
             return error
 
-    def _replied(self, seat: EngineSeat, shared: ProxyRequest, asking: "asyncio.Future[Any]") -> None:
+    def _replied(self, shared: ProxyRequest, ask: EngineAsk, _: object) -> None:
         """The engine answered or failed, or the request was taken away from it, or this actor stops."""
         try:
-            self._settle(seat, shared, asking)
+            self._settle(shared, ask)
         except NotRunning:  # nor does whoever stands in line get a seat from an actor that is ending
             shared.run.cancel()
 
-    def _settle(self, seat: EngineSeat, shared: ProxyRequest, asking: "asyncio.Future[Any]") -> None:
-        if not self._moves.is_settled(seat, shared, asking):
+    def _settle(self, shared: ProxyRequest, ask: EngineAsk) -> None:
+        if shared.settles is not None:
+            if not shared.settles(ask):
+                return
+        elif shared.asked is not ask:
+            if shared.seat is not ask.seat:
+                self.placement.release(ask.seat, shared)  # it dropped out a moment ago
             return
-        shared.asking = None
-        shared.wait.close()
-        if asking.cancelled() and not shared.taken_away:
+        shared.asked = None
+        ask.wait.close()
+        seat, asking = ask.seat, ask.future
+        if asking.cancelled() and not ask.taken_away:
             shared.run.cancel()
         found: Any = None if asking.cancelled() else asking.exception() or asking.result()
         lost = found is None or isinstance(found, NotSent | Refused | Unknown)
         if lost and not shared.run.done():
             if found is not None:
                 self._roster.rest(seat, str(found))
-            self._moved(seat, shared, died=found is None or isinstance(found, Unknown))
-        self._placement.release(seat, shared)
+            self._goes_elsewhere(seat, shared, died=found is None or isinstance(found, Unknown))
+        self.placement.release(seat, shared)
         if shared.run.done():
             return
-        if isinstance(found, Completion | Aborted):
-            found = self._answered(seat, shared, found)
-        if lost or found is None:
+        reply: Any = None if lost else found
+        outcome = None if lost else self._answered(seat, shared, reply)
+        if outcome is None:
+            self.placement.picker.after(shared, seat, reply)
             self._go_on(shared)
         else:
-            self._end(shared, found)
+            self._end(shared, outcome)
 
     def _cancel(self, shared: ProxyRequest) -> None:
         """Nobody waits for it any more."""
         shared.run.cancel()
-        if self._placement.leave(shared):
+        if self.placement.leave(shared):
             shared.wait.close()
-            self.metrics.gauge("proxy/queued", self._placement.num_waiting)
+            self.metrics.gauge("proxy/queued", self.placement.num_waiting)
         else:
             shared.take_away()
 
     def _end(self, shared: ProxyRequest, outcome: Completion | Aborted | Exception) -> None:
         self.metrics.observe("proxy/latency_s", asyncio.get_running_loop().time() - shared.began)
-        self.metrics.gauge("proxy/in_flight", len(self._requests.running) - 1)
-        if self._affinity is not None:
-            self._affinity.ended(shared.request, outcome)
-        if self._outlook.epoch:
-            self._outlook.ended(shared, outcome)
+        self.metrics.gauge("proxy/in_flight", len(self.requests.running) - 1)
+        self.placement.picker.ended(shared, outcome)
+        for hook in self.hooks:
+            hook.ended(shared, outcome)
         shared.run.set_result(outcome)
         self._came_or_went()
 
     def _came_or_went(self) -> None:
-        if self._permit is not None:
-            self._permit.look()
+        for hook in self.hooks:
+            hook.came_or_went()
 
     def _waiting(self, shared: ProxyRequest, stage: str, holder: str) -> Wait:
-        request = shared.request
-        why = "" if self._affinity is None else self._affinity.told(request.task)
+        request, why = shared.request, self.placement.picker.why(shared)
         return self.waits.on(request.request_id, stage=stage, detail=why, holder=holder, limit=self._limit).open()
 
     def _answered(
-        self, seat: EngineSeat, shared: ProxyRequest, reply: Completion | Aborted
-    ) -> Completion | Aborted | None:
-        """What the reply tells about its engine; None where the engine handed the request back."""
-        seat.bytes_out += len(reply.tokens.ids) + len(reply.tokens.logprobs)
+        self, seat: EngineSeat, shared: ProxyRequest, reply: GenerateReply | Exception
+    ) -> Completion | Aborted | Exception | None:
+        """The outcome; None where another engine is to go on with the request."""
+        if isinstance(reply, Exception):
+            return reply
+        for hook in self.hooks:
+            hook.answered(seat, reply)
         if reply.tokens.spans:
             self._sampled_under(seat, reply.tokens.spans[-1].version)
-        if isinstance(reply, Aborted) and reply.moved_to:
-            shared.tokens = reply.tokens
-            self._placement.located[reply.request_id] = reply.moved_to
-            return None
-        if isinstance(reply, Completion) or reply.reason not in (HANDED_BACK, HANDED_OVER) or shared.abort_reason:
-            return reply
-        shared.tokens = reply.tokens
-        if reply.reason == HANDED_OVER:
-            shared.enter(DECODE, seat.name)
-            return None
-        seat.handed_back = True
-        self._roster.rest(seat, reply.reason)
-        self._moved(seat, shared, died=False)
+        match reply:
+            case Completion() | Aborted():
+                return reply
+            case HandedOver(request_id, tokens, to) if to:
+                self.placement.located[request_id] = to
+            case HandedOver(_, tokens) | HandedBack(_, tokens) | NotItsTurn(_, tokens):
+                pass
+        shared.tokens = tokens
+        if isinstance(reply, HandedBack | NotItsTurn) and not shared.abort_reason:
+            seat.handed_back = True
+            self._roster.rest(seat, "it drains")
+            self._goes_elsewhere(seat, shared, died=False)
         return None
 
-    def _moved(self, seat: EngineSeat, shared: ProxyRequest, *, died: bool) -> None:
+    def _goes_elsewhere(self, seat: EngineSeat, shared: ProxyRequest, *, died: bool) -> None:
         if shared.abort_reason:
             return
-        shared.enter(PREFILL)
         seat.lost += 1
         seat.lost_tokens += shared.num_tokens
         self.metrics.count("proxy/moved")
@@ -287,87 +323,54 @@ class LLMProxy(Actor):
     async def tokens_sampled(self, message: TokensSampled) -> None:
         newest = -1
         for request_id, tokens in message.progress:
-            shared = self._requests.running.get(request_id)
+            shared = self.requests.running.get(request_id)
             if shared is not None and shared.engine == message.engine:
-                shared.tokens = extend(shared.tokens, tokens)
+                shared.tokens = shared.tokens.extended(tokens)
             if tokens.spans:
                 newest = max(newest, tokens.spans[-1].version)
-        seat = self._placement.seats.get(message.engine)
+        seat = self.placement.seats.get(message.engine)
         if seat is not None:
             self._sampled_under(seat, newest)
 
     def _sampled_under(self, seat: EngineSeat, version: int) -> None:
-        if version > seat.version:
-            seat.version = version
-            self._placement.changed(seat)
-        self._begin_phase(version)
+        if version > seat.info.version:
+            self.placement.changed(seat, holds=(WeightsId(version),))
+        self._version_began(version)
 
     @handler(concurrency=16)
-    async def engine_state(self, message: EngineState) -> Ack:
-        if (seat := self._placement.seats.get(message.engine)) is not None:
-            seat.version, seat.held = message.version, message.held
-            seat.asleep, seat.degree, seat.restart_s = message.asleep, message.degree, message.restart_s
-            self._placement.changed(seat)
-        if self._permit is not None and message.asleep:
-            self._permit.slept(message.engine)
+    async def engine_changed(self, message: InfoChanged) -> Ack:
+        if (seat := self.placement.seats.get(message.info.name)) is not None:
+            seat.info = msgspec.structs.replace(message.info, suspended=seat.info.suspended)  # the proxy's own command
+            self.placement.changed(seat)
+        for hook in self.hooks:
+            hook.engine_changed(message.info)
         return Ack()
 
-    def _begin_phase(self, version: int) -> None:
-        """The first token under a new version, on any engine, begins its rollout phase: the fabric hears of it, and of the last one's traffic."""
-        if version <= self._phase:
-            return
-        self._phase = version
-        if self._affinity is not None:
-            self._affinity.phase()
-        traffic: list[tuple[str, str, int]] = []
-        for seat in self._placement.seats.values():
-            traffic += [(self.name, seat.name, seat.bytes_in), (seat.name, self.name, seat.bytes_out)]
-            seat.bytes_in = 0
-            seat.bytes_out = 0
-        if self.peers("fabric_controller"):
-            intent = PhaseIntent("rollout", version, 0.0, tuple(t for t in traffic if t[2]))
-            self.spawn(self._tell("fabric_controller", intent), name=f"{self.name}.phase")
-
-    async def _tell(self, target: str, message: Message) -> None:
-        try:
-            await self.ref(target).tell(message)
-        except NotSent:
-            self.log.debug("not_told", target=target, message=type(message).__name__)
-
-    @handler(concurrency=16)
-    async def generating(self, message: Generating) -> Ack:
-        if self._permit is not None:
-            self._permit.told(message.manager, message.num)
-        return Ack()
+    def _version_began(self, version: int) -> None:
+        """The first token under a new version, on any engine, is told of."""
+        if version > self._newest:
+            self._newest = version
+            self.placement.picker.version_began(version)
+            for hook in self.hooks:
+                hook.version_began(version)
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
     @handler(concurrency=64)
     async def abort(self, request: Abort) -> Ack:
         """The asker of the request gets Aborted with its tokens; answered once the engine carried it out, or is gone."""
-        shared = self._requests.running.get(request.request_id)
+        shared = self.requests.running.get(request.request_id)
         if shared is None or shared.abort_reason:
             return Ack()
         shared.abort_reason = request.reason
-        if shared.asking is None:
-            if self._placement.leave(shared):
+        if shared.asked is None:
+            if self.placement.leave(shared):
                 self._turn(shared, None)
             return Ack()
-        for seat in filter(None, (shared.behind and shared.behind.seat, shared.seat)):
+        for seat in [ask.seat for ask in shared.asks]:
             if seat.gone or not await self._roster.command(seat, request):
                 shared.take_away(seat)
         return Ack()
-
-    @handler(concurrency=64)
-    async def move(self, request: Move) -> Moved | NotMoved:
-        """Answered once another engine has the request, or it is clear that none will; who asked for it hears of neither."""
-        if self._outlook.is_old(request.epoch):
-            return NotMoved(f"an order of epoch {request.epoch}: a later orchestrator is at work")
-        return await self._moves.move(request)
-
-    @handler
-    async def survey(self, request: Survey) -> Surveyed | OutOfDate:
-        return self._outlook.look(request)
 
     @handler(concurrency=4)
     async def suspend(self, request: Suspend) -> Ack:
@@ -379,21 +382,3 @@ class LLMProxy(Actor):
     async def resume(self, request: Resume) -> Ack:
         await self._roster.command_all(request)
         return Ack()
-
-
-def extend(tokens: Tokens, more: Tokens) -> Tokens:
-    """`tokens` and what `more` adds at their end; `more` has positions in the whole completion.
-
-    Overlaps are cut. A gap (a report was missed) adds nothing: what follows it will be sampled again.
-    """
-    have = len(tokens.ids) // 4
-    if not more.spans or not more.spans[0].start <= have < more.spans[-1].end:
-        return tokens
-    skip = (have - more.spans[0].start) * 4
-    spans = list(tokens.spans)
-    for version, start, end in ((s.version, max(s.start, have), s.end) for s in more.spans if s.end > have):
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].start, end)
-        else:
-            spans.append(VersionSpan(version, start, end))
-    return Tokens(tokens.ids + more.ids[skip:], tokens.logprobs + more.logprobs[skip:], tuple(spans))

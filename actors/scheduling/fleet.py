@@ -8,27 +8,27 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from actors import catalog
-from actors.messages.generation import Modelled
-from actors.messages.orchestration import EngineSeen, RequestSeen
+from actors.messages.orchestration import RequestSeen
 from planning.demand import Demand
+from planning.engine_info import EngineInfo, EngineProfile
 from planning.language_model import ModelSpec
 from planning.makespan import Instance, Load
-from planning.roofline import EngineSpec, Roofline
+from planning.roofline import Deployment, Roofline
 
 PREFILL = "prefill"
 """What an engine serves that hands each request over once its first token is sampled."""
 
 
-class Server(NamedTuple):
+class GpuGroup(NamedTuple):
     """Engines that share GPUs by sleeping and waking: those of one host, pool and hardware. Each was started with `gpus` of them."""
 
     name: str
-    modelled: Modelled
-    engines: tuple[EngineSeen, ...]
+    profile: EngineProfile
+    engines: tuple[EngineInfo, ...]
 
     @property
     def gpus(self) -> int:
-        return self.modelled.degree * len(self.engines)
+        return self.profile.degree * len(self.engines)
 
     @property
     def restart_s(self) -> float:
@@ -46,20 +46,20 @@ class Server(NamedTuple):
         return all(each.takes or each.asleep for each in self.engines)
 
 
-def servers(engines: Iterable[EngineSeen], place_of: Callable[[str], str]) -> list[Server]:
+def servers(engines: Iterable[EngineInfo], place_of: Callable[[str], str]) -> list[GpuGroup]:
     """`place_of` names an engine's host and pool; "": nobody knows. None are found then, for GPUs may be shared with that engine.
 
     Left out are engines whose hardware nobody says, and those that only prefill: what is due to a request is sampled elsewhere.
     """
-    found: dict[tuple[str, Modelled], list[EngineSeen]] = defaultdict(list)
+    found: dict[tuple[str, EngineProfile], list[EngineInfo]] = defaultdict(list)
     for each in engines:
-        if each.modelled is not None and each.serves != PREFILL:
+        if each.profile is not None and each.serves != PREFILL:
             if not (place := place_of(each.name)):
                 return []
-            found[place, each.modelled].append(each)
+            found[place, each.profile].append(each)
     return [
-        Server(place, modelled, tuple(sorted(group, key=lambda each: each.name)))
-        for (place, modelled), group in sorted(found.items())
+        GpuGroup(place, profile, tuple(sorted(group, key=lambda each: each.name)))
+        for (place, profile), group in sorted(found.items())
     ]
 
 
@@ -72,30 +72,30 @@ class Speeds:
         self._own = own
         self._known: dict[tuple[str, str, int, int, float], Roofline | None] = {}
 
-    def of(self, server: Server) -> dict[int, Roofline]:
+    def of(self, server: GpuGroup) -> dict[int, Roofline]:
         """By degree: those that its engines have, and may have."""
         allowed = self._degrees or [1 << power for power in range(server.gpus.bit_length())]
-        base, most = server.modelled.degree, server.gpus
+        base, most = server.profile.degree, server.gpus
         may = [each for each in allowed if each <= most and each % base == 0 and most % each == 0]
         slots = min(each.num_slots for each in server.engines)
         has = {each.degree for each in server.engines}
         restart_s = float(round(server.restart_s))
-        found = {degree: self._roofline(server.modelled, degree, slots, restart_s) for degree in sorted({*may, *has})}
+        found = {degree: self._roofline(server.profile, degree, slots, restart_s) for degree in sorted({*may, *has})}
         return {degree: roofline for degree, roofline in found.items() if roofline is not None}
 
-    def model(self, modelled: Modelled) -> ModelSpec:
+    def model(self, profile: EngineProfile) -> ModelSpec:
         """The shape that counts."""
-        return catalog.model(modelled.model) if modelled.model else self._own()
+        return catalog.model(profile.model) if profile.model else self._own()
 
-    def _roofline(self, modelled: Modelled, degree: int, num_slots: int, restart_s: float) -> Roofline | None:
+    def _roofline(self, profile: EngineProfile, degree: int, num_slots: int, restart_s: float) -> Roofline | None:
         """None where the model does not fit."""
-        key = (modelled.hardware, modelled.model, degree, num_slots, restart_s)
+        key = (profile.hardware, profile.model, degree, num_slots, restart_s)
         if key not in self._known:
-            gpu, model = catalog.hardware(modelled.hardware), self.model(modelled)
+            gpu, model = catalog.hardware(profile.hardware), self.model(profile)
             fits = model.heads % degree == 0 and degree <= gpu.gpus_per_server
             try:
                 sizes = {"tp": degree, "num_slots": num_slots, "restart_s": restart_s}
-                spec = EngineSpec(gpu=gpu, model=model, **sizes) if fits else None
+                spec = Deployment(gpu=gpu, model=model, **sizes) if fits else None
             except ValidationError:
                 spec = None
             self._known[key] = None if spec is None else Roofline(spec)
@@ -103,7 +103,7 @@ class Speeds:
 
 
 def instances(
-    servers: Iterable[Server],
+    servers: Iterable[GpuGroup],
     requests: Iterable[RequestSeen],
     loaded: Callable[[RequestSeen], Load],
     settling: Collection[str] = (),
@@ -121,11 +121,11 @@ def instances(
     ]
 
 
-def expected(servers: Sequence[Server], requests: Iterable[RequestSeen]) -> dict[Server, list[RequestSeen]]:
+def expected(servers: Sequence[GpuGroup], requests: Iterable[RequestSeen]) -> dict[GpuGroup, list[RequestSeen]]:
     """Of each server, the requests that its engines have, and of those that wait at a proxy as many as it has GPUs among all."""
     at = {each.name: server for server in servers for each in server.engines}
     places = [server for server in servers for _ in range(server.gpus)]
-    found: dict[Server, list[RequestSeen]] = {server: [] for server in servers}
+    found: dict[GpuGroup, list[RequestSeen]] = {server: [] for server in servers}
     waiting = 0
     for each in requests:
         if each.engine in at:
@@ -142,7 +142,7 @@ def load(request: RequestSeen, left: float, wait_s: float = 0.0) -> Load:
     return Load(request.request_id, context, left, context - 1 if request.sampled else 0, wait_s)
 
 
-def asleep_with(servers: Iterable[Server], requests: Iterable[RequestSeen]) -> dict[str, str]:
+def asleep_with(servers: Iterable[GpuGroup], requests: Iterable[RequestSeen]) -> dict[str, str]:
     """Where requests of engines that sleep are to go: engines of their server that are awake and take them.
 
     Where every engine of a pool that lives is asleep, a proxy gives them requests, which wait until it wakes. If then another one comes back
@@ -159,7 +159,7 @@ def asleep_with(servers: Iterable[Server], requests: Iterable[RequestSeen]) -> d
 
 
 def cache_traffic(
-    server: Server, requests: Iterable[RequestSeen], to: Mapping[str, str], model: ModelSpec
+    server: GpuGroup, requests: Iterable[RequestSeen], to: Mapping[str, str], model: ModelSpec
 ) -> tuple[Demand, ...]:
     """Bytes of KV cache between engines, where requests change engines as `to` (by request id) says; none that is computed again."""
     if server.restart_s:

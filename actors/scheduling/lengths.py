@@ -17,18 +17,11 @@ TOKENS_S = 30.0
 """What a rollout samples per second of its turns, while none has ended that told."""
 
 
-class Left(NamedTuple):
-    """Of one request and the turns that follow it."""
-
-    tokens: float
-    env_s: float = 0.0
-    """In environments, between those turns and after the last."""
-
-
 class Expected(NamedTuple):
     """What each request has still to come."""
 
-    left: Mapping[str, Left]
+    left: Mapping[str, Remaining]
+    """Of one request and the turns that follow it; in environments between those turns and after the last."""
     away_s: float = 0.0
     """Until the last is through of the rollouts that are in their environments."""
 
@@ -100,7 +93,7 @@ class Lengths:
         away = (left.tokens / forecast.tokens_s + left.env_s for each, left in found if not each.request)
         return Expected({each.request: left for each, left in found if each.request}, max(away, default=0.0))
 
-    def drawn(self, running: Sequence[Underway]) -> Mapping[str, Left] | None:
+    def drawn(self, running: Sequence[Underway]) -> Mapping[str, Remaining] | None:
         """To come of each request, spread as lengths are, so that their tail is among them; None where no length is known."""
         forecast = self._forecast(running)
         if not forecast.curves:
@@ -125,8 +118,8 @@ def _told(ended: Iterable[RequestEnded]) -> tuple[int, float]:
     return sum(each.sampled for each in known), sum(each.generate_s for each in known)
 
 
-def _within(left: Remaining, each: Underway) -> Left:
-    return Left(max(1.0, min(left.tokens, each.limit)), left.env_s)
+def _within(left: Remaining, each: Underway) -> Remaining:
+    return left._replace(tokens=max(1.0, min(left.tokens, each.limit)))
 
 
 def _whole(ended: RequestEnded) -> Seen:

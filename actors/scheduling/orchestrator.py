@@ -11,12 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 
 from actors.config import ModelSection
-from actors.messages.generation import Modelled
 from actors.messages.orchestration import RequestSeen, Surveyed
 from actors.model_folder import shape_of
 from actors.scheduling.circuits import SwitchCircuits
 from actors.scheduling.fleet import (
-    Server,
+    GpuGroup,
     Speeds,
     asleep_with,
     cache_traffic,
@@ -26,11 +25,13 @@ from actors.scheduling.fleet import (
     servers,
 )
 from actors.scheduling.foresight import Foresight
-from actors.scheduling.lengths import Left, Lengths, Underway, underway
+from actors.scheduling.lengths import Lengths, Underway, underway
 from actors.scheduling.reshapes import as_merge, as_split, as_step
 from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection, check_orchestrator
-from actors.scheduling.switches import CommandFailed, Commands, Reshape, Superseded, Wanted, all_tried, reset
+from actors.scheduling.switches import CommandFailed, Commands, Reshape, Shape, Superseded, all_tried, reset
 from planning.demand import Demand
+from planning.engine_info import EngineProfile
+from planning.forecast import Remaining
 from planning.language_model import ModelSpec
 from planning.makespan import Load
 from planning.parallelism import HORIZON, coming, within
@@ -121,7 +122,7 @@ class Orchestrator(Actor):
         if not found:
             return
         if not running:
-            self._foresight.over(self._now(), found[0].modelled.scale)
+            self._foresight.over(self._now(), found[0].profile.scale)
         if broken := [server for server in found if not server.adds_up]:
             await all_tried(self._put_right(server) for server in broken)
             return
@@ -148,42 +149,42 @@ class Orchestrator(Actor):
         record = self.directory.find(engine)
         return record.pool if record is not None else ""
 
-    async def _put_right(self, server: Server) -> None:
+    async def _put_right(self, server: GpuGroup) -> None:
         """Somebody died in a switch: its engines are started over as they were, and what slept without an owner is awake."""
-        before = {each.name: Wanted(each.degree, each.asleep) for each in server.engines}
+        before = {each.name: Shape(each.degree, each.asleep) for each in server.engines}
         text = ", ".join(
             f"{each.name} {'asleep' if each.asleep else f'of degree {each.degree}'}" for each in server.engines
         )
-        self.log.warning("server_put_right", engines=text, degree=server.modelled.degree)
-        await self._commands.shape(reset(server.engines, server.modelled.degree), before)
+        self.log.warning("server_put_right", engines=text, degree=server.profile.degree)
+        await self._commands.shape(reset(server.engines, server.profile.degree), before)
         self._changed(before)
 
     # -- moves -----------------------------------------------------------------------------------------------------
 
     async def _rebalance(
-        self, found: Sequence[Server], surveyed: Surveyed, running: Sequence[Underway], whose: Mapping[str, str]
+        self, found: Sequence[GpuGroup], surveyed: Surveyed, running: Sequence[Underway], whose: Mapping[str, str]
     ) -> None:
         """Between engines of the same pool, hardware and model: what a pool's requests may use is its own."""
         left, away_s = self._lengths.left(running)
         still = {each.request_id for each in surveyed.requests if each.moves}
         now = self._now()
         self._moved_s = {name: at for name, at in self._moved_s.items() if name in whose} | dict.fromkeys(still, now)
-        fleets: dict[tuple[str, Modelled], list[Server]] = defaultdict(list)
+        fleets: dict[tuple[str, EngineProfile], list[GpuGroup]] = defaultdict(list)
         for server in found:
-            fleets[self._pool(server.engines[0].name), server.modelled].append(server)
+            fleets[self._pool(server.engines[0].name), server.profile].append(server)
         plans: list[Rebalance] = []
         caches: list[Demand] = []
         num_requests = sum(not each.request for each in running)
-        for (_, modelled), alike in sorted(fleets.items()):
-            fleet = instances(alike, surveyed.requests, lambda each, scale=modelled.scale: _load(each, left, scale))
+        for (_, profile), alike in sorted(fleets.items()):
+            fleet = instances(alike, surveyed.requests, lambda each, scale=profile.scale: _load(each, left, scale))
             speeds = {degree: speed for server in alike for degree, speed in self._speeds.of(server).items()}
             planned = partial(rebalance, fleet, speeds, now_s=now, moved_s=self._moved_s, most=self.most_moves)
             plan = await self.offload(partial(planned, interval_s=REST * self._section.interval_s))
             plans.append(plan)
             carried = {each.request: each.target for each in plan.moves if each.carry.with_cache}
-            caches += cache_traffic(alike[0], surveyed.requests, carried, self._speeds.model(modelled))
+            caches += cache_traffic(alike[0], surveyed.requests, carried, self._speeds.model(profile))
             num_requests += sum(len(each.loads) for each in fleet)
-        away_s /= found[0].modelled.scale if found else 1.0
+        away_s /= found[0].profile.scale if found else 1.0
         self.metrics.gauge("orchestrator/remaining_s", max((away_s, *(plan.before_s for plan in plans))))
         self._foresight.expect(num_requests, max((away_s, *(plan.after_s for plan in plans))), now)
         await self._move([plan for plan in plans if plan.moves], caches, whose)
@@ -202,7 +203,7 @@ class Orchestrator(Actor):
 
     # -- a step's beginning ----------------------------------------------------------------------------------------
 
-    async def _begin_step(self, found: Sequence[Server], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
+    async def _begin_step(self, found: Sequence[GpuGroup], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
         """Whether something was changed, or tried. Degrees are planned once the step's requests are there, for the lengths that are due."""
         if SWITCH not in self._planners or len(surveyed.requests) < max(1, GROWN * self._planned_for):
             return False
@@ -210,16 +211,16 @@ class Orchestrator(Actor):
         lengths = self._lengths.drawn(running)
         if lengths is None:
             return False
-        changes: dict[Server, Reshape] = {}
+        changes: dict[GpuGroup, Reshape] = {}
         for server, requests in expected(found, surveyed.requests).items():
             if requests and server.settled and (change := await self._step_plan(server, requests, lengths)):
                 changes[server] = change
         return await self._carry_out(changes, surveyed)
 
     async def _step_plan(
-        self, server: Server, requests: Sequence[RequestSeen], lengths: Mapping[str, Left]
+        self, server: GpuGroup, requests: Sequence[RequestSeen], lengths: Mapping[str, Remaining]
     ) -> Reshape | None:
-        loads = [_load(each, lengths, server.modelled.scale) for each in requests]
+        loads = [_load(each, lengths, server.profile.scale) for each in requests]
         current = [each.degree for each in server.engines if not each.asleep]
         planned = partial(coming, loads, server.gpus, self._speeds.of(server), current, merges=True, steps=HORIZON)
         try:
@@ -233,7 +234,7 @@ class Orchestrator(Actor):
 
     # -- switches --------------------------------------------------------------------------------------------------
 
-    async def _switch(self, found: Sequence[Server], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
+    async def _switch(self, found: Sequence[GpuGroup], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
         """Whether something was changed, or tried; nothing is while no length is known, for it would be paid with certainty."""
         soon = self._now() - self._looked_s < self._section.switch_s
         if SWITCH not in self._planners or not surveyed.requests or soon:
@@ -245,7 +246,7 @@ class Orchestrator(Actor):
         planned = {server: await self._change(server, surveyed, lengths) for server in found if server.settled}
         return await self._carry_out({server: change for server, change in planned.items() if change}, surveyed)
 
-    async def _change(self, server: Server, surveyed: Surveyed, left: Mapping[str, Left]) -> Reshape | None:
+    async def _change(self, server: GpuGroup, surveyed: Surveyed, left: Mapping[str, Remaining]) -> Reshape | None:
         """Time in environments is left out: it is the same at every degree, and a merge that waits for it never comes."""
         since = self._now() - SETTLED * self._section.switch_s
         settling = {name for name, at in self._changed_s.items() if at > since}
@@ -256,20 +257,20 @@ class Orchestrator(Actor):
         first = plan.changes[0]
         return as_merge(server, first) if len(first.parts) == 1 else as_split(server, first)
 
-    async def _carry_out(self, changes: Mapping[Server, Reshape], surveyed: Surveyed) -> bool:
+    async def _carry_out(self, changes: Mapping[GpuGroup, Reshape], surveyed: Surveyed) -> bool:
         """All at once, under circuits for all of their caches. Returns whether there are any; what fails is told by the change."""
         if not changes:
             return False
         caches = [
             each
             for server, change in changes.items()
-            for each in cache_traffic(server, surveyed.requests, change.requests, self._speeds.model(server.modelled))
+            for each in cache_traffic(server, surveyed.requests, change.requests, self._speeds.model(server.profile))
         ]
         async with self._circuits.lit([change.name for change in changes.values()], caches):
             await all_tried(self._reshape(server, change) for server, change in changes.items())
         return True
 
-    async def _reshape(self, server: Server, change: Reshape) -> None:
+    async def _reshape(self, server: GpuGroup, change: Reshape) -> None:
         self._changed(change.wanted)
         began = self._now()
         self.log.info("switching", switch=change.name, why=change.why)
@@ -299,7 +300,7 @@ class Orchestrator(Actor):
         return asyncio.get_running_loop().time()
 
 
-def _load(request: RequestSeen, left: Mapping[str, Left], scale: float) -> Load:
+def _load(request: RequestSeen, left: Mapping[str, Remaining], scale: float) -> Load:
     """In seconds of the hardware, each of which lasts `scale` here."""
-    tokens, env_s = left[request.request_id]
+    tokens, env_s, _ = left[request.request_id]
     return load(request, tokens, env_s / scale)

@@ -9,7 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from actors.cluster import ClusterSection, check_pool, permits_of
+from actors.cluster import check_pool, permits_of
+from actors.config import ClusterSection
 from actors.permits import Grant, PermitLost, Permits
 from runtime.errors import ConfigError
 

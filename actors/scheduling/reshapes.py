@@ -2,24 +2,24 @@
 
 from collections.abc import Collection
 
-from actors.messages.orchestration import EngineSeen
-from actors.scheduling.fleet import Server
-from actors.scheduling.switches import Reshape, Wanted
+from actors.scheduling.fleet import GpuGroup
+from actors.scheduling.switches import Reshape, Shape
+from planning.engine_info import EngineInfo
 from planning.parallelism import Change, StepPlan
 
 
-def as_merge(server: Server, change: Change) -> Reshape:
+def as_merge(server: GpuGroup, change: Change) -> Reshape:
     """The engine with the largest cache stays, for the others' requests travel."""
     by_name = {each.name: each for each in server.engines}
     keeps = max(change.old, key=lambda name: (by_name[name].degree, name))
     wanted = {
-        name: Wanted(change.degree) if name == keeps else Wanted(server.modelled.degree, True) for name in change.old
+        name: Shape(change.degree) if name == keeps else Shape(server.profile.degree, True) for name in change.old
     }
     requests = dict.fromkeys(change.parts[0], keeps)
     return Reshape(f"merge {' + '.join(change.old)}", wanted, requests, change.why)
 
 
-def as_split(server: Server, change: Change) -> Reshape | None:
+def as_split(server: GpuGroup, change: Change) -> Reshape | None:
     """Engines that sleep wake for the parts; None where there are too few."""
     (old,) = change.old
     asleep = [each.name for each in server.engines if each.asleep]
@@ -27,16 +27,16 @@ def as_split(server: Server, change: Change) -> Reshape | None:
     if len(names) < len(change.parts):
         return None
     requests = {request: name for name, part in zip(names, change.parts, strict=True) for request in part}
-    return Reshape(f"split {old}", dict.fromkeys(names, Wanted(change.degree)), requests, change.why)
+    return Reshape(f"split {old}", dict.fromkeys(names, Shape(change.degree)), requests, change.why)
 
 
-def as_step(server: Server, plan: StepPlan, here: Collection[str]) -> Reshape:
+def as_step(server: GpuGroup, plan: StepPlan, here: Collection[str]) -> Reshape:
     """Engines that have a planned degree keep it; the largest of the others take the largest of the rest, and those left over sleep.
 
     Requests that are `here` go where they are planned; those that still wait at a proxy are for the router.
     """
     free = sorted(server.engines, key=lambda each: (each.asleep, -each.degree, each.name))
-    taken: dict[int, EngineSeen] = {}
+    taken: dict[int, EngineInfo] = {}
     places = sorted(range(len(plan.degrees)), key=lambda place: -plan.degrees[place])
     for place in places:
         if same := [each for each in free if not each.asleep and each.degree == plan.degrees[place]]:
@@ -45,8 +45,8 @@ def as_step(server: Server, plan: StepPlan, here: Collection[str]) -> Reshape:
     for place in places:
         if place not in taken:
             taken[place] = free.pop(0)
-    wanted = {each.name: Wanted(server.modelled.degree, True) for each in free}
-    wanted |= {each.name: Wanted(plan.degrees[place]) for place, each in taken.items()}
+    wanted = {each.name: Shape(server.profile.degree, True) for each in free}
+    wanted |= {each.name: Shape(plan.degrees[place]) for place, each in taken.items()}
     requests = {
         request: each.name for place, each in taken.items() for request in plan.assigned[place] if request in here
     }

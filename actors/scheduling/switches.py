@@ -10,11 +10,12 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
-from actors.messages.engines import EngineChanged, Reconfigure, SleepEngine, WakeEngine
+from actors.messages.engines import Obeyed, Reconfigure, SleepEngine, WakeEngine
 from actors.messages.moves import Move, Moved
-from actors.messages.orchestration import EngineSeen, OutOfDate, Survey, Surveyed
+from actors.messages.orchestration import OutOfDate, Survey, Surveyed
 from bus.errors import AskFailed, BusError
 from bus.message import Request
+from planning.engine_info import EngineInfo
 from runtime.actor import Actor
 
 SURVEY_S = 5.0
@@ -36,7 +37,7 @@ class Superseded(CommandFailed):
     """A later orchestrator is at work."""
 
 
-class Wanted(NamedTuple):
+class Shape(NamedTuple):
     """What an engine is to be."""
 
     degree: int
@@ -48,7 +49,7 @@ class Reshape(NamedTuple):
 
     name: str
     """Such as `merge engine-2 + engine-3`."""
-    wanted: Mapping[str, Wanted]
+    wanted: Mapping[str, Shape]
     requests: Mapping[str, str]
     """Request → its engine afterwards; one that is not named goes anywhere."""
     why: str
@@ -116,12 +117,12 @@ class Commands:
 
     # -- switches --------------------------------------------------------------------------------------------------
 
-    async def reshape(self, change: Reshape, engines: Sequence[EngineSeen]) -> list[str]:
+    async def reshape(self, change: Reshape, engines: Sequence[EngineInfo]) -> list[str]:
         """Raises CommandFailed where the change did not come about; engines are then as they were, as far as they can be reached.
 
         Returns the requests that moved.
         """
-        before = {each.name: Wanted(each.degree, each.asleep) for each in engines if each.name in change.wanted}
+        before = {each.name: Shape(each.degree, each.asleep) for each in engines if each.name in change.wanted}
         to_sleep = [name for name, want in change.wanted.items() if want.asleep and not before[name].asleep]
         moved: list[str] = []
         try:
@@ -137,7 +138,7 @@ class Commands:
         _, whose = _joined(await self._survey())
         return moved + await self.move(change.requests.items(), whose)
 
-    async def shape(self, wanted: Mapping[str, Wanted], before: Mapping[str, Wanted]) -> None:
+    async def shape(self, wanted: Mapping[str, Shape], before: Mapping[str, Shape]) -> None:
         """First what frees GPUs, then what takes them. Raises CommandFailed."""
         epoch = self._actor.incarnation
         awake = [name for name, want in wanted.items() if not want.asleep]
@@ -152,10 +153,10 @@ class Commands:
         others = [name for name in awake if name not in smaller and wanted[name].degree != before[name].degree]
         await all_tried(self._be(name, Reconfigure(wanted[name].degree, epoch)) for name in others)
 
-    async def _take_back(self, before: Mapping[str, Wanted]) -> None:
+    async def _take_back(self, before: Mapping[str, Shape]) -> None:
         try:
             surveyed, _ = _joined(await self._survey())
-            now = {each.name: Wanted(each.degree, each.asleep) for each in surveyed.engines if each.name in before}
+            now = {each.name: Shape(each.degree, each.asleep) for each in surveyed.engines if each.name in before}
             await self.shape({name: want for name, want in before.items() if name in now}, now)
         except CommandFailed as error:
             self._actor.log.warning("switch_not_taken_back", engines=sorted(before), error=str(error))
@@ -185,7 +186,7 @@ class Commands:
             moved += await self.move(zip(left, to, strict=True), whose)
         return moved
 
-    async def _be(self, engine: str, order: SleepEngine | WakeEngine | Reconfigure) -> EngineChanged:
+    async def _be(self, engine: str, order: SleepEngine | WakeEngine | Reconfigure) -> Obeyed:
         return await self._ask(engine, order, ORDER_S)
 
     async def _ask(self, target: str, request: Request[Any], timeout_s: float) -> Any:
@@ -213,6 +214,6 @@ async def all_tried(orders: Iterable[Awaitable[Any]]) -> None:
         raise min(failed, key=lambda error: type(error) is CommandFailed)
 
 
-def reset(engines: Sequence[EngineSeen], degree: int) -> Mapping[str, Wanted]:
+def reset(engines: Sequence[EngineInfo], degree: int) -> Mapping[str, Shape]:
     """Every engine as it was started: what puts any server right."""
-    return {each.name: Wanted(degree) for each in engines}
+    return {each.name: Shape(degree) for each in engines}

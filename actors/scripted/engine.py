@@ -10,24 +10,24 @@ from zlib import crc32
 from actors.config import ModelSection
 from actors.engines.engine import CAPABILITIES, Cache, Chunk, EngineDead, EngineError, EngineLoad, Work, check_level
 from actors.engines.hf_files import read_header
-from actors.engines.pace import unpaced
 from actors.engines.scheduler import Sequence, bits, check, key_of
 from actors.engines.section import EngineSection
+from actors.engines.timing import RealTime
 from actors.messages.weights import WeightsDigest
 from actors.model_folder import Slice, vocab_size_of
 from bus.message import pack_i32
 
 
-class Slot:
-    """A request's place: its sequence, and what wakes it."""
+class ScriptedSequence(Sequence):
+    """A request, and what wakes it."""
 
-    def __init__(self, sequence: Sequence) -> None:
-        self.sequence = sequence
-        work = sequence.work
-        seed = 0 if work.sampling.temperature == 0.0 else sequence.key
-        self.key = key_of(seed, str(crc32(repr(work.prompt).encode())))
+    def __init__(self, work: Work, max_len: int) -> None:
+        super().__init__(work, max_len)
+        seed = 0 if work.sampling.temperature == 0.0 else self.key
+        self.draws = key_of(seed, str(crc32(repr(work.prompt).encode())))
+        """What its tokens are drawn by."""
         self.changed = asyncio.Event()
-        """Set when it got a slot, was aborted, or the engine was resumed or stopped."""
+        """Set when it got a sequence, was aborted, or the engine was resumed or stopped."""
         self.runs = False
         self.prefilled = False
         self.last: Chunk | None = None
@@ -47,8 +47,8 @@ class ScriptedEngine:
         self._section = section
         self._script = section.scripted
         self._vocab_size = section.scripted.vocab_size
-        self._requests: dict[str, Slot] = {}
-        self._waiting: deque[Slot] = deque()
+        self._requests: dict[str, ScriptedSequence] = {}
+        self._waiting: deque[ScriptedSequence] = deque()
         self._free = section.num_slots
         self._version = 0
         self._suspended = False
@@ -61,36 +61,34 @@ class ScriptedEngine:
         self._alive = True
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
-        slot = self._accept(work)
-        sequence = slot.sequence
-        self._waiting.append(slot)
+        sequence = self._accept(work)
+        self._waiting.append(sequence)
         self._admit()
         try:
-            await self._pass(slot, 0.0 if self._is_cached(sequence) else self._script.prefill_s)
-            slot.prefilled = True
+            await self._pass(sequence, 0.0 if self._is_cached(sequence) else self._script.prefill_s)
+            sequence.prefilled = True
             while not sequence.finish_reason:
-                await self._pass(slot, self._script.token_s)
+                await self._pass(sequence, self._script.token_s)
                 if not sequence.finish_reason:
-                    sequence.sampled(*self._token(slot), self._version)
+                    sequence.sampled(*self._token(sequence), self._version)
                     if not sequence.finish_reason:
                         yield sequence.chunk()
-            yield slot.last or sequence.chunk()
+            yield sequence.last or sequence.chunk()
         finally:
-            self._leave(slot)
+            self._leave(sequence)
 
     async def abort(self, request_id: str) -> None:
-        slot = self._requests.get(request_id)
-        if slot is not None and not slot.sequence.finish_reason:
-            slot.sequence.finish_reason = "aborted"
-            slot.changed.set()
+        sequence = self._requests.get(request_id)
+        if sequence is not None and not sequence.finish_reason:
+            sequence.finish_reason = "aborted"
+            sequence.changed.set()
 
     async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
-        slot = self._exported(request_id)
-        sequence = slot.sequence
+        sequence = self._exported(request_id)
         sequence.finish_reason = "exported"
-        slot.last = sequence.chunk()
-        slot.changed.set()
-        cached = with_cache and slot.prefilled
+        sequence.last = sequence.chunk()
+        sequence.changed.set()
+        cached = with_cache and sequence.prefilled
         return sequence.moved(self._cache_of(sequence, len(sequence.tokens) - 1) if cached else None)
 
     async def sleep(self, level: int = 1) -> float:
@@ -105,7 +103,7 @@ class ScriptedEngine:
         return 0.0
 
     async def reconfigure(self, degree: int) -> float:
-        return unpaced(degree)
+        return RealTime().reconfigure(degree, 0)
 
     async def suspend(self) -> None:
         self._suspended = True
@@ -126,7 +124,7 @@ class ScriptedEngine:
         return None
 
     def load(self) -> EngineLoad:
-        running = sum(slot.runs for slot in self._requests.values())
+        running = sum(sequence.runs for sequence in self._requests.values())
         waiting = len(self._requests) - running
         return EngineLoad(
             self._section.num_slots, waiting, running, self._version, self._suspended, asleep=self._asleep
@@ -137,7 +135,7 @@ class ScriptedEngine:
         for request_id in list(self._requests):
             await self.abort(request_id)
 
-    def _accept(self, work: Work) -> Slot:
+    def _accept(self, work: Work) -> ScriptedSequence:
         """Raises EngineError for what can never run."""
         if not self._alive:
             raise EngineDead("the engine is not running: start it first")
@@ -147,21 +145,19 @@ class ScriptedEngine:
                 f"request {work.request_id} asks for top_p {work.sampling.top_p}, which the scripted engine has not: "
                 "set top_p=1, or engine.kind=torch"
             )
-        slot = Slot(Sequence(work, self._section.max_len))
-        cache = slot.sequence.cache
-        if cache is not None and cache != self._cache_of(slot.sequence, cache.num_tokens)._replace(
-            version=cache.version
-        ):
+        sequence = ScriptedSequence(work, self._section.max_len)
+        cache = sequence.cache
+        if cache is not None and cache != self._cache_of(sequence, cache.num_tokens)._replace(version=cache.version):
             raise EngineError(f"request {work.request_id} brought a cache of other tokens than its own")
-        self._requests[work.request_id] = slot
-        return slot
+        self._requests[work.request_id] = sequence
+        return sequence
 
-    def _exported(self, request_id: str) -> Slot:
+    def _exported(self, request_id: str) -> ScriptedSequence:
         """Raises EngineError where it has nothing to export."""
-        slot = self._requests.get(request_id)
-        if slot is None or slot.sequence.finish_reason:
+        sequence = self._requests.get(request_id)
+        if sequence is None or sequence.finish_reason:
             raise EngineError(f"request {request_id} does not run here: there is nothing to export")
-        return slot
+        return sequence
 
     def _cache_of(self, sequence: Sequence, num_tokens: int) -> Cache:
         """Of its first tokens."""
@@ -178,47 +174,47 @@ class ScriptedEngine:
 
     def _look(self) -> None:
         """Everybody who waits looks again."""
-        for slot in self._requests.values():
-            slot.changed.set()
+        for sequence in self._requests.values():
+            sequence.changed.set()
 
     def _admit(self) -> None:
         while self._free and self._waiting:
-            slot = self._waiting.popleft()
-            slot.runs = True
+            sequence = self._waiting.popleft()
+            sequence.runs = True
             self._free -= 1
-            slot.changed.set()
+            sequence.changed.set()
 
-    def _leave(self, slot: Slot) -> None:
-        del self._requests[slot.sequence.work.request_id]
-        if slot.runs:
+    def _leave(self, sequence: ScriptedSequence) -> None:
+        del self._requests[sequence.work.request_id]
+        if sequence.runs:
             self._free += 1
             self._admit()
         else:
-            self._waiting.remove(slot)
+            self._waiting.remove(sequence)
 
-    async def _ready(self, slot: Slot) -> None:
-        """Wait for a slot, and while suspended or asleep."""
-        while not slot.sequence.finish_reason and (not slot.runs or self._held):
-            slot.changed.clear()
-            await slot.changed.wait()
+    async def _ready(self, sequence: ScriptedSequence) -> None:
+        """Wait for a sequence, and while suspended or asleep."""
+        while not sequence.finish_reason and (not sequence.runs or self._held):
+            sequence.changed.clear()
+            await sequence.changed.wait()
 
-    async def _pass(self, slot: Slot, delay_s: float) -> None:
+    async def _pass(self, sequence: ScriptedSequence, delay_s: float) -> None:
         """Spend `delay_s` in the slot; returns at once when the request is finished."""
-        await self._ready(slot)
+        await self._ready(sequence)
         try:
             async with asyncio.timeout(delay_s):
-                while not slot.sequence.finish_reason:
-                    slot.changed.clear()
-                    await slot.changed.wait()
+                while not sequence.finish_reason:
+                    sequence.changed.clear()
+                    await sequence.changed.wait()
         except TimeoutError:
-            await self._ready(slot)
+            await self._ready(sequence)
 
-    def _token(self, slot: Slot) -> tuple[int, float]:
-        number = bits(slot.key + self._version * 0x9E3779B1, len(slot.sequence.tokens))
-        stops = sorted(slot.sequence.stop_ids)
+    def _token(self, sequence: ScriptedSequence) -> tuple[int, float]:
+        number = bits(sequence.draws + self._version * 0x9E3779B1, len(sequence.tokens))
+        stops = sorted(sequence.stop_ids)
         logprob = -(1 + (number >> 8) % 1024) / 256
         if stops and self._script.told_lengths:
-            tokens, shown = slot.sequence.tokens, len(slot.sequence.work.prompt)
+            tokens, shown = sequence.tokens, len(sequence.work.prompt)
             if len(tokens) + 1 - shown >= tokens[0]:
                 return stops[0], logprob
             token = number % (self._vocab_size - len(stops))

@@ -17,7 +17,7 @@ from actors.engines.hf_files import read_header
 from actors.engines.pace import EnginePace
 from actors.engines.scheduler import Row, Scheduler, contents
 from actors.engines.section import EngineSection, PaceSection
-from actors.scripted.engine import ScriptedEngine, Slot
+from actors.scripted.engine import ScriptedEngine, ScriptedSequence
 from planning.step_cost import StepSums
 
 Command = Callable[[], None]
@@ -47,11 +47,11 @@ class PacedScriptedEngine(ScriptedEngine):
         """What that is to do."""
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
-        slot = self._accept(work)
+        sequence = self._accept(work)
         inbox = self._inboxes[work.request_id] = asyncio.Queue[Chunk]()
         over = False
         try:
-            self._between_steps(partial(self._add, slot))
+            self._between_steps(partial(self._add, sequence))
             while not over:
                 chunk = await inbox.get()
                 over = bool(chunk.finish_reason)
@@ -59,7 +59,7 @@ class PacedScriptedEngine(ScriptedEngine):
         finally:
             del self._inboxes[work.request_id], self._requests[work.request_id]
             if not over:
-                self._between_steps(partial(self._scheduler.remove, slot.sequence))
+                self._between_steps(partial(self._scheduler.remove, sequence))
 
     async def abort(self, request_id: str) -> None:
         await self._done(partial(self._abort, request_id))
@@ -95,8 +95,8 @@ class PacedScriptedEngine(ScriptedEngine):
         running, waiting = self._scheduler.num_running, self._scheduler.num_waiting
         pace = self._pace
         return EngineLoad(
-            self._section.num_slots, waiting, running, self._version, self._suspended, pace.num, pace.outlasted,
-            self._asleep, pace.degree, tuple(self._sums.values), pace.busy_s, self._prefill_tokens_s,
+            self._section.num_slots, waiting, running, self._version, self._suspended, self._asleep, pace.degree,
+            tuple(self._sums.values), self._prefill_tokens_s, gauges=pace.gauges,
         )  # fmt: skip
 
     async def stop(self) -> None:
@@ -146,27 +146,27 @@ class PacedScriptedEngine(ScriptedEngine):
         self._between_steps(begun)
         return await over
 
-    def _add(self, slot: Slot) -> None:
-        if not self._is_cached(slot.sequence):
-            slot.sequence.cache = None
-        if slot.sequence.finish_reason:
-            self._hand_out(slot)
+    def _add(self, sequence: ScriptedSequence) -> None:
+        if not self._is_cached(sequence):
+            sequence.cache = None
+        if sequence.finish_reason:
+            self._hand_out(sequence)
         else:
-            self._scheduler.add(slot.sequence)
+            self._scheduler.add(sequence)
 
     def _abort(self, request_id: str) -> None:
-        slot = self._requests.get(request_id)
-        if slot is not None and not slot.sequence.finish_reason:
-            self._scheduler.remove(slot.sequence)
-            slot.sequence.finish_reason = "aborted"
-            self._hand_out(slot)
+        sequence = self._requests.get(request_id)
+        if sequence is not None and not sequence.finish_reason:
+            self._scheduler.remove(sequence)
+            sequence.finish_reason = "aborted"
+            self._hand_out(sequence)
 
     def _export(self, request_id: str, with_cache: bool) -> Work:
-        slot = self._exported(request_id)
-        sequence, num_cached = slot.sequence, slot.sequence.num_cached
+        sequence = self._exported(request_id)
+        num_cached = sequence.num_cached
         self._scheduler.remove(sequence)
         sequence.finish_reason = "exported"
-        self._hand_out(slot)
+        self._hand_out(sequence)
         return sequence.moved(self._cache_of(sequence, num_cached) if with_cache and num_cached else None)
 
     def _swap_s(self) -> float:
@@ -223,22 +223,22 @@ class PacedScriptedEngine(ScriptedEngine):
             self._next()
 
     def _sample(self, rows: list[Row]) -> None:
-        ended: list[Slot] = []
-        for sequence in self._scheduler.computed(rows):
-            slot = self._requests.get(sequence.work.request_id)
-            if slot is None or slot.sequence is not sequence:
+        ended: list[ScriptedSequence] = []
+        for computed in self._scheduler.computed(rows):
+            sequence = self._requests.get(computed.work.request_id)
+            if sequence is not computed or sequence is None:
                 continue  # nobody listens any more: it is taken out before the next step
-            sequence.sampled(*self._token(slot), self._version)
+            sequence.sampled(*self._token(sequence), self._version)
             if sequence.finish_reason:
-                ended.append(slot)
+                ended.append(sequence)
             elif sequence.has_chunk(self._section.stream_every):
                 self._inboxes[sequence.work.request_id].put_nowait(sequence.chunk())
-        self._scheduler.retire(slot.sequence for slot in ended)
-        for slot in ended:
-            self._hand_out(slot)
+        self._scheduler.retire(ended)
+        for sequence in ended:
+            self._hand_out(sequence)
 
-    def _hand_out(self, slot: Slot) -> None:
-        self._inboxes[slot.sequence.work.request_id].put_nowait(slot.sequence.chunk())
+    def _hand_out(self, sequence: ScriptedSequence) -> None:
+        self._inboxes[sequence.work.request_id].put_nowait(sequence.chunk())
 
 
 def _nothing() -> None:

@@ -12,11 +12,11 @@ from pydantic import Field
 from actors.engines.worker import EngineRequest, EngineWorker
 from actors.messages.engines import GENERATION
 from actors.messages.fabric import PhaseIntent
-from actors.messages.generation import Aborted, Completion
+from actors.messages.generation import GenerateReply
+from actors.messages.weights import WeightsPublished
 from bus.errors import AskFailed
 from bus.message import Buffer, Message, Request
 from runtime.actor import handler
-from runtime.blobs.blob import BlobInfo
 from runtime.config import Section
 from runtime.kernel import NODE
 
@@ -55,15 +55,15 @@ class RemotePrefillWorker(EngineWorker):
 
     _fetched_bytes = 0
 
-    async def _run(self, shared: EngineRequest) -> Completion | Aborted:
+    async def _run(self, shared: EngineRequest) -> GenerateReply:
         request = shared.request
-        await self._started()[1].wait_for(request.min_version, request.request_id)
-        await self._fetch(FetchKv(len(request.prompt) // 4, request.min_version))
+        await self.started()[1].wait_for(request.weights.version, request.request_id)
+        await self._fetch(FetchKv(len(request.prompt) // 4, request.weights.version))
         return await super()._run(shared)
 
     @handler(concurrency=64)
     async def fetch_kv(self, request: FetchKv) -> KvCache:
-        await self._started()[1].wait_for(request.version, f"prefill for version {request.version}")
+        await self.started()[1].wait_for(request.version, f"prefill for version {request.version}")
         return KvCache(Buffer(bytes(request.num_tokens * self.config.prefill.kv_bytes_per_token)))
 
     async def _fetch(self, request: FetchKv) -> None:
@@ -82,7 +82,7 @@ class RemotePrefillWorker(EngineWorker):
             return ""
         return next((name for name in others if name > self.name), others[0])
 
-    def _swapped(self, info: BlobInfo) -> None:
+    def _swapped(self, info: WeightsPublished) -> None:
         """What was fetched under one version is what a rollout sends: told once it is over."""
         super()._swapped(info)
         size_bytes, self._fetched_bytes = self._fetched_bytes, 0

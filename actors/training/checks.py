@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from actors.breakdown import SHOWN, left_out
 from actors.config import LOSSES, CheckSection, ModelSection, TrainSection
-from actors.messages.generation import Aborted, Completion, Generate, Sampling
+from actors.messages.generation import Completion, Generate, Sampling, WeightsNeed, why_early
 from actors.messages.samples import SPREAD, Trajectory
 from actors.model_folder import num_parameters, vocab_size_of
 from actors.training.engine import TrainError
@@ -193,14 +193,14 @@ async def sample_random_prompts(
         prompt = [chance.randrange(vocab_size) for _ in range(length)]
         name = f"check.{key}.{index}"
         sampling = Sampling(section.num_tokens, temperature, seed=chance.randrange(2**31))
-        asked.append((prompt, Generate(name, name, pack_i32(prompt), sampling, min_version=version)))
+        asked.append((prompt, Generate(name, name, pack_i32(prompt), sampling, WeightsNeed(version))))
 
     async def reply_to(request: Generate) -> Completion | str:
         try:
             reply = await proxy.ask(request, timeout=section.timeout_s)
         except AskFailed as error:
             return str(error)
-        return reply.reason if isinstance(reply, Aborted) else reply
+        return reply if isinstance(reply, Completion) else why_early(reply)
 
     async with asyncio.TaskGroup() as tasks:
         replies = [tasks.create_task(reply_to(request)) for _, request in asked]

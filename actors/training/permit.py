@@ -9,8 +9,9 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
-from actors.cluster import TRAINING, permits_of
-from actors.permits import Grant, Permits
+from actors.cluster import TRAINING
+from actors.cluster.lease import PoolLease
+from actors.permits import Grant
 from actors.training.engine import advance
 from actors.training.turns import StepGivenUp, Turn, TurnGivenUp, Turns
 
@@ -20,19 +21,14 @@ ResultT = TypeVar("ResultT")
 class SharedTurns(Turns):
     """Of one trainer."""
 
-    _permits: "asyncio.Future[Permits]"
+    _lease: PoolLease
 
     async def begin(self) -> None:
         """It sleeps until its first turn."""
         trainer = self.trainer
         await trainer.offload(trainer.engine.sleep)
-        self._permits = asyncio.get_running_loop().create_future()
-        trainer.spawn(self._reach(), name=f"{trainer.name}.cluster")
-
-    async def _reach(self) -> None:
-        async with permits_of(self.trainer.config.cluster) as permits:
-            self._permits.set_result(permits)
-            await asyncio.Event().wait()
+        self._lease = PoolLease(trainer, trainer.config.cluster)
+        self._lease.begin()
 
     @asynccontextmanager
     async def turn(self) -> AsyncGenerator["SharedTurn"]:
@@ -45,13 +41,8 @@ class SharedTurns(Turns):
 
     async def granted(self, held: AsyncExitStack) -> Grant:
         """The permit, which is held until `held` ends."""
-        section = self.trainer.config.cluster
-        pool = section.training_pool
-        with self.trainer.waits.on("permit", stage=TRAINING, detail=f"the pool {pool}", blocks_actor=True) as wait:
-            async with self.waiting():
-                permits = await self._permits
-                wait.described_by(lambda: permits.why(pool))
-                return await held.enter_async_context(permits.hold(pool, TRAINING, section.job))
+        async with self.waiting():
+            return await held.enter_async_context(self._lease(TRAINING))
 
     @asynccontextmanager
     async def waiting(self) -> AsyncGenerator[None]:
@@ -109,8 +100,6 @@ class SharedTurn(Turn):
     async def _begin(self) -> Grant:
         """Wait in line, and wake the engine where nothing was lost since."""
         grant, trainer = await self._turns.granted(self._held), self.trainer
-        trainer.log.info("permit_held", pool=grant.pool, phase=TRAINING, epoch=grant.epoch)
-        self._held.enter_context(trainer.trace.span(TRAINING, "permit", pool=grant.pool, epoch=grant.epoch))
         if grant.is_held:
             began = asyncio.get_running_loop().time()
             await trainer.offload(trainer.engine.wake)

@@ -41,7 +41,7 @@ class Turn:
 
     async def run(self, parts: Generator[None, None, ResultT]) -> ResultT:
         """Offload `parts`, between which the right may be lost. Raises TurnGivenUp before the first of them, StepGivenUp between two."""
-        return await self.trainer.offload(finished, parts)
+        return await self.trainer.offload(lambda: finished(parts))
 
 
 class Turns:

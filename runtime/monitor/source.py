@@ -188,9 +188,9 @@ def _parsed(path: Path, _changed_ns: int) -> dict[str, Any]:
 def _advice(rows: Sequence[Row], config: dict[str, Any]) -> Mapping[str, float]:
     """What `report.advice` makes of the newest rows; nothing where it leads nowhere here, as with a run from another host."""
     report = config.get("report")
-    target = report.get("advice", "") if isinstance(report, dict) else ""
+    target: object = cast("dict[str, object]", report).get("advice") if isinstance(report, dict) else None
     alpha = alpha_of(config)
-    if not target or not rows:
+    if not isinstance(target, str) or not target or not rows:
         return {}
     try:
         return load_configured(target)(rows[-NEWEST:], -1 if alpha is None else int(alpha))

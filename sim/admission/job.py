@@ -11,7 +11,7 @@ from actors.samples.group import GroupLimits
 from actors.samples.groups import Groups
 from actors.samples.sample import Outcome, group_number
 from planning.adaptive_alpha import AlphaBounds
-from planning.roofline import EngineSpec
+from planning.roofline import Deployment
 from planning.staleness import OLDEST, UNBOUNDED, Admission, HandOver
 from sim.admission.rules import AdmissionRule, RuleView, WaitingGroup
 from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
@@ -154,7 +154,7 @@ def length_job(
     *,
     steps: int,
     seed: int,
-    hardware: EngineSpec,
+    hardware: Deployment,
     bounds: AlphaBounds | None = None,
     environments: int = 96,
 ) -> LengthJob:

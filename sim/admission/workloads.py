@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from planning.roofline import EngineSpec
+from planning.roofline import Deployment
 from sim.admission.job import LengthWorkload, distributions
 from sim.distribution import Quantiles
 
@@ -29,7 +29,7 @@ def workloads() -> dict[str, LengthWorkload]:
 
 
 @cache
-def hardware() -> EngineSpec:
+def hardware() -> Deployment:
     """One H800 with Qwen3-8B."""
     files = {"gpu": "hardware/h800.yaml", "model": "models/qwen3-8b.yaml"}
-    return EngineSpec.model_validate({key: yaml.safe_load((CONFIGS / file).read_text()) for key, file in files.items()})
+    return Deployment.model_validate({key: yaml.safe_load((CONFIGS / file).read_text()) for key, file in files.items()})

@@ -12,7 +12,7 @@ from actors.config import ModelSection
 from actors.engines.engine import CACHE, EXPORT, Cache, Chunk, EngineError, EngineLoad, Work
 from actors.engines.scheduler import Sequence, check
 from actors.engines.section import EngineSection
-from planning.roofline import EngineSpec, Roofline
+from planning.roofline import Deployment, Roofline
 from planning.step_cost import StepSums
 from sim.engine_model import ModelledEngine
 from sim.live.environment import asked
@@ -40,7 +40,7 @@ class LoopTimeline(Timeline):
 class RooflineSection(EngineSection):
     """What is modelled; `kind` names RooflineEngine."""
 
-    spec: EngineSpec
+    spec: Deployment
     load_s: float = Field(default=0.0, ge=0)
     """Pause of a weight update."""
     vocab_size: int = Field(default=8, ge=TOKEN + 1)

@@ -18,15 +18,17 @@ from actors.engines.worker import EngineWorker
 from actors.messages.generation import Completion, Generate, Sampling
 from actors.messages.orchestration import RequestEnded, Surveyed
 from actors.proxy.proxy import LLMProxy
-from actors.scheduling.fleet import Server, servers
-from actors.scheduling.lengths import Expected, Left, Lengths, Underway
+from actors.scheduling.fleet import GpuGroup, servers
+from actors.scheduling.lengths import Expected, Lengths, Underway
 from actors.scheduling.orchestrator import Orchestrator
 from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection
-from actors.scheduling.switches import Wanted
+from actors.scheduling.switches import Shape
 from bus.link import Identity
 from bus.message import pack_i32
 from bus.transport import MemoryNetwork, MemoryTransport
-from planning.routing import EngineView, RequestView, choose
+from planning.engine_info import EngineInfo, WeightsNeed
+from planning.forecast import Remaining
+from planning.routing import Choice, EngineView, choose
 from runtime.actor import Actor, RunInfo
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
@@ -211,12 +213,10 @@ class SteppedOrchestrator(Orchestrator):
         async with self._turn:
             surveyed, _ = await self._commands.look()
             for server in servers(surveyed.engines, self._place):
-                before = {each.name: Wanted(each.degree, each.asleep) for each in server.engines}
+                before = {each.name: Shape(each.degree, each.asleep) for each in server.engines}
                 stay = sorted(before)[: server.gpus // degree]
-                asleep = Wanted(server.modelled.degree, True)
-                await self._commands.shape(
-                    {name: Wanted(degree) if name in stay else asleep for name in before}, before
-                )
+                asleep = Shape(server.profile.degree, True)
+                await self._commands.shape({name: Shape(degree) if name in stay else asleep for name in before}, before)
 
     def tell(self, responses: Sequence[Response]) -> None:
         """Lengths of a step that was played elsewhere."""
@@ -230,7 +230,7 @@ class SteppedOrchestrator(Orchestrator):
         await super()._tend()
         self._looked.set()
 
-    async def _begin_step(self, found: Sequence[Server], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
+    async def _begin_step(self, found: Sequence[GpuGroup], surveyed: Surveyed, running: Sequence[Underway]) -> bool:
         return self.across and await super()._begin_step(found, surveyed, running)
 
     def _pool(self, engine: str) -> str:
@@ -251,9 +251,9 @@ class KnownLengths(Lengths):
         """Exactly."""
         return Expected(self.drawn(running))
 
-    def drawn(self, running: Sequence[Underway]) -> Mapping[str, Left]:
+    def drawn(self, running: Sequence[Underway]) -> Mapping[str, Remaining]:
         """Exactly."""
-        return {each.request: Left(self._tokens[each.request] - each.seen.tokens) for each in running}
+        return {each.request: Remaining(self._tokens[each.request] - each.seen.tokens) for each in running}
 
 
 class NoWeights:
@@ -265,9 +265,9 @@ class NoWeights:
 
 def _session(name: str, engines: Sequence[str]) -> str:
     """A session with which the router takes the first of `engines` while these have the fewest requests, all as many."""
-    views = [EngineView(engine, 0, 1, 0) for engine in engines]
-    sessions = (f"{name} {number}" for number in count())
-    return next(session for session in sessions if choose(RequestView(session), views).engine == engines[0])
+    views = [EngineView(EngineInfo(engine, 1)) for engine in engines]
+    sessions, taken = (f"{name} {number}" for number in count()), Choice(engines[0], "least loaded")
+    return next(session for session in sessions if choose(views, session, WeightsNeed()) == taken)
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from actors import plugins
 from actors.messages.moves import Move, Moved
 from actors.proxy.proxy import LLMProxy
 from actors.training.engine import finished
@@ -98,13 +99,13 @@ class LiveWorld(World):
         """As sim.moves_model.keep_moving, of the real proxy."""
         while True:
             await asyncio.sleep(self.spec.move_every_s)
-            seats = proxy._placement.seats  # pyright: ignore[reportPrivateUsage]
+            seats = proxy.placement.seats
             found = next_move({name: tuple(seat.requests) for name, seat in seats.items()})
             if found is not None:
                 proxy.spawn(self._move(proxy, Move(*found)), name="move")
 
     async def _move(self, proxy: LLMProxy, order: Move) -> None:
-        self.num_moved += isinstance(await proxy.move(order), Moved)
+        self.num_moved += isinstance(await proxy.hook(plugins.MOVES).move(order), Moved)
 
 
 class LiveRun(NamedTuple):

@@ -11,11 +11,10 @@ from actors.samples.group import GroupLimits
 from actors.samples.groups import Groups
 from actors.training.trainer import CheckpointSection
 from planning.adaptive_alpha import AlphaBounds
-from planning.routing import RequestView
 from runtime.config import RunSection
 from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
 from sim.job import Environments, Job
-from sim.manager_model import ModelledManager
+from sim.manager_model import ModelledManager, TurnRequest
 from sim.onehost.calibrated import Calibration
 from sim.onehost.cores import Cores, HostProcess
 from sim.onehost.engine import HostedEngine
@@ -141,7 +140,7 @@ class _TurnThroughProcesses(NamedTuple):
     manager_s: float
     proxy_s: float
 
-    async def generate(self, request: RequestView, context: int, new_tokens: int, task: str = "") -> int:
+    async def generate(self, request: TurnRequest, context: int, new_tokens: int, task: str = "") -> int:
         await self.manager.handle(self.manager_s)
         await self.proxy.handle(self.proxy_s)
         version = await self.routed.generate(request, context, new_tokens, task)

@@ -9,7 +9,7 @@ from pydantic import Field
 from planning.forecast import Forecast, Seen, fit, past
 from planning.hardware import GpuSpec
 from planning.language_model import ModelSpec
-from planning.roofline import EngineSpec, Roofline
+from planning.roofline import Deployment, Roofline
 from runtime.config import Section
 from sim.claims import Value
 from sim.orchestrrl.generation import Arm, Pace, StepDone, StepRun
@@ -107,7 +107,7 @@ class DriftDone(NamedTuple):
 def engines_of(model: ModelSpec, gpu: GpuSpec, degrees: Sequence[int], use: EngineUse) -> dict[int, Roofline]:
     """One engine per degree. Raises ValueError where the model does not fit one."""
     return {
-        degree: Roofline(EngineSpec(gpu=gpu, model=model, tp=degree, num_slots=use.num_slots, launch_s=use.launch_s))
+        degree: Roofline(Deployment(gpu=gpu, model=model, tp=degree, num_slots=use.num_slots, launch_s=use.launch_s))
         for degree in degrees
     }
 

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from planning.hardware import GpuSpec
 from planning.language_model import BF16, ModelSpec
-from planning.roofline import EngineSpec, Roofline
+from planning.roofline import Deployment, Roofline
 from runtime.config import Section
 from sim.claims import Value
 from sim.net.collectives import ring_all_reduce_s
@@ -87,7 +87,7 @@ def windows(s: CharacterisationScenario) -> Mapping[str, TrafficWindow]:
     update = (micro_batches + job.train_servers - 1) * slot
     generation = generation_s(s)
     iteration = max(update * job.prompts / job.mini_batch, generation)
-    engine = Roofline(EngineSpec(gpu=s.gpu, model=model, tp=tp))
+    engine = Roofline(Deployment(gpu=s.gpu, model=model, tp=tp))
     batch = min(engine.spec.num_slots, -(-job.prompts * job.samples // job.engines))
     step = engine.step_s(batch, batch * (job.prompt_tokens + job.response_tokens / 2))
     activation = job.micro_batch * tokens * model.hidden * BF16
@@ -123,7 +123,7 @@ def slot_s(s: CharacterisationScenario) -> float:
 def generation_s(s: CharacterisationScenario) -> float:
     """All responses of an iteration, of equal length, in as many full batches as an engine needs."""
     job = s.job
-    engine = Roofline(EngineSpec(gpu=s.gpu, model=s.model, tp=s.gpu.gpus_per_server))
+    engine = Roofline(Deployment(gpu=s.gpu, model=s.model, tp=s.gpu.gpus_per_server))
     each = -(-job.prompts * job.samples // job.engines)
     total, left = 0.0, each
     while left > 0:

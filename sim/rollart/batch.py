@@ -5,9 +5,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from planning.routing import RequestView
 from sim.cluster import PoolSpec, affinity_of, engines_of, manager_of
-from sim.manager_model import Played, RolloutFailed, Scores
+from sim.manager_model import Played, RolloutFailed, Scores, TurnRequest
 from sim.timeline import SimProcess, Timeline
 from sim.workload import Episode
 
@@ -79,7 +78,7 @@ class BatchRun:
             asked: list[SimProcess] = []
             for number in active:
                 shown, sampled, _ = episodes[number].turns[turn]
-                request = RequestView(f"t{number}")
+                request = TurnRequest(f"t{number}")
                 task = episodes[number].task
                 asked.append(
                     timeline.start(self.manager.proxy.generate(request, contexts[number] + shown, sampled, task))

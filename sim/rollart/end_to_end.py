@@ -28,7 +28,7 @@ from actors.samples.groups import Groups
 from planning.advice import advise
 from planning.hardware import GpuSpec
 from planning.language_model import ModelSpec
-from planning.roofline import EngineSpec
+from planning.roofline import Deployment
 from runtime.config import Section
 from sim.admission.job import RuledGroups
 from sim.admission.rules import AdmissionRule, ArealRule, RollRule
@@ -190,7 +190,7 @@ class SystemArm:
         return type("DirectCosts", (BlockingCosts,), direct)
 
     def _pool(self, gpus: Gpus) -> PoolSpec:
-        engine = EngineSpec(gpu=gpus.gpu, model=self.size.model, tp=self.size.serve_tp)
+        engine = Deployment(gpu=gpus.gpu, model=self.size.model, tp=self.size.serve_tp)
         return PoolSpec(name=gpus.name, engine=engine, count=max(1, gpus.count // engine.num_gpus), tasks=gpus.tasks)
 
     def _trainer(self, gpus: Gpus) -> TrainerSpec:

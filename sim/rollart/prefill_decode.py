@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from planning.roofline import EngineSpec
+from planning.roofline import Deployment
 from runtime.config import Section
 from sim.cluster import PoolSpec
 from sim.disaggregated import DisaggregatedProxy
@@ -20,14 +20,14 @@ class Nodes(Section):
     """What each node holds, for one model."""
 
     name: str
-    prefill: EngineSpec
-    decode: EngineSpec
+    prefill: Deployment
+    decode: Deployment
 
 
 class Flip(Section):
     """Equal engines, and a load that changes its nature half-way."""
 
-    engine: EngineSpec
+    engine: Deployment
     engines: int = Field(ge=2)
     first: TaskSpec
     then: TaskSpec

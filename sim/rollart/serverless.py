@@ -6,10 +6,10 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from planning.autoscale import PoolBounds
-from planning.roofline import EngineSpec, Roofline
-from planning.routing import RequestView
+from planning.roofline import Deployment, Roofline
 from sim.cluster import PoolSpec, engines_of
 from sim.distribution import Distribution
+from sim.manager_model import TurnRequest
 from sim.outcome import Cell, RunProgress, RunResult, Table
 from sim.proxy_model import ModelledProxy
 from sim.reward_model import ElasticWorkers
@@ -22,8 +22,8 @@ from sim.workload import Episode, TaskSpec, chance_of, episode
 class Serverless(Scenario):
     """`gpus` roll out where functions score; `reward_gpus` of them score where they do not."""
 
-    engine: EngineSpec
-    reward: EngineSpec
+    engine: Deployment
+    reward: Deployment
     verdict_tokens: Distribution
     task: TaskSpec
     trajectories: int = Field(ge=1)
@@ -60,7 +60,7 @@ class OwnGpus(Rewards):
         self._proxy = ModelledProxy(timeline, self.engines)
 
     async def score(self, session: str, episode: Episode) -> None:
-        await self._proxy.generate(RequestView(session), episode.tokens, self.verdict(session))
+        await self._proxy.generate(TurnRequest(session), episode.tokens, self.verdict(session))
         self._proxy.forget(session)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from planning.roofline import EngineSpec, Roofline
+from planning.roofline import Deployment, Roofline
 from runtime.config import Section
 from sim.engine_model import ModelledEngine
 from sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
@@ -21,7 +21,7 @@ from sim.training_model import TrainerSpec
 class TailJob(Section):
     """A model and the lengths of its responses. Each GPU of the rollout node holds an engine, or `engine.tp` of them do."""
 
-    engine: EngineSpec
+    engine: Deployment
     trainer: TrainerSpec
     lengths: LengthModel
     rollout_switch_s: float = Field(default=0.0, ge=0)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from planning.roofline import EngineSpec, Roofline
+from planning.roofline import Deployment, Roofline
 from planning.tail import TailRound, TailRules, TailState, begin, close, train
 from runtime.config import Section
 from sim.distribution import Quantiles
@@ -109,7 +109,7 @@ class RoundDone(NamedTuple):
 class RoundRun:
     """One round on `num` new engines: weights have just changed, so nothing is cached."""
 
-    def __init__(self, engine: EngineSpec, num: int, free_at: float | None = None) -> None:
+    def __init__(self, engine: Deployment, num: int, free_at: float | None = None) -> None:
         """`free_at`: the share of responses that ended at which the second half of the engines hands its requests to the first."""
         self._timeline = Timeline()
         roofline = Roofline(engine)
@@ -174,7 +174,7 @@ class RoundRun:
 
 
 def periods_of(
-    rules: TailRules, least: int, engine: EngineSpec, num: int, lengths: LengthModel, seed: int
+    rules: TailRules, least: int, engine: Deployment, num: int, lengths: LengthModel, seed: int
 ) -> Sequence[RoundDone]:
     """Rounds on policy, at least so many, up to the end of a period: until no prompt waits, or four times as many were done."""
     state, done = TailState(), list[RoundDone]()

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from planning.roofline import EngineSpec
+from planning.roofline import Deployment
 from planning.tail import TailRules
 from runtime.config import Section
 from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
@@ -18,7 +18,7 @@ from sim.scenario import Scenario, ScenarioKind
 class Size(Section):
     """A model, its engines and the lengths of its responses."""
 
-    engine: EngineSpec
+    engine: Deployment
     engines: int = Field(ge=1)
     lengths: LengthModel
 

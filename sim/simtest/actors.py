@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+from actors import plugins
 from actors.checkpoint import name
 from actors.engines.engine import Engine
-from actors.engines.moves import Departures
+from actors.engines.hooks import EngineHook
 from actors.engines.weights import WeightsPuller
 from actors.engines.worker import EngineRequest, EngineWorker
 from actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
 from actors.messages.samples import Batch, Claim, Commit, DrawEpoch, Epoch, NotReady, Put, Stored
+from actors.moves.engine import Departures, EngineMoves, Leaving
 from actors.rewards.service import RewardService
 from actors.samples.buffer import SampleBuffer
 from actors.training.engine import TrainEngine
@@ -90,10 +92,10 @@ class SimDepartures(Departures):
     """Tells the monitor what became of each request that was parked."""
 
     async def prepare(
-        self, engine: Engine, shared: EngineRequest, order: PrepareMove, weights: WeightsPuller
+        self, engine: Engine, shared: EngineRequest, leaving: Leaving, order: PrepareMove, weights: WeightsPuller
     ) -> MovePrepared | NotMoved:
-        reply = await super().prepare(engine, shared, order, weights)
-        parked, monitor = shared.parked, cast("SimEngine", self._actor).monitor
+        reply = await super().prepare(engine, shared, leaving, order, weights)
+        parked, monitor = leaving.parked, cast("SimEngine", self._actor).monitor
         if parked is not None and parked.epoch == order.epoch:
             move = (order.request_id, order.epoch)
             parked.taken.add_done_callback(lambda taken: taken.result() or monitor.kept(move))
@@ -106,15 +108,18 @@ class SimDepartures(Departures):
         return reply
 
 
+class SimMoves(EngineMoves):
+    departures_class = SimDepartures
+
+
 class SimEngine(EngineWorker):
     """Tells the monitor which requests left it."""
 
     monitor: InvariantChecks
     process: ActorProcess
 
-    def __init__(self, config: Any, kernel: Kernel) -> None:
-        super().__init__(config, kernel)
-        self._departures = SimDepartures(self, self._caches)
+    def make(self, path: str) -> EngineHook:
+        return SimMoves(self) if path == plugins.ENGINE_MOVES else super().make(path)
 
 
 class SimRewards(RewardService):

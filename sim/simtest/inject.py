@@ -237,7 +237,7 @@ class Injector:
                     continue
                 shared, unlucky = rng.choice(running), rng.random() < MISHAPS
                 source = shared.engine
-                seats = self._world.processes["llm_proxy-1"].actor._placement.seats
+                seats = self._world.processes["llm_proxy-1"].actor.placement.seats
                 targets = sorted(name for name in seats if name != source)
                 if not targets:
                     continue
@@ -262,7 +262,7 @@ class Injector:
         proxy, manager = self._world.processes["llm_proxy-1"], self._world.processes["env_manager-1"]
         if not all(p.alive and not p.frozen and p.kernel and p.kernel.ready.is_set() for p in (proxy, manager)):
             return []
-        return [shared for shared in proxy.actor._requests.running.values() if shared.asking is not None]
+        return [shared for shared in proxy.actor.requests.running.values() if shared.asked is not None]
 
     def _ask_to_move(self, request_id: str, target: str) -> None:
         manager = self._world.processes["env_manager-1"]

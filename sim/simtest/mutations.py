@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from actors.engines.moves import Departures
+from actors.moves.engine import Departures
 from actors.samples.buffer import SampleBuffer
 from actors.samples.groups import Groups
 from actors.samples.journal import Journal

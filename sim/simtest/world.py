@@ -120,7 +120,7 @@ class World:
             if isinstance(actor, EnvManager):
                 found += [f"{name} in {process.name}" for name, _ in actor._running]  # pyright: ignore[reportPrivateUsage]
             elif isinstance(actor, EngineWorker):
-                found += [f"{name} in {process.name}" for name in actor._requests.running]  # pyright: ignore[reportPrivateUsage]
+                found += [f"{name} in {process.name}" for name in actor.requests.running]
         return found
 
     def waiting(self) -> str:

@@ -115,7 +115,7 @@ class Hand:
         await self._me.ref("orchestrator").ask(Change(degrees, moves), timeout=LIMIT_S, retry=False)
 
     async def begin(self, shape: dict[str, int]) -> None:
-        if [each.degree * (not each.asleep) for each in await self.engines()] != list(shape.values()):
+        if [each.info.degree * (not each.info.asleep) for each in await self.engines()] != list(shape.values()):
             await self.change(shape, {})
 
     async def pid(self, name: str) -> int:
@@ -142,7 +142,7 @@ class Hand:
 
     async def is_right(self) -> bool:
         """Each of both GPUs is used, once."""
-        return sum(each.degree for each in await self.engines() if not each.asleep) == 2
+        return sum(each.info.degree for each in await self.engines() if not each.info.asleep) == 2
 
     async def case(self, case: Case, stage: str, victim: str) -> None:
         """`victim` dies at `stage`: nothing is lost, nothing doubled, and both GPUs are used again."""

@@ -9,7 +9,6 @@ import pytest
 from actors.config import ModelSection
 from actors.engines.engine import ENGINES, EngineDead, Work
 from actors.engines.section import EngineSection, PaceSection, ScriptedSection
-from actors.engines.tokens import joined
 from actors.messages.generation import Tokens
 from actors.model_folder import Slice, read_header, rows_of
 from actors.weights.blobs import WeightsSample
@@ -71,7 +70,7 @@ async def collect(engine, work: Work) -> tuple[Tokens, str]:
     async with aclosing(engine.generate(work)) as chunks:
         async for chunk in chunks:
             assert not reason, "a chunk came after the last one"
-            tokens, reason = joined(tokens, chunk.tokens), chunk.finish_reason
+            tokens, reason = tokens + chunk.tokens, chunk.finish_reason
     return tokens, reason
 
 
@@ -86,7 +85,7 @@ def whole_of(image: memoryview) -> WeightsSample:
 async def first_tokens(chunks, num: int) -> Tokens:
     tokens = Tokens()
     while len(tokens.ids) // 4 < num:
-        tokens = joined(tokens, (await anext(chunks)).tokens)
+        tokens = tokens + (await anext(chunks)).tokens
     return tokens
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from actors.engines.engine import EngineError, Work
 from actors.engines.section import PaceSection
-from actors.engines.tokens import joined
 from actors.messages.generation import Sampling, Tokens, VersionSpan
 from bus.message import pack_i32, unpack_f32, unpack_i32
 from planning.step_cost import StepSums
@@ -89,7 +88,7 @@ async def test_an_abort_keeps_the_tokens_so_far_and_ends_the_iterator(engine):
 
     await engine.abort("a")
     async for chunk in chunks:
-        tokens, reason = joined(tokens, chunk.tokens), chunk.finish_reason
+        tokens, reason = tokens + chunk.tokens, chunk.finish_reason
 
     assert reason == "aborted"
     assert 3 <= len(tokens.ids) // 4 < 200
@@ -149,7 +148,7 @@ async def test_requests_in_flight_live_through_an_update_and_their_spans_say_whe
     await engine.resume()
     for i, chunks in enumerate(streams):
         async for chunk in chunks:
-            tokens[i] = joined(tokens[i], chunk.tokens)
+            tokens[i] = tokens[i] + chunk.tokens
 
     assert engine.load().version == 1
     for found in tokens:
@@ -262,7 +261,7 @@ async def test_only_a_paced_engine_counts_its_steps_and_swaps(kind, model_folder
         async with running(name, model_folder) as engine:
             await collect(engine, Work("a", "s", prompt_of(1), Sampling(10)))
             await engine.update(1, other_image)
-            counted.append(engine.load().paced)
+            counted.append(engine.load().gauges.get("paced/steps", 0))
 
     assert counted == [0, 11]
 
@@ -286,8 +285,8 @@ async def test_steps_that_no_host_could_take_so_fast_are_all_counted_as_outlaste
 
     assert reason == "length"
     # the first step of the scripted engine is over as it begins: it computes nothing
-    assert load.paced == 10
-    assert load.outlasted >= 9
+    assert load.gauges["paced/steps"] == 10
+    assert load.gauges["paced/outlasted_frac"] >= 0.9
 
 
 @pytest.mark.parametrize("kind", ["scripted", "torch"])

@@ -9,7 +9,6 @@ import pytest_asyncio
 
 from actors.engines.engine import CAPABILITIES, EngineError, Work, capabilities, require
 from actors.engines.engine import EXPORT as TO_EXPORT
-from actors.engines.tokens import joined
 from actors.messages.generation import Sampling, Tokens, VersionSpan
 from tests.contract.engines import (
     DRAW_BY_POSITION,
@@ -44,7 +43,7 @@ async def exported(engine, chunks, had: Tokens, request_id: str, **how) -> tuple
     async def rest() -> tuple[Tokens, str]:
         tokens, reason = had, ""
         async for chunk in chunks:
-            tokens, reason = joined(tokens, chunk.tokens), chunk.finish_reason
+            tokens, reason = tokens + chunk.tokens, chunk.finish_reason
         return tokens, reason
 
     async with asyncio.TaskGroup() as tasks:
@@ -57,7 +56,7 @@ async def exported(engine, chunks, had: Tokens, request_id: str, **how) -> tuple
 
 async def whole(tokens_before: Tokens, engine, work: Work) -> tuple[Tokens, str]:
     more, reason = await collect(engine, work)
-    return joined(tokens_before, more), reason
+    return tokens_before + more, reason
 
 
 async def moved(source, target, sampling: Sampling, *, at: int, **how) -> tuple[Tokens, Work]:
@@ -151,7 +150,7 @@ async def test_a_request_moves_again_and_again_and_back(engine, other):
     places, work, tokens = [engine, other] * 4, Work("a", "s", prompt_of(4), Sampling(60, seed=5)), Tokens()
     for i, place in enumerate(places):
         chunks = place.generate(work)
-        had = joined(tokens, await first_tokens(chunks, 2))
+        had = tokens + await first_tokens(chunks, 2)
         work, tokens = await exported(place, chunks, had, "a", with_cache=i % 3 != 2)
         assert work.resumed == tokens
 
@@ -278,7 +277,7 @@ async def in_flight(engine, request_id: str, num: int, sampling: Sampling):
         tasks.create_task(read())
         tokens = Tokens()
         while len(tokens.ids) // 4 < num:
-            tokens = joined(tokens, (await chunks.get()).tokens)
+            tokens = tokens + (await chunks.get()).tokens
         yield chunks, tokens
 
 
@@ -286,7 +285,7 @@ async def read_on(chunks, tokens: Tokens) -> Tokens:
     reason = ""
     while not reason:
         chunk = await chunks.get()
-        tokens, reason = joined(tokens, chunk.tokens), chunk.finish_reason
+        tokens, reason = tokens + chunk.tokens, chunk.finish_reason
     assert reason == "length"
     return tokens
 
@@ -300,7 +299,7 @@ async def test_who_sleeps_computes_nothing_and_goes_on_where_it_was(engine, leve
         assert await engine.sleep(level) >= 0.0
         asleep = engine.load().asleep
         while not chunks.empty():
-            tokens = joined(tokens, chunks.get_nowait().tokens)
+            tokens = tokens + chunks.get_nowait().tokens
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await chunks.get()
@@ -338,8 +337,8 @@ async def test_who_sleeps_can_be_told_all_else(engine, other):
         await engine.sleep()
         work = await engine.export("a", with_cache=True)
         while (chunk := await chunks.get()).finish_reason != "exported":
-            tokens = joined(tokens, chunk.tokens)
-        tokens = joined(tokens, chunk.tokens)
+            tokens = tokens + chunk.tokens
+        tokens = tokens + chunk.tokens
     async with asyncio.TaskGroup() as tasks:
         came = tasks.create_task(collect(engine, Work("b", "t", prompt_of(5), Sampling(4))))
         ended = tasks.create_task(collect(engine, Work("c", "u", prompt_of(5), Sampling(4))))

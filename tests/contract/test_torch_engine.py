@@ -11,7 +11,6 @@ import pytest
 from actors.config import ModelSection
 from actors.engines.engine import EngineDead, EngineError, Work
 from actors.engines.section import EngineSection
-from actors.engines.tokens import joined
 from actors.engines.torch_engine import TorchEngine
 from actors.messages.generation import Sampling, Tokens, VersionSpan
 from actors.model_folder import read_header, sampled_slices
@@ -33,7 +32,7 @@ async def started(folder, **options) -> TorchEngine:
 async def collect(engine, work):
     tokens, chunks = Tokens(), 0
     async for chunk in engine.generate(work):
-        tokens, chunks = joined(tokens, chunk.tokens), chunks + 1
+        tokens, chunks = tokens + chunk.tokens, chunks + 1
     return tokens, chunks
 
 
@@ -128,7 +127,7 @@ async def test_recomputed_caches_make_a_running_request_agree_with_the_new_weigh
 
     await engine.update(1, weights_image(new))
     async for chunk in chunks:
-        tokens = joined(tokens, chunk.tokens)
+        tokens = tokens + chunk.tokens
     await engine.stop()
     swapped = tokens.spans[1].start
     theirs = logprobs(new, [*work.prompt, *unpack_i32(tokens.ids)])[len(work.prompt) - 1 :]
@@ -265,7 +264,7 @@ async def test_an_idle_engine_that_gathers_shares_its_first_step(tmp_path, monke
     """Four requests that arrive one by one meet in one step; an engine that does not gather would begin with the first."""
     engine = await started(write_model(tmp_path), gather_s=1.0)
     sizes = []
-    runner = engine._started().runner
+    runner = engine.started().runner
     step = runner.step
     monkeypatch.setattr(runner, "step", lambda rows: (sizes.append(len(rows)), step(rows))[1])
 

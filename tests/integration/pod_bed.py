@@ -45,6 +45,7 @@ from actors.weights.blobs import BlobSender
 from bus.keys import new_keys
 from bus.message import pack_i32
 from planning.demand import Demand
+from planning.engine_info import WeightsNeed
 from planning.pods import plan_pods
 from runtime.actor import Actor, handler
 from runtime.store.embedded import EmbeddedRedis
@@ -152,7 +153,7 @@ class Trainer(Actor):
 
     def ask(self, number: int):
         name, prompt = f"r{number}", pack_i32([SAMPLED, number, *[7] * (SHOWN - 2)])
-        request = Generate(name, name, prompt, Sampling(2 * SAMPLED, stop_token_ids=(STOP,)), min_version=2)
+        request = Generate(name, name, prompt, Sampling(2 * SAMPLED, stop_token_ids=(STOP,)), WeightsNeed(2))
         return self.spawn(self._answered(request), name=name)
 
     async def _answered(self, request: Generate) -> bool:
@@ -178,7 +179,7 @@ class Bed:
         self.proxy = await host.start(LLMProxy, "llm_proxy-1")
         self.trainer = await host.start(Trainer, "trainer-1")
         await host.engine()
-        await until(lambda: len(self.trainer.peers(GENERATION)) == len(ENGINES) == len(self.proxy._placement.seats))
+        await until(lambda: len(self.trainer.peers(GENERATION)) == len(ENGINES) == len(self.proxy.placement.seats))
 
     def lit(self) -> dict[str, int]:
         """Circuits that carry light, by the racks that they join."""
@@ -201,7 +202,7 @@ class Bed:
         publisher, others = self.trainer.publisher, [name for name in ENGINES if name != SOURCE]
         await self._hold(others, 1, PATIENCE_S)
         self.asked = [self.trainer.ask(number) for number in range(NUM)]
-        running = self.proxy._requests.running
+        running = self.proxy.requests.running
         await until(lambda: [each.engine for each in running.values()] == NUM * [SOURCE])
         await self._hold(others, 1, 0)
         await publisher.intend("weight_sync", 2, AHEAD_S)
@@ -222,7 +223,7 @@ class Bed:
 
     async def moves(self, stalled: bool) -> dict[str, object]:
         """The orchestrator finds all requests on one engine, which decodes slower the more it has."""
-        running = self.proxy._requests.running
+        running = self.proxy.requests.running
         await until(lambda: len(running) == NUM and all(each.tokens.ids for each in running.values()))
         await until(lambda: self.controller._stage == "idle" and self.controller._rhythm.phase == "rollout")
         for for_s in (PATIENCE_S, 0):  # of engines that sample nothing the proxy hears only so which weights they have

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
+from actors import plugins
 from actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.fabric.section import FabricSection
@@ -73,14 +74,19 @@ class Engine(EngineWorker):
     def __init__(self, config, kernel):
         super().__init__(config, kernel)
         self._sizes = Counter()
-        fetch = self._caches.fetch
 
-        async def counted(source, request_id, epoch=0):
-            cache = await fetch(source, request_id, epoch)
-            self._sizes[source.name] += len(cache.data) if cache is not None else 0
-            return cache
+    def make(self, path):
+        made = super().make(path)
+        if path == plugins.ENGINE_MOVES:
+            fetch = made.caches.fetch
 
-        self._caches.fetch = counted
+            async def counted(source, request_id, epoch=0):
+                cache = await fetch(source, request_id, epoch)
+                self._sizes[source.name] += len(cache.data) if cache is not None else 0
+                return cache
+
+            made.caches.fetch = counted
+        return made
 
     @handler
     async def ask_caches(self, request: AskCaches) -> CachesSeen:

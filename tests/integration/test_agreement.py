@@ -19,7 +19,7 @@ class Deaf(TorchEngine):
     async def update(self, version, weights):
         if version < FROM:
             return await super().update(version, weights)
-        return await self._command(StepLoop.swap, version, self._started().runner.weights)
+        return await self.command(StepLoop.swap, version, self.started().runner.weights)
 
 
 class Silent(Deaf):
@@ -35,9 +35,9 @@ from actors.scripted.engine import ScriptedEngine
 class Odd(ScriptedEngine):
     \"\"\"Of one request in eight the log-probabilities are none.\"\"\"
 
-    def _token(self, slot):
-        token, logprob = super()._token(slot)
-        return token, 0.5 if slot.key % 8 == 0 else logprob
+    def _token(self, sequence):
+        token, logprob = super()._token(sequence)
+        return token, 0.5 if sequence.key % 8 == 0 else logprob
 """
 
 BAD_ENVS = Path(__file__).parent / "bad_envs.py"

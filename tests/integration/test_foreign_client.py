@@ -386,6 +386,6 @@ def test_an_actor_of_a_live_job_is_found_and_asked(job):
     context.term()
 
     assert (kind, actor, incarnation, tag) == (OK, "engine-1", lease["incarnation"], "EngineStatus")
-    assert body[0] == "engine-1"
+    assert body[0][0] == "engine-1"
     assert unknown[0] == BAD_BODY
     assert (lease["role"], lease["public"], lease["node"]) == ("engine", "", "node-1")

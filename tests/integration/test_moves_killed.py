@@ -33,9 +33,11 @@ import os
 import signal
 from pathlib import Path
 
+from actors import plugins
 from actors.engines.worker import EngineWorker
 from actors.messages.generation import Inspect
 from actors.messages.moves import Move, Moved, MovePrepared, NotMoved, PrepareMove, TakeMove
+from actors.moves.engine import EngineMoves
 from actors.proxy.proxy import LLMProxy
 from bus.errors import AskFailed
 from bus.message import Ack
@@ -70,18 +72,23 @@ class StagedEngine(EngineWorker):
         note("killed", name)
         os.kill(self.directory.find(name).pid, signal.SIGKILL)
 
+    def make(self, path):
+        return StagedMoves(self) if path == plugins.ENGINE_MOVES else super().make(path)
+
+
+class StagedMoves(EngineMoves):
     @handler(concurrency=64, outlives_asker=True)
     async def prepare_move(self, request: PrepareMove) -> MovePrepared | NotMoved:
-        self._pass("prepare")
+        self.worker._pass("prepare")
         reply = await super().prepare_move(request)
-        self._pass("prepared")
+        self.worker._pass("prepared")
         return reply
 
     @handler(concurrency=64)
     async def take_move(self, request: TakeMove) -> Ack | NotMoved:
-        self._pass("take")
+        self.worker._pass("take")
         reply = await super().take_move(request)
-        self._pass("taken")
+        self.worker._pass("taken")
         return reply
 
 

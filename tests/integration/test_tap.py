@@ -59,7 +59,7 @@ async def test_the_messages_of_an_actor_are_printed_a_line_each(job):
     lines = await tapped(job)
 
     assert any(" from guest-1  ASK #" in line and line.endswith(" Inspect []") for line in lines), lines
-    assert any(" to   guest-1  OK #" in line and " EngineStatus ['engine-1', " in line for line in lines), lines
+    assert any(" to   guest-1  OK #" in line and " EngineStatus [['engine-1', " in line for line in lines), lines
 
 
 async def test_only_the_messages_that_were_asked_for_are_printed(job):

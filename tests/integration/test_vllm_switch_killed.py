@@ -53,7 +53,7 @@ async def all_cores_used(me: Guest) -> None:
                 found = [await me.ref(name).ask(Inspect(), timeout=5.0) for name in ENGINES]
             except AskFailed:
                 found = []
-            if sum(each.degree for each in found if not each.asleep) == len(ENGINES):
+            if sum(each.info.degree for each in found if not each.info.asleep) == len(ENGINES):
                 return
             await asyncio.sleep(0.5)
 

@@ -12,7 +12,7 @@ from planning.forecast import Seen, fit, past
 from planning.makespan import Instance, Load, finish_s, left_after
 from planning.parallelism import coming, within
 from planning.rebalance import MARGIN, rebalance
-from planning.roofline import EngineSpec, Roofline
+from planning.roofline import Deployment, Roofline
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GPU = yaml.safe_load((CONFIGS / "hardware/h800.yaml").read_text())
@@ -20,7 +20,7 @@ MODEL = yaml.safe_load((CONFIGS / "models/qwen2.5-14b.yaml").read_text())
 
 
 def engine(degree: int, **more: float) -> Roofline:
-    return Roofline(EngineSpec.model_validate({"gpu": GPU, "model": MODEL, "tp": degree, "num_slots": 4, **more}))
+    return Roofline(Deployment.model_validate({"gpu": GPU, "model": MODEL, "tp": degree, "num_slots": 4, **more}))
 
 
 ENGINES = {degree: engine(degree) for degree in (1, 2, 4, 8)}

@@ -14,7 +14,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from planning.makespan import Instance, Load, finish_s, left_after
 from planning.parallelism import coming, within
 from planning.rebalance import moved, rebalance
-from planning.roofline import EngineSpec, Roofline
+from planning.roofline import Deployment, Roofline
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 CASES = 25
@@ -27,7 +27,7 @@ def hardware(model: str, slots: int, memory: float) -> dict[int, Roofline]:
     gpu = yaml.safe_load((CONFIGS / "hardware/h800.yaml").read_text())
     shape = yaml.safe_load((CONFIGS / f"models/{model}.yaml").read_text())
     specs = {
-        degree: EngineSpec.model_validate(
+        degree: Deployment.model_validate(
             {"gpu": gpu, "model": shape, "tp": degree, "num_slots": slots, "memory_use": memory}
         )
         for degree in (1, 2, 4)

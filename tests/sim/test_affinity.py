@@ -5,11 +5,11 @@ from pydantic import ValidationError
 
 from actors.samples.group import GroupLimits
 from actors.samples.groups import Groups
-from planning.routing import RequestView
 from sim.affinity_model import ModelledAffinity, fixed_shares
 from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
 from sim.cluster import ClusterCosts, ClusterJobSpec, PoolSpec, engines_of
 from sim.job import Job
+from sim.manager_model import TurnRequest
 from sim.proxy_model import ModelledProxy
 from sim.timeline import Timeline
 from sim.workload import Episode, TaskSpec, episode, task_of
@@ -113,8 +113,8 @@ def test_a_domain_whose_pool_is_full_holds_up_no_other():
     )
     proxy = ModelledProxy(timeline, engines, affinity)
     for number in range(40):
-        timeline.start(proxy.generate(RequestView(f"a{number}"), 100, 2000, "a"))
-    asked = timeline.start(proxy.generate(RequestView("b0"), 100, 2, "b"))
+        timeline.start(proxy.generate(TurnRequest(f"a{number}"), 100, 2000, "a"))
+    asked = timeline.start(proxy.generate(TurnRequest("b0"), 100, 2, "b"))
 
     timeline.run(until=asked.ended)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planning.roofline import EngineSpec, Roofline
+from planning.roofline import Deployment, Roofline
 from runtime.errors import ConfigError
 from sim.engine_model import ModelledEngine
 from sim.timeline import Timeline
@@ -13,10 +13,10 @@ from sim.timeline import Timeline
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def spec(**changes) -> EngineSpec:
+def spec(**changes) -> Deployment:
     gpu = yaml.safe_load((CONFIGS / "hardware/h800.yaml").read_text())
     model = yaml.safe_load((CONFIGS / "models/qwen3-8b.yaml").read_text())
-    return EngineSpec.model_validate({"gpu": gpu, "model": model, **changes})
+    return Deployment.model_validate({"gpu": gpu, "model": model, **changes})
 
 
 def engine(**changes) -> tuple[Timeline, ModelledEngine]:

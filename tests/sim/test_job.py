@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from planning.roofline import Roofline
-from planning.routing import RequestView
 from sim.cluster import ClusterJobSpec, PoolSpec, cluster_job, engines_of, manager_of
 from sim.engine_model import ModelledEngine
 from sim.job import Job
+from sim.manager_model import TurnRequest
 from sim.proxy_model import ModelledProxy
 from sim.rollart.batch import BatchRun
 from sim.timeline import Timeline
@@ -122,7 +122,7 @@ def test_a_trajectory_keeps_its_engine_and_its_kv():
 
     async def turns() -> None:
         for context in (1000, 1100, 1200):
-            await proxy.generate(RequestView("t0"), context, 50)
+            await proxy.generate(TurnRequest("t0"), context, 50)
 
     timeline.start(turns())
     timeline.run()
@@ -137,7 +137,7 @@ def test_whoever_finds_every_engine_full_waits_its_turn():
     ended: list[str] = []
 
     async def asks(name: str) -> None:
-        await proxy.generate(RequestView(name), 100, 20)
+        await proxy.generate(TurnRequest(name), 100, 20)
         ended.append(name)
 
     for name in "abcdefgh":
@@ -196,7 +196,7 @@ def test_an_engine_that_waits_for_weights_is_no_hindrance_to_the_job():
     timeline = Timeline()
     served = ModelledEngine(timeline, "engine-0", Roofline(pools()[0].engine))
     proxy = ModelledProxy(timeline, [served])
-    asked = timeline.start(proxy.generate(RequestView("t0", min_version=1), 100, 10))
+    asked = timeline.start(proxy.generate(TurnRequest("t0", min_version=1), 100, 10))
 
     timeline.run()
     assert not asked.ended.happened

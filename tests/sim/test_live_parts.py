@@ -9,10 +9,10 @@ from actors.config import RolloutSection
 from actors.engines.engine import CACHE, EXPORT, EngineError, Work, capabilities
 from actors.messages.generation import Sampling
 from bus.message import unpack_i32
-from planning.routing import RequestView
 from sim.cluster import engines_of
 from sim.live.engine import STOP, RooflineEngine, RooflineSection
 from sim.live.environment import ModelledEnv, asked
+from sim.manager_model import TurnRequest
 from sim.moves_model import next_move
 from sim.proxy_model import ModelledProxy
 from sim.reward_model import RewardPool
@@ -50,7 +50,7 @@ def test_a_turn_that_moves_goes_on_where_it_was_with_its_cache_or_without(nic_by
     gpu = {**engine()["gpu"], "nic_busbw_bytes_s": nic_bytes_s}
     engines = engines_of(timeline, pools(2, gpu=gpu))
     proxy = ModelledProxy(timeline, engines)
-    turn = timeline.start(proxy.generate(RequestView("t0"), 1000, 100))
+    turn = timeline.start(proxy.generate(TurnRequest("t0"), 1000, 100))
     source, target = sorted(engines, key=lambda each: "t0" not in proxy.requests()[each.name])
     # Both engines have observed a move: from then on the plan knows its rates.
     proxy._carry.travelled(source.name, source.name, 1000, source.model.kv_move_s(1000))
@@ -71,7 +71,7 @@ def test_a_turn_that_is_over_before_it_can_leave_stays():
     timeline = Timeline()
     engines = engines_of(timeline, pools(2))
     proxy = ModelledProxy(timeline, engines)
-    turn = timeline.start(proxy.generate(RequestView("t0"), 100, 1))
+    turn = timeline.start(proxy.generate(TurnRequest("t0"), 100, 1))
     source, target = sorted(engines, key=lambda each: "t0" not in proxy.requests()[each.name])
     timeline.at(source.model.prefill_s(100) + 0.001, lambda: proxy.move("t0", target.name))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planning.roofline import EngineSpec, Roofline
+from planning.roofline import Deployment, Roofline
 from sim.training_model import TrainerSpec
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -17,7 +17,7 @@ def parts(gpu: str = "h800", model: str = "qwen3-8b") -> dict:
 
 
 def engine(gpu: str = "h800", model: str = "qwen3-8b", **changes) -> Roofline:
-    return Roofline(EngineSpec.model_validate({**parts(gpu, model), **changes}))
+    return Roofline(Deployment.model_validate({**parts(gpu, model), **changes}))
 
 
 def test_a_small_batch_takes_the_time_to_read_weights_and_kv():

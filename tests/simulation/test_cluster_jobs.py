@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from actors.cluster import ClusterSection
+from actors.config import ClusterSection
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.messages.engines import WakeEngine

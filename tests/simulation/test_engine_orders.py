@@ -27,7 +27,7 @@ async def test_a_request_on_an_engine_that_sleeps_waits_there_and_new_ones_go_to
         source = cluster.source
         other = "engine-1" if source == "engine-2" else "engine-2"
 
-        assert (await cluster.asker.ref(source).ask(SleepEngine(), timeout=5.0)).asleep
+        assert (await cluster.asker.ref(source).ask(SleepEngine(), timeout=5.0)).info.asleep
         others = [await cluster.ask(another(f"r{i}", session)) for i, session in enumerate(["s", "t", "u"])]
         moved = await cluster.move(source, "r")
         waited = not asked.done()
@@ -91,10 +91,10 @@ async def test_the_degree_stands_in_what_the_proxy_knows(tmp_path, monkeypatch):
     monkeypatch.setitem(ENGINES, "scripted", f"{__name__}:Growing")
     async with bench(tmp_path) as cluster:
         changed = await cluster.asker.ref("engine-2").ask(Reconfigure(4, 1), timeout=5.0)
-        seats = cluster.actors["llm_proxy-1"]._placement.seats
-        degrees = [seats["engine-1"].degree, seats["engine-2"].degree]
+        seats = cluster.actors["llm_proxy-1"].placement.seats
+        degrees = [seats["engine-1"].info.degree, seats["engine-2"].info.degree]
 
-    assert (changed.seconds, changed.degree) == (4.52, 4)
+    assert (changed.seconds, changed.info.degree) == (4.52, 4)
     assert degrees == [1, 4]
 
 

@@ -11,13 +11,13 @@ from tokenizers import Tokenizer
 from actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from actors.engines.stop_strings import first_of
 from actors.engines.worker import EngineWorker
-from actors.messages.engines import EngineChanged, EngineState, Reconfigure, SleepEngine, WakeEngine
+from actors.messages.engines import InfoChanged, Reconfigure, SleepEngine, WakeEngine
 from actors.messages.generation import (
-    HANDED_BACK,
     Abort,
     Aborted,
     Completion,
     Generate,
+    HandedBack,
     Inspect,
     Resume,
     Sampling,
@@ -31,6 +31,7 @@ from bus.errors import Failed
 from bus.link import Identity
 from bus.message import Ack, unpack_i32
 from bus.transport import MemoryNetwork, MemoryTransport
+from planning.engine_info import WeightsNeed
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import BlobMissing, MemoryBlobStore
 from runtime.config import ActorConfig
@@ -57,9 +58,10 @@ class Proxy(Actor):
         self.reports.append(message)
 
     @handler
-    async def engine_state(self, message: EngineState) -> Ack:
-        self.holds.append((message.version, message.held))
-        self.states.append((message.asleep, message.degree))
+    async def engine_changed(self, message: InfoChanged) -> Ack:
+        info = message.info
+        self.holds.append((info.version, info.pinned))
+        self.states.append((info.asleep, info.degree))
         return Ack()
 
 
@@ -147,7 +149,13 @@ def simulated(**options):
 
 
 def request(request_id="r", num=10, **fields):
-    fields = {"session": "s", "prompt": struct.pack("<3i", 5, 6, 7), "sampling": Sampling(num)} | fields
+    need = WeightsNeed(fields.pop("min_version", 0), fields.pop("exact", False))
+    fields = {
+        "session": "s",
+        "prompt": struct.pack("<3i", 5, 6, 7),
+        "sampling": Sampling(num),
+        "weights": need,
+    } | fields
     return Generate(request_id, **fields)
 
 
@@ -267,7 +275,7 @@ async def test_a_lost_announcement_is_made_up_for(bench, worker):
 
     await asyncio.sleep(2.5)
 
-    assert (await bench.ask(Inspect())).version == 4
+    assert (await bench.ask(Inspect())).info.version == 4
 
 
 @simulated(check_s=30.0)
@@ -329,7 +337,7 @@ async def test_a_restarted_engine_begins_with_the_newest_weights(bench, worker):
 
     await bench.start_engine()
 
-    assert (await bench.ask(Inspect())).version == 6
+    assert (await bench.ask(Inspect())).info.version == 6
 
 
 @simulated()
@@ -341,7 +349,7 @@ async def test_a_suspended_engine_samples_nothing_until_it_is_resumed(bench, wor
 
     await bench.ask(Resume())
 
-    assert status.suspended
+    assert status.info.suspended
     assert not early
     assert isinstance(await asking, Completion)
 
@@ -379,8 +387,7 @@ async def test_a_draining_engine_hands_its_requests_back_with_their_tokens(bench
     bench.kernels["engine-1"].stop()
     replies = [await ask for ask in asking]
 
-    assert {type(reply) for reply in replies} == {Aborted}
-    assert {reply.reason for reply in replies} == {HANDED_BACK}
+    assert {type(reply) for reply in replies} == {HandedBack}
     assert all(len(reply.tokens.ids) >= 20 for reply in replies)
 
 
@@ -417,10 +424,10 @@ async def test_a_held_engine_takes_nothing_newer_until_it_is_let_go_and_its_prox
     await bench.publish(2)
     exact = await bench.ask(request("exact", 100, min_version=1, exact=True))
     assert exact.tokens.spans == (VersionSpan(1, 0, 100),)
-    assert (await bench.ask(Inspect())).held
+    assert (await bench.ask(Inspect())).info.pinned
 
     assert not (await bench.ask(HoldWeights(0, 1, 0.0))).held
-    assert (await bench.ask(Inspect())).held  # a late word about another version lets go of nothing
+    assert (await bench.ask(Inspect())).info.pinned  # a late word about another version lets go of nothing
     assert not (await bench.ask(HoldWeights(1, 1, 0.0))).held
     newer = await bench.ask(request("newer", 1, min_version=2))
     assert newer.tokens.spans[0].version == 2
@@ -480,10 +487,11 @@ async def test_who_is_told_to_sleep_keeps_its_requests_and_its_proxy_knows_first
     sampled, status = worker.metrics.snapshot()["engine/tokens"], await bench.ask(Inspect())
     woken = await bench.ask(WakeEngine())
 
-    assert (slept, woken) == (EngineChanged("engine-1", 0.0, 1, True), EngineChanged("engine-1", 0.0, 1, False))
+    assert [(each.info.name, each.info.degree, each.seconds) for each in (slept, woken)] == [("engine-1", 1, 0.0)] * 2
+    assert (slept.info.asleep, woken.info.asleep) == (True, False)
     assert states[0] == states[-1] == (True, 1)
     assert bench.proxy.states[-1] == (False, 1)
-    assert (sampled, status.running, status.asleep) == (3, ("r",), True)
+    assert (sampled, status.running, status.info.asleep) == (3, ("r",), True)
     assert (await asked).finish_reason == "length"
 
 
@@ -497,11 +505,11 @@ async def test_another_degree_is_carried_out_once_and_an_order_of_before_is_refu
     with pytest.raises(Failed, match="epoch=6 is an order of before: engine-1 has carried out one of epoch 7"):
         await bench.ask(Reconfigure(2, epoch=6))
 
-    assert (changed.engine, changed.degree, changed.asleep) == ("engine-1", 4, False)
+    assert (changed.info.name, changed.info.degree, changed.info.asleep) == ("engine-1", 4, False)
     assert changed.seconds > 0.0
-    assert (again.seconds, again.degree) == (0.0, 4)
+    assert (again.seconds, again.info.degree) == (0.0, 4)
     assert bench.proxy.states[-1] == (False, 4)
-    assert (await bench.ask(Inspect())).degree == 4
+    assert (await bench.ask(Inspect())).info.degree == 4
     assert (await asked).finish_reason == "length"
 
 
@@ -513,7 +521,7 @@ async def test_an_order_that_can_not_be_is_refused_in_a_sentence_and_counts_for_
         await bench.ask(SleepEngine(3))
     assert bench.proxy.states[-1] == (False, 1)
 
-    assert (await bench.ask(Reconfigure(2, epoch=8))).degree == 2
+    assert (await bench.ask(Reconfigure(2, epoch=8))).info.degree == 2
 
 
 class Incapable(ScriptedEngine):

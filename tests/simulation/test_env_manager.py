@@ -15,7 +15,7 @@ from actors.engines.section import EngineSection
 from actors.engines.worker import EngineWorker
 from actors.envs import manager as manager_module
 from actors.envs.manager import EnvManager
-from actors.messages.generation import Aborted, Completion, Generate, Tokens, VersionSpan
+from actors.messages.generation import Completion, Generate, GenerateReply, Tokens, VersionSpan
 from actors.messages.orchestration import Survey
 from actors.messages.samples import (
     Admit,
@@ -116,7 +116,7 @@ class Proxy(Actor):
     asked: ClassVar[list[Generate]] = []
 
     @handler(concurrency=1024)
-    async def generate(self, request: Generate) -> Completion | Aborted:
+    async def generate(self, request: Generate) -> GenerateReply:
         Proxy.asked.append(request)
         if Proxy.mute:
             await asyncio.get_running_loop().create_future()
@@ -433,7 +433,7 @@ async def test_a_manager_tells_how_far_its_rollouts_are_and_what_those_that_ende
             for each in again.trajectories
         ]
         assert (session, row, sampled, most, version, away) == ("late", 10, 0, 6 * 8, 3, False)
-        assert Proxy.asked[-1].rollout
+        assert Proxy.asked[-1].route.rollout
 
 
 async def test_a_drained_manager_loses_nothing(tmp_path):
@@ -681,7 +681,7 @@ async def test_a_reset_is_told_what_its_signature_names_and_each_task_has_its_ow
 
         told, row = sorted(Buffer.put, key=lambda each: each.ticket.task == "rows")
         scored = {request.task: msgspec.msgpack.decode(request.columns) for request in Reward.asked}
-        limits = {request.task: request.sampling.max_new_tokens for request in Proxy.asked}
+        limits = {request.route.task: request.sampling.max_new_tokens for request in Proxy.asked}
 
         assert scored.keys() == {"told"}
         assert scored["told"]["seen"] == [0, "train", "told"]

@@ -7,18 +7,21 @@ from typing import ClassVar
 import msgspec
 import pytest
 
+from actors import plugins
 from actors.config import ModelSection
 from actors.engines.engine import ENGINES, Cache
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.messages.generation import Abort, Aborted, Completion, Generate, Sampling
 from actors.messages.moves import Move, Moved, MovePrepared, NotMoved, PrepareMove, TakeMove
+from actors.moves.engine import EngineMoves
 from actors.proxy.proxy import LLMProxy
 from actors.scripted.engine import ScriptedEngine
 from bus.codec import MAX_BODY_BYTES
 from bus.errors import AskFailed
 from bus.message import Ack, pack_i32
 from bus.zmq import ZmqTransport
+from planning.engine_info import WeightsNeed
 from planning.moves import FEW, Rate
 from runtime.actor import handler
 from sim.simtest.network import FaultPlan, FaultyNetwork
@@ -28,7 +31,7 @@ from tests.virtual import virtual
 
 NUM = 60
 REQUEST = Generate("r", "s", pack_i32(range(3, 12)), Sampling(NUM, seed=5))
-LATER = msgspec.structs.replace(REQUEST, min_version=1)
+LATER = msgspec.structs.replace(REQUEST, weights=WeightsNeed(1))
 WORKER = EngineWorker.Config(
     engine=EngineSection(
         kind="scripted",
@@ -40,18 +43,12 @@ WORKER = EngineWorker.Config(
 )
 
 
-class StagedWorker(EngineWorker):
-    """Stops at one stage of a move, until the test goes on."""
-
-    stage = ""
-    reached: asyncio.Event
-    go_on: asyncio.Event
-
+class StagedMoves(EngineMoves):
     async def _pass(self, stage: str) -> None:
-        if stage == type(self).stage:
-            type(self).stage = ""
-            self.reached.set()
-            await self.go_on.wait()
+        if stage == StagedWorker.stage:
+            StagedWorker.stage = ""
+            StagedWorker.reached.set()
+            await StagedWorker.go_on.wait()
 
     @handler(concurrency=64, outlives_asker=True)
     async def prepare_move(self, request: PrepareMove) -> MovePrepared | NotMoved:
@@ -66,6 +63,25 @@ class StagedWorker(EngineWorker):
         reply = await super().take_move(request)
         await self._pass("taken")
         return reply
+
+
+class StagedWorker(EngineWorker):
+    """Stops at one stage of a move, until the test goes on."""
+
+    stage = ""
+    reached: asyncio.Event
+    go_on: asyncio.Event
+
+    def make(self, path):
+        return StagedMoves(self) if path == plugins.ENGINE_MOVES else super().make(path)
+
+
+def moves_of(engine) -> EngineMoves:
+    return engine.hook(plugins.ENGINE_MOVES)
+
+
+def parked_by(engine):
+    return moves_of(engine).leaving(engine.requests.running["r"]).parked
 
 
 class Bench(Cluster):
@@ -100,7 +116,7 @@ class Bench(Cluster):
 
     @property
     def source(self) -> str:
-        return self.actors["llm_proxy-1"]._requests.running["r"].engine
+        return self.actors["llm_proxy-1"].requests.running["r"].engine
 
     def move(self, target: str = "", request_id: str = "r"):
         return self.ask(Move(request_id, target or ("engine-1" if self.source == "engine-2" else "engine-2")))
@@ -144,7 +160,7 @@ async def test_a_request_that_moves_is_answered_as_if_it_had_not_and_no_token_is
 
 @virtual
 async def test_its_cache_comes_with_it_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("actors.engines.caches.PART_BYTES", 16)
+    monkeypatch.setattr("actors.moves.caches.PART_BYTES", 16)
     caches = []
     async with bench(tmp_path, delay_s=0.001) as cluster:
         for engine in cluster.engines:
@@ -157,7 +173,7 @@ async def test_its_cache_comes_with_it_in_parts(tmp_path, monkeypatch):
         assert isinstance(await cluster.move(), Moved)
         await asked
 
-        links = [list(engine._caches.link._seen) for engine in cluster.engines]
+        links = [list(moves_of(engine).caches.link._seen) for engine in cluster.engines]
 
     assert sorted(map(len, links)) == [0, 1]
     # There and back for the first part, and once more for the others, which are under way together.
@@ -191,7 +207,7 @@ async def test_a_cache_that_the_target_can_not_use_is_computed_again(tmp_path, m
             async def fetched(*_):
                 return Cache(0, (1, 1, 3, 1), "int32", memoryview(bytes(12)))
 
-            monkeypatch.setattr(engine._caches, "fetch", fetched)
+            monkeypatch.setattr(moves_of(engine).caches, "fetch", fetched)
         asked = cluster.ask(REQUEST)
         await cluster.sampled(NUM + 20)
         assert isinstance(await cluster.move(), Moved)
@@ -273,7 +289,7 @@ async def test_one_that_is_aborted_while_it_moves_ends_with_its_tokens(tmp_path)
             assert isinstance(result, Aborted)
             assert result.reason == "enough"
             assert len(result.tokens.ids) // 4 == cluster.num_sampled < NUM
-            assert all(not engine._requests.running for engine in cluster.engines)
+            assert all(not engine.requests.running for engine in cluster.engines)
 
 
 @virtual
@@ -284,11 +300,11 @@ async def test_one_whose_asker_goes_away_while_it_moves_is_gone_everywhere(tmp_p
         StagedWorker.stage = "take"
         moving = cluster.move()
         await StagedWorker.reached.wait()
-        source = next(engine for engine in cluster.engines if engine._departures._parked)
+        source = next(engine for engine in cluster.engines if moves_of(engine).departures._parked)
         asked.cancel()
         await asyncio.sleep(0.01)
-        parked = source._departures._parked["r"]
-        fate, kept = parked.taken.result(), dict(source._caches._kept)
+        parked = moves_of(source).departures._parked["r"]
+        fate, kept = parked.taken.result(), dict(moves_of(source).caches._kept)
         StagedWorker.go_on.set()
         await moving
         await asyncio.sleep(1.0)
@@ -296,7 +312,7 @@ async def test_one_whose_asker_goes_away_while_it_moves_is_gone_everywhere(tmp_p
         assert fate is False
         assert not kept
         assert cluster.num_sampled < 25
-        assert all(not engine._requests.running for engine in cluster.engines)
+        assert all(not engine.requests.running for engine in cluster.engines)
 
 
 class SlowlyExporting(ScriptedEngine):
@@ -312,21 +328,21 @@ async def test_the_cache_of_one_whose_asker_goes_away_while_it_is_taken_out_is_n
     async with bench(tmp_path) as cluster:
         asked = cluster.ask(REQUEST)
         await cluster.sampled(20)
-        source = next(engine for engine in cluster.engines if engine._requests.running)
+        source = next(engine for engine in cluster.engines if engine.requests.running)
         moving = cluster.move()
         await asyncio.sleep(0.1)
         asked.cancel()
         await moving
 
-        assert not source._caches._kept
-        assert all(not engine._requests.running for engine in cluster.engines)
+        assert not moves_of(source).caches._kept
+        assert all(not engine.requests.running for engine in cluster.engines)
 
 
 @virtual
 async def test_one_that_its_engine_takes_out_too_late_goes_on_where_it_is(tmp_path, monkeypatch):
     """As where a step lasts longer than the proxy waits."""
     monkeypatch.setitem(ENGINES, "scripted", f"{__name__}:SlowlyExporting")
-    monkeypatch.setattr("actors.proxy.moves.PREPARE_S", 0.1)
+    monkeypatch.setattr("actors.moves.proxy.PREPARE_S", 0.1)
     async with bench(tmp_path) as cluster:
         expected = await unmoved(cluster)
         asked = cluster.ask(REQUEST)
@@ -401,26 +417,26 @@ async def test_a_take_of_an_earlier_move_gets_nothing(tmp_path):
     async with bench(tmp_path, engines=3) as cluster:
         asked = cluster.ask(REQUEST)
         await cluster.sampled(5)
-        engine = next(e for e in cluster.engines if e._requests.running)
+        engine = next(e for e in cluster.engines if e.requests.running)
         incarnation = engine.incarnation
         others = [e.name for e in cluster.engines if e is not engine]
-        assert isinstance(await engine.prepare_move(PrepareMove("r", 1, others[0], 0)), MovePrepared)
-        engine._departures.keep("r", 1)
+        assert isinstance(await moves_of(engine).prepare_move(PrepareMove("r", 1, others[0], 0)), MovePrepared)
+        moves_of(engine).departures.keep("r", 1)
         await cluster.sampled(8)
-        assert isinstance(await engine.prepare_move(PrepareMove("r", 2, others[1], 0)), MovePrepared)
+        assert isinstance(await moves_of(engine).prepare_move(PrepareMove("r", 2, others[1], 0)), MovePrepared)
 
-        late = await engine.take_move(TakeMove("r", 1, incarnation))
-        older = await engine.prepare_move(PrepareMove("r", 1, others[0], 0))
-        engine._departures.keep("r", 1)
-        taken = await engine.take_move(TakeMove("r", 2, incarnation))
-        again = await engine.take_move(TakeMove("r", 2, incarnation))
-        engine._departures.keep("r", 2)
+        late = await moves_of(engine).take_move(TakeMove("r", 1, incarnation))
+        older = await moves_of(engine).prepare_move(PrepareMove("r", 1, others[0], 0))
+        moves_of(engine).departures.keep("r", 1)
+        taken = await moves_of(engine).take_move(TakeMove("r", 2, incarnation))
+        again = await moves_of(engine).take_move(TakeMove("r", 2, incarnation))
+        moves_of(engine).departures.keep("r", 2)
 
         assert isinstance(late, NotMoved)
         assert isinstance(older, NotMoved)
         assert isinstance(taken, Ack)
         assert isinstance(again, Ack)
-        assert "r" not in engine._requests.running or engine._requests.running["r"].parked.settle(False)
+        assert "r" not in engine.requests.running or parked_by(engine).settle(False)
         assert len((await asked).tokens.ids) // 4 == NUM
 
 
@@ -442,7 +458,7 @@ async def test_a_request_that_still_waits_for_weights_moves_and_waits_where_it_i
         source = cluster.source
         moved = await cluster.move()
         await asyncio.sleep(1.0)
-        running = {engine.name: list(engine._requests.running) for engine in cluster.engines}
+        running = {engine.name: list(engine.requests.running) for engine in cluster.engines}
         have_weights(cluster, 1)
         completion = await asked
 
@@ -459,11 +475,11 @@ async def test_a_request_that_waits_for_weights_stays_where_its_move_is_called_o
         asked = cluster.ask(LATER)
         await asyncio.sleep(1.0)
         source = cluster.actors[cluster.source]
-        prepared = await source.prepare_move(PrepareMove("r", 1, "engine-9", 0))
+        prepared = await moves_of(source).prepare_move(PrepareMove("r", 1, "engine-9", 0))
         have_weights(cluster, 1)
         await asyncio.sleep(1.0)
         begun_early = cluster.num_sampled
-        source._departures.keep("r", 1)
+        moves_of(source).departures.keep("r", 1)
         completion = await asked
 
     assert isinstance(prepared, MovePrepared)
@@ -479,10 +495,10 @@ async def test_a_request_that_is_aborted_while_it_is_parked_without_weights_ends
         asked = cluster.ask(LATER)
         await asyncio.sleep(1.0)
         source = cluster.actors[cluster.source]
-        await source.prepare_move(PrepareMove("r", 1, "engine-9", 0))
+        await moves_of(source).prepare_move(PrepareMove("r", 1, "engine-9", 0))
         await cluster.ask(Abort("r"))
         aborted = await asked
-        late = await source.take_move(TakeMove("r", 1, source.incarnation))
+        late = await moves_of(source).take_move(TakeMove("r", 1, source.incarnation))
 
     assert isinstance(aborted, Aborted)
     assert isinstance(late, NotMoved)
@@ -512,13 +528,13 @@ async def test_the_cache_travels_where_the_link_is_sooner_there_than_a_prefill(
     async with bench(tmp_path) as cluster:
         asked = cluster.ask(REQUEST)
         await cluster.sampled(5)
-        source = next(engine for engine in cluster.engines if engine._requests.running)
+        source = next(engine for engine in cluster.engines if engine.requests.running)
         for _ in range(FEW):
-            source._caches.link.saw(int(link_bytes_s), 1.0)
-        source._departures._bytes_per_token = 4.0
-        prepared = await source.prepare_move(PrepareMove("r", 1, "engine-9", 0))
-        kept = list(source._caches._kept)
-        source._departures.keep("r", 1)
+            moves_of(source).caches.link.saw(int(link_bytes_s), 1.0)
+        moves_of(source).departures._bytes_per_token = 4.0
+        prepared = await moves_of(source).prepare_move(PrepareMove("r", 1, "engine-9", 0))
+        kept = list(moves_of(source).caches._kept)
+        moves_of(source).departures.keep("r", 1)
         await asked
 
     assert kept == ([("r", 1)] if with_cache else [])
@@ -530,9 +546,9 @@ async def test_a_cache_of_other_weights_stays_behind(tmp_path):
     async with bench(tmp_path) as cluster:
         asked = cluster.ask(REQUEST)
         await cluster.sampled(5)
-        source = next(engine for engine in cluster.engines if engine._requests.running)
-        prepared = await source.prepare_move(PrepareMove("r", 1, "engine-9", 7))
-        source._departures.keep("r", 1)
+        source = next(engine for engine in cluster.engines if engine.requests.running)
+        prepared = await moves_of(source).prepare_move(PrepareMove("r", 1, "engine-9", 7))
+        moves_of(source).departures.keep("r", 1)
         await asked
 
     assert prepared.why == "its cache is of other weights"
@@ -560,7 +576,7 @@ async def test_a_cache_that_is_larger_than_a_frame_travels(tmp_path, monkeypatch
         await cluster.start(LLMProxy, "llm_proxy-1")
         ref = (await cluster.start(Asker, "env_manager-1")).ref("llm_proxy")
         asked = tasks.create_task(ref.ask(Generate("r", "s", REQUEST.prompt, Sampling(200)), timeout=60.0))
-        running = cluster.actors["llm_proxy-1"]._requests.running
+        running = cluster.actors["llm_proxy-1"].requests.running
         await cluster.until(lambda: LargeCaches.took and running["r"].num_tokens > 2)
         shared = running["r"]
         target = "engine-2" if shared.engine == "engine-3" else "engine-3"
@@ -578,7 +594,7 @@ async def test_a_cache_that_is_larger_than_a_frame_travels(tmp_path, monkeypatch
 @pytest.mark.parametrize("bind", ["", "tcp://127.0.0.1:*"])
 async def test_torch_engines_hand_over_keys_and_values_and_go_on_token_for_token(tmp_path, monkeypatch, bind):
     monkeypatch.setattr(WiredCluster, "bind", bind)
-    monkeypatch.setattr("actors.engines.caches.PART_BYTES", 70_000)  # more than travels within a message's body
+    monkeypatch.setattr("actors.moves.caches.PART_BYTES", 70_000)  # more than travels within a message's body
     folder = write_model(tmp_path / "model")
     section = EngineSection(kind="torch", num_slots=2, max_len=1024, stream_every=1)
     config = EngineWorker.Config(model=ModelSection(path=str(folder), device="cpu"), engine=section)
@@ -596,14 +612,14 @@ async def test_torch_engines_hand_over_keys_and_values_and_go_on_token_for_token
         for moves in range(2):
             shared = await running(cluster, moves)
             target = "engine-1" if shared.engine == "engine-2" else "engine-2"
-            arrive = cluster.actors[target]._departures.arrive
-            cluster.actors[shared.engine]._caches.link = Rate()  # of a known one its rate would decide
+            arrive = moves_of(cluster.actors[target]).departures.arrive
+            moves_of(cluster.actors[shared.engine]).caches.link = Rate()  # of a known one its rate would decide
 
             async def arrived(work, moved, arrive=arrive):
                 taken.append(await arrive(work, moved))
                 return taken[-1]
 
-            cluster.actors[target]._departures.arrive = arrived
+            moves_of(cluster.actors[target]).departures.arrive = arrived
             assert isinstance(await ref.ask(Move("r", target), timeout=30.0), Moved)
         completion = await asked
         for name in ("env_manager-1", "llm_proxy-1", "engine-1", "engine-2"):
@@ -618,7 +634,7 @@ async def test_torch_engines_hand_over_keys_and_values_and_go_on_token_for_token
 async def running(cluster, moves: int):
     """The request, once it was sampled from again."""
     while True:
-        shared = cluster.actors["llm_proxy-1"]._requests.running.get("r")
-        if shared is not None and shared.asking is not None and shared.num_tokens > 100 * (moves + 1):
+        shared = cluster.actors["llm_proxy-1"].requests.running.get("r")
+        if shared is not None and shared.asked is not None and shared.num_tokens > 100 * (moves + 1):
             return shared
         await asyncio.sleep(0.001)

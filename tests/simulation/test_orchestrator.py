@@ -5,20 +5,23 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from actors import plugins
 from actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.fabric.controller import FabricController
 from actors.fabric.emulated import EmulatedSwitch
 from actors.fabric.section import FabricSection
-from actors.messages.engines import EngineChanged, Reconfigure, SleepEngine, WakeEngine
+from actors.messages.engines import Obeyed, Reconfigure, SleepEngine, WakeEngine
 from actors.messages.fabric import AwaitCircuits, CircuitsReady, NoCircuits, PhaseIntent
-from actors.messages.generation import Generate, Sampling
+from actors.messages.generation import Generate, Route, Sampling
 from actors.messages.moves import Move, MovePrepared, NotMoved, PrepareMove
 from actors.messages.orchestration import OutOfDate, RequestEnded, Survey, Surveyed, TrajectorySeen
+from actors.moves.engine import EngineMoves
+from actors.moves.orders import Orders
 from actors.proxy.proxy import LLMProxy
 from actors.scheduling.orchestrator import Orchestrator
 from actors.scheduling.section import OrchestratorSection
-from actors.scheduling.switches import Reshape, Wanted
+from actors.scheduling.switches import Reshape, Shape
 from bus.errors import Failed
 from bus.message import pack_i32
 from runtime.actor import handler
@@ -59,30 +62,38 @@ class Halt:
             await cls.go_on.wait()
 
 
-class HaltingWorker(EngineWorker):
-    stay_awake: frozenset[str] = frozenset()
-
+class HaltingMoves(EngineMoves):
     @handler(concurrency=64, outlives_asker=True)
     async def prepare_move(self, request: PrepareMove) -> MovePrepared | NotMoved:
         await Halt.halt(request)
         return await super().prepare_move(request)
 
+
+class HaltingOrders(Orders):
     @handler(concurrency=4, outlives_asker=True)
-    async def sleep_engine(self, order: SleepEngine) -> EngineChanged:
+    async def sleep_engine(self, order: SleepEngine) -> Obeyed:
         await Halt.halt(order)
-        if self.name in self.stay_awake:
-            raise RuntimeError(f"{self.name} stays awake")
+        if self.worker.name in HaltingWorker.stay_awake:
+            raise RuntimeError(f"{self.worker.name} stays awake")
         return await super().sleep_engine(order)
 
     @handler(concurrency=4, outlives_asker=True)
-    async def wake_engine(self, order: WakeEngine) -> EngineChanged:
+    async def wake_engine(self, order: WakeEngine) -> Obeyed:
         await Halt.halt(order)
         return await super().wake_engine(order)
 
     @handler(concurrency=4, outlives_asker=True)
-    async def reconfigure(self, order: Reconfigure) -> EngineChanged:
+    async def reconfigure(self, order: Reconfigure) -> Obeyed:
         await Halt.halt(order)
         return await super().reconfigure(order)
+
+
+class HaltingWorker(EngineWorker):
+    stay_awake: frozenset[str] = frozenset()
+
+    def make(self, path):
+        made = {plugins.ENGINE_MOVES: HaltingMoves, plugins.ORDERS: HaltingOrders}
+        return made[path](self) if path in made else super().make(path)
 
 
 class HaltingController(FabricController):
@@ -136,16 +147,18 @@ class Fleet(Cluster):
 
     @property
     def seats(self):
-        return self.actors["llm_proxy-1"]._placement.seats
+        return self.actors["llm_proxy-1"].placement.seats
 
     @property
     def shapes(self):
-        return sorted((seat.asleep, seat.degree) for seat in self.seats.values())
+        return sorted((seat.info.asleep, seat.info.degree) for seat in self.seats.values())
 
     def ask(self, number, length, shown=200, session=""):
         name = f"r{number}"
         prompt = pack_i32([length, number, *[7] * (shown - 2)])
-        request = Generate(name, session or name, prompt, Sampling(2048, stop_token_ids=(STOP,)), rollout=bool(session))
+        request = Generate(
+            name, session or name, prompt, Sampling(2048, stop_token_ids=(STOP,)), route=Route(rollout=bool(session))
+        )
         return self.tasks.create_task(self.asker.ref("llm_proxy").ask(request, timeout=900.0))
 
     def tail(self, servers=1):
@@ -278,7 +291,7 @@ async def test_a_server_whose_switch_fails_stays_as_it_was_and_another_one_switc
         lengths, asked = made.tail(servers=2)
         await whole(lengths, asked)
 
-        shapes = {name: (seat.asleep, seat.degree) for name, seat in made.seats.items()}
+        shapes = {name: (seat.info.asleep, seat.info.degree) for name, seat in made.seats.items()}
         assert shapes["engine-1"] == shapes["engine-3"] == (False, 1)
         assert sorted((shapes["engine-2"], shapes["engine-4"])) == [(False, 2), (True, 1)]
         assert made.actors["orchestrator-1"].metrics.snapshot()["orchestrator/switches"] == 1
@@ -291,10 +304,10 @@ async def test_engines_merge_while_requests_wait_that_go_to_whichever_has_room(t
         await made.restart("orchestrator-1")
         lengths = [LONG] * 600
         asked = [made.ask(place, length) for place, length in enumerate(lengths)]
-        await made.until(lambda: len(made.actors["llm_proxy-1"]._requests.running) >= 128)
+        await made.until(lambda: len(made.actors["llm_proxy-1"].requests.running) >= 128)
         commands = made.actors["orchestrator-1"]._commands
         surveyed, _ = await commands.look()
-        merge = Reshape("merge engine-1 + engine-2", {"engine-1": Wanted(2), "engine-2": Wanted(1, True)}, {}, "")
+        merge = Reshape("merge engine-1 + engine-2", {"engine-1": Shape(2), "engine-2": Shape(1, True)}, {}, "")
 
         moved = await commands.reshape(merge, surveyed.engines)
 
@@ -311,7 +324,7 @@ async def test_requests_leave_the_engine_that_would_be_last(tmp_path):
         async with fleet(tmp_path, planners) as made:
             lengths = [800] * 6
             asked = [made.ask(place, length, 30000) for place, length in enumerate(lengths)]
-            await made.until(lambda: len(made.actors["llm_proxy-1"]._requests.running) == 6)
+            await made.until(lambda: len(made.actors["llm_proxy-1"].requests.running) == 6)
             for place in range(6):
                 await made.asker.ref("llm_proxy").ask(Move(f"r{place}", "engine-1"), timeout=60.0)
             began = loop.time()
@@ -328,7 +341,7 @@ async def test_requests_move_within_their_pool_alone(tmp_path, pools):
     async with fleet(tmp_path, ("rebalance",), 4, pools) as made:
         lengths = [800] * 6
         asked = [made.ask(place, length, 30000) for place, length in enumerate(lengths)]
-        running = made.actors["llm_proxy-1"]._requests.running
+        running = made.actors["llm_proxy-1"].requests.running
         await made.until(lambda: len(running) == 6 and all(each.num_tokens > 8 for each in running.values()))
         for place in range(6):
             await made.asker.ref("llm_proxy").ask(Move(f"r{place}", "engine-1"), timeout=60.0)
@@ -365,7 +378,9 @@ async def test_whoever_is_killed_as_an_engine_wakes_for_a_split_nothing_is_lost_
         await made.asker.ref("engine-2").ask(SleepEngine(), timeout=60.0)
         await made.asker.ref("engine-1").ask(Reconfigure(2, 1), timeout=60.0)
         await made.restart("orchestrator-1")
-        await made.until(lambda: made.actors["llm_proxy-1"]._outlook.epoch > 1)  # it looks on as the first ones end
+        await made.until(
+            lambda: made.actors["llm_proxy-1"].hook(plugins.SURVEYS).epoch > 1
+        )  # it looks on as the first ones end
         lengths = [10] * 64
         await whole(lengths[:8], [made.ask(place, length) for place, length in enumerate(lengths[:8])])
         assert made.shapes == [(False, 2), (True, 1)]

@@ -4,11 +4,13 @@ import asyncio
 
 import pytest
 
+from actors import plugins
 from actors.config import ProxySection
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
-from actors.messages.generation import Abort, Aborted, CachePart, FetchCache, Generate, Sampling, VersionSpan
-from actors.messages.moves import NotMoved, PrepareMove
+from actors.messages.generation import Abort, Aborted, Generate, Sampling, VersionSpan
+from actors.messages.moves import CachePart, FetchCache, NotMoved, PrepareMove
+from actors.moves.engine import EngineMoves
 from actors.proxy.proxy import LLMProxy
 from runtime.actor import handler
 from tests.simulation.test_proxy_on_the_bus import Asker, _ids, cluster
@@ -114,17 +116,22 @@ async def test_the_planner_gives_an_engine_to_the_stage_that_holds_up_the_other_
     assert actors["llm_proxy-1"].metrics.snapshot()["proxy/prefill_engines"] > 1
 
 
+class HoardingMoves(EngineMoves):
+    @handler(concurrency=256)
+    async def fetch_cache(self, request: FetchCache) -> CachePart:
+        HoardingWorker.asked.set()
+        await HoardingWorker.go_on.wait()
+        return await super().fetch_cache(request)
+
+
 class HoardingWorker(EngineWorker):
     """Gives no cache away until the test goes on."""
 
     asked: asyncio.Event
     go_on: asyncio.Event
 
-    @handler(concurrency=256)
-    async def fetch_cache(self, request: FetchCache) -> CachePart:
-        self.asked.set()
-        await self.go_on.wait()
-        return await super().fetch_cache(request)
+    def make(self, path):
+        return HoardingMoves(self) if path == plugins.ENGINE_MOVES else super().make(path)
 
 
 @pytest.mark.parametrize("drains", [False, True])
@@ -137,7 +144,7 @@ async def test_one_that_is_aborted_or_handed_back_while_its_cache_comes_is_not_d
         await made.start(EngineWorker, "engine-2", engine=section("decode"))
         engine = made.actors["engine-2"]
         proxy = (await made.start(Asker, "env_manager-1")).ref("llm_proxy")
-        await made.until(lambda: len(made.actors["llm_proxy-1"]._placement.seats) == 2)
+        await made.until(lambda: len(made.actors["llm_proxy-1"].placement.seats) == 2)
         asked = made.tasks.create_task(proxy.ask(requests(1)[0], timeout=60))
         await HoardingWorker.asked.wait()
         if drains:
@@ -157,18 +164,24 @@ async def test_one_that_is_aborted_or_handed_back_while_its_cache_comes_is_not_d
             assert answer.reason == "enough"
 
 
+class LeavingMoves(EngineMoves):
+    async def _keep_cache(self, request_id):
+        worker = self.worker
+        if worker.told is None and worker.before:
+            worker.told = await self.prepare_move(PrepareMove(request_id, 1, "engine-2", 0))
+        await super()._keep_cache(request_id)
+        if worker.told is None:
+            worker.told = await self.prepare_move(PrepareMove(request_id, 1, "engine-2", 0))
+
+
 class LeavingWorker(EngineWorker):
     """Its first request is told to move just before or after it is taken out to be handed over."""
 
     before = True
     told: object = None
 
-    async def _keep_cache(self, request_id):
-        if self.told is None and self.before:
-            self.told = await self.prepare_move(PrepareMove(request_id, 1, "engine-2", 0))
-        await super()._keep_cache(request_id)
-        if self.told is None:
-            self.told = await self.prepare_move(PrepareMove(request_id, 1, "engine-2", 0))
+    def make(self, path):
+        return LeavingMoves(self) if path == plugins.ENGINE_MOVES else super().make(path)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -181,7 +194,7 @@ async def test_one_that_is_to_move_while_it_is_handed_over_is_decoded_as_ever(tm
         await made.start(LeavingWorker, "engine-1", engine=section("prefill"))
         await made.start(EngineWorker, "engine-2", engine=section("decode"))
         asker = await made.start(Asker, "env_manager-1")
-        await made.until(lambda: len(made.actors["llm_proxy-1"]._placement.seats) == 2)
+        await made.until(lambda: len(made.actors["llm_proxy-1"].placement.seats) == 2)
 
         completion = await asker.ref("llm_proxy").ask(requests(1)[0], timeout=60, retry=False)
 

@@ -42,11 +42,11 @@ async def test_an_engine_that_was_away_when_all_were_resumed_goes_on_too(tmp_pat
         await made.start(LLMProxy, "llm_proxy-1")
         await made.start(EngineWorker, "engine-1", engine=section())
         proxy = (await made.start(Asker, "env_manager-1")).ref("llm_proxy")
-        await made.until(lambda: made.actors["llm_proxy-1"]._placement.seats)
+        await made.until(lambda: made.actors["llm_proxy-1"].placement.seats)
         await proxy.ask(Suspend(), timeout=10)
         made.network.snap("llm_proxy-1", "engine-1", "cable pulled")
         await asyncio.sleep(0.5)
-        assert not made.actors["llm_proxy-1"]._placement.seats
+        assert not made.actors["llm_proxy-1"].placement.seats
         await proxy.ask(Resume(), timeout=10)
         reply = await proxy.ask(Generate("t", "t", b"\0" * 40, Sampling(5)), timeout=120)
         assert isinstance(reply, Completion)
@@ -94,16 +94,16 @@ async def test_an_engine_does_not_answer_with_the_abort_of_a_former_stay(tmp_pat
         await made.start(LLMProxy, "llm_proxy-1")
         await made.start(EngineWorker, "engine-1", engine=section())
         proxy = (await made.start(Asker, "env_manager-1")).ref("llm_proxy")
-        await made.until(lambda: made.actors["llm_proxy-1"]._placement.seats)
+        await made.until(lambda: made.actors["llm_proxy-1"].placement.seats)
         asking = made.tasks.create_task(proxy.ask(Generate("t", "t", b"\0" * 40, Sampling(200)), timeout=300))
         await asyncio.sleep(1.0)
         await made.start(EngineWorker, "engine-2", engine=section())
         await asyncio.sleep(1.0)
         made.network.snap("llm_proxy-1", "engine-1", "cable pulled")
         await asyncio.sleep(10.0)  # engine-1 is back, the request lives on engine-2
-        shared = made.actors["llm_proxy-1"]._requests.running["t"]
+        shared = made.actors["llm_proxy-1"].requests.running["t"]
         assert shared.engine == "engine-2"
-        assert "engine-1" in made.actors["llm_proxy-1"]._placement.seats
+        assert "engine-1" in made.actors["llm_proxy-1"].placement.seats
         have = shared.num_tokens
         await made.kill("engine-2")
         reply = await asking

@@ -13,12 +13,12 @@ from actors.fabric.emulated import EmulatedSwitch
 from actors.messages.engines import GENERATION
 from actors.messages.fabric import InspectFabric, PhaseIntent
 from actors.messages.generation import (
-    HANDED_BACK,
     Abort,
-    Aborted,
     Completion,
     EngineStatus,
     Generate,
+    GenerateReply,
+    HandedBack,
     Inspect,
     Sampling,
     Tokens,
@@ -29,6 +29,7 @@ from actors.proxy.proxy import LLMProxy
 from bus.link import Identity
 from bus.message import Ack
 from bus.transport import MemoryTransport
+from planning.engine_info import EngineInfo
 from runtime.actor import Actor, RunInfo, handler
 from runtime.config import ActorConfig
 from runtime.kernel import Kernel
@@ -54,14 +55,14 @@ class SteppedEngine(Actor):
 
     @handler
     async def inspect(self, request: Inspect) -> EngineStatus:
-        return EngineStatus(self.name, 0, 8, tuple(self.running), ())
+        return EngineStatus(EngineInfo(self.name, 8), tuple(self.running), ())
 
     @handler
     async def abort(self, request: Abort) -> Ack:
         return Ack()
 
     @handler(concurrency=64)
-    async def generate(self, request: Generate) -> Completion | Aborted:
+    async def generate(self, request: Generate) -> GenerateReply:
         self.generated.append(request)
         drained = self.running[request.request_id] = asyncio.Event()
         num = len(request.resumed.ids) // 4
@@ -80,7 +81,7 @@ class SteppedEngine(Actor):
                 self.answered.notify_all()
         if drained.is_set():
             self.handed_back += num
-            return Aborted(request.request_id, _tokens(0, num), HANDED_BACK)
+            return HandedBack(request.request_id, _tokens(0, num))
         return Completion(request.request_id, _tokens(0, num), "length", self.name)
 
     async def on_drain(self):

@@ -12,6 +12,7 @@ from actors.messages.weights import WeightsPublished
 from actors.scripted.remote_prefill import PrefillSection, RemotePrefillWorker
 from bus.link import Identity
 from bus.transport import MemoryNetwork, MemoryTransport
+from planning.engine_info import WeightsNeed
 from runtime.actor import Actor, RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.blobs.messages import NotPulled, PullBlob, Pulled
@@ -75,7 +76,7 @@ class Scene:
         await kernel.ready.wait()
 
     async def generate(self, engine, request_id, min_version=0):
-        request = Generate(request_id, request_id, PROMPT, Sampling(2), min_version)
+        request = Generate(request_id, request_id, PROMPT, Sampling(2), WeightsNeed(min_version))
         return await self.actors["client-1"].ref(engine).ask(request, timeout=60)
 
     async def publish(self, version):

@@ -6,7 +6,7 @@ import pytest
 
 from actors import model_folder
 from actors.config import engine_specs
-from actors.engines import worker
+from actors.engines import kinds, worker
 from runtime.config import load
 from runtime.errors import ConfigError
 
@@ -27,7 +27,7 @@ def test_the_quickstart_can_be_launched_here():
 
 
 def test_vllm_that_is_not_installed_is_told_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: None)
     config = load(CONFIGS / "quickstart_vllm.yaml").actor_config("engine")
 
     with pytest.raises(ConfigError, match=r"^engine.kind is vllm, but vllm is not installed. Install it with: pip"):
@@ -44,7 +44,7 @@ def test_cuda_that_is_not_there_is_told_before_anything_starts(role, monkeypatch
 
 
 def test_a_gpu_by_its_number_is_not_vllm_s_to_take(monkeypatch):
-    monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: name)
     config = load(CONFIGS / "quickstart_vllm.yaml", ["model.device=cuda:1"]).actor_config("engine")
 
     with pytest.raises(ConfigError, match=r"^model.device is cuda:1, but engine.kind=vllm takes the first GPUs"):

@@ -28,7 +28,10 @@ def test_a_request_names_its_fields_in_order_its_replies_and_whether_it_may_be_s
     generate, completion = RECORD["messages"]["Generate"], RECORD["messages"]["Completion"]
 
     assert [field["name"] for field in generate["fields"]] == list(Generate.__struct_fields__)
-    assert (generate["replies"], generate["idempotent"]) == (["Aborted", "Completion"], True)
+    assert (generate["replies"], generate["idempotent"]) == (
+        ["Aborted", "Completion", "HandedBack", "HandedOver", "NotItsTurn"],
+        True,
+    )
     assert [field["name"] for field in completion["fields"]] == list(Completion.__struct_fields__)
     assert "replies" not in completion
 

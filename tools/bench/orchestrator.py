@@ -39,11 +39,11 @@ sys.path.insert(0, str(ROOT))
 
 from actors import catalog  # noqa: E402
 from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
-from actors.messages.generation import Completion, Generate, Sampling  # noqa: E402
+from actors.messages.generation import Completion, Generate, Route, Sampling  # noqa: E402
 from bus.message import pack_i32  # noqa: E402
 from planning.makespan import Instance, Load  # noqa: E402
 from planning.rebalance import shorten  # noqa: E402
-from planning.roofline import EngineSpec, Roofline  # noqa: E402
+from planning.roofline import Deployment, Roofline  # noqa: E402
 from runtime.actor import Actor  # noqa: E402
 from runtime.guest import Guest, join  # noqa: E402
 from runtime.launch.connection import connect  # noqa: E402
@@ -77,7 +77,7 @@ class Scenario(NamedTuple):
     limit: int
     """Tokens that any request may sample."""
     scale: float
-    """Modelled seconds last so many; switches, moves and the planners' periods too, so that ratios stay."""
+    """EngineProfile seconds last so many; switches, moves and the planners' periods too, so that ratios stay."""
     arms: Mapping[str, SetArm]
     degree: int = 1
     """GPUs that an engine is started with."""
@@ -221,7 +221,7 @@ class Player:
         name = f"{self._num}-{asked.sampled}"
         prompt = [asked.sampled, self._num, *[2] * (asked.shown - 2)]
         sampling = Sampling(self._scenario.limit, stop_token_ids=(STOP,))
-        request = Generate(name, session or name, pack_i32(prompt), sampling, task=asked.task)
+        request = Generate(name, session or name, pack_i32(prompt), sampling, route=Route(asked.task))
         reply = await self._me.ref("llm_proxy").ask(request, timeout=ASK_S)
         if not isinstance(reply, Completion) or len(reply.tokens.ids) != 4 * asked.sampled:
             raise SystemExit(f"{name} was not answered by its {asked.sampled} tokens: {reply}")
@@ -241,7 +241,7 @@ class Player:
             bins[name].append(load)
             work[name] += _work(load)
         gpu, model = catalog.hardware(self._scenario.hardware), catalog.model(self._scenario.model)
-        engine = Roofline(EngineSpec(gpu=gpu, model=model))
+        engine = Roofline(Deployment(gpu=gpu, model=model))
         found = shorten([Instance(name, 1, tuple(each)) for name, each in bins.items()], {1: engine}, most=64)
         return {int(load.name): sessions[each.name] for each in found.instances for load in each.loads}
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
-from actors.messages.generation import Completion, Generate, Sampling  # noqa: E402
+from actors.messages.generation import Completion, Generate, Sampling, why_early  # noqa: E402
 from runtime.guest import Guest, join  # noqa: E402
 from runtime.launch.children import die_with_parent  # noqa: E402
 from runtime.launch.connection import connect  # noqa: E402
@@ -102,7 +102,7 @@ async def play(me: Guest, phases: Sequence[Phase] = PHASES) -> dict[str, float]:
         request = Generate(name, name, bytes(4 * phase.prompt), Sampling(phase.sampled))
         reply = await me.ref("llm_proxy").ask(request, timeout=ASK_S)
         if not isinstance(reply, Completion):
-            raise SystemExit(f"{name} was not answered: {reply.reason}")
+            raise SystemExit(f"{name} was not answered: {why_early(reply)}")
         last[phase.name] = loop.time()
         places.release()
 

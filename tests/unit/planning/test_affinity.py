@@ -6,8 +6,8 @@ import pytest
 
 from actors import catalog
 from planning.affinity import HardwareClass, TaskProfile, plan
-from planning.binding import Binding, ClassSeen, TaskProfiles, planned
-from planning.roofline import EngineSpec, Roofline
+from planning.binding import Binding, TaskProfiles, measured, planned
+from planning.roofline import Deployment, Roofline
 from planning.step_cost import StepCost, StepSums, fit
 
 COMPUTE = StepCost(prefill_s=3e-5, step_s=7e-3, token_s=0.0, context_s=6e-8)
@@ -19,7 +19,7 @@ WRITE = TaskProfile(requests=1, prompt=100, prefill=100, decode=192)
 
 
 def steps_of(hardware: str) -> tuple[Roofline, StepSums]:
-    model = Roofline(EngineSpec(gpu=catalog.hardware(hardware), model=catalog.model("qwen3-8b")))
+    model = Roofline(Deployment(gpu=catalog.hardware(hardware), model=catalog.model("qwen3-8b")))
     sums, chance = StepSums(), random.Random(1)
     for _ in range(300):
         batch, prompts = chance.randint(0, 32), chance.choice((0, 0, 100, 3000))
@@ -158,13 +158,13 @@ def test_tasks_that_change_places_are_mapped_anew_within_three_steps(steps_befor
 
 
 def test_with_one_class_or_nothing_seen_there_is_no_plan():
-    compute, bandwidth = (ClassSeen(name, 2, 32, steps_of(name)[1]) for name in ("h800", "h20"))
+    compute, bandwidth = (measured(name, 2, 32, steps_of(name)[1]) for name in ("h800", "h20"))
     tasks = {"a": READ, "b": WRITE}
 
     assert planned(tasks, [compute, bandwidth], 16, {}) is not None
     assert planned(tasks, [compute], 16, {}) is None
     assert planned({}, [compute, bandwidth], 16, {}) is None
-    assert planned(tasks, [compute, bandwidth._replace(sums=StepSums())], 16, {}) is None
+    assert planned(tasks, [compute, measured("h20", 2, 32, StepSums())], 16, {}) is None
 
 
 def test_a_task_that_is_gone_is_forgotten():

@@ -1,8 +1,8 @@
 """With its cache or without: whichever is there sooner."""
 
-from planning.moves import FEW, TRANSFERS, Moving, Rate, carry
+from planning.moves import FEW, TRANSFERS, Rate, Transfer, carry
 
-REQUEST = Moving(1000, 999, 100_000.0, 1e9, 5000.0)
+REQUEST = Transfer(1000, 999, 100_000.0, 1e9, 5000.0)
 
 
 def test_a_fast_link_carries_the_cache_and_a_slow_one_leaves_it_to_a_prefill():

@@ -8,7 +8,7 @@ import yaml
 from planning.makespan import Instance, Load, finish_s
 from planning.parallelism import coming, divisions, within
 from planning.rebalance import rebalance
-from planning.roofline import EngineSpec, Roofline
+from planning.roofline import Deployment, Roofline
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 GPU = yaml.safe_load((CONFIGS / "hardware/h800.yaml").read_text())
@@ -16,7 +16,7 @@ MODEL = yaml.safe_load((CONFIGS / "models/qwen2.5-14b.yaml").read_text())
 
 
 def engine(degree: int, **more: object) -> Roofline:
-    return Roofline(EngineSpec.model_validate({"gpu": GPU, "model": MODEL, "tp": degree, **more}))
+    return Roofline(Deployment.model_validate({"gpu": GPU, "model": MODEL, "tp": degree, **more}))
 
 
 ENGINES = {degree: engine(degree) for degree in (1, 2, 4, 8)}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.engines.worker import EngineWorker
-from actors.scripted.engine import ScriptedEngine, Slot
+from actors.scripted.engine import ScriptedEngine, ScriptedSequence
 from tools.bench.peers.shown_text import ShownText
 
 LONG, SHORT = 2400, 32
@@ -36,10 +36,9 @@ class ByPrompt(EngineWorker):
         engine._token = partial(token_of, engine._token)
 
 
-def token_of(usual: Any, slot: Slot) -> tuple[int, float]:
+def token_of(usual: Any, sequence: ScriptedSequence) -> tuple[int, float]:
     """The usual token, but for the last one: that is a stop token, and it alone."""
-    sequence = slot.sequence
-    token, logprob = usual(slot)
+    token, logprob = usual(sequence)
     shown, stops = len(sequence.work.prompt), sequence.stop_ids
     wanted = SAMPLED[LONG if shown > (LONG + SHORT) // 2 else SHORT]
     last = len(sequence.tokens) + 1 - shown >= wanted

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from actors.engines.worker import EngineWorker
-from actors.scripted.engine import ScriptedEngine, Slot
+from actors.scripted.engine import ScriptedEngine, ScriptedSequence
 from actors.training.base_model import make_tokenizer
 from sim.rollpacker.rollout import LengthModel
 
@@ -44,17 +44,16 @@ class LongTailEngine(EngineWorker):
 
 
 def _token(
-    usual: Any, lengths: LengthModel, digits: dict[int, str], known: dict[str, int], slot: Slot
+    usual: Any, lengths: LengthModel, digits: dict[int, str], known: dict[str, int], sequence: ScriptedSequence
 ) -> tuple[int, float]:
     """The usual token, but for the last one: that is a stop token, and it alone."""
-    sequence = slot.sequence
-    token, logprob = usual(slot)
+    token, logprob = usual(sequence)
     if not sequence.stop_ids:
         return token, logprob
     name = sequence.work.request_id
     if name not in known:
         prompt = int("".join(digits[each] for each in sequence.work.prompt if each in digits))
-        known[name] = max(1, lengths.tokens(0, prompt, slot.key) // SHRINK)
+        known[name] = max(1, lengths.tokens(0, prompt, sequence.key) // SHRINK)
     last = len(sequence.tokens) + 1 - len(sequence.work.prompt) >= known[name]
     stop = min(sequence.stop_ids)
     return (stop if last else token + (token in sequence.stop_ids)), logprob

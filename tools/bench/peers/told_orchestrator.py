@@ -8,7 +8,7 @@ from actors.scheduling.fleet import servers
 from actors.scheduling.lengths import Lengths
 from actors.scheduling.orchestrator import Orchestrator
 from actors.scheduling.reshapes import as_step
-from actors.scheduling.switches import Wanted
+from actors.scheduling.switches import Shape
 from bus.message import Ack, Request
 from planning.parallelism import StepPlan
 from runtime.actor import handler
@@ -42,11 +42,11 @@ class ToldOrchestrator(Orchestrator):
         self._planners = frozenset()
         async with self._turn:
             surveyed = await self._all_here(arm.fleet)
-            before = {each.name: Wanted(each.degree, each.asleep) for each in surveyed.engines}
-            base = max(each.modelled.degree for each in surveyed.engines if each.modelled)
+            before = {each.name: Shape(each.degree, each.asleep) for each in surveyed.engines}
+            base = max(each.profile.degree for each in surveyed.engines if each.profile)
             awake = sorted(before)[: arm.engines or len(before)]
             degree = base * len(before) // len(awake)
-            wanted = {name: Wanted(degree) if name in awake else Wanted(base, True) for name in before}
+            wanted = {name: Shape(degree) if name in awake else Shape(base, True) for name in before}
             await self._commands.shape(wanted, before)
             self._lengths, self._planned_for = Lengths(), 0
             self._moved_s.clear()

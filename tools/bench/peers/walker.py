@@ -1,6 +1,6 @@
 """The scripted engine as a player of FrozenLake: each turn is one of the four words, drawn at once."""
 
-from actors.scripted.engine import ScriptedEngine
+from actors.scripted.engine import ScriptedEngine, ScriptedSequence
 from actors.training.base_model import ACTIONS, make_tokenizer
 
 
@@ -13,6 +13,6 @@ class Walker(ScriptedEngine):
         self._vocab_size = tokenizer.get_vocab_size()
         self._words = [tokenizer.token_to_id(word) for word in ACTIONS]
 
-    def _token(self, slot):  # noqa: ANN001, ANN202 - as the scripted engine's
-        number, logprob = super()._token(slot)
+    def _token(self, sequence: ScriptedSequence) -> tuple[int, float]:
+        number, logprob = super()._token(sequence)
         return self._words[number % len(self._words)], logprob

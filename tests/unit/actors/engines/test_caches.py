@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from actors.engines.caches import PART_BYTES, PARTS_AT_ONCE, Caches
 from actors.engines.engine import Cache
-from actors.messages.generation import FetchCache
+from actors.messages.moves import FetchCache
+from actors.moves.caches import PART_BYTES, PARTS_AT_ONCE, Caches
 from bus.errors import Unknown
 
 

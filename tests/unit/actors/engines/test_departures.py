@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import structlog
 
-from actors.engines.caches import Caches
 from actors.engines.engine import CACHE, EXPORT, Cache, Work
-from actors.engines.moves import Departures
 from actors.messages.generation import Sampling, Tokens
 from actors.messages.moves import MovePrepared, PrepareMove
+from actors.moves.caches import Caches
+from actors.moves.engine import Departures, Leaving
 from bus.message import pack_i32
 from planning.moves import FEW, TRANSFERS
 
@@ -45,7 +45,7 @@ def leave():
             run = asyncio.get_running_loop().create_future()
             shared = SimpleNamespace(request=request, tokens=Tokens(), stage="", run=run)
             order = PrepareMove(str(place), place + 1, "engine-2", 1)
-            done = await departures.prepare(engine, shared, order, SimpleNamespace(version=1))  # pyright: ignore[reportArgumentType]
+            done = await departures.prepare(engine, shared, Leaving(), order, SimpleNamespace(version=1))  # pyright: ignore[reportArgumentType]
             assert isinstance(done, MovePrepared)
             departures.keep(order.request_id, order.epoch)
         return engine.with_cache[before:]

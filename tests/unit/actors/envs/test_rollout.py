@@ -228,7 +228,7 @@ async def test_no_turn_is_sampled_under_older_weights_than_the_first(renderer):
 
     trajectory, _ = await play(renderer, [], proxy=proxy, policy=(6, 1))
 
-    assert [request.min_version for request in proxy.requests] == [5, 6, 6]
+    assert [request.weights.version for request in proxy.requests] == [5, 6, 6]
     assert [span.version for span in trajectory.segments[0].spans] == [6, 7, 7]
 
 
@@ -308,7 +308,7 @@ async def test_held_out_tasks_are_played_greedily(renderer):
     _, proxy = await play(renderer, ["go", "go", "go"], ticket=ticket, policy=(99, 1))
 
     assert proxy.requests[0].sampling.temperature == 0.0
-    assert [(r.exact, r.min_version) for r in proxy.requests] == [(True, 5)] * 3
+    assert [(r.weights.exact, r.weights.version) for r in proxy.requests] == [(True, 5)] * 3
 
 
 async def test_several_samples_of_a_held_out_task_have_the_evaluations_own_sampling(renderer):

@@ -7,16 +7,18 @@ import numpy as np
 import pytest
 
 from actors.config import ProxySection
+from actors.messages.engines import InfoChanged
 from actors.messages.generation import (
-    HANDED_BACK,
     Abort,
     Aborted,
     Completion,
     EngineStatus,
     Generate,
+    HandedBack,
     Inspect,
     Measure,
     Resume,
+    Route,
     Sampling,
     StepsMeasured,
     Suspend,
@@ -26,6 +28,7 @@ from actors.messages.generation import (
 )
 from actors.proxy.proxy import LLMProxy
 from bus.message import Ack
+from planning.engine_info import EngineInfo, WeightsId, WeightsNeed
 
 
 def tokens(ids, version=0, start=0):
@@ -56,9 +59,8 @@ class FakeEngine:
     async def __call__(self, request):
         match request:
             case Inspect():
-                return EngineStatus(
-                    self.name, self.version, self.num_slots, self.running, self.finished, suspended=self.suspended
-                )
+                info = EngineInfo(self.name, self.num_slots, (WeightsId(self.version),), self.suspended)
+                return EngineStatus(info, self.running, self.finished)
             case Measure():
                 self.measured += 1
                 return StepsMeasured(self.name, self.steps)
@@ -91,8 +93,11 @@ class FakeEngine:
         """All of the completion's tokens after the resumed ones."""
         self.open[request_id].set_result(Completion(request_id, self._all(request_id, ids, version), "stop", self.name))
 
-    def end(self, request_id, ids=(), reason=HANDED_BACK):
-        self.open[request_id].set_result(Aborted(request_id, self._all(request_id, ids, None), reason))
+    def end(self, request_id, ids=(), reason=""):
+        """Early: handed back where no reason is given."""
+        sampled = self._all(request_id, ids, None)
+        ended = Aborted(request_id, sampled, reason) if reason else HandedBack(request_id, sampled)
+        self.open[request_id].set_result(ended)
 
     def _all(self, request_id, ids, version):
         resumed = next(r.resumed for r in reversed(self.generates) if r.request_id == request_id)
@@ -137,10 +142,9 @@ class Scene:
             session or request_id,
             b"\1\0\0\0" * prompt,
             Sampling(max_new_tokens, stop_token_ids=(99,)),
-            min_version,
+            WeightsNeed(min_version, exact),
             resumed or Tokens(),
-            exact,
-            task,
+            Route(task),
         )
         asking = self.proxy.generate(request)
         await self.settle()
@@ -171,3 +175,14 @@ def ids_of_fixture():
 @pytest.fixture(name="tokens")
 def tokens_fixture():
     return tokens
+
+
+@pytest.fixture(name="changed")
+def changed_fixture():
+    """`await changed(stage, name, version=…, pinned=…, asleep=…)`: the engine tells the proxy how it is now."""
+
+    async def changed(stage, name, version=0, **told):
+        info = EngineInfo(name, stage.engines[name].num_slots, (WeightsId(version),), **told)
+        await stage.proxy.engine_changed(InfoChanged(info))
+
+    return changed

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from actors.messages.engines import EngineState
-from actors.proxy.affinity import PATIENCE_S
+from actors.affinity.picker import PATIENCE_S
 from planning.step_cost import StepCost, StepSums
 
 MAP = {"read": "h800", "default": "h20"}
@@ -37,7 +36,7 @@ def ended(play):
 
     async def whole(stage):
         await play(stage)
-        while stage.proxy._requests.running:
+        while stage.proxy.requests.running:
             for engine in stage.engines.values():
                 for request_id in list(engine.open):
                     engine.end(request_id, reason="the test is over")
@@ -90,12 +89,12 @@ def test_without_an_engine_of_its_class_a_task_goes_elsewhere_and_that_is_said_o
     scene(ended(play), affinity=MAP)
 
 
-def test_a_class_that_sleeps_is_as_one_that_is_not_there(scene):
+def test_a_class_that_sleeps_is_as_one_that_is_not_there(scene, changed):
     async def play(stage):
         near, far = await two_classes(stage, num_slots=8)
-        await stage.proxy.engine_state(EngineState("engine-1", 0, False, asleep=True))
+        await changed(stage, "engine-1", asleep=True)
         await stage.ask("r0", task="read")
-        await stage.proxy.engine_state(EngineState("engine-1", 0, False, asleep=False))
+        await changed(stage, "engine-1")
         await stage.ask("r1", task="read")
 
         assert (near.asked, far.asked) == (["r1"], ["r0"])
@@ -139,9 +138,7 @@ def test_a_busy_class_whose_requests_end_is_not_passed_over(scene):
 def test_an_evaluation_goes_to_the_engine_that_is_held_for_it(scene):
     async def play(stage):
         _, far = await two_classes(stage, num_slots=4)
-        seat = stage.proxy._placement.seats["engine-2"]
-        seat.held = True
-        stage.proxy._placement.changed(seat)
+        stage.proxy.placement.changed(stage.proxy.placement.seats["engine-2"], pinned=True)
 
         await stage.ask("e", task="read", exact=True)
 
@@ -196,7 +193,7 @@ def test_a_plan_is_learned_from_what_tasks_and_engines_do_and_told(scene):
         near.generates.clear()
         await play_step(stage, 3, {"a": READ, "b": WRITE})
 
-        assert {request.task for request in near.generates} == {"a"}
+        assert {request.route.task for request in near.generates} == {"a"}
         assert len(near.generates) == 16
 
     scene(play, affinity="learned")
@@ -213,7 +210,7 @@ def test_tasks_that_change_places_are_mapped_anew_within_three_steps(scene):
         near.generates.clear()
         await play_step(stage, 7, {"a": WRITE, "b": READ})
 
-        assert {request.task for request in near.generates} == {"b"}
+        assert {request.route.task for request in near.generates} == {"b"}
 
     scene(play, affinity="learned")
 
@@ -230,7 +227,7 @@ def test_with_one_class_nothing_is_counted_and_no_plan_is_made(scene, affinity):
         assert one.measured == two.measured == 0
         assert stage.context.notices == []
         if affinity:
-            assert stage.proxy._affinity._profiles.profiles() == {}
+            assert stage.proxy.placement.picker._profiles.profiles() == {}
 
     scene(play, affinity=affinity)
 
@@ -255,7 +252,7 @@ def test_turns_that_find_their_sessions_cache_count_only_what_is_new(scene):
             next(e for e in stage.engines.values() if e.open).complete(f"s.{turn}", [1] * 49 + [99])
             await asking
 
-        (profile,) = stage.proxy._affinity._profiles.profiles().values()
+        (profile,) = stage.proxy.placement.picker._profiles.profiles().values()
         assert (profile.prompt, profile.prefill, profile.decode) == (250, (100 + 3 * 50) / 4, 50)
 
     scene(play, affinity="learned")
@@ -270,7 +267,7 @@ def test_a_class_that_joins_later_is_open_to_all_until_it_is_measured(scene):
         new = await stage.joins("engine-5", "h200", num_slots=32)
         await play_step(stage, 3, {"a": READ, "b": WRITE})
 
-        assert {request.task for request in new.generates} == {"a", "b"}
+        assert {request.route.task for request in new.generates} == {"a", "b"}
         assert any("h200 is new, so every class is open to all" in notice for notice in stage.context.notices)
 
     scene(play, affinity="learned")

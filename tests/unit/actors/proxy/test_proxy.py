@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from actors.messages.engines import EngineState
 from actors.messages.fabric import PhaseIntent
 from actors.messages.generation import Abort, Aborted, Generate, Resume, Suspend, VersionSpan
 from bus.errors import Failed
@@ -362,6 +361,27 @@ def test_a_full_queue_answers_aborted_and_says_what_to_raise(scene):
     scene(play, max_waiting=1)
 
 
+def test_a_picker_of_the_users_decides_which_engine_takes_a_request(scene, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from actors.proxy.picker import LeastLoaded\n"
+        "class Last(LeastLoaded):\n"
+        "    def usable(self, request):\n"
+        "        return [max(self.host.engines.values(), key=lambda engine: engine.name)]\n"
+    )
+
+    async def play(stage):
+        for number in range(1, 4):
+            await stage.joins(f"engine-{number}")
+
+        asking = [await stage.ask(f"r{i}") for i in range(3)]
+
+        assert stage.engines["engine-3"].asked == ["r0", "r1", "r2"]
+        for task in asking:
+            task.cancel()
+
+    scene(play, picker=f"{tmp_path / 'mine.py'}:Last")
+
+
 def test_the_fabric_hears_of_each_version_once_with_the_traffic_since(scene):
     async def play(stage):
         told = []
@@ -383,10 +403,10 @@ def test_the_fabric_hears_of_each_version_once_with_the_traffic_since(scene):
     scene(play)
 
 
-def test_a_held_engine_goes_on_with_what_it_may_serve_and_evaluations_go_first(scene):
+def test_a_held_engine_goes_on_with_what_it_may_serve_and_evaluations_go_first(scene, changed):
     async def play(stage):
         engine = await stage.joins("engine-1", num_slots=1, version=1)
-        await stage.proxy.engine_state(EngineState("engine-1", 1, True))
+        await changed(stage, "engine-1", 1, pinned=True)
         newer = [await stage.ask(f"new{i}", min_version=2) for i in range(3)]
         older = await stage.ask("old", min_version=1)
         running, waiting = [await stage.ask(f"more{i}", min_version=1) for i in range(2)]
@@ -401,7 +421,7 @@ def test_a_held_engine_goes_on_with_what_it_may_serve_and_evaluations_go_first(s
             await stage.settle()
         assert engine.asked == ["old", "more0", "exact", "more1"]
 
-        await stage.proxy.engine_state(EngineState("engine-1", 2, False))
+        await changed(stage, "engine-1", 2, pinned=False)
         await stage.settle()
         assert engine.asked[4:] == ["new0", "new1"]
         await asyncio.gather(older, running, waiting, exact)
@@ -411,15 +431,15 @@ def test_a_held_engine_goes_on_with_what_it_may_serve_and_evaluations_go_first(s
     scene(play)
 
 
-def test_an_exact_request_ends_at_once_where_nobody_holds_its_version_any_more(scene):
+def test_an_exact_request_ends_at_once_where_nobody_holds_its_version_any_more(scene, changed):
     async def play(stage):
         engine = await stage.joins("engine-1", num_slots=1, version=1)
         early = await stage.ask("early", min_version=1, exact=True)
-        await stage.proxy.engine_state(EngineState("engine-1", 1, True))
+        await changed(stage, "engine-1", 1, pinned=True)
         asking = [await stage.ask(f"r{i}", min_version=1, exact=True) for i in range(3)]
         assert engine.asked == ["r0", "r1"]
 
-        await stage.proxy.engine_state(EngineState("engine-1", 2, False))
+        await changed(stage, "engine-1", 2, pinned=False)
 
         assert [(await task).reason for task in (early, asking[2])] == ["no engine holds version 1 any more"] * 2
         for task in asking[:2]:
@@ -428,10 +448,10 @@ def test_an_exact_request_ends_at_once_where_nobody_holds_its_version_any_more(s
     scene(play)
 
 
-def test_an_exact_request_whose_engine_died_does_not_go_on_under_other_weights(scene):
+def test_an_exact_request_whose_engine_died_does_not_go_on_under_other_weights(scene, changed):
     async def play(stage):
         await stage.joins("engine-1", version=1)
-        await stage.proxy.engine_state(EngineState("engine-1", 1, True))
+        await changed(stage, "engine-1", 1, pinned=True)
         asking = await stage.ask("r", min_version=1, exact=True)
         await stage.joins("engine-2", version=2)
 

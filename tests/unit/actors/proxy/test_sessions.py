@@ -1,15 +1,22 @@
 """The memory of sessions is bounded."""
 
+from types import SimpleNamespace
+
+from actors.config import ProxySection
 from actors.messages.generation import Generate, Sampling
+from actors.proxy.picker import LeastLoaded, PickerHost
 from actors.proxy.placement import EngineSeat, Placement, ProxyRequest
-from actors.proxy.stages import Stages
+from planning.engine_info import EngineInfo
 
 
 async def test_the_least_recently_used_session_is_forgotten_first():
-    placement = Placement(max_waiting=1, sessions_kept=2, on_turn=print, stages=Stages(None, 0.0))
-    placement.join(EngineSeat("engine-1", ref=None, num_slots=8, version=0, suspended=False))
+    placement = Placement(max_waiting=1, on_turn=print)
+    config = SimpleNamespace(proxy=ProxySection(sessions_kept=2))
+    host = PickerHost(None, config, placement.seats, {}, lambda: 0, placement.look)
+    picker = placement.picker = LeastLoaded(host)
+    placement.join(EngineSeat(EngineInfo("engine-1", 8), ref=None))
 
     for session in "abac":
         placement.try_take(ProxyRequest(Generate(session, session, b"", Sampling(1))))
 
-    assert list(placement._sessions) == ["a", "c"]
+    assert list(picker._sessions) == ["a", "c"]

@@ -4,15 +4,15 @@ import msgspec
 import pytest
 
 from actors import catalog
-from actors.messages.generation import Modelled
-from actors.messages.orchestration import EngineSeen, RequestSeen
+from actors.messages.orchestration import RequestSeen
 from actors.scheduling.fleet import Speeds, cache_traffic, servers
+from planning.engine_info import EngineInfo, EngineProfile
 
-H800 = Modelled("h800", "qwen2.5-14b", 1)
+H800 = EngineProfile("h800", "qwen2.5-14b", 1)
 
 
-def engine(name, modelled=H800, serves="both"):
-    return EngineSeen(name, 64, True, modelled=modelled, serves=serves)
+def engine(name, profile=H800, serves="both"):
+    return EngineInfo(name, 64, profile=profile, serves=serves)
 
 
 def test_engines_of_another_pool_share_no_gpus():
@@ -35,7 +35,7 @@ def test_engines_that_only_prefill_or_whose_hardware_nobody_says_are_left_out():
     assert [each.name for each in server.engines] == ["decodes"]
 
 
-REAL = Modelled("h800", "", 1)
+REAL = EngineProfile("h800", "", 1)
 OWN = catalog.model("qwen2.5-7b")
 
 

@@ -1,21 +1,22 @@
 """What planned degrees mean for engines: who stays, who sleeps, who has which requests."""
 
-from actors.messages.generation import Modelled
-from actors.messages.orchestration import EngineSeen, RequestSeen
-from actors.scheduling.fleet import Server, expected
+from actors.messages.orchestration import RequestSeen
+from actors.scheduling.fleet import GpuGroup, expected
 from actors.scheduling.reshapes import as_merge, as_split, as_step
-from actors.scheduling.switches import Wanted
+from actors.scheduling.switches import Shape
+from planning.engine_info import EngineInfo, EngineProfile
 from planning.parallelism import Change, StepPlan
 
-MODELLED = Modelled("h800", "qwen2.5-14b", 1)
+MODELLED = EngineProfile("h800", "qwen2.5-14b", 1)
 
 
 def server(*degrees):
     """Engines a, b, c … of these degrees; 0 is one that sleeps."""
     engines = [
-        EngineSeen(name, 64, True, not degree, degree or 1) for name, degree in zip("abcdefgh", degrees, strict=False)
+        EngineInfo(name, 64, asleep=not degree, degree=degree or 1)
+        for name, degree in zip("abcdefgh", degrees, strict=False)
     ]
-    return Server("here pool", MODELLED, tuple(engines))
+    return GpuGroup("here pool", MODELLED, tuple(engines))
 
 
 def step(degrees, *assigned):
@@ -23,8 +24,8 @@ def step(degrees, *assigned):
 
 
 def gpus(server, reshape):
-    """Those that engines have together afterwards, as `Server.adds_up` counts them."""
-    before = {each.name: Wanted(each.degree, each.asleep) for each in server.engines}
+    """Those that engines have together afterwards, as `GpuGroup.adds_up` counts them."""
+    before = {each.name: Shape(each.degree, each.asleep) for each in server.engines}
     return sum(each.degree for each in {**before, **reshape.wanted}.values() if not each.asleep)
 
 
@@ -32,7 +33,7 @@ def test_a_merge_keeps_the_engine_with_the_largest_cache_and_the_others_sleep_as
     mixed = server(1, 2, 1, 0)
     reshape = as_merge(mixed, Change(("a", "b", "c"), 4, (("r1", "r2"),), 9.0, 3.0, "because"))
 
-    assert reshape.wanted == {"a": Wanted(1, True), "b": Wanted(4), "c": Wanted(1, True)}
+    assert reshape.wanted == {"a": Shape(1, True), "b": Shape(4), "c": Shape(1, True)}
     assert reshape.requests == {"r1": "b", "r2": "b"}
     assert (reshape.name, reshape.why, gpus(mixed, reshape)) == ("merge a + b + c", "because", 4)
 
@@ -42,7 +43,7 @@ def test_a_split_wakes_engines_for_its_parts_and_is_none_where_too_few_sleep():
     reshape = as_split(server(2, 0), change)
 
     assert reshape is not None
-    assert reshape.wanted == {"a": Wanted(1), "b": Wanted(1)}
+    assert reshape.wanted == {"a": Shape(1), "b": Shape(1)}
     assert reshape.requests == {"r1": "a", "r2": "b"}
     assert as_split(server(2, 1, 1), change) is None
 
@@ -51,7 +52,7 @@ def test_a_step_that_needs_one_large_engine_takes_one_and_all_others_sleep():
     alike = server(1, 1, 1, 1)
     reshape = as_step(alike, step((4,), ("r1", "r2")), {"r1", "r2"})
 
-    assert reshape.wanted == {"a": Wanted(4)} | dict.fromkeys("bcd", Wanted(1, True))
+    assert reshape.wanted == {"a": Shape(4)} | dict.fromkeys("bcd", Shape(1, True))
     assert reshape.requests == {"r1": "a", "r2": "a"}
     assert gpus(alike, reshape) == alike.gpus
 
@@ -60,18 +61,18 @@ def test_a_step_s_engines_keep_their_degree_where_it_is_planned_and_those_that_s
     mixed = server(0, 1, 1, 2)
     reshape = as_step(mixed, step((1, 1, 1, 1), ("r1",), ("r2",), ("r3",), ()), {"r1", "r2", "r3"})
 
-    assert reshape.wanted == dict.fromkeys("abcd", Wanted(1))
+    assert reshape.wanted == dict.fromkeys("abcd", Shape(1))
     assert reshape.requests == {"r1": "b", "r2": "c", "r3": "d"}
 
     kept = as_step(mixed, step((2, 2), ("r1",), ("r2",)), {"r1", "r2"})
-    assert kept.wanted == {"d": Wanted(2), "b": Wanted(2), "a": Wanted(1, True), "c": Wanted(1, True)}
+    assert kept.wanted == {"d": Shape(2), "b": Shape(2), "a": Shape(1, True), "c": Shape(1, True)}
     assert kept.requests["r2"] in ("b", "d")
     assert gpus(mixed, kept) == mixed.gpus
 
 
 def test_requests_that_wait_at_a_proxy_are_expected_by_gpus_and_moved_nowhere():
     large = server(1, 1, 1)
-    small = Server("there pool", MODELLED, (EngineSeen("z", 64, True),))
+    small = GpuGroup("there pool", MODELLED, (EngineInfo("z", 64),))
     seen = [RequestSeen(f"r{n}", engine, "", n, 10, 0, 10, 0) for n, engine in enumerate(["a", "z", "", "", "", ""])]
     found = expected([large, small], seen)
     reshape = as_step(large, step((1, 2), ("r0", "r2"), ("r3",)), {"r0"})

@@ -54,7 +54,7 @@ async def test_a_request_takes_its_prefill_and_a_decode_step_for_every_further_t
 
     decode_s = sum(model.step_s(1, 1000 + i) for i in range(4))
     assert ended - began == pytest.approx(scale * (model.prefill_s(1000) + decode_s))
-    assert engine.load().outlasted == 0
+    assert engine.load().gauges["paced/outlasted_frac"] == 0
 
 
 @virtual

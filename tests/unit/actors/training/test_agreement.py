@@ -49,11 +49,11 @@ class Engines:
         name = self.names[len(self.requests) % len(self.names)]
         self.requests.append(request)
         ids = list(range(request.sampling.max_new_tokens))
-        version = 0 if name in self.deaf else request.min_version
+        version = 0 if name in self.deaf else request.weights.version
         temperature = self.temperature or request.sampling.temperature
         after = min(self.newer_after, len(ids))
         logprobs = [logprob(version if at < after else 77, token, temperature) for at, token in enumerate(ids)]
-        spans = (VersionSpan(request.min_version, 0, after), VersionSpan(77, after, len(ids)))
+        spans = (VersionSpan(request.weights.version, 0, after), VersionSpan(77, after, len(ids)))
         spans = tuple(span for span in spans if span.end > span.start)
         tokens = Tokens(pack_i32(ids), pack_f32(logprobs), spans)
         return Completion(request.request_id, tokens, "length", name)
@@ -155,7 +155,7 @@ def test_some_rows_are_as_long_as_trajectories_may_get_and_no_request_comes_twic
     lengths = [len(unpack_i32(request.prompt)) for request in engines.requests[:6]]
     assert lengths == [96] * FULL_ROWS + [PROMPT_TOKENS] * 4
     assert len({request.request_id for request in engines.requests}) == 12
-    assert {request.min_version for request in engines.requests[6:]} == {1}
+    assert {request.weights.version for request in engines.requests[6:]} == {1}
 
 
 def test_only_tokens_of_the_very_version_are_compared(compared):

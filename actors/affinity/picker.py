@@ -1,22 +1,23 @@
 """Hardware affinity in the proxy: the classes of engines that a request may use, by the config's map or by a plan that follows what is seen."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated
-
-from pydantic import BeforeValidator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from actors.config import engine_specs, one_of
-from actors.messages.generation import Aborted, Completion, Generate, Measure, StepsMeasured
+from actors.messages.generation import Completion, GenerateReply, Measure, StepsMeasured
+from actors.proxy.picker import LeastLoaded, PickerHost
+from actors.proxy.section import LEARNED
 from bus.errors import AskFailed
 from planning.affinity import AffinityPlan, told
-from planning.binding import Binding, ClassSeen, TaskProfiles, planned
-from planning.routing import EngineView, RequestView, Route, all_asleep, choose
+from planning.binding import Binding, TaskProfiles, measured, planned
+from planning.engine_info import all_asleep
+from planning.routing import Wait
 from planning.step_cost import StepSums
-from runtime.actor import Actor
 from runtime.config import Config as Job
 
-LEARNED = "learned"
+if TYPE_CHECKING:
+    from actors.proxy.placement import EngineSeat, ProxyRequest
 
 DEFAULT = "default"
 """Stands for every task that the map does not name."""
@@ -26,20 +27,6 @@ PATIENCE_S = 30.0
 
 MEASURE_S = 5.0
 """Limit of asking an engine what its steps cost."""
-
-
-def _given(value: object) -> object:
-    if isinstance(value, str) and value:
-        return one_of(value, (LEARNED,), ", and no map of tasks to hardware classes")
-    if value and not (isinstance(value, dict) and all(isinstance(part, str) for part in (*value, *value.values()))):
-        raise ValueError(
-            f"{value!r} is neither {LEARNED} nor a map of tasks to hardware classes, such as {{math: h20}}"
-        )
-    return value or {}
-
-
-AffinityMap = Annotated[str | dict[str, str], BeforeValidator(_given)]
-"""`learned`, or task → hardware class; empty where every engine may serve every task."""
 
 
 def check_affinity(job: Job) -> None:
@@ -74,26 +61,23 @@ def check_affinity(job: Job) -> None:
             raise ValueError(f"affinity.{task} must be the hardware class of a pool: {hint}") from None
 
 
-class HardwareAffinity:
+class AffinityPicker(LeastLoaded):
     """Which class takes a request; with `affinity: learned`, what was seen of tasks and classes, and the plan that follows from it.
 
     One class costs nothing: nothing is counted, no engine is asked, and no plan is made.
     """
 
-    def __init__(
-        self, actor: Actor, given: str | Mapping[str, str], running: Collection[str], sessions_kept: int
-    ) -> None:
-        """`running` are the requests that are not answered yet."""
-        self._actor = actor
+    def __init__(self, host: PickerHost) -> None:
+        super().__init__(host)
+        given: str | Mapping[str, str] = host.config.affinity
+        self._actor = host.actor
         self._learns = given == LEARNED
         fixed = {} if isinstance(given, str) else dict(given)
         default = fixed.pop(DEFAULT, "")
         self._binding = Binding({task: {name: 1.0} for task, name in fixed.items()}, default)
-        self._running = running
         self._most_running = 0
-        self._sessions_kept = sessions_kept
         self._class_of: dict[str, str] = {}
-        self._classes: dict[str, dict[str, EngineView]] = {}
+        self._classes: dict[str, dict[str, EngineSeat]] = {}
         self._room_at: dict[str, float] = {}
         """When a class was last seen to have room."""
         self._elsewhere: set[str] = set()
@@ -115,98 +99,104 @@ class HardwareAffinity:
 
     # -- engines ----------------------------------------------------------------------------------------------------
 
-    def see(self, view: EngineView) -> None:
-        """What the router looks at of an engine, new or changed."""
-        name = self._class_of.get(view.name)
+    def joined(self, engine: "EngineSeat") -> "AffinityPicker":
+        name = self._class_of.get(engine.name)
         if name is None:
-            record = self._actor.directory.find(view.name)
-            name = self._class_of[view.name] = (record.hardware if record is not None else "") or "unnamed"
+            record = self._actor.directory.find(engine.name)
+            name = self._class_of[engine.name] = (record.hardware if record is not None else "") or "unnamed"
             if self._learns and self._binding.shares and name not in self._sums:
                 self._binding.share_out({})
                 self._actor.notice(f"affinity: {name} is new, so every class is open to all until it is measured")
-        self._classes.setdefault(name, {})[view.name] = view
+        self._classes.setdefault(name, {})[engine.name] = engine
+        return self
 
-    def forget(self, engine: str) -> None:
-        """The engine left."""
-        name = self._class_of.pop(engine, "")
-        self._counted.pop(engine, None)
-        views = self._classes.get(name, {})
-        views.pop(engine, None)
-        if not views:
+    def left(self, engine: "EngineSeat") -> None:
+        name = self._class_of.pop(engine.name, "")
+        self._counted.pop(engine.name, None)
+        engines = self._classes.get(name, {})
+        engines.pop(engine.name, None)
+        if not engines:
             self._classes.pop(name, None)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def route(
-        self, request: RequestView, task: str, began: float, sticky: str | None, views: Collection[EngineView]
-    ) -> Route:
-        """The engine for a request of `task` that came at `began`, among the classes that it may use; in need, among all `views`."""
-        order = self._binding.order(task, self._class_of.get(sticky or "", ""))
-        if not order:
-            return choose(request, views, sticky)
-        now, stuck, none = asyncio.get_running_loop().time(), True, Route(None, "no room")
+    def queue(self, request: "ProxyRequest") -> str:
+        """Each task waits by itself."""
+        return request.request.route.task
+
+    def pick(self, request: "ProxyRequest") -> str | Wait:
+        """Among the classes that its task may use; in need, among all engines."""
+        asked, task = request.request, request.request.route.task
+        order = self._binding.order(task, self._class_of.get(self.last_engine(request) or "", ""))
+        if not order or asked.weights.exact:
+            return super().pick(request)
+        now, stuck, none = asyncio.get_running_loop().time(), True, Wait.NO_ROOM
         for name in order:
             engines = self._classes.get(name)
-            if engines is None or all_asleep(engines.values()):
+            if engines is None or all_asleep(e.info for e in engines.values()):
                 continue
-            found = choose(request, engines.values(), sticky)
-            if found.engine is not None:
+            found = self.least_loaded(request, engines.values())
+            if not isinstance(found, Wait):
                 self._room_at[name] = now
                 self._elsewhere.discard(task)
                 return found
             none = found
-            stuck = stuck and now - max(began, self._room_at.get(name, 0.0)) > PATIENCE_S
+            stuck = stuck and now - max(request.began, self._room_at.get(name, 0.0)) > PATIENCE_S
         if not stuck:
             return none
-        found = choose(request, views, sticky)
-        if found.engine is not None:
-            self._fell_back(task, order, found.engine)
+        found = super().pick(request)
+        if not isinstance(found, Wait):
+            self._fell_back(task, order, found)
         return found
 
-    def began(self, request: Generate, engine: str, sticky: str | None) -> None:
-        """A request got its first seat; `sticky` is the engine of its session's last turn."""
-        if request.exact:
+    def seated(self, request: "ProxyRequest", engine: "EngineSeat") -> None:
+        asked, sticky = request.request, self.last_engine(request)
+        super().seated(request, engine)
+        if asked.weights.exact or request.seat is not None:  # a share is counted with its first seat
             return
-        name = self._class_of.get(engine, "")
+        name = self._class_of.get(engine.name, "")
         if name != self._class_of.get(sticky or ""):
-            self._binding.begun(request.task, name)
+            self._binding.begun(asked.route.task, name)
         if self.learning:
-            self._most_running = max(self._most_running, len(self._running))
-            num = len(request.prompt) // 4
-            held = self._held.get(request.session, 0) if sticky == engine else 0
-            self._profiles.began(request.task, num, max(1, num - held))
+            self._most_running = max(self._most_running, len(self.host.running))
+            num = len(asked.prompt) // 4
+            held = self._held.get(asked.session, 0) if sticky == engine.name else 0
+            self._profiles.began(asked.route.task, num, max(1, num - held))
 
-    def ended(self, request: Generate, outcome: Completion | Aborted | Exception) -> None:
-        """A request is answered."""
-        if self.learning and isinstance(outcome, Completion) and not request.exact:
+    def ended(self, request: "ProxyRequest", outcome: GenerateReply | Exception) -> None:
+        asked = request.request
+        if self.learning and isinstance(outcome, Completion) and not asked.weights.exact:
             num = len(outcome.tokens.ids) // 4
-            self._profiles.ended(request.task, num)
-            self._held.pop(request.session, None)
-            self._held[request.session] = len(request.prompt) // 4 + num
-            if len(self._held) > self._sessions_kept:
+            self._profiles.ended(asked.route.task, num)
+            self._held.pop(asked.session, None)
+            self._held[asked.session] = len(asked.prompt) // 4 + num
+            if len(self._held) > self.host.config.proxy.sessions_kept:
                 del self._held[next(iter(self._held))]
 
-    def told(self, task: str) -> str:
-        """For whoever asks why a request waits."""
-        shares = self._binding.of(task)
-        return told(task, shares) if shares else ""
+    def why(self, request: "ProxyRequest") -> str:
+        shares = self._binding.of(request.request.route.task)
+        return told(request.request.route.task, shares) if shares else ""
 
-    def look_later(self, look: Callable[[], None], waits: Callable[[], bool]) -> None:
-        """While `waits()`, call `look` every `PATIENCE_S`: a class that stands still tells nobody."""
+    def waits(self, request: "ProxyRequest") -> None:
+        """While any does, all are looked at every `PATIENCE_S`: a class that stands still tells nobody."""
         if self._looking is None and self._binding.binds:
-            self._looking = self._actor.spawn(self._look(look, waits), name=f"{self._actor.name}.patience")
+            self._looking = self._actor.spawn(self._look(), name=f"{self._actor.name}.patience")
 
-    async def _look(self, look: Callable[[], None], waits: Callable[[], bool]) -> None:
-        while waits():
+    async def _look(self) -> None:
+        while self.host.num_waiting():
             await asyncio.sleep(1.01 * PATIENCE_S)
-            look()
+            self.host.look()
         self._looking = None
 
     def _fell_back(self, task: str, order: Sequence[str], engine: str) -> None:
         self._actor.metrics.count("proxy/fell_back")
         if task not in self._elsewhere:
             self._elsewhere.add(task)
-            there = [name for name in order if name in self._classes and not all_asleep(self._classes[name].values())]
+            there = [
+                name
+                for name in order
+                if name in self._classes and not all_asleep(e.info for e in self._classes[name].values())
+            ]
             why = (
                 f"no {there[0]} had room for {PATIENCE_S:g} s" if there else f"no engine of {' or '.join(order)} is up"
             )
@@ -215,8 +205,8 @@ class HardwareAffinity:
 
     # -- the plan ---------------------------------------------------------------------------------------------------
 
-    def phase(self) -> None:
-        """A weight version came: time to plan anew."""
+    def version_began(self, version: int) -> None:
+        """Time to plan anew."""
         if self.learning and (self._planning is None or self._planning.done()):
             self._planning = self._actor.spawn(self._plan(), name=f"{self._actor.name}.affinity")
 
@@ -224,15 +214,17 @@ class HardwareAffinity:
         async with asyncio.TaskGroup() as asked:
             for engine in list(self._class_of):
                 asked.create_task(self._measure(engine))
-        awake = {name: [v for v in views.values() if not v.asleep] for name, views in self._classes.items()}
+        awake = {
+            name: [e.info for e in engines.values() if not e.info.asleep] for name, engines in self._classes.items()
+        }
         classes = [
-            ClassSeen(name, len(views), sum(v.num_slots for v in views) / len(views), self._sums[name])
-            for name, views in awake.items()
-            if views and name in self._sums
+            measured(name, len(infos), sum(info.num_slots for info in infos) / len(infos), self._sums[name])
+            for name, infos in awake.items()
+            if infos and name in self._sums
         ]
         if len(classes) < sum(map(bool, awake.values())):
             return
-        in_flight, self._most_running = self._most_running, len(self._running)
+        in_flight, self._most_running = self._most_running, len(self.host.running)
         found = await self._actor.offload(planned, self._profiles.take(), classes, in_flight, self._binding.shares)
         if found is not None:
             self._follow(found)

@@ -1,37 +1,50 @@
 """Carries out what an engine is told to be, one order at a time; the proxies know before the asker does."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from actors.engines.engine import RECONFIGURE, SLEEP, Engine, EngineDead, EngineError, require
-from actors.engines.weights import unshared
-from actors.messages.engines import EngineChanged, Reconfigure, SleepEngine, WakeEngine
+from actors.engines.hooks import EngineHook
+from actors.messages.engines import Obeyed, Reconfigure, SleepEngine, WakeEngine
 from bus.errors import Failed
+from planning.engine_info import EngineInfo
+from runtime.actor import handler
+
+if TYPE_CHECKING:
+    from actors.engines.worker import EngineWorker
 
 
-class Orders:
+class Orders(EngineHook):
     """Of one engine."""
 
-    def __init__(self, name: str, tell: Callable[[], Awaitable[None]]) -> None:
-        """`tell` has the proxies know how the engine is."""
-        self._name = name
-        self._tell = tell
+    def __init__(self, worker: "EngineWorker") -> None:
+        super().__init__(worker)
         self._turn = asyncio.Lock()
         self._epoch = -1
         """The latest of all orders that were carried out."""
-        self.falls_asleep = False
-        """It takes no new request from now on, though it may still compute."""
+        self._falls_asleep = False
+        """It is to take no new request from now on, though it may still compute."""
 
-    async def begin(self, engine: Engine) -> None:
-        """The engine has started."""
+    def told(self, info: EngineInfo) -> EngineInfo:
+        return msgspec.structs.replace(info, asleep=info.asleep or self._falls_asleep)
 
-    def weight_sync(self) -> AbstractAsyncContextManager[Callable[[], bool]]:
-        """Around the pull and the swap of new weights; tells whether they may go on."""
-        return unshared()
+    @handler(concurrency=4, outlives_asker=True)
+    async def sleep_engine(self, order: SleepEngine) -> Obeyed:
+        return await self.carry_out(order)
 
-    async def carry_out(self, engine: Engine, order: SleepEngine | WakeEngine | Reconfigure) -> EngineChanged:
+    @handler(concurrency=4, outlives_asker=True)
+    async def wake_engine(self, order: WakeEngine) -> Obeyed:
+        return await self.carry_out(order)
+
+    @handler(concurrency=4, outlives_asker=True)
+    async def reconfigure(self, order: Reconfigure) -> Obeyed:
+        return await self.carry_out(order)
+
+    async def carry_out(self, order: SleepEngine | WakeEngine | Reconfigure) -> Obeyed:
         """Raises Failed, one sentence, for an order that can't be or is older than the last one: nothing has changed then."""
+        engine, _ = self.worker.started()
         async with self._turn:
             try:
                 match order:
@@ -47,16 +60,15 @@ class Orders:
             except EngineError as error:
                 raise Failed(str(error)) from error
             finally:
-                self.falls_asleep = False
-                await self._tell()
+                self._falls_asleep = False
+                await self.worker.tell_proxies()
             self._epoch = max(self._epoch, order.epoch)
-            load = engine.load()
-            return EngineChanged(self._name, seconds, load.degree, load.asleep)
+            return Obeyed(self.worker.info(), seconds)
 
     async def _sleep(self, engine: Engine, level: int) -> float:
         require(engine, SLEEP)
-        self.falls_asleep = True
-        await self._tell()
+        self._falls_asleep = True
+        await self.worker.tell_proxies()
         return await engine.sleep(level)
 
     async def _wake(self, engine: Engine, epoch: int) -> float:
@@ -72,5 +84,5 @@ class Orders:
     def _check(self, epoch: int) -> None:
         if epoch < self._epoch:
             raise EngineError(
-                f"epoch={epoch} is an order of before: {self._name} has carried out one of epoch {self._epoch}"
+                f"epoch={epoch} is an order of before: {self.worker.name} has carried out one of epoch {self._epoch}"
             )

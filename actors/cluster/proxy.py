@@ -3,16 +3,23 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 
-from actors.cluster import ROLLOUT, ClusterSection, permits_of, place_of
+from actors import plugins
+from actors.cluster import ROLLOUT, place_of
+from actors.cluster.lease import PoolLease
 from actors.config import engine_specs
 from actors.messages.engines import GENERATION, SleepEngine, WakeEngine
+from actors.messages.generation import Generate, NotItsTurn
 from actors.messages.moves import Move
+from actors.messages.phases import Generating
 from actors.permits import Grant, Permits
-from actors.proxy.moves import Moves
-from actors.proxy.placement import Placement, ProxyRequest
+from actors.proxy.hooks import ProxyHook
+from actors.proxy.placement import ProxyRequest
+from actors.proxy.proxy import LLMProxy
 from bus.errors import AskFailed
+from bus.message import Ack
 from planning.consolidation import consolidate, is_tail
-from runtime.actor import Actor
+from planning.engine_info import EngineInfo
+from runtime.actor import handler
 from runtime.config import Config as Job
 from runtime.registry import ActorRecord
 
@@ -48,23 +55,17 @@ def check_cluster(job: Job) -> None:
         )
 
 
-class RolloutPermit:
+class RolloutPermit(ProxyHook):
     """Of one job. Its engines are awake only while it holds the permit; what they are asked for waits in them until then.
 
     Once few rollouts of the step are left and another job waits, their requests move together on the fewest engines, and the places of
     the others are the next job's.
     """
 
-    def __init__(
-        self,
-        actor: Actor,
-        section: ClusterSection,
-        placement: Placement,
-        running: Mapping[str, ProxyRequest],
-        moves: Moves,
-    ) -> None:
-        self._actor, self._section = actor, section
-        self._placement, self._running, self._moves = placement, running, moves
+    def __init__(self, proxy: LLMProxy) -> None:
+        super().__init__(proxy)
+        self._actor, self._lease = proxy, PoolLease(proxy, proxy.config.cluster)
+        self._placement, self._running = proxy.placement, proxy.requests.running
         self._rollouts: dict[str, int] = {}
         """Under way, by manager."""
         self._most = 0
@@ -78,27 +79,32 @@ class RolloutPermit:
         self._changed = asyncio.Event()
         self.is_held = False
 
-    def told(self, manager: str, num: int) -> None:
-        """So many rollouts of `manager` are under way."""
-        self._rollouts[manager] = num
+    @handler(concurrency=16)
+    async def generating(self, message: Generating) -> Ack:
+        """So many rollouts of one manager are under way."""
+        self._rollouts[message.manager] = message.num
         self._most = max(self._most, self._num_rollouts)
         self._changed.set()
+        return Ack()
 
-    def left(self, names: tuple[str, ...]) -> None:
-        """These actors are gone, or were started again."""
+    def peers_left(self, names: tuple[str, ...]) -> None:
         for name in names:
             self._rollouts.pop(name, None)
         self._changed.set()
 
-    def slept(self, engine: str) -> None:
-        """It sleeps, whoever told it to: one that lost sight of the permit is woken again while the permit is held."""
-        if self._awake.pop(engine, None) is not None:
+    def engine_changed(self, info: EngineInfo) -> None:
+        """One that sleeps, whoever told it to, lost sight of the permit: it is woken again while the permit is held."""
+        if info.asleep and self._awake.pop(info.name, None) is not None:
             self._changed.set()
 
-    def look(self) -> None:
-        """Requests came or went."""
+    def came_or_went(self) -> None:
         if len(self._running) <= 1:
             self._changed.set()
+
+    def too_late(self, request: Generate, known: ProxyRequest | None) -> NotItsTurn | None:
+        if self.is_held:
+            return None
+        return NotItsTurn(request.request_id, known.tokens if known else request.resumed)
 
     @property
     def _num_rollouts(self) -> int:
@@ -108,27 +114,17 @@ class RolloutPermit:
     def _wanted(self) -> bool:
         return bool(self._num_rollouts or self._running)
 
-    async def serve(self) -> None:
+    async def run(self) -> None:
         """Take turns with the other jobs until cancelled."""
-        async with permits_of(self._section) as permits:
-            while True:
-                await self._next_change(lambda: self._wanted)
-                await self._phase(permits)
-
-    async def _phase(self, permits: Permits) -> None:
-        section, actor = self._section, self._actor
-        pool = section.rollout_pool
-        with actor.waits.on("permit", stage=ROLLOUT, detail=f"the pool {pool}") as wait:
-            wait.described_by(lambda: permits.why(pool))
-            async with permits.hold(pool, ROLLOUT, section.job) as grant:
-                wait.close()
-                actor.log.info("permit_held", pool=pool, phase=ROLLOUT, epoch=grant.epoch)
-                with actor.trace.span(ROLLOUT, "permit", pool=pool, epoch=grant.epoch):
-                    await self._hold(permits, grant)
-        if grant.until <= asyncio.get_running_loop().time():
-            actor.notice(
-                f"the permit of {pool} was lost: it was not renewed in time. The rollouts go on with the next one"
-            )
+        self._lease.begin()
+        while True:
+            await self._next_change(lambda: self._wanted)
+            async with self._lease(ROLLOUT) as grant:
+                await self._hold(await self._lease.permits(), grant)
+            if grant.until <= asyncio.get_running_loop().time():
+                self._actor.notice(
+                    f"the permit of {grant.pool} was lost: it was not renewed in time. The rollouts go on with the next one"
+                )
 
     async def _hold(self, permits: Permits, grant: Grant) -> None:
         self._awake, self._most, self.is_held = {}, self._num_rollouts, True
@@ -166,7 +162,9 @@ class RolloutPermit:
         seats = [seat for name, seat in self._placement.seats.items() if name in self._awake]
         if len(seats) < 2:
             return
-        plan = consolidate({seat.name: list(seat.requests) for seat in seats}, min(seat.num_slots for seat in seats))
+        plan = consolidate(
+            {seat.name: list(seat.requests) for seat in seats}, min(seat.info.num_slots for seat in seats)
+        )
         if len(plan.kept) == len(seats):
             return
         others = [seat for seat in seats if seat.name not in plan.kept]
@@ -181,9 +179,10 @@ class RolloutPermit:
 
     async def _move(self, moves: Mapping[str, str]) -> None:
         """One that is over by now, or does not move, is where it was."""
+        mover = self.proxy.hook(plugins.MOVES)
         async with asyncio.TaskGroup() as tasks:
             for request, target in moves.items():
-                tasks.create_task(self._moves.move(Move(request, target)))
+                tasks.create_task(mover.move(Move(request, target)))
 
     def _blocks(self, places: frozenset[int]) -> None:
         self._blocked = places

@@ -1,18 +1,14 @@
 """What an orchestrator knows of a manager's rollouts: how far each is, its environment included, and those that ended."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import islice
 
 from actors.envs.hooks import RolloutHook
 from actors.envs.recorder import Recorder
 from actors.envs.rollout import Rollout
 from actors.messages.orchestration import OutOfDate, RequestEnded, Survey, Surveyed, TrajectorySeen
+from actors.survey.ended import EndedLog
 from runtime.actor import Actor, handler
-
-ENDED_KEPT = 8192
-"""Rollouts that wait for the next survey; the oldest is forgotten first."""
 
 
 class RolloutOutlook(RolloutHook):
@@ -20,8 +16,7 @@ class RolloutOutlook(RolloutHook):
 
     def __init__(self, manager: Actor, playing: Callable[[], Iterable[Rollout]]) -> None:
         super().__init__(manager, playing)
-        self._ended: deque[RequestEnded] = deque(maxlen=ENDED_KEPT)
-        self._num_ended = 0
+        self._ended = EndedLog()
 
     def ended(self, rollout: Rollout, *, whole: bool) -> None:
         """It plays no more."""
@@ -29,20 +24,17 @@ class RolloutOutlook(RolloutHook):
         if ticket.purpose == "eval":
             return
         env_s, generate_s = recorder.env_s(_now()), recorder.generate_s
-        self._ended.append(
+        self._ended.add(
             RequestEnded(ticket.task, ticket.row, recorder.sampled, ticket.version, env_s, generate_s, whole)
         )
-        self._num_ended += 1
 
     @handler
     async def survey(self, request: Survey) -> Surveyed | OutOfDate:
         """Everything as it is now."""
         now = _now()
-        known = request.after if request.after <= self._num_ended else 0  # a manager that was restarted counts anew
-        new = min(self._num_ended - known, len(self._ended))
-        ended = tuple(islice(self._ended, len(self._ended) - new, None))
+        ended = self._ended.since(request.after)
         playing = [each.recorder for each in self.playing() if each.recorder.ticket.purpose != "eval"]
-        return Surveyed((), (), ended, self._num_ended, tuple(_seen(each, now) for each in playing))
+        return Surveyed((), (), ended, self._ended.num, tuple(_seen(each, now) for each in playing))
 
 
 def _seen(recorder: Recorder, now: float) -> TrajectorySeen:

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from actors.config import ClusterSection
 from actors.permits import Permits
@@ -47,11 +48,11 @@ def check_pool(cluster: Path, pool: str, whose: str) -> None:
         )
 
 
-def check_pools(section: ClusterSection) -> None:
-    """The same for both pools of a job."""
-    if section.dir:
-        for key in ("rollout_pool", "training_pool"):
-            check_pool(Path(section.dir), getattr(section, key), f"cluster.{key}")
+def check_pools(config: Any) -> None:
+    """The same for both pools of a job, whose config has the section `cluster`."""
+    section: ClusterSection = config.cluster
+    for key in ("rollout_pool", "training_pool"):
+        check_pool(Path(section.dir), getattr(section, key), f"cluster.{key}")
 
 
 def place_of(engine: str) -> int:

@@ -4,7 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from actors.engines.engine import Cache
-from actors.messages.generation import CachePart, FetchCache
+from actors.messages.moves import CachePart, FetchCache
 from bus.errors import AskFailed
 from bus.message import Buffer
 from planning.moves import Rate

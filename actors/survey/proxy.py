@@ -1,0 +1,61 @@
+"""What the proxy tells an orchestrator, and from which one it takes orders."""
+
+from zlib import crc32
+
+from actors.messages.generation import Aborted, Completion
+from actors.messages.orchestration import OutOfDate, RequestEnded, RequestSeen, Survey, Surveyed
+from actors.proxy.hooks import ProxyHook
+from actors.proxy.placement import ProxyRequest
+from actors.proxy.proxy import LLMProxy
+from actors.survey.ended import EndedLog
+from runtime.actor import handler
+
+
+class Surveys(ProxyHook):
+    """Of one proxy, from the first survey on."""
+
+    def __init__(self, proxy: LLMProxy) -> None:
+        super().__init__(proxy)
+        self.epoch = 0
+        """Of the newest orchestrator that asked; 0: none ever did."""
+        self._ended = EndedLog()
+
+    @handler
+    async def survey(self, request: Survey) -> Surveyed | OutOfDate:
+        """Everything as it is now."""
+        if request.epoch < self.epoch:
+            return OutOfDate(self.epoch)
+        self.epoch = request.epoch
+        return Surveyed(
+            tuple(map(_request, self.proxy.requests.running.values())),
+            tuple(seat.info for _, seat in sorted(self.proxy.placement.seats.items())),
+            self._ended.since(request.after),
+            self._ended.num,
+        )
+
+    def is_old(self, epoch: int) -> bool:
+        """Whether an order of this epoch has no effect any more."""
+        return 0 < epoch < self.epoch
+
+    def ended(self, request: ProxyRequest, outcome: Completion | Aborted | Exception) -> None:
+        """Of a rollout its manager tells, all turns of it."""
+        asked = request.request
+        if isinstance(outcome, Completion) and not asked.route.rollout:
+            sampled = len(outcome.tokens.ids) // 4
+            self._ended.add(RequestEnded(asked.route.task, crc32(asked.prompt), sampled, asked.weights.version))
+
+
+def _request(shared: ProxyRequest) -> RequestSeen:
+    request = shared.request
+    return RequestSeen(
+        request.request_id,
+        "" if shared.asked is None else shared.engine,
+        request.route.task,
+        crc32(request.prompt),
+        len(request.prompt) // 4,
+        shared.num_tokens,
+        request.sampling.max_new_tokens,
+        request.weights.version,
+        shared.second is not None,
+        request.session,
+    )
