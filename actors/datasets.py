@@ -85,7 +85,7 @@ def check_data(data: DataSection, key: str) -> None:
         rows = read_rows(path)
         for name in (name for name in columns_of(path) if name in OWN_COLUMNS):
             raise ConfigError(
-                f"{key}: data file {path} has a column {name}, which is the name of a column that Rubato gives to verifiers and reward "
+                f"{key}: data file {path} has a column {name}, which is the name of a column that Rubato gives to graders and reward "
                 f"functions itself. Rename it in the file, for instance to data_{name}; its other names are {', '.join(OWN_COLUMNS)}."
             )
         for name in ("prompt", "answer"):

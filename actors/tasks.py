@@ -1,24 +1,24 @@
-"""The tasks of a job: a weighted mixture of named ones, each an environment class, a data set with a verifier, or one of reasoning-gym's."""
+"""The tasks of a job: a weighted mixture of named ones, each an environment class, a data set with a grader, or one of reasoning-gym's."""
 
 import difflib
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from actors.config import RewardSection, RewardTarget, Stops, one_of
 from runtime.config import Section
 
-VERIFIERS: Mapping[str, str] = {name: f"actors.envs.verifiers:{name}" for name in ("exact", "number", "places", "math")}
-"""Those that come with Rubato, by the name that `tasks.NAME.data.verifier` has."""
+GRADERS: Mapping[str, str] = {name: f"actors.envs.graders:{name}" for name in ("exact", "number", "places", "math")}
+"""Those that come with Rubato, by the name that `tasks.NAME.data.grader` has."""
 
 OWN_COLUMNS = (
     "task", "row", "purpose", "trajectory", "version", "seed", "turn", "turns", "invalid_turns", "truncated", "env_reward", "finish_reasons",
     "texts", "completion", "completions",
 )  # fmt: skip
-"""What Rubato itself tells verifiers, reward functions and judges by name: a data set has no column of such a name, or it would be unclear
+"""What Rubato itself tells graders, reward functions and judges by name: a data set has no column of such a name, or it would be unclear
 which of the two they are given."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -31,12 +31,14 @@ def _path(given: str) -> str:
     return os.path.abspath(os.path.expanduser(given)) if given else ""
 
 
-def _verifier(given: str) -> str:
-    return given if ":" in given else one_of(given, tuple(VERIFIERS), ", and no path/to/file.py:function")
+def _grader(given: str) -> str:
+    return given if ":" in given else one_of(given, tuple(GRADERS), ", and no path/to/file.py:function")
 
 
 class DataSection(Section):
-    """A data set of prompts, and the verifier that says what a completion is worth."""
+    """A data set of prompts, and the grader that says what a completion is worth."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"verifier": "grader"}
 
     path: Annotated[str, AfterValidator(_path)]
     """JSONL or Parquet file, or a folder that `datasets` saved; relative paths start at the working folder, ~ is your home."""
@@ -47,8 +49,8 @@ class DataSection(Section):
     prompt: str = "prompt"
     """Column with what the model is shown: a text, or chat messages."""
     answer: str = "answer"
-    """Column that the verifier compares with."""
-    verifier: Annotated[str, AfterValidator(_verifier)] = "exact"
+    """Column that the grader compares with."""
+    grader: Annotated[str, AfterValidator(_grader)] = "exact"
     """exact, number, places, math, or your own as path/to/file.py:function; see docs/tasks.md."""
     sampler: str = ""
     """Import path of the function that orders an epoch's rows; empty shuffles them."""
@@ -70,7 +72,7 @@ class TaskSection(Section):
     target: str = Field(default="", alias="class")
     """Import path of an environment: package.module:Class or path/to/file.py:Class."""
     data: DataSection | None = None
-    """A data set with a verifier."""
+    """A data set with a grader."""
     reasoning_gym: str = ""
     """Name of a task that reasoning-gym generates, such as chain_sum."""
     kwargs: dict[str, Any] = {}

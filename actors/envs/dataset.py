@@ -1,4 +1,4 @@
-"""A data set with a verifier as an environment: the prompt is the observation, the verifier's number the reward."""
+"""A data set with a grader as an environment: the prompt is the observation, the grader's number the reward."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
@@ -7,21 +7,21 @@ from typing import Any
 
 from actors.datasets import columns_of, read_rows
 from actors.envs.environment import Observation, Step
-from actors.tasks import VERIFIERS
+from actors.tasks import GRADERS
 from runtime.importer import load_object
 from runtime.pool.worker import taken_by
 
 
 class DataSetEnv:
-    """One row per trajectory; see actors/envs/verifiers.py for what a verifier may answer."""
+    """One row per trajectory; see actors/envs/graders.py for what a grader may answer."""
 
-    def __init__(self, *, path: str, prompt: str, answer: str, verifier: str) -> None:
+    def __init__(self, *, path: str, prompt: str, answer: str, grader: str) -> None:
         self._path = path
         self._prompt = prompt
         self._answer = answer
-        self._verify: Callable[..., Any] = load_object(VERIFIERS.get(verifier, verifier))
-        self._takes = taken_by(partial(self._verify, "", ""))
-        self._positional = {*taken_by(self._verify)} - {*self._takes}
+        self._grade: Callable[..., Any] = load_object(GRADERS.get(grader, grader))
+        self._takes = taken_by(partial(self._grade, "", ""))
+        self._positional = {*taken_by(self._grade)} - {*self._takes}
         self._row: dict[str, Any] = {}
         self._told: Mapping[str, Any] = {}
         self._turn = 0
@@ -37,11 +37,11 @@ class DataSetEnv:
         return self._row[self._prompt], self._row
 
     def step(self, action: str) -> Step | Awaitable[Step]:
-        """What the verifier says, where it is async once that is awaited; the end, unless it replies."""
+        """What the grader says, where it is async once that is awaited; the end, unless it replies."""
         self._turn += 1
         told = {**self._told, "turn": self._turn}
         named = {key: value for key, value in told.items() if key in self._takes or "**" in self._takes}
-        found = self._verify(action, self._row[self._answer], **named)
+        found = self._grade(action, self._row[self._answer], **named)
         return _awaited(found) if inspect.isawaitable(found) else _step(found)
 
     def close(self) -> None:
@@ -58,6 +58,6 @@ def _step(found: Any) -> Step:
 
 
 class QuickDataSetEnv(DataSetEnv):
-    """With one of the verifiers that may run in the manager's own process."""
+    """With one of the graders that may run in the manager's own process."""
 
     inline = True

@@ -43,7 +43,7 @@ TOLD: Mapping[str, Any] = {"task": "", "row": 0, "purpose": "train", "trajectory
 """What a `reset` may be told besides the seed, as it is where no rollout asks."""
 
 DATA_SETS = ("actors.envs.dataset:DataSetEnv", "actors.envs.dataset:QuickDataSetEnv")
-"""What steps there is the user's verifier."""
+"""What steps there is the user's grader."""
 
 MOST_BYTES = WorkerLimits().max_reply_bytes
 """Of what an environment returns, wherever it runs."""
@@ -87,8 +87,8 @@ def sentence(section: EnvSection, failure: EnvFailure, *, task: str = "", seed: 
     """One line for the user: which environment did what, on which task, how often, and the `log` to look into."""
     raised, colon, cause = failure.what.partition(": ")
     on = "" if failure.method == "import" else f" (seed {seed})" if not task else f" ({task}, seed {seed})"
-    verifier = section.kwargs.get("verifier") if section.target in DATA_SETS and failure.method == "step" else ""
-    what = f"verifier {verifier}" if verifier else f"env {section.target}"
+    grader = section.kwargs.get("grader") if section.target in DATA_SETS and failure.method == "step" else ""
+    what = f"grader {grader}" if grader else f"env {section.target}"
     parts = [f"{what} {raised}{on}{colon}{cause}"]
     if failure.trials:
         what = "tries" if failure.method == "__init__" else "seeds"
@@ -619,7 +619,7 @@ def _shape(value: Any) -> str:
 def _name_of(section: EnvSection, env: Any, method: str) -> str:
     """Which user code `method` of `env` is, with its file and line where Python knows them."""
     if section.target in DATA_SETS and method == "step":
-        return f"verifier {section.kwargs.get('verifier')}"
+        return f"grader {section.kwargs.get('grader')}"
     found = env if isinstance(env, type) else cast("type[Any]", type(env))
     code = getattr(inspect.unwrap(getattr(found, method)), "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code else f" of {section.target}"

@@ -11,12 +11,12 @@ from actors.envs.chat import TOKEN_BYTES, Renderer
 from actors.envs.hosting import DATA_SETS, flaw_of, normal
 from actors.envs.reasoning import HELD_OUT, generator
 from actors.envs.section import EnvSection
-from actors.tasks import EXTRA, VERIFIERS, DataSection, TaskSection, rewards_of
+from actors.tasks import EXTRA, GRADERS, DataSection, TaskSection, rewards_of
 from runtime.errors import ConfigError, check_all
 from runtime.importer import check_module, has_module
 
 QUICK = ("exact", "number", "places")
-"""Verifiers that answer in microseconds and never hang."""
+"""Graders that answer in microseconds and never hang."""
 
 LONGEST = 64
 """Prompts, by characters, that are rendered at launch: a longer one in tokens is rarely a shorter one in characters."""
@@ -51,9 +51,9 @@ def resolved(
 
 def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:
     if (data := task.data) is not None:
-        quick = data.verifier in QUICK
+        quick = data.grader in QUICK
         target = DATA_SETS[quick]
-        kwargs = {"path": data.path, "prompt": data.prompt, "answer": data.answer, "verifier": data.verifier}
+        kwargs = {"path": data.path, "prompt": data.prompt, "answer": data.answer, "grader": data.grader}
         held_out = data.eval_path or (data.path if data.eval_rows else "")
         return _with(env, target, kwargs, {"path": held_out} if held_out else {})
     if task.reasoning_gym:
@@ -81,12 +81,10 @@ def _check_task(key: str, task: TaskSection) -> None:
         except ConfigError as error:
             raise ConfigError(f"{key}.reasoning_gym: {error}") from None
     elif (data := task.data) is not None:
-        if data.verifier not in VERIFIERS:
-            check_module(data.verifier, key=f"{key}.data.verifier")
-        if data.verifier == "math" and not has_module("math_verify"):
-            raise ConfigError(
-                f"{key}.data.verifier: math needs the package math-verify, which is not installed: {EXTRA}"
-            )
+        if data.grader not in GRADERS:
+            check_module(data.grader, key=f"{key}.data.grader")
+        if data.grader == "math" and not has_module("math_verify"):
+            raise ConfigError(f"{key}.data.grader: math needs the package math-verify, which is not installed: {EXTRA}")
         if data.sampler:
             check_module(data.sampler, key=f"{key}.data.sampler")
         check_data(data, f"{key}.data")

@@ -1,7 +1,7 @@
 """Makes the base model of configs/reasoning.yaml: a tiny Qwen3 that can copy a text and reverse it, and mostly copies.
 
 `python -m actors.training.reversing_model RUN_DIR` fills `model.path` in the run folder, as base_model does for the quickstart.
-Nothing in a prompt says which of the two is wanted: that is for the task's verifier to teach.
+Nothing in a prompt says which of the two is wanted: that is for the task's grader to teach.
 """
 
 import gc

@@ -40,6 +40,7 @@ class Config:
         classes: Mapping[str, type[Actor]],
         configs: Mapping[str, ActorConfig],
         filled: Mapping[str, Filled],
+        notes: Collection[str] = (),
     ) -> None:
         self.run = root.run
         self.bus = root.bus
@@ -49,6 +50,8 @@ class Config:
         self.prepare = root.prepare
         self.actors: Mapping[str, ActorSpec] = root.actors
         self.report = root.report
+        self.notes = tuple(dict.fromkeys(notes))
+        """Sentences for the user on keys that have another name today."""
         self._root = root
         self._classes = classes
         self._configs = configs
@@ -254,11 +257,12 @@ def compose(source: ConfigSource, *, before: Tree | None = None) -> Config:
 
 def _checked(source: ConfigSource, root_class: type[BaseRoot], classes: Mapping[str, type[Actor]]) -> Config:
     """The config that the whole tree of `source` makes."""
-    root = _validated(root_class, source.tree, source, root_class)
+    notes: list[str] = []
+    root = _validated(root_class, source.tree, source, root_class, notes)
     for role, spec in root.actors.items():
         _check_count(source, role, spec, classes[role], others=bool(root.bus.host))
     configs = {role: _actor_config(source, root, cls) for role, cls in classes.items()}
-    config = Config(root, classes, configs, source.filled)
+    config = Config(root, classes, configs, source.filled, notes)
     for cls in classes.values():
         try:
             cls.check(config)
@@ -397,9 +401,12 @@ def _config_class(cls: type[Actor]) -> type[ActorConfig]:
     return cls.Config or ActorConfig
 
 
-def _validated(model: type[Any], tree: Mapping[str, Any], source: ConfigSource, root: type[Section]) -> Any:
+def _validated(
+    model: type[Any], tree: Mapping[str, Any], source: ConfigSource, root: type[Section], notes: list[str] | None = None
+) -> Any:
+    """The model that `tree` makes; `notes` gets what a section has to say. Raises ConfigError."""
     try:
-        return model.model_validate(tree)
+        return model.model_validate(tree, context=notes)
     except ValidationError as error:
         raise ConfigError("\n".join(sentences(error, source, root))) from error
 

@@ -39,6 +39,24 @@ class Section(BaseModel):
     follows: ClassVar[Mapping[str, str]] = {}
     """Key → the key of this section that its default depends on: a resumed run that changes the latter takes the default anew."""
 
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Key of before → its name today: the old one is taken, and the launch says so."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_old_keys(cls, given: object, info: ValidationInfo) -> object:
+        if not isinstance(given, dict):
+            return given
+        tree = cast("dict[str, Any]", given)
+        for old in cls.renamed.keys() & tree.keys():
+            new = cls.renamed[old]
+            if new in tree:
+                raise ValueError(f"{old} is called {new} today, and both are given. Leave {old} out")
+            tree = {new if key == old else key: value for key, value in tree.items()}
+            if info.context is not None:
+                info.context.append(f"the key {old} is called {new} today; {old}: {tree[new]} was taken for it")
+        return tree
+
     @field_validator("*", mode="before")
     @classmethod
     def _no_word_for_a_truth(cls, value: object, info: ValidationInfo) -> object:
@@ -241,7 +259,9 @@ class ActorSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _counts_are_given_once(cls, given: object) -> object:
-        tree = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+        if not isinstance(given, dict):
+            return given
+        tree = cast("dict[str, Any]", given)
         if tree.get("pools") and "count" in tree:
             raise ValueError(
                 f"count={tree['count']} and pools both say how many. Leave count out, and set that of each pool"

@@ -144,7 +144,7 @@ def _chosen(given: argparse.Namespace) -> tuple[Config, Path, list[str]]:
     if folder is None:
         fresh = Path(config.run.dir or f"runs/{config.run.name}-DATE")
         folder = fresh if config.run.dir or given.dry_run else _fresh_folder(config.run.name)
-    return config, folder, []
+    return config, folder, [*config.notes]
 
 
 def _resumed(
@@ -154,6 +154,7 @@ def _resumed(
     own = folder / "config.yaml"
     told = [] if update_code else _use_kept(folder.resolve() / CODE)
     config = load(own, overrides, resumed=True)
+    told += config.notes
     tree = parse(config.dump(), str(own)).tree
     changed = [each for each in differing(read(own).tree, tree) if each.old is not None]
     if fixed := [each for each in changed if each.key in FIXED]:

@@ -255,7 +255,7 @@ async def test_an_idle_environment_whose_worker_died_is_never_lent_again(host_of
 
 
 @pytest.mark.parametrize("isolation", ["inline", "process"])
-async def test_a_verifier_may_be_async_wherever_it_runs(host_of, tmp_path, isolation):
+async def test_a_grader_may_be_async_wherever_it_runs(host_of, tmp_path, isolation):
     (tmp_path / "own.py").write_text(
         "import asyncio\nasync def right(completion, answer):\n    await asyncio.sleep(0)\n    return completion == answer\n"
     )
@@ -264,7 +264,7 @@ async def test_a_verifier_may_be_async_wherever_it_runs(host_of, tmp_path, isola
         "path": str(tmp_path / "x.jsonl"),
         "prompt": "prompt",
         "answer": "answer",
-        "verifier": f"{tmp_path}/own.py:right",
+        "grader": f"{tmp_path}/own.py:right",
     }
     host = await host_of(**{"class": "actors.envs.dataset:DataSetEnv", "kwargs": kwargs, "isolation": isolation})
     env, _, _ = await host.begin("train", 1)
@@ -272,14 +272,14 @@ async def test_a_verifier_may_be_async_wherever_it_runs(host_of, tmp_path, isola
     assert (await env.step("b"))[:3] == ("", 1.0, True)
 
 
-async def test_a_verifier_that_fails_is_named_itself(host_of, tmp_path):
+async def test_a_grader_that_fails_is_named_itself(host_of, tmp_path):
     (tmp_path / "own.py").write_text("def boom(completion, answer): return 1 / 0")
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     kwargs = {
         "path": str(tmp_path / "x.jsonl"),
         "prompt": "prompt",
         "answer": "answer",
-        "verifier": f"{tmp_path}/own.py:boom",
+        "grader": f"{tmp_path}/own.py:boom",
     }
     settings = {"class": "actors.envs.dataset:DataSetEnv", "kwargs": kwargs}
     host = await host_of(**settings)
@@ -290,7 +290,7 @@ async def test_a_verifier_that_fails_is_named_itself(host_of, tmp_path):
 
     text = sentence(section(**settings), caught.value, task="task sums, row 0", seed=1, log="log")
     assert text.startswith(
-        f"verifier {tmp_path}/own.py:boom raised in step (task sums, row 0, seed 1): ZeroDivisionError"
+        f"grader {tmp_path}/own.py:boom raised in step (task sums, row 0, seed 1): ZeroDivisionError"
     )
 
 

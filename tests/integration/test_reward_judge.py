@@ -118,7 +118,7 @@ async def test_the_documented_judge_is_shown_the_question_the_reference_and_the_
     text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     (example,) = re.findall(r"```python\n(# my_judge\.py\n.*?)```", text, re.DOTALL)
     (tmp_path / "sums.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
-    env = DataSetEnv(path=str(tmp_path / "sums.jsonl"), prompt="question", answer="answer", verifier="exact")
+    env = DataSetEnv(path=str(tmp_path / "sums.jsonl"), prompt="question", answer="answer", grader="exact")
     told = {"task": "sums", "row": 0, "purpose": "train", "trajectory": "g0.0", "version": 0}
     _, columns = env.reset(seed=1, **told)
     model = Model(lambda text: "7")

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 TASKS = """
 tasks:
-  sums: {data: {path: sums.jsonl, prompt: question, verifier: places}, max_turns: 1}
+  sums: {data: {path: sums.jsonl, prompt: question, grader: places}, max_turns: 1}
   lake: {class: "actors.envs.frozen_lake:FrozenLakeText", max_turns: 3, kwargs: {}}
 tail_batching: {enabled: true, eta_prompts: 1.5, eta_responses: 1.5}
 """

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 TASKS = """
 tasks:
   lake: {class: "actors.envs.frozen_lake:FrozenLakeText", max_turns: 2}
-  sums: {weight: 2, data: {path: sums.jsonl, prompt: question, eval_rows: 3, verifier: places}, max_turns: 1}
+  sums: {weight: 2, data: {path: sums.jsonl, prompt: question, eval_rows: 3, grader: places}, max_turns: 1}
 """
 
 SAMPLER = """
@@ -95,8 +95,8 @@ def test_a_run_does_not_go_on_with_other_rows_and_loses_nothing(place):
         (("tasks.sum.weight=2",), "sum names no class, no data and no reasoning_gym. Did you mean sums?"),
         (("tasks.sums.data.prompt=questoin",), "has no column questoin"),
         (("tasks.sums.data.prompt=questoin",), "Did you mean question?"),
-        (("tasks.sums.data.verifier=place",), "Did you mean places?"),
-        (("tasks.sums.data.verifier=own.py:none",), "tasks.sums.data.verifier: "),
+        (("tasks.sums.data.grader=place",), "Did you mean places?"),
+        (("tasks.sums.data.grader=own.py:none",), "tasks.sums.data.grader: "),
         (("tasks.sums.data.path=torn.jsonl",), "torn.jsonl, line 2: not valid JSON"),
         (("tasks.sums.data.path=empty.jsonl",), "empty.jsonl is empty"),
         (("tasks.sums.data.pth=x",), "Did you mean tasks.sums.data.path?"),

@@ -72,7 +72,7 @@ def job(arm: str, seed: int, folder: Path) -> dict[str, Any]:
             "trainer": {"class": "actors.training.trainer:Trainer"},
         },
         "tasks": {"numbers": {
-            "data": {"path": str(folder / "rows.jsonl"), "verifier": f"{peers}:worth"}, "max_turns": 1, "max_new_tokens": most
+            "data": {"path": str(folder / "rows.jsonl"), "grader": f"{peers}:worth"}, "max_turns": 1, "max_new_tokens": most
         }},
         "model": {"path": str(folder / "model")},
         "engine": {

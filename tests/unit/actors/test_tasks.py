@@ -10,6 +10,7 @@ from actors.envs.reasoning import ReasoningGymEnv, split_of
 from actors.envs.section import EnvSection
 from actors.envs.tasks import check_tasks, resolved
 from actors.tasks import Tasks, rewards_of
+from runtime.config import from_mapping
 from runtime.errors import ConfigError
 
 BANDIT = "tests.simulation.test_env_manager:Bandit"
@@ -49,7 +50,7 @@ def test_a_task_without_rewards_of_its_own_has_the_functions_and_the_url():
 def test_a_task_takes_what_it_does_not_say_itself_from_the_other_sections():
     named = tasks(
         walk={"class": BANDIT, "kwargs": {"arms": 3}, "max_turns": 2, "temperature": 0.5, "rewards": []},
-        sums={"data": {"path": "sums.jsonl", "prompt": "q", "verifier": "number", "eval_path": "held.jsonl"}},
+        sums={"data": {"path": "sums.jsonl", "prompt": "q", "grader": "number", "eval_path": "held.jsonl"}},
     )
 
     found = resolved(named, EnvSection(step_timeout_s=9.0), RolloutSection(), RewardSection(functions=("m:f",)))
@@ -63,6 +64,24 @@ def test_a_task_takes_what_it_does_not_say_itself_from_the_other_sections():
     assert sums.env.eval_kwargs["path"].endswith("/held.jsonl")
 
 
+def test_the_key_that_graders_had_before_is_taken_and_one_sentence_says_so():
+    def job(**data):
+        role = {"class": "actors.rewards.service:RewardService"}
+        return from_mapping(
+            {"actors": {"reward_service": role}, "tasks": {"sums": {"data": {"path": "x.jsonl", **data}}}}
+        )
+
+    old, new = job(verifier="number"), job(grader="number")
+
+    assert old.section("tasks") == new.section("tasks")
+    assert "grader: number" in old.dump()
+    assert "verifier" not in old.dump()
+    assert old.notes == ("the key verifier is called grader today; verifier: number was taken for it",)
+    assert new.notes == ()
+    with pytest.raises(ConfigError, match=r"tasks\.sums\.data: verifier is called grader today, and both are given"):
+        job(verifier="number", grader="number")
+
+
 @pytest.mark.parametrize(
     ("named", "words"),
     [
@@ -73,7 +92,7 @@ def test_a_task_takes_what_it_does_not_say_itself_from_the_other_sections():
         ),
         ({"a": {"class": BANDIT, "reasoning_gym": "chain_sum"}}, "a names class and reasoning_gym: a task has one"),
         ({"a b": {"class": BANDIT}}, "'a b' can't be a task's name"),
-        ({"a": {"data": {"path": "x.jsonl", "verifier": "exakt"}}}, "Did you mean exact"),
+        ({"a": {"data": {"path": "x.jsonl", "grader": "exakt"}}}, "Did you mean exact"),
         ({"a": {"class": BANDIT, "weight": -1}}, "greater than or equal to 0"),
         (
             {"a": {"data": {"path": "x.jsonl", "eval_path": "y.jsonl", "eval_rows": 9}}},
@@ -130,7 +149,7 @@ def test_a_package_of_the_extra_that_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(actors.datasets, "find_spec", lambda _: None)
     monkeypatch.setattr(actors.envs.tasks, "has_module", lambda _: False)
     (tmp_path / "x.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
-    named = tasks(a={"reasoning_gym": "chain_sum"}, b={"data": {"path": str(tmp_path / "x.jsonl"), "verifier": "math"}})
+    named = tasks(a={"reasoning_gym": "chain_sum"}, b={"data": {"path": str(tmp_path / "x.jsonl"), "grader": "math"}})
     with pytest.raises(ConfigError) as caught:
         check_tasks(named)
 

@@ -1,4 +1,4 @@
-"""What tools/bench/tail.py runs: a paced scripted engine whose responses are as long as RollPacker's law says, and a verifier.
+"""What tools/bench/tail.py runs: a paced scripted engine whose responses are as long as RollPacker's law says, and a grader.
 
 A prompt is a number, in which the engine reads how hard it is; the answer of its row is the share of responses that are worth 1.
 """
@@ -27,7 +27,7 @@ def law() -> LengthModel:
 
 
 def worth(completion: str, answer: str) -> float:
-    """The verifier: chance alone decides, once for each text."""
+    """The grader: chance alone decides, once for each text."""
     return float(Random(completion).random() < float(answer))
 
 

@@ -1,4 +1,4 @@
-"""Data sets with a verifier, and reasoning-gym's tasks, as environments."""
+"""Data sets with a grader, and reasoning-gym's tasks, as environments."""
 
 import asyncio
 import json
@@ -10,10 +10,10 @@ from actors.config import RewardSection, RolloutSection
 from actors.datasets import columns_of, read_rows
 from actors.envs.chat import ChatRenderer
 from actors.envs.dataset import DataSetEnv
+from actors.envs.graders import exact, math, number, places
 from actors.envs.reasoning import ReasoningGymEnv
 from actors.envs.section import EnvSection
 from actors.envs.tasks import check_prompts, resolved
-from actors.envs.verifiers import exact, math, number, places
 from actors.tasks import Tasks
 from runtime.errors import ConfigError
 
@@ -31,14 +31,14 @@ async def all_of(completion, answer, **columns):
 TOLD = {"seed": 1, "task": "sums", "row": 1, "purpose": "train", "trajectory": "g0.1", "version": 3}
 
 
-def env(tmp_path, verifier):
+def env(tmp_path, grader):
     (tmp_path / "own.py").write_text(OWN)
     rows = [{"q": "1 + 1", "a": "2", "level": 1, "hint": "one more"}, {"q": "2 + 2", "a": "4", "level": 2}]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     read_rows.cache_clear()
     columns_of.cache_clear()
-    named = verifier if verifier == "exact" else f"{tmp_path}/own.py:{verifier}"
-    return DataSetEnv(path=str(tmp_path / "x.jsonl"), prompt="q", answer="a", verifier=named)
+    named = grader if grader == "exact" else f"{tmp_path}/own.py:{grader}"
+    return DataSetEnv(path=str(tmp_path / "x.jsonl"), prompt="q", answer="a", grader=named)
 
 
 def test_the_row_is_shown_and_all_of_its_columns_are_the_info(tmp_path):
@@ -48,7 +48,7 @@ def test_the_row_is_shown_and_all_of_its_columns_are_the_info(tmp_path):
     assert played.step(" 4\n") == ("", 1.0, True, False, {})
 
 
-def test_a_verifier_is_given_what_its_signature_names_and_may_reply(tmp_path):
+def test_a_grader_is_given_what_its_signature_names_and_may_reply(tmp_path):
     played = env(tmp_path, "half")
     played.reset(**TOLD)
 
@@ -56,14 +56,14 @@ def test_a_verifier_is_given_what_its_signature_names_and_may_reply(tmp_path):
     assert played.step("4") == ("", 2.5, True, False, {})
 
 
-def test_the_first_two_arguments_of_a_verifier_may_be_called_like_columns(tmp_path):
+def test_the_first_two_arguments_of_a_grader_may_be_called_like_columns(tmp_path):
     played = env(tmp_path, "other_names")
     played.reset(**TOLD)
 
     assert played.step("4")[1] == 2
 
 
-def test_a_verifier_that_takes_any_argument_is_given_all(tmp_path):
+def test_a_grader_that_takes_any_argument_is_given_all(tmp_path):
     played = env(tmp_path, "all_of")
     played.reset(**TOLD)
 

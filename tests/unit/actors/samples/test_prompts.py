@@ -15,7 +15,7 @@ def data(tmp_path):
     """Writes data files of these rows, and returns the mixture over them."""
 
     def make(train, held_out=None):
-        options = {"path": f"{tmp_path}/train.jsonl", "verifier": "exact"}
+        options = {"path": f"{tmp_path}/train.jsonl", "grader": "exact"}
         files = {"train": train} | ({} if held_out is None else {"eval": held_out})
         for name, rows in files.items():
             (tmp_path / f"{name}.jsonl").write_text(

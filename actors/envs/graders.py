@@ -1,9 +1,9 @@
-"""Verifiers that come with Rubato, and the signature that yours have.
+"""Graders that come with Rubato, and the signature that yours have.
 
-    def my_verifier(completion: str, answer: Any, **columns) -> float | tuple[float, str]
+    def my_grader(completion: str, answer: Any, **columns) -> float | tuple[float, str]
 
 `completion` is the model's turn, `answer` the row's answer. Of the row's columns, and of `task`, `row`, `purpose`, `trajectory`,
-`version` and `turn` (from 1), a verifier is given those that its signature names; `**columns` takes all. It returns what the turn is
+`version` and `turn` (from 1), a grader is given those that its signature names; `**columns` takes all. It returns what the turn is
 worth, a finite number, and may add a reply: the model answers that, and the trajectory goes on to `max_turns`. Without one it is over.
 Worth of turns adds up.
 """
