@@ -3,8 +3,8 @@
     POST /v1/chat/completions   {"messages": […], "max_tokens", "temperature", "top_p", "seed", "model"}: one choice, not streamed
     GET  /v1/models
 
-Whoever answers is the policy that is being trained, under the weights that its engine has by then; what is sampled here trains nothing. Where
-RUBATO_CHAT_TOKEN is set, nobody is answered without it (`Authorization: Bearer`).
+Answers come from the policy that is being trained, under the weights that its engine has by then; what is sampled here trains nothing. Where
+RUBATO_CHAT_TOKEN is set, no request is answered without it (`Authorization: Bearer`).
 """
 
 import asyncio
@@ -104,7 +104,7 @@ class Asked(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if self.stream:
-            raise ValueError("stream=true can't be had: the answer comes whole")
+            raise ValueError("stream=true is not supported: the answer comes in one piece. Set stream=false")
         if flaw := flaw_of(self.messages):
             raise ValueError(flaw)
         if strange := [role for message in self.messages if (role := message["role"]) not in ROLES]:
@@ -185,7 +185,7 @@ class ChatServer(Actor):
             async with asyncio.TaskGroup() as tasks:
                 answer, left = tasks.create_task(self._completions(body)), tasks.create_task(_gone(request))
                 await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
-                answer.cancel()  # nobody hears it: the engine's slot is free
+                answer.cancel()  # its caller left: the engine's slot is free
                 left.cancel()
             return Response() if answer.cancelled() else told(*answer.result())
 
@@ -199,7 +199,7 @@ class ChatServer(Actor):
         )
 
     def _stranger(self, authorization: str) -> _Answer | None:
-        """What somebody without the token hears."""
+        """The refusal of a request without the token."""
         if self._token and not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
             return _refusal(401, f"the token is not the one that {TOKEN} has where the job was started")
         return None

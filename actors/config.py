@@ -168,7 +168,7 @@ class TrainSection(Section):
     follows: ClassVar[Mapping[str, str]] = {"clip_low": "loss", "clip_high": "loss"}
 
     kind: Literal["torch", "scripted"] = "torch"
-    """torch, or scripted: weights of a given size whose content nobody uses, where only their way matters."""
+    """torch, or scripted: weights of a given size without a meaning, where only their way matters."""
     scripted: ScriptedTrainSection = ScriptedTrainSection()
     batch_groups: int = Field(default=32, ge=1)
     """Groups per training step."""
@@ -415,7 +415,7 @@ class SamplesSection(Section):
     Empty: ten batches' worth, at least 128."""
     extra_rollouts: int = Field(default=0, ge=0)
     """Rollouts of each group beyond `train.group_size`: the first `group_size` that are scored train, and the others are cancelled.
-    Nobody waits for stragglers, which makes training see a selection of what is quick: see docs/samples.md."""
+    No group waits for stragglers, which makes training see a selection of what is quick: see docs/samples.md."""
     unbounded_batches: int = Field(default=8, ge=1)
     """Batches' worth of groups that may be under way where `staleness.bounded` is false."""
     policy: Annotated[

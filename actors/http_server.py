@@ -1,4 +1,4 @@
-"""uvicorn inside a process that is somebody else's."""
+"""uvicorn inside a process of another program."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -21,7 +21,7 @@ END_S = 0.5
 """A call that was cancelled may clean up for so long."""
 
 BLOCKED_S = 0.25
-"""Nothing else runs in the manager while a call computes, or sleeps without awaiting, for so long: told once per method."""
+"""Nothing else runs in the manager while a call computes, or sleeps without awaiting, for so long: shown once per method."""
 
 _Work = Coroutine[Any, Any, tuple[Any, BaseException | None]]
 
@@ -110,7 +110,7 @@ class Call:
         """It was left where it stood, since it swallowed its cancellation."""
 
     async def result(self, limit_s: float) -> Any:
-        """Raises Raised, or Hung after `limit_s`, when it was ended. Cancelled, it leaves that to whoever calls `end`."""
+        """Raises Raised, or Hung after `limit_s`, when it was ended. Cancelled, it leaves that to a caller of `end`."""
         await asyncio.wait([self.task], timeout=limit_s)
         if not self.task.done():
             await self.end()
@@ -133,7 +133,7 @@ class Call:
             self.abandoned = True
             self._work.close()
             self.task.add_done_callback(_seen)
-            self.task.cancel()  # what it awaited may matter to nobody else
+            self.task.cancel()  # what it awaited has no other use
 
 
 async def _awaited(awaitable: Any) -> Any:

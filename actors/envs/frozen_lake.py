@@ -50,7 +50,7 @@ class FrozenLakeText:
         word = _WORD.search(action)
         if word is None:
             return self._views[self._at], 0.0, False, False, {"invalid": True}
-        # Nobody slips: a move has one outcome, which gymnasium's own step would draw at ten times the cost.
+        # No move slips: a move has one outcome, which gymnasium's own step would draw at ten times the cost.
         ((_, self._at, reward, terminated),) = self._moves[self._at][ACTIONS[word.group().lower()]]
         return self._views[self._at], float(reward), terminated, False, {}
 

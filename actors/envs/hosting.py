@@ -10,7 +10,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from actors.envs.coroutines import Call, Coroutines, Hung, Raised
 from actors.envs.environment import Observation, Step
@@ -28,7 +28,7 @@ from runtime.pool.errors import (
     WorkerTimeout,
 )
 from runtime.pool.guard import guard_children
-from runtime.pool.pool import Traits, Unsendable, WorkerPool, decode, encode_call
+from runtime.pool.pool import Traits, Unsendable, WorkerPool, decode, encode_call, type_name
 from runtime.pool.sandbox import WorkerLimits
 from runtime.pool.worker import encode, place_of, taken_by, text_of
 
@@ -40,7 +40,7 @@ DECLARED = (HELD_OUT, TOOLS)
 """Attributes of an environment class: see Environment."""
 
 TOLD: Mapping[str, Any] = {"task": "", "row": 0, "purpose": "train", "trajectory": "", "version": 0}
-"""What a `reset` may be told besides the seed, as it is where no rollout asks."""
+"""Arguments that a `reset` may take besides the seed, with their values where no rollout asks."""
 
 DATA_SETS = ("actors.envs.dataset:DataSetEnv", "actors.envs.dataset:QuickDataSetEnv")
 """What steps there is the user's grader."""
@@ -57,7 +57,7 @@ MOST_NESTED = 100
 """Containers within each other, in what goes on to templates and reward functions."""
 
 CLOSE_S = 5.0
-"""An environment that can't close by then is left to its fate: nobody waits for it."""
+"""An environment that can't close by then is left to its fate."""
 
 TRIAL_SEEDS = 8
 """Tried at the start: where more than half of all tasks fail, these rarely all do."""
@@ -115,7 +115,7 @@ class EnvHost:
     ) -> None:
         """`pool`: the workers of another task's host, where they share them. `on_notice` gets sentences for the user, each once.
 
-        `on_size` is told of how many workers there are, once these are more.
+        `on_size` gets the number of workers, each time that it grew.
         """
         self._section = section
         self._task = task
@@ -125,6 +125,7 @@ class EnvHost:
         self._on_notice = on_notice
         self._coroutines = Coroutines(self._blocked)
         self._blocking: set[str] = set()
+        self._is_built_in = section.target.startswith(BUILT_IN)
         self._class: Callable[..., Any] | None = None
         self._idle: dict[Purpose, list[HostedEnv]] = {"train": [], "eval": []}
         self._num_built = 0
@@ -137,25 +138,16 @@ class EnvHost:
 
     async def start(self) -> None:
         """Find the class and decide where it runs. Raises EnvFailure when it can't be loaded."""
-        target, isolation = self._section.target, self._section.isolation
-        if isolation == "inline" or target.startswith(BUILT_IN):
-            if not target.startswith(BUILT_IN):
-                guard_children()
-            found = _load(target)
-            declared = {name: getattr(found, name) for name in DECLARED if hasattr(found, name)}
-            reset = getattr(found, "reset", None)
-            traits = Traits(getattr(found, "inline", False) is True, False, declared, taken_by(reset))
-        else:
-            traits = await self._inspected()
+        isolation = self._section.isolation
+        here = isolation == "inline" or self._is_built_in
+        traits = _traits_of(self._load()) if here else await self._inspected()
         if isolation == "inline" or (isolation == "auto" and (traits.inline or traits.asynchronous)):
-            if not target.startswith(BUILT_IN):
-                guard_children()
-            self._class = _load(target)
+            self._class = self._load()
         self._takes, self.declared = traits.takes, traits.declared
         self.has_split = bool(self._held_out) or HELD_OUT in traits.declared
         self._held_out = self._held_out or traits.declared.get(HELD_OUT, {})
         if not isinstance(self._held_out, Mapping):
-            what = f"declares held_out as {_kind(self._held_out)} instead of a dict of constructor arguments"
+            what = f"declares held_out as {type_name(self._held_out)} instead of a dict of constructor arguments"
             raise EnvFailure("env_reset_failed", "import", what)
 
     @property
@@ -177,8 +169,7 @@ class EnvHost:
         if self._class is None:
             return await self._build_in_pool(kwargs)
         make = partial(self._class, **kwargs)
-        trusted = self._section.target.startswith(BUILT_IN)
-        env = _called(self._coroutines, (self._class, "__init__"), make, "env_reset_failed", trusted=trusted)
+        env = _called(self._coroutines, (self._class, "__init__"), make, "env_reset_failed", trusted=self._is_built_in)
         return InlineEnv(self._section, env, self._coroutines)
 
     async def begin(
@@ -256,15 +247,21 @@ class EnvHost:
             "stand still meanwhile. Await what takes long, run it in asyncio.to_thread, or set env.isolation=process"
         )
 
+    def _load(self) -> Callable[..., Any]:
+        """The class, imported here. What a user's starts ends with this process."""
+        if not self._is_built_in:
+            guard_children()
+        return _load(self._section.target)
+
     async def _inspected(self) -> Traits:
-        """Asked in a worker: importing a user's module may hang or crash too."""
+        """Traits of the class, found in a worker: importing a user's module may hang or crash too."""
         target, limit_s = self._section.target, self._section.build_timeout_s
         for tries_left in reversed(range(self._section.reset_tries)):
             try:
                 return await self.pool.inspect(target, deadline_s=limit_s, attributes=DECLARED)
             except PoolError as error:
                 if tries_left and isinstance(error, WorkerDied | WorkerKilled):
-                    continue  # somebody else may have killed it
+                    continue  # its death may be no fault of the class
                 raise _failed(error, "import", "env_reset_failed") from error
         raise AssertionError
 
@@ -284,9 +281,12 @@ class HostedEnv:
 
     asynchronous = False
     """While it is waited for, the manager and its workers are free for others."""
+    sent: ClassVar[bool] = False
+    """Its results come from a worker, which bounds their size."""
 
     def __init__(self, section: EnvSection) -> None:
         self._section = section
+        self._began: Callable[[], object] = _nothing
 
     @property
     def usable(self) -> bool:
@@ -301,24 +301,31 @@ class HostedEnv:
     async def reset(self, seed: int, told: Mapping[str, Any] = {}) -> tuple[Observation, Mapping[str, Any]]:
         """Start an episode; `told` goes to `reset` beside the seed."""
         limit_s = self._section.reset_timeout_s
-        return check_reset(await self._call("reset", "env_reset_failed", limit_s, seed=seed, **told))
+        result = await self._call("reset", "env_reset_failed", limit_s, seed=seed, **told)
+        return check_reset(result, sent=self.sent)
 
     async def step(self, action: str, began: Callable[[], object] = lambda: None) -> Step:
         """Apply the model's text. `began` is called once its process has time for it."""
-        began()
-        return check_step(await self._call("step", "env_step_failed", self._section.step_timeout_s, action))
+        self._began = began
+        result = await self._call("step", "env_step_failed", self._section.step_timeout_s, action)
+        return check_step(result, sent=self.sent)
 
     async def close(self) -> None:
-        """Close it; how that fails no longer matters to anybody."""
+        """Close it; how that fails no longer matters."""
         with suppress(EnvFailure):
             await self._call("close", "env_step_failed", CLOSE_S)
 
     async def abandon(self) -> None:
-        """Close it in the middle of a call that nobody waits for any more; what it does in a worker process is not waited for."""
+        """Close it in the middle of a call; what it does in a worker process is not waited for."""
         await self.close()
 
     async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
+        """What `method` returned; `_began`, where it is set, is called first and forgotten."""
         raise NotImplementedError
+
+    def _take_began(self) -> Callable[[], object]:
+        began, self._began = self._began, _nothing
+        return began
 
 
 class InlineEnv(HostedEnv):
@@ -350,9 +357,8 @@ class InlineEnv(HostedEnv):
         await self.close()
 
     async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
-        def run() -> Any:
-            return getattr(self._env, method)(*args, **kwargs)
-
+        self._take_began()()
+        run = partial(getattr(self._env, method), *args, **kwargs)
         result = _called(self._coroutines, (self._env, method), run, outcome, trusted=self._is_built_in)
         if not hasattr(result, "__await__"):
             return result
@@ -368,11 +374,12 @@ class InlineEnv(HostedEnv):
 class PooledEnv(HostedEnv):
     """Runs in a worker process, which is killed when a call outlives its deadline."""
 
+    sent = True
+
     def __init__(self, section: EnvSection, pool: WorkerPool, name: str) -> None:
         super().__init__(section)
         self._pool = pool
         self._name = name
-        self._began: Callable[[], object] | None = None
 
     @property
     def usable(self) -> bool:
@@ -383,17 +390,6 @@ class PooledEnv(HostedEnv):
     def crowded(self) -> bool:
         """Whether a worker that came later hosts fewer."""
         return self._pool.is_crowded(self._name)
-
-    async def reset(self, seed: int, told: Mapping[str, Any] = {}) -> tuple[Observation, Mapping[str, Any]]:
-        """As HostedEnv.reset; a worker has seen to the size of what it sent."""
-        result = await self._call("reset", "env_reset_failed", self._section.reset_timeout_s, seed=seed, **told)
-        return check_reset(result, sent=True)
-
-    async def step(self, action: str, began: Callable[[], object] = lambda: None) -> Step:
-        """As HostedEnv.step."""
-        self._began = began
-        result = await self._call("step", "env_step_failed", self._section.step_timeout_s, action)
-        return check_step(result, sent=True)
 
     async def close(self) -> None:
         """Close and forget it."""
@@ -407,8 +403,7 @@ class PooledEnv(HostedEnv):
         self._pool.abandon(self._name, deadline_s=CLOSE_S)
 
     async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
-        payload, began = encode_call(*args, **kwargs), self._began
-        self._began = None
+        payload, began = encode_call(*args, **kwargs), self._take_began()
         try:
             result = decode(await self._pool.call(self._name, method, payload, deadline_s=limit_s, began=began))
         except PoolError as error:
@@ -434,7 +429,7 @@ def check_step(result: Any, *, sent: bool = False) -> Step:
         raise _bad("step", f"{_shape(result)} instead of (observation, reward, terminated, truncated, info)")
     observation, reward, terminated, truncated, info = result if sent else _as_sent(result, "step")
     if not isinstance(reward, Real):
-        raise _bad("step", f"a reward of type {_kind(reward)} instead of a number{_element(reward)}")
+        raise _bad("step", f"a reward of type {type_name(reward)} instead of a number{_element(reward)}")
     try:
         reward = float(reward)
     except OverflowError:
@@ -443,7 +438,7 @@ def check_step(result: Any, *, sent: bool = False) -> Step:
         raise _bad("step", f"a reward of {reward}, which is not finite")
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, bool):
-            raise _bad("step", f"{name} of type {_kind(flag)} instead of a bool{_element(flag)}")
+            raise _bad("step", f"{name} of type {type_name(flag)} instead of a bool{_element(flag)}")
     observation = _observation(observation, "step", over=terminated or truncated)
     return observation, reward, terminated, truncated, _info(info, "step")
 
@@ -524,7 +519,7 @@ def flaw_of(observation: Any) -> str:
     if observation is None or observation == []:
         return f"nothing to observe ({observation})"
     if not isinstance(observation, list):
-        return f"an observation of type {_kind(observation)} instead of a string or a list of chat messages"
+        return f"an observation of type {type_name(observation)} instead of a string or a list of chat messages"
     return next(filter(None, map(_flaw_of_message, cast("list[Any]", observation))), "")
 
 
@@ -540,14 +535,16 @@ def _flaw_of_message(message: Any) -> str:
         return f"{shown} whose {flaw}"
     for key, value in told.items():
         if key in ("name", "tool_call_id", "reasoning_content") and not isinstance(value, str | None):
-            return f"{shown} whose {key} is of type {_kind(value)} instead of a string"
+            return f"{shown} whose {key} is of type {type_name(value)} instead of a string"
         if not is_plain(value):
             return f"{shown} whose {key} holds what JSON can't"
     if isinstance(content, list):
         return next((f"{shown} {flaw}" for part in cast("list[Any]", content) if (flaw := _flaw_of_part(part))), "")
     if content is None and (calls or told.get("reasoning_content")):
         return ""
-    return "" if isinstance(content, str) else f"{shown} whose content is of type {_kind(content)} instead of a string"
+    return (
+        "" if isinstance(content, str) else f"{shown} whose content is of type {type_name(content)} instead of a string"
+    )
 
 
 def _flaw_of_calls(calls: Any) -> str:
@@ -586,13 +583,13 @@ def is_plain(value: Any, depth: int = MOST_NESTED) -> bool:
 
 def _info(info: Any, method: str) -> Mapping[str, Any]:
     if not isinstance(info, Mapping):
-        raise _bad(method, f"info of type {_kind(info)} instead of a dict")
+        raise _bad(method, f"info of type {type_name(info)} instead of a dict")
     return cast("Mapping[str, Any]", info)
 
 
 def _element(value: Any) -> str:
     """What to do about an array that should be one number."""
-    return ": take its one element, as .item() does" if _kind(value) in ("ndarray", "Tensor") else ""
+    return ": take its one element, as .item() does" if type_name(value) in ("ndarray", "Tensor") else ""
 
 
 def usable_cores() -> int:
@@ -613,7 +610,7 @@ def _unusable(method: str, why: str) -> EnvFailure:
 
 
 def _shape(value: Any) -> str:
-    return f"{len(cast('tuple[Any, ...]', value))} values" if isinstance(value, tuple) else f"a {_kind(value)}"
+    return f"{len(cast('tuple[Any, ...]', value))} values" if isinstance(value, tuple) else f"a {type_name(value)}"
 
 
 def _name_of(section: EnvSection, env: Any, method: str) -> str:
@@ -626,8 +623,13 @@ def _name_of(section: EnvSection, env: Any, method: str) -> str:
     return f"{method} of {found.__name__}{where}"
 
 
-def _kind(value: Any) -> str:
-    return value.type_name if isinstance(value, Unsendable) else type(value).__name__
+def _nothing() -> None: ...
+
+
+def _traits_of(found: Callable[..., Any]) -> Traits:
+    """Traits of a class that is imported here."""
+    declared = {name: getattr(found, name) for name in DECLARED if hasattr(found, name)}
+    return Traits(getattr(found, "inline", False) is True, False, declared, taken_by(getattr(found, "reset", None)))
 
 
 def _load(target: str) -> Callable[..., Any]:

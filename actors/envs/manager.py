@@ -13,21 +13,19 @@ import msgspec
 
 from actors import plugins
 from actors.config import ClusterSection, EvalSection, ModelSection, RewardSection, RolloutSection
-from actors.envs.chat import Renderer
 from actors.envs.hooks import RolloutHook
 from actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
 from actors.envs.named_renderer import renderer_of
 from actors.envs.recorder import GaveUp
 from actors.envs.rollout import Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection
-from actors.envs.tasks import Task, check_prompts, check_tasks, resolved
+from actors.envs.tasks import Task, advice_on_split, check_limits, check_rendering, check_tasks, resolved
 from actors.messages.samples import Admit, Cancel, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
 from actors.tasks import Tasks, TaskSection
 from bus.errors import AskFailed, Failed
 from runtime.actor import Actor, Handles, handler
 from runtime.config import ActorConfig
 from runtime.config import Config as Job
-from runtime.errors import ConfigError
 from runtime.importer import check_module
 from runtime.kernel import Kernel
 from runtime.store.errors import StoreUnavailable
@@ -51,20 +49,8 @@ for ever. A buffer that is merely away fails none."""
 CANCELLED = "cancelled"
 """Why a rollout ended of which nothing could come any more."""
 
-LEAST_TEMPERATURE = 0.01
-"""vLLM raises lower ones to this, and its log-probs would be of a temperature that nobody asked for."""
-
-NO_SPLIT = "env/no_split"
-"""Counts the managers that found no held-out split: the first tells."""
-
-NOTICED = "env/noticed"
-"""Counts, by what was noticed of user code, the managers that did: the first tells."""
-
-REASONING_DROPPED = "env/reasoning_dropped"
-"""The same of those whose template leaves earlier reasoning out."""
-
-RENDERED = ("renderer", "system_prompt", "chat_template_kwargs", "tools", "stop", "max_turns")
-"""Keys of `rollout` that decide how a task is rendered."""
+ONCE = "env/once"
+"""Counts, by what was noticed, the managers that noticed it: the first shows it."""
 
 DEAD_LETTERS, DEAD_LETTERS_KEPT = "dead_letters", 1000
 """The Store's stream of them, each a MessagePack map, and how many of the newest stay."""
@@ -116,7 +102,7 @@ class EnvManager(Actor):
         whole, held = limits.max_len, limits.hold_s
         tasks: Mapping[str, TaskSection] = job.section("tasks")
         for name, task in resolved(tasks, job.section("env"), limits, job.section("reward")).items():
-            _check_task(task, job, trained=_trains(job) and (not tasks or tasks[name].weight > 0))
+            check_limits(task, job, trained=_trains(job) and (not tasks or tasks[name].weight > 0))
         if limits.top_p < 1.0:
             raise ValueError(
                 f"rollout.top_p is {limits.top_p:g}; it must be 1, since the trainer can't recompute log-probs of a cut distribution: "
@@ -146,18 +132,9 @@ class EnvManager(Actor):
     def preflight(cls, config: Config, folder: Path) -> None:
         """The model's tokenizer and chat template render a first prompt and a second turn of each task."""
         model = folder / config.model.path
-        if not os.path.isdir(model):  # one that is not there is told of by others
+        if not os.path.isdir(model):  # the engines' check names one that is not there
             return
-        tasks = resolved(config.tasks, config.env, config.rollout, config.reward).values()
-        renderers: dict[str, Renderer] = {}
-        try:
-            for task in tasks:
-                key = repr([getattr(task.rollout, name) for name in RENDERED])
-                renderer = renderers[key] = renderers.get(key) or renderer_of(task.rollout, model)
-                check_prompts(task, renderer)
-        except ValueError as error:
-            said = str(error)
-            raise ConfigError(said if said.endswith("?") else f"{said}.") from error
+        check_rendering(resolved(config.tasks, config.env, config.rollout, config.reward).values(), model)
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
@@ -208,7 +185,7 @@ class EnvManager(Actor):
         """Admit no more, and give every ticket back at once, for another manager: a group waits for all of its members."""
         if self._admitting is not None:
             self._admitting.cancel()
-        if not self._ended:  # else the job is over: nobody wants what still runs
+        if not self._ended:  # else the job is over: what still runs is of no use
             await self._give_back()
 
     async def on_stop(self) -> None:
@@ -240,23 +217,23 @@ class EnvManager(Actor):
             hosts[name] = EnvHost(
                 task.env,
                 on_output=self._output,
-                on_notice=self._notice_once,
+                on_notice=self._blocked,
                 on_size=self._sized,
                 pool=pool,
                 task=name,
             )
         return hosts
 
-    def _notice_once(self, text: str) -> None:
-        """In a run, however many managers say the same."""
-
-        async def tell() -> None:
-            with suppress(StoreUnavailable):
-                if await self.store.increment(f"{NOTICED}/{text.partition(' blocked ')[0]}") == 1:
-                    self.notice(text)
-
+    def _blocked(self, text: str) -> None:
         self.log.warning("user_code_blocks", text=text)
-        self.spawn(tell(), name=f"{self.name}.notice")
+        showing = self._show_once(f"blocked/{text.partition(' blocked ')[0]}", text)
+        self.spawn(showing, name=f"{self.name}.notice")
+
+    async def _show_once(self, key: str, text: str) -> None:
+        """In a run, however many managers say the same."""
+        with suppress(StoreUnavailable):
+            if await self.store.increment(f"{ONCE}/{key}") == 1:
+                self.notice(text)
 
     def _sized(self, workers: int) -> None:
         self.metrics.gauge("rollout/env_workers", workers)
@@ -269,8 +246,7 @@ class EnvManager(Actor):
         for name, task in self._tasks.items():
             if problem := await self._prepare_task(name, task, self._hosts[name]):
                 return problem
-        await self._tell_of_split()
-        await self._tell_of_reasoning(dropped=any(each.renderer.drops_reasoning for each in self._rollouts.values()))
+        await self._look_at_tasks()
         return ""
 
     async def _prepare_task(self, name: str, task: Task, host: EnvHost) -> str:
@@ -302,20 +278,18 @@ class EnvManager(Actor):
         )
         return ""
 
-    async def _tell_of_split(self) -> None:
-        """Once in a run, however many managers it has: held-out tasks may be no others than those of training."""
-        wanted = self.config.eval.every or self.config.eval.final_num_tasks
-        without = [name for name, host in self._hosts.items() if not host.has_split]
-        if wanted and without and await self.store.increment(NO_SPLIT) == 1:
-            for name in without:
-                self.notice(_told_of_split(self._tasks[name], self.config.tasks.get(name)))
-
-    async def _tell_of_reasoning(self, *, dropped: bool) -> None:
-        """Once in a run, as of the split."""
-        if dropped and await self.store.increment(REASONING_DROPPED) == 1:
-            self.notice(
+    async def _look_at_tasks(self) -> None:
+        """Show what is odd about them: held-out tasks may be no others than those of training, and a template may leave reasoning out."""
+        if self.config.eval.every or self.config.eval.final_num_tasks:
+            for name in (name for name, host in self._hosts.items() if not host.has_split):
+                await self._show_once(
+                    f"no_split/{name}", advice_on_split(self._tasks[name], self.config.tasks.get(name))
+                )
+        if any(each.renderer.drops_reasoning for each in self._rollouts.values()):
+            await self._show_once(
+                "reasoning_dropped",
                 "the model's chat template leaves out what the model reasoned in earlier turns, while rollouts keep every token that was "
-                "sampled. Whoever serves the model by that template shows it less than it was trained on (docs/tasks.md)"
+                "sampled. A server that goes by that template shows the model less than it was trained on (docs/tasks.md)",
             )
 
     async def _admit(self) -> None:
@@ -511,35 +485,3 @@ class EnvManager(Actor):
 
 def _trains(job: Job) -> bool:
     return "trainer" in job.actors and job.section("train").kind != "scripted" and job.run.steps > 0
-
-
-def _check_task(task: Task, job: Job, *, trained: bool) -> None:
-    """Raises ValueError for limits that make every rollout of it fail, or all of a group the same where that is to teach something."""
-    own, limits, plain = task.key if task.key != "env" else "rollout", task.rollout, task.key == "env"
-    if task.reward.targets and "reward_service" not in job.actors:
-        key = ("reward.functions" if task.reward.functions else "reward.url") if plain else f"{own}.rewards"
-        raise ValueError(f"{key} names {task.reward.targets[0]}, but actors has no reward_service to call it")
-    if limits.max_new_tokens >= limits.max_len:
-        said = f"{own}.max_new_tokens is {limits.max_new_tokens}"
-        raise ValueError(f"{said}; it must be below rollout.max_len, which is {limits.max_len}")
-    said = f"{own}.temperature is {limits.temperature:g}"
-    if trained and limits.temperature == 0.0:
-        only = "" if plain else f", or {own}.weight to 0 if it is only to be evaluated"
-        raise ValueError(
-            f"{said}: all rollouts of a group would be the same, and nothing is learned from equal rewards. Set it to 1{only}"
-        )
-    if 0.0 < limits.temperature < LEAST_TEMPERATURE:
-        greedy = "" if trained else "0 (greedy) or "
-        raise ValueError(f"{said}; it must be {greedy}at least {LEAST_TEMPERATURE:g}")
-
-
-def _told_of_split(task: Task, section: TaskSection | None) -> str:
-    if section is not None and section.data is not None:
-        return (
-            f"{task.key}.data has no held-out rows: evaluations show rows that are trained on. "
-            "Set its eval_path, or eval_rows to hold some of them out (docs/tasks.md)"
-        )
-    return (
-        f"env {task.env.target} has no held-out split: evaluations use other seeds, which may give tasks that are trained on. "
-        f"Set {task.key}.eval_kwargs, or declare held_out in the class (docs/embedding.md)"
-    )

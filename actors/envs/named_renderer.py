@@ -97,7 +97,9 @@ class NamedRenderer:
         key = observation_key(observation)
         before, sampled = (array("i", part).tolist() for part in transcript.last_turn)
         found = self._bridge(before, sampled, key)
-        if found is None:  # it ended inside its reasoning, which can't be told again without touching what was sampled
+        if (
+            found is None
+        ):  # it ended inside its reasoning, which can't be rendered again without touching what was sampled
             before, sampled = array("i", self.opening("?")).tolist(), sampled[-1:]
             found = self._bridge(before, sampled, key)
         if found is None:

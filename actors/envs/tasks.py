@@ -1,17 +1,20 @@
-"""What a manager plays each task of the config with."""
+"""The tasks of a config as a manager plays them, each with everything resolved, and what is checked of them before a job starts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from heapq import nlargest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.config import RewardSection, RolloutSection
 from actors.datasets import check_data, read_rows, values_of
 from actors.envs.chat import TOKEN_BYTES, Renderer
 from actors.envs.hosting import DATA_SETS, flaw_of, normal
+from actors.envs.named_renderer import renderer_of
 from actors.envs.reasoning import HELD_OUT, generator
 from actors.envs.section import EnvSection
 from actors.tasks import EXTRA, GRADERS, DataSection, TaskSection, rewards_of
+from runtime.config import Config as Job
 from runtime.errors import ConfigError, check_all
 from runtime.importer import check_module, has_module
 
@@ -22,6 +25,13 @@ LONGEST = 64
 """Prompts, by characters, that are rendered at launch: a longer one in tokens is rarely a shorter one in characters."""
 
 LIMITS = ("max_turns", "max_new_tokens", "temperature", "stop", "system_prompt")
+
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this, and its log-probs would be of a temperature that the config does not name."""
+
+RENDERED = ("renderer", "system_prompt", "chat_template_kwargs", "tools", "stop", "max_turns")
+"""Keys of `rollout` that decide how a task is rendered."""
 
 
 class Task(NamedTuple):
@@ -91,6 +101,19 @@ def _check_task(key: str, task: TaskSection) -> None:
         check_forms(data)
 
 
+def check_rendering(tasks: Iterable[Task], model: Path) -> None:
+    """Render the prompts of `tasks` with the model in this folder; see `check_prompts`. Raises ConfigError."""
+    renderers: dict[str, Renderer] = {}
+    try:
+        for task in tasks:
+            key = repr([getattr(task.rollout, name) for name in RENDERED])
+            renderer = renderers[key] = renderers.get(key) or renderer_of(task.rollout, model)
+            check_prompts(task, renderer)
+    except ValueError as error:
+        said = str(error)
+        raise ConfigError(said if said.endswith("?") else f"{said}.") from error
+
+
 def check_forms(data: DataSection) -> None:
     """Raises ConfigError, one sentence, for the first prompt that is neither a text nor chat messages. Blocks: reads the files."""
     for path in filter(None, (data.path, data.eval_path)):
@@ -125,3 +148,36 @@ def check_prompts(task: Task, renderer: Renderer) -> None:
 
 def _size_of(prompt: Any) -> int:
     return len(prompt if isinstance(prompt, str) else str(prompt))
+
+
+def check_limits(task: Task, job: Job, *, trained: bool) -> None:
+    """Raises ValueError for limits that make every rollout of it fail, or all of a group the same where that is to teach something."""
+    own, limits, plain = task.key if task.key != "env" else "rollout", task.rollout, task.key == "env"
+    if task.reward.targets and "reward_service" not in job.actors:
+        key = ("reward.functions" if task.reward.functions else "reward.url") if plain else f"{own}.rewards"
+        raise ValueError(f"{key} names {task.reward.targets[0]}, but actors has no reward_service to call it")
+    if limits.max_new_tokens >= limits.max_len:
+        said = f"{own}.max_new_tokens is {limits.max_new_tokens}"
+        raise ValueError(f"{said}; it must be below rollout.max_len, which is {limits.max_len}")
+    said = f"{own}.temperature is {limits.temperature:g}"
+    if trained and limits.temperature == 0.0:
+        only = "" if plain else f", or {own}.weight to 0 if it is only to be evaluated"
+        raise ValueError(
+            f"{said}: all rollouts of a group would be the same, and nothing is learned from equal rewards. Set it to 1{only}"
+        )
+    if 0.0 < limits.temperature < LEAST_TEMPERATURE:
+        greedy = "" if trained else "0 (greedy) or "
+        raise ValueError(f"{said}; it must be {greedy}at least {LEAST_TEMPERATURE:g}")
+
+
+def advice_on_split(task: Task, section: TaskSection | None) -> str:
+    """Sentences for a task whose held-out prompts may be trained on."""
+    if section is not None and section.data is not None:
+        return (
+            f"{task.key}.data has no held-out rows: evaluations show rows that are trained on. "
+            "Set its eval_path, or eval_rows to hold some of them out (docs/tasks.md)"
+        )
+    return (
+        f"env {task.env.target} has no held-out split: evaluations use other seeds, which may give tasks that are trained on. "
+        f"Set {task.key}.eval_kwargs, or declare held_out in the class (docs/embedding.md)"
+    )

@@ -25,6 +25,11 @@ class Unsendable(NamedTuple):
     type_name: str
 
 
+def type_name(value: object) -> str:
+    """Name of the type of a value, or of the one that an Unsendable stands for."""
+    return value.type_name if isinstance(value, Unsendable) else type(value).__name__
+
+
 class Traits(NamedTuple):
     """What a class or function says about where it may run."""
 
