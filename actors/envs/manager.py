@@ -19,7 +19,7 @@ from actors.envs.named_renderer import renderer_of
 from actors.envs.recorder import GaveUp
 from actors.envs.rollout import Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection
-from actors.envs.tasks import Task, advice_on_split, check_limits, check_rendering, check_tasks, resolved
+from actors.envs.tasks import Task, advice_on_split, check_limits, check_rendering, check_tasks, resolved, trains
 from actors.messages.samples import Admit, Cancel, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
 from actors.tasks import Tasks, TaskSection
 from bus.errors import AskFailed, Failed
@@ -102,7 +102,7 @@ class EnvManager(Actor):
         whole, held = limits.max_len, limits.hold_s
         tasks: Mapping[str, TaskSection] = job.section("tasks")
         for name, task in resolved(tasks, job.section("env"), limits, job.section("reward")).items():
-            check_limits(task, job, trained=_trains(job) and (not tasks or tasks[name].weight > 0))
+            check_limits(task, job, trained=trains(job) and (not tasks or tasks[name].weight > 0))
         if limits.top_p < 1.0:
             raise ValueError(
                 f"rollout.top_p is {limits.top_p:g}; it must be 1, since the trainer can't recompute log-probs of a cut distribution: "
@@ -195,7 +195,7 @@ class EnvManager(Actor):
 
     @handler
     async def policy_changed(self, message: PolicyState) -> None:
-        """A hint of the sample buffer: training moved on, or α did."""
+        """A hint of the sample buffer: the newest version, or α, is another one."""
         self._policy = message
 
     @handler
@@ -411,7 +411,7 @@ class EnvManager(Actor):
     async def _deliver(self, request: Put | GiveUp) -> bool:
         """Ask until it is acknowledged: only then does this actor let go of the trajectory. False where it became a dead letter."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._limits.put_timeout_s
+        until = loop.time() + self._limits.put_timeout_s
         ticket = request.trajectory.ticket if isinstance(request, Put) else request.ticket
         failed = 0
         stage = "put" if isinstance(request, Put) else "give_up"
@@ -425,7 +425,7 @@ class EnvManager(Actor):
                     if failed >= DELIVERIES:
                         await self._keep_dead_letter(ticket, type(request).__name__, str(error))
                         return False
-                    if loop.time() >= deadline:
+                    if loop.time() >= until:
                         self.log.error("not_delivered", trajectory=ticket.trajectory_id, error=str(error))
                         return True
                     await asyncio.sleep(PAUSE_S * 4**failed)
@@ -481,7 +481,3 @@ class EnvManager(Actor):
         if not self._ended:
             self._ended = True
             self.finish(why, failed=True)
-
-
-def _trains(job: Job) -> bool:
-    return "trainer" in job.actors and job.section("train").kind != "scripted" and job.run.steps > 0

@@ -150,6 +150,11 @@ def _size_of(prompt: Any) -> int:
     return len(prompt if isinstance(prompt, str) else str(prompt))
 
 
+def trains(job: Job) -> bool:
+    """Whether anything is learned from the rollouts of this job."""
+    return "trainer" in job.actors and job.section("train").kind != "scripted" and job.run.steps > 0
+
+
 def check_limits(task: Task, job: Job, *, trained: bool) -> None:
     """Raises ValueError for limits that make every rollout of it fail, or all of a group the same where that is to teach something."""
     own, limits, plain = task.key if task.key != "env" else "rollout", task.rollout, task.key == "env"

@@ -12,9 +12,10 @@ from msgspec.structs import replace
 from actors.breakdown import numbers_of
 from actors.config import EvalSection, RewardSection, RolloutSection
 from actors.envs.chat import ChatRenderer
+from actors.envs.hooks import RolloutHook
 from actors.envs.hosting import EnvHost
-from actors.envs.recorder import GaveUp
-from actors.envs.rollout import RolloutContext
+from actors.envs.recorder import GaveUp, Recorder, RecorderContext
+from actors.envs.rollout import Rollout, RolloutContext
 from actors.envs.section import EnvSection
 from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
 from actors.messages.samples import NotScored, PolicyState, Scores, Ticket, shortened
@@ -141,6 +142,7 @@ def prepare(
     proxy=None,
     evaluation=None,
     score_names=(),
+    hooks=(),
     **limits,
 ):
     section = EnvSection.model_validate({"class": f"{HERE}:{env}", "isolation": "inline", "kwargs": kwargs or {}})
@@ -161,6 +163,7 @@ def prepare(
         waits=silent,
         eval=evaluation or EvalSection(),
         score_names=score_names,
+        hooks=hooks,
     )
     ticket = ticket or Ticket("t1", "g1", 1, 17, 4211, 5)
     return stage.rollout_of(ticket), proxy
@@ -470,3 +473,60 @@ async def test_stops_of_the_renderer_go_with_each_request(model_folder):
 
     sampling = proxy.requests[0].sampling
     assert (sampling.stop, sampling.stop_token_ids) == (("</answer>",), (END, END + 1))
+
+
+class Counting(RolloutHook):
+    def __init__(self):
+        self.seen = []
+
+    @contextmanager
+    def turns(self):
+        self.seen.append("begin")
+        try:
+            yield
+        finally:
+            self.seen.append("end")
+
+
+@pytest.mark.parametrize(("words", "ends"), [(["go"] * 3, True), (["fail"], False)])
+async def test_a_hook_goes_around_the_turns_of_each_rollout_however_they_end(renderer, words, ends):
+    hook, order = Counting(), []
+
+    class Watched(FakeProxy):
+        async def ask(self, request, *, timeout):
+            order.extend(hook.seen)
+            return await super().ask(request, timeout=timeout)
+
+    rollout, proxy = prepare(renderer, [], proxy=Watched(renderer, words), hooks=[hook])
+    played = await asyncio.gather(rollout.play(), return_exceptions=True)
+
+    assert isinstance(played[0], GaveUp) is not ends
+    assert order == ["begin"] * len(proxy.requests)
+    assert hook.seen == ["begin", "end"]
+
+
+async def test_a_driver_of_another_kind_may_open_several_contexts_and_speak_in_them_at_once(renderer):
+    class Forking:
+        async def drive(self, recorder):
+            contexts = [recorder.open(renderer.opening(text)) for text in ("one", "two")]
+            await asyncio.gather(*map(recorder.generate, contexts))
+            contexts[0].show(renderer.follow_up("more", END))
+            await recorder.generate(contexts[0])
+            recorder.reward = 0.5
+
+    proxy = FakeProxy(renderer, ["a", "b", "c"], versions=[6, 7, 7])
+    context = RecorderContext(
+        rollout=RolloutSection(max_new_tokens=8, max_len=4096),
+        eval=EvalSection(),
+        renderer=renderer,
+        proxy=proxy,
+        policy=lambda: PolicyState(7, 1),
+        waits=Silent(),
+    )
+
+    trajectory = await Rollout(Recorder(context, Ticket("t1", "g1", 1, 0, 1, 5)), Forking()).play()
+
+    assert [[span.version for span in segment.spans] for segment in trajectory.segments] == [[6, 7], [7]]
+    assert len({request.request_id for request in proxy.requests}) == 3
+    assert proxy.requests[2].min_version == 6
+    assert (trajectory.turns, trajectory.reward, trajectory.version_first) == (3, 0.5, 6)
