@@ -166,7 +166,7 @@ class EnvManager(Actor):
         self._admitting = self.spawn(self._admit(), name=f"{self.name}.admit")
         self.spawn(self._hold(), name=f"{self.name}.hold")
         for hook in self._hooks:
-            self.spawn(hook.run(), name=f"{self.name}.{type(hook).__name__}")
+            self._run_hook(hook)
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         """For the hooks."""
@@ -179,7 +179,11 @@ class EnvManager(Actor):
             return None
         hook: RolloutHook = plugins.load(plugins.ROLLOUT_MESSAGES[tag][1])(self, self._playing)
         self._hooks.append(hook)
+        self._run_hook(hook)
         return hook
+
+    def _run_hook(self, hook: RolloutHook) -> None:
+        self.spawn(hook.run(), name=f"{self.name}.{type(hook).__name__}")
 
     async def on_drain(self) -> None:
         """Admit no more, and give every ticket back at once, for another manager: a group waits for all of its members."""
