@@ -6,6 +6,7 @@ endpoints takes one port of each and is two circuits, one per direction; links o
 
 from collections import Counter
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Final, NamedTuple
 
 from planning.demand import Links, Pair
@@ -14,10 +15,14 @@ PAYS_OFF: Final = 10.0
 """A change in a phase that already runs is made only when the phase lasts this many times the delay: below, the electrical
 path has carried it before the circuits have paid for their dark time."""
 
-FITS: Final = "the circuits in place already fit"
-AHEAD: Final = "changes before the phase begins"
-LATE: Final = "changes in the running phase, which lasts long enough to gain"
-KEPT: Final = "the window is shorter than the delay: the old circuits stay"
+
+class Verdict(StrEnum):
+    """What becomes of the circuits in place; the value is the sentence that says why."""
+
+    FITS = "the circuits in place already fit"
+    AHEAD = "changes before the phase begins"
+    LATE = "changes in the running phase, which lasts long enough to gain"
+    KEPT = "the window is shorter than the delay: the old circuits stay"
 
 
 class Cross(NamedTuple):
@@ -46,11 +51,15 @@ class FabricSnapshot(NamedTuple):
 
 
 class CircuitPlan(NamedTuple):
-    """Circuits that the phase should have. With `reconfigure` false the switch is left alone."""
+    """Circuits that the phase should have."""
 
     circuits: tuple[Cross, ...]
-    reconfigure: bool
-    why: str
+    verdict: Verdict
+
+    @property
+    def reconfigure(self) -> bool:
+        """Whether the switch is to be changed; else it is left alone."""
+        return self.verdict in (Verdict.AHEAD, Verdict.LATE)
 
 
 def plan(snapshot: FabricSnapshot) -> CircuitPlan:
@@ -63,13 +72,13 @@ def plan(snapshot: FabricSnapshot) -> CircuitPlan:
     s = snapshot
     wanted = materialise(s.links, s.current, s.ports_per_endpoint, s.dead)
     if set(wanted) == set(s.current):
-        return CircuitPlan(s.current, False, FITS)
+        return CircuitPlan(s.current, Verdict.FITS)
     ahead = s.starts_in_s > 0.0
     worth_s = s.reconfiguration_s if ahead else PAYS_OFF * s.reconfiguration_s
     in_time = (not ahead or s.starts_in_s >= s.reconfiguration_s) and (s.lasts_s is None or s.lasts_s >= worth_s)
     if not in_time:
-        return CircuitPlan(s.current, False, KEPT)
-    return CircuitPlan(wanted, True, AHEAD if ahead else LATE)
+        return CircuitPlan(s.current, Verdict.KEPT)
+    return CircuitPlan(wanted, Verdict.AHEAD if ahead else Verdict.LATE)
 
 
 def materialise(

@@ -1,19 +1,19 @@
 """Opens the driver that the config names, or that of the emulated switch."""
 
 import ssl
+from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 
-from actors.fabric.driver import BadCredentials, Login, OcsDriver, SwitchCapabilities, SwitchUnreachable
-from actors.fabric.netconf import NetconfDriver, NetconfSession
-from actors.fabric.restconf import PolatisDriver, Restconf, SonicDriver
-from actors.fabric.section import FabricSection
+from actors.fabric.driver import BadCredentials, Login, OcsDriver, SwitchUnreachable
+from actors.fabric.restconf import Restconf, SonicDriver
+from actors.fabric.section import OCS, FabricSection
 from actors.messages.fabric import FindSwitch, SwitchRequest
 from bus.errors import AskFailed
 from runtime.courier import Ref
 from runtime.errors import ConfigError
+from runtime.importer import check_module, load_configured
 
 BUS_URL = "http://optical-switch.invalid"
 """Stands for the switch that is reached over the bus; the name never resolves."""
@@ -38,16 +38,31 @@ class BusTransport(httpx.AsyncBaseTransport):
 
 def device(section: FabricSection) -> OcsDriver:
     """The switch at `switch_url`. Raises BadCredentials where the password or the certificate can't be read."""
-    capabilities = SwitchCapabilities(section.ports, section.reconfiguration_s)
-    if section.driver == "netconf":
-        return NetconfDriver(NetconfSession(ssh(section.switch_url), timeout_s=section.switch_timeout_s), capabilities)
-    client = Restconf(section.switch_url, login(section), timeout_s=section.switch_timeout_s, trusted=trusted(section))
-    return PolatisDriver(client, capabilities) if section.driver == "polatis" else SonicDriver(client, capabilities)
+    make: Callable[[FabricSection], OcsDriver] = load_configured(section.driver_path, key="fabric.driver")
+    return make(section)
 
 
-def check_files(section: FabricSection) -> None:
-    """Raises ConfigError where this host lacks a file by which the switch and the controller know each other."""
-    if section.enabled and section.switch_url and section.driver != "netconf":
+def sonic(section: FabricSection) -> OcsDriver:
+    """The driver of a switch that speaks SONiC's RESTCONF."""
+    return SonicDriver(restconf(section), section.capabilities)
+
+
+def restconf(section: FabricSection) -> Restconf:
+    """A client of the switch at `switch_url`. Raises BadCredentials where the password or the certificate can't be read."""
+    return Restconf(section.switch_url, login(section), timeout_s=section.switch_timeout_s, trusted=trusted(section))
+
+
+def check_driver(section: FabricSection) -> None:
+    """Raises ConfigError where this host lacks the driver, or a file by which the switch and the controller know each other."""
+    if not (section.enabled and section.switch_url):
+        return
+    try:
+        check_module(section.driver_path, key="fabric.driver")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} The drivers of {', '.join(OCS)} are a package: pip install ./plugins/ocs"
+        ) from error
+    if section.switch_url.startswith("http"):
         try:
             login(section)
             trusted(section)
@@ -88,21 +103,4 @@ async def emulated(section: FabricSection, switch: Ref) -> OcsDriver:
     transport = None if address.url else BusTransport(switch, timeout_s=section.switch_timeout_s)
     login = Login(address.user, address.password)
     client = Restconf(address.url or BUS_URL, login, timeout_s=section.switch_timeout_s, transport=transport)
-    return SonicDriver(client, SwitchCapabilities(section.ports, section.reconfiguration_s))
-
-
-def ssh(url: str) -> tuple[str, ...]:
-    """The command that opens a NETCONF session at ssh://user@host:port; it asks nothing and needs a key."""
-    parts = urlsplit(url)
-    user = f"{parts.username}@" if parts.username else ""
-    return (
-        "ssh",
-        "-o",
-        "BatchMode=yes",
-        "-p",
-        str(parts.port or 830),
-        "-s",
-        "--",
-        f"{user}{parts.hostname}",
-        "netconf",
-    )
+    return SonicDriver(client, section.capabilities)

@@ -6,7 +6,7 @@ from typing import Any
 
 from actors.config import WeightsSection
 from actors.fabric.asked import RESHARD, AskedCircuits
-from actors.fabric.connect import check_files, device, emulated
+from actors.fabric.connect import check_driver, device, emulated
 from actors.fabric.driver import FabricError, NotTheWriter
 from actors.fabric.racks import Racks
 from actors.fabric.reconciler import CircuitLedger, LedgerUnavailable, PortsFailed, Reconciler, Stage
@@ -25,7 +25,7 @@ from actors.messages.fabric import (
     PhaseIntent,
     ReleaseCircuits,
 )
-from planning.circuits import FITS, KEPT, CircuitPlan, Cross, FabricSnapshot, plan
+from planning.circuits import CircuitPlan, Cross, FabricSnapshot, Verdict, plan
 from planning.demand import Links
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
@@ -69,7 +69,7 @@ class FabricController(Actor):
     @classmethod
     def check_host(cls, config: Any) -> None:
         """The files by which the switch and the controller know each other, and a planner of the user's."""
-        check_files(config.fabric)
+        check_driver(config.fabric)
         if ":" in config.fabric.planner:
             check_module(config.fabric.planner, key="fabric.planner")
 
@@ -152,7 +152,7 @@ class FabricController(Actor):
         if not planned.reconfigure and self._stage == "idle" and self._aims.present is None:
             self._asked.begin(request.epoch)
             self._asked.settle()
-            return CircuitsPromised(request.epoch, 0.0, planned.why)
+            return CircuitsPromised(request.epoch, 0.0, planned.verdict)
         ready_in_s = delay_s * (1 + (self._stage != "idle"))
         busy = f"those of {coming.phase} begin to change in {coming.due - now:.3g} s" if coming else ""
         if ready_in_s > request.within_s or (coming is not None and coming.due < now + ready_in_s):
@@ -160,7 +160,7 @@ class FabricController(Actor):
             return NoCircuits(f"{late}, {busy}" if busy else f"{late}, wanted within {request.within_s:.3g} s")
         self._asked.begin(request.epoch)
         self._aims.now(aim)
-        return CircuitsPromised(request.epoch, ready_in_s, planned.why)
+        return CircuitsPromised(request.epoch, ready_in_s, planned.verdict)
 
     @handler(concurrency=16)
     async def await_circuits(self, request: AwaitCircuits) -> CircuitsReady | NoCircuits:
@@ -259,14 +259,14 @@ class FabricController(Actor):
         self._circuits = state.lit
         unfinished = self._ledger.entry.stage == "changing" or len(state.circuits) > len(state.lit)
         planned = self._plan(aim, links, restore=aim.restore or unfinished or scheduled or not state.lit)
-        if planned.reconfigure or (planned.why == FITS and unfinished):
+        if planned.reconfigure or (planned.verdict is Verdict.FITS and unfinished):
             began, ahead_of = asyncio.get_running_loop().time(), self._rhythm.since
             with self.waits.on(f"circuits of {aim.phase}", stage="reconfigure", holder=self._switch()):
                 await reconciler.reach(planned.circuits, aim.phase, state)
             self._circuits = planned.circuits
-            self.log.info("circuits_changed", phase=aim.phase, why=planned.why, num=len(planned.circuits))
+            self.log.info("circuits_changed", phase=aim.phase, why=planned.verdict, num=len(planned.circuits))
             self._accounts.changed(aim.starts_at, began, self._began_since(aim.phase, ahead_of))
-        elif planned.why == KEPT:
+        elif planned.verdict is Verdict.KEPT:
             self.metrics.count("fabric/kept")
         self._show()
         if self._electrical:

@@ -1,4 +1,4 @@
-"""Drivers for switches that speak RESTCONF (RFC 8040): a client of which every way to fail is a named error, SONiC's dialect and Polatis'."""
+"""Switches that speak RESTCONF (RFC 8040): a client of which every way to fail is a named error, and the driver of SONiC's dialect."""
 
 import asyncio
 import json
@@ -21,7 +21,6 @@ from actors.fabric.driver import (
     SwitchState,
     SwitchTimedOut,
     SwitchUnreachable,
-    check,
 )
 from planning.circuits import Cross
 
@@ -156,19 +155,14 @@ STATUS: dict[str, Status] = {
 WORST: tuple[Status, ...] = ("tuned", "tuning", "failed", "invalid")
 
 
-class RestconfDriver:
-    """What drivers over RESTCONF have in common."""
+class SonicDriver:
+    """Our ports count from 0, SONiC's from 1; inputs are its A side, outputs its B side."""
 
     def __init__(self, client: Restconf, capabilities: SwitchCapabilities) -> None:
-        self.capabilities = capabilities
-        self._client = client
+        self.capabilities, self._client = capabilities, client
 
     async def close(self) -> None:
         await self._client.close()
-
-
-class SonicDriver(RestconfDriver):
-    """Our ports count from 0, SONiC's from 1; inputs are its A side, outputs its B side."""
 
     async def read(self) -> SwitchState:
         """What the table of states holds; a circuit that is configured and not listed there is still being tuned."""
@@ -214,38 +208,3 @@ def _status(found: dict[str, Any]) -> Status:
     if not known:
         return "tuning"
     return max(known, key=WORST.index)
-
-
-PAIRS = "/api/data/optical-switch:cross-connects"
-
-
-class PolatisDriver(RestconfDriver):
-    """Inputs are the switch's ports 1 to N, outputs N+1 to 2N. What it lists is read again after every put, since it may keep less."""
-
-    async def read(self) -> SwitchState:
-        body = await self._client.send("GET", PAIRS)
-        return SwitchState(dict.fromkeys(pairs(body, self.capabilities.num_ports), "tuned"))
-
-    async def apply(self, delete: tuple[Cross, ...], add: tuple[Cross, ...]) -> None:
-        held = (await self.read()).circuits
-        wanted = (set(held) - set(delete)) | set(add)
-        check(wanted, self.capabilities.num_ports)
-        num_ports = self.capabilities.num_ports
-        listed = [{"ingress": c.ingress + 1, "egress": c.egress + 1 + num_ports} for c in sorted(wanted)]
-        await self._client.send("PUT", PAIRS, {"optical-switch:cross-connects": {"pair": listed}})
-        kept = set((await self.read()).circuits)
-        if kept != wanted:
-            raise PartlyApplied(
-                f"of {len(wanted)} pairs the switch lists {len(kept & wanted)}, and {len(kept - wanted)} others"
-            )
-
-
-def pairs(body: Any, num_ports: int) -> list[Cross]:
-    """The circuits in an answer. Raises BadAnswer."""
-    if not body:
-        return []
-    try:
-        listed = body["optical-switch:cross-connects"].get("pair", [])
-        return [Cross(int(each["ingress"]) - 1, int(each["egress"]) - 1 - num_ports) for each in listed]
-    except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
-        raise BadAnswer(f"the cross-connects were answered as {str(body)[:200]}") from error

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Literal, Self
+from typing import Self
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import Field, field_validator, model_validator
 
+from actors.fabric.driver import SwitchCapabilities
 from bus.address import host_port, is_loopback
 from bus.errors import BadAddress
 from runtime.config import Section
@@ -31,6 +32,13 @@ BASELINES: Mapping[str, str] = {
 }
 """`fabric.planner` → function: what others do, which no job of ours needs; imported only when it is chosen."""
 
+OCS = ("polatis", "netconf")
+DRIVERS: Mapping[str, str] = {
+    "sonic": "actors.fabric.connect:sonic",
+    **{name: f"rubato_ocs.{name}:driver" for name in OCS},
+}
+"""`fabric.driver` → function that makes one of the section; those of OCS are of the package in plugins/ocs."""
+
 
 class FabricSection(Section):
     """The optical fabric and its switch."""
@@ -47,8 +55,9 @@ class FabricSection(Section):
     """Time that changed circuits are dark; 3D MEMS by default."""
     drain_s: float = Field(default=0.0, ge=0, le=MOST_S)
     """Time between the notice that circuits will go dark and the change, for bytes that are under way."""
-    driver: Literal["sonic", "polatis", "netconf"] = "sonic"
-    """What the switch speaks: SONiC's RESTCONF, Polatis' RESTCONF, or NETCONF over ssh."""
+    driver: str = "sonic"
+    """What the switch speaks: sonic, SONiC's RESTCONF; polatis, Polatis' RESTCONF, and netconf, NETCONF over ssh, of the package
+    rubato-ocs (plugins/ocs). Or a function of yours as `package.module:function`, which makes an OcsDriver of this section."""
     switch_url: str = ""
     """https://host:port of the switch; ssh://user@host:830 for NETCONF. Empty: the actor `optical_switch`, an emulated SONiC switch."""
     switch_user: str = ""
@@ -81,10 +90,29 @@ class FabricSection(Section):
     """In a test-bed, what two racks without a circuit can send each other."""
 
     @property
+    def driver_path(self) -> str:
+        """Where the function that makes the driver is."""
+        return DRIVERS.get(self.driver, self.driver)
+
+    @property
+    def capabilities(self) -> SwitchCapabilities:
+        """What the section says of the switch."""
+        return SwitchCapabilities(self.ports, self.reconfiguration_s)
+
+    @property
     def attempt_s(self) -> float:
         """Longer than one attempt to bring the switch to new circuits, draining included."""
         asked_s = REQUESTS * self.switch_timeout_s
         return self.drain_s + self.reconfiguration_s + self.tune_timeout_s + asked_s + STORE_S
+
+    @field_validator("driver")
+    @classmethod
+    def _is_known(cls, driver: str) -> str:
+        if driver not in DRIVERS and ":" not in driver:
+            raise ValueError(
+                f"{driver} is not {', '.join(DRIVERS)}, nor a function of yours as package.module:function"
+            )
+        return driver
 
     @field_validator("planner")
     @classmethod
@@ -98,11 +126,11 @@ class FabricSection(Section):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         scheme = "ssh://" if self.driver == "netconf" else ("http://", "https://")
-        if self.switch_url and not self.switch_url.startswith(scheme):
+        if self.driver in DRIVERS and self.switch_url and not self.switch_url.startswith(scheme):
             raise ValueError(
                 f"switch_url {self.switch_url!r} is not for driver {self.driver!r}: netconf takes ssh://, the others https://"
             )
-        if self.switch_url:
+        if self.switch_url and self.driver in DRIVERS:
             _check_address(self.switch_url)
         if len(self.racks) * self.ports_per_endpoint > self.ports:
             raise ValueError(

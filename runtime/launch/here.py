@@ -18,7 +18,7 @@ class ThisHost:
     def __init__(self, config: Config, folder: Path) -> None:
         self._labels, self._folder = config.host.labels, folder / "hosts"
         self._numbers = itertools.count(1)
-        self._placed: set[LocalHost] = set()
+        self.hosts: set[LocalHost] = set()
 
     async def place(self, spec: HostSpec, join: JoinCommand) -> "LocalHost":
         if missing := [label for label in spec.labels if label not in self._labels]:
@@ -37,12 +37,12 @@ class ThisHost:
         assert process.stdin is not None
         process.stdin.write(f"{join.token}\n".encode())
         process.stdin.close()
-        host = LocalHost(process, log, self._placed.discard)
-        self._placed.add(host)
+        host = LocalHost(process, log, self.hosts.discard)
+        self.hosts.add(host)
         return host
 
     async def close(self) -> None:
-        for host in tuple(self._placed):
+        for host in tuple(self.hosts):
             await host.release()
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from actors.fabric.driver import Login, OcsDriver, SwitchCapabilities
 from actors.fabric.emulated import Dialect, HttpFront, OcsDevice, encoded
-from actors.fabric.netconf import NetconfDriver, NetconfSession
-from actors.fabric.restconf import PAIRS, PolatisDriver, Restconf, SonicDriver
+from actors.fabric.restconf import Restconf, SonicDriver
+from rubato_ocs.netconf import NetconfDriver, NetconfSession
+from rubato_ocs.polatis import PAIRS, PolatisDriver
 
 LOGIN = Login("rubato", "secret")
 CAPABILITIES = SwitchCapabilities(8, 0.005)

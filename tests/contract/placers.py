@@ -2,14 +2,17 @@
 
 import asyncio
 import itertools
+import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from runtime.config import from_mapping
+from rubato_plugins.placer import Prefixed
+from runtime.config import Config, from_mapping
 from runtime.host import Ending
 from runtime.launch.children import until_gone
 from runtime.launch.here import ThisHost
@@ -139,11 +142,12 @@ class ScriptedBed:
 # -- processes of this host -----------------------------------------------------------------------------------------
 
 LAUNCHER = """
-import asyncio, sys
+import asyncio, importlib, sys
 from pathlib import Path
 from tests.contract.placers import ANY, ThisHostBed, does
 async def main():
-    bed = ThisHostBed(Path(sys.argv[1]))
+    folder, module, name = sys.argv[1:]
+    bed = ThisHostBed(Path(folder), getattr(importlib.import_module(module), name))
     for what in ("stay", "deaf"):
         host = await bed.placer.place(ANY, does(what))
         await bed.up(host)
@@ -154,25 +158,34 @@ asyncio.run(main())
 
 
 class ThisHostBed:
+    """Of a placer whose hosts are processes of this one: ThisHost, or one of the example's."""
+
     lose = None
     later = None
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, make: Callable[[Config, Path], Any] = ThisHost) -> None:
         config = from_mapping({"actors": {"idle": {"class": "runtime.actor:Actor"}}})
-        self._folder = folder
-        self.placer = ThisHost(config, folder)
-        self.impossible = HostSpec("far", 1, gpus=1, labels=("h20",))
+        self._folder, self._make = folder, make
+        self.placer = make(config, folder)
+        self.impossible = HostSpec("far", 1, labels=("h20",))
 
     async def up(self, host: PlacedHost) -> None:
-        while not any(log.read_text() for log in (self._folder / "hosts").glob("*.log")):  # noqa: ASYNC110 - another process's file
+        while not any(log.read_text() for log in self._folder.rglob("*.log")):  # noqa: ASYNC110 - another process's file
             await asyncio.sleep(0.02)
 
     def left(self) -> int:
-        return len(self.placer._placed)
+        return len(self.placer.hosts)
 
     async def lose_launcher(self) -> int:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", LAUNCHER, str(self._folder), stdout=asyncio.subprocess.PIPE
+            sys.executable,
+            "-c",
+            LAUNCHER,
+            str(self._folder),
+            self._make.__module__,
+            self._make.__qualname__,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         assert process.stdout is not None
         pids = [int(await process.stdout.readline()) for _ in range(2)]
@@ -193,12 +206,12 @@ async def scripted(_: Path) -> AsyncGenerator[PlacerBed]:
 
 
 @asynccontextmanager
-async def this_host(folder: Path) -> AsyncGenerator[PlacerBed]:
-    bed = ThisHostBed(folder)
+async def this_host(folder: Path, make: Callable[[Config, Path], Any] = ThisHost) -> AsyncGenerator[PlacerBed]:
+    bed = ThisHostBed(folder, make)
     try:
         yield bed
     finally:
         await bed.placer.close()
 
 
-BEDS = {"scripted": scripted, "this host": this_host}
+BEDS = {"scripted": scripted, "this host": this_host, "the example's": partial(this_host, make=Prefixed)}

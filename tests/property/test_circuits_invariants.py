@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.circuits import Cross, FabricSnapshot, materialise, plan
+from planning.circuits import Cross, FabricSnapshot, Verdict, materialise, plan
 from planning.demand import flows, per_link
 from planning.topology import template
 
@@ -88,7 +88,7 @@ def test_a_plan_is_repeatable_and_keeping_means_the_current_circuits(fabric, sta
 
     assert plan(snapshot) == planned
     assert planned.reconfigure or planned.circuits == snapshot.current
-    assert planned.why
+    assert planned.verdict in Verdict
 
 
 @given(fabrics())

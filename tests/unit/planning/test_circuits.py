@@ -2,7 +2,7 @@
 
 import pytest
 
-from planning.circuits import AHEAD, FITS, KEPT, LATE, Cross, FabricSnapshot, materialise, plan
+from planning.circuits import Cross, FabricSnapshot, Verdict, materialise, plan
 from planning.topology import template
 
 NAMES = ("a", "b", "c", "d")
@@ -64,24 +64,24 @@ def test_more_links_than_ports_are_refused():
 def test_a_phase_far_enough_ahead_gets_its_circuits():
     planned = plan(snapshot())
 
-    assert (planned.reconfigure, planned.why) == (True, AHEAD)
+    assert (planned.reconfigure, planned.verdict) == (True, Verdict.AHEAD)
 
 
 def test_circuits_that_fit_are_left_alone():
     current = plan(snapshot()).circuits
 
-    assert plan(snapshot(current=current)) == (current, False, FITS)
+    assert plan(snapshot(current=current)) == (current, Verdict.FITS)
 
 
 def test_the_old_circuits_stay_when_the_change_would_reach_into_the_phase():
-    assert plan(snapshot(starts_in_s=0.005)) == ((), False, KEPT)
+    assert plan(snapshot(starts_in_s=0.005)) == ((), Verdict.KEPT)
 
 
 def test_a_phase_shorter_than_the_delay_gets_no_circuits_of_its_own():
-    assert plan(snapshot(lasts_s=0.009)) == ((), False, KEPT)
+    assert plan(snapshot(lasts_s=0.009)) == ((), Verdict.KEPT)
 
 
 def test_a_running_phase_is_changed_only_when_it_lasts():
-    assert plan(snapshot(starts_in_s=0.0, lasts_s=0.05)) == ((), False, KEPT)
-    assert plan(snapshot(starts_in_s=0.0, lasts_s=0.1)).why == LATE
-    assert plan(snapshot(starts_in_s=0.0, lasts_s=None)).why == LATE
+    assert plan(snapshot(starts_in_s=0.0, lasts_s=0.05)) == ((), Verdict.KEPT)
+    assert plan(snapshot(starts_in_s=0.0, lasts_s=0.1)).verdict is Verdict.LATE
+    assert plan(snapshot(starts_in_s=0.0, lasts_s=None)).verdict is Verdict.LATE

@@ -8,12 +8,13 @@ import certifi
 import pytest
 from pydantic import ValidationError
 
-from actors.fabric.connect import device, ssh, trusted
+from actors.fabric.connect import device, trusted
 from actors.fabric.controller import FabricController
 from actors.fabric.driver import BadCredentials
-from actors.fabric.netconf import NetconfDriver
-from actors.fabric.restconf import PolatisDriver, SonicDriver
+from actors.fabric.restconf import SonicDriver
 from actors.fabric.section import FabricSection
+from rubato_ocs.netconf import NetconfDriver, ssh
+from rubato_ocs.polatis import PolatisDriver
 from runtime.errors import ConfigError
 
 
@@ -41,6 +42,7 @@ async def test_each_driver_has_its_kind_of_address(driver, url, kind):
         ({"driver": "netconf", "switch_url": "https://switch"}, "netconf takes ssh://"),
         ({"driver": "sonic", "switch_url": "ssh://switch"}, "is not for driver 'sonic'"),
         ({"driver": "polatis"}, "'polatis' needs switch_url"),
+        ({"driver": "tl1", "switch_url": "https://switch"}, "tl1 is not sonic, polatis, netconf, nor a function"),
         ({"listen": "0.0.0.0:80"}, "no loopback address"),
         ({"listen": ":80"}, "no loopback address"),
         ({"listen": "127.0.0.1"}, "no loopback address"),
@@ -136,3 +138,20 @@ def test_ssh_asks_nothing_and_takes_no_option_from_the_address():
         "netconf",
     )
     assert "--" in ssh("ssh://-oProxyCommand=x:22")[: ssh("ssh://-oProxyCommand=x:22").index("netconf") - 1]
+
+
+def test_a_driver_of_yours_is_found_by_its_path():
+    made = device(FabricSection(driver=f"{__name__}:own", switch_url="tl1://switch", ports=8))
+
+    assert made == ("tl1://switch", 8)
+
+
+def own(section: FabricSection):
+    return section.switch_url, section.ports
+
+
+def test_a_driver_that_is_not_installed_is_named_at_the_start_with_what_installs_it():
+    section = FabricSection(driver="rubato_nowhere.tl1:driver", switch_url="tl1://switch")
+
+    with pytest.raises(ConfigError, match=r"fabric\.driver: rubato_nowhere.*pip install ./plugins/ocs"):
+        FabricController.check_host(SimpleNamespace(fabric=section))

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from actors.fabric.driver import BadAnswer, BadCredentials, SwitchCapabilities, SwitchTimedOut, SwitchUnreachable
-from actors.fabric.netconf import BASE, OCS, NetconfDriver, NetconfSession
+from rubato_ocs.netconf import BASE, OCS, NetconfDriver, NetconfSession
 
 CAPABILITIES = SwitchCapabilities(8, 0.005)
 

@@ -10,12 +10,14 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
+from urllib.parse import urlsplit
 from xml.etree import ElementTree as ET
 
 from actors.fabric.driver import (
     BadAnswer,
     BadCredentials,
     FabricError,
+    OcsDriver,
     PortConflict,
     SwitchCapabilities,
     SwitchRefused,
@@ -24,6 +26,7 @@ from actors.fabric.driver import (
     SwitchUnreachable,
     check,
 )
+from actors.fabric.section import FabricSection
 from planning.circuits import Cross
 
 OCS = "http://www.polatis.com/yang/optical-switch"
@@ -37,6 +40,22 @@ NUDGE_S = 0.25
 between messages means nothing, and wakes it."""
 
 AnswerT = TypeVar("AnswerT")
+
+
+def driver(section: FabricSection) -> OcsDriver:
+    """The switch at `switch_url`, through ssh."""
+    return NetconfDriver(
+        NetconfSession(ssh(section.switch_url), timeout_s=section.switch_timeout_s), section.capabilities
+    )
+
+
+def ssh(url: str) -> tuple[str, ...]:
+    """The command that opens a NETCONF session at ssh://user@host:port; it asks nothing and needs a key."""
+    parts = urlsplit(url)
+    user = f"{parts.username}@" if parts.username else ""
+    port = str(parts.port or 830)
+    return ("ssh", "-o", "BatchMode=yes", "-p", port, "-s", "--", f"{user}{parts.hostname}", "netconf")
+
 
 DENIED = ("permission denied", "host key verification failed", "authentication")
 
