@@ -17,12 +17,13 @@ from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import ActorConfig, Config
 from runtime.courier import Ref
 from runtime.errors import ActorFailed, LaunchError, first_cause
-from runtime.host import HostedTask, TaskBackend, role_of
+from runtime.host import HostedTask, TaskBackend
 from runtime.kernel import NODE, Kernel
 from runtime.launch.agent import Hosting, NodeAgent
 from runtime.launch.folder import RunFolder
 from runtime.messages import Progress
 from runtime.observe.log import logger
+from runtime.registry import role_of
 from runtime.store.store import MemoryStore, Store
 
 Row = dict[str, float]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from runtime.errors import ActorFailed, ExitCode, first_cause, said_by
 from runtime.kernel import Kernel, is_permanent
 from runtime.observe.log import logger
+from runtime.registry import role_of
 
 # -- what a back end is -----------------------------------------------------------------------------------------
 
@@ -253,11 +254,6 @@ class JobHost:
             async with asyncio.timeout(pause_s):
                 await hosted.wake.wait()
         return True
-
-
-def role_of(name: str) -> str:
-    """`engine` of `engine-3`."""
-    return name.rsplit("-", 1)[0]
 
 
 # -- the back end of one loop -------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 async def _serve(folder: Path, name: str, pool: str, jobs: list[Config], kernels: list[Kernel]) -> None:
     """`jobs` gets the job's config, once it is read, and `kernels` the actor's."""
     role = name.rsplit("-", 1)[0]
-    async with connect(folder) as connection:
+    async with connect(folder, role=role) as connection:
         job = connection.config
         jobs.append(job)
         kernel = await connection.kernel(job.actor_class(role), job.actor_config(role, pool), name, pool)

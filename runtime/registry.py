@@ -26,6 +26,12 @@ LOOK_S, LOOKS = 2.5 * BEAT_S, 3
 NODE = "node-1"
 """The node agent of the host that launched the run."""
 
+
+def role_of(name: str) -> str:
+    """`engine` of `engine-3`."""
+    return name.rsplit("-", 1)[0]
+
+
 State = Literal["starting", "ready", "draining", "stopped"]
 
 

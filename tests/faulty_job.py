@@ -24,12 +24,12 @@ from bus.transport import MemoryNetwork, MemoryTransport
 from runtime.actor import RunInfo, handler
 from runtime.blobs.blob import MemoryBlobStore
 from runtime.config import from_mapping
-from runtime.host import Ending, HostedTask, TaskBackend, role_of
+from runtime.host import Ending, HostedTask, TaskBackend
 from runtime.kernel import NODE, Kernel
 from runtime.launch.agent import Hosting, NodeAgent
 from runtime.monitor.snapshot import snapshot
 from runtime.observe.log import logger
-from runtime.registry import list_seen
+from runtime.registry import list_seen, role_of
 from runtime.store.store import MemoryStore
 from sim.virtual import VirtualLoop
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from actors.scheduling.board import read_board
 from runtime.errors import LaunchError
-from runtime.launch.folder import read_card
+from runtime.launch.card import read_card
 from runtime.store.errors import StoreUnavailable
 from tests.jobs import Ended, rubato
 

@@ -12,8 +12,9 @@ from planning.consolidation import TAIL
 from planning.permits import PermitLine
 from runtime.config import load
 from runtime.errors import LaunchError
+from runtime.launch.card import read_card
 from runtime.launch.connection import connect
-from runtime.launch.folder import is_held, read_card
+from runtime.launch.folder import is_held
 from runtime.launch.shared import open_shared
 from runtime.monitor.snapshot import lookup, total
 from runtime.monitor.source import RowTail, RunSource, read_config

@@ -24,9 +24,10 @@ from bus.message import Request
 from runtime.config import Config, load
 from runtime.errors import ConfigError, ExitCode, LaunchError, RubatoError, first_cause
 from runtime.guest import ask_node, join
+from runtime.launch.card import find_keys, read_card
 from runtime.launch.children import last_line
 from runtime.launch.connection import connect
-from runtime.launch.folder import find_keys, is_held, make_keys, read_card
+from runtime.launch.folder import is_held, make_keys
 from runtime.messages import StopJob
 from runtime.registry import list_actors
 from runtime.store.errors import StoreUnavailable

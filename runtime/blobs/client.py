@@ -30,7 +30,7 @@ from runtime.blobs.blob import (
     piece_digest,
     spread,
 )
-from runtime.blobs.server import (
+from runtime.blobs.packets import (
     MAX_PACKET,
     Absent,
     Begin,

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from runtime.actor import Actor
-from runtime.config.explain import sentences
 from runtime.config.sections import ActorConfig, ActorSpec, BaseRoot, Section
 from runtime.config.source import ConfigSource, Keys, Tree, given, read
 from runtime.config.variables import Filled, hidden, hides_of, unfilled
@@ -208,6 +207,27 @@ def load_without_types(path: str | Path) -> Config:
     own = {name: source.tree[name] for name in ("run", "bus", "state") if source.tree.get(name) is not None}
     source = source._replace(tree=own).filled_in()
     return Config(BaseRoot(**source.tree, actors={}), {}, {}, source.filled)
+
+
+def load_role(path: str | Path, role: str) -> Config:
+    """For a process of one `role`: a run's own config, which was checked as a whole, with the class and the sections of that role alone."""
+    source = read(Path(path)).filled_in()
+    spec = _validated(_Roles, {"actors": source.tree["actors"]}, source, BaseRoot).actors[role]
+    classes = {role: _load(source, role, spec)}
+    root_class = root_model(classes)
+    source = source._replace(tree={key: value for key, value in source.tree.items() if key in root_class.model_fields})
+
+    def part(source: ConfigSource) -> tuple[BaseRoot, ActorConfig]:
+        root = _validated(root_class, source.tree, source, root_class)
+        return root, _actor_config(source, root, classes[role])
+
+    root, own = part(source)
+    config = Config(root, classes, {role: own}, source.filled)
+    config.pooled = {
+        Pool(role, name): part(source.changed_by(pool.set, ("actors", role, "pools", name, "set")))[1]
+        for name, pool in spec.pools.items()
+    }
+    return config
 
 
 def from_mapping(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -408,6 +428,8 @@ def _validated(
     try:
         return model.model_validate(tree, context=notes)
     except ValidationError as error:
+        from runtime.config.explain import sentences  # of no use where nothing is wrong
+
         raise ConfigError("\n".join(sentences(error, source, root))) from error
 
 

@@ -12,7 +12,7 @@ from runtime.actor import handler
 from runtime.blobs.hosts import HostBlobs
 from runtime.config import ActorSpec, Config
 from runtime.errors import ConfigError
-from runtime.host import RESTART_S, Backend, Death, JobHost, RestartBudget, role_of
+from runtime.host import RESTART_S, Backend, Death, JobHost, RestartBudget
 from runtime.kernel import Kernel, free_bytes
 from runtime.launch.hosts import DRAIN_LIMIT_S, NODE_ROLE, TELL_S, JobHosts
 from runtime.messages import (
@@ -37,7 +37,7 @@ from runtime.monitor.text import blocked_line
 from runtime.monitor.views import BlockedRow
 from runtime.observe.figures import STORE, Wait, Waits
 from runtime.places import HostPlaces
-from runtime.registry import NODE, bury, list_seen
+from runtime.registry import NODE, bury, list_seen, role_of
 from runtime.store.errors import StoreUnavailable
 
 ASK_S = 20.0

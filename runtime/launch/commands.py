@@ -17,9 +17,10 @@ from runtime.errors import ConfigError, ExitCode, LaunchError, RubatoError, firs
 from runtime.guest import ask_node
 from runtime.importer import FOLDER as CODE
 from runtime.importer import KeptCode, use
+from runtime.launch.card import read_card
 from runtime.launch.children import until_gone
 from runtime.launch.connection import connect
-from runtime.launch.folder import RunFolder, read_card
+from runtime.launch.folder import RunFolder
 from runtime.launch.token import read_token
 from runtime.messages import AddActors, Added, DrainActors, StopJob
 from runtime.observe.trace import wall_s

@@ -12,14 +12,15 @@ from runtime.actor import Actor, RunInfo
 from runtime.blobs.blob import BlobStore
 from runtime.blobs.client import BlobClient
 from runtime.config import Config, load, load_without_types
-from runtime.config.schema import schema_of
-from runtime.host import role_of
+from runtime.config.config import load_role
+from runtime.config.schema import schema_of, sources
 from runtime.importer import FOLDER as CODE
 from runtime.importer import use
 from runtime.kernel import Kernel
-from runtime.launch.folder import RunCard, find_keys, running
+from runtime.launch.card import RunCard, find_keys, running
 from runtime.observe.log import logger
 from runtime.observe.trace import Trace, trace_path
+from runtime.registry import role_of
 from runtime.store.redis import RedisStore
 from runtime.store.store import Store
 
@@ -33,11 +34,14 @@ class RunAccess(NamedTuple):
     store: Store
     blobs: BlobStore
     keys: Keys | None = None
+    schema: str | None = None
+    """Fingerprint of the job's message types; None: that of `config`, which has them all."""
 
     async def kernel(self, actor_class: type[Actor], config: Any, name: str, pool: str = "") -> Kernel:
         """A kernel for `name` of `pool` under a new incarnation; its endpoints are fresh, so that nothing meant for a dead one reaches its successor."""
         incarnation = await self.store.increment("incarnation")
-        schema = schema_of(self.config) if self.config.actors else ""  # who knows no types of the job's is not compared
+        # Who knows no types of the job's is not compared.
+        schema = self.schema or (schema_of(self.config) if self.config.actors else "")
         identity = Identity(self.card.id, name, incarnation, schema)
         public = self.config.bus.bind(self.card.host) if self.card.host else ""
         address = f"ipc://{self.card.sockets}/{name}.{incarnation}"
@@ -51,19 +55,20 @@ class RunAccess(NamedTuple):
 
 
 @asynccontextmanager
-async def connect(folder: Path, *, types: bool = True) -> AsyncGenerator[RunAccess]:
+async def connect(folder: Path, *, types: bool = True, role: str = "") -> AsyncGenerator[RunAccess]:
     """Reach the run in `folder`. Raises LaunchError when there is none or nobody answers for it.
 
-    Without `types` its config has no roles and no code of the user's is imported: enough to ask the node agent.
+    Without `types` its config has no roles and no code of the user's is imported: enough to ask the node agent. With `role` it has that one
+    alone, and no other actor's code is imported, unless a file of ours has changed since the launch.
     """
     folder = folder.resolve()
     card = running(folder)
     if types:
         use(folder / CODE)
-    config = load(folder / "config.yaml", []) if types else load_without_types(folder / "config.yaml")
-    keys = find_keys(folder)
+    file, keys, alone = folder / "config.yaml", find_keys(folder), bool(role) and card.sources == sources()
+    config = load_role(file, role) if alone else load(file) if types else load_without_types(file)
     async with reach(config, card, folder, keys.curve if keys else None) as connection:
-        yield connection
+        yield connection._replace(schema=card.schema) if alone else connection
 
 
 @asynccontextmanager

@@ -9,10 +9,10 @@ from bus.errors import AskFailed
 from bus.message import Request
 from runtime.actor import Actor
 from runtime.config import Config
-from runtime.host import JobHost, role_of
+from runtime.host import JobHost
 from runtime.messages import MOST_ADDED, AddActors, Added, DrainActors, NotAdded, RestartActors, StopJob
 from runtime.places import HostPlaces
-from runtime.registry import NODE
+from runtime.registry import NODE, role_of
 
 NODE_ROLE = role_of(NODE)
 

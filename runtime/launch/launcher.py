@@ -16,16 +16,18 @@ from urllib.parse import urlsplit
 from bus.address import bare, is_loopback, spelt
 from bus.errors import AskFailed, BadAddress
 from runtime.config import Config, load
+from runtime.config.schema import schema_of, sources
 from runtime.errors import ConfigError, ExitCode, LaunchError
 from runtime.host import RestartBudget
 from runtime.importer import FOLDER as CODE
 from runtime.importer import keep, pack, unpack, use
 from runtime.kernel import free_bytes
 from runtime.launch.agent import ASK_S, JobOutcome, NodeAgent
+from runtime.launch.card import RunCard, RunKeys, command_for, find_keys
 from runtime.launch.children import allow_many_files, is_ignored, on_signals, prepare, start_module
 from runtime.launch.connection import RunAccess, reach
 from runtime.launch.console import Console, settle, step_table
-from runtime.launch.folder import RunCard, RunFolder, RunKeys, command_for, find_keys, make_keys, write_keys
+from runtime.launch.folder import RunFolder, make_keys, write_keys
 from runtime.launch.gate import GateClient, GateServer, way_through, way_to
 from runtime.launch.placer import PlacedHosts, placed_hosts, placer_problems
 from runtime.launch.processes import ProcessBackend, process_backend, process_host
@@ -97,6 +99,7 @@ class Launcher:
             ):  # they are brought by this launch: their user need not know a key
                 self._keys = make_keys(self._folder.path)
             card.host = self._host_address()
+            card.schema, card.sources = schema_of(self._config), sources()
             configure(self._folder.path / "logs" / f"{NODE}.jsonl", actor=NODE, hide=self._config.hidden)
             self._folder.config.touch(mode=0o600)  # state.url may hold a password
             self._folder.config.write_text(self._config.dump())
@@ -355,6 +358,7 @@ class Joiner:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         await self._open_gate(card, stack)
         config = await self._fetch_config(card)
+        card.schema, card.sources = schema_of(config), sources()
         connection = await stack.enter_async_context(reach(config, card, self._folder.path, self._token.keys.curve))
         card.node = f"node-{await connection.store.increment('nodes', at_least=2)}"
         configure(self._folder.path / "logs" / f"{card.node}.jsonl", actor=card.node, hide=config.hidden)

@@ -16,10 +16,11 @@ import msgspec
 
 from runtime.config import Config
 from runtime.errors import ConfigError, ExitCode, RubatoError, said_by
-from runtime.host import Death, Ending, Incarnation, JobHost, RestartBudget, role_of
+from runtime.host import Death, Ending, Incarnation, JobHost, RestartBudget
 from runtime.importer import check_module, load_configured
 from runtime.launch.agent import JobOutcome, NodeAgent
 from runtime.observe.log import logger
+from runtime.registry import role_of
 
 BACKENDS = {"here": "runtime.launch.here:ThisHost"}
 """Short names of `launch.backend`; what is none of them is an import path."""

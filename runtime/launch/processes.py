@@ -13,7 +13,7 @@ from runtime.config import Config
 from runtime.config.config import Pool
 from runtime.config.sections import DEVICES
 from runtime.errors import ActorFailed
-from runtime.host import Ending, role_of
+from runtime.host import Ending
 from runtime.importer import FOLDER as CODE
 from runtime.importer import PACKAGES
 from runtime.importer import VARIABLE as CODE_VARIABLE
@@ -23,6 +23,7 @@ from runtime.launch.connection import RunAccess
 from runtime.launch.forks import ForkedProcess, Forks, NotForked, forks
 from runtime.observe.log import logger
 from runtime.places import HostPlaces
+from runtime.registry import role_of
 
 
 class ActorChild:

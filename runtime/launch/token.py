@@ -14,7 +14,8 @@ from bus.errors import BadKeys
 from bus.keys import check_keys
 from runtime.config.variables import fill
 from runtime.errors import LaunchError
-from runtime.launch.folder import KEYS_FILE, RunKeys, command_for, find_keys, make_keys, running
+from runtime.launch.card import KEYS_FILE, RunKeys, command_for, find_keys, running
+from runtime.launch.folder import make_keys
 from runtime.launch.gate import way_to
 from runtime.registry import NODE
 

@@ -19,7 +19,7 @@ from textual.widgets import ContentSwitcher, DataTable, Static
 from bus.message import Request
 from runtime.errors import LaunchError, RubatoError
 from runtime.importer import load_object
-from runtime.launch.folder import read_card
+from runtime.launch.card import read_card
 from runtime.messages import AddActors, Added, DrainActors, Drained, RestartActors
 from runtime.monitor.source import RunSource, View
 from runtime.monitor.text import (

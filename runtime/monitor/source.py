@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 from runtime.config.yaml_core import NotYaml, read_yaml
 from runtime.errors import ConfigError, LaunchError
 from runtime.importer import load_configured
+from runtime.launch.card import RunCard, is_up, read_card
 from runtime.launch.children import is_stopped
-from runtime.launch.folder import RunCard, is_held, is_up, read_card
+from runtime.launch.folder import is_held
 from runtime.monitor.blocked import seconds
 from runtime.monitor.snapshot import Row, alpha_of, snapshot
 from runtime.monitor.views import RunState, Snapshot

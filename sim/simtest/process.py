@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from bus.transport import MemoryTransport
-from runtime.host import Ending, HostedTask, role_of
+from runtime.host import Ending, HostedTask
+from runtime.registry import role_of
 from sim.simtest.loop import current_process
 
 

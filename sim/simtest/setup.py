@@ -26,7 +26,7 @@ from actors.training.trainer import CheckpointSection
 from runtime.actor import Actor
 from runtime.config import ActorSpec, Config
 from runtime.config.sections import BaseRoot
-from runtime.host import role_of
+from runtime.registry import role_of
 from sim.simtest.actors import SimBuffer, SimEngine, SimRewards, SimTrainer
 
 CLASSES: Mapping[str, type[Actor]] = {

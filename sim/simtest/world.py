@@ -11,10 +11,10 @@ from bus.link import Frame, Identity
 from bus.transport import MemoryTransport
 from runtime.actor import RunInfo
 from runtime.errors import ActorFailed
-from runtime.host import role_of
 from runtime.kernel import NODE
 from runtime.launch.agent import Hosting, JobOutcome, NodeAgent
 from runtime.messages import Progress
+from runtime.registry import role_of
 from runtime.store.errors import StoreError
 from sim.simtest.actors import SimBuffer, SimEngine, SimKernel, SimTrainer
 from sim.simtest.blobs import SimBlobClient, SimBlobServer

@@ -16,7 +16,7 @@ from bus.errors import AskFailed
 from bus.message import pack_i32
 from runtime.errors import LaunchError
 from runtime.guest import join
-from runtime.launch.folder import running
+from runtime.launch.card import running
 from runtime.registry import list_actors
 from tests import faulty_fleet
 from tests.faulty_fleet import ARMED, DONE, Change

@@ -13,10 +13,9 @@ import pytest
 
 from runtime.blobs.blob import BlobCorrupt, BlobError, BlobInfo, digest_of
 from runtime.blobs.client import BlobClient
-from runtime.blobs.server import (
+from runtime.blobs.packets import (
     MAX_PACKET,
     Begin,
-    BlobServer,
     Denied,
     Drop,
     Found,
@@ -26,6 +25,7 @@ from runtime.blobs.server import (
     decode_reply,
     encode,
 )
+from runtime.blobs.server import BlobServer
 
 ROOT = Path(__file__).parents[2]
 

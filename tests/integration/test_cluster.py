@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from actors.scheduling.board import read_board
-from runtime.launch.folder import read_card
+from runtime.launch.card import read_card
 from runtime.launch.shared import open_shared
 from runtime.store.errors import StoreUnavailable
 from runtime.store.redis import RedisStore

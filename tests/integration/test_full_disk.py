@@ -11,7 +11,8 @@ import pytest
 
 from actors import checkpoint as checkpoints
 from runtime.errors import ExitCode
-from runtime.launch.folder import RunFolder, read_card
+from runtime.launch.card import read_card
+from runtime.launch.folder import RunFolder
 from tests.jobs import SMALL, clean_environment, write_model
 
 ROOM_MB = 64

@@ -25,10 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from runtime.guest import Guest, join  # noqa: E402
-from runtime.host import role_of  # noqa: E402
 from runtime.launch.children import start_module  # noqa: E402
 from runtime.messages import AddActors, Added, DrainActors, RestartActors  # noqa: E402
-from runtime.registry import NODE, list_actors  # noqa: E402
+from runtime.registry import (  # noqa: E402
+    NODE,
+    list_actors,
+    role_of,
+)
 
 OVERRIDES = (
     "run.steps=1000000", "env.concurrency=64", f"engine.kind={ROOT}/tools/bench/peers/walker.py:Walker", "engine.scripted.token_s=0.002",

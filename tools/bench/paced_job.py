@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from runtime.errors import LaunchError  # noqa: E402
+from runtime.launch.card import running  # noqa: E402
 from runtime.launch.children import die_with_parent  # noqa: E402
-from runtime.launch.folder import running  # noqa: E402
 from runtime.registry import list_actors  # noqa: E402
 from runtime.store.store import Store  # noqa: E402
 

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from runtime.config import from_mapping, load
+from runtime.config.config import load_role
 from runtime.errors import ConfigError
 
 JOB = """
@@ -175,3 +176,26 @@ def test_the_only_pool_need_not_be_named():
     del tree["actors"]["engine"]["pools"]["prefill"]
 
     assert from_mapping(tree).pool_of("engine", "") == "decode"
+
+
+@pytest.mark.parametrize("role", ["engine", "env_manager", "llm_proxy", "sample_buffer"])
+def test_a_process_of_one_role_has_the_config_of_that_role_as_the_whole_job_has_it(role, job, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLACE", "secret")
+    config, kept = load(job, ["env.kwargs={key: '${PLACE}'}"]), tmp_path / "config.yaml"
+    kept.write_text(config.dump())
+
+    alone = load_role(kept, role)
+
+    for pool in ("", *config.actors[role].pools):
+        assert alone.actor_config(role, pool) == config.actor_config(role, pool)
+    assert (alone.run, alone.bus, alone.actors) == (config.run, config.bus, config.actors)
+    assert alone.hidden("the secret") == config.hidden("the secret") != "the secret"
+
+
+def test_a_process_of_one_role_imports_no_other_role_s_class(job, tmp_path):
+    kept = tmp_path / "config.yaml"
+    kept.write_text(load(job).dump().replace("actors.envs.manager:EnvManager", "actors.envs.nowhere:EnvManager"))
+
+    assert load_role(kept, "engine").actor_config("engine", "decode").engine.num_slots == 64
+    with pytest.raises(ConfigError, match=r"actors\.envs\.nowhere"):
+        load_role(kept, "env_manager")

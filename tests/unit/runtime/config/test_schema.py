@@ -6,7 +6,7 @@ import msgspec
 
 from bus.message import Ack, Message, Request
 from runtime.actor import Actor, Handles, handler
-from runtime.config import from_mapping
+from runtime.config import from_mapping, schema
 from runtime.config.schema import fingerprint, schema_of
 
 
@@ -62,3 +62,18 @@ def test_messages_of_plug_ins_count_where_the_job_has_them():
         return schema_of(from_mapping({"actors": {"garden": {"class": f"{__name__}:Garden"}}, "run": {"seed": seed}}))
 
     assert schema(1) == schema(2) != schema(0)
+
+
+def test_a_file_of_ours_that_changed_is_seen_without_importing_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(schema, "OURS", tmp_path)
+    monkeypatch.setattr(schema, "PACKAGES", ("bus", "actors"))
+    (tmp_path / "actors").mkdir()
+    file = tmp_path / "actors" / "messages.py"
+    file.write_text("raise SystemExit")
+
+    before = schema.sources()
+    same = schema.sources()
+    file.write_text("raise SystemExit(1)")
+
+    assert before == same
+    assert schema.sources() != before

@@ -7,7 +7,8 @@ import pytest
 from runtime import cli
 from runtime.config import load
 from runtime.launch import commands
-from runtime.launch.folder import KEYS_FILE, RunFolder, RunKeys, make_keys
+from runtime.launch.card import KEYS_FILE, RunKeys
+from runtime.launch.folder import RunFolder, make_keys
 from runtime.launch.token import JoinToken, write_token
 from tests.jobs import SMALL
 

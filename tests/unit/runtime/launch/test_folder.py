@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from runtime.errors import LaunchError
-from runtime.launch.folder import RunFolder, read_card
+from runtime.launch.card import read_card
+from runtime.launch.folder import RunFolder
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import pytest
 from bus.errors import BadKeys
 from bus.keys import KeyPair, check_keys, new_keys
 from runtime.errors import LaunchError
-from runtime.launch.folder import KEYS_FILE, RunFolder, RunKeys, find_keys, make_keys
+from runtime.launch.card import KEYS_FILE, RunKeys, find_keys
+from runtime.launch.folder import RunFolder, make_keys
 from runtime.launch.token import PREFIX, JoinToken, main, read_token, write_token
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from runtime import cli
-from runtime.launch.folder import RunCard
+from runtime.launch.card import RunCard
 from runtime.monitor.source import RunSource
 from runtime.observe.trace import wall_s
 from runtime.store.errors import StoreUnavailable
