@@ -15,6 +15,7 @@ DISTRIBUTIONS = ("plugins/ocs", "examples/plugins")
 
 SEAMS = {
     "launch.backend": "rubato_plugins.placer:Prefixed",
+    "samples.policy": "rubato_plugins.policy:Mastered",
     "fabric.driver": "rubato_ocs.polatis:driver",
 }
 """Key of the config → what of these distributions it may name."""
