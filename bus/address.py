@@ -44,7 +44,7 @@ def parse(address: str, *, keyed: bool = False) -> Address:
 
 
 def check_free(path: str) -> None:
-    """Raise BadAddress when somebody already listens at this ipc path, or it cannot be bound.
+    """Raise BadAddress when a process already listens at this ipc path, or it cannot be bound.
 
     Needed because ZeroMQ unlinks the path before it binds: it would take the endpoint of a living process without a word.
     A socket left behind by a dead process is free.
@@ -62,7 +62,7 @@ def check_free(path: str) -> None:
         raise BadAddress(f"{path} exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
-        # Refused means that nobody listens; a full backlog (EAGAIN) means that somebody does.
+        # Refused means that no process listens; a full backlog (EAGAIN) means that one does.
         if probe.connect_ex(path) not in (errno.ECONNREFUSED, errno.ENOENT):
             raise BadAddress(f"ipc://{path} is taken by a living process")
 

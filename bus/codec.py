@@ -93,12 +93,12 @@ class Envelope(msgspec.Struct, array_like=True, gc=False):
 
     @classmethod
     def tell(cls, target: str, incarnation: int, tag: str, trace: bytes, body: msgspec.Raw, sender: str) -> "Envelope":
-        """A message that nobody answers."""
+        """A message without an answer."""
         return cls(_TELL, 0, target, incarnation, tag, 0, trace, body, sender)
 
     @classmethod
     def cancel(cls, ask_id: int, target: str, incarnation: int, sender: str) -> "Envelope":
-        """The asker of `ask_id` waits no more."""
+        """The sender of the request `ask_id` waits no more."""
         return cls(_CANCEL, ask_id, target, incarnation, "", 0, b"", NOTHING, sender)
 
     @classmethod
@@ -229,7 +229,7 @@ def check_buffers(buffers: Sequence[memoryview | bytes]) -> None:
 
 @functools.cache
 def body_decoder(message: type[MessageT]) -> Callable[[msgspec.Raw | bytes], MessageT]:
-    """What decodes a body that has no buffers beside it. Raises any of NOT_OURS: whoever calls it makes that a BadFrame."""
+    """Decoder of a body that has no buffers beside it. Raises any of NOT_OURS: the caller makes that a BadFrame."""
 
     def extension(code: int, data: memoryview) -> Any:
         return _from_ext(code, data, (), set())

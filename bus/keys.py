@@ -1,4 +1,4 @@
-"""CURVE keys of a job: one pair proves that an endpoint is the job's, the other lets whoever holds it in.
+"""CURVE keys of a job: one pair proves that an endpoint is the job's, the other lets in the process that holds it.
 
 A pair is Z85 text, 40 characters each half, as ZeroMQ itself writes keys. Nothing here prints or logs a secret half.
 """
@@ -23,7 +23,7 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 class Keys(NamedTuple):
-    """`server`: every endpoint of the job that listens on tcp. `client`: whoever opens a link to one; no other is admitted."""
+    """`server`: every endpoint of the job that listens on tcp. `client`: each process that opens a link to one; no other is admitted."""
 
     server: KeyPair
     client: KeyPair

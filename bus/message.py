@@ -30,7 +30,7 @@ class Request(Message, Generic[ReplyT], frozen=True):
     """A message that is answered by exactly one `ReplyT` (a message class, or a union of them).
 
     `idempotent` promises that it may run again: with the same fields, at the same time or after it succeeded, and the state is that of
-    one run. So `Ref.ask` sends it again when a link broke, and nobody remembers replies. What is too dear to run twice carries an id
+    one run. So `Ref.ask` sends it again when a link broke, and no reply is remembered. What is too dear to run twice carries an id
     (`Generate.request_id`), by which its handler joins the run that is under way.
     """
 
@@ -113,7 +113,7 @@ class Buffer:
 
 
 class Array:
-    """A dense C-ordered array as a message field. Memory is shared with whoever made it, under the same rule as Buffer.
+    """A dense C-ordered array as a message field. Memory is shared with its maker, under the same rule as Buffer.
 
     Raises BadFrame for a dtype outside `ITEM_BYTES`, a negative dimension, or a shape that does not fill `data` exactly.
     """

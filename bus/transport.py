@@ -35,7 +35,7 @@ class Delivery(msgspec.Struct, gc=False):
     envelope: Envelope
     buffers: Sequence[memoryview]
     deadline: float = 0.0
-    """Loop time by which the asker wants its reply, 0 for none; the receiving runtime works it out from the envelope's budget."""
+    """Loop time by which the sender wants its reply, 0 for none; the receiving runtime works it out from the envelope's budget."""
 
 
 FrameSeen = Callable[[Link, bool, bytes | bytearray | memoryview], None]
@@ -116,11 +116,11 @@ class Transport:
         raise NotImplementedError
 
     def _dial(self, address: str) -> Connection:
-        """A connection to whoever listens there. Raises BadAddress or OSError."""
+        """A connection to the process that listens there. Raises BadAddress or OSError."""
         raise NotImplementedError
 
     def _stop_listening(self) -> list[Rest]:
-        """Take in nobody any more; what is returned is still to be called."""
+        """Take in no further peer; what is returned is still to be called."""
         raise NotImplementedError
 
     # -- what connections and listeners report, on the event loop ------------------------------------------------------
@@ -136,7 +136,7 @@ class Transport:
     def drained(self) -> None:
         """Called after messages were handed to `heard` because a socket had become readable.
 
-        Whoever the messages woke runs before this flush and in the same turn of the loop, so that an answer does not cost a turn of
+        The tasks that the messages woke run before this flush and in the same turn of the loop, so that an answer does not cost a turn of
         its own.
         """
         if not self._flush_is_due:
@@ -267,12 +267,12 @@ class MemoryNetwork:
             raise BadAddress(f"{address} is taken by another endpoint of this network")
 
     def unbind(self, address: str, endpoint: "MemoryTransport") -> None:
-        """Nothing happens where somebody else listens there by now."""
+        """Nothing happens where another endpoint listens there by now."""
         if self._endpoints.get(address) is endpoint:
             del self._endpoints[address]
 
     def connect(self, owner: "MemoryTransport", address: str) -> "MemoryConnection":
-        """The near end of a link to whoever is bound at `address`. Raises ConnectionRefusedError when nobody is."""
+        """The near end of a link to the endpoint that is bound at `address`. Raises ConnectionRefusedError where none is."""
         if address not in self._endpoints:
             raise ConnectionRefusedError
         # Five bytes that begin with zero: what a ROUTER calls a peer that chose no name.

@@ -7,7 +7,7 @@ opened and replies come back on it, so each link has one owner, and when it brea
 What ZeroMQ offers and we refuse, because each loses messages in silence:
 
 - Chosen routing ids: a reconnecting peer is then mis-routed or ignored. We name the links of those who come; HELLO says who is behind one.
-- Reconnecting: a DEALER delivers its queue to whoever binds the address next, be it another incarnation. A broken link is
+- Reconnecting: a DEALER delivers its queue to the process that binds the address next, be it another incarnation. A broken link is
   reported and dropped; the next `post` opens a new one.
 - High-water marks: a ROUTER drops at the mark. What is queued is bounded by the credit of the runtime.
 

@@ -60,9 +60,9 @@ class StepFigures:
     age: float
     """Mean age of the batch's samples, in versions."""
     ess: float = 1.0
-    """Effective sample size of a batch as a share of it, (Σw)² / (n·Σw²); 1 where not known."""
+    """Effective sample size of a batch as a share of it, (Σw)² / (n·Σw²); 1 where it was not measured."""
     kl: float = 0.0
-    """KL(behaviour ‖ current) in nats of what the ages add; 0 where not known."""
+    """KL(behaviour ‖ current) in nats of what the ages add; 0 where it was not measured."""
 
     @property
     def effective(self) -> float:

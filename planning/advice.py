@@ -66,7 +66,7 @@ class AdviceView:
     pause_s: float = 0.0
     """An engine stands still for new weights, once a step."""
     env_workers: int = 0
-    """Processes in which environments run, of all managers; 0: environments wait without keeping anybody else from running."""
+    """Processes in which environments run, of all managers; 0: environments wait without keeping others from running."""
     manager_busy: float = 0.0
     """Share of time of one manager, on average."""
     host_busy: float = 0.0
@@ -74,7 +74,7 @@ class AdviceView:
     reward_share: float = 0.0
     """Of a rollout, in the wait for its scores."""
     reward_workers: int = 0
-    """Processes that score, of all reward services; 0: nothing is known of them, and they hold nobody up."""
+    """Processes that score, of all reward services; 0: nothing is known of them, and they count as no bound."""
     reward_services: int = 0
     reward_each_s: float = 0.0
     """Of a worker's time, what one sample more takes in a call."""
@@ -240,7 +240,7 @@ class _Load(NamedTuple):
     """In which all reward workers together score a batch."""
     manager_busy: float
     served: float
-    """Those in flight that do not queue for somebody."""
+    """Those in flight that do not queue for a part that is busy."""
 
 
 def _load(view: AdviceView) -> _Load:

@@ -23,7 +23,7 @@ FADED: Final = 1e-3
 
 
 class Binding:
-    """Shares tasks out: each request is told the classes that it may use, the one that is owed most of its task first.
+    """Shares tasks out: each request gets the classes that it may use, the one that is owed most of its task first.
 
     A session keeps its class while its task has a share there. A task without shares may use any class.
     """

@@ -33,7 +33,7 @@ class Cross(NamedTuple):
 
 
 class FabricSnapshot(NamedTuple):
-    """What the planner is told about the fabric and the phase to come."""
+    """The fabric and the phase to come, as the planner sees them."""
 
     ports_per_endpoint: int
     links: Links

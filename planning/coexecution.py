@@ -1,4 +1,4 @@
-"""Which jobs share nodes: where a job that arrives costs least more, without slowing anyone beyond what was agreed.
+"""Which jobs share nodes: where a job that arrives costs least more, without slowing any job beyond what was agreed.
 
 RollMux (arXiv 2512.11306), section 4.2, Algorithm 1: jobs whose rollout and training alternate fill each other's idle phases. A group is a
 training pool, some rollout nodes and the jobs pinned to them, whose states stay in those nodes' host memory. Beyond the paper: what jobs
@@ -246,7 +246,7 @@ def keeps(group: CoexecutionGroup, cluster: SharedCluster) -> dict[str, float] |
 
 
 def _keeps_without_others(group: CoexecutionGroup, cluster: SharedCluster) -> bool:
-    """Whether bounds hold whoever leaves before the last of `group`'s jobs: who asks first then changes, and first come first served may
+    """Whether bounds hold whichever job leaves before the last of `group`'s jobs: who asks first then changes, and first come first served may
     slow who was served well beside more of them. Groups without the last were looked at when their own last joined."""
     *others, last = group.jobs
     return all(
@@ -378,7 +378,7 @@ def admit(
 
 
 def depart(groups: Sequence[CoexecutionGroup], name: str) -> tuple[CoexecutionGroup, ...]:
-    """The groups without the job: rollout nodes that nobody is pinned to are released, and a group of nobody with all it has."""
+    """The groups without the job: rollout nodes without a pinned job are released, and a group without jobs with all it has."""
     left: list[CoexecutionGroup] = []
     for group in groups:
         jobs = tuple(pinned for pinned in group.jobs if pinned.job.name != name)

@@ -25,7 +25,7 @@ class Transfer(NamedTuple):
     same_weights: bool = True
     """Both engines have the weights that the cache goes with."""
     num_passed_over: int = 0
-    """Requests of the source that left their caches behind, since one took its own along."""
+    """How many requests left the source without their KV cache since the last one that took it along."""
 
 
 class Carry(NamedTuple):
@@ -60,7 +60,7 @@ class Rate:
 def carry(moving: Transfer) -> Carry:
     """The cheaper way. Decoding costs the same either way, so a cache takes its bytes over the link, and the prefill of what it lacks.
 
-    Of a rate that is not known the cache's way is taken: it keeps the target's time for others, and tells the link's rate. So it is after
+    Of a rate that is not known the cache's way is taken: it leaves the target's time to others, and measures the link's rate. So it is after
     TRANSFERS requests that passed it over: the link may be fast again.
     """
     if not moving.num_cached:

@@ -55,7 +55,7 @@ def loads(directed: Mapping[Pair, int], links: Links, num: int) -> dict[Pair, fl
 
 
 def one_hop(directed: Mapping[Pair, int], links: Links, trickle: float) -> float:
-    """Bytes over the fullest link where nobody forwards: a pair without a link has `trickle` of one."""
+    """Bytes over the fullest link where no host forwards: a pair without a link has `trickle` of one."""
     number = Counter(links)
     return max((v / (number[min(p), max(p)] or trickle) for p, v in directed.items()), default=0.0)
 

@@ -97,7 +97,7 @@ def coming(
 
     Where `within` will be asked during the step, `merges` counts with it: then small instances may begin what large ones end.
 
-    Where lengths are `drawn`, nobody knows which request is the long one: instances that are alike get as many each.
+    Where lengths are `drawn`, it is not known which request is the long one: instances that are alike get as many each.
 
     Degrees that are powers of two fill servers without a rest, so none of these crosses one. Raises ValueError where no division of the GPUs
     holds every request.

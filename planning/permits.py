@@ -50,7 +50,7 @@ class PermitLine(NamedTuple):
 def joined(line: PermitLine, stand: Stand) -> PermitLine:
     """With `stand` at the end of the queue; who is in the line keeps its place.
 
-    A job that asks for the same phase under another ticket was started again: it has its own place, and nobody gets in between, for what
+    A job that asks for the same phase under another ticket was started again: it has its own place, and no other job gets in between, for what
     it began may still be running.
     """
     own = (stand.job, stand.phase)

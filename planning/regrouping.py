@@ -57,7 +57,8 @@ def regroup(
 
 
 def settled(groups: Sequence[CoexecutionGroup], left_s: Mapping[str, float], cluster: SharedCluster) -> RegroupingPlan:
-    """`regroup` around each group in turn, until nothing is worth a move. Quadratic in groups: for whoever has seconds, after an arrival too."""
+    """`regroup` around each group in turn, until nothing is worth a move. Quadratic in groups: for a caller that has seconds,
+    after an arrival too."""
     now, moves, saved, reasons = tuple(groups), list[JobMove](), 0.0, list[str]()
     left = dict(left_s)
     cold_s = {pinned.job.name: pinned.job.cold_s for group in now for pinned in group.jobs}

@@ -12,7 +12,7 @@ FANOUT = 2
 def plan(root: str, hosts: Collection[str]) -> dict[str, str]:
     """Host → the host it pulls from, for every host but the root; at most ceil(log2(number of hosts, root included)) links deep.
 
-    Every host that knows the same members finds the same tree, whatever their order, so nobody has to hand it out. When a relay dies,
+    Every host that knows the same members finds the same tree, whatever their order, so the tree need not be handed out. When a relay dies,
     plan again without it: what was pulled already stays pulled.
     """
     order = _in_order(root, hosts)

@@ -1,8 +1,8 @@
 """What jobs that share nodes get done: their phases in turn, first come first served on each node (RollMux, arXiv 2512.11306, section 4.3).
 
 A step of a job is its environments' time, its rollout on the nodes it is pinned to, and its update on the training pool. A phase that ends
-asks for the next one at once; a rollout needs all its nodes, an update the whole pool. Durations are known, so who asks first starts first,
-as soon as all who asked before it for any of the same nodes are through. Times in seconds.
+asks for the next one at once; a rollout needs all its nodes, an update the whole pool. Durations are known, so the first job to ask starts first,
+as soon as all that asked before it for any of the same nodes are through. Times in seconds.
 """
 
 import math
@@ -166,7 +166,7 @@ def meta_iteration_s(jobs: Sequence[PhasedJob], rounds: int = 32) -> float:
     """Seconds of a meta-iteration in which each job has one rollout and one update, in the order given (Theorem 1 of RollMux).
 
     Where the longest job alone takes at least as long as all rollouts of the busiest node and as all updates together, it is that job's
-    time alone. The mean of the later half of `rounds`; first steps count, environments come before the rollout and wait for nobody.
+    time alone. The mean of the later half of `rounds`; first steps count, environments come before the rollout and wait for nothing.
     """
     free: dict[int, float] = {}
     ready = [0.0] * len(jobs)

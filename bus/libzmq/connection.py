@@ -188,7 +188,7 @@ class ZmqListener:
         self._most = limits.most_connections()
         self._ports: set[int] = set()
         self._silent = 0
-        """Connections that ended before we heard a word from them and that nobody has counted yet."""
+        """Connections that ended before we heard a word from them, and that are not counted yet."""
         self._failure = ""
         self._router = new_router(zmq_context.context)
         # It listens before the first peer can come.

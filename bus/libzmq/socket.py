@@ -5,8 +5,8 @@ Every option is set before a socket binds or connects: later, libzmq ignores mos
 pyzmq's own asyncio sockets cost 9 µs for a message that is ready and 25 µs for one that is not; the socket itself costs 0.2 µs. So the
 socket is read directly, under three rules:
 
-1. The descriptor from `FD` does not mean "a message is here" but "ask for `EVENTS`", and it fires once per change. Whoever is
-   woken must read until nothing is left, or promise to come back; else the wake-up is lost and the link hangs.
+1. The descriptor from `FD` does not mean "a message is here" but "ask for `EVENTS`", and it fires once per change. The reader
+   that it wakes must read until nothing is left, or promise to come back; else the wake-up is lost and the link hangs.
 2. Any call on the socket, a send too, may swallow that wake-up. So `EVENTS` is asked again after every flush.
 3. A reader that drains without bound starves everything else on the loop. After `BURST` messages it yields and comes back.
 """
@@ -36,8 +36,8 @@ ZERO_COPY_BYTES = 64 * 1024
 """From here on lending the memory to libzmq, and being told when it is free again, is cheaper than a copy."""
 
 NEVER_MS = 24 * 3600 * 1000
-"""When a DEALER would reconnect; its transport drops it long before, so that what is queued for a dead peer never reaches whoever
-takes its address. Not -1, libzmq's own "never": that ends the pipe at once, and replies that arrived but were not read are lost."""
+"""When a DEALER would reconnect; its transport drops it long before, so that what is queued for a dead peer never reaches the next
+process at its address. Not -1, libzmq's own "never": that ends the pipe at once, and replies that arrived but were not read are lost."""
 
 MAX_SOCKETS = 16 * 1024
 """Three per peer: the DEALER and both ends of its monitor. libzmq's default would end at 340 peers."""

@@ -42,7 +42,7 @@ BACKLOG = 1024
 """Connections that the kernel holds between two turns of the loop."""
 
 PAUSE_S = 1.0
-"""Nobody is taken in for so long after the process ran out of descriptors."""
+"""No connection is taken in for so long after the process ran out of descriptors."""
 
 
 class UnixConnection:
@@ -190,7 +190,7 @@ class UnixConnection:
 
 
 def dial(path: str, peer: str, owner: Transport) -> UnixConnection:
-    """A connection to whoever listens at `path`, made at once. Raises OSError."""
+    """A connection to the process that listens at `path`, made at once. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         connection.connect(path)
@@ -225,7 +225,7 @@ class UnixListener:
         if self._listener.fileno() < 0:
             return []
         self._loop.remove_reader(self._listener.fileno())
-        # The file stays behind otherwise. While we still listen on it nobody else can have taken the path.
+        # The file stays behind otherwise. While we still listen on it no other process can have taken the path.
         with contextlib.suppress(OSError):
             os.unlink(self._path)
         self._listener.close()

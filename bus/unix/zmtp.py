@@ -1,6 +1,6 @@
 """ZMTP 3.1 with the NULL mechanism (RFC 37), without I/O: what ZeroMQ speaks on a stream, for links that do without its I/O threads.
 
-Greeting and READY leave at once and nobody waits for the other's: a link costs no round trip before its first message.
+Greeting and READY leave at once, without waiting for the peer's: a link costs no round trip before its first message.
 """
 
 import struct
