@@ -37,7 +37,7 @@ def ref(target: str) -> "Ref":
 
 
 class RunInfo(NamedTuple):
-    """The run every actor of a job belongs to. Paths below `folder` are laid out in the architecture page, section 5."""
+    """The run every actor of a job belongs to. Paths below `folder` are listed in docs/architecture.md, section 1."""
 
     id: str
     folder: Path

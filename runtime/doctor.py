@@ -64,7 +64,7 @@ def check_python(version: tuple[int, int] = (sys.version_info.major, sys.version
 
 
 def check_packages() -> Finding:
-    """Our top-level packages lie in one folder and belong to no other distribution; also asked at every node's start."""
+    """Our top-level packages lie in one folder and belong to no other distribution."""
     folders = {name: folder for name in PACKAGES + OPTIONAL_PACKAGES if (folder := _folder_of(name)) is not None}
     return judge_packages(folders, metadata.packages_distributions())
 

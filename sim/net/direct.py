@@ -44,10 +44,10 @@ def direct_network(spec: DirectSpec, links: Sequence[tuple[int, int]]) -> Networ
         pairs = list(
             zip((source // spec.servers_per_node).tolist(), (target // spec.servers_per_node).tolist(), strict=True)
         )
-        routes = shortest(neighbours, set(pairs))
+        routes = {pair: [link_of[arc] for arc in arcs] for pair, arcs in shortest(neighbours, set(pairs)).items()}
         start, found = [0], list[int]()
         for s, t, pair in zip(source.tolist(), target.tolist(), pairs, strict=True):
-            hops = [link_of[arc] for arc in routes[pair]]
+            hops = routes[pair]
             found += [s, *hops, spec.servers + t] if has_nics and s != t else hops
             start.append(len(found))
         return Paths(np.array(start), np.array(found, dtype=np.int64))
@@ -84,15 +84,18 @@ def _search(neighbours: Mapping[int, Sequence[int]], source: int, targets: set[i
     away = {source: 0}
     before: dict[int, list[int]] = {source: []}
     layer, missing = [source], set(targets) - {source}
+    distance = 0
     while layer and missing:
         following: list[int] = []
+        distance += 1
         for node in layer:
             for other in neighbours.get(node, ()):
-                if other not in away:
-                    away[other] = away[node] + 1
+                known = away.get(other)
+                if known is None:
+                    away[other] = distance
                     before[other] = [node]
                     following.append(other)
-                elif away[other] == away[node] + 1:
+                elif known == distance:
                     before[other].append(node)
         missing.difference_update(following)
         layer = following

@@ -1,4 +1,5 @@
-"""Documents lead somewhere and fit a screen: links meet files, prose ends at column 100, the glossary is one page of one-liners."""
+"""Documents lead somewhere and fit a screen: links meet files, prose ends at column 100, the glossary is one page of one-liners, and the README
+is short."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 COLUMNS = 100
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -52,3 +53,24 @@ def test_the_glossary_gives_every_word_one_line_and_the_file_that_defines_it():
 @pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
 def test_a_reader_finds_the_glossary(page):
     assert "glossary.md" in (ROOT / page).read_text()
+
+
+def test_the_readme_is_read_in_a_few_minutes():
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def test_ci_finds_the_readmes_two_commands():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    commands = [line for line in lines if line.startswith("python3 -m venv ")]
+    patterns = re.findall(r"pattern='(.*)'", (ROOT / ".ci" / "readme").read_text())
+
+    assert [[line for line in lines if re.search(pattern, line)] for pattern in patterns] == [
+        [each] for each in commands
+    ]
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = set(re.findall(r"[\w/]+\.md", nav))
+
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if page.name not in listed] == []
