@@ -528,5 +528,5 @@ async def test_a_driver_of_another_kind_may_open_several_contexts_and_speak_in_t
 
     assert [[span.version for span in segment.spans] for segment in trajectory.segments] == [[6, 7], [7]]
     assert len({request.request_id for request in proxy.requests}) == 3
-    assert proxy.requests[2].min_version == 6
+    assert proxy.requests[2].weights.version == 6
     assert (trajectory.turns, trajectory.reward, trajectory.version_first) == (3, 0.5, 6)
