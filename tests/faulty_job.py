@@ -17,7 +17,7 @@ from actors.messages.samples import Put, Scores, Stored
 from actors.proxy.proxy import LLMProxy
 from actors.rewards.service import RewardService
 from actors.samples.buffer import SampleBuffer
-from actors.training.engine import StepResult
+from actors.training.engine import StepResult, finished
 from actors.training.trainer import Trainer
 from bus.link import Identity
 from bus.transport import MemoryNetwork, MemoryTransport
@@ -353,7 +353,7 @@ def _classes(faults: Faults):
             return ToyEngine()
 
         async def _suffer_and_offload(self, fn, *args, cost_s=0.0):
-            if fn == self._train:
+            if fn is finished:
                 await faults.suffer(self.name)
                 cost_s = TRAIN_S
             return await self._kernel.offload(fn, *args, cost_s=cost_s)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from actors.plugins import load, turns_of
 from actors.training.engine import finished
@@ -41,7 +41,7 @@ class Turn:
 
     async def run(self, parts: Generator[None, None, ResultT]) -> ResultT:
         """Offload `parts`, between which the right may be lost. Raises TurnGivenUp before the first of them, StepGivenUp between two."""
-        return await self.trainer.offload(lambda: finished(parts))
+        return cast("ResultT", await self.trainer.offload(finished, parts))
 
 
 class Turns:
