@@ -94,10 +94,10 @@ class ModelledBuffer:
         if not plan.take:
             return None
         chosen = groups.chosen(plan)
-        groups.bind(step, chosen)
         self._ages.append(
             [step - 1 - group.members[index].outcome.version_first for group in chosen for index in group.scored]
         )
+        groups.bind(step, chosen)
         return [trajectory_id(group.id, index) for group in chosen for index in group.scored]
 
     def trained(self, step: int) -> None:
