@@ -32,7 +32,7 @@ def step_hooks(config: Any) -> Iterator[tuple[str, str]]:
     yield "actors.training.checks:LogprobCheck", "check"
     yield "actors.training.evaluation:Evaluation", "eval"
     if config.logging.loggers:
-        yield "actors.loggers:Logging", "logging.loggers"
+        yield "actors.report.loggers:Logging", "logging.loggers"
     yield "actors.training.checks:Concerns", "train"
     for target in config.train.hooks:
         yield target, "train.hooks"

@@ -24,7 +24,7 @@ CLUSTER = "actors.scheduling.commands"
 
 COMMANDS = {
     "launch": Command(LAUNCH, False, "run the job that a config describes, or go on with one"),
-    "eval": Command("actors.evaluate", False, "evaluate a model, or a run's checkpoints, on held-out tasks"),
+    "eval": Command("actors.report.evaluate", False, "evaluate a model, or a run's checkpoints, on held-out tasks"),
     "add": Command(LAUNCH, True, "start more actors of a role in a running job"),
     "drain": Command(
         LAUNCH, True, "let actors of a running job finish and end, or hosts that joined it; nothing is lost"
@@ -39,8 +39,8 @@ COMMANDS = {
     "monitor": Command(
         "runtime.monitor.command", False, "watch a run: live, as one table, as JSON, or what waits for what"
     ),
-    "samples": Command("actors.transcripts.command", False, "show what the model wrote, and what became of it"),
-    "compare": Command("actors.compare", False, "compare the curves and final figures of several runs"),
+    "samples": Command("actors.report.transcripts.command", False, "show what the model wrote, and what became of it"),
+    "compare": Command("actors.report.compare", False, "compare the curves and final figures of several runs"),
     "tap": Command("runtime.monitor.tap", False, "print the messages of a running actor as they travel"),
     "serve-rewards": Command(
         "actors.rewards.serve", False, "serve a reward function over HTTP, for any number of jobs"

@@ -6,11 +6,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from actors.config import Alpha
+from actors.data.prompts import Mixture, mixture_of
+from actors.data.tasks import TaskSection
 from actors.messages.samples import Ticket
 from actors.samples.group import GroupLimits
 from actors.samples.groups import Groups
-from actors.samples.prompts import Mixture, mixture_of
-from actors.tasks import TaskSection
 from planning.adaptive_alpha import AlphaBounds
 from planning.autoscale import PoolBounds
 from planning.roofline import Deployment, Roofline

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from actors.metrics import METRICS
+from actors.report.metrics import METRICS
 from runtime.config import load
 from runtime.config.config import root_model
 from runtime.config.explain import allowed, models
@@ -33,7 +33,7 @@ A number that is not finite is left out.
 What stands in `<…>` differs: an actor's name, a reward function's, a key of the environment's `info`, a fate
 ([samples.md](samples.md)). π is the policy that learns, μ the one that sampled ([learning.md](learning.md)).
 
-This page is made from [actors/metrics.py](../actors/metrics.py) by `tools/reference.py metrics`.
+This page is made from [actors/report/metrics.py](../actors/report/metrics.py) by `tools/reference.py metrics`.
 """
 
 CONFIG_HEAD = """\

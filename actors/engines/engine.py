@@ -4,9 +4,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from actors.checkpoints.model_folder import Slice
 from actors.messages.generation import Sampling, Tokens
 from actors.messages.weights import WeightsDigest
-from actors.model_folder import Slice
 from planning.engine_info import EngineInfo, EngineProfile, WeightsId
 
 EXPORT, CACHE, SLEEP, RECONFIGURE = CAPABILITIES = ("export", "cache", "sleep", "reconfigure")
@@ -77,7 +77,7 @@ class EngineLoad(NamedTuple):
     restart_s: float = 0.0
     """What a change of degree takes an engine that is started anew for it, by its last start; 0: it goes on."""
     gauges: Mapping[str, float] = MappingProxyType({})
-    """Further metrics by name; see actors/metrics.py."""
+    """Further metrics by name; see actors/report/metrics.py."""
 
     def info(self, name: str, holds: WeightsId, serves: str, profile: EngineProfile | None) -> EngineInfo:
         """What others are told of it."""

@@ -5,10 +5,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+from actors.checkpoints.hf_files import check_fits, check_positions
+from actors.checkpoints.model_folder import (
+    check_device,
+    check_model_folder,
+    may_use_cuda,
+    most_positions,
+    read_description,
+)
 from actors.config import CUDA
 from actors.engines.engine import ENGINES, VLLM_MISSING, EngineError
-from actors.engines.hf_files import check_fits, check_positions
-from actors.model_folder import check_device, check_model_folder, may_use_cuda, most_positions, read_description
 from runtime.errors import ConfigError
 from runtime.importer import check_module
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.checkpoints.hf_files import ModelConfig, Rope, read_header
+from actors.checkpoints.model_folder import EMBED, HEAD, Slice
 from actors.engines.engine import EngineDead, EngineError
-from actors.engines.hf_files import ModelConfig, Rope, read_header
 from actors.engines.scheduler import Row
-from actors.model_folder import EMBED, HEAD, Slice
 
 CALL_POSITIONS = 1000
 """A row that attends alone costs about as much more as reading this many KV positions of 64 floats (measured: 30 µs a layer)."""

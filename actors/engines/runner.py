@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.checkpoints.hf_files import ModelConfig, check_length, folder_images, read_config
+from actors.checkpoints.model_folder import DIGEST_BYTES, Slice, pick_device, slice_digest
 from actors.config import ModelSection
 from actors.engines.engine import Cache, EngineError
-from actors.engines.hf_files import ModelConfig, check_length, folder_images, read_config
 from actors.engines.model import (
     AttentionShape,
     KVCache,
@@ -27,7 +28,6 @@ from actors.engines.model import (
 from actors.engines.scheduler import Row, Sequence, uniform
 from actors.engines.section import EngineSection
 from actors.messages.weights import WeightsDigest
-from actors.model_folder import DIGEST_BYTES, Slice, pick_device, slice_digest
 
 HOST = torch.device("cpu")
 

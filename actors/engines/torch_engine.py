@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from actors import plugins
+from actors.checkpoints.model_folder import Slice
 from actors.config import ModelSection
 from actors.engines.engine import CAPABILITIES, Chunk, EngineDead, EngineError, EngineLoad, Work
 from actors.engines.model import Weights
@@ -22,7 +23,6 @@ from actors.engines.section import EngineSection
 from actors.engines.timing import RealTime
 from actors.engines.torch_verbs import TorchVerbs
 from actors.messages.weights import WeightsDigest
-from actors.model_folder import Slice
 from planning.step_cost import StepSums
 from runtime.observe.log import logger
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from actors.checkpoints.model_folder import Slice
 from actors.config import ModelSection
 from actors.engines.engine import (
     CACHE,
@@ -28,7 +29,6 @@ from actors.engines.section import EngineSection
 from actors.engines.vllm_launch import STOP_S, check_degree, end, first_line, launch, of_degree, prepare_environment
 from actors.engines.vllm_weights import check_tensors, handed_over, shapes_of
 from actors.messages.weights import WeightsDigest
-from actors.model_folder import Slice
 from runtime.observe.log import logger
 
 PARTS = ("export", "stop", "start", "weights")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from actors.engines.hf_files import folder_images, read_header
+from actors.checkpoints.hf_files import folder_images, read_header
 from actors.engines.model import expected, finite, tensors_of
 
 _MOST = 1 << 30

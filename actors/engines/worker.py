@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors import plugins
+from actors.checkpoints.hf_files import read_header
+from actors.checkpoints.model_folder import sampled_slices
 from actors.engines import kinds
 from actors.engines.engine import ENGINES, Chunk, Engine, EngineDead, EngineError, Work, require
-from actors.engines.hf_files import read_header
 from actors.engines.hooks import EngineHook
 from actors.engines.section import EngineConfig, EngineSection, check_sampling
 from actors.engines.stop_strings import Decode, decoder, end_of, first_of
 from actors.engines.weights import WeightsPuller
+from actors.gateway.requests import SharedRequest, SharedRequests, in_task
 from actors.messages.engines import GENERATION, InfoChanged
 from actors.messages.generation import (
     Abort,
@@ -34,8 +36,6 @@ from actors.messages.generation import (
     TokensSampled,
 )
 from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
-from actors.model_folder import sampled_slices
-from actors.requests import SharedRequest, SharedRequests, in_task
 from actors.weights.blobs import BlobReceiver
 from bus.errors import AskFailed, NotSent
 from bus.message import Ack, unpack_i32

@@ -32,7 +32,7 @@ from runtime.pool.pool import Traits, Unsendable, WorkerPool, decode, encode_cal
 from runtime.pool.sandbox import WorkerLimits
 from runtime.pool.worker import encode, place_of, taken_by, text_of
 
-BUILT_IN = "actors.envs."
+BUILT_IN = ("actors.envs.", "actors.data.")
 """Classes from here are trusted to import quickly, so no worker is started to look at them."""
 
 HELD_OUT, TOOLS = "held_out", "tools"
@@ -42,7 +42,7 @@ DECLARED = (HELD_OUT, TOOLS)
 TOLD: Mapping[str, Any] = {"task": "", "row": 0, "purpose": "train", "trajectory": "", "version": 0}
 """Arguments that a `reset` may take besides the seed, with their values where no rollout asks."""
 
-DATA_SETS = ("actors.envs.dataset:DataSetEnv", "actors.envs.dataset:QuickDataSetEnv")
+DATA_SETS = ("actors.data.graded_env:DataSetEnv", "actors.data.graded_env:QuickDataSetEnv")
 """What steps there is the user's grader."""
 
 MOST_BYTES = WorkerLimits().max_reply_bytes

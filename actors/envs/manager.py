@@ -13,6 +13,7 @@ import msgspec
 
 from actors import plugins
 from actors.config import ClusterSection, EvalSection, ModelSection, RewardSection, RolloutSection
+from actors.data.tasks import Tasks, TaskSection
 from actors.envs.hooks import RolloutHook
 from actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
 from actors.envs.named_renderer import renderer_of
@@ -21,7 +22,6 @@ from actors.envs.rollout import Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection
 from actors.envs.tasks import Task, advice_on_split, check_limits, check_rendering, check_tasks, resolved, trains
 from actors.messages.samples import Admit, Cancel, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
-from actors.tasks import Tasks, TaskSection
 from bus.errors import AskFailed, Failed
 from runtime.actor import Actor, Handles, handler
 from runtime.config import ActorConfig

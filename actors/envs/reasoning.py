@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
-from actors.datasets import check_extra
+from actors.data.datasets import check_extra
 from runtime.errors import ConfigError
 
 EVAL_SHARE = 5

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from actors.breakdown import numbers_of
 from actors.config import EvalSection, RolloutSection
 from actors.envs.chat import TOKEN_BYTES, Renderer, Transcript
 from actors.envs.hosting import EnvFailure, is_plain
@@ -34,6 +33,7 @@ from actors.messages.samples import (
     flaw_of_logprobs,
     shortened,
 )
+from actors.report.breakdown import numbers_of
 from bus.errors import AskFailed, Failed
 from bus.message import well_formed
 from planning.engine_info import WeightsNeed

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.config import RewardSection, RolloutSection
-from actors.datasets import check_data, read_rows, values_of
+from actors.data.datasets import check_data, read_rows, values_of
+from actors.data.tasks import EXTRA, GRADERS, DataSection, TaskSection, rewards_of
 from actors.envs.chat import TOKEN_BYTES, Renderer
 from actors.envs.hosting import DATA_SETS, flaw_of, normal
 from actors.envs.named_renderer import renderer_of
 from actors.envs.reasoning import HELD_OUT, generator
 from actors.envs.section import EnvSection
-from actors.tasks import EXTRA, GRADERS, DataSection, TaskSection, rewards_of
 from runtime.config import Config as Job
 from runtime.errors import ConfigError, check_all
 from runtime.importer import check_module, has_module

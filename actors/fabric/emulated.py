@@ -19,7 +19,7 @@ from actors.fabric.driver import Login, Status
 from actors.fabric.links import links
 from actors.fabric.restconf import BULK, CONFIG, DATA, TABLE, YANG_JSON, entry, parse_id
 from actors.fabric.section import FabricSection
-from actors.http_server import HttpServer
+from actors.gateway.http_server import HttpServer
 from actors.messages.fabric import FindSwitch, SwitchAddress, SwitchReply, SwitchRequest
 from bus.address import bind_listener, host_port, spelt
 from planning.circuits import Cross

@@ -22,7 +22,7 @@ class WeightsPublished(Message, frozen=True):
 
 
 class WeightsDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Of tensors that an engine computes with, at `actors.model_folder.sampled_slices` of the version that it says it has."""
+    """Of tensors that an engine computes with, at `actors.checkpoints.model_folder.sampled_slices` of the version that it says it has."""
 
     dtype: str
     """float32 or bfloat16: what it computes in."""

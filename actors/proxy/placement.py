@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from actors.gateway.requests import SharedRequest
 from actors.messages.generation import Aborted, Completion, Generate, Route
-from actors.requests import SharedRequest
 from planning.routing import EngineView, Wait
 from runtime.observe.figures import Wait as ShownWait
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from actors import plugins
+from actors.gateway.requests import Run, SharedRequests
 from actors.messages.engines import GENERATION, InfoChanged
 from actors.messages.generation import (
     Abort,
@@ -28,7 +29,6 @@ from actors.proxy.picker import PickerHost, picker_of
 from actors.proxy.placement import EngineAsk, EngineSeat, Placement, ProxyRequest
 from actors.proxy.roster import Roster
 from actors.proxy.section import ProxyConfig
-from actors.requests import Run, SharedRequests
 from bus.errors import AskFailed, NotSent, Refused, Unknown
 from bus.message import Ack
 from planning.engine_info import WeightsId

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from actors.gateway.requests import SharedRequests
 from actors.messages.engines import GENERATION
 from actors.messages.generation import Abort, Inspect, Resume, Suspend
 from actors.proxy.placement import EngineSeat, Placement, ProxyRequest
-from actors.requests import SharedRequests
 from bus.errors import AskFailed, Failed
 from runtime.actor import Actor
 

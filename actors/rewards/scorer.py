@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from actors.config import RewardSection, is_url
+from actors.data.tasks import TaskSection, rewards_of
 from actors.messages.samples import NotScored, Score, Scores
 from actors.plugins import CALL_LIMITS, named
 from actors.rewards.backend import CallLimit, RewardBackend, RewardRefused, Told
 from actors.rewards.local import ElasticBackend, LocalBackend
-from actors.tasks import TaskSection, rewards_of
 from runtime.observe.figures import Metrics
 
 TIMEOUT = "timeout"

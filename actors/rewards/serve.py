@@ -19,7 +19,7 @@ import msgspec
 from pydantic import ValidationError
 
 from actors.config import RewardSection
-from actors.http_server import HttpServer
+from actors.gateway.http_server import HttpServer
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.invoke import TOKEN
 from actors.rewards.scorer import Scorer

@@ -8,9 +8,9 @@ from functools import partial
 from typing import ClassVar
 
 from actors.config import RewardSection, is_url
+from actors.data.tasks import Tasks, rewards_of
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.scorer import Scorer
-from actors.tasks import Tasks, rewards_of
 from planning.failures import RECENT, is_hopeless
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig

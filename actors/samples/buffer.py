@@ -12,8 +12,11 @@ from functools import partial
 import msgspec
 from pydantic import Field
 
-from actors.checkpoint import newest_receipts
+from actors.checkpoints.checkpoint import newest_receipts
+from actors.checkpoints.model_folder import vocab_size_of
 from actors.config import BatchSections, ModelSection
+from actors.data.prompts import Mixture, mixture_of
+from actors.data.tasks import Tasks
 from actors.messages.samples import (
     BAD_LOGPROBS,
     Admit,
@@ -37,7 +40,6 @@ from actors.messages.samples import (
     Tickets,
     Trajectory,
 )
-from actors.model_folder import vocab_size_of
 from actors.plugins import batch_policies
 from actors.samples.group import MIN_SCORED, Group, Receipt, Training, limits_of
 from actors.samples.groups import Groups
@@ -56,7 +58,6 @@ from actors.samples.leases import (
     why_unfinished,
 )
 from actors.samples.policy import MakePolicy, PolicyJob, PolicyPlugin
-from actors.samples.prompts import Mixture, mixture_of
 from actors.samples.run_files import HeldOutFiles, KeptTrajectories, SampleLedger, fitting
 from actors.samples.sample import (
     FUTURE_VERSION,
@@ -67,7 +68,6 @@ from actors.samples.sample import (
     outcome_of,
     spent_of,
 )
-from actors.tasks import Tasks
 from bus.errors import AskFailed
 from bus.message import Ack
 from planning.staleness import HandOver, min_version

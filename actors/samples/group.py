@@ -18,10 +18,10 @@ from typing import Literal
 
 import msgspec
 
-from actors.breakdown import breakdown
 from actors.config import SamplesSection, TrainSection
+from actors.data.prompts import Mixture, TaskCursor
 from actors.messages.samples import EvalResult, Purpose, Ticket, has_spread
-from actors.samples.prompts import Mixture, TaskCursor
+from actors.report.breakdown import breakdown
 from actors.samples.sample import TRAINED, Outcome, Tally, noise_of, seed_of, trajectory_id
 from runtime.actor import RunInfo
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from actors.checkpoint import sync_folder, write_through
+from actors.checkpoints.checkpoint import sync_folder, write_through
 from actors.messages.samples import MOST_TEXT, Ticket, Trajectory, shortened
 from actors.samples.group import Group, SampleEnd
 from actors.samples.journal import ENDS_KEPT, Journal

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.checkpoint import digest_of, sync_folder, write_through
+from actors.checkpoints.checkpoint import digest_of, sync_folder, write_through
 from actors.messages.samples import MOST_FIGURES, GiveUp, Segment, Trajectory, flaw_of_logprobs, flaw_of_reward
 from runtime.errors import RubatoError
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from actors import catalog
+from actors.checkpoints.model_folder import num_parameters
 from actors.messages.cluster import JobNeeds
-from actors.model_folder import num_parameters
 from planning.roofline import Roofline
 from runtime.config import ActorSpec, Config
 

@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from zlib import crc32
 
+from actors.checkpoints.hf_files import read_header
+from actors.checkpoints.model_folder import Slice, vocab_size_of
 from actors.config import ModelSection
 from actors.engines.engine import CAPABILITIES, Cache, Chunk, EngineDead, EngineError, EngineLoad, Work, check_level
-from actors.engines.hf_files import read_header
 from actors.engines.scheduler import Sequence, bits, check, key_of
 from actors.engines.section import EngineSection
 from actors.engines.timing import RealTime
 from actors.messages.weights import WeightsDigest
-from actors.model_folder import Slice, vocab_size_of
 from bus.message import pack_i32
 
 

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from actors.checkpoints.hf_files import read_header
 from actors.config import ModelSection
 from actors.engines.engine import Chunk, Engine, EngineError, EngineLoad, Work, check_level
-from actors.engines.hf_files import read_header
 from actors.engines.pace import EnginePace
 from actors.engines.scheduler import Row, Scheduler, contents
 from actors.engines.section import EngineSection, PaceSection

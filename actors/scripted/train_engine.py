@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors import checkpoint as checkpoints
+from actors.checkpoints import checkpoint as checkpoints
 from actors.config import ModelSection, TrainSection
 from actors.messages.samples import Trajectory
 from actors.training.engine import StepResult, TrainError

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from actors.breakdown import SHOWN, left_out
+from actors.checkpoints.model_folder import num_parameters, vocab_size_of
 from actors.config import LOSSES, CheckSection, ModelSection, TrainSection
 from actors.messages.generation import Completion, Generate, Sampling, WeightsNeed, why_early
 from actors.messages.samples import SPREAD, Trajectory
-from actors.model_folder import num_parameters, vocab_size_of
+from actors.report.breakdown import SHOWN, left_out
 from actors.training.engine import TrainError
 from actors.training.hooks import StepHook, TrainedStep
 from actors.training.turns import TurnGivenUp

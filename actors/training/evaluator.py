@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actors import checkpoint as checkpoints
+from actors.checkpoints import checkpoint as checkpoints
+from actors.checkpoints.model_folder import check_model_folder
 from actors.messages.weights import WeightsTaken
-from actors.model_folder import check_model_folder
 from actors.training.evaluation import HeldOut
 from actors.training.publishing import Publisher
 from actors.training.trainer import Trainer

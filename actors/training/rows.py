@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from actors.breakdown import breakdown
 from actors.messages.samples import Trajectory
+from actors.report.breakdown import breakdown
 from actors.training.engine import StepResult
 from runtime.observe.figures import busy_seconds, cpu_seconds
 from runtime.observe.trace import append_whole

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from actors import checkpoint as checkpoints
+from actors.checkpoints import checkpoint as checkpoints
+from actors.checkpoints.model_folder import files_beside_weights, pick_device
 from actors.config import ModelSection, TrainSection
 from actors.messages.samples import Trajectory, has_spread
-from actors.model_folder import files_beside_weights, pick_device
 from actors.training import forward
 from actors.training.engine import StepResult, TrainError, finished
 from actors.training.losses import Figures, Objective, Policies

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from pydantic import Field
 
-from actors import checkpoint as checkpoints
-from actors.checkpoint import CheckpointError, Replaced
+from actors.checkpoints import checkpoint as checkpoints
+from actors.checkpoints.checkpoint import CheckpointError, Replaced
+from actors.checkpoints.model_folder import check_device, check_model_folder, may_use_cuda, same_model
 from actors.config import ModelSection, StalenessSection, TrainSection
 from actors.messages.samples import (
     Advance,
@@ -27,7 +28,6 @@ from actors.messages.samples import (
     Trajectory,
 )
 from actors.messages.weights import WeightsTaken
-from actors.model_folder import check_device, check_model_folder, may_use_cuda, same_model
 from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from actors.training.hooks import Hooks, HookSections, StepHook, TrainedStep, check_hooks
 from actors.training.publishing import ASK_S, BUFFER, Publisher

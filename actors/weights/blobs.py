@@ -4,9 +4,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
+from actors.checkpoints.model_folder import DIGEST_BYTES, Slice, read_header, sampled_slices, slice_digest, slice_of
 from actors.messages.engines import GENERATION
 from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
-from actors.model_folder import DIGEST_BYTES, Slice, read_header, sampled_slices, slice_digest, slice_of
 from actors.weights.transport import Announce, WeightsMissing, WeightsPart, WeightsSource, WeightsVersion
 from bus.errors import AskFailed
 from planning.relay import plan, ring_sources, sources

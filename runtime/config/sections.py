@@ -286,11 +286,11 @@ class ActorSpec(Section):
 class ReportSection(Section):
     """Who turns figures into words; import paths, because the runtime itself knows no word of RL."""
 
-    console: str = "actors.console:StepTable"
+    console: str = "actors.report.console:StepTable"
     """Class whose `header()` and `line(step, steps, row)` make the launcher's step table."""
     finish: str = "actors.report"
     """Module run as `python -m MODULE RUN_DIR` when the job has ended; empty runs none."""
-    advice: str = "actors.advice:advice_metrics"
+    advice: str = "actors.report.advice:advice_metrics"
     """Function that says what a change would gain, for `rubato monitor`: `advice_metrics(rows, alpha)`; empty gives no advice."""
     monitor: str = ""
     """Module whose `main(argv)` is `rubato monitor` of such a run; empty is the usual one."""

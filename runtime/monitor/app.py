@@ -114,7 +114,7 @@ PAGES = {"f": "flow", "w": "waits", "m": "metrics", "i": "in flight", "l": "log"
 ACTS = {"d": "drain", "r": "restart", "k": "kill", "plus": "add"}
 KEYS = "q quit a actors s samples f flow w waits m metrics i in flight l log d drain r restart k kill + ?"
 
-SAMPLES = "actors.transcripts.screen:SamplesScreen"
+SAMPLES = "actors.report.transcripts.screen:SamplesScreen"
 """Made with the run's folder: the runtime itself knows no word of what a job samples."""
 
 

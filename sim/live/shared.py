@@ -18,7 +18,7 @@ from pydantic import Field
 
 import actors.cluster
 import actors.scheduling.scheduler
-from actors.engines.hf_files import read_header
+from actors.checkpoints.hf_files import read_header
 from actors.messages.cluster import JobAccepted, JobNeeds, StopJobs, SubmitJob
 from actors.messages.samples import Batch, Trajectory
 from actors.permits import Permits

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from actors import plugins
-from actors.checkpoint import name
+from actors.checkpoints.checkpoint import name
 from actors.engines.engine import Engine
 from actors.engines.hooks import EngineHook
 from actors.engines.weights import WeightsPuller

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from actors import checkpoint as checkpoints
+from actors.checkpoints import checkpoint as checkpoints
 from actors.config import RolloutSection
 from actors.envs.chat import ChatRenderer
 from actors.messages.samples import NotScored, Score, Scores, Trajectory

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from actors.checkpoints.model_folder import Slice, read_header, rows_of
 from actors.config import ModelSection
 from actors.engines.engine import ENGINES, EngineDead, Work
 from actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from actors.messages.generation import Tokens
-from actors.model_folder import Slice, read_header, rows_of
 from actors.weights.blobs import WeightsSample
 from runtime.importer import load_object
 from tests.models import VOCAB

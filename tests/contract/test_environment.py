@@ -266,7 +266,7 @@ async def test_a_grader_may_be_async_wherever_it_runs(host_of, tmp_path, isolati
         "answer": "answer",
         "grader": f"{tmp_path}/own.py:right",
     }
-    host = await host_of(**{"class": "actors.envs.dataset:DataSetEnv", "kwargs": kwargs, "isolation": isolation})
+    host = await host_of(**{"class": "actors.data.graded_env:DataSetEnv", "kwargs": kwargs, "isolation": isolation})
     env, _, _ = await host.begin("train", 1)
 
     assert (await env.step("b"))[:3] == ("", 1.0, True)
@@ -281,7 +281,7 @@ async def test_a_grader_that_fails_is_named_itself(host_of, tmp_path):
         "answer": "answer",
         "grader": f"{tmp_path}/own.py:boom",
     }
-    settings = {"class": "actors.envs.dataset:DataSetEnv", "kwargs": kwargs}
+    settings = {"class": "actors.data.graded_env:DataSetEnv", "kwargs": kwargs}
     host = await host_of(**settings)
     env, _, _ = await host.begin("train", 1)
 

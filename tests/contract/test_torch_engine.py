@@ -8,12 +8,12 @@ import weakref
 
 import pytest
 
+from actors.checkpoints.model_folder import read_header, sampled_slices
 from actors.config import ModelSection
 from actors.engines.engine import EngineDead, EngineError, Work
 from actors.engines.section import EngineSection
 from actors.engines.torch_engine import TorchEngine
 from actors.messages.generation import Sampling, Tokens, VersionSpan
-from actors.model_folder import read_header, sampled_slices
 from actors.weights.blobs import WeightsSample
 from bus.message import unpack_f32, unpack_i32
 from tests.contract.engines import whole_of

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from actors.checkpoints.model_folder import slice_digest
 from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
-from actors.model_folder import slice_digest
 from actors.weights.blobs import BlobReceiver, BlobSender
 from actors.weights.transport import WeightsMissing, WeightsReceiver, WeightsSender, WeightsVersion
 from runtime.actor import RunInfo

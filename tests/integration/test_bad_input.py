@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from actors import checkpoint as checkpoints
+from actors.checkpoints import checkpoint as checkpoints
 from runtime import cli
 from runtime.store.embedded import EmbeddedRedis
 from tests.jobs import ACTING, SMALL, Ended, clean_environment, left_behind, rubato, write_model

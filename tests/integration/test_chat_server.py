@@ -36,7 +36,7 @@ def free_port() -> int:
 async def running(folder: Path, model: Path, port: int, *overrides: str):
     """The embedded example with a chat server."""
     tree = runpy.run_path(str(EXAMPLE))["JOB"]
-    actors = {**tree["actors"], "chat_server": {"class": "actors.chat_server:ChatServer"}}
+    actors = {**tree["actors"], "chat_server": {"class": "actors.gateway.chat_server:ChatServer"}}
     actors["reward_service"] = {"class": "actors.rewards.service:RewardService"}
     tree = {**tree, "actors": actors, "model": {"path": str(model)}, "chat": {"port": port}}
     async with embed(from_mapping(tree, overrides), folder) as job:

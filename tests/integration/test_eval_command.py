@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from actors import checkpoint as checkpoints
+from actors.checkpoints import checkpoint as checkpoints
 from runtime.config import load
 from runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model

@@ -270,7 +270,7 @@ async def test_an_actor_starts_by_itself_where_nobody_forks_it(run):
 def test_what_needs_a_process_of_its_own_is_not_forked(overrides, forked, monkeypatch):
     from runtime.launch.processes import modules_of
 
-    monkeypatch.setattr("actors.model_folder.GPUS", ())
+    monkeypatch.setattr("actors.checkpoints.model_folder.GPUS", ())
     job = from_mapping({"actors": {"engine": {"class": "actors.engines.worker:EngineWorker"}}}, overrides)
 
     assert (("engine", "") in modules_of(job)) == forked
@@ -289,7 +289,7 @@ def test_what_needs_a_process_of_its_own_is_not_forked(overrides, forked, monkey
 def test_a_pool_decides_whether_its_processes_are_forked(pool, forked, monkeypatch):
     from runtime.launch.processes import modules_of
 
-    monkeypatch.setattr("actors.model_folder.GPUS", ())
+    monkeypatch.setattr("actors.checkpoints.model_folder.GPUS", ())
     engine = {"class": "actors.engines.worker:EngineWorker", "pools": {"decode": pool}}
 
     assert (("engine", "decode") in modules_of(from_mapping({"actors": {"engine": engine}}))) == forked

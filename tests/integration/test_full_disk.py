@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actors import checkpoint as checkpoints
+from actors.checkpoints import checkpoint as checkpoints
 from runtime.errors import ExitCode
 from runtime.launch.card import read_card
 from runtime.launch.folder import RunFolder

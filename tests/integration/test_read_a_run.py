@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.metrics import METRICS, described
+from actors.report.metrics import METRICS, described
 
 pytestmark = pytest.mark.slow
 

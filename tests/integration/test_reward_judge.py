@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from actors.config import RewardSection
-from actors.envs.dataset import DataSetEnv
+from actors.data.graded_env import DataSetEnv
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.judge import judge, last_number
 from actors.rewards.scorer import Scorer

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from actors.config import RewardSection
-from actors.http_server import HttpServer
+from actors.gateway.http_server import HttpServer
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards import invoke
 from actors.rewards.scorer import Scorer

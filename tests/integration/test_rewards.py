@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from pydantic import TypeAdapter
 
 from actors.config import RewardSection
+from actors.data.tasks import Tasks
 from actors.messages.samples import NotScored, Score, Scores
 from actors.rewards.scorer import Scorer
-from actors.tasks import Tasks
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"
 PENALTY = "actors.rewards.functions:malformed_penalty"

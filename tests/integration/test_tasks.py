@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from actors.metrics import described
+from actors.report.metrics import described
 from runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.samples.prompts import Mixture, Prompts, TaskCursor
+from actors.data.prompts import Mixture, Prompts, TaskCursor
 from planning.prompts import Epochs, next_task, shuffled
 from runtime.errors import ConfigError
 

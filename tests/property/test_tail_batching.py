@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.batching.tail_batching import PUT_OFF, TailBatching
+from actors.data.prompts import Mixture, Prompts
 from actors.samples.group import Group, GroupLimits, Receipt, Training
 from actors.samples.groups import Groups
-from actors.samples.prompts import Mixture, Prompts
 from actors.samples.sample import Outcome
 from planning.prompts import Epochs, shuffled
 

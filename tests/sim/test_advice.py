@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.advice import view_of as view_of_rows
+from actors.report.advice import view_of as view_of_rows
 from planning.advice import advise, what_if
 from sim.advice import view_of
 from sim.cluster import ClusterJobSpec, cluster_job

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 
-from actors import checkpoint as checkpoints
+from actors.checkpoints import checkpoint as checkpoints
 from actors.config import CheckSection, EvalSection
 from actors.messages.samples import Batch, Claim, Close, NotReady
 from actors.training.trainer import CheckpointSection

@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from actors import checkpoint as checkpoints
+from actors.checkpoints import checkpoint as checkpoints
 from actors.config import CheckSection, EvalSection, ModelSection, TrainSection
 from actors.messages.engines import GENERATION
 from actors.messages.generation import VersionSpan

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from actors import model_folder
+from actors.checkpoints import model_folder
 from actors.config import engine_specs
 from actors.engines import kinds, worker
 from runtime.config import load

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.metrics import METRICS, described
+from actors.report.metrics import METRICS, described
 from runtime.config import load
 from runtime.config.config import root_model
 

@@ -7,10 +7,10 @@ import pytest
 
 from actors.batching.tail_batching import FORGOTTEN, PUT_OFF, TailBatching, check_sections
 from actors.config import SamplesSection, StalenessSection
+from actors.data.prompts import Mixture, Prompts
 from actors.messages.samples import Ticket
 from actors.samples.group import Group, GroupLimits, Training
 from actors.samples.groups import Groups
-from actors.samples.prompts import Mixture, Prompts
 from actors.samples.sample import Outcome
 from planning.prompts import Epochs
 from runtime.config import from_mapping

@@ -2,7 +2,7 @@
 
 import torch
 
-from actors.engines.hf_files import read_config
+from actors.checkpoints.hf_files import read_config
 from actors.engines.model import KVCache
 from tests.models import write_model
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from actors.breakdown import numbers_of
 from actors.config import EvalSection, RewardSection, RolloutSection
+from actors.data.tasks import OWN_COLUMNS
 from actors.envs.chat import ChatRenderer
 from actors.envs.hooks import RolloutHook
 from actors.envs.hosting import EnvHost
@@ -19,7 +19,7 @@ from actors.envs.rollout import Rollout, RolloutContext
 from actors.envs.section import EnvSection
 from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
 from actors.messages.samples import NotScored, PolicyState, Scores, Ticket, shortened
-from actors.tasks import OWN_COLUMNS
+from actors.report.breakdown import numbers_of
 from bus.errors import Failed, Unknown
 from sim.virtual import run_virtual
 

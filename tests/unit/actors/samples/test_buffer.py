@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from actors.config import SamplesSection, TrainSection
+from actors.data.prompts import Mixture
 from actors.messages.samples import (
     Admit,
     Advance,
@@ -29,7 +30,6 @@ from actors.messages.samples import (
 )
 from actors.samples import run_files as kept_module
 from actors.samples.group import limits_of
-from actors.samples.prompts import Mixture
 from actors.samples.run_files import read_kept
 from actors.samples.sample import OutOfOrder, StaleEpoch, seed_of
 from runtime.actor import RunInfo

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.report import read_run
+from actors.report.summary import read_run
+from actors.report.transcripts.reading import Filters, find
 from actors.samples import run_files as ledger_module
 from actors.samples.parts import LOST, close_part, read_lines, reopen
-from actors.transcripts.reading import Filters, find
 from runtime.launch.folder import RunFolder
 from runtime.store.store import MemoryStore
 from tests.unit.actors.samples.test_ledger import Frozen, ledger_of, opened, tell

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from actors.config import SamplesSection, TrainSection
+from actors.data.prompts import Mixture
 from actors.samples.group import Group, Member, SampleEnd, limits_of, teach
-from actors.samples.prompts import Mixture
 from actors.samples.run_files import line_of
 from actors.samples.sample import Outcome
 from runtime.actor import RunInfo

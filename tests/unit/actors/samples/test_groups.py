@@ -5,10 +5,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from actors.data.prompts import Mixture, Prompts
 from actors.samples import groups as groups_module
 from actors.samples.group import NOTHING, Group, GroupLimits, Member, Receipt, SampleEnd, Training
 from actors.samples.groups import ROUNDS_KEPT, Groups
-from actors.samples.prompts import Mixture, Prompts
 from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, Tally
 from planning.prompts import Epochs, shuffled
 

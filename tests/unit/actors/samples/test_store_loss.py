@@ -6,7 +6,7 @@ import json
 import msgspec
 import pytest
 
-from actors import checkpoint
+from actors.checkpoints import checkpoint
 from actors.messages.samples import (
     Admit,
     Advance,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from actors import checkpoint as checkpoints
+from actors.checkpoints import checkpoint as checkpoints
+from actors.checkpoints.hf_files import read_header
 from actors.config import ModelSection, ScriptedTrainSection, TrainSection
-from actors.engines.hf_files import read_header
 from actors.scripted.train_engine import STATE, ScriptedTrainEngine
 from actors.training.engine import TrainError, image_of
 

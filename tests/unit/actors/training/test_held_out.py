@@ -10,7 +10,7 @@ import pytest
 from actors.config import EvalSection
 from actors.messages.samples import EvalResult, Evaluate, NotReady
 from actors.messages.weights import WeightsHeld
-from actors.report import Run, summary
+from actors.report.summary import Run, summary
 from actors.training.evaluation import HeldOut, figures, pass_at
 from bus.errors import Unknown
 from runtime.observe.log import logger

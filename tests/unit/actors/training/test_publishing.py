@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.advice import advice_metrics
+from actors.checkpoints.model_folder import read_header, sampled_slices, slice_digest
 from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
-from actors.model_folder import read_header, sampled_slices, slice_digest
+from actors.report.advice import advice_metrics
 from actors.training.engine import StepResult
 from actors.training.publishing import Publisher
 from actors.training.rows import Rows, batch_metrics, cpu_used, off_policy, others_metrics

@@ -84,7 +84,7 @@ def test_a_config_that_is_missing_or_damaged_is_empty(tmp_path):
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        ("actors.advice:advice_metrics", {"advice/generation-bound/engine_2_more": pytest.approx(0.6)}),
+        ("actors.report.advice:advice_metrics", {"advice/generation-bound/engine_2_more": pytest.approx(0.6)}),
         ("nowhere.at_all:advice", {}),
         ("", {}),
     ],

@@ -1,0 +1,8 @@
+"""`python -m actors.report RUN_DIR`, which `report.finish` names."""
+
+import sys
+
+from actors.report.summary import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""`rubato eval MODEL [CONFIG]`: the evaluation that a run does, outside a run, as a job of the same actors with an Evaluator for a trainer."""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from actors.checkpoints import checkpoint as checkpoints
+from actors.checkpoints.model_folder import check_model_folder
+from actors.config import engine_specs
+from runtime.config.config import compose
+from runtime.config.source import read
+from runtime.errors import LaunchError
+from runtime.importer import FOLDER as CODE
+from runtime.importer import KeptCode
+from runtime.launch import commands
+
+KEPT = ("sample_buffer", "llm_proxy", "env_manager", "reward_service")
+"""Roles that an evaluation needs besides those with engines, as the config has them; of all others none is started."""
+
+SHOWN = ("version", "reward", "num", "failed")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluate, and print a table or JSON; RubatoError is the caller's to print."""
+    usage = (
+        "%(prog)s RUN [CONFIG] [key.sub=value …] [options]\n       %(prog)s MODEL CONFIG [key.sub=value …] [options]"
+    )
+    parser = argparse.ArgumentParser("rubato eval", usage=usage, description="Evaluate a model on held-out tasks.")
+    parser.add_argument("model", type=Path, help="a model folder, a checkpoint, or a run: its newest checkpoint")
+    help_words = "a YAML file, by default the run's own config; changes of single keys, e.g. eval.samples=8"
+    parser.add_argument("words", nargs="*", default=[], metavar="CONFIG, key.sub=value", help=help_words)
+    parser.add_argument("--all", action="store_true", help="every checkpoint of the run MODEL")
+    parser.add_argument("--json", action="store_true", help="print JSON, one line for each model")
+    parser.add_argument("--out", type=Path, help="add the rows to this file too")
+    given = parser.parse_intermixed_args(argv)
+    models = find_models(given.model, every=given.all)
+    config, overrides = _config_of(given.model, given.words)
+    text = job_of(config, overrides, models)
+    Path("runs").mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="eval-", dir="runs"))
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file, redirect_stdout(sys.stderr):
+        file.write(text)
+        file.flush()
+        code = commands.launch([file.name, "--run-dir", str(folder)])
+    rows = [json.loads(line) for line in _lines(folder / "evals.jsonl")]
+    told = [
+        {"model": str(model), **row, "samples_file": str(folder / "evals" / f"{row['version']}.jsonl")}
+        for model, row in zip(models, rows, strict=False)
+    ]
+    if given.out is not None:
+        with given.out.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in told)
+    if told:
+        print("\n".join(map(json.dumps, told)) if given.json else table(told))  # noqa: T201
+        print(f"each sample: {', '.join(row['samples_file'] for row in told)}", file=sys.stderr)  # noqa: T201
+    return code
+
+
+def _config_of(model: Path, words: Sequence[str]) -> tuple[Path, Sequence[str]]:
+    """The config that is named, else that of the run which `model` is or is a checkpoint of; and the changes of keys."""
+    if words and ("=" not in words[0] or Path(words[0]).is_file()):
+        return Path(words[0]), words[1:]
+    resolved = model.resolve()
+    run = resolved if (resolved / "checkpoints").is_dir() else resolved.parent.parent
+    if not (run / "config.yaml").is_file():
+        raise LaunchError(
+            f"{model} is of no run with a config.yaml, so eval needs a config: rubato eval {model} configs/quickstart.yaml"
+        )
+    if changed := KeptCode(run / CODE).changed():
+        files = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
+        print(f"changed since {run} began, and taken as they are now: {files}", file=sys.stderr)  # noqa: T201
+    return run / "config.yaml", words
+
+
+def find_models(given: Path, *, every: bool) -> list[Path]:
+    """The model folders to evaluate, checkpoints in the order of their steps. Raises LaunchError."""
+    if not given.is_dir():
+        raise LaunchError(f"{given} is no folder. Name a model folder, a checkpoint, or the folder of a run.")
+    folder = given / "checkpoints"
+    if not folder.is_dir():
+        if every:
+            raise LaunchError(f"{given} has no checkpoints: --all goes with the folder of a run.")
+        check_model_folder(given)
+        return [given.resolve()]
+    found = checkpoints.by_step(folder) if every else [path for path in [checkpoints.newest(folder)[0]] if path]
+    if not found:
+        raise LaunchError(f"{folder} holds no checkpoint that is whole. Name a model folder.")
+    for path in found:
+        try:
+            checkpoints.check(path)
+        except checkpoints.CheckpointError as error:
+            raise LaunchError(f"{error}. Evaluate the others one by one.") from error
+    return [path.resolve() for path in found]
+
+
+def job_of(config: Path, overrides: Sequence[str], models: Sequence[Path]) -> str:
+    """The job that evaluates `models` as `config` says, as YAML. Raises ConfigError with one sentence per mistake."""
+    source = read(config, overrides)
+    whole = compose(source)  # what is wrong in it is told in its own words
+    tree: dict[str, Any] = whole.tree()
+    for role, spec in tree["actors"].items():
+        if role not in KEPT and role not in engine_specs(whole):
+            spec |= {"count": whole.actor_class(role).least, "pools": {}}
+    tree["actors"]["trainer"] = {"class": "actors.training.evaluator:Evaluator"}
+    tree["evaluate"] = {"models": [str(model) for model in models]}
+    tree["model"]["path"] = str(models[0])
+    tree["run"] |= {"steps": 0, "dir": ""}
+    tree["report"]["finish"] = ""
+    tree["prepare"] = []
+    tree["bus"] = {}
+    tree["state"]["url"] = ""
+    return compose(source._replace(tree=tree)).dump()
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line for each model; figures of several samples between the counts and the model's name."""
+    more = [name for name in rows[0] if "@" in name and not name.startswith("task/")]
+    lines = [" ".join([*(f"{name:>8}" for name in (*SHOWN, *more)), " model"])]
+    for row in rows:
+        found = [row.get(name, "-") for name in (*SHOWN, *more)]
+        cells = [f"{value:.3f}" if isinstance(value, float) else str(value) for value in found]
+        lines.append(" ".join([*(f"{cell:>8}" for cell in cells), f" {row['model']}"]))
+    return "\n".join(lines)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
