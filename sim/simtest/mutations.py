@@ -110,8 +110,8 @@ MUTATIONS: dict[str, Mutation] = {
             Edit(
                 Trainer,
                 "on_start",
-                "await self.on_disk(self._checkpoints, checkpoints.take_over, self._checkpoints, self._epoch)",
-                "await self.on_disk(self._checkpoints, checkpoints.take_over, self._checkpoints, self._epoch); self._step = max((self._step + 1, *drawn.bound)) - 1",
+                "await self.on_disk(self._checkpoints, checkpoints.take_over, self._checkpoints, self.term)",
+                "await self.on_disk(self._checkpoints, checkpoints.take_over, self._checkpoints, self.term); self._step = max((self._step + 1, *drawn.bound)) - 1",
             ),
         ),
     ),
