@@ -424,10 +424,13 @@ class _Tree:
         found = [name for name, actor in self._actors.items() if actor["role"] == holder]
         return sorted(found, key=lambda name: (-max((w.age_s for w in self._waits.get(name, [])), default=-1.0), name))
 
-    def _rank(self, wait: WaitRow, parent: WaitRow | None, path: Sequence[str]) -> tuple[int, bool, float]:
-        """Lowest first: the same thing that is waited for above, then what the line above names, then what leads on, then age."""
-        back = any(name in path for name in self._instances(wait.holder))
-        return distance(wait, parent), back, -wait.age_s
+    def _rank(self, wait: WaitRow, parent: WaitRow | None, path: Sequence[str]) -> tuple[bool, int, bool, float]:
+        """Lowest first: a holder that is known, then the same thing that is waited for above, then what the line above names, then what
+        leads on, then age. An actor that left is unknown at once, and named for up to a beat longer by records that stand from before."""
+        holder = wait.holder
+        unknown = bool(holder) and holder not in NO_ACTORS and not self._processes.instances(holder)
+        back = any(name in path for name in self._instances(holder))
+        return unknown, distance(wait, parent), back, -wait.age_s
 
     def _described(self, wait: WaitRow) -> str:
         stage, detail = wait.stage, wait.detail
