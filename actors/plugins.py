@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from planning.engine_info import EngineInfo
     from runtime.config import Config as Job
 
-ROLLOUT_HOOKS: Mapping[str, str] = {"cluster.dir": "actors.envs.generating:GeneratingCount"}
+ROLLOUT_HOOKS: Mapping[str, str] = {"cluster.dir": "actors.cluster.rollmux:GeneratingCount"}
 """See actors/envs/hooks.py."""
 
 ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "actors.survey.manager:RolloutOutlook")}
@@ -38,9 +38,9 @@ def step_hooks(config: Any) -> Iterator[tuple[str, str]]:
         yield target, "train.hooks"
 
 
-def turns_of(config: Any) -> str | None:
-    """Import path of the trainer's Turns; None: the default (actors/training/turns.py)."""
-    return "actors.training.permit:SharedTurns" if config.cluster.dir else None
+def lease_path(config: Any) -> str:
+    """Import path of the actor's ComputeLease; empty: the default (actors/cluster/lease.py)."""
+    return "actors.cluster.rollmux:PoolLease" if config.cluster.dir else config.cluster.lease
 
 
 def named(paths: Mapping[str, str], config: Any) -> list[Any]:
@@ -73,11 +73,15 @@ def batch_policies(config: Any) -> Iterator[tuple[str, str]]:
 
 # -- proxies: see actors/proxy/picker.py and actors/proxy/hooks.py ----------------------------------------------------------
 
-MOVES, SURVEYS, TURNS = "actors.moves.proxy:Moves", "actors.survey.proxy:Surveys", "actors.cluster.proxy:RolloutPermit"
+MOVES, SURVEYS, TURNS = (
+    "actors.moves.proxy:Moves",
+    "actors.survey.proxy:Surveys",
+    "actors.cluster.rollmux:RolloutPermit",
+)
 
 PROXY_HOOKS: Mapping[str, str] = {"cluster.dir": TURNS}
 
-PROXY_HOST_CHECKS: Mapping[str, str] = {"cluster.dir": "actors.cluster:check_pools"}
+PROXY_HOST_CHECKS: Mapping[str, str] = {"cluster.dir": "actors.cluster.pools:check_pools"}
 
 PROXY_MESSAGES: Mapping[str, str] = {"Move": MOVES, "Survey": SURVEYS}
 """By the message that the mechanism sends."""
@@ -110,14 +114,14 @@ def proxy_checks(job: "Job") -> list[str]:
     found = ["actors.affinity.picker:check_affinity"] if job.section("affinity") else []
     if job.section("proxy").balance != "fixed" or _stages(job):
         found.append("actors.stages.picker:check_stages")
-    return found + (["actors.cluster.proxy:check_cluster"] if job.section("cluster").dir else [])
+    return found + (["actors.cluster.rollmux:check_cluster"] if job.section("cluster").dir else [])
 
 
 # -- engines: see actors/engines/hooks.py ---------------------------------------------------------------------------------
 
 PINS, ORDERS, ENGINE_MOVES = "actors.engines.pins:Pins", "actors.moves.orders:Orders", "actors.moves.engine:EngineMoves"
 
-ENGINE_HOOKS: Mapping[str, str] = {"cluster.dir": "actors.cluster.engine:PermittedOrders"}
+ENGINE_HOOKS: Mapping[str, str] = {"cluster.dir": "actors.cluster.rollmux:PermittedOrders"}
 
 ENGINE_MESSAGES: Mapping[str, str] = {
     "HoldWeights": PINS,

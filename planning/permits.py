@@ -32,9 +32,6 @@ class PermitLine(NamedTuple):
         """The stand under which `ticket` may compute now."""
         return next((each for each in (self.holder, self.tail) if each is not None and each.ticket == ticket), None)
 
-    def holds(self, ticket: int) -> bool:
-        return self.held(ticket) is not None
-
     @property
     def tickets(self) -> frozenset[int]:
         """Of all who hold or wait."""

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from actors.cluster.lease import finished
 from actors.engines.worker import EngineWorker
 from actors.envs.hosting import EnvHost
 from actors.envs.manager import EnvManager
@@ -17,7 +18,7 @@ from actors.messages.samples import Put, Scores, Stored
 from actors.proxy.proxy import LLMProxy
 from actors.rewards.service import RewardService
 from actors.samples.buffer import SampleBuffer
-from actors.training.engine import StepResult, finished
+from actors.training.engine import StepResult
 from actors.training.trainer import Trainer
 from bus.link import Identity
 from bus.transport import MemoryNetwork, MemoryTransport

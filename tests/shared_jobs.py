@@ -18,7 +18,7 @@ WORKER = '''
 import asyncio
 import json
 
-from actors.cluster import permits_of
+from actors.cluster.permits import permits_of
 from actors.config import ClusterSection
 from runtime.actor import Actor
 from runtime.config import ActorConfig, Section

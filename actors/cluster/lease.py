@@ -1,90 +1,127 @@
-"""The seam for the right to compute: an actor has it always, unless its job shares hardware with other jobs and takes turns with them."""
+"""The seam for the right to compute. An actor has it always, unless its job shares hardware with other jobs and takes turns with them.
 
-import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Protocol
+Trainers and engines ask for it; `cluster` in the config says what they ask. `cluster.dir` names a cluster whose jobs take turns by permits
+(actors/cluster/rollmux.py), `cluster.lease` a class of one's own.
+"""
 
-from actors.cluster import ROLLOUT, TRAINING, permits_of
-from actors.config import ClusterSection
-from actors.permits import Grant, Permits
-from runtime.actor import Actor
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from actors.plugins import lease_path
+from runtime.importer import load_configured
+
+if TYPE_CHECKING:
+    from asyncio import Event
+
+    from runtime.actor import Actor
+
+ResultT = TypeVar("ResultT")
+
+ROLLOUT, TRAINING, WEIGHT_SYNC = "rollout", "training", "weight_sync"
+"""The phases of a job, for each of which the right is had by itself. An engine brings and swaps weights in within the last."""
 
 
-class Held(Protocol):
-    """The right, while a block that has it runs. It may be lost meanwhile, which ends nothing by itself: whoever computes looks."""
+class GivenUp(Exception):
+    """The actor leaves, and waits for the right no longer: what it was to compute is computed when the run goes on."""
 
-    lost: asyncio.Event
-    """Set once it is no longer held."""
+
+class GivenUpMidway(GivenUp):
+    """The same between two parts of something: what these have changed must not be saved."""
+
+
+class Rests(Protocol):
+    """What lies on the hardware and can leave it, such as a TrainEngine. The calls block."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class Held:
+    """The right, while the block runs that asked for it. This one is never asked back.
+
+    Where one may be, `compute` and `run` see to it that nothing is begun without the right: they wait for it anew.
+    """
+
+    waited_s = 0.0
+    """For the right, since the block was entered included."""
+
+    def __init__(self, actor: "Actor") -> None:
+        self._actor = actor
 
     @property
     def is_held(self) -> bool:
         """For certain, by this process's own clock."""
-        ...
+        return True
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """What a step that was computed under it has in its row of metrics.jsonl."""
+        return {}
+
+    async def compute(self, call: Callable[..., ResultT], *args: Any) -> ResultT:
+        """Offload `call`. Raises GivenUp."""
+        return await self._actor.offload(call, *args)
+
+    async def run(self, parts: Generator[None, None, ResultT]) -> ResultT:
+        """Offload `parts`, between which the right may be asked back. Raises GivenUp before the first of them, GivenUpMidway between two."""
+        return cast("ResultT", await self._actor.offload(finished, parts))
 
 
 class ComputeLease(Protocol):
-    """`async with lease(phase) as held:` waits for the right to compute in that phase of the job, and has it while the block runs.
+    """One actor's way to the right. Derive yours from AlwaysHeld; it is built with the actor, on the event loop, which it must not block."""
 
-    An actor that is cancelled leaves the line. Where the block ends with an error or not, the right goes to the next in line.
-    """
+    async def begin(self, engine: Rests | None = None, leaving: "Event | None" = None) -> None:
+        """The actor has loaded its model. `engine` lies on the hardware, and may have to leave it between blocks; an engine worker sees to its
+        own. `leaving` is set once the actor is to stop, and waits for nothing any more."""
+        ...
 
-    def __call__(self, phase: str) -> AbstractAsyncContextManager[Held]: ...
+    def __call__(self, phase: str) -> AbstractAsyncContextManager[Held]:
+        """`async with lease(phase) as held:` waits for the right to compute in that phase of the job, and has it while the block runs.
 
+        At the end of the block, with an error or not, the next in line has it; an actor that is cancelled leaves the line. Raises GivenUp.
+        """
+        ...
 
-class Always:
-    """Held, and never lost."""
-
-    is_held = True
-
-    def __init__(self) -> None:
-        self.lost = asyncio.Event()
-
-
-@asynccontextmanager
-async def always_held(phase: str) -> AsyncGenerator[Always]:
-    """The lease of a job that has its hardware to itself."""
-    yield Always()
+    def waiting(self) -> AbstractAsyncContextManager[None]:
+        """Around what waits for another actor, which may have to wait for the right. Raises GivenUp where this one leaves meanwhile."""
+        ...
 
 
-class PoolLease(ComputeLease):
-    """Turns on the pools of a cluster. Its permits are reached by `run`, a task of the actor; until then everybody waits."""
+class AlwaysHeld:
+    """The ComputeLease of an actor that has its hardware to itself."""
 
-    def __init__(self, actor: Actor, section: ClusterSection) -> None:
-        self._actor, self.section = actor, section
-        self._permits: asyncio.Future[Permits] | None = None
+    def __init__(self, actor: "Actor") -> None:
+        self.actor = actor
 
-    def begin(self) -> None:
-        """Reach the cluster, for as long as the actor runs."""
-        self._permits = asyncio.get_running_loop().create_future()
-        self._actor.spawn(self._reach(self._permits), name=f"{self._actor.name}.cluster")
+    async def begin(self, engine: Rests | None = None, leaving: "Event | None" = None) -> None:
+        """The engine stays where it is."""
 
-    async def _reach(self, reached: "asyncio.Future[Permits]") -> None:
-        async with permits_of(self.section) as permits:
-            reached.set_result(permits)
-            await asyncio.Event().wait()
+    def __call__(self, phase: str) -> AbstractAsyncContextManager[Held]:
+        return nullcontext(Held(self.actor))
 
-    async def permits(self) -> Permits:
-        """Those of the cluster, once it is reached."""
-        assert self._permits is not None, "begin comes first"
-        return await asyncio.shield(self._permits)
+    def waiting(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
-    def _stand(self, phase: str) -> tuple[str, str]:
-        """The pool of a phase, and who stands in its line: the job, or each actor of it where the phase has a line of its own."""
-        section = self.section
-        pools = {ROLLOUT: section.rollout_pool, TRAINING: section.training_pool}
-        return (pools[phase], section.job) if phase in pools else (phase, f"{section.job}.{self._actor.name}")
 
-    @asynccontextmanager
-    async def __call__(self, phase: str) -> AsyncGenerator[Grant]:
-        actor, (pool, member) = self._actor, self._stand(phase)
-        async with AsyncExitStack() as held:
-            what = f"the pool {pool}" if pool != phase else "the link for weights"
-            with actor.waits.on("permit", stage=phase, detail=what, blocks_actor=phase == TRAINING) as wait:
-                permits = await self.permits()
-                wait.described_by(lambda: permits.why(pool))
-                grant = await held.enter_async_context(permits.hold(pool, phase, member))
-            if pool != phase:
-                actor.log.info("permit_held", pool=pool, phase=phase, epoch=grant.epoch)
-                held.enter_context(actor.trace.span(phase, "permit", pool=pool, epoch=grant.epoch))
-            yield grant
+def lease_of(actor: "Actor") -> ComputeLease:
+    """The one that `cluster` in the actor's config names."""
+    path = lease_path(actor.config)
+    return load_configured(path, key="cluster.lease")(actor) if path else AlwaysHeld(actor)
+
+
+def finished(parts: Generator[None, None, ResultT]) -> ResultT:
+    """What comes of `parts`, without a stop."""
+    while (result := advance(parts)) is None:
+        pass
+    return result
+
+
+def advance(parts: Generator[None, None, ResultT]) -> ResultT | None:
+    """Compute the next of `parts`; after the last, what comes of them."""
+    try:
+        next(parts)
+    except StopIteration as end:
+        return end.value
+    return None

@@ -567,6 +567,17 @@ class ClusterSection(Section):
     """The pool on which its engines run, in turns with those of other jobs."""
     training_pool: str = "training"
     """The pool on which its trainer runs, in turns with those of other jobs."""
+    lease: str = ""
+    """Class of a way of one's own by which trainer and engines get the right to compute, `package.module:Class` or `file.py:Class`; see
+    actors/cluster/lease.py."""
+
+    @model_validator(mode="after")
+    def _one_lease(self) -> Self:
+        if self.dir and self.lease:
+            raise ValueError(
+                f"dir names a cluster, whose permits are the lease, and lease names {self.lease}: leave one of the two out"
+            )
+        return self
 
 
 def engine_specs(job: Config) -> dict[str, ActorSpec]:

@@ -1,7 +1,5 @@
 """The seam for mechanisms that go along with an engine and its requests."""
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from actors.engines.engine import Engine, Work
@@ -30,10 +28,6 @@ class EngineHook(Handles):
 
     async def begin(self, engine: Engine) -> None:
         """After the engine has loaded its model, before it takes newer weights."""
-
-    def weight_sync(self) -> AbstractAsyncContextManager[Callable[[], bool]]:
-        """Around the pull and the swap of new weights; gives what tells whether they may still be swapped in."""
-        return nullcontext(lambda: True)
 
     def swapped(self) -> None:
         """After new weights are in place."""

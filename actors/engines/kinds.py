@@ -22,6 +22,8 @@ from runtime.importer import check_module
 def check_host(config: Any) -> None:
     """The engine's package, the device, and a class of the user's."""
     kind = config.engine.kind
+    if config.cluster.lease:
+        check_module(config.cluster.lease, key="cluster.lease")
     if kind not in ENGINES:
         check_module(kind, key="engine.kind")
     elif kind == "vllm" and importlib.util.find_spec("vllm") is None:

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
 
+from actors.cluster.lease import WEIGHT_SYNC, AlwaysHeld, ComputeLease
 from actors.engines.engine import Engine
 from actors.messages.weights import WeightsPublished
 from actors.weights.transport import WeightsMissing, WeightsPart, WeightsReceiver
@@ -18,11 +18,6 @@ TRAINER, BLOBS = "trainer", "node"
 
 RETRY_S, RETRY_MAX_S = 0.25, 2.0
 """Pause after a pull that failed while requests wait for it, and what it grows to: a link that was cut is often back at once."""
-
-
-def unshared() -> AbstractAsyncContextManager[Callable[[], bool]]:
-    """The permit of who has the link for weights to itself."""
-    return nullcontext(lambda: True)
 
 
 async def unseen(info: WeightsPublished, image: memoryview) -> None:
@@ -41,13 +36,13 @@ class WeightsPuller:
         receiver: WeightsReceiver,
         actor: Actor,
         swapped: Callable[[WeightsPublished], None] = lambda info: None,
-        permit: Callable[[], AbstractAsyncContextManager[Callable[[], bool]]] = unshared,
+        lease: ComputeLease | None = None,
         looked_at: Callable[[WeightsPublished, memoryview], Awaitable[None]] = unseen,
     ) -> None:
-        """`swapped` hears of each version, and then `looked_at` may look before the next is swapped in; each is brought and swapped in within `permit`, which tells whether it is held for certain."""
+        """`swapped` hears of each version, and then `looked_at` may look before the next is swapped in; each is brought and swapped in under `lease`."""
         self._engine = engine
         self._receiver = receiver
-        self._tell, self._permit, self._looked_at = swapped, permit, looked_at
+        self._tell, self._lease, self._looked_at = swapped, lease or AlwaysHeld(actor), looked_at
         self._metrics, self._waits, self._log = actor.metrics, actor.waits, actor.log
         self._held = (0, 0)
         """(epoch, version) that the engine has."""
@@ -131,13 +126,13 @@ class WeightsPuller:
     async def pull(self) -> None:
         """Bring the engine to the newest version, if it isn't there. A damaged or vanished blob is left for the next time.
 
-        Nothing is swapped in under a permit that was lost meanwhile: it is asked for anew.
+        Nothing is swapped in where the lease was lost meanwhile: it is asked for anew.
         """
         while not await self._pulled():
-            self._log.warning("weights_permit_lost")
+            self._log.warning("weights_lease_lost")
 
     async def _pulled(self) -> bool:
-        """False where the permit was lost before the swap."""
+        """False where the lease was lost before the swap."""
         newest = await self._receiver.newest(ADAPTER)
         if newest is None or (newest.epoch, newest.version) <= self._held:
             return True
@@ -147,9 +142,9 @@ class WeightsPuller:
         with self._waits.on(f"weights {newest.version}", stage="pull", holder=BLOBS) as wait:
             self._blame(ITSELF)
             try:
-                async with self._permit() as is_held:
+                async with self._lease(WEIGHT_SYNC) as held:
                     part = await self._fetch(newest)
-                    if part is not None and not is_held():
+                    if part is not None and not held.is_held:
                         return False
                     if part is not None:
                         info, image = part

@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from actors import plugins
 from actors.checkpoints.hf_files import read_header
 from actors.checkpoints.model_folder import sampled_slices
+from actors.cluster.lease import lease_of
 from actors.engines import kinds
 from actors.engines.engine import ENGINES, Chunk, Engine, EngineDead, EngineError, Work, require
 from actors.engines.hooks import EngineHook
@@ -149,6 +148,7 @@ class EngineWorker(Actor):
         self._num_tokens = 0
         self._decode: Decode | None = None
         """By the model's tokenizer; read for the first request that a text ends."""
+        self.lease = lease_of(self)
         self.hooks: list[EngineHook] = []
         self.plugins = self.hooks
         self._by_path: dict[str, EngineHook] = {}
@@ -165,7 +165,8 @@ class EngineWorker(Actor):
         engine = await self._loaded(section)
         for hook in self.hooks:
             await hook.begin(engine)
-        self._weights = weights = WeightsPuller(engine, receiver, self, self._swapped, self._weight_sync, self._look_at)
+        await self.lease.begin()
+        self._weights = weights = WeightsPuller(engine, receiver, self, self._swapped, self.lease, self._look_at)
         await weights.pull()
         self.metrics.gauge("weights/version", weights.version)
         self.spawn(weights.keep_up(section.check_s), name=f"{self.name}.weights")
@@ -229,12 +230,6 @@ class EngineWorker(Actor):
     def make(self, path: str) -> EngineHook:
         """A new one."""
         return plugins.load(path)(self)
-
-    @asynccontextmanager
-    async def _weight_sync(self) -> AsyncGenerator[Callable[[], bool]]:
-        async with AsyncExitStack() as entered:
-            held = [await entered.enter_async_context(hook.weight_sync()) for hook in self.hooks]
-            yield lambda: all(is_held() for is_held in held)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""Jobs of a cluster: what a user asks of its scheduler. Every request carries the cluster's token."""
+"""Jobs of a cluster: what a user asks of its scheduler, with the cluster's token, and what the actors of one job tell each other of its turns."""
 
 from typing import ClassVar
 
-from bus.message import Message, Request
+from bus.message import Ack, Message, Request
 
 
 class JobNeeds(Message, frozen=True):
@@ -61,3 +61,11 @@ class StopJobs(Request[JobAccepted | JobRefused], frozen=True):
 
     idempotent: ClassVar[bool] = True
     token: str
+
+
+class Generating(Request[Ack], frozen=True):
+    """Environment manager → proxies: so many rollouts of mine are between their first and their last turn."""
+
+    idempotent: ClassVar[bool] = True
+    manager: str
+    num: int

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from actors.cluster import ROLLOUT
-from actors.permits import PermitEvent, Permits
+from actors.cluster.lease import ROLLOUT
+from actors.cluster.permits import PermitEvent, Permits
 from actors.scheduling.book import Book, JobRecord
 from planning.consolidation import TAIL
 from planning.permits import PermitLine

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from actors.cluster.pools import GB, SchedulerSection
 from actors.messages.cluster import JobNeeds
-from actors.scheduling.pools import GB, SchedulerSection
 from planning.coexecution import CoexecutionGroup, JobProfile, PinnedJob, SharedCluster, keeps, refuse, share
 from planning.round_robin import StepTimes
 

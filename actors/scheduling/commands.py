@@ -11,13 +11,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.cluster import rollout_pool, training_pool
+from actors.cluster.pools import SchedulerSection, rollout_pool, training_pool
 from actors.messages.cluster import CancelJob, JobAccepted, JobRefused, StopJobs, SubmitJob
 from actors.scheduling.board import read_board
 from actors.scheduling.job import JobFiles
 from actors.scheduling.lives import JobLife
 from actors.scheduling.needs import ENGINE, TRAINER, needs_of
-from actors.scheduling.pools import SchedulerSection
 from actors.scheduling.token import make_token, read_token
 from bus.errors import AskFailed
 from bus.message import Request

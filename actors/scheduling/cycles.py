@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from actors.permits import PermitEvent
+from actors.cluster.permits import PermitEvent
 from planning.round_robin import StepTimes
 
 

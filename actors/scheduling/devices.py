@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from actors.cluster.pools import SchedulerSection
 from actors.scheduling.needs import ENGINE, TRAINER
-from actors.scheduling.pools import SchedulerSection
 from runtime.config.sections import DEVICES
 from runtime.config.yaml_core import dump_yaml, read_yaml
 

@@ -12,13 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from actors.checkpoints.model_folder import num_parameters, vocab_size_of
+from actors.cluster.lease import TRAINING, GivenUp
 from actors.config import LOSSES, CheckSection, ModelSection, TrainSection
 from actors.messages.generation import Completion, Generate, Sampling, WeightsNeed, why_early
 from actors.messages.samples import SPREAD, Trajectory
 from actors.report.breakdown import SHOWN, left_out
 from actors.training.engine import TrainError
 from actors.training.hooks import StepHook, TrainedStep
-from actors.training.turns import TurnGivenUp
 from bus.errors import AskFailed
 from bus.message import pack_i32, unpack_f32, unpack_i32
 from runtime.courier import Ref
@@ -74,7 +74,7 @@ class LogprobCheck(StepHook):
         """
         try:
             return await self._compared(step)
-        except (NotCompared, TurnGivenUp) as error:
+        except (NotCompared, GivenUp) as error:
             self.trainer.notice(f"trainer and engines were not compared after step {step}: {error}")
             return False
 
@@ -83,7 +83,7 @@ class LogprobCheck(StepHook):
         temperature = config.rollout.temperature
         vocab_size = await actor.offload(vocab_size_of, actor.run.folder / config.model.path)
         with actor.waits.on("agreement", stage="check", holder="llm_proxy", blocks_actor=True) as wait:
-            async with actor.turns.waiting():
+            async with actor.lease.waiting():
                 sampled = await sample_random_prompts(
                     actor.ref("llm_proxy"), config.check, vocab_size=vocab_size or 2, version=step,
                     key=f"{actor.incarnation}.{step}", seed=actor.run.seed, temperature=temperature,
@@ -91,12 +91,12 @@ class LogprobCheck(StepHook):
                 )  # fmt: skip
             wait.update(holder="")
             dtype = coarser_dtype(config.model, config.train)
-            async with actor.turns.turn() as turn:
-                found = at_1 = await turn.compute(
+            async with actor.lease(TRAINING) as held:
+                found = at_1 = await held.compute(
                     compare_logprobs, sampled, step, partial(engine.logprobs, temperature=temperature)
                 )
                 if temperature not in (0.0, 1.0) and not agree(found, config.check, dtype):
-                    at_1 = await turn.compute(compare_logprobs, sampled, step, engine.logprobs)
+                    at_1 = await held.compute(compare_logprobs, sampled, step, engine.logprobs)
         told = require_agreement(found, at_1, config.check, dtype, temperature=temperature, agreed_before=self._agreed)
         if silent := {reply.engine for _, reply in sampled} - {difference.name for difference in found}:
             raise NotCompared(f"{', '.join(sorted(silent))} sampled no token under version {step}")

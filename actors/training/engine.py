@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from actors.messages.samples import Trajectory
-
-ResultT = TypeVar("ResultT")
 
 
 class StepResult(NamedTuple):
@@ -79,22 +77,6 @@ class TrainEngine(Protocol):
     def wake(self) -> None:
         """Bring it back to the device. Awake already: nothing happens."""
         ...
-
-
-def finished(parts: Generator[None, None, ResultT]) -> ResultT:
-    """What comes of `parts`, without a stop."""
-    while (result := advance(parts)) is None:
-        pass
-    return result
-
-
-def advance(parts: Generator[None, None, ResultT]) -> ResultT | None:
-    """Compute the next of `parts`; after the last, what comes of them."""
-    try:
-        next(parts)
-    except StopIteration as end:
-        return end.value
-    return None
 
 
 def image_of(engine: TrainEngine) -> memoryview:

@@ -181,7 +181,9 @@ def _are_figures(given: object) -> bool:
 
 
 def check_hooks(config: Any) -> None:
-    """Raises ConfigError for what a hook needs and this host lacks; imports nothing of the user's own."""
+    """Raises ConfigError for what a hook or the lease needs and this host lacks; imports nothing of the user's own."""
+    if config.cluster.lease:
+        check_module(config.cluster.lease, key="cluster.lease")
     for path, key in step_hooks(config):
         if key == KEY:
             check_module(path, key=key)

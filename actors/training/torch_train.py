@@ -14,10 +14,11 @@ from safetensors.torch import save as save_tensors
 
 from actors.checkpoints import checkpoint as checkpoints
 from actors.checkpoints.model_folder import files_beside_weights, pick_device
+from actors.cluster.lease import finished
 from actors.config import ModelSection, TrainSection
 from actors.messages.samples import Trajectory, has_spread
 from actors.training import forward
-from actors.training.engine import StepResult, TrainError, finished
+from actors.training.engine import StepResult, TrainError
 from actors.training.losses import Figures, Objective, Policies
 from bus.message import unpack_f32, unpack_i32, unpack_u8
 

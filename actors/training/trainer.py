@@ -14,6 +14,7 @@ from pydantic import Field
 from actors.checkpoints import checkpoint as checkpoints
 from actors.checkpoints.checkpoint import CheckpointError, Replaced
 from actors.checkpoints.model_folder import check_device, check_model_folder, may_use_cuda, same_model
+from actors.cluster.lease import TRAINING, GivenUp, GivenUpMidway, Held, lease_of
 from actors.config import ModelSection, StalenessSection, TrainSection
 from actors.messages.samples import (
     Advance,
@@ -32,7 +33,6 @@ from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, Train
 from actors.training.hooks import Hooks, HookSections, StepHook, TrainedStep, check_hooks
 from actors.training.publishing import ASK_S, BUFFER, Publisher
 from actors.training.rows import Rows, cpu_used, off_policy, own_metrics
-from actors.training.turns import StepGivenUp, Turn, TurnGivenUp, turns
 from actors.weights.blobs import BlobSender
 from runtime.actor import Actor, handler
 from runtime.config import RunSection, Section
@@ -130,7 +130,7 @@ class Trainer(Actor):
         self._buffer: Ref = self.ref(BUFFER)
         self._rows = Rows(self.run.folder / "metrics.jsonl")
         self._checkpoints = self.run.folder / "checkpoints"
-        self.turns = turns(self)
+        self.lease = lease_of(self)
         self._policy = PolicyState(0, config.staleness.bound)
         self._step = self._saved = 0
         self._torn = False
@@ -151,7 +151,7 @@ class Trainer(Actor):
             self.engine = await self.offload(self._build)
             self.log.info("model_loads")
             newest, passed_over, drawn = await self._take_over()
-            await self.turns.begin()
+            await self.lease.begin(self.engine, self.leaving)
         except REFUSED as error:
             self.finish(str(error), failed=True)
             return
@@ -258,9 +258,9 @@ class Trainer(Actor):
                 raise
             self.log.warning("left_without_room", step=self._step)
             self._torn = True  # a row is missing: the step is trained again
-        except TurnGivenUp as error:
-            self.log.info("turn_given_up", why=str(error))
-            self._torn = isinstance(error, StepGivenUp)
+        except GivenUp as error:
+            self.log.info("lease_given_up", why=str(error))
+            self._torn = isinstance(error, GivenUpMidway)
         finally:
             self._left.set()
 
@@ -273,10 +273,10 @@ class Trainer(Actor):
             return
         claimed = loop.time()
         await self._hooks.call(StepHook.before_step, step)
-        async with self.turns.turn() as turn:
+        async with self.lease(TRAINING) as held:
             waiting, cpu_s = self.waits.on(f"step {step}", stage="train", blocks_actor=True), process_time()
             with waiting, self.metrics.busy(), self.trace.span("train_step", "train", step=step):
-                groups, result = await self._trained(step, batch, turn)
+                groups, result = await self._trained(step, batch, held)
         trained, cpu_s = loop.time(), process_time() - cpu_s
         self._step = step
         await self._hooks.call(StepHook.after_step, TrainedStep(step, groups, result.metrics))
@@ -284,9 +284,9 @@ class Trainer(Actor):
         await self._publish()
         times = {
             "time/wait_for_batch": claimed - asked,
-            "time/train": trained - claimed - turn.waited_s,
+            "time/train": trained - claimed - held.waited_s,
             "time/publish": loop.time() - trained,
-            **turn.figures,
+            **held.figures,
         }
         if not _virtual():
             times["time/train_cpu"] = cpu_s
@@ -424,14 +424,14 @@ class Trainer(Actor):
         train = config.train.resolved(alpha=self._policy.alpha, folder=self.run.folder)
         return build(config.model, train, steps=self.run.steps, seed=self.run.seed)
 
-    async def _trained(self, step: int, batch: Batch, turn: Turn) -> tuple[list[list[Trajectory]], StepResult]:
+    async def _trained(self, step: int, batch: Batch, held: Held) -> tuple[list[list[Trajectory]], StepResult]:
         """Train on a batch. What raises twice in the same step is held to lie in the batch, and its groups end as `poisoned`.
 
         The weights may be half updated then: the trainer begins again with its checkpoint.
         """
         try:
-            return await turn.run(self._parts(step, batch))
-        except (*REFUSED, TurnGivenUp):
+            return await held.run(self._parts(step, batch))
+        except (*REFUSED, GivenUp):
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}"

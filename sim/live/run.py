@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from actors import plugins
+from actors.cluster.lease import finished
 from actors.messages.moves import Move, Moved
 from actors.proxy.proxy import LLMProxy
-from actors.training.engine import finished
 from runtime.observe.figures import Metrics
 from sim.cluster import ClusterJobSpec
 from sim.live.configs import LONG_S, check, engine_config, engine_pools, live_configs, staleness_of

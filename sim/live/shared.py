@@ -16,23 +16,23 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import Field
 
-import actors.cluster
+import actors.cluster.permits
 import actors.scheduling.scheduler
 from actors.checkpoints.hf_files import read_header
+from actors.cluster.lease import Held
+from actors.cluster.permits import Permits
+from actors.cluster.pools import GB, SchedulerSection
 from actors.messages.cluster import JobAccepted, JobNeeds, StopJobs, SubmitJob
 from actors.messages.samples import Batch, Trajectory
-from actors.permits import Permits
 from actors.scheduling.board import HeldTime, held_times
 from actors.scheduling.book import Book, JobRecord
 from actors.scheduling.job import JobFiles, files
 from actors.scheduling.lives import JobLife
-from actors.scheduling.pools import GB, SchedulerSection
 from actors.scheduling.scheduler import ClusterScheduler
 from actors.scheduling.token import make_token, read_token
 from actors.scripted.engine import ScriptedEngine
 from actors.training.engine import StepResult
 from actors.training.trainer import Trainer
-from actors.training.turns import Turn
 from planning.coexecution import CoexecutionGroup, JobProfile, NodePool, SharedCluster
 from planning.round_robin import WARM
 from runtime.config import Config, Section, from_mapping, load
@@ -84,10 +84,10 @@ class TimedTrainer(Trainer):
 
     config: Config  # pyright: ignore[reportIncompatibleVariableOverride] - the base class only reads its own sections
 
-    async def _trained(self, step: int, batch: Batch, turn: Turn) -> tuple[list[list[Trajectory]], StepResult]:
+    async def _trained(self, step: int, batch: Batch, held: Held) -> tuple[list[list[Trajectory]], StepResult]:
         update = self.config.update
         await asyncio.sleep(update.train_s + (update.load_s if self.config.cluster.dir else 0.0))
-        return await super()._trained(step, batch, turn)
+        return await super()._trained(step, batch, held)
 
 
 class SlowReset:
@@ -200,7 +200,7 @@ def _open(permits: MemoryStore) -> replaced:
     def opened(_: Path) -> MemoryStore:
         return permits
 
-    modules = (actors.cluster, actors.scheduling.scheduler)
+    modules = (actors.cluster.permits, actors.scheduling.scheduler)
     return replaced({(module, "open_shared"): opened for module in modules} | RARE)
 
 

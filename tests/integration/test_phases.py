@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.permits import PermitLost, Permits
-from actors.scheduling.phase import Phases
+from actors.cluster.permits import PermitLost, Permits, Phases
 from planning.permits import PermitLine
 from runtime.errors import ConfigError
 from runtime.launch.shared import SharedScope, open_shared, write_shared

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.cluster import permits_of
+from actors.cluster.permits import permits_of
 from actors.config import ClusterSection
 from runtime.launch.shared import SharedScope, write_shared
 from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model

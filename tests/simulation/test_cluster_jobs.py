@@ -5,11 +5,11 @@ import json
 
 import pytest
 
+from actors.cluster.permits import TTL_S, Permits
 from actors.config import ClusterSection
 from actors.engines.section import EngineSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.messages.engines import WakeEngine
-from actors.permits import TTL_S, Permits
 from actors.scripted.train_engine import ScriptedTrainEngine
 from actors.training.engine import StepResult
 from actors.training.trainer import Trainer
@@ -175,7 +175,7 @@ class SharedCluster:
 @pytest.fixture
 def cluster(monkeypatch) -> SharedCluster:
     made = SharedCluster()
-    monkeypatch.setattr("actors.cluster.open_shared", lambda folder: made.open(str(folder)))
+    monkeypatch.setattr("actors.cluster.permits.open_shared", lambda folder: made.open(str(folder)))
     return made
 
 

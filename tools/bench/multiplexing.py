@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from actors.cluster.permits import Permits  # noqa: E402
 from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
 from actors.engines.section import PaceSection  # noqa: E402
-from actors.permits import Permits  # noqa: E402
 from planning.coexecution import JobProfile, NodePool, SharedCluster  # noqa: E402
 from planning.roofline import Roofline  # noqa: E402
 from runtime.launch.children import die_with_parent  # noqa: E402

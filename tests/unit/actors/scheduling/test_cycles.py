@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.permits import PermitEvent
+from actors.cluster.permits import PermitEvent
 from actors.scheduling.cycles import Cycle, Cycles
 from planning.permits import Stand
 from planning.round_robin import StepTimes

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from actors.cluster.lease import GivenUp
 from actors.config import CheckSection, ModelSection, RolloutSection, TrainSection
 from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
 from actors.training import trainer as training
 from actors.training.checks import FULL_ROWS, PROMPT_TOKENS, LogprobCheck
 from actors.training.engine import TrainError
-from actors.training.turns import TurnGivenUp
 from bus.errors import NotSent
 from bus.message import pack_f32, pack_i32, unpack_i32
 from runtime.actor import Actor
@@ -59,8 +59,8 @@ class Engines:
         return Completion(request.request_id, tokens, "length", name)
 
 
-class Turns:
-    """Stands for the trainer's permit of a pool that is shared."""
+class Lease:
+    """Stands for the trainer's lease of a pool that is shared."""
 
     def __init__(self, *, leaves=False):
         self.leaves, self.is_held = leaves, False
@@ -72,9 +72,9 @@ class Turns:
         return call(*args)
 
     @asynccontextmanager
-    async def turn(self):
+    async def __call__(self, phase):
         if self.leaves:
-            raise TurnGivenUp("it is being saved")
+            raise GivenUp("it is being saved")
         self.is_held = True
         yield self
         self.is_held = False
@@ -85,11 +85,11 @@ def compared(on_stage, tmp_path):
     """`compared(engines, [(step, version that the trainer holds), …])`: whether each comparison took place, and the notices."""
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
 
-    def run(engines, steps, turns=None, **rollout):
-        found, failed, turns = [], [], turns or Turns()
+    def run(engines, steps, lease=None, **rollout):
+        found, failed, lease = [], [], lease or Lease()
 
         async def ask(request):
-            assert not turns.is_held, "the pool is kept from others while the engines wait for their turn"
+            assert not lease.is_held, "the pool is kept from others while the engines wait for their turn"
             return await engines(request)
 
         async def main(context):
@@ -101,7 +101,7 @@ def compared(on_stage, tmp_path):
                 rollout=RolloutSection(max_len=100, **rollout),
             )
             trainer = Trainer(config, context)
-            trainer.turns, trainer.leaving = turns, asyncio.Event()
+            trainer.lease, trainer.leaving = lease, asyncio.Event()
             check = LogprobCheck(trainer)
             try:
                 for step, version in steps:
@@ -185,7 +185,7 @@ def test_engines_that_are_busy_or_away_are_told_of_and_training_goes_on(compared
 
 
 def test_a_trainer_that_leaves_before_its_turn_is_told_and_goes_on_to_the_row_of_its_step(compared):
-    assert compared(Engines(), [(7, 7)], Turns(leaves=True)) == [
+    assert compared(Engines(), [(7, 7)], Lease(leaves=True)) == [
         False,
         "trainer and engines were not compared after step 7: it is being saved",
     ]

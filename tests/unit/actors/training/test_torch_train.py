@@ -8,9 +8,10 @@ import msgspec
 import pytest
 import torch
 
+from actors.cluster.lease import advance
 from actors.config import ModelSection, TrainSection
 from actors.messages.samples import MOST_REWARD
-from actors.training.engine import TrainError, advance, image_of
+from actors.training.engine import TrainError, image_of
 from actors.training.forward import WeightsImage
 from actors.training.torch_train import TorchTrainEngine, micro_batch, pack, sequences_of
 from tests.jobs import write_model

@@ -1,12 +1,17 @@
-"""The scheduler's section of a cluster's config: its two pools, and what is agreed about sharing them."""
+"""The pools of a cluster: the section of its config that says what they have and how jobs share them, and their names."""
 
-from typing import Self
+import difflib
+from pathlib import Path
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from actors import catalog
+from actors.cluster.lease import ROLLOUT, TRAINING
+from actors.config import ClusterSection
 from planning.coexecution import NodePool, SharedCluster
 from runtime.config import Section
+from runtime.errors import ConfigError
 
 GB = 1e9
 
@@ -78,3 +83,43 @@ class SchedulerSection(Section):
     def cluster(self) -> SharedCluster:
         """As planners have it."""
         return SharedCluster(self.rollout.node, self.training.node, self.residents, self.epsilon)
+
+
+def rollout_pool(node: int) -> str:
+    """The pool of that node: what a job rolls out on there needs its permit."""
+    return f"rollout-{node}"
+
+
+def training_pool(group: int) -> str:
+    """The same of that group's training node."""
+    return f"training-{group}"
+
+
+def pools_of(cluster: Path) -> tuple[str, ...]:
+    """Names of the pools that the cluster in this folder has. Empty without a scheduler: there a pool is whatever is asked for."""
+    from runtime.config.variables import fill_tree
+    from runtime.monitor.source import read_config  # YAML, which engines and trainers do without
+
+    section = fill_tree(read_config(cluster / "config.yaml").get("scheduler"), "scheduler")[0]
+    if not isinstance(section, dict):
+        return ()
+    counts: dict[str, dict[str, int]] = section
+    rollout, training = (counts.get(kind, {}).get("nodes", 1) for kind in (ROLLOUT, TRAINING))
+    return (*map(rollout_pool, range(rollout)), *map(training_pool, range(training)))
+
+
+def check_pool(cluster: Path, pool: str, whose: str) -> None:
+    """Raises ConfigError, one sentence, where the cluster has no `pool`: nobody else would ever wait for it."""
+    known = pools_of(cluster)
+    if known and pool not in known:
+        near = difflib.get_close_matches(pool, known, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"{whose}={pool}: the cluster in {cluster} has no such pool. Did you mean {near[0]}? It has {', '.join(known)}."
+        )
+
+
+def check_pools(config: Any) -> None:
+    """The same for both pools of a job, whose config has the section `cluster`."""
+    section: ClusterSection = config.cluster
+    for key in ("rollout_pool", "training_pool"):
+        check_pool(Path(section.dir), getattr(section, key), f"cluster.{key}")

@@ -7,15 +7,22 @@ computes nothing more. All that a pool's permit is lies in one record, changed b
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import ContextDecorator, asynccontextmanager, suppress
 from functools import partial
-from typing import Literal, TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, TypeVar
 
 import msgspec
 
+from actors.cluster.pools import check_pool
+from actors.config import ClusterSection
 from planning.permits import PermitLine, Stand, granted, joined, kept, narrowed
-from runtime.errors import RubatoError
+from runtime.errors import ConfigError, LaunchError, RubatoError
+from runtime.launch.shared import open_shared
 from runtime.observe.figures import CLUSTER_STORE, OTHER_JOB
 from runtime.observe.trace import wall_s
 from runtime.store.errors import Fenced, Forgotten, StoreUnavailable
@@ -30,8 +37,8 @@ EVENTS_KEPT = 1000
 PAUSE_S = 1.0
 """Before a Store is asked again that has been away for longer than its own patience."""
 
-TICKETS = "permits/tickets"
-"""The counter of tickets and epochs: it gives no number twice, whatever the Store forgot."""
+LINES, TICKETS = "permits/line/", "permits/tickets"
+"""Where the records are, by pool, and the counter of tickets and epochs: it gives no number twice, whatever the Store forgot."""
 
 ResultT = TypeVar("ResultT")
 
@@ -72,14 +79,6 @@ class Grant:
             self.lost.set()
         return not self.lost.is_set()
 
-    def check(self) -> None:
-        """Raises PermitLost where it is not held for certain any more."""
-        if not self.is_held:
-            raise PermitLost(
-                f"{self.job} no longer holds {self.pool} for {self.phase} (epoch {self.epoch}): it was not renewed in time. "
-                "What was computed since is not to be used."
-            )
-
 
 class Permits:
     """The permits of a cluster's pools. `store` has the cluster's scope, not the job's."""
@@ -99,7 +98,7 @@ class Permits:
 
     async def lines(self) -> dict[str, PermitLine]:
         """Holder and queue of every pool, by name."""
-        found = await self._store.scan("permits/line/")
+        found = await self._store.scan(LINES)
         return {
             key.rpartition("/")[2]: msgspec.msgpack.decode(value, type=_Record).line for key, value in found.items()
         }
@@ -113,8 +112,8 @@ class Permits:
     async def hold(self, pool: str, phase: str, job: str) -> AsyncGenerator[Grant]:
         """Wait in line for `pool`, and have it while the block runs. It is renewed beside the block.
 
-        Who stops waiting leaves the line. A permit that is lost meanwhile ends nothing by itself: whoever computes looks at
-        `grant.lost`, or calls `grant.check`. A job that asks anew for the same pool and phase takes over from who asked before, and
+        Who stops waiting leaves the line. A permit that is lost meanwhile ends nothing by itself: what computes looks at
+        `grant.is_held`. A job that asks anew for the same pool and phase takes over from who asked before, and
         from where that stood: it was started again. A block that is cancelled does not give the permit back, which lapses: what it began
         may still be running. A cluster that is away is waited for.
         """
@@ -160,29 +159,24 @@ class Permits:
 
         Raises PermitLost where it is over.
         """
-        grant = await self._follow(pool, epoch, place)
-        if grant is None:
+        began = asyncio.get_running_loop().time()
+        leases = {lease.token: lease for lease in (await self._store.leases(f"permits/{pool}/")).values()}
+        stand = (await self._record(pool)).line.may_use(epoch, place)
+        if stand is None or stand.ticket not in leases:
             raise PermitLost(f"epoch {epoch} does not hold {pool} now: what belongs to it is not computed any more.")
+        grant = Grant(pool, stand)
+        grant.until = began + leases[stand.ticket].remaining_s
         return grant
 
     async def watch(self, grant: Grant, place: int) -> None:
         """Look after a permit that `follow` gave; returns once it is over."""
 
         async def again() -> float | None:
-            now = await self._follow(grant.pool, grant.epoch, place)
-            return now and now.until
+            with suppress(PermitLost):
+                return (await self.follow(grant.pool, grant.epoch, place)).until
+            return None
 
         await self._keep(grant, again)
-
-    async def _follow(self, pool: str, epoch: int, place: int) -> Grant | None:
-        began = asyncio.get_running_loop().time()
-        leases = {lease.token: lease for lease in (await self._store.leases(f"permits/{pool}/")).values()}
-        stand = (await self._record(pool)).line.may_use(epoch, place)
-        if stand is None or stand.ticket not in leases:
-            return None
-        grant = Grant(pool, stand)
-        grant.until = began + leases[stand.ticket].remaining_s
-        return grant
 
     async def _wait(self, pool: str, stand: Stand) -> Grant:
         """The pool's grant, when it is this one's turn."""
@@ -208,7 +202,7 @@ class Permits:
         async def again() -> float | None:
             until = asyncio.get_running_loop().time() + self._ttl_s
             alive = await self._alive(grant.pool, stand)
-            return until if alive and (await self._record(grant.pool)).line.holds(stand.ticket) else None
+            return until if alive and (await self._record(grant.pool)).line.held(stand.ticket) else None
 
         await self._keep(grant, again)
 
@@ -216,15 +210,14 @@ class Permits:
         """Until it is lost, or cancelled; `again` says up to when it is sure to be held, None where it is not."""
         loop = asyncio.get_running_loop()
         try:
-            while True:
-                async with asyncio.timeout_at(grant.until):
-                    await asyncio.sleep(self._ttl_s / 3)
-                    until = await again()
-                if until is None or loop.time() >= grant.until:
-                    break
-                grant.until = until
-        except (TimeoutError, StoreUnavailable):
-            pass  # nobody knows who has it now
+            with suppress(TimeoutError, StoreUnavailable):  # which leave open who has it now
+                while True:
+                    async with asyncio.timeout_at(grant.until):
+                        await asyncio.sleep(self._ttl_s / 3)
+                        until = await again()
+                    if until is None or loop.time() >= grant.until:
+                        break
+                    grant.until = until
         finally:
             grant.lost.set()
 
@@ -237,7 +230,7 @@ class Permits:
 
     async def _change(self, pool: str, change: Callable[[PermitLine], PermitLine]) -> _Record:
         """Let go who is dead, make the change, and serve who is first; tried again where somebody else was quicker."""
-        key, fence = _key(pool), f"permits/{pool}"
+        key, fence = LINES + pool, f"permits/{pool}"
         while True:
             before = await self._store.fenced(fence)
             record = await self._record(pool)
@@ -257,7 +250,7 @@ class Permits:
                 return after
 
     async def _record(self, pool: str) -> _Record:
-        value = await self._store.get(_key(pool))
+        value = await self._store.get(LINES + pool)
         return _Record() if value is None else msgspec.msgpack.decode(value, type=_Record)
 
 
@@ -277,13 +270,9 @@ def _events(before: PermitLine, after: PermitLine) -> list[PermitEvent]:
     gone = [PermitEvent("gone", each, now_s) for ticket, each in old.items() if ticket not in after.tickets]
     waits = [PermitEvent("waits", each, now_s) for each in after.queue if each.ticket not in old]
     narrows = [PermitEvent("narrows", after.tail, now_s)] if after.tail is not None and before.tail is None else []
-    new = after.holder is not None and not before.holds(after.holder.ticket)
+    new = after.holder is not None and not before.held(after.holder.ticket)
     holds = [PermitEvent("holds", after.holder, now_s)] if new and after.holder is not None else []
     return [*gone, *waits, *narrows, *holds]
-
-
-def _key(pool: str) -> str:
-    return f"permits/line/{pool}"
 
 
 def _stream(pool: str) -> str:
@@ -292,3 +281,102 @@ def _stream(pool: str) -> str:
 
 def _lease(pool: str, stand: Stand) -> str:
     return f"permits/{pool}/{stand.job}/{stand.phase}"
+
+
+# -- the way to them ------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def permits_of(section: ClusterSection) -> AsyncGenerator[Permits]:
+    """The permits of the job's cluster. Raises ConfigError where there is none."""
+    try:
+        store = open_shared(Path(section.dir))
+    except LaunchError as error:
+        raise ConfigError(
+            f"cluster.dir={section.dir} has no cluster that is up. Start it with: rubato cluster start CONFIG, or leave cluster.dir out. {error}"
+        ) from None
+    try:
+        yield Permits(store)
+    finally:
+        await store.close()
+
+
+class Phases:
+    """The pools of the cluster in the folder `cluster`, for `job`. `pools` says on which pool each phase runs; one that it lacks runs on
+    the pool of its own name. Pools of a cluster that places jobs are called as `rubato monitor CLUSTER` shows them.
+
+    The permit is renewed by a thread of this object, so the program may compute without a pause. Used as a context manager, it lets go of
+    the cluster at the end. Raises ConfigError where no cluster is up, or it has no such pool.
+    """
+
+    def __init__(self, cluster: str, job: str, pools: Mapping[str, str] | None = None) -> None:
+        self._section, self._pools = ClusterSection(dir=cluster, job=job), pools or {}
+        for phase in self._pools:
+            self._pool(phase)
+        self.loop: asyncio.AbstractEventLoop
+        self._leaving: asyncio.Event
+        reached = Future[Permits]()
+        name, work = f"rubato.permits.{job}", self._serve(reached)
+        self._thread = threading.Thread(target=asyncio.run, args=(work,), name=name, daemon=True)
+        self._thread.start()
+        self._permits = reached.result()
+
+    def __call__(self, name: str) -> "Phase":
+        """A context manager, and a decorator, that waits for the permit of the phase's pool, and gives it back.
+
+        Raises ConfigError where the cluster has no such pool.
+        """
+        self._pool(name)
+        return Phase(self, name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.call_soon_threadsafe(self._leaving.set)
+        self._thread.join()
+
+    def _pool(self, phase: str) -> str:
+        pool = self._pools.get(phase, phase)
+        check_pool(Path(self._section.dir), pool, f"the pool of phase {phase}")
+        return pool
+
+    async def _serve(self, reached: "Future[Permits]") -> None:
+        self.loop, self._leaving = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            async with permits_of(self._section) as permits:
+                reached.set_result(permits)
+                await self._leaving.wait()
+        except ConfigError as error:
+            reached.set_exception(error)
+
+    async def hold(self, phase: str, granted: "Future[Grant]", over: asyncio.Event) -> None:
+        """Hold the phase's pool until it is `over`; runs on `loop`."""
+        async with self._permits.hold(self._pool(phase), phase, self._section.job) as grant:
+            granted.set_result(grant)
+            await over.wait()
+
+
+class Phase(ContextDecorator):
+    """See `Phases`. The block gets its grant; where that is lost by the end of the block, PermitLost is raised there."""
+
+    def __init__(self, phases: Phases, name: str) -> None:
+        self._phases, self._name = phases, name
+
+    def _recreate_cm(self) -> "Phase":
+        return Phase(self._phases, self._name)
+
+    def __enter__(self) -> Grant:
+        granted, self._over, phases = Future[Grant](), asyncio.Event(), self._phases
+        self._held = asyncio.run_coroutine_threadsafe(phases.hold(self._name, granted, self._over), phases.loop)
+        self._grant = granted.result()
+        return self._grant
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        lost = self._grant.lost.is_set()
+        self._phases.loop.call_soon_threadsafe(self._over.set)
+        self._held.result()
+        if lost and error is None:
+            raise PermitLost(
+                f"the permit of {self._grant.pool} was lost within the phase {self._name}: do that phase again."
+            )
