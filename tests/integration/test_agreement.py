@@ -37,7 +37,7 @@ class Odd(ScriptedEngine):
 
     def _token(self, sequence):
         token, logprob = super()._token(sequence)
-        return token, 0.5 if sequence.key % 8 == 0 else logprob
+        return token, 0.5 if sequence.draws % 8 == 0 else logprob
 """
 
 BAD_ENVS = Path(__file__).parent / "bad_envs.py"

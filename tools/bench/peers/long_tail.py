@@ -53,7 +53,7 @@ def _token(
     name = sequence.work.request_id
     if name not in known:
         prompt = int("".join(digits[each] for each in sequence.work.prompt if each in digits))
-        known[name] = max(1, lengths.tokens(0, prompt, sequence.key) // SHRINK)
+        known[name] = max(1, lengths.tokens(0, prompt, sequence.draws) // SHRINK)
     last = len(sequence.tokens) + 1 - len(sequence.work.prompt) >= known[name]
     stop = min(sequence.stop_ids)
     return (stop if last else token + (token in sequence.stop_ids)), logprob
