@@ -20,7 +20,7 @@ class Command(NamedTuple):
 
 
 LAUNCH = "runtime.launch.commands"
-CLUSTER = "actors.scheduling.commands"
+CLUSTER = "actors.cluster.commands"
 
 COMMANDS = {
     "launch": Command(LAUNCH, False, "run the job that a config describes, or go on with one"),

@@ -12,10 +12,10 @@ from actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
 from actors.messages.orchestration import Surveyed
 from actors.moves.engine import EngineMoves
 from actors.moves.orders import Orders
-from actors.scheduling.fleet import GpuGroup
-from actors.scheduling.lengths import Underway
-from actors.scheduling.orchestrator import Orchestrator
-from actors.scheduling.switches import Reshape, Shape
+from actors.orchestrator.fleet import GpuGroup
+from actors.orchestrator.lengths import Underway
+from actors.orchestrator.orchestrator import Orchestrator
+from actors.orchestrator.switches import Reshape, Shape
 from bus.message import Ack, Request
 from runtime.actor import handler
 

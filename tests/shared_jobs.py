@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from actors.scheduling.board import read_board
+from actors.cluster.board import read_board
 from runtime.errors import LaunchError
 from runtime.launch.card import read_card
 from runtime.store.errors import StoreUnavailable
@@ -82,7 +82,7 @@ report: {finish: ""}
 CLUSTER = """
 run: {name: lab}
 actors:
-  scheduler: {class: "actors.scheduling.scheduler:ClusterScheduler", restarts: 100}
+  scheduler: {class: "actors.cluster.scheduler:ClusterScheduler", restarts: 100}
 scheduler:
   rollout: {nodes: 1, usd_hour: 1.85, memory_gb: 8}
   training: {nodes: 1, usd_hour: 5.28, memory_gb: 8}

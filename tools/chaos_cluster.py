@@ -27,8 +27,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from actors.cluster.board import read_board  # noqa: E402
 from actors.samples.parts import read_lines  # noqa: E402
-from actors.scheduling.board import read_board  # noqa: E402
 from runtime.config import load  # noqa: E402
 from runtime.errors import LaunchError  # noqa: E402
 from runtime.store.errors import StoreUnavailable  # noqa: E402
@@ -127,7 +127,7 @@ class Lab:
         """The job whose launcher it is below."""
         while process is not None:
             for name in NAMES:
-                if "actors.scheduling.job" in process.words and str(self.run_of(name)) in process.words:
+                if "actors.cluster.job" in process.words and str(self.run_of(name)) in process.words:
                     return name
             process = tree.get(process.parent)
         return "cluster"
@@ -139,7 +139,7 @@ def _role(tree: Mapping[int, Process], process: Process) -> str:
     if "runtime.node" in words[:-2]:
         return words[words.index("runtime.node") + 2].rpartition("-")[0]
     marks = {
-        "redis-server": "Store", "runtime.launch.warm": "warm parent", "actors.scheduling.job": "launcher",
+        "redis-server": "Store", "runtime.launch.warm": "warm parent", "actors.cluster.job": "launcher",
         "runtime.cli launch": "launcher",
     }  # fmt: skip
     below_actor = parent is not None and "runtime.node" in parent.words

@@ -17,12 +17,12 @@ from actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from actors.engines.worker import EngineWorker
 from actors.messages.generation import Completion, Generate, Sampling
 from actors.messages.orchestration import RequestEnded, Surveyed
+from actors.orchestrator.fleet import GpuGroup, servers
+from actors.orchestrator.lengths import Expected, Lengths, Underway
+from actors.orchestrator.orchestrator import Orchestrator
+from actors.orchestrator.section import REBALANCE, SWITCH, OrchestratorSection
+from actors.orchestrator.switches import Shape
 from actors.proxy.proxy import LLMProxy
-from actors.scheduling.fleet import GpuGroup, servers
-from actors.scheduling.lengths import Expected, Lengths, Underway
-from actors.scheduling.orchestrator import Orchestrator
-from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection
-from actors.scheduling.switches import Shape
 from bus.link import Identity
 from bus.message import pack_i32
 from bus.transport import MemoryNetwork, MemoryTransport

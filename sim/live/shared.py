@@ -17,19 +17,19 @@ import msgspec
 from pydantic import Field
 
 import actors.cluster.permits
-import actors.scheduling.scheduler
+import actors.cluster.scheduler
 from actors.checkpoints.hf_files import read_header
+from actors.cluster.board import HeldTime, held_times
+from actors.cluster.book import Book, JobRecord
+from actors.cluster.job import JobFiles, files
 from actors.cluster.lease import Held
+from actors.cluster.lives import JobLife
 from actors.cluster.permits import Permits
 from actors.cluster.pools import GB, SchedulerSection
+from actors.cluster.scheduler import ClusterScheduler
+from actors.cluster.token import make_token, read_token
 from actors.messages.cluster import JobAccepted, JobNeeds, StopJobs, SubmitJob
 from actors.messages.samples import Batch, Trajectory
-from actors.scheduling.board import HeldTime, held_times
-from actors.scheduling.book import Book, JobRecord
-from actors.scheduling.job import JobFiles, files
-from actors.scheduling.lives import JobLife
-from actors.scheduling.scheduler import ClusterScheduler
-from actors.scheduling.token import make_token, read_token
 from actors.scripted.engine import ScriptedEngine
 from actors.training.engine import StepResult
 from actors.training.trainer import Trainer
@@ -200,7 +200,7 @@ def _open(permits: MemoryStore) -> replaced:
     def opened(_: Path) -> MemoryStore:
         return permits
 
-    modules = (actors.cluster.permits, actors.scheduling.scheduler)
+    modules = (actors.cluster.permits, actors.cluster.scheduler)
     return replaced({(module, "open_shared"): opened for module in modules} | RARE)
 
 

@@ -36,9 +36,9 @@ from actors.messages.fabric import (
 from actors.messages.generation import Generate, Sampling
 from actors.messages.samples import Advance, PolicyState
 from actors.messages.weights import HoldWeights, WeightsTaken
+from actors.orchestrator.orchestrator import Orchestrator
+from actors.orchestrator.section import OrchestratorSection
 from actors.proxy.proxy import LLMProxy
-from actors.scheduling.orchestrator import Orchestrator
-from actors.scheduling.section import OrchestratorSection
 from actors.scripted.train_engine import ScriptedTrainEngine
 from actors.training.publishing import Publisher
 from actors.weights.blobs import BlobSender

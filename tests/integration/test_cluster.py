@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.scheduling.board import read_board
+from actors.cluster.board import read_board
 from runtime.launch.card import read_card
 from runtime.launch.shared import open_shared
 from runtime.store.errors import StoreUnavailable
@@ -37,7 +37,7 @@ def test_two_jobs_finish_though_scheduler_and_launcher_are_killed_between(lab):
     lab.submit("a", "run.steps=40")
     lab.submit("b", "run.steps=40")
     lab.reached("a", 3)
-    lives = [lab.pid_of("actors.scheduling.job"), lab.pid_of("trainer-1")]
+    lives = [lab.pid_of("actors.cluster.job"), lab.pid_of("trainer-1")]
 
     lab.kill(lab.pid_of("scheduler-1"))
     lab.reached("b", 3)

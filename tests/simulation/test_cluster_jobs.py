@@ -489,6 +489,6 @@ async def test_an_engine_that_loses_the_permit_of_the_link_swaps_no_weights_in_u
     ],
 )
 def test_a_job_that_can_not_take_turns_is_refused(tmp_path, override, said):
-    orchestrator = "actors.orchestrator={class: 'actors.scheduling.orchestrator:Orchestrator'}"
+    orchestrator = "actors.orchestrator={class: 'actors.orchestrator.orchestrator:Orchestrator'}"
     with pytest.raises(ConfigError, match=said):
         config(tmp_path, "a", "cluster.dir=c", orchestrator, override)

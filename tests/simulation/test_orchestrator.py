@@ -18,10 +18,10 @@ from actors.messages.moves import Move, MovePrepared, NotMoved, PrepareMove
 from actors.messages.orchestration import OutOfDate, RequestEnded, Survey, Surveyed, TrajectorySeen
 from actors.moves.engine import EngineMoves
 from actors.moves.orders import Orders
+from actors.orchestrator.orchestrator import Orchestrator
+from actors.orchestrator.section import OrchestratorSection
+from actors.orchestrator.switches import Reshape, Shape
 from actors.proxy.proxy import LLMProxy
-from actors.scheduling.orchestrator import Orchestrator
-from actors.scheduling.section import OrchestratorSection
-from actors.scheduling.switches import Reshape, Shape
 from bus.errors import Failed
 from bus.message import pack_i32
 from runtime.actor import handler
@@ -537,7 +537,7 @@ async def test_a_job_whose_orchestrator_is_off_trains_what_it_trains_without_the
     """Ids, fates and rewards are the same, each in the same step."""
     model = write_tokenizer(tmp_path / "model")
     off = (
-        "actors.orchestrator={class: 'actors.scheduling.orchestrator:Orchestrator'}",
+        "actors.orchestrator={class: 'actors.orchestrator.orchestrator:Orchestrator'}",
         "orchestrator.enabled=false",
     )
     without = await run(tmp_path / "without", config(model, "same"))

@@ -16,7 +16,7 @@ def test_processes_are_told_apart_by_the_launcher_that_they_are_below(tmp_path):
     lines = [
         (2, 1, "python -m runtime.cli launch cluster.yaml"),
         (3, 2, f"python -m runtime.node {lab.folder} scheduler-1"),
-        (4, 3, f"python -m actors.scheduling.job {lab.run_of('b')} cluster.job=b"),
+        (4, 3, f"python -m actors.cluster.job {lab.run_of('b')} cluster.job=b"),
         (5, 4, f"python -m runtime.node {lab.run_of('b')} env_manager-2"),
         (6, 5, "python -m runtime.pool.worker"),
         (7, 4, "/usr/bin/redis-server unixsocket:/tmp/x"),

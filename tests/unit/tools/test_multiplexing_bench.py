@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
+from actors.cluster.board import HeldTime
 from actors.engines.section import PaceSection
-from actors.scheduling.board import HeldTime
 from planning.roofline import Roofline
 from tools.bench.multiplexing import BESIDE, CASES, EVEN, PACE, ROWS, SCALE, WARM_START, _seen, simulated
 from tools.bench.peers.phase_gantt import draw, durations, worst_deviation

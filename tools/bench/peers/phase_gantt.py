@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from actors.scheduling.board import HeldTime
+from actors.cluster.board import HeldTime
 
 Held = Mapping[str, Sequence[HeldTime]]
 """By pool."""

@@ -4,11 +4,10 @@ import asyncio
 from typing import ClassVar
 
 from actors.messages.orchestration import Surveyed
-from actors.scheduling.fleet import servers
-from actors.scheduling.lengths import Lengths
-from actors.scheduling.orchestrator import Orchestrator
-from actors.scheduling.reshapes import as_step
-from actors.scheduling.switches import Shape
+from actors.orchestrator.fleet import servers
+from actors.orchestrator.lengths import Lengths
+from actors.orchestrator.orchestrator import Orchestrator
+from actors.orchestrator.switches import Shape, as_step
 from bus.message import Ack, Request
 from planning.parallelism import StepPlan
 from runtime.actor import handler

@@ -5,7 +5,7 @@ import pytest
 
 from actors import catalog
 from actors.messages.orchestration import RequestSeen
-from actors.scheduling.fleet import Speeds, cache_traffic, servers
+from actors.orchestrator.fleet import Speeds, cache_traffic, servers
 from planning.engine_info import EngineInfo, EngineProfile
 
 H800 = EngineProfile("h800", "qwen2.5-14b", 1)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.cluster.book import LOOKED_AT, Book, JobRecord
 from actors.cluster.pools import ClusterPoolSection, SchedulerSection
 from actors.messages.cluster import JobNeeds
-from actors.scheduling.book import LOOKED_AT, Book, JobRecord
 from planning.round_robin import StepTimes
 
 GB = 1e9

@@ -2,11 +2,11 @@
 
 import pytest
 
+from actors.cluster.board import ClusterBoard, RolloutLeft
+from actors.cluster.book import Book, JobRecord
 from actors.cluster.permits import PermitEvent
 from actors.cluster.pools import ClusterPoolSection, SchedulerSection
 from actors.messages.cluster import JobNeeds
-from actors.scheduling.board import ClusterBoard, RolloutLeft
-from actors.scheduling.book import Book, JobRecord
 from planning.permits import PermitLine, Stand
 
 NOW = 1000.0

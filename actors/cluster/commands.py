@@ -11,13 +11,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from actors.cluster.board import read_board
+from actors.cluster.job import JobFiles
+from actors.cluster.lives import JobLife
+from actors.cluster.needs import ENGINE, TRAINER, needs_of
 from actors.cluster.pools import SchedulerSection, rollout_pool, training_pool
+from actors.cluster.token import make_token, read_token
 from actors.messages.cluster import CancelJob, JobAccepted, JobRefused, StopJobs, SubmitJob
-from actors.scheduling.board import read_board
-from actors.scheduling.job import JobFiles
-from actors.scheduling.lives import JobLife
-from actors.scheduling.needs import ENGINE, TRAINER, needs_of
-from actors.scheduling.token import make_token, read_token
 from bus.errors import AskFailed
 from bus.message import Request
 from runtime.config import Config, load
@@ -36,7 +36,7 @@ START_S, STOP_S, ASK_S = 60.0, 180.0, 30.0
 LOOK_S = 0.1
 """How often a cluster that starts or ends is looked at from outside: it sends nobody an event."""
 LOG = "cluster.log"
-SETTINGS = ("state.shared=true", "report.finish=''", "report.monitor=actors.scheduling.monitor")
+SETTINGS = ("state.shared=true", "report.finish=''", "report.monitor=actors.cluster.monitor")
 """Of every cluster."""
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.scheduling.needs import needs_of
+from actors.cluster.needs import needs_of
 from runtime.config import load
 
 CONFIGS = Path(__file__).parents[4] / "configs"

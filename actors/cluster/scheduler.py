@@ -11,15 +11,15 @@ from typing import ClassVar
 
 import msgspec
 
+from actors.cluster.book import Book, JobRecord, Spot
+from actors.cluster.cycles import Cycle, Cycles
+from actors.cluster.job import files
+from actors.cluster.lives import JobLife, opened
+from actors.cluster.needs import overrides, prepared
 from actors.cluster.permits import Permits
 from actors.cluster.pools import SchedulerSection, rollout_pool, training_pool
+from actors.cluster.token import read_token
 from actors.messages.cluster import CancelJob, JobAccepted, JobRefused, StopJobs, SubmitJob
-from actors.scheduling.book import Book, JobRecord, Spot
-from actors.scheduling.cycles import Cycle, Cycles
-from actors.scheduling.devices import overrides, prepared
-from actors.scheduling.job import files
-from actors.scheduling.lives import JobLife, opened
-from actors.scheduling.token import read_token
 from runtime.actor import Actor, handler
 from runtime.config import ActorConfig
 from runtime.errors import ExitCode

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from actors.cluster.book import Book, JobRecord
 from actors.cluster.lease import ROLLOUT
 from actors.cluster.permits import PermitEvent, Permits
-from actors.scheduling.book import Book, JobRecord
 from planning.consolidation import TAIL
 from planning.permits import PermitLine
 from runtime.config import load

@@ -2,8 +2,8 @@
 
 import yaml
 
+from actors.cluster.needs import overrides, prepared
 from actors.cluster.pools import ClusterPoolSection, SchedulerSection
-from actors.scheduling.devices import overrides, prepared
 
 JOB = {
     "actors": {

@@ -13,8 +13,8 @@ from functools import cached_property, partial
 from actors.checkpoints.model_folder import shape_of
 from actors.config import ModelSection
 from actors.messages.orchestration import RequestSeen, Surveyed
-from actors.scheduling.circuits import SwitchCircuits
-from actors.scheduling.fleet import (
+from actors.orchestrator.circuits import SwitchCircuits
+from actors.orchestrator.fleet import (
     GpuGroup,
     Speeds,
     asleep_with,
@@ -24,11 +24,20 @@ from actors.scheduling.fleet import (
     load,
     servers,
 )
-from actors.scheduling.foresight import Foresight
-from actors.scheduling.lengths import Lengths, Underway, underway
-from actors.scheduling.reshapes import as_merge, as_split, as_step
-from actors.scheduling.section import REBALANCE, SWITCH, OrchestratorSection, check_orchestrator
-from actors.scheduling.switches import CommandFailed, Commands, Reshape, Shape, Superseded, all_tried, reset
+from actors.orchestrator.lengths import Lengths, Underway, underway
+from actors.orchestrator.section import REBALANCE, SWITCH, OrchestratorSection, check_orchestrator
+from actors.orchestrator.switches import (
+    CommandFailed,
+    Commands,
+    Reshape,
+    Shape,
+    Superseded,
+    all_tried,
+    as_merge,
+    as_split,
+    as_step,
+    reset,
+)
 from planning.demand import Demand
 from planning.engine_info import EngineProfile
 from planning.forecast import Remaining
@@ -40,6 +49,7 @@ from runtime.actor import Actor
 from runtime.config import ActorConfig
 from runtime.config import Config as Job
 from runtime.kernel import Kernel
+from runtime.observe.figures import Metrics
 
 REST = 10
 """Periods of rebalancing in which a request moves once at most."""
@@ -304,3 +314,23 @@ def _load(request: RequestSeen, left: Mapping[str, Remaining], scale: float) -> 
     """In seconds of the hardware, each of which lasts `scale` here."""
     tokens, env_s, _ = left[request.request_id]
     return load(request, tokens, env_s / scale)
+
+
+class Foresight:
+    """Of one orchestrator. A load begins with its first request and is over once none is left."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._num, self._at_s, self._forecast_s = 0, 0.0, 0.0
+
+    def expect(self, num_requests: int, forecast_s: float, now_s: float) -> None:
+        """All `num_requests` are through in `forecast_s`. Of a load, the forecast counts that was made when most of it ran."""
+        if num_requests > self._num:
+            self._num, self._at_s, self._forecast_s = num_requests, now_s, forecast_s
+
+    def over(self, now_s: float, scale: float) -> None:
+        """Nothing runs any more; the fact is late by as much as this is. `scale`: seconds here for each of the hardware that is forecast."""
+        if self._num:
+            self._num = 0
+            self._metrics.gauge("orchestrator/forecast_s", self._forecast_s)
+            self._metrics.gauge("orchestrator/took_s", (now_s - self._at_s) / scale)

@@ -12,7 +12,7 @@ from actors.messages.fabric import (
     NoCircuits,
     ReleaseCircuits,
 )
-from actors.scheduling.circuits import ANSWER_S, SwitchCircuits
+from actors.orchestrator.circuits import ANSWER_S, SwitchCircuits
 from bus.message import Ack
 from runtime.actor import Actor
 from runtime.config import ActorConfig

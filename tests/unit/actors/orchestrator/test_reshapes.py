@@ -1,9 +1,8 @@
 """What planned degrees mean for engines: who stays, who sleeps, who has which requests."""
 
 from actors.messages.orchestration import RequestSeen
-from actors.scheduling.fleet import GpuGroup, expected
-from actors.scheduling.reshapes import as_merge, as_split, as_step
-from actors.scheduling.switches import Shape
+from actors.orchestrator.fleet import GpuGroup, expected
+from actors.orchestrator.switches import Shape, as_merge, as_split, as_step
 from planning.engine_info import EngineInfo, EngineProfile
 from planning.parallelism import Change, StepPlan
 

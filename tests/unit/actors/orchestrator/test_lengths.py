@@ -1,7 +1,7 @@
 """Lengths as the orchestrator learns them."""
 
 from actors.messages.orchestration import RequestEnded, RequestSeen, Surveyed, TrajectorySeen
-from actors.scheduling.lengths import Lengths, underway
+from actors.orchestrator.lengths import Lengths, underway
 
 
 def seen(sampled, limit=10_000):

@@ -1,6 +1,6 @@
 """What is told of a forecast once its load is over."""
 
-from actors.scheduling.foresight import Foresight
+from actors.orchestrator.orchestrator import Foresight
 from runtime.observe.figures import Metrics
 
 SCALE = 0.5

@@ -1,4 +1,4 @@
-"""`python -m actors.scheduling.job FOLDER [override …]`: one life of a job of a cluster, launched or gone on with.
+"""`python -m actors.cluster.job FOLDER [override …]`: one life of a job of a cluster, launched or gone on with.
 
 It outlives the scheduler that started it, and says in a file how it ended, for whichever scheduler is there then. The lock that it
 inherits is held until it is gone; what it started dies with it.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.scheduling.board import ClusterBoard, read_board
+from actors.cluster.board import ClusterBoard, read_board
 from runtime.errors import ExitCode, RubatoError
 
 EVERY_S = 1.0

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from actors.scheduling.job import JobFiles
+from actors.cluster.job import JobFiles
 from runtime.launch.children import last_line
 
 
@@ -31,7 +31,7 @@ class JobLife:
             kept.ended.unlink(missing_ok=True)
             with kept.output.open("ab") as output, kept.errors.open("wb") as errors:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "actors.scheduling.job", str(folder), *overrides],
+                    [sys.executable, "-m", "actors.cluster.job", str(folder), *overrides],
                     cwd=cwd, env={**os.environ, "PYTHONSAFEPATH": "1"}, stdin=subprocess.DEVNULL,
                     stdout=output, stderr=errors, start_new_session=True, pass_fds=[lock.fileno()],
                 )  # fmt: skip

@@ -2,8 +2,8 @@
 
 import pytest
 
+from actors.cluster.cycles import Cycle, Cycles
 from actors.cluster.permits import PermitEvent
-from actors.scheduling.cycles import Cycle, Cycles
 from planning.permits import Stand
 from planning.round_robin import StepTimes
 

@@ -10,7 +10,7 @@ JOB = {
     "actors": {
         "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
         "engine": {"class": "actors.engines.worker:EngineWorker", "count": 4},
-        "orchestrator": {"class": "actors.scheduling.orchestrator:Orchestrator"},
+        "orchestrator": {"class": "actors.orchestrator.orchestrator:Orchestrator"},
     },
     "engine": {"kind": "scripted", "pace": {"hardware": "h800", "model": "qwen2.5-14b"}},
 }
