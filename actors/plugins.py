@@ -19,6 +19,21 @@ ROLLOUT_HOOKS: Mapping[str, str] = {"cluster.dir": "actors.cluster.rollmux:Gener
 ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "actors.survey.manager:RolloutOutlook")}
 """The section of the actor that sends the message, and the hook that answers it."""
 
+ENV_WORKERS, GUARD = "actors.envs.pooled:EnvWorkers", "runtime.pool.guard:guard_children"
+"""Of environments that run in processes of their own; and of a user's that share the manager's."""
+
+NAMED_RENDERER = "actors.envs.named_renderer:NamedRenderer"
+"""Of `rollout.renderer`."""
+
+REASONING, REASONING_HELD_OUT = "actors.envs.reasoning:ReasoningGymEnv", "actors.envs.reasoning:HELD_OUT"
+"""Of `tasks.NAME.reasoning_gym`."""
+
+DATA_ROWS = "actors.data.datasets:data_rows"
+"""Of `tasks.NAME.data`."""
+
+TASK_CHECKS, RENDERING_CHECK = "actors.envs.task_checks:check_tasks", "actors.envs.task_checks:check_rendering"
+"""Of the launcher alone: what it looks at of `tasks`, and of the prompts."""
+
 CALL_LIMITS: Mapping[str, str] = {"deadline_factor": "actors.rewards.deadlines:AnchoredLimit"}
 """Of the section `reward`; see actors/rewards/backend.py."""
 
@@ -139,6 +154,10 @@ def engine_hooks_of(job: "Job") -> list[str]:
 def engine_hook_of(route: "Route") -> str | None:
     """What a request that came by this route needs."""
     return ENGINE_MOVES if route.moved is not None or route.cache_at or route.hand_over else None
+
+
+HARDWARE, MODEL_SHAPE, PACE_CHECK = "actors.catalog:hardware", "actors.catalog:model", "actors.catalog:deployed"
+"""What looks at `engine.pace` and `engine.hardware`."""
 
 
 def capabilities(engine: Any) -> tuple[str, ...]:

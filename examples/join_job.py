@@ -3,9 +3,8 @@
 import asyncio
 import sys
 
-from actors.envs.chat import Renderer, Transcript
+from actors.envs.chat import Renderer, Transcript, renderer_of
 from actors.envs.frozen_lake import FrozenLakeText
-from actors.envs.named_renderer import renderer_of
 from actors.messages.generation import Generate, Sampling, WeightsNeed
 from actors.messages.samples import Admit, Put, Ticket, Trajectory
 from runtime.guest import Guest, join

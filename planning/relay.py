@@ -2,8 +2,10 @@
 
 from collections.abc import Collection, Mapping
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from planning.demand import Demand
+if TYPE_CHECKING:
+    from planning.demand import Demand
 
 FANOUT = 2
 """Children per host. A host's link is shared by its children, and each level adds one piece of delay: two loses least on both."""
@@ -44,7 +46,7 @@ def ring_sources(root: str, hosts: Collection[str], host: str) -> tuple[str, ...
     return (*both, *(other for other in order if other != host and other not in both))
 
 
-def demands(root: str, hosts: Collection[str], size_bytes: int, *, by_rings: bool) -> tuple[Demand, ...]:
+def demands(root: str, hosts: Collection[str], size_bytes: int, *, by_rings: bool) -> "tuple[Demand, ...]":
     """What each host sends each other one when `hosts` pull along the tree, or around the ring, that all of them find for themselves."""
     order = _in_order(root, hosts)
     if not by_rings or len(order) == 2:

@@ -56,14 +56,14 @@ WORDS = {
 """Mechanism → its words, singly and as parts of names: `_affinity`, `PrefillStage`, `with_permit`."""
 
 BOUNDS: dict[str, tuple[int, ...]] = {
-    "files": (155,),
-    "lines": (31500,),
-    "mentions": (453,),
+    "files": (155, 134),
+    "lines": (31500, 29010),
+    "mentions": (453, 20),
 }
 """Figure → the bounds that it has had. The last holds; a new one is lower than that, and is appended."""
 
 STEPS = ("run.steps=3", "eval.num_tasks=8", "eval.final_num_tasks=8")
-LIMIT_S = 180.0
+LIMIT_S = 600.0
 
 HOOK = f"""
 import atexit, json, os, sys

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from actors.config import CUDA
-from planning.language_model import ModelSpec
 from runtime.errors import ConfigError
 
 NEEDED = ("config.json", "*.safetensors", "tokenizer.json")
@@ -352,35 +351,6 @@ def vocab_size_of(folder: Path) -> int | None:
         return None
     size = config.get("vocab_size") if isinstance(config, dict) else None
     return size if isinstance(size, int) else None
-
-
-def shape_of(folder: Path) -> ModelSpec:
-    """The shape of the model in `folder`, as planners count with it. Raises ValueError, one sentence, where its config.json has none. Blocks."""
-    try:
-        found = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
-        raw: dict[str, Any] = found.get("text_config", found)
-        heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
-        experts = int(raw.get("num_experts") or raw.get("num_local_experts") or 0)
-        return ModelSpec(
-            name=folder.name,
-            layers=raw["num_hidden_layers"],
-            hidden=hidden,
-            heads=heads,
-            kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or hidden // heads,
-            ffn=0 if experts else raw["intermediate_size"],
-            experts=experts,
-            experts_per_token=raw.get("num_experts_per_tok") or 0,
-            expert_ffn=(raw.get("moe_intermediate_size") or raw["intermediate_size"]) if experts else 0,
-            shared_ffn=raw.get("shared_expert_intermediate_size") or 0,
-            vocab=raw["vocab_size"],
-            tied_embeddings=raw.get("tie_word_embeddings", False),
-        )
-    except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{folder / 'config.json'} does not say the model's shape, with which the orchestrator counts ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}): set model.path to a folder in Hugging Face's format"
-        ) from None
 
 
 DESCRIBED = (

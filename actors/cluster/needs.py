@@ -74,7 +74,9 @@ def _tokens(job: Config) -> list[int]:
 def _step_s(engine: Any, batch: int, tokens: int) -> float:
     """One token for each of `batch` requests."""
     if engine.pace is not None:
-        return engine.pace.scale * Roofline(engine.pace.spec()).step_s(batch, batch * tokens / 2)
+        return engine.pace.scale * Roofline(
+            catalog.deployed(engine.pace.hardware, engine.pace.model, engine.pace.degree)
+        ).step_s(batch, batch * tokens / 2)
     return engine.scripted.token_s if engine.kind == "scripted" else 0.0
 
 

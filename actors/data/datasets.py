@@ -56,6 +56,27 @@ def split_of(data: DataSection) -> Split:
     return Split([row for row in range(num) if row not in out], held_out or range(num))
 
 
+class DataRows(NamedTuple):
+    """What a task with a data set gives its groups."""
+
+    epochs: Epochs
+    num: int
+    """Rows to train on, of which `epochs` are."""
+    held_out: Sequence[int]
+    digest: str
+    """Of the content of `path`; and of `eval_path`, empty where there is none."""
+    held_out_digest: str
+
+
+def data_rows(data: DataSection, seed: int) -> DataRows:
+    """Of a run with that seed. Blocks: reads the files; raises ConfigError, at once for a sampler that can't be used."""
+    split = split_of(data)
+    epochs = epochs_of(data, split.train, seed)
+    epochs.row(0)
+    held_out_digest = digest_of(data.eval_path) if data.eval_path else ""
+    return DataRows(epochs, len(split.train), split.held_out, digest_of(data.path), held_out_digest)
+
+
 def epochs_of(data: DataSection, train: Sequence[int], seed: int) -> Epochs:
     """The rows of `train` in the order in which groups get them: that of `data.sampler`, which may leave out and repeat, else shuffled.
 

@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from actors.data.datasets import digest_of, epochs_of, split_of
+from actors import plugins
 from actors.data.tasks import TaskSection
 from planning.prompts import Epochs, next_task
 from runtime.errors import ConfigError
@@ -121,9 +121,8 @@ def mixture_of(tasks: Mapping[str, TaskSection], seed: int) -> Mixture:
 def _prompts_of(task: TaskSection, seed: int) -> Prompts:
     if task.data is None:
         return Prompts(task.weight)
-    split = split_of(task.data)
-    epochs = epochs_of(task.data, split.train, seed)
-    epochs.row(0)  # a sampler that can't be used is told of at once
-    other, path = task.data.eval_path, task.data.path
-    held_out = (other, digest_of(other)) if other else ("", "")
-    return Prompts(task.weight, epochs, split.held_out, len(split.train), path, digest_of(path), *held_out)
+    rows = plugins.load(plugins.DATA_ROWS)(task.data, seed)
+    data = task.data
+    return Prompts(
+        task.weight, rows.epochs, rows.held_out, rows.num, data.path, rows.digest, data.eval_path, rows.held_out_digest
+    )

@@ -4,14 +4,20 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
+from actors.catalog import deployed
 from actors.engines.engine import EngineError
 from actors.engines.scheduler import Row
 from actors.engines.section import PaceSection
 from actors.engines.timing import RealTime
-from planning.roofline import Roofline
+from planning.roofline import Deployment, Roofline
 
 MOST_OUTLASTED = 0.02
 """Share of an engine's steps above which its times no longer are the hardware's: figures from it count for nothing."""
+
+
+def deployment_of(section: PaceSection) -> Deployment:
+    """The engine that such a section has others last like."""
+    return deployed(section.hardware, section.model, section.degree)
 
 
 class EnginePace(RealTime):
@@ -19,7 +25,7 @@ class EnginePace(RealTime):
 
     def __init__(self, section: PaceSection) -> None:
         self._section = section
-        self._roofline = Roofline(section.spec())
+        self._roofline = Roofline(deployment_of(section))
         self._scale = section.scale
         self._free_at: float | None = None
         self.num = 0
@@ -68,7 +74,7 @@ class EnginePace(RealTime):
             section = PaceSection.model_validate({**self._section.model_dump(), "degree": degree})
         except ValidationError as error:
             raise EngineError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
-        roofline = Roofline(section.spec())
+        roofline = Roofline(deployment_of(section))
         duration_s = self._scale * self._roofline.reconfigure_s(tokens, roofline)
         self._section, self._roofline = section, roofline
         return duration_s

@@ -2,12 +2,11 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from actors import catalog
+from actors import plugins
 from actors.config import ClusterSection, ModelSection, WeightsSection
 from planning.engine_info import EngineProfile
-from planning.roofline import Deployment
 from runtime.config import ActorConfig, Config, Section
 
 
@@ -45,35 +44,19 @@ class PaceSection(Section):
     @field_validator("hardware")
     @classmethod
     def _class(cls, name: str) -> str:
-        catalog.hardware(name)
+        plugins.load(plugins.HARDWARE)(name)
         return name
 
     @field_validator("model")
     @classmethod
     def _model(cls, name: str) -> str:
-        catalog.model(name)
+        plugins.load(plugins.MODEL_SHAPE)(name)
         return name
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        gpu, model = catalog.hardware(self.hardware), catalog.model(self.model)
-        fitting = [n for n in range(1, gpu.gpus_per_server + 1) if model.heads % n == 0]
-        if self.degree not in fitting:
-            raise ValueError(
-                f"degree={self.degree} does not divide the {model.heads} attention heads of {self.model}, or is more than one "
-                f"server's {gpu.gpus_per_server} {gpu.name}. Take one of {', '.join(map(str, fitting))}"
-            )
-        try:
-            self.spec()
-        except ValidationError as error:
-            raise ValueError(
-                f"{self.model} does not fit {self.degree} x {gpu.name}. Take a larger degree, or a smaller model"
-            ) from error
+        plugins.load(plugins.PACE_CHECK)(self.hardware, self.model, self.degree)
         return self
-
-    def spec(self) -> Deployment:
-        """The engine that is lasted like."""
-        return Deployment(gpu=catalog.hardware(self.hardware), model=catalog.model(self.model), tp=self.degree)
 
 
 class EngineSection(Section):
@@ -143,7 +126,7 @@ class EngineSection(Section):
     @classmethod
     def _class(cls, name: str) -> str:
         if name:
-            catalog.hardware(name)
+            plugins.load(plugins.HARDWARE)(name)
         return name
 
     @model_validator(mode="after")

@@ -14,6 +14,8 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from actors import plugins
+from actors.config import RolloutSection
 from actors.envs.environment import Observation
 from actors.envs.templates import (
     MARKS,
@@ -468,6 +470,22 @@ class Renderer(Protocol):
     def next_turn(self, observation: Observation, transcript: "Transcript") -> bytes: ...
 
     def decode(self, ids: bytes) -> str: ...
+
+
+def renderer_of(
+    limits: RolloutSection, folder: Path, *, tools: Sequence[Mapping[str, Any]] = (), cached: int = CACHED
+) -> Renderer:
+    """What renders a task with these `limits`; `tools` where the config names none. Raises ValueError, one sentence, where that can't be."""
+    build = partial(plugins.load(plugins.NAMED_RENDERER), limits.renderer) if limits.renderer else ChatRenderer
+    return build(
+        folder,
+        system_prompt=limits.system_prompt,
+        variables=limits.chat_template_kwargs,
+        tools=limits.tools or tools,
+        stop=limits.stop,
+        turns=limits.max_turns,
+        cached=cached,
+    )
 
 
 class Transcript:

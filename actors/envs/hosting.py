@@ -3,34 +3,34 @@
 import asyncio
 import inspect
 import math
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
+from actors import plugins
 from actors.envs.coroutines import Call, Coroutines, Hung, Raised
 from actors.envs.environment import Observation, Step
 from actors.envs.section import EnvSection
 from actors.messages.samples import Purpose
 from runtime.importer import LoadError, load_object
-from runtime.pool.errors import (
-    BadResult,
-    NoWorker,
-    PoolError,
-    TargetMissing,
-    UserCodeRaised,
-    WorkerDied,
-    WorkerKilled,
-    WorkerTimeout,
+from runtime.pool.worker import (
+    MAX_REPLY_BYTES,
+    Traits,
+    Unsendable,
+    decode,
+    encode,
+    place_of,
+    taken_by,
+    text_of,
+    type_name,
 )
-from runtime.pool.guard import guard_children
-from runtime.pool.pool import Traits, Unsendable, WorkerPool, decode, encode_call, type_name
-from runtime.pool.sandbox import WorkerLimits
-from runtime.pool.worker import encode, place_of, taken_by, text_of
+
+if TYPE_CHECKING:
+    from actors.envs.pooled import EnvWorkers
 
 BUILT_IN = ("actors.envs.", "actors.data.")
 """Classes from here are trusted to import quickly, so no worker is started to look at them."""
@@ -44,9 +44,6 @@ TOLD: Mapping[str, Any] = {"task": "", "row": 0, "purpose": "train", "trajectory
 
 DATA_SETS = ("actors.data.graded_env:DataSetEnv", "actors.data.graded_env:QuickDataSetEnv")
 """What steps there is the user's grader."""
-
-MOST_BYTES = WorkerLimits().max_reply_bytes
-"""Of what an environment returns, wherever it runs."""
 
 CONTAINERS, NUMBERS = frozenset({dict, list, tuple}), frozenset({bool, int, float})
 
@@ -110,18 +107,18 @@ class EnvHost:
         on_output: Callable[[str], None] | None = None,
         on_notice: Callable[[str], None] | None = None,
         on_size: Callable[[int], None] | None = None,
-        pool: WorkerPool | None = None,
+        shares: "EnvHost | None" = None,
         task: str = "",
     ) -> None:
-        """`pool`: the workers of another task's host, where they share them. `on_notice` gets sentences for the user, each once.
+        """`shares`: another task's host, whose workers are this one's too. `on_notice` gets sentences for the user, each once.
 
         `on_size` gets the number of workers, each time that it grew.
         """
         self._section = section
         self._task = task
-        limits = WorkerLimits(section.memory_mb, max_processes=section.max_processes)
-        first, most = section.sizes(usable_cores())
-        self.pool = pool or WorkerPool(workers=first, most=most, limits=limits, on_output=on_output, on_size=on_size)
+        self._shares = shares
+        self._pool: EnvWorkers | None = None
+        self._tell = on_output, on_size
         self._on_notice = on_notice
         self._coroutines = Coroutines(self._blocked)
         self._blocking: set[str] = set()
@@ -136,11 +133,19 @@ class EnvHost:
         self.has_split = False
         """Whether held-out tasks have arguments of their own, or the class says that they need none; known once it has started."""
 
+    @property
+    def pool(self) -> "EnvWorkers":
+        """The worker processes, which are there from when the first environment needs them."""
+        if self._shares is not None:
+            return self._shares.pool
+        pool = self._pool = self._pool or plugins.load(plugins.ENV_WORKERS)(self._section, *self._tell)
+        return pool
+
     async def start(self) -> None:
         """Find the class and decide where it runs. Raises EnvFailure when it can't be loaded."""
         isolation = self._section.isolation
         here = isolation == "inline" or self._is_built_in
-        traits = _traits_of(self._load()) if here else await self._inspected()
+        traits = _traits_of(self._load()) if here else await self.pool.inspected(self._section)
         if isolation == "inline" or (isolation == "auto" and (traits.inline or traits.asynchronous)):
             self._class = self._load()
         self._takes, self.declared = traits.takes, traits.declared
@@ -167,7 +172,8 @@ class EnvHost:
                 return env
         kwargs = {**self._section.kwargs, **(self._held_out if purpose == "eval" else {})}
         if self._class is None:
-            return await self._build_in_pool(kwargs)
+            self._num_built += 1
+            return await self.pool.built(self._section, f"env-{self._task}-{self._num_built}", kwargs)
         make = partial(self._class, **kwargs)
         env = _called(self._coroutines, (self._class, "__init__"), make, "env_reset_failed", trusted=self._is_built_in)
         return InlineEnv(self._section, env, self._coroutines)
@@ -234,7 +240,8 @@ class EnvHost:
                 while idle:
                     tasks.create_task(idle.pop().close())
         await self._coroutines.close()
-        await self.pool.close()
+        if self._pool is not None:
+            await self._pool.close()
 
     def _blocked(self, what: tuple[Any, str], took_s: float) -> None:
         """The first time that a method does."""
@@ -250,30 +257,8 @@ class EnvHost:
     def _load(self) -> Callable[..., Any]:
         """The class, imported here. What a user's starts ends with this process."""
         if not self._is_built_in:
-            guard_children()
+            plugins.load(plugins.GUARD)()
         return _load(self._section.target)
-
-    async def _inspected(self) -> Traits:
-        """Traits of the class, found in a worker: importing a user's module may hang or crash too."""
-        target, limit_s = self._section.target, self._section.build_timeout_s
-        for tries_left in reversed(range(self._section.reset_tries)):
-            try:
-                return await self.pool.inspect(target, deadline_s=limit_s, attributes=DECLARED)
-            except PoolError as error:
-                if tries_left and isinstance(error, WorkerDied | WorkerKilled):
-                    continue  # its death may be no fault of the class
-                raise _failed(error, "import", "env_reset_failed") from error
-        raise AssertionError
-
-    async def _build_in_pool(self, kwargs: Mapping[str, Any]) -> "HostedEnv":
-        self._num_built += 1
-        name = f"env-{self._task}-{self._num_built}"
-        deadline_s = self._section.build_timeout_s
-        try:
-            await self.pool.build(name, self._section.target, encode_call(**kwargs), deadline_s=deadline_s)
-        except PoolError as error:
-            raise _failed(error, "__init__", "env_reset_failed") from error
-        return PooledEnv(self._section, self.pool, name)
 
 
 class HostedEnv:
@@ -323,7 +308,7 @@ class HostedEnv:
         """What `method` returned; `_began`, where it is set, is called first and forgotten."""
         raise NotImplementedError
 
-    def _take_began(self) -> Callable[[], object]:
+    def take_began(self) -> Callable[[], object]:
         began, self._began = self._began, _nothing
         return began
 
@@ -357,7 +342,7 @@ class InlineEnv(HostedEnv):
         await self.close()
 
     async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
-        self._take_began()()
+        self.take_began()()
         run = partial(getattr(self._env, method), *args, **kwargs)
         result = _called(self._coroutines, (self._env, method), run, outcome, trusted=self._is_built_in)
         if not hasattr(result, "__await__"):
@@ -369,47 +354,6 @@ class InlineEnv(HostedEnv):
             raise EnvFailure("env_timeout", method, f"hung in {method}: no answer within {limit_s:g} s") from None
         except Raised as raised:
             raise _raised(raised.error, method, outcome) from raised.error
-
-
-class PooledEnv(HostedEnv):
-    """Runs in a worker process, which is killed when a call outlives its deadline."""
-
-    sent = True
-
-    def __init__(self, section: EnvSection, pool: WorkerPool, name: str) -> None:
-        super().__init__(section)
-        self._pool = pool
-        self._name = name
-
-    @property
-    def usable(self) -> bool:
-        """False once its worker ended."""
-        return self._pool.has(self._name)
-
-    @property
-    def crowded(self) -> bool:
-        """Whether a worker that came later hosts fewer."""
-        return self._pool.is_crowded(self._name)
-
-    async def close(self) -> None:
-        """Close and forget it."""
-        try:
-            await super().close()
-        finally:
-            self._pool.drop(self._name)
-
-    async def abandon(self) -> None:
-        """Its process is killed where it hosts nothing else."""
-        self._pool.abandon(self._name, deadline_s=CLOSE_S)
-
-    async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
-        payload, began = encode_call(*args, **kwargs), self._take_began()
-        try:
-            result = decode(await self._pool.call(self._name, method, payload, deadline_s=limit_s, began=began))
-        except PoolError as error:
-            raise _failed(error, method, outcome) from error
-        # MessagePack knows no tuples: a list that came back from a worker may have been one.
-        return tuple(cast("list[Any]", result)) if isinstance(result, list) else result
 
 
 def check_reset(result: Any, *, sent: bool = False) -> tuple[Observation, Mapping[str, Any]]:
@@ -447,34 +391,34 @@ def _as_sent(result: tuple[Any, ...], method: str) -> tuple[Any, ...]:
     """What would come of `result` if a worker sent it: not larger than that may be, and scalars of numpy and torch are plain ones."""
     try:
         size, plain = _weighed(result)
-        encoded = b"" if plain or size > MOST_BYTES else encode(result)
-        if max(size, len(encoded)) <= MOST_BYTES:
+        encoded = b"" if plain or size > MAX_REPLY_BYTES else encode(result)
+        if max(size, len(encoded)) <= MAX_REPLY_BYTES:
             return result if plain else tuple(decode(encoded))
     except Exception as error:  # a user's object may raise while it is read, and integers overflow
-        raise _unusable(method, f"its result can't be sent: {text_of(error)}") from error
-    raise _unusable(method, f"its result is too large: at most {MOST_BYTES:,} bytes are taken")
+        raise unusable(method, f"its result can't be sent: {text_of(error)}") from error
+    raise unusable(method, f"its result is too large: at most {MAX_REPLY_BYTES:,} bytes are taken")
 
 
 def _weighed(result: object) -> tuple[int, bool]:
-    """About the bytes that `result` takes, counted to MOST_BYTES and no further; whether it consists of Python's plain types alone.
+    """About the bytes that `result` takes, counted to MAX_REPLY_BYTES and no further; whether it consists of Python's plain types alone.
 
     What a container of another class holds is left to the encoder: its own methods may do anything.
     """
     size, plain = 0, True
     left = [result]
-    while left and size <= MOST_BYTES:
+    while left and size <= MAX_REPLY_BYTES:
         value = left.pop()
         if type(value) in CONTAINERS:
             items = cast("Collection[Any]", value)
             size += CONTAINER_BYTES + len(items)
-            if size <= MOST_BYTES and type(value) is not dict and set(map(type, items)) <= NUMBERS:
+            if size <= MAX_REPLY_BYTES and type(value) is not dict and set(map(type, items)) <= NUMBERS:
                 size += 8 * len(items)
-            elif size <= MOST_BYTES:
+            elif size <= MAX_REPLY_BYTES:
                 left.extend(items)
                 left.extend(cast("dict[Any, Any]", value).values() if type(value) is dict else ())
         elif isinstance(value, str | bytes):
             size += len(value)
-            if isinstance(value, str) and not value.isascii() and size <= MOST_BYTES:
+            if isinstance(value, str) and not value.isascii() and size <= MAX_REPLY_BYTES:
                 size += len(value.encode("utf-8", "surrogatepass")) - len(value)
             plain &= type(value) in (str, bytes)
         else:
@@ -592,11 +536,6 @@ def _element(value: Any) -> str:
     return ": take its one element, as .item() does" if type_name(value) in ("ndarray", "Tensor") else ""
 
 
-def usable_cores() -> int:
-    """Those that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _is_dear(failure: EnvFailure) -> bool:
     return failure.method == "__init__" or failure.outcome == "env_timeout"
 
@@ -605,7 +544,8 @@ def _bad(method: str, what: str) -> EnvFailure:
     return EnvFailure("env_bad_result", method, f"returned a wrong result from {method}: {what}")
 
 
-def _unusable(method: str, why: str) -> EnvFailure:
+def unusable(method: str, why: str) -> EnvFailure:
+    """For a result that can't be had."""
     return EnvFailure("env_bad_result", method, f"returned nothing usable from {method}: {why}")
 
 
@@ -658,21 +598,3 @@ def _called(
 
 def _raised(error: BaseException, method: str, outcome: EnvOutcome) -> EnvFailure:
     return EnvFailure(outcome, method, f"raised in {method}: {text_of(error)}", place_of(error))
-
-
-def _failed(error: PoolError, method: str, outcome: EnvOutcome) -> EnvFailure:
-    match error:
-        case UserCodeRaised():
-            return EnvFailure(outcome, method, f"raised in {method}: {error.text}", error.where)
-        case WorkerTimeout():
-            return EnvFailure("env_timeout", method, f"hung in {method}: {error}")
-        case WorkerKilled():
-            return EnvFailure("env_lost", method, f"was lost in {method}: {error}")
-        case NoWorker():
-            return EnvFailure("no_worker", method, f"was lost in {method}: {error}")
-        case BadResult():
-            return _unusable(method, str(error))
-        case TargetMissing():
-            return EnvFailure(outcome, method, f"can't be loaded: {error}")
-        case _:
-            return EnvFailure(outcome, method, f"crashed in {method}: {error}")

@@ -14,13 +14,13 @@ import msgspec
 from actors import plugins
 from actors.config import ClusterSection, EvalSection, ModelSection, RewardSection, RolloutSection
 from actors.data.tasks import Tasks, TaskSection
+from actors.envs.chat import renderer_of
 from actors.envs.hooks import RolloutHook
 from actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
-from actors.envs.named_renderer import renderer_of
 from actors.envs.recorder import GaveUp
 from actors.envs.rollout import Rollout, RolloutContext, RolloutRecord
 from actors.envs.section import EnvSection
-from actors.envs.tasks import Task, advice_on_split, check_limits, check_rendering, check_tasks, resolved, trains
+from actors.envs.tasks import Task, advice_on_split, check_limits, resolved, trains
 from actors.messages.samples import Admit, Cancel, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
 from bus.errors import AskFailed, Failed
 from runtime.actor import Actor, Handles, handler
@@ -124,7 +124,7 @@ class EnvManager(Actor):
     def check_host(cls, config: Config) -> None:
         """The environments' modules, whose content shows when a manager tries them, and data sets."""
         if config.tasks:
-            check_tasks(config.tasks)
+            plugins.load(plugins.TASK_CHECKS)(config.tasks)
         else:
             check_module(config.env.target, key="env.class")
 
@@ -134,7 +134,8 @@ class EnvManager(Actor):
         model = folder / config.model.path
         if not os.path.isdir(model):  # the engines' check names one that is not there
             return
-        check_rendering(resolved(config.tasks, config.env, config.rollout, config.reward).values(), model)
+        tasks = resolved(config.tasks, config.env, config.rollout, config.reward)
+        plugins.load(plugins.RENDERING_CHECK)(tasks.values(), model)
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
@@ -217,13 +218,12 @@ class EnvManager(Actor):
         """They share their workers."""
         hosts: dict[str, EnvHost] = {}
         for name, task in self._tasks.items():
-            pool = next(iter(hosts.values())).pool if hosts else None
             hosts[name] = EnvHost(
                 task.env,
                 on_output=self._output,
                 on_notice=self._blocked,
                 on_size=self._sized,
-                pool=pool,
+                shares=next(iter(hosts.values()), None),
                 task=name,
             )
         return hosts

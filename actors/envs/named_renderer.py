@@ -10,12 +10,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, get_args
 
-from actors.config import RolloutSection
 from actors.envs.chat import (
     CACHED,
-    ChatRenderer,
     Key,
-    Renderer,
     TextTokenizer,
     Transcript,
     as_messages,
@@ -28,22 +25,6 @@ from actors.envs.templates import RenderError
 
 NOT_ONE_MODEL = frozenset({"auto", "custom", "default"})
 """Names of the package that stand for no family of models."""
-
-
-def renderer_of(
-    limits: RolloutSection, folder: Path, *, tools: Sequence[Mapping[str, Any]] = (), cached: int = CACHED
-) -> Renderer:
-    """What renders a task with these `limits`; `tools` where the config names none. Raises ValueError, one sentence, where that can't be."""
-    build = partial(NamedRenderer, limits.renderer) if limits.renderer else ChatRenderer
-    return build(
-        folder,
-        system_prompt=limits.system_prompt,
-        variables=limits.chat_template_kwargs,
-        tools=limits.tools or tools,
-        stop=limits.stop,
-        turns=limits.max_turns,
-        cached=cached,
-    )
 
 
 class NamedRenderer:

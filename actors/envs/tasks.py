@@ -1,37 +1,23 @@
-"""The tasks of a config as a manager plays them, each with everything resolved, and what is checked of them before a job starts."""
+"""The tasks of a config as a manager plays them, each with everything resolved, and the limits that make no sense."""
 
-from collections.abc import Iterable, Mapping
-from functools import partial
-from heapq import nlargest
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
+from actors import plugins
 from actors.config import RewardSection, RolloutSection
-from actors.data.datasets import check_data, read_rows, values_of
-from actors.data.tasks import EXTRA, GRADERS, DataSection, TaskSection, rewards_of
-from actors.envs.chat import TOKEN_BYTES, Renderer
-from actors.envs.hosting import DATA_SETS, flaw_of, normal
-from actors.envs.named_renderer import renderer_of
-from actors.envs.reasoning import HELD_OUT, generator
+from actors.data.tasks import TaskSection, rewards_of
+from actors.envs.hosting import DATA_SETS
 from actors.envs.section import EnvSection
 from runtime.config import Config as Job
-from runtime.errors import ConfigError, check_all
-from runtime.importer import check_module, has_module
 
 QUICK = ("exact", "number", "places")
 """Graders that answer in microseconds and never hang."""
-
-LONGEST = 64
-"""Prompts, by characters, that are rendered at launch: a longer one in tokens is rarely a shorter one in characters."""
 
 LIMITS = ("max_turns", "max_new_tokens", "temperature", "stop", "system_prompt")
 
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this, and its log-probs would be of a temperature that the config does not name."""
-
-RENDERED = ("renderer", "system_prompt", "chat_template_kwargs", "tools", "stop", "max_turns")
-"""Keys of `rollout` that decide how a task is rendered."""
 
 
 class Task(NamedTuple):
@@ -68,86 +54,12 @@ def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:
         return _with(env, target, kwargs, {"path": held_out} if held_out else {})
     if task.reasoning_gym:
         kwargs = {**task.kwargs, "name": task.reasoning_gym}
-        return _with(env, "actors.envs.reasoning:ReasoningGymEnv", kwargs, {**HELD_OUT, **task.eval_kwargs})
+        return _with(env, plugins.REASONING, kwargs, {**plugins.load(plugins.REASONING_HELD_OUT), **task.eval_kwargs})
     return _with(env, task.target, task.kwargs, task.eval_kwargs)
 
 
 def _with(env: EnvSection, target: str, kwargs: Mapping[str, object], eval_kwargs: Mapping[str, object]) -> EnvSection:
     return env.model_copy(update={"target": target, "kwargs": dict(kwargs), "eval_kwargs": dict(eval_kwargs)})
-
-
-def check_tasks(tasks: Mapping[str, TaskSection]) -> None:
-    """Look for everything that the tasks name. Raises ConfigError with a sentence for each mistake. Blocks: reads data files."""
-    check_all(partial(_check_task, f"tasks.{name}", task) for name, task in tasks.items())
-
-
-def _check_task(key: str, task: TaskSection) -> None:
-    if task.target:
-        check_module(task.target, key=f"{key}.class")
-    elif task.reasoning_gym:
-        try:
-            for kwargs in (task.kwargs, task.kwargs | task.eval_kwargs):
-                generator(task.reasoning_gym, **{key: value for key, value in kwargs.items() if key not in HELD_OUT})
-        except ConfigError as error:
-            raise ConfigError(f"{key}.reasoning_gym: {error}") from None
-    elif (data := task.data) is not None:
-        if data.grader not in GRADERS:
-            check_module(data.grader, key=f"{key}.data.grader")
-        if data.grader == "math" and not has_module("math_verify"):
-            raise ConfigError(f"{key}.data.grader: math needs the package math-verify, which is not installed: {EXTRA}")
-        if data.sampler:
-            check_module(data.sampler, key=f"{key}.data.sampler")
-        check_data(data, f"{key}.data")
-        check_forms(data)
-
-
-def check_rendering(tasks: Iterable[Task], model: Path) -> None:
-    """Render the prompts of `tasks` with the model in this folder; see `check_prompts`. Raises ConfigError."""
-    renderers: dict[str, Renderer] = {}
-    try:
-        for task in tasks:
-            key = repr([getattr(task.rollout, name) for name in RENDERED])
-            renderer = renderers[key] = renderers.get(key) or renderer_of(task.rollout, model)
-            check_prompts(task, renderer)
-    except ValueError as error:
-        said = str(error)
-        raise ConfigError(said if said.endswith("?") else f"{said}.") from error
-
-
-def check_forms(data: DataSection) -> None:
-    """Raises ConfigError, one sentence, for the first prompt that is neither a text nor chat messages. Blocks: reads the files."""
-    for path in filter(None, (data.path, data.eval_path)):
-        for number, prompt in enumerate(values_of(path, data.prompt), 1):
-            if flaw := flaw_of(prompt):
-                raise ConfigError(f"data file {path}: row {number}'s {data.prompt} is wrong: {flaw}.")
-
-
-def check_prompts(task: Task, renderer: Renderer) -> None:
-    """Render the first and the longest prompts of a task's data set. Raises ConfigError, one sentence, for one that can't be, or that leaves
-    no room for a turn. Blocks: reads data files.
-    """
-    if task.env.target not in DATA_SETS:
-        return
-    limits, column = task.rollout, task.env.kwargs["prompt"]
-    room = limits.max_len - limits.max_new_tokens
-    for path in dict.fromkeys(each["path"] for each in (task.env.kwargs, task.env.eval_kwargs) if each):
-        sizes = [_size_of(prompt) for prompt in values_of(path, column)]
-        longest = nlargest(LONGEST, range(len(sizes)), key=sizes.__getitem__)
-        for row in dict.fromkeys((0, *longest)):
-            where = f"data file {path}: row {row + 1}'s {column}"
-            try:
-                tokens = len(renderer.opening(normal(read_rows(path)[row][column]))) // TOKEN_BYTES
-            except ValueError as error:
-                raise ConfigError(f"{where} can't be shown to the model: {str(error).rstrip('.')}.") from error
-            if tokens > room:
-                raise ConfigError(
-                    f"{where} has {tokens:,} tokens as the model sees it; with {task.key}'s max_new_tokens, {limits.max_new_tokens:,}, that "
-                    f"is beyond rollout.max_len, {limits.max_len:,}. Leave such rows out, or raise rollout.max_len."
-                )
-
-
-def _size_of(prompt: Any) -> int:
-    return len(prompt if isinstance(prompt, str) else str(prompt))
 
 
 def trains(job: Job) -> bool:

@@ -22,9 +22,8 @@ import uvicorn
 from pydantic import Field
 
 from actors.config import ModelSection, RolloutSection
-from actors.envs.chat import TOKEN_BYTES
+from actors.envs.chat import TOKEN_BYTES, renderer_of
 from actors.envs.hosting import flaw_of, normal
-from actors.envs.named_renderer import renderer_of
 from actors.gateway.http_server import HttpServer
 from actors.messages.generation import Completion, Generate, Sampling, why_early
 from bus.address import bare, bind_listener, spelt

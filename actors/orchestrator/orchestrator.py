@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 
-from actors.checkpoints.model_folder import shape_of
+from actors.catalog import shape_of
 from actors.config import ModelSection
 from actors.messages.orchestration import RequestSeen, Surveyed
 from actors.orchestrator.circuits import SwitchCircuits

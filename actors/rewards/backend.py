@@ -9,7 +9,7 @@ import msgspec
 
 from actors.config import RewardSection
 from actors.messages.samples import MOST_REWARD, NotScored, Score, flaw_of_reward
-from runtime.pool.pool import Unsendable
+from runtime.pool.worker import Unsendable
 
 
 @dataclass(eq=False)

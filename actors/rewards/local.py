@@ -21,8 +21,9 @@ from runtime.pool.errors import (
     WorkerKilled,
     WorkerTimeout,
 )
-from runtime.pool.pool import WorkerPool, decode, encode_call
+from runtime.pool.pool import WorkerPool
 from runtime.pool.sandbox import WorkerLimits
+from runtime.pool.worker import decode, encode_call
 
 LOAD_S = 60.0
 """For importing a user's module: some load a model."""

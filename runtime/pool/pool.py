@@ -1,8 +1,7 @@
 """Runs user code in worker processes that may be killed at any time, so that no user mistake reaches an actor."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -10,36 +9,13 @@ from runtime.pool.errors import NoWorker, PoolError, WorkerKilled
 from runtime.pool.memory import has_room
 from runtime.pool.process import WorkerProcess
 from runtime.pool.sandbox import WorkerLimits, shortcoming
-from runtime.pool.worker import FOREIGN
+from runtime.pool.worker import Traits, decode, encode_call
 
 GROW_S = 0.1
 """Calls that wait for less than a process takes to start gain little by one more."""
 
 EACH_SLACK_S = 5.0
 """Beyond the time that calls of `apply_each` have, for their worker to end those that hang."""
-
-
-class Unsendable(NamedTuple):
-    """Stands in a result for a value that no MessagePack type fits."""
-
-    type_name: str
-
-
-def type_name(value: object) -> str:
-    """Name of the type of a value, or of the one that an Unsendable stands for."""
-    return value.type_name if isinstance(value, Unsendable) else type(value).__name__
-
-
-class Traits(NamedTuple):
-    """What a class or function says about where it may run."""
-
-    inline: bool
-    """It declares `inline = True`: it never blocks and may share the actor's process."""
-    asynchronous: bool
-    declared: Mapping[str, Any]
-    """Those of the attributes asked for that it has."""
-    takes: Sequence[str] = ()
-    """What a class's `reset`, or a function, can be given by keyword; `**` where it takes any."""
 
 
 class WorkerPool:
@@ -295,20 +271,6 @@ class WorkerPool:
         for target, deadline_s in self._preloaded.items():
             # Calls sent from now on wait behind it. How it ends is for the call that needs the target to say.
             worker.request("check", target, "", b"", deadline_s).add_done_callback(_seen)
-
-
-def encode_call(*positional: object, **keyword: object) -> bytes:
-    """Arguments for `apply`, `build` and `call`. Raises TypeError for what MessagePack can't hold."""
-    return msgspec.msgpack.encode((positional, keyword))
-
-
-def decode(reply: bytes) -> Any:
-    """A result: MessagePack's types (tuples became lists), with Unsendable in place of anything else."""
-    return msgspec.msgpack.decode(reply, ext_hook=_foreign)
-
-
-def _foreign(code: int, data: memoryview) -> object:
-    return Unsendable(bytes(data).decode()) if code == FOREIGN else Unsendable(f"MessagePack extension {code}")
 
 
 def _ignore(_: str) -> None:

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from runtime.pool.worker import MAX_REPLY_BYTES
+
 FIRST_UID, LAST_UID = 1_879_048_192, 2_147_352_575
 """Belong to nobody: above containers' ranges and below 2^31 (systemd's table of uids)."""
 
@@ -34,7 +36,7 @@ class WorkerLimits(NamedTuple):
     """
 
     memory_mb: int = 0
-    max_reply_bytes: int = 10 * 1024 * 1024
+    max_reply_bytes: int = MAX_REPLY_BYTES
     max_output_bytes: int = 8 * 1024 * 1024
     max_processes: int = 256
     writes: bool = True

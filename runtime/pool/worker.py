@@ -3,6 +3,8 @@
 Frames are a little-endian uint32 length and a MessagePack array.
 Parent to worker: [id, verb, target, instance, payload], where payload is MessagePack [positional, keyword].
 Worker to parent: [id, outcome, payload].
+
+What both ends make of values and errors stands here as well: it needs no process, and is imported without the rest.
 """
 
 import errno
@@ -13,11 +15,11 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral, Real
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import msgspec
 
@@ -27,6 +29,9 @@ DONE, RAISED, UNSENDABLE, MISSING, TOO_LARGE, LEFT, PART = range(7)
 
 FOREIGN = 1
 """MessagePack extension: a value that can't be sent; its data is the name of its type."""
+
+MAX_REPLY_BYTES = 10 * 1024 * 1024
+"""Of a result, unless `WorkerLimits` says otherwise."""
 
 TEXT_LIMIT = 2_000
 """Characters kept of an exception's text, and of each line of its traceback."""
@@ -92,6 +97,29 @@ def _answer_each(
     within_s, calls = msgspec.msgpack.decode(payload, type=tuple[float, list[bytes]])
     answer_each(calls, within_s, answer, tell)
     _reply(channel, call, DONE, b"")
+
+
+class Unsendable(NamedTuple):
+    """Stands in a result for a value that no MessagePack type fits."""
+
+    type_name: str
+
+
+def type_name(value: object) -> str:
+    """Name of the type of a value, or of the one that an Unsendable stands for."""
+    return value.type_name if isinstance(value, Unsendable) else type(value).__name__
+
+
+class Traits(NamedTuple):
+    """What a class or function says about where it may run."""
+
+    inline: bool
+    """It declares `inline = True`: it never blocks and may share the actor's process."""
+    asynchronous: bool
+    declared: Mapping[str, Any]
+    """Those of the attributes asked for that it has."""
+    takes: Sequence[str] = ()
+    """What a class's `reset`, or a function, can be given by keyword; `**` where it takes any."""
 
 
 class UserCode:
@@ -168,6 +196,20 @@ def encode(value: object) -> bytes:
         from bus.message import well_formed
 
         return encoder.encode(well_formed(value))
+
+
+def encode_call(*positional: object, **keyword: object) -> bytes:
+    """Arguments for `apply`, `build` and `call`. Raises TypeError for what MessagePack can't hold."""
+    return msgspec.msgpack.encode((positional, keyword))
+
+
+def decode(reply: bytes) -> Any:
+    """A result: MessagePack's types (tuples became lists), with Unsendable in place of anything else."""
+    return msgspec.msgpack.decode(reply, ext_hook=_foreign)
+
+
+def _foreign(code: int, data: memoryview) -> object:
+    return Unsendable(bytes(data).decode()) if code == FOREIGN else Unsendable(f"MessagePack extension {code}")
 
 
 def _plain(value: Any) -> object:

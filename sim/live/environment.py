@@ -13,7 +13,8 @@ from actors.rewards.backend import columns_of
 from actors.rewards.local import ElasticBackend
 from actors.rewards.scorer import Scorer
 from runtime.observe.figures import Metrics
-from runtime.pool.pool import Traits, WorkerPool, decode
+from runtime.pool.pool import WorkerPool
+from runtime.pool.worker import Traits, decode
 from sim.simtest.toys import WORDS, ToyScorer
 from sim.workload import TaskSpec, episode
 

@@ -1,5 +1,6 @@
 """Distributions of their own beside ours: installed where nothing else is, each plug-in is found by its import path alone."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,19 +9,49 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import SMALL
+from tests.jobs import SMALL, left_behind, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = ("plugins/ocs", "examples/plugins")
 
 SEAMS = {
-    "launch.backend": "rubato_plugins.placer:Prefixed",
+    "proxy.picker": "rubato_plugins.picker:NewestWeights",
     "samples.policy": "rubato_plugins.policy:Mastered",
+    "train.hooks": "rubato_plugins.hook:GradientGuard",
+    "launch.backend": "rubato_plugins.placer:Prefixed",
     "fabric.driver": "rubato_ocs.polatis:driver",
 }
 """Key of the config → what of these distributions it may name."""
 
+LISTS = {"samples.policy": "[%s]", "train.hooks": "[%s]"}
+"""Keys that take several."""
+
 MOST_LINES = 60
+
+LIMIT_S = 400.0
+
+EASY = """
+from itertools import count
+
+class Easy:
+    PLAYED = count()
+
+    def reset(self, *, seed):
+        self.reward = next(self.PLAYED) % 90 / 100 if seed % 3 else 1.0
+        return "1 + 1 =", {}
+
+    def step(self, action):
+        return "", self.reward, True, False, {}
+
+    def close(self): ...
+"""
+"""A third of its tasks is mastered by any policy."""
+
+PREFIX = """#!/bin/sh
+echo "$@" >> PLACED
+exec "$@"
+"""
+"""What `ssh gpu-7` would be."""
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +65,12 @@ def installed(tmp_path_factory) -> Path:
     return place / "site"
 
 
-def python(installed: Path, *arguments: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
+def python(installed: Path, *arguments: object, cwd: Path, **env: str) -> "subprocess.CompletedProcess[str]":
     """In a folder that has none of our sources; ours are imported as they are installed."""
     path = os.pathsep.join((str(installed), str(ROOT)))
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
-        cwd=cwd, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False,
+        cwd=cwd, env={**os.environ, "PYTHONPATH": path, **env}, capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
 
 
@@ -75,6 +106,36 @@ def test_a_config_that_names_them_is_taken(installed, tmp_path):
 
     assert named.partition("=")[2] in ended.stdout
     assert "launch.backend" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)  # a host of its own joins beside the first, on two cores
+def test_a_job_with_one_of_each_seam_plays_with_all_of_them(installed, tmp_path):
+    (tmp_path / "small.yaml").write_text(SMALL)
+    (tmp_path / "easy.py").write_text(EASY)
+    (tmp_path / "prefix").write_text(PREFIX)
+    (tmp_path / "prefix").chmod(0o755)
+    run, model = tmp_path / "run", write_model(tmp_path / "model")
+    named = [f"{key}={LISTS.get(key, '%s') % path}" for key, path in SEAMS.items() if key != "fabric.driver"]
+    far = ("bus.host=127.0.0.1", "actors.env_manager.count=0", "launch.hosts={far: {pools: {env_manager: 1}}}")
+    job = (f"model.path={model}", "env.class=easy.py:Easy", *far, *named)
+
+    ended = python(
+        installed, "-m", "runtime.cli", "launch", "small.yaml", *job, "--run-dir", run,
+        cwd=tmp_path, HOST_PREFIX=str(tmp_path / "prefix"),
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stderr
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [row["queue/newest/engines"] for row in rows] == [1.0, 1.0]  # the picker
+    assert {sample["reward"] for sample in samples if sample["fate"] == "mastered"} == {1.0}  # the policy
+    assert max(sample["reward"] for sample in samples if sample["fate"] == "trained") < 0.9
+    assert rows[1]["guard/grad_norm"] == max(row["optim/grad_norm"] for row in rows) > 0.0  # the hook
+    placed = (tmp_path / "PLACED").read_text().splitlines()  # the placer: environments ran on its host alone
+    assert len(placed) == 1
+    assert "add --pools env_manager=1 --join -" in placed[0]
+    assert not left_behind(run)
 
 
 def test_a_plug_in_of_the_example_fits_a_screen():

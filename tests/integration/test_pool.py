@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from runtime.pool.errors import BadResult, TargetMissing, UserCodeRaised, WorkerDied, WorkerKilled, WorkerTimeout
-from runtime.pool.pool import Unsendable, WorkerPool, decode, encode_call
+from runtime.pool.pool import WorkerPool
 from runtime.pool.sandbox import WorkerLimits
+from runtime.pool.worker import Unsendable, decode, encode_call
 
 USER = str(Path(__file__).with_name("user_code.py"))
 NOTHING = encode_call()
@@ -203,7 +204,8 @@ async def test_a_cancelled_call_does_not_disturb_the_next(pool):
 
 PARENT = """
 import asyncio, sys
-from runtime.pool.pool import WorkerPool, decode, encode_call
+from runtime.pool.pool import WorkerPool
+from runtime.pool.worker import decode, encode_call
 
 async def main():
     pool = WorkerPool()

@@ -7,7 +7,8 @@ import pytest
 
 from actors.envs.hosting import EnvHost
 from actors.envs.section import EnvSection
-from runtime.pool.pool import WorkerPool, encode_call
+from runtime.pool.pool import WorkerPool
+from runtime.pool.worker import encode_call
 
 USER = str(Path(__file__).with_name("user_code.py"))
 SLEEPS = """
@@ -51,7 +52,7 @@ async def play(host, num, seconds):
 
 
 async def test_steps_that_wait_get_workers_up_to_the_bound_and_instances_move_to_them(host, monkeypatch):
-    monkeypatch.setattr("actors.envs.hosting.usable_cores", lambda: 1)
+    monkeypatch.setattr("actors.envs.pooled.usable_cores", lambda: 1)
     auto = await host(concurrency=16)
 
     while auto.pool.size < 4:

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from actors.cluster.board import HeldTime
+from actors.engines.pace import deployment_of
 from actors.engines.section import PaceSection
 from planning.roofline import Roofline
 from tools.bench.multiplexing import BESIDE, CASES, EVEN, PACE, ROWS, SCALE, WARM_START, _seen, simulated
@@ -18,7 +19,7 @@ def test_the_prices_are_those_of_rollmux():
 
 
 def test_a_batch_of_the_tokens_lasts_as_long_as_its_rollout_is_said_to():
-    roofline = Roofline(PaceSection.model_validate(PACE).spec())
+    roofline = Roofline(deployment_of(PaceSection.model_validate(PACE)))
     for phases in {phases for case in CASES.values() for phases, _ in case.jobs}:
         lasts_s = SCALE * sum(roofline.step_s(ROWS, ROWS * tokens) for tokens in range(1, phases.tokens + 1))
         assert lasts_s == pytest.approx(phases.rollout_s, rel=0.01)
@@ -41,7 +42,7 @@ def test_a_step_is_the_mean_of_those_measured():
 
 @pytest.mark.parametrize("name", CASES)
 def test_phases_of_the_simulation_last_what_is_set(name):
-    switch_s = 2 * SCALE * Roofline(PaceSection.model_validate(PACE).spec()).sleep_s(0)
+    switch_s = 2 * SCALE * Roofline(deployment_of(PaceSection.model_validate(PACE))).sleep_s(0)
     jobs = {f"job-{number}": each for number, each in enumerate(CASES[name].jobs)}
     rollouts = {(pool, job): phases.rollout_s + switch_s for job, (phases, pool) in jobs.items()}
     updates = {("training", job): phases.train_s * (1 + WARM_START) for job, (phases, _) in jobs.items()}

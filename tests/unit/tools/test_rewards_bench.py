@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.engines.pace import deployment_of
 from actors.engines.section import PaceSection
 from planning.roofline import Roofline
 
@@ -20,7 +21,7 @@ def load(path):
 
 def test_a_call_of_the_paced_judge_lasts_a_prefill_at_the_scale_of_the_engines():
     judge, bench = load(ROOT / "tools/bench/peers/paced_judge.py"), load(ROOT / "tools/bench/rewards.py")
-    model = Roofline(PaceSection(hardware="h800", model="qwen2.5-7b").spec())
+    model = Roofline(deployment_of(PaceSection(hardware="h800", model="qwen2.5-7b")))
 
     assert pytest.approx(model.prefill_s(judge.TOKENS), rel=1e-3) == judge.PREFILL_S
     assert bench.PACE["scale"] == judge.SCALE

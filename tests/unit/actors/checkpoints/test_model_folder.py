@@ -4,15 +4,9 @@ import json
 
 import pytest
 
+from actors.catalog import shape_of
 from actors.checkpoints import checkpoint as checkpoints
-from actors.checkpoints.model_folder import (
-    files_beside_weights,
-    may_use_cuda,
-    num_parameters,
-    pick_device,
-    same_model,
-    shape_of,
-)
+from actors.checkpoints.model_folder import files_beside_weights, may_use_cuda, num_parameters, pick_device, same_model
 from runtime.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from actors.data.datasets import check_data, epochs_of, read_rows, split_of
 from actors.data.tasks import OWN_COLUMNS, DataSection
-from actors.envs.tasks import check_forms
+from actors.envs.task_checks import check_forms
 from runtime.errors import ConfigError
 
 ROWS = [{"question": f"{n} + {n}?", "answer": str(2 * n), "level": n % 3} for n in range(12)]

@@ -14,7 +14,8 @@ from actors.data.tasks import Tasks
 from actors.envs.chat import ChatRenderer
 from actors.envs.reasoning import ReasoningGymEnv
 from actors.envs.section import EnvSection
-from actors.envs.tasks import check_prompts, resolved
+from actors.envs.task_checks import check_prompts
+from actors.envs.tasks import resolved
 from runtime.errors import ConfigError
 
 OWN = """

@@ -9,7 +9,8 @@ from actors.config import RewardSection, RolloutSection
 from actors.data.tasks import Tasks, rewards_of
 from actors.envs.reasoning import ReasoningGymEnv, split_of
 from actors.envs.section import EnvSection
-from actors.envs.tasks import check_tasks, resolved
+from actors.envs.task_checks import check_tasks
+from actors.envs.tasks import resolved
 from runtime.config import from_mapping
 from runtime.errors import ConfigError
 
@@ -144,10 +145,10 @@ def test_questions_stay_held_out_where_evaluations_have_arguments_of_their_own()
 
 def test_a_package_of_the_extra_that_is_missing_is_named(monkeypatch, tmp_path):
     import actors.data.datasets
-    import actors.envs.tasks
+    import actors.envs.task_checks
 
     monkeypatch.setattr(actors.data.datasets, "find_spec", lambda _: None)
-    monkeypatch.setattr(actors.envs.tasks, "has_module", lambda _: False)
+    monkeypatch.setattr(actors.envs.task_checks, "has_module", lambda _: False)
     (tmp_path / "x.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     named = tasks(a={"reasoning_gym": "chain_sum"}, b={"data": {"path": str(tmp_path / "x.jsonl"), "grader": "math"}})
     with pytest.raises(ConfigError) as caught:

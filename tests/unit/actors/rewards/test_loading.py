@@ -7,7 +7,7 @@ import pytest
 from actors.config import RewardSection
 from actors.rewards.scorer import Scorer
 from runtime.pool.errors import PoolError, UserCodeRaised, WorkerDied, WorkerKilled
-from runtime.pool.pool import Traits
+from runtime.pool.worker import Traits
 
 
 class DyingPool:

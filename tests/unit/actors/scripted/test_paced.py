@@ -7,7 +7,7 @@ import pytest
 
 from actors.config import ModelSection
 from actors.engines.engine import EngineError, Work
-from actors.engines.pace import EnginePace
+from actors.engines.pace import EnginePace, deployment_of
 from actors.engines.scheduler import Row
 from actors.engines.section import EngineSection, PaceSection
 from actors.messages.generation import Sampling
@@ -22,7 +22,7 @@ H20 = {"hardware": "h20", "model": "qwen3-8b"}
 
 
 def roofline(**changes) -> Roofline:
-    return Roofline(PaceSection(**(H20 | changes)).spec())
+    return Roofline(deployment_of(PaceSection(**(H20 | changes))))
 
 
 async def started(folder, num_slots=8, stream=16, **changes):
@@ -223,7 +223,7 @@ async def test_a_load_takes_what_rlsims_engine_says_of_it(tmp_path):
         for name, prompt in SIZES:
             tasks.create_task(ask(engine, name, prompt, 200))
 
-    timeline, spec = Timeline(), PaceSection(**H20).spec().model_copy(update={"num_slots": 16})
+    timeline, spec = Timeline(), deployment_of(PaceSection(**H20)).model_copy(update={"num_slots": 16})
     modelled = ModelledEngine(timeline, "engine", Roofline(spec))
     asked = [timeline.start(modelled.generate(name, prompt, 200)) for name, prompt in SIZES]
     timeline.run()
@@ -261,7 +261,7 @@ def test_a_mixed_step_is_its_prefills_and_one_batch_of_decodes():
 
 
 def test_kv_goes_over_the_nics_and_weights_come_from_host_memory():
-    pace, spec = EnginePace(PaceSection(**H20, degree=2)), PaceSection(**H20).spec()
+    pace, spec = EnginePace(PaceSection(**H20, degree=2)), deployment_of(PaceSection(**H20))
 
     assert pace.kv_move_s(1000) == pytest.approx(1000 * spec.model.kv_bytes_per_token / (2 * 48.5e9))
     assert pace.swap_s() == pytest.approx(spec.model.weight_bytes / 2 / (14.19 * 2**30 / 0.9))
