@@ -34,6 +34,9 @@ DATA_ROWS = "actors.data.datasets:data_rows"
 TASK_CHECKS, RENDERING_CHECK = "actors.envs.task_checks:check_tasks", "actors.envs.task_checks:check_rendering"
 """Of the launcher alone: what it looks at of `tasks`, and of the prompts."""
 
+REWARD_URL = "actors.rewards.invoke:HttpBackend"
+"""Of `reward.url`, and of reward functions that are URLs."""
+
 CALL_LIMITS: Mapping[str, str] = {"deadline_factor": "actors.rewards.deadlines:AnchoredLimit"}
 """Of the section `reward`; see actors/rewards/backend.py."""
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from actors.config import RewardSection, is_url
 from actors.data.tasks import TaskSection, rewards_of
 from actors.messages.samples import NotScored, Score, Scores
-from actors.plugins import CALL_LIMITS, named
+from actors.plugins import CALL_LIMITS, REWARD_URL, load, named
 from actors.rewards.backend import CallLimit, RewardBackend, RewardRefused, Told
 from actors.rewards.local import ElasticBackend, LocalBackend
 from runtime.observe.figures import Metrics
@@ -137,7 +137,5 @@ class Scorer:
         if not is_url(function):
             return self._local
         if self._remote is None:
-            from actors.rewards.invoke import HttpBackend  # httpx, for those alone who have a URL
-
-            self._remote = HttpBackend(self._metrics, self._limit)
+            self._remote = load(REWARD_URL)(self._metrics, self._limit)
         return self._remote
