@@ -22,18 +22,21 @@ actors:
 env: {isolation: inline, concurrency: 8}
 engine: {kind: scripted, scripted: {token_s: 0.0}}
 rollout: {max_turns: 3, max_new_tokens: 2}
-train: {batch_groups: 2, group_size: 2}
+train: {kind: scripted, batch_groups: 2, group_size: 2}
 check: {enabled: false}
 eval: {every: 0, final_num_tasks: 0}
 checkpoint: {every: 1, keep: 3}
 report: {finish: ""}
 """
-"""Real actors and processes; the scripted engine answers at once, and nothing is learned."""
+"""Real actors and processes; the scripted engine answers at once, and nothing is learned, so that no process loads torch."""
+
+LEARNING = SMALL.replace("train: {kind: scripted, ", "train: {")
+"""The same with a trainer that learns."""
 
 ACTING = "\n".join(
     line for line in SMALL.splitlines() if not line.startswith(("  trainer:", "check:", "eval:", "checkpoint:"))
 )
-"""The same without a trainer, and so without torch: what happens before the first batch is full."""
+"""SMALL without a trainer: what happens before the first batch is full."""
 
 
 class Ended(NamedTuple):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model
+from tests.jobs import LEARNING, clean_environment, left_behind, rubato, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def pids_of(run: Path, module: str) -> list[int]:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     write_model(tmp_path / "model")
-    (tmp_path / "small.yaml").write_text(SMALL)
+    (tmp_path / "small.yaml").write_text(LEARNING)
     return tmp_path
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model
+from tests.jobs import LEARNING, clean_environment, left_behind, rubato, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def rows(run: Path) -> int:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     write_model(tmp_path / "model")
-    (tmp_path / "small.yaml").write_text(SMALL)
+    (tmp_path / "small.yaml").write_text(LEARNING)
     return tmp_path
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import SMALL, rubato, write_model
+from tests.jobs import LEARNING, rubato, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def ended(tmp_path):
 
     def run(engine, *overrides, since=0):
         (tmp_path / "deaf.py").write_text(DEAF.replace("FROM", str(since)))
-        config = SMALL.replace("kind: scripted", f"kind: {engine}").replace(
+        config = LEARNING.replace("kind: scripted", f"kind: {engine}").replace(
             "check: {enabled: false}", "check: {every: 3}"
         )
         (tmp_path / "job.yaml").write_text(config.replace("env: {", f"env: {{class: '{BAD_ENVS}:Uneven', "))
@@ -98,7 +98,7 @@ def test_an_engine_that_takes_them_agrees_after_every_update_that_is_compared(en
 
 def test_log_probabilities_that_are_none_fail_their_samples_by_engine_and_flaw_while_the_run_goes_on(tmp_path):
     (tmp_path / "odd.py").write_text(ODD)
-    (tmp_path / "job.yaml").write_text(SMALL.replace("env: {", f"env: {{class: '{BAD_ENVS}:Uneven', "))
+    (tmp_path / "job.yaml").write_text(LEARNING.replace("env: {", f"env: {{class: '{BAD_ENVS}:Uneven', "))
     model = write_model(tmp_path / "model")
 
     done = rubato(

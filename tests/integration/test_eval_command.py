@@ -7,11 +7,11 @@ import pytest
 from actors.checkpoints import checkpoint as checkpoints
 from runtime.config import load
 from runtime.errors import ExitCode
-from tests.jobs import SMALL, rubato, write_model
+from tests.jobs import LEARNING, rubato, write_model
 
 pytestmark = pytest.mark.slow
 
-SMALLEST = SMALL.replace("kind: scripted, scripted: {token_s: 0.0}", "kind: torch, num_slots: 16").replace(
+SMALLEST = LEARNING.replace("kind: scripted, scripted: {token_s: 0.0}", "kind: torch, num_slots: 16").replace(
     "final_num_tasks: 0", "final_num_tasks: 4"
 )
 

@@ -120,7 +120,6 @@ JOB = (
     .replace("  trainer:", '  mover: {class: "staged.py:Mover"}\n  trainer:')
     .replace("token_s: 0.0", f"token_s: 0.02, stop_share: 0.0, vocab_size: {make_tokenizer().get_vocab_size()}")
     .replace("max_new_tokens: 2", "max_new_tokens: 24")
-    .replace("train: {", "train: {kind: scripted, ")
 )  # fmt: skip
 
 

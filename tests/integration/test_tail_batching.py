@@ -21,11 +21,7 @@ tail_batching: {enabled: true, eta_prompts: 1.5, eta_responses: 1.5}
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tail")
-    (folder / "small.yaml").write_text(
-        SMALL.replace("train: {", "train: {kind: scripted, ")
-        + TASKS
-        + f"model: {{path: {write_model(folder / 'model')}}}\n"
-    )
+    (folder / "small.yaml").write_text(SMALL + TASKS + f"model: {{path: {write_model(folder / 'model')}}}\n")
     rows = [{"question": f"{n} + {n} =", "answer": f"left {n}"} for n in range(5)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
