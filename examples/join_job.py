@@ -17,8 +17,7 @@ async def play(me: Guest, chat: Renderer, ticket: Ticket) -> str:
     sampling = Sampling(2, stop_token_ids=chat.stop_token_ids, stop=chat.stop_strings)
     while not done and turns < 5:
         name, need = f"{rollout}.{ticket.attempt}.{turns}", WeightsNeed(ticket.version)
-        turn = Generate(name, rollout, transcript.prompt, sampling, need)
-        reply = await me.ref("llm_proxy").ask(turn, timeout=60)
+        reply = await me.ref("llm_proxy").ask(Generate(name, rollout, transcript.prompt, sampling, need), timeout=60)
         observation, gained, done, *_ = env.step(chat.decode(reply.tokens.ids))
         reward, turns = reward + gained, turns + 1
         transcript.sample(reply.tokens)

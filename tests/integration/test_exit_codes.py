@@ -72,7 +72,13 @@ def test_a_job_that_changes_no_weight_has_failed_and_goes_on_once_its_cause_is_m
     write_model(place / "model")
     (place / "loss.py").write_text(EVEN_LOSS)
     (place / "env.py").write_text(UNEVEN)
-    overrides = (f"model.path={place}/model", "env.class=env.py:Env", "train.loss=loss.py:fn", "run.steps=40")
+    overrides = (
+        f"model.path={place}/model",
+        "train.kind=torch",
+        "env.class=env.py:Env",
+        "train.loss=loss.py:fn",
+        "run.steps=40",
+    )
 
     ended = rubato("launch", "small.yaml", *overrides, "run.max_idle_steps=5", "--run-dir", "run", cwd=place)
     resumed = rubato("launch", "--resume", "run", "train.loss=grpo", "run.steps=8", cwd=place)
