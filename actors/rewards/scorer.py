@@ -136,6 +136,7 @@ class Scorer:
     def _backend(self, function: str) -> RewardBackend:
         if not is_url(function):
             return self._local
-        if self._remote is None:
-            self._remote = load(REWARD_URL)(self._metrics, self._limit)
-        return self._remote
+        remote = self._remote
+        if remote is None:
+            remote = self._remote = load(REWARD_URL)(self._metrics, self._limit)
+        return remote

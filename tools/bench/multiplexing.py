@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from actors.cluster.permits import Permits  # noqa: E402
-from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
+from actors.engines.pace import MOST_OUTLASTED, deployment_of  # noqa: E402
 from actors.engines.section import PaceSection  # noqa: E402
 from planning.coexecution import JobProfile, NodePool, SharedCluster  # noqa: E402
 from planning.roofline import Roofline  # noqa: E402
@@ -97,7 +97,7 @@ class Phases(NamedTuple):
     @property
     def tokens(self) -> int:
         """Of each response, so that a batch lasts `rollout_s`."""
-        roofline, tokens, took_s = Roofline(PaceSection.model_validate(PACE).spec()), 0, 0.0
+        roofline, tokens, took_s = Roofline(deployment_of(PaceSection.model_validate(PACE))), 0, 0.0
         while took_s < self.rollout_s:
             tokens += 1
             took_s += SCALE * roofline.step_s(ROWS, ROWS * tokens)
@@ -234,7 +234,7 @@ async def shared(case: Case, steps: int, given: Sequence[str]) -> tuple[list[See
 
 def simulated(case: Case) -> Held:
     """The same in RLSim's second mode."""
-    switch_s = 2 * SCALE * Roofline(PaceSection.model_validate(PACE).spec()).sleep_s(0)
+    switch_s = 2 * SCALE * Roofline(deployment_of(PaceSection.model_validate(PACE))).sleep_s(0)
     cluster = SharedCluster(NodePool(H20, 0, switch_s=switch_s), NodePool(H800, 0))
     jobs = [(phases.profile(f"job-{number}"), pool) for number, (phases, pool) in enumerate(case.jobs)]
     with tempfile.TemporaryDirectory(prefix="rubato-simulated-") as scratch:

@@ -10,7 +10,7 @@ from runtime.launch import commands
 from runtime.launch.card import KEYS_FILE, RunKeys
 from runtime.launch.folder import RunFolder, make_keys
 from runtime.launch.token import JoinToken, write_token
-from tests.jobs import SMALL
+from tests.jobs import LEARNING
 
 GATE = "tcp://127.0.0.1:7788"
 STATE = "unix:///tmp/s?password=p"
@@ -197,7 +197,7 @@ def test_a_folder_made_for_a_launch_that_was_refused_goes_again(tmp_path, keys, 
 @pytest.fixture
 def stopped(tmp_path, monkeypatch):
     """The folder of a run that trained two of four steps, seen from another folder, where its config lies too."""
-    (tmp_path / "small.yaml").write_text(SMALL.replace("steps: 2", "steps: 4") + "\nmodel: {path: m}\n")
+    (tmp_path / "small.yaml").write_text(LEARNING.replace("steps: 2", "steps: 4") + "\nmodel: {path: m}\n")
     held = RunFolder(tmp_path / "run")
     held.write(held.open(resume=False, force=False))
     held.config.write_text(load(tmp_path / "small.yaml", ["train.kind=scripted", "train.lr=0.001"]).dump())
