@@ -27,6 +27,7 @@ from actors.engines.model import (
 )
 from actors.engines.scheduler import Row, Sequence, uniform
 from actors.engines.section import EngineSection
+from actors.engines.upload import PinnedBuffers, Uploaded
 from actors.messages.weights import WeightsDigest
 
 HOST = torch.device("cpu")
@@ -44,6 +45,7 @@ class ModelRunner:
         self._shape = shape
         self._rotary = rotations(config.rope, config.head_dim, section.max_len, shape.device)
         self._cache = KVCache(config, section.num_slots, section.max_len, shape.device, shape.dtype)
+        self._buffers = PinnedBuffers(shape.device) if shape.device.type == "cuda" else None
         self._home = shape.device
         """Where the weights are: on the device, or on the host of one that sleeps."""
 
@@ -51,6 +53,8 @@ class ModelRunner:
     def load(cls, folder: Path, model: ModelSection, section: EngineSection) -> "ModelRunner":
         """Read an HF model folder. Raises EngineError with one sentence when files are missing or do not fit."""
         torch.set_num_threads(model.torch_threads)
+        # cuDNN plans its attention anew for each length of the keys, and that is each step of decoding: 35 ms of 44 on an H200.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         config = read_config(folder)
         check_length(config, section.max_len, folder)
         device = torch.device(pick_device(model.device, torch.cuda.device_count()))
@@ -63,7 +67,10 @@ class ModelRunner:
 
     def prepare(self, image: memoryview, source: str) -> Weights:
         """New weights beside the old ones: from any thread, while steps go on. Raises EngineError when they do not fit."""
-        return fuse(self.config, tensors_of(image, source), source, self._home, self._shape.dtype)
+        tensors: abc.Mapping[str, Tensor] = tensors_of(image, source)
+        if self._buffers is not None and self._home != HOST:
+            tensors = Uploaded(tensors, self._buffers)
+        return fuse(self.config, tensors, source, self._home, self._shape.dtype)
 
     def swap(self, weights: Weights) -> None:
         """What `prepare` gave counts from the next step on."""

@@ -146,6 +146,8 @@ class TorchTrainEngine:
         """Gradients are of a step that goes on."""
         torch.set_num_threads(model.torch_threads)
         torch.manual_seed(seed)
+        # cuDNN plans its attention anew for each shape, and micro-batches have as many as there are lengths.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self._device = torch.device(pick_device(model.device, torch.cuda.device_count()))
 
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
