@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.checkpoints.model_folder import Slice, read_header, rows_of
+from actors.checkpoints.model_folder import Slice, num_gpus, read_header, rows_of
 from actors.config import ModelSection
 from actors.engines.engine import ENGINES, EngineDead, Work
 from actors.engines.section import EngineSection, PaceSection, ScriptedSection
@@ -19,6 +19,7 @@ KINDS = [
     "scripted",
     "scripted paced",
     "torch",
+    pytest.param("torch cuda", marks=pytest.mark.gpu),
     "torch paced",
     # vLLM and what it imports warn in many places of their own
     pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]),
@@ -31,7 +32,9 @@ DRAW_BY_POSITION = KINDS[:-1]
 
 @asynccontextmanager
 async def running(kind: str, folder: Path, **options):
-    kind, _, paced = kind.partition(" ")
+    kind, *way = kind.split()
+    if "cuda" in way and not num_gpus():
+        pytest.skip("needs a GPU")
     section = EngineSection(
         **{
             "kind": kind,
@@ -39,12 +42,13 @@ async def running(kind: str, folder: Path, **options):
             "max_len": 256,
             "stream_every": 1,
             "scripted": ScriptedSection(token_s=0.002, stop_share=0.0),
-            "pace": PaceSection(hardware="h20", model="qwen3-8b", scale=1e-3) if paced else None,
+            "pace": PaceSection(hardware="h20", model="qwen3-8b", scale=1e-3) if "paced" in way else None,
             "vllm": {"kv_cache_memory_bytes": 32 << 20} if kind == "vllm" else {},
         }
         | options
     )
-    engine = load_object(ENGINES[kind])(folder, ModelSection(path=str(folder), device="cpu"), section)
+    model = ModelSection(path=str(folder), device="cuda" if "cuda" in way else "cpu")
+    engine = load_object(ENGINES[kind])(folder, model, section)
     await engine.start()
     try:
         yield engine

@@ -150,7 +150,8 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(engine, traj
     assert bytes(image_of(resumed)) == bytes(image_of(subject))
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -327,7 +328,8 @@ def test_an_image_reads_as_safetensors_with_every_value_rounded_to_its_type(dtyp
     assert all(torch.equal(found[name], tensor.to(dtype)) for name, tensor in tensors.items())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
+@pytest.mark.gpu
+@NEEDS_GPU
 def test_an_image_from_a_gpu_has_the_values_from_before_they_were_changed():
     tensors = {"a": torch.randn(1 << 22, device="cuda"), "b": torch.randn(3, 5, device="cuda")}
     before = [tensor.bfloat16().cpu() for tensor in tensors.values()]
