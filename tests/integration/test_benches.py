@@ -106,3 +106,34 @@ def test_the_bench_of_a_gpu_says_that_there_is_none_and_exits_with_3(monkeypatch
 
     assert (ended.returncode, ended.stdout) == (3, "")
     assert ended.stderr == "no CUDA GPU here: nothing was measured\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", ["engine", "trainer", "swap", "agreement", "ranks"])
+def test_a_part_of_a_gpu_day_starts_without_a_gpu_and_leaves_its_figures_and_the_table(tmp_path, part):
+    ended = bench("gpu", part, "--short", "--out", tmp_path)
+
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert NO_RESULT in ended.stdout
+    assert json.loads((tmp_path / f"{part}.json").read_text())["found"]
+    assert "| what | figure | beside it |" in (tmp_path / "table.md").read_text()
+
+
+def test_a_gpu_day_without_a_gpu_says_so_and_exits_with_3(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("GPU_DAY_OUT", str(tmp_path))
+
+    day = [ROOT / "tools" / "gpu_day.sh", "swap"]
+    ended = subprocess.run(day, capture_output=True, text=True, timeout=120, check=False)
+
+    assert ended.returncode == 3
+    assert "no CUDA GPU here: nothing was measured" in ended.stdout
+
+
+def test_a_part_that_is_none_is_refused_with_those_that_are():
+    ended = bench("gpu", "trainr")
+
+    assert ended.returncode == 2
+    assert "trainr is no part. Parts are engine, trainer, swap," in ended.stderr
