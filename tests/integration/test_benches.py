@@ -110,7 +110,7 @@ def test_the_bench_of_a_gpu_says_that_there_is_none_and_exits_with_3(monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", ["engine", "trainer", "swap", "agreement", "ranks"])
+@pytest.mark.parametrize("part", ["engine", "trainer", "swap", "agreement", "gsm8k", "ranks"])
 def test_a_part_of_a_gpu_day_starts_without_a_gpu_and_leaves_its_figures_and_the_table(tmp_path, part):
     ended = bench("gpu", part, "--short", "--out", tmp_path)
 

@@ -69,7 +69,7 @@ def gsm8k_part(bench: Any, *more: str) -> dict[str, Any]:
         ended = launched(
             "configs/gsm8k_qwen3_0.6b.yaml", f"model.path={model}", f"model.device={bench.device}", f"engine.kind={kind}",
             *(() if kind == "vllm" else ("engine.vllm={}",)), f"tasks.gsm8k.data.path={data}", "tasks.gsm8k.data.eval_path=''",
-            "tasks.gsm8k.data.eval_rows=100", f"tasks.gsm8k.data.verifier={ROOT}/tools/bench/gpu_model.py:near",
+            "tasks.gsm8k.data.eval_rows=100", f"tasks.gsm8k.data.grader={ROOT}/tools/bench/gpu_model.py:near",
             "tasks.gsm8k.max_new_tokens=256", "engine.max_len=768", "rollout.max_len=768", "run.steps=8", "eval.every=0",
             "eval.final_num_tasks=0", "report.finish=''", "rollout.chat_template_kwargs={}", *short, *more,
         )  # fmt: skip

@@ -93,7 +93,7 @@ def word_problems(num: int, seed: int) -> Iterator[dict[str, str]]:
 
 
 def near(completion: str, answer: str) -> float:
-    """Verifier: 1 where the last numbers of both are the same, and less the more orders of magnitude lie between them.
+    """Grader: 1 where the last numbers of both are the same, and less the more orders of magnitude lie between them.
 
     A model of random weights never hits one; by this its groups have spread all the same, so that every batch is trained on.
     """
