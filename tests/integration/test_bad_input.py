@@ -20,7 +20,7 @@ import pytest
 from actors.checkpoints import checkpoint as checkpoints
 from runtime import cli
 from runtime.store.embedded import EmbeddedRedis
-from tests.jobs import ACTING, SMALL, Ended, clean_environment, left_behind, rubato, write_model
+from tests.jobs import ACTING, LEARNING, Ended, clean_environment, left_behind, rubato, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def model(tmp_path_factory) -> Path:
 def place(tmp_path: Path, model: Path) -> Path:
     """A folder of the user's: configs, broken environments, and folders that are not what they should be."""
     (tmp_path / "small.yaml").write_text(
-        SMALL.replace("env: {", f"env: {{class: '{BAD_ENVS}:Uneven', ") + f"model: {{path: {model}}}\n"
+        LEARNING.replace("env: {", f"env: {{class: '{BAD_ENVS}:Uneven', ") + f"model: {{path: {model}}}\n"
     )
     (tmp_path / "acting.yaml").write_text(ACTING + f"\nmodel: {{path: {model}}}\n")
     (tmp_path / "broken.yaml").write_text("run: {steps: 2\n")
@@ -81,7 +81,7 @@ def place(tmp_path: Path, model: Path) -> Path:
 def finished(tmp_path_factory, model: Path) -> Path:
     """A run of two steps with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("finished")
-    (folder / "small.yaml").write_text(SMALL)
+    (folder / "small.yaml").write_text(LEARNING)
     ended = rubato(*LAUNCH, f"model.path={model}", f"env.class={BAD_ENVS}:Uneven", cwd=folder)
     assert ended.code == 0, ended.err
     return folder / "run"
@@ -367,7 +367,7 @@ def test_rollouts_that_fail_every_time_end_the_job_with_one_sentence(overrides, 
 
 def test_where_four_tasks_in_seven_fail_the_user_is_told_and_the_others_are_trained_on(place):
     soon = ("env.isolation=auto", "env.step_timeout_s=0.3", "rollout.max_turns=6", "env.concurrency=16")
-    ended = rubato(*LAUNCH, "env.class=envs.py:FourInSeven", *soon, "run.steps=10", cwd=place)
+    ended = rubato(*LAUNCH, "env.class=envs.py:FourInSeven", *soon, "run.steps=10", "train.kind=scripted", cwd=place)
 
     assert ended.code == 0, ended.err
     assert len(_rows(place / "run")) == 10
@@ -383,7 +383,7 @@ def test_where_four_tasks_in_seven_fail_the_user_is_told_and_the_others_are_trai
 
 
 def test_an_environment_that_fails_on_the_first_seed_that_is_tried_is_told_and_the_job_goes_on(place):
-    ended = rubato(*LAUNCH, "env.class=envs.py:FailsOnOneSeed", "env.isolation=auto", cwd=place)
+    ended = rubato(*LAUNCH, "env.class=envs.py:FailsOnOneSeed", "env.isolation=auto", "train.kind=scripted", cwd=place)
 
     assert ended.code == 0, ended.err
     assert "raised in reset (seed 1): KeyError('goal')" in ended.out
