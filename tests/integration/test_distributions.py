@@ -18,6 +18,7 @@ SEAMS = {
     "proxy.picker": "rubato_plugins.picker:NewestWeights",
     "samples.policy": "rubato_plugins.policy:Mastered",
     "train.hooks": "rubato_plugins.hook:GradientGuard",
+    "cluster.lease": "rubato_plugins.lease:HostTurns",
     "launch.backend": "rubato_plugins.placer:Prefixed",
     "fabric.driver": "rubato_ocs.polatis:driver",
 }
@@ -123,7 +124,7 @@ def test_a_job_with_one_of_each_seam_plays_with_all_of_them(installed, tmp_path)
 
     ended = python(
         installed, "-m", "runtime.cli", "launch", "small.yaml", *job, "--run-dir", run,
-        cwd=tmp_path, HOST_PREFIX=str(tmp_path / "prefix"),
+        cwd=tmp_path, HOST_PREFIX=str(tmp_path / "prefix"), HOST_LOCK=str(tmp_path / "lock"),
     )  # fmt: skip
 
     assert ended.returncode == 0, ended.stderr
@@ -133,6 +134,8 @@ def test_a_job_with_one_of_each_seam_plays_with_all_of_them(installed, tmp_path)
     assert {sample["reward"] for sample in samples if sample["fate"] == "mastered"} == {1.0}  # the policy
     assert max(sample["reward"] for sample in samples if sample["fate"] == "trained") < 0.9
     assert rows[-1]["guard/grad_norm"] == max(row["optim/grad_norm"] for row in rows) > 0.0  # the hook
+    assert min(row["turns/waited_s"] for row in rows) >= 0.0  # the lease: each step was trained under it
+    assert (tmp_path / "lock").exists()
     placed = (tmp_path / "PLACED").read_text().splitlines()  # the placer: environments ran on its host alone
     assert len(placed) == 1
     assert "add --pools env_manager=1 --join -" in placed[0]
