@@ -30,7 +30,7 @@ TRAIN = ("actors/training/torch_train.py", "parts")
 """Of a `step` over `groups` of trajectories."""
 SWAP = ("actors/engines/torch_engine.py", "swap")
 """Of a `version`: that of a step is its number."""
-ROW = ("actors/training/publishing.py", "append_step")
+ROW = ("actors/training/rows.py", "append_step")
 """Of a `step`."""
 
 OPTIMIZED = 0x1

@@ -33,9 +33,9 @@ class FabricIntents(StepHook):
 
     async def before_step(self, step: int) -> None:
         self._began = asyncio.get_running_loop().time()
-        await self._intend("train_step", step)
+        await self.intend("train_step", step)
         if self._took_s:
-            await self._intend("weight_sync", step, in_s=median(self._took_s))
+            await self.intend("weight_sync", step, in_s=median(self._took_s))
 
     async def after_step(self, trained: TrainedStep) -> None:
         if self._began is not None:
@@ -43,14 +43,14 @@ class FabricIntents(StepHook):
         self._began = None
 
     async def before_publish(self, version: int) -> None:
-        await self._intend("weight_sync", version)
+        await self.intend("weight_sync", version)
 
     async def after_swap(self, version: int) -> None:
         """What has the network now is the next rollout, unless the next step has begun before."""
         if self._began is None:
-            await self._intend("rollout", version + 1)
+            await self.intend("rollout", version + 1)
 
-    async def _intend(self, phase: Phase, step: int, in_s: float = 0.0) -> None:
+    async def intend(self, phase: Phase, step: int, in_s: float = 0.0) -> None:
         """Tell what comes, `in_s` from now, or what begins; the controller may be away."""
         trainer, size = self.trainer, self.trainer.out.size_bytes
         engines = trainer.peers(GENERATION) if phase == "weight_sync" and size else ()

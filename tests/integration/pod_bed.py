@@ -40,6 +40,7 @@ from actors.orchestrator.orchestrator import Orchestrator
 from actors.orchestrator.section import OrchestratorSection
 from actors.proxy.proxy import LLMProxy
 from actors.scripted.train_engine import ScriptedTrainEngine
+from actors.training.intents import FabricIntents
 from actors.training.publishing import Publisher
 from actors.weights.blobs import BlobSender
 from bus.keys import new_keys
@@ -133,7 +134,8 @@ class Trainer(Actor):
 
     def __init__(self, config, kernel):
         super().__init__(config, kernel)
-        self.publisher = Publisher(self, BlobSender(self))
+        self.out = Publisher(self, BlobSender(self))
+        self.intents = FabricIntents(self)
         self._weights = ScriptedTrainEngine(
             ModelSection(), TrainSection(kind="scripted", scripted={"weights_mib": WEIGHTS_MIB}), steps=9, seed=1
         )
@@ -141,14 +143,15 @@ class Trainer(Actor):
 
     @handler
     async def weights_taken(self, message: WeightsTaken) -> None:
-        if self.publisher.taken(message):
+        if self.out.taken(message):
             self._everywhere.set()
 
     async def publish(self, version: int) -> None:
         """Returns once every engine has them."""
         self._everywhere.clear()
         self._weights.train(version, ())
-        await self.publisher.publish(version, 1, self._weights)
+        await self.intents.before_publish(version)
+        await self.out.publish(version, 1, self._weights)
         await self._everywhere.wait()
 
     def ask(self, number: int):
@@ -199,23 +202,28 @@ class Bed:
         """The second version, whose circuits are there before it: the first one shows who pulls from whom. The requests wait for it on
         one engine, as the others are held on the first version while they are asked."""
         await self.trainer.publish(1)
-        publisher, others = self.trainer.publisher, [name for name in ENGINES if name != SOURCE]
+        others = [name for name in ENGINES if name != SOURCE]
         await self._hold(others, 1, PATIENCE_S)
         self.asked = [self.trainer.ask(number) for number in range(NUM)]
         running = self.proxy.requests.running
         await until(lambda: [each.engine for each in running.values()] == NUM * [SOURCE])
         await self._hold(others, 1, 0)
-        await publisher.intend("weight_sync", 2, AHEAD_S)
+        await self.trainer.intents.intend("weight_sync", 2, AHEAD_S)
         await until(lambda: "weight_sync" in self.controller._templates.book.phases)
         planned = self.controller._templates.book.phases["weight_sync"].traffic
         await until(lambda: self.lit() == by_pods(_matrix(planned)))
         self.mark()
         lit = self.lit()
         await self.trainer.publish(2)
-        await publisher.intend(
+        await self.trainer.intents.intend(
             "rollout", 2
         )  # the first one: nobody knows yet how long it lasts, so no phase is expected to follow
-        return {"announced": _matrix(planned), "lit": lit, "sent": self.sent(), "weights_bytes": publisher.size_bytes}
+        return {
+            "announced": _matrix(planned),
+            "lit": lit,
+            "sent": self.sent(),
+            "weights_bytes": self.trainer.out.size_bytes,
+        }
 
     async def _hold(self, engines: list[str], version: int, for_s: float) -> None:
         asks = [self.trainer.ref(name).ask(HoldWeights(version, 1, for_s), timeout=PATIENCE_S) for name in engines]
