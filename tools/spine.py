@@ -56,9 +56,9 @@ WORDS = {
 """Mechanism → its words, singly and as parts of names: `_affinity`, `PrefillStage`, `with_permit`."""
 
 BOUNDS: dict[str, tuple[int, ...]] = {
-    "files": (155, 134),
-    "lines": (31500, 29010),
-    "mentions": (453, 20),
+    "files": (155, 134, 122),
+    "lines": (31500, 29010, 27000),
+    "mentions": (453, 20, 11),
 }
 """Figure → the bounds that it has had. The last holds; a new one is lower than that, and is appended."""
 
