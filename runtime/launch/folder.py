@@ -212,7 +212,7 @@ class RunFolder:
     def close(self) -> None:
         """Release the folder; the sockets go, everything else stays, and what was to be replaced is back unless `commit` came."""
         if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+            _clear(self._sockets)
         if self._lock is not None:
             self._bring_back()
             self._lock.close()
@@ -227,7 +227,7 @@ class RunFolder:
                 raise
             return None
         if Path(previous.sockets).name.startswith(PREFIX):
-            shutil.rmtree(previous.sockets, ignore_errors=True)
+            _clear(Path(previous.sockets))
         return previous
 
     def _take_lock(self) -> None:
@@ -378,3 +378,12 @@ def write_keys(folder: Path, keys: RunKeys) -> None:
         write_private(folder / KEYS_FILE, keys)
     except OSError as error:
         raise LaunchError(f"the keys can't be written to {folder}: {error.strerror}.") from error
+
+
+def _clear(folder: Path) -> None:
+    """Remove a private folder of sockets. It is renamed first, or a process that still dies would make a file in it meanwhile."""
+    gone = folder.with_name(f"{folder.name}.gone")
+    with suppress(OSError):
+        folder.rename(gone)
+    for each in (gone, folder):
+        shutil.rmtree(each, ignore_errors=True)

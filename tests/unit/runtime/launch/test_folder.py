@@ -28,12 +28,15 @@ def killed(tmp_path):
 def test_sockets_of_a_killed_launch_are_cleared_away_by_the_next(killed, how):
     path, sockets = killed
     (sockets / "redis.sock").touch()
+    half = sockets.with_name(f"{sockets.name}.gone")  # a launch that was killed while it cleared
+    half.mkdir()
 
     again = RunFolder(path)
     card = again.open(resume=how == "resume", force=how == "force")
     again.close()
 
     assert not sockets.exists()
+    assert not half.exists()
     assert not Path(card.sockets).exists()
 
 
