@@ -143,6 +143,7 @@ def test_both_modes_agree_within_3_percent_on_48_gpus_across_steps():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("arm", "degree"),
     [(OFF, 2), (OFF, 8), (REBALANCE, 2), (REBALANCE, 8), (FORECAST, 2)],
