@@ -1,6 +1,6 @@
 """Makes the quickstart's base model: a tiny Qwen3 that knows the answer format and nothing of the game.
 
-`python -m actors.training.base_model RUN_DIR` reads the run's config and fills `model.path` in the run folder, once.
+`python -m rubato.actors.training.base_model RUN_DIR` reads the run's config and fills `model.path` in the run folder, once.
 Progress goes to standard output as JSON lines. The warm-up shows random walks on random boards: which answer is good on
 which board is not in it. What was made is kept in the user's cache for later runs of this code and seed.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from runtime.config.source import read
+from rubato.runtime.config.overrides import read
 
 ACTIONS = ("left", "down", "right", "up")
 CELLS = "FHGP"
@@ -161,14 +161,7 @@ def _compose_rows(embeddings: Any, tokenizer: Any) -> None:
 
 
 def teach(
-    model: Any,
-    tokenizer: Any,
-    texts: Iterator[str],
-    progress: Callable[[float], None],
-    *,
-    steps: int,
-    batch: int,
-    ramp: int = 1,
+    model: Any, tokenizer: Any, texts: Iterator[str], progress: Callable[[float], None], *, steps: int, batch: int, ramp: int = 1
 ) -> None:
     """Next-token training on what stands between ASSISTANT and END in `texts`; the learning rate rises over `ramp` steps."""
     import torch
@@ -242,7 +235,7 @@ def main(argv: Sequence[str], maker: Maker = make) -> int:
     config = read(folder / "config.yaml").filled_in().tree
     target = folder / config["model"]["path"]
     if not target.resolve().is_relative_to(folder.resolve()):
-        _tell(f"{target}, named by model.path", 1.0)  # somebody else's: read, never written
+        _tell(f"{target}, named by model.path", 1.0)  # outside the run folder: read, never written
     elif config.get("train", {}).get("kind") == "scripted":
         write_tokenizer(target)
         _tell("a tokenizer, and no model: the trainer is scripted", 1.0)

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from actors.checkpoints.model_folder import num_parameters, vocab_size_of
-from actors.cluster.lease import TRAINING, GivenUp
-from actors.config import LOSSES, CheckSection, ModelSection, TrainSection
-from actors.messages.generation import Completion, Generate, Sampling, WeightsNeed, why_early
-from actors.messages.samples import SPREAD, Trajectory
-from actors.report.breakdown import SHOWN, left_out
-from actors.training.engine import TrainError
-from actors.training.hooks import StepHook, TrainedStep
-from bus.errors import AskFailed
-from bus.message import pack_i32, unpack_f32, unpack_i32
-from runtime.courier import Ref
+from rubato.actors.checkpoints.model_folder import num_parameters, vocab_size_of
+from rubato.actors.cluster.lease import TRAINING, GivenUp, Held
+from rubato.actors.config import LOSSES, CheckSection, ModelSection, TrainSection
+from rubato.actors.messages.generation import Completion, Generate, Sampling, WeightsNeed, why_early
+from rubato.actors.messages.samples import SPREAD, Trajectory
+from rubato.actors.report.breakdown import SHOWN, left_out
+from rubato.actors.training.engine import TrainError
+from rubato.actors.training.hooks import StepHook, TrainedStep
+from rubato.bus.errors import AskFailed
+from rubato.bus.message import pack_i32, unpack_f32, unpack_i32
+from rubato.runtime.courier import Ref
 
 if TYPE_CHECKING:
-    from actors.training.trainer import Trainer
+    from rubato.actors.training.trainer import Trainer
 
 PROMPT_TOKENS = 8
 FULL_ROWS = 2
@@ -92,11 +92,10 @@ class LogprobCheck(StepHook):
             wait.update(holder="")
             dtype = coarser_dtype(config.model, config.train)
             async with actor.lease(TRAINING) as held:
-                found = at_1 = await held.compute(
-                    compare_logprobs, sampled, step, partial(engine.logprobs, temperature=temperature)
-                )
+                found = at_1 = await held.compute(compare_logprobs, sampled, step, partial(engine.logprobs, temperature=temperature))
                 if temperature not in (0.0, 1.0) and not agree(found, config.check, dtype):
                     at_1 = await held.compute(compare_logprobs, sampled, step, engine.logprobs)
+                await self.compared(held, sampled, step, found)
         told = require_agreement(found, at_1, config.check, dtype, temperature=temperature, agreed_before=self._agreed)
         if silent := {reply.engine for _, reply in sampled} - {difference.name for difference in found}:
             raise NotCompared(f"{', '.join(sorted(silent))} sampled no token under version {step}")
@@ -105,6 +104,9 @@ class LogprobCheck(StepHook):
             actor.notice(told, good=True)
         self._agreed = True
         return True
+
+    async def compared(self, held: Held, sampled: Sequence[tuple[list[int], Completion]], step: int, found: "Sequence[Difference]") -> None:
+        """What else is to be seen in what engines sampled; they were compared, and may turn out to disagree. Raises TrainError."""
 
 
 class Concerns(StepHook):
@@ -123,6 +125,8 @@ class Concerns(StepHook):
     def _of_config(self) -> list[str]:
         config, folder = self.trainer.config, self.trainer.run.folder
         count = num_parameters(folder / config.model.path) if config.train.has_model else 0
+        if config.train.lora is not None:  # what counts is how many are trained
+            count = self.trainer.engine.image_bytes() // (2 if config.model.dtype == "bfloat16" else 4)
         said = [lr_concern(config.train.lr, count) if count else "", clip_concern(config.train)]
         said.append(best_concern(keep_best=config.checkpoint.keep_best, every=config.eval.every))
         return [each for each in said if each]
@@ -172,15 +176,7 @@ class Difference(NamedTuple):
 
 
 async def sample_random_prompts(
-    proxy: Ref,
-    section: CheckSection,
-    *,
-    vocab_size: int,
-    version: int,
-    key: str,
-    seed: int,
-    temperature: float = 1.0,
-    max_len: int = 0,
+    proxy: Ref, section: CheckSection, *, vocab_size: int, version: int, key: str, seed: int, temperature: float = 1.0, max_len: int = 0
 ) -> list[tuple[list[int], Completion]]:
     """Completions of random prompts under weights no older than `version`: off any task, so every weight matters.
 
@@ -214,9 +210,7 @@ async def sample_random_prompts(
 
 
 def compare_logprobs(
-    sampled: Sequence[tuple[list[int], Completion]],
-    version: int,
-    logprobs: Callable[[list[list[int]]], list[list[float]]],
+    sampled: Sequence[tuple[list[int], Completion]], version: int, logprobs: Callable[[list[list[int]]], list[list[float]]]
 ) -> list[Difference]:
     """Recompute what engines reported of tokens sampled under `version`; those that differ most come first. Blocks: offload it."""
     completions = [unpack_i32(reply.tokens.ids) for _, reply in sampled]
@@ -247,13 +241,7 @@ def agree(found: Sequence[Difference], section: CheckSection, dtype: str) -> boo
 
 
 def require_agreement(
-    found: Sequence[Difference],
-    at_1: Sequence[Difference],
-    section: CheckSection,
-    dtype: str,
-    *,
-    temperature: float,
-    agreed_before: bool,
+    found: Sequence[Difference], at_1: Sequence[Difference], section: CheckSection, dtype: str, *, temperature: float, agreed_before: bool
 ) -> str:
     """A sentence for the user. Raises TrainError, with the likely cause and the tokens that differ most, where they see other policies.
 
@@ -264,17 +252,10 @@ def require_agreement(
     if agree(found, section, dtype):
         return f"trainer and engine agree: {measured}"
     limit = section.limit_float32 if dtype == "float32" else section.limit_bfloat16
-    cause = why_apart(
-        name, agreed_before=agreed_before, agrees_at_1=agree(at_1, section, dtype), temperature=temperature
-    )
-    worst = [
-        f"{d.prompt:6d}  {d.position:8d}  {d.token:5d}  {d.engine:10.5f}  {d.trainer:10.5f}  {d.gap:.2e}"
-        for d in found[:WORST_SHOWN]
-    ]
+    cause = why_apart(name, agreed_before=agreed_before, agrees_at_1=agree(at_1, section, dtype), temperature=temperature)
+    worst = [f"{d.prompt:6d}  {d.position:8d}  {d.token:5d}  {d.engine:10.5f}  {d.trainer:10.5f}  {d.gap:.2e}" for d in found[:WORST_SHOWN]]
     lines = ["prompt  position  token   engine      trainer     |Δ|", *worst]
-    raise TrainError(
-        f"trainer and engine disagree: {measured}, limit {limit:.0e} ({dtype}). {cause}\n" + "\n".join(lines)
-    )
+    raise TrainError(f"trainer and engine disagree: {measured}, limit {limit:.0e} ({dtype}). {cause}\n" + "\n".join(lines))
 
 
 class MismatchWatch:
@@ -318,7 +299,7 @@ def why_apart(engine: str, *, agreed_before: bool, agrees_at_1: bool, temperatur
     return "Check that both load the same model folder, and compute in the same dtype."
 
 
-# -- what the user is told of -----------------------------------------------------------------------------------------
+# -- warnings to the user ---------------------------------------------------------------------------------------------
 
 SPREADLESS_STEPS = 5
 """Steps in a row without any reward spread before the user hears of it: a batch or two may be so by chance."""
@@ -419,9 +400,7 @@ def spreadless_cause(groups: Sequence[Sequence[Trajectory]]) -> str:
 ROUNDING = 1e-12
 """Sums of the same numbers in another order may differ by this share."""
 
-COLLAPSED = (
-    "the policy gives one answer all of its probability (policy/entropy), and a lower train.lr may keep it from that"
-)
+COLLAPSED = "the policy gives one answer all of its probability (policy/entropy), and a lower train.lr may keep it from that"
 
 
 def _differ_between(groups: Sequence[Sequence[Trajectory]], *, same: bool) -> str:
@@ -480,7 +459,7 @@ class UpdateWatch:
                 self._idle = 0
 
     def step(self, metrics: Mapping[str, float]) -> list[str]:
-        """What is to be told of the step with these metrics."""
+        """Warnings about the step with these metrics."""
         self._steps += 1
         if why := idle_cause(metrics, self._train):
             self._idle += 1
@@ -517,9 +496,7 @@ def idle_cause(metrics: Mapping[str, float], train: TrainSection) -> str:
         return ""
     own = f"train.loss={train.loss}" if ":" in train.loss else ""
     if metrics.get("optim/skipped", 0.0) > 0:
-        look = (
-            f"look for NaN and infinity in what {own} returns" if own else "lower train.lr, or try train.dtype=float32"
-        )
+        look = f"look for NaN and infinity in what {own} returns" if own else "lower train.lr, or try train.dtype=float32"
         return f"every optimiser step was left out, as its gradient was not finite (optim/skipped): {look}."
     if is_flat(metrics):
         return ""

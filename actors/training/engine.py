@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from actors.messages.samples import Trajectory
+from rubato.actors.messages.samples import Trajectory
 
 
 class StepResult(NamedTuple):
@@ -57,7 +57,8 @@ class TrainEngine(Protocol):
     def export(self, memory: memoryview) -> Callable[[], None]:
         """Write the weights into `memory`, of `image_bytes`: one safetensors image with HF names. `train` may follow at once.
 
-        The image is whole when what this returns was called, from any thread; that comes before the next `export`.
+        The image is whole when what this returns was called, from any thread; that comes before the next `export`. Either of them raises
+        TrainError, one sentence, where a tensor holds NaN or infinity.
         """
         ...
 
@@ -91,7 +92,7 @@ class TrainError(Exception):
 
 
 TRAIN_ENGINES: Mapping[str, str] = {
-    "torch": "actors.training.torch_train:TorchTrainEngine",
-    "scripted": "actors.scripted.train_engine:ScriptedTrainEngine",
+    "torch": "rubato.actors.training.torch_train:TorchTrainEngine",
+    "scripted": "rubato.actors.scripted.train_engine:ScriptedTrainEngine",
 }
 """`train.kind` → class, built as `Class(ModelSection, TrainSection, steps=…, seed=…)`; imported only when it is chosen."""

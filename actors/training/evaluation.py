@@ -13,19 +13,19 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from actors.config import EvalSection
-from actors.messages.engines import GENERATION
-from actors.messages.samples import EvalResult, Evaluate
-from actors.messages.weights import HoldWeights
-from actors.training.hooks import StepHook
-from actors.training.publishing import BUFFER
-from actors.training.rows import Rows
-from bus.errors import AskFailed
-from runtime.actor import Actor
-from runtime.observe.trace import wall_s
+from rubato.actors.config import EvalSection
+from rubato.actors.messages.generation import GENERATION
+from rubato.actors.messages.samples import EvalResult, Evaluate
+from rubato.actors.messages.weights import HoldWeights
+from rubato.actors.training.hooks import StepHook
+from rubato.actors.training.publishing import BUFFER
+from rubato.actors.training.rows import Rows
+from rubato.bus.errors import AskFailed
+from rubato.runtime.actor import Actor
+from rubato.runtime.observe.trace import wall_s
 
 if TYPE_CHECKING:
-    from actors.training.trainer import Trainer
+    from rubato.actors.training.trainer import Trainer
 
 SHARE: Final = 8
 """One engine in this many evaluates while training goes on; the least is one. After the last step all do."""
@@ -193,7 +193,7 @@ class HeldOut:
         await self._settled.wait()
 
     def settle(self) -> None:
-        """Whoever is about to leave waits for no engine."""
+        """End that wait: the trainer is about to leave."""
         self._settled.set()
 
     def left(self, names: Sequence[str]) -> None:
@@ -266,9 +266,7 @@ class HeldOut:
             if not held:
                 return False
         if found.failed and lost:
-            samples = (
-                self._actor.run.folder / "evals" / f"{request.version}.jsonl"
-            )  # of an evaluation that does not count
+            samples = self._actor.run.folder / "evals" / f"{request.version}.jsonl"  # of an evaluation that does not count
             await self._actor.offload(partial(samples.unlink, missing_ok=True))
             return False
         await self._keep(found, asyncio.get_running_loop().time() - began)
@@ -300,9 +298,7 @@ class HeldOut:
         row = figures(found, self._section)
         self._result = {f"eval/{name}": value for name, value in row.items()}
         self._actor.log.info("evaluated", **row)
-        await self._actor.on_disk(
-            self._actor.run.folder, self._rows.append, row | {"time_s": seconds, "unix_s": wall_s()}
-        )
+        await self._actor.on_disk(self._actor.run.folder, self._rows.append, row | {"time_s": seconds, "unix_s": wall_s()})
         total = row["num"] + row["failed"]
         if found.failed > FAILED_SHARE * total:
             self._actor.notice(

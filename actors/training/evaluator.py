@@ -4,16 +4,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actors.checkpoints import checkpoint as checkpoints
-from actors.checkpoints.model_folder import check_model_folder
-from actors.messages.weights import WeightsTaken
-from actors.training.evaluation import HeldOut
-from actors.training.publishing import Publisher
-from actors.training.trainer import Trainer
-from actors.weights.blobs import BlobSender
-from runtime.actor import Actor, handler
-from runtime.config import Section
-from runtime.kernel import Kernel
+from rubato.actors.adapters.shapes import WEIGHTS as ADAPTER_WEIGHTS
+from rubato.actors.checkpoints import checkpoint as checkpoints
+from rubato.actors.checkpoints.model_check import check_model_folder
+from rubato.actors.checkpoints.model_folder import ADAPTER_CONFIG, WEIGHTS
+from rubato.actors.messages.weights import WeightsTaken
+from rubato.actors.training.evaluation import HeldOut
+from rubato.actors.training.publishing import Publisher
+from rubato.actors.training.trainer import Trainer
+from rubato.actors.weights.blobs import BlobSender
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.config import Section
+from rubato.runtime.kernel import Kernel
 
 EPOCH = 1
 """Of what it publishes: above that of the model with which engines begin."""
@@ -23,7 +25,7 @@ class EvaluateSection(Section):
     """What `rubato eval` evaluates."""
 
     models: tuple[str, ...] = ()
-    """Model folders, checkpoints in the order of their steps; engines begin with the first."""
+    """Model folders, checkpoints in the order of their steps; engines begin with the first, or with the base model of adapters."""
 
 
 class Evaluator(Actor):
@@ -70,7 +72,8 @@ class Evaluator(Actor):
         for model in map(Path, self.config.evaluate.models):
             step = await self.offload(step_of, model)
             if step:
-                await self._out.publish(step, EPOCH, StoredWeights(model / "model.safetensors"))
+                file = ADAPTER_WEIGHTS if (model / ADAPTER_CONFIG).exists() else WEIGHTS
+                await self._out.publish(step, EPOCH, StoredWeights(model / file))
                 await self._out.announced()
             await self._held_out.evaluate(step, EPOCH if step else 0, num, share=1)
             if not self._held_out.take():

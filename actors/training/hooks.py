@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
-from actors.config import CheckSection, ClusterSection, EvalSection, LoggingSection, RolloutSection
-from actors.messages.samples import Trajectory
-from actors.plugins import STEP_HOOKS_OF_PEERS, step_hooks
-from actors.training.engine import TrainError
-from runtime.config import ActorConfig
-from runtime.errors import ConfigError
-from runtime.importer import check_module, load_class
+from rubato.actors.config import CheckSection, ClusterSection, EvalSection, LoggingSection, RolloutSection
+from rubato.actors.messages.samples import Trajectory
+from rubato.actors.plugins import STEP_HOOKS_OF_PEERS, step_hooks
+from rubato.actors.training.engine import TrainError
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.errors import ConfigError
+from rubato.runtime.importer import check_module, load_class
 
 if TYPE_CHECKING:
-    from actors.training.trainer import Trainer
+    from rubato.actors.training.trainer import Trainer
 
 KEY = "train.hooks"
 
@@ -38,7 +38,7 @@ class TrainedStep(NamedTuple):
     step: int
     groups: Sequence[Sequence[Trajectory]]
     metrics: Mapping[str, float]
-    """Of the training itself, by their names in metrics.jsonl."""
+    """Metrics of the training itself, by their names in metrics.jsonl."""
 
 
 class StepHook:
@@ -99,7 +99,7 @@ class StepHook:
 
 
 class Hooks:
-    """Those of one trainer, in the order in which they are called."""
+    """Hooks of one trainer, in the order in which they are called."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
@@ -135,7 +135,7 @@ class Hooks:
             self._trainer.leaving.set()
 
     async def figures(self, version: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """What the hooks have for a row once `version` is published, own figures last. Raises TrainError for what is no figure."""
+        """Metrics of the hooks for a row once `version` is published, own figures last. Raises TrainError for what is no figure."""
         found: dict[str, float] = {}
         for hook in reversed(self._hooks):
             given = await self._call(hook, StepHook.after_publish.__name__, version, metrics)

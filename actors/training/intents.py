@@ -6,13 +6,13 @@ from contextlib import suppress
 from statistics import median
 from typing import TYPE_CHECKING
 
-from actors.messages.engines import GENERATION
-from actors.messages.fabric import Phase, PhaseIntent
-from actors.training.hooks import StepHook, TrainedStep
-from bus.errors import AskFailed
+from rubato.actors.messages.fabric import Phase, PhaseIntent
+from rubato.actors.messages.generation import GENERATION
+from rubato.actors.training.hooks import StepHook, TrainedStep
+from rubato.bus.errors import AskFailed
 
 if TYPE_CHECKING:
-    from actors.training.trainer import Trainer
+    from rubato.actors.training.trainer import Trainer
 
 INTEND_S = 1.0
 """The fabric hears of phases ahead of time; a controller that takes longer hears of the next one."""

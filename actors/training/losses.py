@@ -5,17 +5,17 @@ Shapes: N sampled tokens of one micro-batch; G rollouts of a group. π is the po
 policy, around which ratios are clipped. `sequence_N` numbers each token's sequence from 0; a micro-batch holds whole sequences.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from actors.config import LOSSES, TrainSection
-from actors.messages.samples import SPREAD, has_spread
-from actors.training.engine import TrainError
-from runtime.errors import ConfigError
-from runtime.importer import load_configured, load_object
+from rubato.actors.config import LOSSES, TrainSection
+from rubato.actors.messages.samples import SPREAD, has_spread
+from rubato.actors.training.engine import TrainError
+from rubato.runtime.errors import ConfigError
+from rubato.runtime.importer import load_configured, load_object
 
 Rewards = Sequence[Sequence[float]]
 """Of each group of a batch, in the order of its rollouts."""
@@ -93,67 +93,11 @@ def clipped_loss(
 
     Sources: PPO (arXiv 1707.06347), section 3; its two separate bounds: DAPO (arXiv 2503.14476), section 3.1.
     """
-    return _clipped((logprobs_N - proximal_N).exp(), advantages_N, clip_low, clip_high)
+    return clipped((logprobs_N - proximal_N).exp(), advantages_N, clip_low, clip_high)
 
 
-def dual_clipped_loss(
-    logprobs_N: torch.Tensor,
-    proximal_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    sequence_N: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-) -> TokenLoss:
-    """As `clipped_loss`, but where A < 0 no more than -dual_clip·A: a ratio far above 1 pushes no harder than that.
-
-    Source: Mastering Complex Control in MOBA Games (arXiv 1912.09729), the dual-clip PPO objective.
-    """
-    loss_N, clipped_N = _clipped((logprobs_N - proximal_N).exp(), advantages_N, clip_low, clip_high)
-    most_N = -dual_clip * advantages_N
-    beyond_N = (advantages_N < 0) & (loss_N > most_N)
-    return TokenLoss(torch.where(beyond_N, most_N, loss_N), clipped_N.masked_fill(beyond_N, 1.0))
-
-
-def gspo_loss(
-    logprobs_N: torch.Tensor,
-    proximal_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    sequence_N: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLoss:
-    """As `clipped_loss` with one ratio per sequence: exp of the mean of ln(π/p) over its tokens; each token carries its sequence's loss.
-
-    Source: GSPO (arXiv 2507.18071), section 4.1.
-    """
-    difference_N = logprobs_N - proximal_N
-    ones_N = torch.ones_like(difference_N)
-    mean_N = _sums(difference_N, sequence_N) / _sums(ones_N, sequence_N)
-    return _clipped(mean_N.exp(), advantages_N, clip_low, clip_high)
-
-
-def cispo_loss(
-    logprobs_N: torch.Tensor,
-    proximal_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    sequence_N: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLoss:
-    """-w·A·ln π with the constant w = clip(π/p, 1 - low, 1 + high): every token keeps a gradient, clipped or not.
-
-    Source: MiniMax-M1 (arXiv 2506.13585), section 3.1.
-    """
-    ratio_N = (logprobs_N.detach() - proximal_N).exp()
-    held_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return TokenLoss(-held_N * advantages_N * logprobs_N, (ratio_N - held_N).sign())
-
-
-def _clipped(ratio_N: torch.Tensor, advantages_N: torch.Tensor, clip_low: float, clip_high: float) -> TokenLoss:
+def clipped(ratio_N: torch.Tensor, advantages_N: torch.Tensor, clip_low: float, clip_high: float) -> TokenLoss:
+    """-min(r·A, clip(r, 1 - low, 1 + high)·A) of ratios r."""
     free_N, held_N = ratio_N * advantages_N, ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_N
     side_N = (ratio_N.detach() - 1.0).sign() * (free_N > held_N)
     return TokenLoss(-torch.minimum(free_N, held_N), side_N)
@@ -180,16 +124,14 @@ MOST_LOG_WEIGHT = 20.0
 """Importance weights end at e^±20, so that sums of their squares stay finite in float32."""
 
 
-def importance_weights(
-    policy_N: torch.Tensor, behaviour_N: torch.Tensor, sequence_N: torch.Tensor, *, level: str
-) -> torch.Tensor:
+def importance_weights(policy_N: torch.Tensor, behaviour_N: torch.Tensor, sequence_N: torch.Tensor, *, level: str) -> torch.Tensor:
     """π/μ of each token, or with level=sequence the product of these over its sequence; from log-probabilities.
 
     Source: decoupled objective, Batch size-invariance (arXiv 2110.00641), section 3, and AReaL (arXiv 2505.24298), section 5.2.
     """
     difference_N = policy_N - behaviour_N
     if level == "sequence":
-        difference_N = _sums(difference_N, sequence_N)
+        difference_N = sequence_sums(difference_N, sequence_N)
     return difference_N.clamp(-MOST_LOG_WEIGHT, MOST_LOG_WEIGHT).exp()
 
 
@@ -209,7 +151,7 @@ def k3(log_ratio_N: torch.Tensor) -> torch.Tensor:
     return log_ratio_N.exp() - 1.0 - log_ratio_N
 
 
-def _sums(values_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:
+def sequence_sums(values_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:
     """Of each token's sequence."""
     if not len(values_N):
         return values_N
@@ -248,29 +190,32 @@ class Figures:
     """Sums over the tokens of a step."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
+        self.sums: dict[str, float] = {}
+        """By the name under which they are added."""
         self.num_updates = 0
 
     def add(self, **values: "float | torch.Tensor") -> None:
         for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(value)
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
 
     def mean(self, name: str, over: str = "n", *, default: float | None = None) -> dict[str, float]:
         """`name` over as many as `over` says; nothing where that is none."""
-        count = self._sums.get(over, 0.0)
-        if name not in self._sums or not count:
+        count = self.sums.get(over, 0.0)
+        if name not in self.sums or not count:
             return {} if default is None else {f"policy/{name}": default}
-        return {f"policy/{name}": self._sums[name] / count}
+        return {f"policy/{name}": self.sums[name] / count}
 
     def metrics(self) -> dict[str, float]:
         """By their names in metrics.jsonl. What says nothing is left out: docs/learning.md has which, and when."""
-        sums = self._sums
+        sums = self.sums
         found = {"policy/loss": sums.get("loss", 0.0) / max(1, self.num_updates)}
         for name in ("entropy", "clip_frac", "clip_high_frac"):
             found |= self.mean(name, default=0.0)
         found |= self.mean("kl", "known", default=0.0) | self.mean("ratio_mean", "known", default=1.0)
         found |= self.mean("fresh_frac", "known", default=0.0) | self.mean("mismatch_kl", "fresh_frac")
         found |= self.mean("is_mean", "weighed") | self.mean("is_capped_frac", "weighed") | self.mean("kl_ref")
+        if "router_imbalance" in sums:
+            found["policy/router_imbalance"] = sums["router_imbalance"] / max(1, self.num_updates)
         if squares := sums.get("squares", 0.0):
             found["policy/ess"] = sums["weights"] ** 2 / (sums["known"] * squares)
         return found
@@ -309,9 +254,7 @@ class Objective:
         figures.add(n=len(now_N), loss=total.detach(), clip_frac=all_clipped, clip_high_frac=above)
         return total
 
-    def _corrected(
-        self, tokens: LossTokens, policies: Policies, figures: Figures
-    ) -> tuple[torch.Tensor, torch.Tensor | float]:
+    def _corrected(self, tokens: LossTokens, policies: Policies, figures: Figures) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Log-probs of the policy that ratios are taken to, and a constant that the loss of each token is multiplied by.
 
         Around the policy that sampled, the ratio is the importance weight itself: a weight that is cut is a ratio to a policy closer by.
@@ -350,12 +293,7 @@ class LossFunction(Protocol):
     """A loss with its clips set."""
 
     def __call__(
-        self,
-        logprobs_N: torch.Tensor,
-        proximal_N: torch.Tensor,
-        advantages_N: torch.Tensor,
-        sequence_N: torch.Tensor,
-        /,
+        self, logprobs_N: torch.Tensor, proximal_N: torch.Tensor, advantages_N: torch.Tensor, sequence_N: torch.Tensor, /
     ) -> TokenLoss: ...
 
 
@@ -368,18 +306,4 @@ def _load(section: TrainSection) -> LossFunction:
         own = load_configured(section.loss, key="train.loss")
     except ConfigError as error:
         raise TrainError(str(error)) from error
-    return partial(_own_loss, section.loss, own, clips)
-
-
-def _own_loss(name: str, own: Any, clips: Mapping[str, Any], *tensors_N: torch.Tensor) -> TokenLoss:
-    """A user's function: it gets what ours get, and returns [N] numbers, or such and where it clipped."""
-    try:
-        found = own(*tensors_N, **clips)
-    except Exception as error:
-        raise TrainError(f"train.loss={name} raised {type(error).__name__}: {error}") from error
-    loss_N, clipped_N = cast("Any", found) if isinstance(found, tuple) else (found, torch.zeros_like(tensors_N[0]))
-    if not isinstance(loss_N, torch.Tensor) or loss_N.shape != tensors_N[0].shape or not loss_N.requires_grad:
-        what = tuple(loss_N.shape) if isinstance(loss_N, torch.Tensor) else type(loss_N).__name__
-        wanted = f"one number with a gradient for each of the {len(tensors_N[0])} tokens"
-        raise TrainError(f"train.loss={name} returned {what}, not {wanted}")
-    return TokenLoss(loss_N, clipped_N)
+    return partial(load_object("rubato.actors.training.variants:own_loss"), section.loss, own, clips)

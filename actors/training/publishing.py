@@ -1,15 +1,16 @@
-"""What the trainer gives out: versions of the weights."""
+"""Publication of the trainer's weights, version by version."""
 
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 
-from actors.messages.engines import GENERATION
-from actors.messages.samples import Advance, PolicyState
-from actors.messages.weights import WeightsPublished, WeightsTaken
-from actors.weights.transport import Announce, WeightsSender, WeightsSource, WeightsVersion
-from bus.errors import AskFailed
-from runtime.actor import Actor
+from rubato.actors.messages.generation import GENERATION
+from rubato.actors.messages.samples import Advance, PolicyState
+from rubato.actors.messages.weights import WeightsPublished, WeightsTaken
+from rubato.actors.training.engine import TrainError
+from rubato.actors.weights.transport import Announce, WeightsSender, WeightsSource, WeightsVersion
+from rubato.bus.errors import AskFailed
+from rubato.runtime.actor import Actor
 
 ASK_S = 24 * 3600.0
 """Longest the sample buffer may take, its own restart and the Store's and a disk without room included, before training gives up."""
@@ -19,11 +20,11 @@ BUFFER, NODE = "sample_buffer", "node"
 
 
 TAKE_S = 5.0
-"""What engines may take at the end for a version that they have answered under."""
+"""Time that engines may take at the end for a version that they have answered under."""
 
 
 class Publisher:
-    """One trainer's outgoing side: versions of the weights leave by a WeightsSender, and who needs to know is told of each."""
+    """One trainer's outgoing side: versions of the weights leave by a WeightsSender, and each is announced."""
 
     def __init__(self, actor: Actor, sender: WeightsSender) -> None:
         self._actor = actor
@@ -34,26 +35,26 @@ class Publisher:
         """Versions that this trainer took out."""
         self.published: WeightsPublished | None = None
         """Announced last."""
-        self._announcing: asyncio.Task[PolicyState] | None = None
+        self._announcing: asyncio.Task[PolicyState | TrainError] | None = None
         self._taken: set[str] = set()
         self._heard = asyncio.Event()
 
     @property
     def size_bytes(self) -> int:
-        """Of the weights published last."""
+        """Size of the weights published last."""
         return self.published.size_bytes if self.published else 0
 
     @property
     def sizes(self) -> Mapping[str, float]:
-        """What a row carries of them."""
+        """Sizes for a row of metrics."""
         delta = self.published.delta_bytes if self.published else 0
         return {"weights/bytes": self.size_bytes, **({"weights/delta_bytes": delta} if delta else {})}
 
     async def publish(self, step: int, epoch: int, engine: WeightsSource) -> None:
         """Take version `step` out of `engine`, which may train on when this returns.
 
-        What is left goes on beside that: the version is written to its end, told to everybody, and the slots of its samples are freed. One
-        version at a time, so this waits for the one before.
+        What is left goes on beside that: the version is written to its end, announced, and the slots of its samples are freed. One
+        version at a time, so this waits for the one before. Raises TrainError for weights that are none, as `announced` does.
         """
         actor = self._actor
         started = asyncio.get_running_loop().time()
@@ -69,25 +70,33 @@ class Publisher:
         self._announcing = actor.spawn(announcing, name=f"{actor.name}.publish")
 
     async def announced(self) -> PolicyState | None:
-        """Return once the version that was published last is told to everybody: what the sample buffer answered. None where there is none."""
-        if self._announcing is None or self._announcing.done():
-            return self._announcing and self._announcing.result()
-        what = f"weights {self.version}"
-        with self._actor.waits.on(what, stage="publish", holder=NODE, detail="announced", blocks_actor=True):
-            return await asyncio.shield(self._announcing)
+        """Return once the version that was published last is announced: what the sample buffer answered. None where there is none."""
+        if self._announcing is None:
+            return None
+        if not self._announcing.done():
+            what = f"weights {self.version}"
+            with self._actor.waits.on(what, stage="publish", holder=NODE, detail="announced", blocks_actor=True):
+                await asyncio.shield(self._announcing)
+        found = self._announcing.result()
+        if isinstance(found, TrainError):
+            raise found
+        return found
 
-    async def _announce(self, advance: Advance, announce: Announce, started: float) -> PolicyState:
+    async def _announce(self, advance: Advance, announce: Announce, started: float) -> PolicyState | TrainError:
+        """An error is told to those that wait for the version: none reads what this raises."""
         actor, step = self._actor, advance.step
         with actor.waits.on(f"weights {step}", stage="publish", holder=NODE) as wait:
             with actor.trace.span("publish", "weights", version=step):
-                published = await announce()
-                del announce  # which holds the memory that the version was written into
+                try:
+                    published = await announce()
+                except TrainError as error:
+                    return error
+                finally:
+                    del announce  # which holds the memory that the version was written into
             assert published is not None  # of the first rank, which the actor is
             self.published, self._taken = published, set()
             told = {"delta_bytes": published.delta_bytes} if published.delta_bytes else {}
-            actor.log.info(
-                "weights_published", version=step, epoch=advance.epoch, size_bytes=published.size_bytes, **told
-            )
+            actor.log.info("weights_published", version=step, epoch=advance.epoch, size_bytes=published.size_bytes, **told)
             for name in actor.peers(GENERATION):
                 wait.update(holder=name)
                 with suppress(AskFailed):
@@ -112,7 +121,7 @@ class Publisher:
         return self._taken >= set(self._actor.peers(GENERATION))
 
     def disagreement(self, message: WeightsTaken) -> str:
-        """What is wrong where an engine computes with other tensors than were published; empty where nothing is known to be."""
+        """Sentence for the user where an engine computes with other tensors than were published; empty where nothing is known to be."""
         return self._sender.disagreement(message)
 
     async def taken_by_all(self) -> None:

@@ -1,6 +1,6 @@
 """Makes the base model of configs/reasoning.yaml: a tiny Qwen3 that can copy a text and reverse it, and mostly copies.
 
-`python -m actors.training.reversing_model RUN_DIR` fills `model.path` in the run folder, as base_model does for the quickstart.
+`python -m rubato.actors.training.reversing_model RUN_DIR` fills `model.path` in the run folder, as base_model does for the quickstart.
 Nothing in a prompt says which of the two is wanted: that is for the task's grader to teach.
 """
 
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.training.base_model import ASSISTANT, END, Progress, build, main, teach
+from rubato.actors.training.base_model import ASSISTANT, END, Progress, build, main, teach
 
 SYMBOLS = "abcdefghijklmoqrsuvwxyz0123456789"
 """Without n, p and t: no answer of the quickstart's game can be spelled, so each is one token."""

@@ -13,12 +13,12 @@ from typing import BinaryIO
 
 import msgspec
 
-from actors.messages.samples import Trajectory
-from actors.report.breakdown import breakdown
-from actors.training.engine import StepResult
-from runtime.observe.figures import busy_seconds, cpu_seconds
-from runtime.observe.trace import append_whole
-from runtime.registry import ActorRecord
+from rubato.actors.messages.samples import Trajectory
+from rubato.actors.report.breakdown import breakdown
+from rubato.actors.training.engine import StepResult
+from rubato.runtime.observe.figures import busy_seconds, cpu_seconds
+from rubato.runtime.observe.trace import append_whole
+from rubato.runtime.registry import ActorRecord
 
 OWN_PREFIXES = ("queue/", "fabric/", "tokens/", "attempts/", "length/", "task/")
 """Figures of other actors that a row carries under their own names."""
@@ -30,7 +30,7 @@ SUMS = (
 
 
 class Rows:
-    """Owned by the trainer alone: `truncate` takes the file over, and what a replaced trainer still adds lands in a file nobody reads."""
+    """Owned by the trainer alone: `truncate` takes the file over, and what a replaced trainer still adds lands in a file not read."""
 
     def __init__(self, path: Path, key: str = "step") -> None:
         self._path, self._key = path, key
@@ -186,11 +186,7 @@ def others_metrics(records: Sequence[ActorRecord]) -> dict[str, float]:
 def _weights_metrics(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of the slowest engine each: what a version's way takes, how long no step runs for it, and the least share of the way that is hidden."""
     told = [metrics for metrics in told if "weights/pull_s_p50" in metrics]
-    row = {
-        f"weights/{name}_s": max(metrics[f"weights/{name}_s_p50"] for metrics in told)
-        for name in ("transfer", "pull", "pause")
-        if told
-    }
+    row = {f"weights/{name}_s": max(metrics[f"weights/{name}_s_p50"] for metrics in told) for name in ("transfer", "pull", "pause") if told}
     hidden = [1.0 - m["weights/pause_s_p50"] / max(m["weights/pull_s_p50"], 1e-9) for m in told]
     return row | ({"weights/hidden_frac": max(0.0, min(hidden))} if hidden else {})
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from pathlib import Path
 from time import process_time
@@ -11,43 +11,31 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from pydantic import Field
 
-from actors.checkpoints import checkpoint as checkpoints
-from actors.checkpoints.checkpoint import CheckpointError, Replaced
-from actors.checkpoints.model_folder import check_device, check_model_folder, may_use_cuda, same_model
-from actors.cluster.lease import TRAINING, GivenUp, GivenUpMidway, Held, lease_of
-from actors.config import ModelSection, StalenessSection, TrainSection
-from actors.messages.samples import (
-    Advance,
-    Batch,
-    Claim,
-    Close,
-    Commit,
-    DrawEpoch,
-    Epoch,
-    PolicyState,
-    StepRaised,
-    Trajectory,
-)
-from actors.messages.weights import WeightsTaken
-from actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
-from actors.training.hooks import Hooks, HookSections, StepHook, TrainedStep, check_hooks
-from actors.training.publishing import ASK_S, BUFFER, Publisher
-from actors.training.rows import Rows, cpu_used, off_policy, own_metrics
-from actors.weights.blobs import BlobSender
-from runtime.actor import Actor, handler
-from runtime.config import RunSection, Section
-from runtime.errors import ActorFailed, ConfigError, has_no_room
-from runtime.importer import check_module, load_object
-from runtime.kernel import Kernel
-from runtime.observe.trace import wall_s
-from runtime.registry import list_actors
+from rubato.actors import plugins
+from rubato.actors.checkpoints import checkpoint as checkpoints
+from rubato.actors.checkpoints.checkpoint import CheckpointError, Replaced
+from rubato.actors.cluster.lease import TRAINING, GivenUp, GivenUpMidway, Held, lease_of
+from rubato.actors.config import ModelSection, StalenessSection, TrainSection
+from rubato.actors.messages.samples import Advance, Batch, Claim, Close, Commit, DrawEpoch, Epoch, PolicyState, StepRaised, Trajectory
+from rubato.actors.messages.weights import WeightsTaken
+from rubato.actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
+from rubato.actors.training.hooks import Hooks, HookSections, StepHook, TrainedStep
+from rubato.actors.training.publishing import ASK_S, BUFFER, Publisher
+from rubato.actors.training.rows import Rows, cpu_used, off_policy, own_metrics
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.config import RunSection, Section
+from rubato.runtime.errors import ActorFailed, has_no_room
+from rubato.runtime.importer import load_object
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.observe.trace import wall_s
+from rubato.runtime.registry import list_actors
 
 if TYPE_CHECKING:
-    from runtime.courier import Ref
+    from rubato.runtime.courier import Ref
 
 
 REFUSED = (TrainError, CheckpointError)
-"""What ends the run with its sentence; anything else that training raises may lie in the batch."""
+"""Errors that end the run with their sentence; anything else that training raises may lie in the batch."""
 
 
 class CheckpointSection(Section):
@@ -81,52 +69,30 @@ class Trainer(Actor):
     config: Config
 
     @classmethod
+    def brings(cls, tree: Mapping[str, Any]) -> Mapping[str, Any]:
+        return plugins.roles_of_trainer(tree)
+
+    @classmethod
     def check_host(cls, config: Any) -> None:
-        """What is not there would be found only after minutes of preparation: the device, what hooks need, and a loss of the user's own."""
-        check_device(config.model.device)
-        check_hooks(config)
-        if ":" in config.train.loss:
-            check_module(config.train.loss, key="train.loss")
+        plugins.load(plugins.TRAINER_HOST)(config)
 
     @classmethod
     def preflight(cls, config: Any, folder: Path) -> None:
-        """The model must be there before torch is even imported, and a run that goes on must fit what it has trained."""
-        newest = checkpoints.last(folder / "checkpoints")
-        if newest is not None and (step := checkpoints.step_of(newest)) > config.run.steps:
-            raise ConfigError(
-                f"run.steps is {config.run.steps}, and {folder} has trained {step} steps already. Give run.steps={step + 1} or more to go on."
-            )
-        if config.train.has_model:
-            model = folder / config.model.path
-            check_model_folder(model)
-            if newest is not None and not same_model(model, newest):
-                raise ConfigError(
-                    f"model.path={config.model.path} is another model than the one that {newest} was trained from: its config.json or "
-                    "tokenizer.json differs. Start another run for it."
-                )
-        if config.train.reference:
-            check_model_folder(folder / config.train.reference, key="train.reference")
+        plugins.load(plugins.TRAINER_FOLDER)(config, folder)
 
     @classmethod
     def preload(cls, config: Any) -> tuple[str, ...] | None:
-        """What it trains with; a loss of the user's own is not imported before."""
-        if config.train.kind != "torch":
-            return ()
-        transformers = "transformers.models.auto.modeling_auto"
-        return (
-            None
-            if may_use_cuda(config.model.device)
-            else ("torch", TRAIN_ENGINES["torch"].partition(":")[0], transformers)
-        )
+        return plugins.load(plugins.TRAINER_PRELOAD)(config)
 
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)
         self.engine: TrainEngine
         self.term = 0
-        """Of this trainer: one that takes over has a higher one."""
-        self.out = Publisher(self, BlobSender(self))
+        """Term of this trainer: one that takes over has a higher one."""
+        self.out = Publisher(self, plugins.load(plugins.weights_sender(config))(self))
         self.leaving = asyncio.Event()
         self._hooks = Hooks(self)
+        self._loop = asyncio.get_running_loop()
         self._buffer: Ref = self.ref(BUFFER)
         self._rows = Rows(self.run.folder / "metrics.jsonl")
         self._checkpoints = self.run.folder / "checkpoints"
@@ -136,7 +102,7 @@ class Trainer(Actor):
         self._torn = False
         self._began = self._last_row = 0.0
         self._off_policy: dict[str, float] = {}
-        """What the newest step showed, as Claim tells it."""
+        """Metrics of the newest step, as Claim carries them."""
         self._receipts: deque[tuple[int, float, bytes]] = deque()
         """(step, loop time of its binding, receipt) of the steps that the next checkpoint has to name."""
         self._writing: asyncio.Task[None] | None = None
@@ -202,9 +168,7 @@ class Trainer(Actor):
             self.finish(f"{why}. Put the checkpoint back, or start anew with --force.", failed=True)
             self._left.set()
             return False
-        self.notice(
-            f"going on after step {committed} with the weights of step {self._step}: the updates between are lost"
-        )
+        self.notice(f"going on after step {committed} with the weights of step {self._step}: the updates between are lost")
         self._step = self._saved = committed
         return True
 
@@ -296,9 +260,7 @@ class Trainer(Actor):
         if await self._save_due(step):
             await self._save()
 
-    async def _append_row(
-        self, step: int, result: StepResult, groups: list[list[Trajectory]], times: dict[str, float]
-    ) -> dict[str, float]:
+    async def _append_row(self, step: int, result: StepResult, groups: list[list[Trajectory]], times: dict[str, float]) -> dict[str, float]:
         now = asyncio.get_running_loop().time()
         seconds, self._last_row = now - self._last_row, now
         times |= {"time/step": seconds, "time/wall_s": self._rows.wall_s + now - self._began, "time/unix_s": wall_s()}
@@ -358,10 +320,7 @@ class Trainer(Actor):
         step, epoch = self._step, self.term
         await self._written()
         receipts = [receipt for number, _, receipt in self._receipts if number <= step]
-        with (
-            self.waits.on(f"checkpoint {step}", stage="checkpoint", blocks_actor=True),
-            self.trace.span("snapshot", "train", step=step),
-        ):
+        with self.waits.on(f"checkpoint {step}", stage="checkpoint", blocks_actor=True), self.trace.span("snapshot", "train", step=step):
             write = await self.offload(partial(self.engine.snapshot, epoch=epoch, receipts=receipts))
         self._writing = self.spawn(self._write(step, epoch, write), name=f"{self.name}.checkpoint")
 
@@ -379,14 +338,9 @@ class Trainer(Actor):
         """
         waiting = self._checkpoints / f"waiting_{step}.{epoch}"
         try:
-            with (
-                self.waits.on(f"checkpoint {step}", stage="checkpoint"),
-                self.trace.span("checkpoint", "train", step=step),
-            ):
+            with self.waits.on(f"checkpoint {step}", stage="checkpoint"), self.trace.span("checkpoint", "train", step=step):
                 await self.on_disk(self._checkpoints, write, waiting)
-                await self.on_disk(
-                    self._checkpoints, checkpoints.name, waiting, self._checkpoints / f"step_{step}", epoch
-                )
+                await self.on_disk(self._checkpoints, checkpoints.name, waiting, self._checkpoints / f"step_{step}", epoch)
         except CheckpointError as error:
             self.finish(str(error), failed=True)
             self.leaving.set()
@@ -420,8 +374,10 @@ class Trainer(Actor):
 
     def _build(self) -> TrainEngine:
         config = self.config
-        build = load_object(TRAIN_ENGINES[config.train.kind])
         train = config.train.resolved(alpha=self._policy.alpha, folder=self.run.folder)
+        if of_ranks := plugins.ranked_engine(config):
+            return plugins.load(of_ranks)(self, train, self._loop)
+        build = load_object(plugins.train_engine(config.train) or TRAIN_ENGINES[config.train.kind])
         return build(config.model, train, steps=self.run.steps, seed=self.run.seed)
 
     async def _trained(self, step: int, batch: Batch, held: Held) -> tuple[list[list[Trajectory]], StepResult]:
@@ -431,7 +387,7 @@ class Trainer(Actor):
         """
         try:
             return await held.run(self._parts(step, batch))
-        except (*REFUSED, GivenUp):
+        except (*REFUSED, GivenUp, ActorFailed):
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}"

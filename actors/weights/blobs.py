@@ -2,23 +2,16 @@
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from actors.checkpoints.model_folder import DIGEST_BYTES, Slice, read_header, sampled_slices, slice_digest, slice_of
-from actors.messages.engines import GENERATION
-from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
-from actors.weights.transport import Announce, WeightsMissing, WeightsPart, WeightsSource, WeightsVersion
-from bus.errors import AskFailed
-from planning.relay import plan, ring_sources, sources
-from runtime.actor import Actor
-from runtime.blobs.blob import BlobCorrupt, BlobInfo, BlobMissing, Draft, join_digests, piece_digests_beside
-from runtime.blobs.messages import FindNewest, Newest, NotPulled, PullBlob
-from runtime.blobs.patches import put_delta
-from runtime.kernel import NODE
-
-FIND_S = 10.0
-PULL_S = 1800.0
-"""Longer than the largest weights take on a slow link; dead sources are left after seconds."""
+from rubato.actors import plugins
+from rubato.actors.checkpoints.model_folder import DIGEST_BYTES, Slice, read_header, sampled_slices, slice_digest, slice_of
+from rubato.actors.messages.generation import GENERATION
+from rubato.actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
+from rubato.actors.weights.transport import Announce, WeightsMissing, WeightsPart, WeightsSource, WeightsVersion
+from rubato.runtime.actor import Actor
+from rubato.runtime.blobs.blob import BlobCorrupt, BlobInfo, BlobMissing, Draft, join_digests, piece_digests_beside
+from rubato.runtime.kernel import NODE
 
 SAMPLES_KEPT = 8
 """Versions whose sample stays, 256 KiB each: an engine may take one while the next are published."""
@@ -83,18 +76,14 @@ class BlobSender:
     async def _announce(self, sent: WeightsVersion, draft: Draft, whole: Callable[[], None]) -> WeightsPublished | None:
         actor, (adapter, version, term) = self._actor, sent
         await actor.offload(whole)
-        self._samples[adapter, term, version] = await actor.offload(
-            WeightsSample.of, draft.memory, actor.run.seed, version
-        )
+        self._samples[adapter, term, version] = await actor.offload(WeightsSample.of, draft.memory, actor.run.seed, version)
         while len(self._samples) > SAMPLES_KEPT:
             del self._samples[next(iter(self._samples))]
         digest = join_digests(await piece_digests_beside(draft.memory))
         shown = BlobInfo(blob_of(adapter), version, term, digest, len(draft.memory))
-        delta = await put_delta(actor.blobs, shown, draft.memory) if self._leave_host() else None
+        delta = await plugins.load(plugins.DELTAS)(actor.blobs, shown, draft.memory) if self._leave_host() else None
         info = await draft.publish(digest)
-        return WeightsPublished(
-            version, term, info.digest, info.size_bytes, adapter, delta_bytes=delta.size_bytes if delta else 0
-        )
+        return WeightsPublished(version, term, info.digest, info.size_bytes, adapter, delta_bytes=delta.size_bytes if delta else 0)
 
     def _leave_host(self) -> bool:
         """Whether weights go to another host: on this one, engines map them whole."""
@@ -120,13 +109,12 @@ class BlobReceiver:
     """
 
     def __init__(self, actor: Actor, *, by_rings: bool = False) -> None:
-        self._blobs, self._node, self._ref = actor.blobs, actor.node, actor.ref
-        self._find, self._peers = actor.directory.find, actor.peers
-        self._by_rings = by_rings
+        self._actor, self._by_rings = actor, by_rings
 
     async def newest(self, adapter: str) -> WeightsPublished | None:
         """What the trainer's host has; where that is ours, or does not answer, what we have."""
-        found = await self._elsewhere(adapter) or await self._blobs.newest(blob_of(adapter))
+        far = self._far()
+        found = (await far.newest(blob_of(adapter)) if far else None) or await self._actor.blobs.newest(blob_of(adapter))
         if found is None:
             return None
         return WeightsPublished(found.version, found.epoch, found.digest, found.size_bytes, adapter)
@@ -134,50 +122,24 @@ class BlobReceiver:
     async def receive(self, wanted: WeightsPublished) -> AsyncGenerator[WeightsPart]:
         """One part."""
         adapter = wanted.adapter
-        newest = await self._elsewhere(adapter)
         try:
-            if newest is not None and newest.version == wanted.version:
-                await self._bring(adapter, newest, self._home())
-            info, image = await self._blobs.get(blob_of(adapter), wanted.version)
+            if far := self._far():
+                await far.bring(blob_of(adapter), wanted.version)
+            info, image = await self._actor.blobs.get(blob_of(adapter), wanted.version)
         except (BlobMissing, BlobCorrupt) as error:
             raise WeightsMissing(str(error)) from error
         yield WeightsPart(WeightsPublished(info.version, info.epoch, info.digest, info.size_bytes, adapter), image)
 
-    async def _elsewhere(self, adapter: str) -> Newest | None:
-        """What the trainer's host has; None where that is ours, or does not answer."""
-        home = self._home()
-        if home == self._node or self._find(home) is None:
-            return None
-        try:
-            reply = await self._ref(home).ask(FindNewest(blob_of(adapter)), timeout=FIND_S)
-        except AskFailed:
-            return None
-        return reply if isinstance(reply, Newest) else None
+    def _far(self) -> Any:
+        """What brings blobs of the trainer's host, where that is another."""
+        home = home_of(self._actor)
+        return None if home == self._actor.node else plugins.load(plugins.RELAYED)(self._actor, home, by_rings=self._by_rings)
 
-    async def _bring(self, adapter: str, found: Newest, home: str) -> None:
-        """Along a relay tree or a ring; as what changed, where it may be had so. Raises BlobMissing."""
-        readers = {record.node for name in self._peers(GENERATION) if (record := self._find(name)) is not None}
-        hosts = {self._node} | (readers & set(self._peers("node")))
-        where = ring_sources(home, hosts, self._node) if self._by_rings else sources(plan(home, hosts), self._node)
-        ways = 2 if self._by_rings and len(where) > 1 else 1
-        request = PullBlob(
-            blob_of(adapter), found.version, found.epoch, found.digest, found.size_bytes, where, ways,
-            found.delta, found.delta_bytes,
-        )  # fmt: skip
-        try:
-            reply = await self._ref(self._node).ask(request, timeout=PULL_S)
-        except AskFailed as error:
-            raise BlobMissing(str(error)) from error
-        if isinstance(reply, NotPulled):
-            raise BlobMissing(reply.why)
 
-    def _home(self) -> str:
-        """The agent of the trainer's host; while the trainer is away, the launcher's."""
-        for name in self._peers("trainer"):
-            record = self._find(name)
-            if record is not None:
-                return record.node
-        return NODE
+def home_of(actor: Actor) -> str:
+    """The agent of the trainer's host; while the trainer is away, the launcher's."""
+    records = (actor.directory.find(name) for name in actor.peers("trainer"))
+    return next((record.node for record in records if record is not None), NODE)
 
 
 def blob_of(adapter: str) -> str:

@@ -2,35 +2,35 @@
 
 A transport is a pair of classes: a WeightsSender at each rank of the trainer, a WeightsReceiver at each engine. What travels is named by
 (adapter, version) and the trainer's term; the adapter "" is the whole model. Blobs of the host are the transport that is built in
-(`actors.weights.blobs`): there a version is one image. The contract allows for others: a version may come in parts, and a collective
+(`rubato.actors.weights.blobs`): there a version is one image. The contract allows for others: a version may come in parts, and a collective
 transport may have no image of it anywhere, since tensors go from each rank straight to the engines.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import NamedTuple, Protocol
 
-from actors.messages.weights import WeightsPublished, WeightsTaken
-from runtime.errors import RubatoError
+from rubato.actors.messages.weights import WeightsPublished, WeightsTaken
+from rubato.runtime.errors import RubatoError
 
 
 class WeightsVersion(NamedTuple):
-    """What is sent. Of one adapter the higher term is newer, and within a term the higher version."""
+    """Name of what is sent. Of one adapter the higher term is newer, and within a term the higher version."""
 
     adapter: str
     version: int
     term: int
-    """Of the trainer: one that was started again has a higher one, and its versions replace those of the same number."""
+    """Term of the trainer: one that was started again has a higher one, and its versions replace those of the same number."""
 
 
 class WeightsSource(Protocol):
-    """What one rank has of the weights; a TrainEngine is one, and says what its methods do."""
+    """One rank's part of the weights; a TrainEngine is one, and says what its methods do."""
 
     def image_bytes(self) -> int: ...
     def export(self, memory: memoryview) -> Callable[[], None]: ...
 
 
 Announce = Callable[[], Awaitable[WeightsPublished | None]]
-"""Completes a version: engines can have it once this returns. The first rank's gives what engines are told of it, the others' None."""
+"""Completes a version: engines can have it once this returns. The first rank's returns the announcement for engines, the others' None."""
 
 
 class WeightsSender(Protocol):
@@ -69,7 +69,7 @@ class WeightsReceiver(Protocol):
     def receive(self, wanted: WeightsPublished) -> AsyncGenerator[WeightsPart]:
         """The parts of `wanted`, or of one that replaced it under a higher term, as they come: each tensor is in one of them.
 
-        Raises WeightsMissing where it can't be had now; whoever wants it asks for the newest again. What was received of it until then
+        Raises WeightsMissing where it can't be had now; the caller asks for the newest again. What was received of it until then
         belongs to no version. In a collective transport all engines receive the same versions in the same order.
         """
         ...

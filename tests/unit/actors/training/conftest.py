@@ -4,8 +4,8 @@ import struct
 
 import pytest
 
-from actors.messages.generation import VersionSpan
-from actors.messages.samples import Segment, Ticket, Trajectory
+from rubato.actors.messages.generation import VersionSpan
+from rubato.actors.messages.samples import Segment, Ticket, Trajectory
 
 
 @pytest.fixture
@@ -15,9 +15,7 @@ def trajectory():
     def make(tokens, mask, logprobs=None, reward=0.0, version=0):
         logprobs = logprobs or [0.0] * len(tokens)
         spans = tuple(VersionSpan(version, i, i + 1) for i, sampled in enumerate(mask) if sampled)
-        segment = Segment(
-            struct.pack(f"<{len(tokens)}i", *tokens), bytes(mask), struct.pack(f"<{len(tokens)}f", *logprobs), spans
-        )
+        segment = Segment(struct.pack(f"<{len(tokens)}i", *tokens), bytes(mask), struct.pack(f"<{len(tokens)}f", *logprobs), spans)
         return Trajectory(Ticket("t", "g", 1, 0, 0, version), (segment,), reward, 1, False, 0.1)
 
     return make

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from actors.config import ADVANTAGES
-from actors.training.losses import advantages_of, batch_advantages, group_advantages, rloo_advantages
+from rubato.actors.config import ADVANTAGES
+from rubato.actors.training.losses import advantages_of, batch_advantages, group_advantages, rloo_advantages
 
 
 def deviation(values):
@@ -41,12 +41,7 @@ def reinforce_pp(rewards, i, g):
     return (rewards[g][i] - sum(flat) / len(flat)) / deviation(flat)
 
 
-FORMULAS = {
-    ("group", "dapo"): group,
-    ("group", "dr_grpo"): unscaled,
-    ("rloo", "dapo"): rloo,
-    ("reinforce_pp", "dapo"): reinforce_pp,
-}
+FORMULAS = {("group", "dapo"): group, ("group", "dr_grpo"): unscaled, ("rloo", "dapo"): rloo, ("reinforce_pp", "dapo"): reinforce_pp}
 
 
 @pytest.mark.parametrize("seed", range(3))

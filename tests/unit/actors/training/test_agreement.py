@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.cluster.lease import GivenUp
-from actors.config import CheckSection, ModelSection, RolloutSection, TrainSection
-from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
-from actors.training import trainer as training
-from actors.training.checks import FULL_ROWS, PROMPT_TOKENS, LogprobCheck
-from actors.training.engine import TrainError
-from bus.errors import NotSent
-from bus.message import pack_f32, pack_i32, unpack_i32
-from runtime.actor import Actor
+from rubato.actors.cluster.lease import GivenUp
+from rubato.actors.config import CheckSection, ModelSection, RolloutSection, TrainSection
+from rubato.actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
+from rubato.actors.training import trainer as training
+from rubato.actors.training.checks import FULL_ROWS, PROMPT_TOKENS, LogprobCheck
+from rubato.actors.training.engine import TrainError
+from rubato.bus.errors import NotSent
+from rubato.bus.message import pack_f32, pack_i32, unpack_i32
+from rubato.runtime.actor import Actor
 
 SECTION = CheckSection(num_prompts=6, num_tokens=4)
 
@@ -95,10 +95,7 @@ def compared(on_stage, tmp_path):
         async def main(context):
             context.actors["llm_proxy"] = ask
             config = SimpleNamespace(
-                check=SECTION,
-                model=ModelSection(path=str(tmp_path)),
-                train=TrainSection(),
-                rollout=RolloutSection(max_len=100, **rollout),
+                check=SECTION, model=ModelSection(path=str(tmp_path)), train=TrainSection(), rollout=RolloutSection(max_len=100, **rollout)
             )
             trainer = Trainer(config, context)
             trainer.lease, trainer.leaving = lease, asyncio.Event()
@@ -129,9 +126,7 @@ def test_an_engine_that_has_every_version_agrees_and_the_user_is_told_once(compa
 def test_weights_that_never_arrive_at_one_of_eight_engines_are_found_and_named(compared):
     engines = Engines(tuple(f"engine-{i}" for i in range(6)), deaf=("engine-4",))
 
-    with pytest.raises(
-        TrainError, match=r"They agreed before this update, so its weights most likely never reached engine-4"
-    ):
+    with pytest.raises(TrainError, match=r"They agreed before this update, so its weights most likely never reached engine-4"):
         compared(engines, [(0, 0), (1, 1)])
 
 
@@ -178,10 +173,7 @@ def test_engines_that_are_busy_or_away_are_told_of_and_training_goes_on(compared
             raise NotSent("llm_proxy has no room")
         return Aborted(request.request_id, Tokens(), "llm_proxy has no room")
 
-    assert compared(busy, [(7, 7)]) == [
-        False,
-        "trainer and engines were not compared after step 7: llm_proxy has no room",
-    ]
+    assert compared(busy, [(7, 7)]) == [False, "trainer and engines were not compared after step 7: llm_proxy has no room"]
 
 
 def test_a_trainer_that_leaves_before_its_turn_is_told_and_goes_on_to_the_row_of_its_step(compared):
@@ -202,21 +194,15 @@ def test_comparisons_are_due_at_the_start_after_the_first_update_every_so_often_
     assert CheckSection(every=0).due(3, 11, 11)
 
 
-@pytest.mark.parametrize(
-    ("check", "words"), [(False, "check.enabled=true finds out which"), (True, "On fresh prompts they agree")]
-)
-def test_a_mismatch_that_stays_is_told_of_once_with_its_likely_cause_after_a_comparison(
-    on_stage, tmp_path, check, words
-):
+@pytest.mark.parametrize(("check", "words"), [(False, "check.enabled=true finds out which"), (True, "On fresh prompts they agree")])
+def test_a_mismatch_that_stays_is_told_of_once_with_its_likely_cause_after_a_comparison(on_stage, tmp_path, check, words):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
     told = []
 
     async def main(context):
         context.actors["llm_proxy"] = Engines()
         section = CheckSection(enabled=check, every=0, num_prompts=2, num_tokens=2)
-        trainer = training.Trainer(
-            training.Trainer.Config(model=ModelSection(path=str(tmp_path)), check=section), context
-        )
+        trainer = training.Trainer(training.Trainer.Config(model=ModelSection(path=str(tmp_path)), check=section), context)
         trainer.out.num_published = 2
         hook = LogprobCheck(trainer)
         for step, kl in enumerate([1e-6, None, 2e-3, 1e-6, *[2e-3] * 8], 3):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.training.checks import PATIENCE, MismatchWatch, why_apart
+from rubato.actors.training.checks import PATIENCE, MismatchWatch, why_apart
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from actors.training import base_model
+from rubato.actors.training import base_model
 
 slow = pytest.mark.slow
 
@@ -35,13 +35,7 @@ def test_the_model_folder_is_complete_and_of_the_stated_size(made):
 
     names = {path.name for path in folder.iterdir()}
 
-    assert {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    } <= names
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
     assert 0.5e6 <= count <= 3e6
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
@@ -64,7 +58,7 @@ def test_any_ascii_text_comes_back_from_its_tokens(tokenizer, text):
 def test_the_chat_template_renders_in_transformers_as_in_the_environment_manager(made):
     from transformers import AutoTokenizer
 
-    from actors.envs.chat import ChatRenderer
+    from rubato.actors.envs.chat import ChatRenderer
 
     renderer = ChatRenderer(made[0])
     theirs = AutoTokenizer.from_pretrained(made[0], local_files_only=True)
@@ -153,9 +147,7 @@ def prepared(run, folder, capsys):
     """What was told of the model of the run in `folder`, which is whole."""
     assert base_model.main([str(folder)], run.make) == 0
     seed = (folder / "config.yaml").read_text().partition("seed: ")[2].partition("}")[0]
-    assert {p.name: p.read_text() for p in (folder / "model").iterdir()} == {
-        name: f"{name} of seed {seed}" for name in base_model.FILES
-    }
+    assert {p.name: p.read_text() for p in (folder / "model").iterdir()} == {name: f"{name} of seed {seed}" for name in base_model.FILES}
     return json.loads(capsys.readouterr().out.splitlines()[-1])["what"]
 
 
@@ -206,7 +198,7 @@ def test_the_cache_keeps_the_newest_and_no_half_written_ones(run, capsys, monkey
 @slow
 def test_two_runs_at_once_share_the_cache(run):
     folders = [run("one"), run("two")]
-    command = [sys.executable, "-m", "actors.training.base_model"]
+    command = [sys.executable, "-m", "rubato.actors.training.base_model"]
     makers = [subprocess.Popen([*command, str(folder)], stdout=subprocess.DEVNULL) for folder in folders]
 
     assert [maker.wait(240) for maker in makers] == [0, 0]

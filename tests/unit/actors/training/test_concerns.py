@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from actors.config import TrainSection
-from actors.training.checks import (
+from rubato.actors.config import TrainSection
+from rubato.actors.training.checks import (
     IDLE_TOLD,
     SPREADLESS_STEPS,
     InfoWatch,
@@ -24,8 +24,7 @@ NO_GRADIENT = {**SKIPPED, "optim/skipped": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("num_parameters", "lr"),
-    [(0.5e6, 1e-3), (0.5e6, 5e-4), (1.5e9, 1e-6), (7e9, 1e-6), (32e9, 1e-6), (0.6e9, 1e-5), (70e9, 5e-7)],
+    ("num_parameters", "lr"), [(0.5e6, 1e-3), (0.5e6, 5e-4), (1.5e9, 1e-6), (7e9, 1e-6), (32e9, 1e-6), (0.6e9, 1e-5), (70e9, 5e-7)]
 )
 def test_rates_that_were_published_for_a_size_are_no_news(num_parameters, lr):
     assert lr_concern(lr, int(num_parameters)) == ""
@@ -43,9 +42,7 @@ def test_a_rate_far_from_what_suits_the_size_is_told(num_parameters, lr, said):
     assert said in lr_concern(lr, int(num_parameters))
 
 
-@pytest.mark.parametrize(
-    "given", [{}, {"loss": "gspo"}, {"loss": "dapo", "clip_high": 0.5}, {"loss": "cispo", "clip_high": 4}]
-)
+@pytest.mark.parametrize("given", [{}, {"loss": "gspo"}, {"loss": "dapo", "clip_high": 0.5}, {"loss": "cispo", "clip_high": 4}])
 def test_clips_of_a_paper_or_near_it_are_no_news(given):
     assert clip_concern(TrainSection(**given)) == ""
 
@@ -98,11 +95,7 @@ def test_steps_without_spread_are_told_once_and_only_in_a_row(group):
         ([(0, 0)], {"same": True, "temperature": 0.0}, "as their temperature is 0: set it above 0"),
         ([(1, 1), (0, 0)], {}, "Rewards differ between prompts only"),
         ([(0, 1e-7), (0, 0)], {}, "Rewards of a group differ by 1e-07 at most, and less than 1e-06 counts as equal"),
-        (
-            [(5, 5 + 9e-7), (1, 1)],
-            {},
-            "Rewards of a group differ by 9e-07 at most, and less than 1e-06 counts as equal",
-        ),
+        ([(5, 5 + 9e-7), (1, 1)], {}, "Rewards of a group differ by 9e-07 at most, and less than 1e-06 counts as equal"),
         ([(0, 1)], {}, "train.overlong_penalty evens out what rewards say"),
     ],
 )
@@ -127,19 +120,11 @@ def test_rewards_differ_between_tasks_only_where_there_are_several_and_each_has_
         (SKIPPED, {}, "its gradient was not finite (optim/skipped): lower train.lr"),
         (SKIPPED, {"loss": "my.py:fn"}, "look for NaN and infinity in what train.loss=my.py:fn returns"),
         ({**SKIPPED, "policy/taught_frac": 0.0}, {"kl_coef": 0.1}, "every optimiser step was left out"),
-        (
-            MASKED,
-            {"overlong": "mask"},
-            "was cut at its token limit (rollout/cut_frac), and train.overlong=mask leaves out",
-        ),
+        (MASKED, {"overlong": "mask"}, "was cut at its token limit (rollout/cut_frac), and train.overlong=mask leaves out"),
         (MASKED, {}, "no sample has a sampled token to train on"),
         (NO_GRADIENT, {"loss": "my.py:fn"}, "the gradient of the loss is 0: look at what train.loss=my.py:fn returns"),
         ({**NO_GRADIENT, "policy/clip_frac": 1.0}, {}, "every token is clipped (policy/clip_frac = 1)"),
-        (
-            {**NO_GRADIENT, "policy/is_capped_frac": 1.0},
-            {"importance": {"mode": "mask"}},
-            "more than train.importance.cap",
-        ),
+        ({**NO_GRADIENT, "policy/is_capped_frac": 1.0}, {"importance": {"mode": "mask"}}, "more than train.importance.cap"),
     ],
 )
 def test_steps_that_change_no_weight_are_told_with_their_cause_and_end_the_run(metrics, section, cause):
@@ -219,8 +204,4 @@ def test_numbers_of_the_environment_that_no_metric_shows_are_told_once(trajector
 
     said = [watch.step(groups) for groups in ([[few]], [[few, many]], [[many]])]
 
-    assert said == [
-        "",
-        "the environment's info has 35 numbers: env/… shows the first 32 by name, without k32, k33, k34",
-        "",
-    ]
+    assert said == ["", "the environment's info has 35 numbers: env/… shows the first 32 by name, without k32, k33, k34", ""]

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.config import EvalSection
-from actors.messages.samples import EvalResult, Evaluate, NotReady
-from actors.messages.weights import WeightsHeld
-from actors.report.summary import Run, summary
-from actors.training.evaluation import HeldOut, figures, pass_at
-from bus.errors import Unknown
-from runtime.observe.log import logger
+from rubato.actors.config import EvalSection
+from rubato.actors.messages.samples import EvalResult, Evaluate, NotReady
+from rubato.actors.messages.weights import WeightsHeld
+from rubato.actors.report.summary import Run, summary
+from rubato.actors.training.evaluation import HeldOut, figures, pass_at
+from rubato.bus.errors import Unknown
+from rubato.runtime.observe.log import logger
 
 
 class Fake:
@@ -99,10 +99,7 @@ def test_the_summary_says_of_how_many_tasks_the_reward_is(num, failed, words, tm
     evaluated(tmp_path, num, failed)
     evals = [(0.0, row) for row in rows(tmp_path)]
 
-    assert (
-        words
-        in summary(Run(tmp_path, [{"step": 1.0, "reward/mean": 0.5}], {}, 1, 1, "model", "Env", [], evals=evals))[0]
-    )
+    assert words in summary(Run(tmp_path, [{"step": 1.0, "reward/mean": 0.5}], {}, 1, 1, "model", "Env", [], evals=evals))[0]
 
 
 def test_one_engine_in_eight_holds_the_version_while_training_goes_on_and_is_let_go(tmp_path):

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.messages.fabric import PhaseIntent
-from actors.training.engine import TrainError
-from actors.training.hooks import Hooks, StepHook, TrainedStep, check_hooks
-from actors.training.intents import FabricIntents
-from actors.training.trainer import Trainer
-from runtime.errors import ConfigError
+from rubato.actors.messages.fabric import PhaseIntent
+from rubato.actors.training.engine import TrainError
+from rubato.actors.training.hooks import Hooks, StepHook, TrainedStep, check_hooks
+from rubato.actors.training.intents import FabricIntents
+from rubato.actors.training.trainer import Trainer
+from rubato.runtime.errors import ConfigError
 
 OWN = """
-from actors.training.hooks import StepHook
+from rubato.actors.training.hooks import StepHook
 class Seen(StepHook):
     async def begin(self, step, rows):
         self.seen = self.trainer.seen = [("begin", step)]
@@ -112,10 +112,7 @@ def test_figures_without_a_slash_in_their_name_are_refused(loaded):
     loaded(play, "Untrue")
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [("NoHook", "is not a subclass of .*StepHook"), ("Unmade", "can't be made: ValueError: no port")],
-)
+@pytest.mark.parametrize(("name", "why"), [("NoHook", "is not a subclass of .*StepHook"), ("Unmade", "can't be made: ValueError: no port")])
 def test_a_class_that_is_no_hook_or_can_not_be_made_is_named_before_the_first_step(loaded, tmp_path, name, why):
     async def play(hooks, trainer):
         other = Trainer(Trainer.Config(train={"hooks": [f"{tmp_path / 'own.py'}:{name}"]}), trainer._kernel)
@@ -144,9 +141,7 @@ def intents(on_stage):
                 told.append(message)
 
             context.actors |= {"engine-1": None, "engine-2": None, "fabric_controller": hear}
-            trainer = SimpleNamespace(
-                name="trainer-1", peers=context.ready, ref=context.ref, out=SimpleNamespace(size_bytes=size)
-            )
+            trainer = SimpleNamespace(name="trainer-1", peers=context.ready, ref=context.ref, out=SimpleNamespace(size_bytes=size))
             await play(FabricIntents(trainer), told)
 
         on_stage(main, name="trainer-1")

@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from actors.config import LOSSES
-from actors.training.losses import bounded, clipped_loss, importance_weights, k3, token_weights
-from runtime.importer import load_object
+from rubato.actors.config import LOSSES
+from rubato.actors.training.losses import bounded, clipped_loss, importance_weights, k3, token_weights
+from rubato.runtime.importer import load_object
 
 BUDGET = 16
 DUAL = 1.2
@@ -117,9 +117,7 @@ def ours(name, outputs):
     advantages_N = torch.tensor([o.advantage for o in outputs for _ in o.policy], dtype=torch.float64)
     sequence_N = torch.tensor([i for i, o in enumerate(outputs) for _ in o.policy])
     extra = {"dual_clip": DUAL} if name == "ppo" else {}
-    found = load_object(LOSSES[name].function)(
-        policy_N, proximal_N, advantages_N, sequence_N, clip_low=LOW, clip_high=HIGH, **extra
-    )
+    found = load_object(LOSSES[name].function)(policy_N, proximal_N, advantages_N, sequence_N, clip_low=LOW, clip_high=HIGH, **extra)
     weights = token_weights(LOSSES[name].mean_over, lengths, lengths, budget=BUDGET)
     total = (found.loss_N * torch.tensor(weights, dtype=torch.float64)[sequence_N]).sum()
     total.backward()

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import torch
 
-from actors.config import LOSSES, ModelSection, TrainSection
-from actors.training.engine import TrainError
-from actors.training.losses import Figures, Objective, Policies, group_advantages
-from actors.training.torch_train import TorchTrainEngine
-from runtime.importer import load_object
+from rubato.actors.config import LOSSES, ModelSection, TrainSection
+from rubato.actors.training.engine import TrainError
+from rubato.actors.training.losses import Figures, Objective, Policies, group_advantages
+from rubato.actors.training.torch_train import TorchTrainEngine
+from rubato.runtime.importer import load_object
 
 GROUPS, SIZE = 4, 3
 
@@ -267,10 +267,7 @@ def test_a_loss_of_ones_own_takes_the_place_of_ours(engine, trajectory, own):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        (
-            "one_number",
-            r"my_loss.py:one_number returned \(\), not one number with a gradient for each of the \d+ tokens",
-        ),
+        ("one_number", r"my_loss.py:one_number returned \(\), not one number with a gradient for each of the \d+ tokens"),
         ("broken", r"my_loss.py:broken raised NameError: name 'nothing' is not defined"),
     ],
 )
@@ -343,17 +340,12 @@ def test_a_loss_of_ones_own_gets_the_log_probs_of_the_policy_that_sampled(import
     subject.loss(Tokens(), Policies(torch.tensor(NOW, requires_grad=True), torch.tensor(START), None), Figures())
 
     (seen,) = load_object(f"{tmp_path}/my_loss.py:seen")
-    moved = [
-        a if n - a <= math.log(1.4) else n - math.log(1.4)
-        for n, a in zip(NOW, Tokens().behaviour_N.tolist(), strict=True)
-    ]
+    moved = [a if n - a <= math.log(1.4) else n - math.log(1.4) for n, a in zip(NOW, Tokens().behaviour_N.tolist(), strict=True)]
     assert seen == pytest.approx(expected or moved)
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize(
-    ("proximal", "level"), [("recomputed", "token"), ("recomputed", "sequence"), ("behaviour", "token")]
-)
+@pytest.mark.parametrize(("proximal", "level"), [("recomputed", "token"), ("recomputed", "sequence"), ("behaviour", "token")])
 def test_weights_the_clip_and_the_divergence_make_the_objective(mode, proximal, level):
     section = TrainSection(kl_coef=0.1, proximal=proximal, importance={"mode": mode, "level": level, "cap": 1.4})
     now_N = torch.tensor(NOW, requires_grad=True)

@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.checkpoints.model_folder import read_header, sampled_slices, slice_digest
-from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
-from actors.report.advice import advice_metrics
-from actors.training.engine import StepResult
-from actors.training.publishing import Publisher
-from actors.training.rows import Rows, batch_metrics, cpu_used, off_policy, others_metrics
-from actors.weights.blobs import BlobSender, WeightsSample, as_computed
-from runtime.actor import Actor
-from runtime.registry import ActorRecord
+from rubato.actors.checkpoints.model_folder import read_header, sampled_slices, slice_digest
+from rubato.actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
+from rubato.actors.report.advice import advice_metrics
+from rubato.actors.training.engine import StepResult, TrainError
+from rubato.actors.training.publishing import Publisher
+from rubato.actors.training.rows import Rows, batch_metrics, cpu_used, off_policy, others_metrics
+from rubato.actors.weights.blobs import BlobSender, WeightsSample, as_computed
+from rubato.runtime.actor import Actor
+from rubato.runtime.registry import ActorRecord
 
 
 class Trainer(Actor):
@@ -51,15 +51,35 @@ def test_weights_have_arrived_when_the_last_engine_has_this_very_version(publish
     publisher(play)
 
 
+def test_weights_that_turn_out_not_to_be_finite_are_announced_to_none_and_told_to_those_that_wait(publisher):
+    class Sender:
+        """Takes what is written, and finds out as it completes it."""
+
+        async def send(self, version, source):
+            async def announce():
+                raise TrainError("a is not finite")
+
+            return announce
+
+    async def play(made):
+        made._sender, before = Sender(), made.published
+        await made.publish(4, 1, None)
+
+        for _ in range(2):
+            with pytest.raises(TrainError, match="a is not finite"):
+                await made.announced()
+        with pytest.raises(TrainError, match="a is not finite"):
+            await made.publish(5, 1, None)
+        assert made.published is before
+
+    publisher(play)
+
+
 def image_of(**arrays):
     header, body = {}, b""
     for name, array in arrays.items():
         kind = {"<f4": "F32", "<f2": "F16", "<u2": "BF16"}[array.dtype.str]
-        header[name] = {
-            "dtype": kind,
-            "shape": list(array.shape),
-            "data_offsets": [len(body), len(body) + array.nbytes],
-        }
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [len(body), len(body) + array.nbytes]}
         body += array.tobytes()
     text = json.dumps(header).encode()
     return memoryview(len(text).to_bytes(8, "little") + text + body)
@@ -107,12 +127,7 @@ def test_a_sample_is_compared_in_the_type_that_the_engine_computes_in():
     import torch
 
     values = torch.from_numpy(LARGE.reshape(-1))
-    stored = {
-        "F32": values,
-        "F16": values.to(torch.float16),
-        "BF16": values.to(torch.bfloat16),
-        "F64": values.double() / 3,
-    }
+    stored = {"F32": values, "F16": values.to(torch.float16), "BF16": values.to(torch.bfloat16), "F64": values.double() / 3}
 
     for kind, tensor in stored.items():
         for dtype in ("float32", "bfloat16"):
@@ -187,9 +202,7 @@ def test_a_row_counts_sampled_tokens_apart_and_says_how_many_were_cut_and_where_
 
 def record(name, **fields) -> ActorRecord:
     role = name.rpartition("-")[0]
-    return ActorRecord(
-        name, role, "", 1, **({"pid": os.getpid(), "host": socket.gethostname(), "state": "ready"} | fields)
-    )
+    return ActorRecord(name, role, "", 1, **({"pid": os.getpid(), "host": socket.gethostname(), "state": "ready"} | fields))
 
 
 def test_cpu_seconds_are_of_this_host_alone():

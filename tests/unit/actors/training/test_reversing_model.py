@@ -3,7 +3,7 @@ import random
 from itertools import islice
 from pathlib import Path
 
-from actors.training import base_model, reversing_model
+from rubato.actors.training import base_model, reversing_model
 
 DATA = Path(__file__).parents[4] / "examples" / "reverse.jsonl"
 

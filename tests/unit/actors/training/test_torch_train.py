@@ -8,12 +8,13 @@ import msgspec
 import pytest
 import torch
 
-from actors.cluster.lease import advance
-from actors.config import ModelSection, TrainSection
-from actors.messages.samples import MOST_REWARD
-from actors.training.engine import TrainError, image_of
-from actors.training.forward import WeightsImage
-from actors.training.torch_train import TorchTrainEngine, micro_batch, pack, sequences_of
+from rubato.actors.cluster.lease import advance
+from rubato.actors.config import ModelSection, TrainSection
+from rubato.actors.messages.samples import MOST_REWARD
+from rubato.actors.training import forward
+from rubato.actors.training.engine import TrainError, image_of
+from rubato.actors.training.forward import WeightsImage
+from rubato.actors.training.torch_train import TorchTrainEngine, micro_batch, pack, sequences_of
 from tests.jobs import write_model
 
 PROMPT, GOOD, BAD = [4, 5, 6], 7, 8
@@ -82,9 +83,7 @@ def test_a_batch_without_spread_changes_nothing_but_the_step(engine, trajectory)
         ({"overlong": "penalty"}, (1.0, 1.0), 0.0, 0),
     ],
 )
-def test_a_step_says_whether_it_had_something_to_teach_and_what_came_of_it(
-    options, rewards, taught_frac, minibatches, engine, trajectory
-):
+def test_a_step_says_whether_it_had_something_to_teach_and_what_came_of_it(options, rewards, taught_frac, minibatches, engine, trajectory):
     subject = engine(**options)
     cut = [msgspec.structs.replace(trajectory([*PROMPT, GOOD], [0, 0, 0, 1], reward=r), cut=True) for r in rewards]
 
@@ -180,9 +179,7 @@ def test_an_engine_that_slept_between_two_steps_trains_as_if_it_had_not(model_fo
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_step_in_parts_between_which_the_engine_sleeps_is_the_step_without_a_stop(
-    model_folder, trajectory, tmp_path, device
-):
+def test_a_step_in_parts_between_which_the_engine_sleeps_is_the_step_without_a_stop(model_folder, trajectory, tmp_path, device):
     subjects = []
     options = {"minibatches": 2, "proximal": "recomputed", "micro_batch_tokens": 8}
     for _ in range(2):
@@ -285,6 +282,15 @@ def test_exported_weights_carry_hf_names_and_no_tied_head(engine):
     assert "lm_head.weight" not in names
 
 
+def test_weights_that_are_not_finite_are_not_exported(engine):
+    subject = engine()
+    with torch.no_grad():
+        subject._model.model.layers[0].mlp.up_proj.weight[1, 2] = math.nan
+
+    with pytest.raises(TrainError, match=r"^model\.layers\.0\.mlp\.up_proj\.weight is not finite"):
+        image_of(subject)
+
+
 def test_what_is_exported_stays_as_it_was_while_training_goes_on(engine, trajectory):
     subject = engine()
     before = bytes(image_of(subject))
@@ -306,10 +312,7 @@ def test_a_snapshot_is_written_as_it_was_taken_while_training_goes_on(engine, tr
     subject.train(1, [group_of(subject, trajectory)])
     write(tmp_path / "beside" / "step_0")
 
-    before, beside = (
-        {path.name: path.read_bytes() for path in (tmp_path / name / "step_0").iterdir()}
-        for name in ("before", "beside")
-    )
+    before, beside = ({path.name: path.read_bytes() for path in (tmp_path / name / "step_0").iterdir()} for name in ("before", "beside"))
     assert beside == before
 
 
@@ -326,6 +329,53 @@ def test_an_image_reads_as_safetensors_with_every_value_rounded_to_its_type(dtyp
     found = load(bytes(memory))
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor.to(dtype)) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("at", [0, 5, 11])
+def test_an_image_names_the_tensor_that_is_not_finite(dtype, number, at, monkeypatch):
+    monkeypatch.setattr(forward, "PIECE", 4)
+    tensors = {"b": torch.ones(5, 3).t(), "a": torch.ones(3, 4), "c": torch.ones(2)}
+    tensors["a"].view(-1)[at] = number
+    image = WeightsImage(tensors, dtype)
+
+    with pytest.raises(TrainError, match=r"^a is not finite, so this version of the weights is not published: "):
+        image.write(tensors, memoryview(bytearray(image.size_bytes)))()
+
+
+def test_numbers_whose_sum_overflows_are_finite_and_one_that_its_type_can_not_hold_is_not():
+    tensors = {"a": torch.full((100,), 3e38), "b": torch.tensor([3e38, 3e38, -3e38])}
+    wide, narrow = WeightsImage(tensors, torch.float32), WeightsImage(tensors, torch.bfloat16)
+    memory = bytearray(wide.size_bytes)
+
+    wide.write(tensors, memoryview(memory))()
+
+    assert bool(torch.frombuffer(memory, dtype=torch.float32, offset=wide.size_bytes - 412).isfinite().all())
+    narrow.write(tensors, memoryview(bytearray(narrow.size_bytes)))()
+    tensors["b"][1] = torch.finfo(torch.float32).max
+    with pytest.raises(TrainError, match=r"^b is not finite"):
+        narrow.write(tensors, memoryview(bytearray(narrow.size_bytes)))()
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_image_from_a_gpu_names_the_tensor_that_is_not_finite_once_it_has_landed(dtype):
+    tensors = {"a": torch.ones(1 << 20, device="cuda"), "b": torch.full((3, 5), 3e38, device="cuda")}
+    image = WeightsImage(tensors, dtype)
+    memory = memoryview(bytearray(image.size_bytes))
+    image.write(tensors, memory)()
+    tensors["a"][-1] = math.nan
+
+    whole = image.write(tensors, memory)
+
+    for asked in (whole, image.check, whole):
+        with pytest.raises(TrainError, match=r"^a is not finite"):
+            asked()
+    tensors["a"][-1] = 1.0
+    image.write(tensors, memory)()
+    image.check()
 
 
 @pytest.mark.gpu
@@ -394,9 +444,9 @@ def test_a_resumed_run_of_other_length_keeps_its_learning_rates(engine, trajecto
 def test_a_checkpoint_is_the_whole_model_folder_and_the_base_of_the_next_run(tmp_path):
     from transformers import AutoTokenizer
 
-    from actors.engines.runner import ModelRunner
-    from actors.engines.section import EngineSection
-    from actors.envs.chat import ChatRenderer
+    from rubato.actors.engines.runner import ModelRunner
+    from rubato.actors.engines.section import EngineSection
+    from rubato.actors.envs.chat import ChatRenderer
 
     base = write_model(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -546,8 +596,9 @@ def test_a_micro_batch_points_at_the_position_before_each_sampled_token(trajecto
 
     batch = micro_batch([first, second], CPU)
 
-    assert batch.tokens_BT.tolist() == [[5, 6, 7, 8], [9, 10, 0, 0]]
-    assert list(zip(batch.rows_N.tolist(), batch.cols_N.tolist(), strict=True)) == [(0, 1), (0, 2), (1, 0)]
+    assert batch.tokens_L.tolist() == [5, 6, 7, 8, 9, 10]
+    assert batch.row.positions_L.tolist() == [0, 1, 2, 3, 0, 1]
+    assert list(zip(batch.rows_N.tolist(), batch.places_N.tolist(), strict=True)) == [(0, 1), (0, 2), (1, 4)]
     assert batch.targets_N.tolist() == [7, 8, 10]
     assert batch.behaviour_N.tolist() == [-0.5, -0.25, -1.0]
     assert batch.advantages_N.tolist() == [1.5, 1.5, -1.0]
