@@ -4,20 +4,21 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from runtime.errors import has_no_room
+from rubato.runtime.errors import has_no_room
 
 MANIFEST = "manifest.json"
 RECEIPTS = "receipts.msgpack"
 """What the SampleBuffer said of the samples of the steps that a checkpoint covers, a list of byte strings: it alone reads them."""
 
 NAMED = re.compile(r"step_([0-9]+)")
-"""Folders of any other name are somebody else's."""
+"""Name of a checkpoint's folder; folders of other names are left alone."""
 
 UNNAMED = re.compile(r"\.?waiting_[0-9]+\.([0-9]+)")
 """A checkpoint that does not count yet, with the epoch of its trainer."""
@@ -40,8 +41,18 @@ class Manifest(msgspec.Struct):
     """Path within it → hex BLAKE2b-256."""
 
 
-def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int, receipts: Sequence[bytes] = ()) -> None:
+def write(
+    folder: Path,
+    files: Mapping[str, bytes],
+    *,
+    step: int,
+    epoch: int,
+    receipts: Sequence[bytes] = (),
+    fill: Callable[[Path], Mapping[str, str]] | None = None,
+) -> None:
     """Write `files` and the `receipts` into a new `folder`, all flushed to disk, then make it appear under its name.
+
+    `fill` has others write into the folder that it is given, and returns the digest of each of their files.
 
     Leaves every earlier checkpoint as it was when the disk refuses: raises OSError where it is full, which passes, else CheckpointError.
     """
@@ -54,6 +65,7 @@ def write(folder: Path, files: Mapping[str, bytes], *, step: int, epoch: int, re
         for each in folders:
             each.mkdir(parents=True, exist_ok=True)
         digests = {name: write_through(building / name, content) for name, content in contents.items()}
+        digests |= fill(building) if fill is not None else {}
         write_through(building / MANIFEST, msgspec.json.encode(Manifest(step, epoch, digests)))
         for each in folders:
             sync_folder(each)
@@ -110,15 +122,18 @@ def rename(folder: Path, to: Path) -> None:
 def check(folder: Path) -> Manifest:
     """The manifest of a complete checkpoint. Raises CheckpointError for a missing, truncated or altered one."""
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        manifest = manifest_of(folder)
         for name, digest in manifest.files.items():
-            if digest_of((folder / name).read_bytes()) != digest:
-                raise CheckpointError(
-                    f"checkpoint {folder}: {name} is truncated or altered (its digest differs from {MANIFEST}'s)"
-                )
+            if digest_of_file(folder / name) != digest:
+                raise CheckpointError(f"checkpoint {folder}: {name} is truncated or altered (its digest differs from {MANIFEST}'s)")
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"checkpoint {folder} can't be read: {error}") from error
     return manifest
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """What a checkpoint says of itself. Blocks; raises OSError or MsgspecError."""
+    return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
 
 
 def newest_receipts(folder: Path) -> list[bytes]:
@@ -126,7 +141,7 @@ def newest_receipts(folder: Path) -> list[bytes]:
     for path in reversed(by_step(folder)):
         with suppress(OSError, msgspec.MsgspecError):
             content = (path / RECEIPTS).read_bytes()
-            manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+            manifest = manifest_of(path)
             if manifest.files.get(RECEIPTS) == digest_of(content):
                 return msgspec.msgpack.decode(content, type=list[bytes])
     return []
@@ -155,7 +170,7 @@ def prune(folder: Path, keep: int, epoch: int, stay: Collection[int] = ()) -> No
 
 
 def drop_unnamed(folder: Path, epoch: int) -> None:
-    """Remove what trainers of epochs up to `epoch` had begun or never named. Whoever wakes and would name it then finds it whole or gone.
+    """Remove what trainers of epochs up to `epoch` had begun or never named. One that wakes and would name it finds it whole or gone.
 
     What a newer one has begun stays: the caller itself may have been replaced while it was stopped.
     """
@@ -200,6 +215,12 @@ def write_through(path: Path, content: bytes) -> str:
 
 def digest_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=32).hexdigest()
+
+
+def digest_of_file(path: Path) -> str:
+    """As `write_through` returns it, of a file that is there. Blocks; raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=32)).hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

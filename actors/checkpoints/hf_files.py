@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.checkpoints import model_folder
-from actors.checkpoints.model_folder import TensorPlace as TensorPlace
-from actors.engines.engine import EngineError
+from rubato.actors.checkpoints import model_folder
+from rubato.actors.checkpoints.model_folder import TensorPlace as TensorPlace
+from rubato.actors.engines.engine import EngineError
 
 
 class Rope(NamedTuple):
@@ -19,6 +19,16 @@ class Rope(NamedTuple):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+
+
+class Experts(NamedTuple):
+    """Every layer is a mixture of `num` experts of intermediate size `size`, of which a token takes `per_token`."""
+
+    num: int
+    per_token: int
+    size: int
+    normed: bool
+    """The weights of the chosen ones add up to 1."""
 
 
 class ModelConfig(NamedTuple):
@@ -42,6 +52,7 @@ class ModelConfig(NamedTuple):
     max_positions: int
     window: int | None
     """Tokens that some layer attends over; None: all."""
+    experts: Experts | None = None
 
 
 class _Family(NamedTuple):
@@ -59,6 +70,7 @@ FAMILIES: Mapping[str, _Family] = {
     "mistral": _Family(131072, kv_heads=8),
     "qwen2": _Family(32768, kv_heads=32),
     "qwen3": _Family(32768, kv_heads=32, head_dim=128),
+    "qwen3_moe": _Family(32768, kv_heads=4),
 }
 
 ROPES = ("default", "linear", "llama3")
@@ -111,18 +123,14 @@ class _Described(NamedTuple):
 def _parse(described: _Described) -> ModelConfig:
     family, raw = described.given("model_type", ""), described.raw
     if "text_config" in raw:
-        raise described.refused(
-            f"model_type {family!r} is a language model within another (text_config), which is not built in"
-        )
+        raise described.refused(f"model_type {family!r} is a language model within another (text_config), which is not built in")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise described.refused(
-            f"model_type {family!r} is not one of {', '.join(FAMILIES)}, which the built-in engine takes"
-        )
+        raise described.refused(f"model_type {family!r} is not one of {', '.join(FAMILIES)}, which the built-in engine takes")
     if (act := described.given("hidden_act", "silu")) not in ("silu", "swish"):
         raise described.refused(f"hidden_act {act!r} is not silu")
     heads, otherwise = described.size("num_attention_heads"), FAMILIES[family]
     hidden = described.size("hidden_size")
-    bias = described.flag("attention_bias") and family in ("llama", "qwen3")
+    bias = described.flag("attention_bias") and family in ("llama", "qwen3", "qwen3_moe")
     kv_heads = heads if "num_key_value_heads" in raw else otherwise.kv_heads or heads
     config = ModelConfig(
         family,
@@ -136,12 +144,13 @@ def _parse(described: _Described) -> ModelConfig:
         rms_eps=described.number("rms_norm_eps", 1e-6),
         rope=_rope(described),
         tied=described.flag("tie_word_embeddings"),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         qkv_bias=bias or family == "qwen2",
         out_bias=bias,
         mlp_bias=described.flag("mlp_bias") and family == "llama",
         max_positions=model_folder.most_positions(raw, otherwise.max_positions),
         window=_window(described, family),
+        experts=_experts(described) if family == "qwen3_moe" else None,
     )
     if config.head_dim % 2 or heads % config.num_kv_heads:
         raise ValueError(
@@ -151,20 +160,31 @@ def _parse(described: _Described) -> ModelConfig:
     return config
 
 
+def _experts(described: _Described) -> Experts:
+    """transformers 5 writes `num_local_experts`; older versions `num_experts`."""
+    if described.given("mlp_only_layers", []) or described.given("decoder_sparse_step", 1) != 1:
+        raise described.refused("some layers have no experts (mlp_only_layers, decoder_sparse_step), which is not built in")
+    num = described.size("num_experts", described.size("num_local_experts", 128))
+    found = Experts(
+        num, described.size("num_experts_per_tok", 8), described.size("moe_intermediate_size", 768), described.flag("norm_topk_prob")
+    )
+    if found.per_token > num:
+        raise ValueError(f"{described.path}: num_experts_per_tok {found.per_token} is more than the {num} experts")
+    return found
+
+
 def _window(described: _Described, family: str) -> int | None:
     """Of the layers that attend over a sliding window, as transformers decides which do."""
     kinds = described.given("layer_types", [])
     if not isinstance(kinds, list) or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise described.refused(f"layer_types {kinds!r} are not full_attention alone")
-    if family == "llama" or (
-        family == "mistral" and "sliding_window" in described.raw and described.raw["sliding_window"] is None
-    ):
+    if family == "llama" or (family == "mistral" and "sliding_window" in described.raw and described.raw["sliding_window"] is None):
         return None
     window = described.size("sliding_window", 4096)
     if family == "mistral":
         return window
-    slides = "sliding_attention" in kinds
-    if not kinds:
+    slides = "sliding_attention" in kinds or family == "qwen3_moe"
+    if not kinds and not slides:
         slides = described.size("num_hidden_layers") > described.given("max_window_layers", 28)
     return window if slides and described.flag("use_sliding_window") else None
 
@@ -225,41 +245,16 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{at}self_attn.{x}_proj.bias": (width,) for x, width in widths.items() if config.qkv_bias}
         shapes |= {f"{at}self_attn.{x}_norm.weight": (d,) for x in "qk" if config.qk_norm}
         shapes[f"{at}self_attn.o_proj.weight"] = (e, widths["q"])
-        sizes = {"gate": (f, e), "up": (f, e), "down": (e, f)}
-        shapes |= {f"{at}mlp.{x}_proj.weight": size for x, size in sizes.items()}
+        width = config.experts.size if config.experts else f
+        sizes = {"gate": (width, e), "up": (width, e), "down": (e, width)}
+        if config.experts:
+            shapes[f"{at}mlp.gate.weight"] = (config.experts.num, e)
+        for each in (f"{at}mlp.experts.{i}." for i in range(config.experts.num)) if config.experts else (f"{at}mlp.",):
+            shapes |= {f"{each}{x}_proj.weight": size for x, size in sizes.items()}
         shapes |= {f"{at}mlp.{x}_proj.bias": size[:1] for x, size in sizes.items() if config.mlp_bias}
         if config.out_bias:
             shapes[f"{at}self_attn.o_proj.bias"] = (e,)
     return shapes
-
-
-def check_fits(folder: Path, max_len: int) -> None:
-    """Raises EngineError, one sentence, for a model that the built-in engine would not compute as its folder describes it, in sequences of up
-    to `max_len` tokens. Blocks, reads headers alone."""
-    config = read_config(folder)
-    check_length(config, max_len, folder)
-    try:
-        tensors = model_folder.read_tensors(folder)
-    except ValueError as error:
-        raise EngineError(str(error)) from None
-    wanted = shapes_of(config)
-    for name, shape in wanted.items():
-        if name not in tensors:
-            raise EngineError(
-                f"{folder} lacks {name}, which its config.json asks for: it belongs to another model, or is incomplete"
-            )
-        if (found := tensors[name].place.shape) != shape:
-            raise EngineError(f"{folder}: {name} has shape {list(found)}, but its config.json needs {list(shape)}")
-    known = {*wanted, model_folder.HEAD}
-    for name in tensors:
-        if name.startswith(("model.", "lm_head.")) and name not in known and not name.endswith(COMPUTED):
-            raise EngineError(
-                f"{folder}: its config.json has no place for {name}, which would be ignored: correct config.json, or save the model again"
-            )
-
-
-COMPUTED = ".rotary_emb.inv_freq"
-"""Old folders store it; it follows from config.json."""
 
 
 def check_length(config: ModelConfig, max_len: int, folder: Path) -> None:
@@ -273,7 +268,7 @@ def check_length(config: ModelConfig, max_len: int, folder: Path) -> None:
 
 
 def check_positions(most: int, max_len: int, folder: Path) -> None:
-    """Raises EngineError, one sentence, where `max_len` is above the model's `most` positions; 0: nobody knows."""
+    """Raises EngineError, one sentence, where `max_len` is above the model's `most` positions; 0: not known."""
     if most and max_len > most:
         raise EngineError(
             f"{folder}: the model has {most} positions (max_position_embeddings in config.json), and engine.max_len is {max_len}: "

@@ -1,14 +1,10 @@
-"""Whether this host has what `model` in the config asks for: a folder in Hugging Face's format, read without its weights, and a device."""
+"""A model folder in Hugging Face's format, read without its weights, and the device that `model` in the config asks for."""
 
 import math
 import mmap
-import os
 import random
-import subprocess
-import sys
 from bisect import bisect_right
 from collections.abc import Mapping
-from functools import cache
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
@@ -16,112 +12,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from actors.config import CUDA
-from runtime.errors import ConfigError
+from rubato.actors.config import CUDA
+from rubato.runtime.errors import ConfigError
 
-NEEDED = ("config.json", "*.safetensors", "tokenizer.json")
-
-
-def check_model_folder(folder: Path, *, key: str = "model.path") -> None:
-    """Raises ConfigError, one sentence, for a folder that holds no whole model, or one whose parts contradict each other; `key` of the
-    config names it. Blocks, reads headers alone, and a head only where the folder has two."""
-    if not os.path.isdir(folder):  # unlike Path.is_dir, it takes a name too long for an answer
-        raise ConfigError(f"model folder {folder} does not exist. Set {key} to a folder in HF format.")
-    if (folder / "adapter_config.json").exists():
-        raise ConfigError(
-            f"model folder {folder} holds an adapter (adapter_config.json), which is not built in: merge it into its base model, "
-            f"and set {key} to a folder with the whole."
-        )
-    missing = [pattern for pattern in NEEDED if not any(folder.glob(pattern))]
-    if missing:
-        what = " and no ".join(missing)
-        others = (path for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        for other in [*others][:1] if "*.safetensors" in missing else ():
-            how = ", gguf_file" if other.suffix == ".gguf" else ""
-            what += f" ({other.name} is not read: load it with transformers{how}, and save_pretrained writes the other form)"
-        raise ConfigError(f"model folder {folder} has no {what}. Set {key} to a folder in HF format.")
-    try:
-        raw, tensors = read_description(folder), read_tensors(folder)
-    except ValueError as error:
-        raise ConfigError(f"{error}.") from None
-    if any(parts.get("quantization_config") for parts in (raw, text_part(raw))):
-        raise ConfigError(
-            f"model folder {folder} holds quantised weights (quantization_config in config.json), which can't be trained: "
-            f"set {key} to the folder that they were made from."
-        )
-    _check_head(folder, raw, tensors)
-    _check_tokens(folder, raw, tensors)
-
+ADAPTER_CONFIG = "adapter_config.json"
+"""In a folder that holds an adapter, as peft writes it."""
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-UNTIED = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose models have a head of their own where config.json does not say."""
-
-
-def _check_head(folder: Path, raw: Mapping[str, Any], tensors: "Mapping[str, StoredTensor]") -> None:
-    """Only of models that name their parts as Llama does."""
-    tied = raw.get("tie_word_embeddings", False if raw.get("model_type") in UNTIED else None)
-    if EMBED not in tensors or tied is None:
-        return
-    says = f"model folder {folder}: config.json says tie_word_embeddings={'true' if tied else 'false'}"
-    if not tied and HEAD not in tensors:
-        by_default = "" if "tie_word_embeddings" in raw else " by saying nothing of it"
-        raise ConfigError(
-            f"{says}{by_default}, but there is no {HEAD}, so the output head would be made up: set it to true if the head is the "
-            "embedding, or save the model again."
-        )
-    if tied and HEAD in tensors and not _same_values(tensors[HEAD], tensors[EMBED]):
-        raise ConfigError(
-            f"{says}, but {HEAD} differs from {EMBED}, and one of the two would be ignored: set it to false, or leave {HEAD} out."
-        )
-
-
-def _same_values(one: "StoredTensor", other: "StoredTensor") -> bool:
-    if (one.place.dtype, one.place.shape) != (other.place.dtype, other.place.shape):
-        return False
-    with one.file.open("rb") as left, other.file.open("rb") as right:
-        left.seek(one.place.begin)
-        right.seek(other.place.begin)
-        rest = one.place.end - one.place.begin
-        while rest > 0:
-            if (read := left.read(min(rest, 1 << 20))) != right.read(len(read)) or not read:
-                return False
-            rest -= len(read)
-    return True
-
-
-class _AddedToken(msgspec.Struct):
-    id: int
-
-
-class _Vocabulary(msgspec.Struct):
-    vocab: dict[str, int] | list[Any] = {}
-
-
-class _Tokenizer(msgspec.Struct):
-    model: _Vocabulary
-    added_tokens: list[_AddedToken] = []
-
-
-def _check_tokens(folder: Path, raw: Mapping[str, Any], tensors: "Mapping[str, StoredTensor]") -> None:
-    """A token beyond the embedding would fail in the middle of a run. What is no tokenizer.json is told by who reads it."""
-    path = folder / "tokenizer.json"
-    try:
-        if path.stat().st_size > LARGEST_BESIDE:
-            return
-        found = msgspec.json.decode(path.read_bytes(), type=_Tokenizer)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return
-    vocab = found.model.vocab
-    ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1]
-    last = max([*ids, *(token.id for token in found.added_tokens)], default=-1)
-    rows = tensors[EMBED].place.shape[0] if EMBED in tensors else text_part(raw).get("vocab_size")
-    if isinstance(rows, int) and last >= rows:
-        raise ConfigError(
-            f"model folder {folder}: tokenizer.json has tokens up to id {last}, but the model's embedding has {rows} rows: take the "
-            "tokenizer that belongs to it, or resize the embedding and save the model again."
-        )
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -193,9 +90,7 @@ def read_header(image: memoryview, source: str) -> dict[str, TensorPlace]:
     if len(image) < 8:
         raise ValueError(f"{source} is not a safetensors image: it has only {len(image)} bytes")
     if image[: len(LFS)] == LFS:
-        raise ValueError(
-            f"{source} is a pointer of Git LFS and no weights: fetch the file itself, as `git lfs pull` does"
-        )
+        raise ValueError(f"{source} is a pointer of Git LFS and no weights: fetch the file itself, as `git lfs pull` does")
     size = int.from_bytes(image[:8], "little")
     if not 2 <= size <= min(MAX_HEADER_BYTES, len(image) - 8):
         raise ValueError(f"{source} is not a safetensors image: its header would have {size} bytes of {len(image)}")
@@ -239,7 +134,7 @@ def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def sampled_slices(header: Mapping[str, TensorPlace], seed: int, version: int) -> list[Slice]:
-    """Where a version's sampled digest looks: the same for whoever knows the run's seed and the image's header, and elsewhere in every version."""
+    """Slices that a version's sampled digest covers: they follow from the run's seed and the image's header; each version has others."""
     order = sorted(header.items(), key=lambda item: item[1].begin)
     ends = list(accumulate(math.prod(place.shape) for _, place in order))
     chance = random.Random(f"{seed}/weights/{version}")
@@ -272,7 +167,7 @@ def slice_digest(values: Any) -> bytes:
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class _Index(msgspec.Struct):
+class Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
@@ -289,7 +184,7 @@ def weight_files(folder: Path) -> list[Path]:
             "model first"
         )
     try:
-        named = sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+        named = sorted(set(msgspec.json.decode(index.read_bytes(), type=Index).weight_map.values()))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"{index} can't be read: {error}") from None
     if gone := [name for name in named if not (folder / name).is_file()]:
@@ -353,30 +248,6 @@ def vocab_size_of(folder: Path) -> int | None:
     return size if isinstance(size, int) else None
 
 
-DESCRIBED = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-"""Of config.json: what two folders of one model have in common, whatever wrote them."""
-
-
-def same_model(one: Path, other: Path) -> bool:
-    """Whether two folders hold the same kind of model with the same tokenizer; True where one of them does not say. Blocks."""
-    try:
-        configs = [
-            msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any]) for folder in (one, other)
-        ]
-        tokens = [(folder / "tokenizer.json").read_bytes() for folder in (one, other)]
-    except (OSError, msgspec.MsgspecError):
-        return True
-    described = [[config.get(key) for key in DESCRIBED] for config in configs]
-    return described[0] == described[1] and tokens[0] == tokens[1]
-
-
 def num_parameters(folder: Path) -> int:
     """Of the model in `folder`, as the headers of its *.safetensors say; 0 where they don't. Blocks, reads no weights."""
     count = 0
@@ -390,38 +261,11 @@ def num_parameters(folder: Path) -> int:
     return count
 
 
-def check_device(device: str) -> None:
-    """Raises ConfigError where `model.device` is a GPU that torch does not see."""
-    if device.startswith("cuda"):
-        pick_device(device, num_gpus())
-
-
 def pick_device(device: str, num: int) -> str:
     """What torch calls `model.device` where it sees `num` GPUs. Raises ConfigError where it is not there, one sentence."""
     if device.startswith("cuda") and not num:
-        raise ConfigError(
-            f"model.device is {device}, but torch sees no CUDA device: set model.device=cpu, or install a CUDA build."
-        )
+        raise ConfigError(f"model.device is {device}, but torch sees no CUDA device: set model.device=cpu, or install a CUDA build.")
     if (found := CUDA.match(device)) and int(found[1]) >= num:
         seen = "cuda:0" if num == 1 else f"cuda:0 to cuda:{num - 1}"
-        raise ConfigError(
-            f"model.device is {device}, but torch sees {seen} alone: set one of these, or see CUDA_VISIBLE_DEVICES."
-        )
+        raise ConfigError(f"model.device is {device}, but torch sees {seen} alone: set one of these, or see CUDA_VISIBLE_DEVICES.")
     return device if device != "auto" else "cuda" if num else "cpu"
-
-
-@cache
-def num_gpus() -> int:
-    """Asks torch in a process of its own: it is too heavy for a launcher."""
-    look = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    told = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False).stdout.split()
-    return int(told[-1]) if told else 0
-
-
-GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""NVIDIA's, AMD's, and either under WSL."""
-
-
-def may_use_cuda(device: str) -> bool:
-    """Whether a process under `model.device` may: with auto it does where torch can, which takes seconds to ask."""
-    return device.startswith("cuda") or (device == "auto" and any(map(os.path.exists, GPUS)))

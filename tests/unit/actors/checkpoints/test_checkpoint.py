@@ -2,8 +2,8 @@ import errno
 
 import pytest
 
-from actors.checkpoints import checkpoint
-from actors.checkpoints.checkpoint import CheckpointError
+from rubato.actors.checkpoints import checkpoint
+from rubato.actors.checkpoints.checkpoint import CheckpointError
 
 FILES = {"model.safetensors": b"weights", "optimizer.safetensors": b"moments"}
 
@@ -38,9 +38,7 @@ def test_a_missing_file_is_one_sentence(tmp_path, missing):
 
 
 @pytest.mark.parametrize(("number", "raised"), [(errno.ENOSPC, OSError), (errno.EIO, CheckpointError)])
-def test_a_disk_that_refuses_keeps_the_previous_checkpoint_and_one_that_is_full_may_be_asked_again(
-    tmp_path, monkeypatch, number, raised
-):
+def test_a_disk_that_refuses_keeps_the_previous_checkpoint_and_one_that_is_full_may_be_asked_again(tmp_path, monkeypatch, number, raised):
     checkpoint.write(tmp_path / "step_1", FILES, step=1, epoch=1)
 
     def full(_):

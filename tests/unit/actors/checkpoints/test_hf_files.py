@@ -5,8 +5,8 @@ import struct
 
 import pytest
 
-from actors.checkpoints.hf_files import TensorPlace, read_header
-from actors.engines.engine import EngineError
+from rubato.actors.checkpoints.hf_files import TensorPlace, read_header
+from rubato.actors.engines.engine import EngineError
 
 
 def image(header: object, data: bytes = b"") -> memoryview:

@@ -4,10 +4,12 @@ import json
 
 import pytest
 
-from actors.catalog import shape_of
-from actors.checkpoints import checkpoint as checkpoints
-from actors.checkpoints.model_folder import files_beside_weights, may_use_cuda, num_parameters, pick_device, same_model
-from runtime.errors import ConfigError
+from rubato.actors.catalog import shape_of
+from rubato.actors.checkpoints import checkpoint as checkpoints
+from rubato.actors.checkpoints.devices import may_use_cuda
+from rubato.actors.checkpoints.model_check import same_model
+from rubato.actors.checkpoints.model_folder import files_beside_weights, num_parameters, pick_device
+from rubato.runtime.errors import ConfigError
 
 
 def write_weights(path, **shapes):
@@ -61,12 +63,7 @@ def test_folders_of_a_model_belong_to_its_checkpoints_unless_they_hold_weights(t
     found = files_beside_weights(model)
     checkpoints.write(tmp_path / "step_1", found, step=1, epoch=1)
 
-    assert found.keys() == {
-        "config.json",
-        "tokenizer.json",
-        "additional_chat_templates/tools.jinja",
-        "code/deep/layers.py",
-    }
+    assert found.keys() == {"config.json", "tokenizer.json", "additional_chat_templates/tools.jinja", "code/deep/layers.py"}
     assert checkpoints.check(tmp_path / "step_1").files.keys() == {*found, "receipts.msgpack"}
     assert (tmp_path / "step_1/code/deep/layers.py").read_bytes() == b"code/deep/layers.py"
 
@@ -120,11 +117,7 @@ DENSE = {
 
 def test_a_models_shape_is_read_from_its_folder(tmp_path):
     dense = shape_of(described(tmp_path, **DENSE))
-    experts = shape_of(
-        described(
-            tmp_path, text_config=DENSE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
-        )
-    )
+    experts = shape_of(described(tmp_path, text_config=DENSE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}))
 
     assert dense.params == pytest.approx(0.596e9, rel=0.001)
     assert dense.kv_bytes_per_token == 2 * 2 * 28 * 8 * 128
@@ -133,9 +126,7 @@ def test_a_models_shape_is_read_from_its_folder(tmp_path):
 
 @pytest.mark.parametrize("raw", [{}, DENSE | {"vocab_size": 0}, DENSE | {"hidden_size": None}])
 def test_a_folder_that_says_no_shape_is_one_sentence(raw, tmp_path):
-    with pytest.raises(
-        ValueError, match="does not say the model's shape, with which the orchestrator counts"
-    ) as raised:
+    with pytest.raises(ValueError, match="does not say the model's shape, with which the orchestrator counts") as raised:
         shape_of(described(tmp_path, **raw))
 
     assert len(str(raised.value).splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Hardware classes and models by name: the files of configs/hardware and configs/models, which are packed with this folder."""
+"""Hardware classes and models by name: the files of configs/hardware and configs/models."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -6,15 +6,15 @@ from typing import Any, TypeVar
 import msgspec
 from pydantic import ValidationError
 
-from actors.config import one_of
-from planning.hardware import GpuSpec, Spec
-from planning.language_model import ModelSpec
-from planning.roofline import Deployment
-from runtime.config.source import read
+from rubato.actors.config import one_of
+from rubato.planning.hardware import GpuSpec, Spec
+from rubato.planning.language_model import ModelSpec
+from rubato.planning.roofline import Deployment
+from rubato.runtime.config.overrides import read
 
 SpecT = TypeVar("SpecT", bound=Spec)
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parents[1] / "configs"
 
 
 def hardware(name: str) -> GpuSpec:
@@ -39,9 +39,7 @@ def deployed(hardware_name: str, model_name: str, degree: int) -> Deployment:
     try:
         return Deployment(gpu=gpu, model=shape, tp=degree)
     except ValidationError as error:
-        raise ValueError(
-            f"{model_name} does not fit {degree} x {gpu.name}. Take a larger degree, or a smaller model"
-        ) from error
+        raise ValueError(f"{model_name} does not fit {degree} x {gpu.name}. Take a larger degree, or a smaller model") from error
 
 
 def shape_of(folder: Path) -> ModelSpec:
@@ -58,6 +56,8 @@ def shape_of(folder: Path) -> ModelSpec:
             heads=heads,
             kv_heads=raw.get("num_key_value_heads") or heads,
             head_dim=raw.get("head_dim") or hidden // heads,
+            qkv_bias=raw.get("model_type") in ("qwen2", "qwen2_moe"),
+            qk_norm=raw.get("model_type") in ("qwen3", "qwen3_moe"),
             ffn=0 if experts else raw["intermediate_size"],
             experts=experts,
             experts_per_token=raw.get("num_experts_per_tok") or 0,

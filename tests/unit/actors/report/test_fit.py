@@ -1,0 +1,84 @@
+"""`rubato fit`: the processes of a job on the GPUs that are stated, and every command of docs/models.md."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rubato.actors.report import fit
+
+ROOT = Path(__file__).parents[4]
+PAGE = (ROOT / "docs" / "models.md").read_text()
+COMMANDS = [line for line in PAGE.splitlines() if line.startswith("rubato fit ") and "CONFIG" not in line]
+
+
+def fitted(capsys, *arguments: str) -> tuple[int, dict]:
+    code = fit.main([*arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_page_has_a_command_for_each_size_and_number_of_gpus():
+    stated = {(found[1], found[2]) for line in COMMANDS if (found := re.search(r"--gpus (\S+) --shape (\S+)", line))}
+
+    assert len(COMMANDS) == 12
+    assert {gpus for gpus, _ in stated} == {"1x80GiB", "2x80GiB", "8x80GiB", "4x8x80GiB"}
+    assert {shape for _, shape in stated} == {"qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_page_fits_what_it_states(command, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+    code, told = fitted(capsys, *shlex.split(command)[2:])
+
+    assert code == 0
+    assert told["fits"] is True
+    assert told["next_key"] == ""
+    assert {each["actor"].rpartition("-")[0] for each in told["processes"]} <= {"engine", "trainer", "trainer_rank"}
+
+
+@pytest.mark.parametrize(("gpus", "shape"), [("1x80GiB", "qwen3-8b"), ("2x80GiB", "qwen3-8b"), ("2x80GiB", "qwen3-30b-a3b")])
+def test_what_the_page_says_does_not_fit_does_not_and_a_key_is_named(gpus, shape, capsys):
+    code, told = fitted(capsys, "sized", "--gpus", gpus, "--shape", shape)
+
+    assert code == 1
+    assert told["fits"] is False
+    assert told["next_key"]
+
+
+def test_ranks_are_on_the_first_host_and_engines_that_are_brought_on_others(capsys):
+    brought = "launch.hosts={far: {count: 3, pools: {serve: 8}}}"
+    keys = ["train.mesh.shard=8", "actors.engine.pools.serve.count=0", "bus.host=10.0.0.1", brought]
+
+    _, told = fitted(capsys, "sized", "--gpus", "4x8x80GiB", "--shape", "qwen3-30b-a3b", *keys)
+
+    hosts = {(each["actor"].rpartition("-")[0], each["device"].partition(":")[0]) for each in told["processes"]}
+    assert hosts == {("trainer_rank", "host-1"), ("engine", "host-2"), ("engine", "host-3"), ("engine", "host-4")}
+    assert len(told["processes"]) == 32
+
+
+def test_engine_and_trainer_without_pools_share_a_gpu(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+    _, told = fitted(capsys, "configs/gsm8k_qwen3_0.6b.yaml", "--gpus", "1x24GiB", "--shape", "qwen3-8b")
+
+    assert {each["device"] for each in told["processes"]} == {"cuda:0"}
+    assert told["fits"] is False
+
+
+def test_a_scripted_job_holds_no_model(capsys):
+    keys = ["train.kind=scripted", "engine.kind=scripted"]
+
+    code, told = fitted(capsys, "quickstart", "--gpus", "1x80GiB", "--shape", "qwen3-8b", *keys)
+
+    assert (code, told["processes"]) == (0, [])
+
+
+@pytest.mark.parametrize("text", ["8", "80GiB", "8x", "x80GiB", "8x80", "8x80KB", "-1x80GiB"])
+def test_an_inventory_that_is_none_is_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        fit.main(["sized", f"--gpus={text}"])
+
+    assert "is not of the form 8x80GiB" in capsys.readouterr().err
