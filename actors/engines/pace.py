@@ -4,12 +4,11 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from actors.catalog import deployed
-from actors.engines.engine import EngineError
-from actors.engines.scheduler import Row
-from actors.engines.section import PaceSection
-from actors.engines.timing import RealTime
-from planning.roofline import Deployment, Roofline
+from rubato.actors.catalog import deployed
+from rubato.actors.engines.engine import EngineError
+from rubato.actors.engines.scheduler import RealTime, Row
+from rubato.actors.engines.section import PaceSection
+from rubato.planning.roofline import Deployment, Roofline
 
 MOST_OUTLASTED = 0.02
 """Share of an engine's steps above which its times no longer are the hardware's: figures from it count for nothing."""
@@ -80,8 +79,8 @@ class EnginePace(RealTime):
         return duration_s
 
     def due(self, duration_s: float, began: float, now: float) -> float:
-        """It is counted. What follows without a pause begins when the one before was due: a late wake-up, and what the engine does between two steps,
-        is part of the later one and adds up to nothing. What took longer is over now.
+        """The time at which a step of `duration_s` ends; it is counted. Without a pause before it, it is timed from the end of the one
+        before and not from `began`, so late wake-ups do not add up. A step that has taken longer already ends `now`.
         """
         due = (began if self._free_at is None else self._free_at) + duration_s
         self.num += 1

@@ -1,19 +1,23 @@
 """One step of the torch engine: the model on its device, its KV cache, and the draw of each row's next token."""
 
 from collections import abc
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from actors.checkpoints.hf_files import ModelConfig, check_length, folder_images, read_config
-from actors.checkpoints.model_folder import DIGEST_BYTES, Slice, pick_device, slice_digest
-from actors.config import ModelSection
-from actors.engines.engine import Cache, EngineError
-from actors.engines.model import (
+from rubato.actors.checkpoints.hf_files import ModelConfig, check_length, folder_images, read_config
+from rubato.actors.checkpoints.model_folder import DIGEST_BYTES, Slice, pick_device, slice_digest
+from rubato.actors.config import ModelSection
+from rubato.actors.engines.engine import Cache, EngineError
+from rubato.actors.engines.model import (
     AttentionShape,
     KVCache,
+    Linear,
+    PackedBatch,
     Weights,
     arrange,
     array_of,
@@ -21,14 +25,17 @@ from actors.engines.model import (
     forward,
     fuse,
     on_device,
+    plain,
     rotations,
     stored_values,
     tensors_of,
 )
-from actors.engines.scheduler import Row, Sequence, uniform
-from actors.engines.section import EngineSection
-from actors.engines.upload import PinnedBuffers, Uploaded
-from actors.messages.weights import WeightsDigest
+from rubato.actors.engines.scheduler import Row, Sequence, uniform
+from rubato.actors.engines.section import EngineSection
+from rubato.actors.messages.weights import WeightsDigest
+
+PIECE_BYTES = 16 << 20
+"""Of each of two pinned buffers: one is filled while the other is on its way."""
 
 HOST = torch.device("cpu")
 
@@ -65,21 +72,20 @@ class ModelRunner:
         shape = AttentionShape(section.max_len, kv_width, folded, model.torch_threads, device, dtype)
         return cls(config, weights, section, shape)
 
-    def prepare(self, image: memoryview, source: str) -> Weights:
-        """New weights beside the old ones: from any thread, while steps go on. Raises EngineError when they do not fit."""
+    def prepare(self, image: memoryview, source: str) -> Any:
+        """What `swap` takes: new weights beside the old ones, from any thread, while steps go on. Raises EngineError when they do not fit."""
         tensors: abc.Mapping[str, Tensor] = tensors_of(image, source)
         if self._buffers is not None and self._home != HOST:
             tensors = Uploaded(tensors, self._buffers)
-        return fuse(self.config, tensors, source, self._home, self._shape.dtype)
+        return fuse(self.config, tensors, source, self._home, self._shape.dtype, published=True)
 
-    def swap(self, weights: Weights) -> None:
+    def swap(self, weights: Any) -> None:
         """What `prepare` gave counts from the next step on."""
         self.weights = on_device(weights, self._home)
 
     def digest(self, slices: abc.Sequence[Slice]) -> WeightsDigest:
         """Of what steps compute with now; from any thread."""
-        weights, zeros = self.weights, bytes(DIGEST_BYTES)
-        found = [stored_values(self.config, weights, cut) for cut in slices]
+        zeros, found = bytes(DIGEST_BYTES), self.stored(slices)
         there = [values.reshape(-1) for values in found if values is not None]
         data = torch.cat(there).cpu().view(torch.uint8).numpy() if there else np.empty(0, np.uint8)
         parts, at = [], 0
@@ -89,6 +95,11 @@ class ModelRunner:
             at += size
         return WeightsDigest(self._dtype, b"".join(parts))
 
+    def stored(self, slices: abc.Sequence[Slice]) -> list[Tensor | None]:
+        """Slices of what steps compute with now; None of a tensor that they don't. From any thread."""
+        weights = self.weights
+        return [stored_values(self.config, weights, cut) for cut in slices]
+
     # -- caches that move ---------------------------------------------------------------------------------------------
 
     def check_cache(self, request_id: str, cache: Cache | None) -> None:
@@ -96,9 +107,7 @@ class ModelRunner:
         if cache is None:
             return
         expected, dtype = self._cache.shape_of(cache.num_tokens), self._dtype
-        if (cache.shape, cache.dtype) != (expected, dtype) or len(cache.data) != self._cache.num_bytes(
-            cache.num_tokens
-        ):
+        if (cache.shape, cache.dtype) != (expected, dtype) or len(cache.data) != self._cache.num_bytes(cache.num_tokens):
             raise EngineError(
                 f"request {request_id} brought a cache of {list(cache.shape)} {cache.dtype}, this model has {list(expected)} {dtype}"
             )
@@ -141,10 +150,14 @@ class ModelRunner:
         rows = arrange(rows)
         batch = build(rows, self._shape)
         ends = [row.sequence for row in rows if row.end == len(row.sequence.tokens)]
-        logits = forward(self.config, self.weights, self._rotary, self._cache, batch)
+        logits = forward(self.config, self.weights, self._rotary, self._cache, batch, self.linear_of(rows, batch))
         if not ends:
             return rows, [], []
         return rows, *sample(logits, draws_of(ends))
+
+    def linear_of(self, rows: list[Row], batch: PackedBatch) -> Linear:
+        """How the products of a step are made."""
+        return plain
 
 
 def draws_of(sequences: abc.Sequence[Sequence]) -> np.ndarray:
@@ -194,3 +207,46 @@ def _nucleus(logprobs_RV: Tensor, top_p_R1: Tensor) -> Tensor:
     outside[:, 0] = False
     cut = logprobs_RV.masked_fill(torch.zeros_like(outside).scatter_(-1, order, outside), -torch.inf)
     return torch.where(top_p_R1 < 1.0, cut.log_softmax(-1), logprobs_RV)
+
+
+class PinnedBuffers:
+    """Two buffers that a GPU reads by itself. One thread at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._read = [torch.cuda.Event() for _ in range(2)]
+        """What was sent last out of each has left it."""
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor`, contiguous in host memory, on the device, in the order of the current stream; `tensor` may change at once.
+
+        A copy out of memory that is not pinned would hold the driver, and with it every step, until it is done.
+        """
+        there = torch.empty(tensor.nbytes, dtype=torch.uint8, device=self._device)
+        here = tensor.reshape(-1).view(torch.uint8)
+        for number, piece in enumerate(here.split(PIECE_BYTES) if len(here) else ()):
+            buffer, read = self._buffers[number % 2][: len(piece)], self._read[number % 2]
+            read.synchronize()
+            buffer.copy_(piece)
+            at = number * PIECE_BYTES
+            there[at : at + len(piece)].copy_(buffer, non_blocking=True)
+            read.record(torch.cuda.current_stream(self._device))
+        return there.view(tensor.dtype).view(tensor.shape)
+
+
+class Uploaded(Mapping[str, Tensor]):
+    """Tensors of host memory, each sent anew when it is asked for: the device holds no second image."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], buffers: PinnedBuffers) -> None:
+        self._tensors = tensors
+        self._buffers = buffers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._buffers.send(self._tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)

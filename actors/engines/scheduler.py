@@ -5,23 +5,24 @@ A request inside an engine is a Sequence: its tokens, and the number that draws 
 
 import heapq
 from collections import OrderedDict, abc, deque
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 from functools import reduce
 from hashlib import blake2b
 from itertools import takewhile
 from operator import add
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from actors.engines.engine import Cache, Chunk, EngineError, Work
-from actors.messages.generation import Tokens, VersionSpan
-from bus.message import pack_f32, pack_i32, unpack_i32
+from rubato.actors.engines.engine import Cache, Chunk, EngineError, Work
+from rubato.actors.messages.generation import Tokens, VersionSpan
+from rubato.bus.message import pack_f32, pack_i32, unpack_i32
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 class Sequence:
-    """Prompt, resumed and sampled tokens in a row. Belongs to whoever runs the step loop."""
+    """Prompt, resumed and sampled tokens in a row. Belongs to the step loop."""
 
     __slots__ = (
         "cache",
@@ -30,6 +31,7 @@ class Sequence:
         "max_tokens",
         "num_cached",
         "sent",
+        "session",
         "slot",
         "stop_ids",
         "temperature_top_p",
@@ -47,6 +49,8 @@ class Sequence:
         self.stop_ids = frozenset(work.sampling.stop_token_ids)
         self.temperature_top_p = (work.sampling.temperature, work.sampling.top_p)
         self.key = key_of(work.sampling.seed, work.session or work.request_id)
+        self.session = f"{work.adapter}\0{work.session}" if work.session else ""
+        """Whose keys and values may be its own: those of another adapter never are."""
         self.slot = -1
         self.num_cached = 0
         """Tokens whose keys and values are in the slot."""
@@ -80,9 +84,7 @@ class Sequence:
     def chunk(self) -> Chunk:
         """What was sampled since the last chunk."""
         ends = [start for _, start in self.unsent_versions[1:]] + [len(self.unsent_ids)]
-        spans = [
-            VersionSpan(version, start, end) for (version, start), end in zip(self.unsent_versions, ends, strict=False)
-        ]
+        spans = [VersionSpan(version, start, end) for (version, start), end in zip(self.unsent_versions, ends, strict=False)]
         tokens = Tokens(pack_i32(self.unsent_ids), pack_f32(self.unsent_logprobs), tuple(spans))
         self.unsent_ids = []
         self.unsent_logprobs = []
@@ -102,17 +104,21 @@ class Sequence:
             self.finish_reason = "length"
 
 
-def check(work: Work, max_len: int, vocab_size: int, running: Container[str]) -> None:
+WHOLE = ("",)
+"""What an engine holds that knows nothing of adapters."""
+
+
+def check(work: Work, max_len: int, vocab_size: int, running: Container[str], adapters: Container[str] = WHOLE) -> None:
     """Raises EngineError when `work` could never run, or is `running`: better refused than failing a step that serves others too."""
     prompt, sampling = work.prompt, work.sampling
+    if work.adapter not in adapters:
+        raise EngineError(f"request {work.request_id} is for the adapter {work.adapter}, which this engine does not hold")
     if work.request_id in running:
         raise EngineError(f"request {work.request_id} runs already; a request id is used once at a time")
     if not prompt:
         raise EngineError(f"request {work.request_id} has an empty prompt")
     if len(prompt) >= max_len:
-        raise EngineError(
-            f"request {work.request_id}: a prompt of {len(prompt)} tokens leaves no room in engine.max_len={max_len}"
-        )
+        raise EngineError(f"request {work.request_id}: a prompt of {len(prompt)} tokens leaves no room in engine.max_len={max_len}")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         raise EngineError(f"request {work.request_id} has token ids outside the model's vocabulary of {vocab_size}")
     if not (sampling.temperature >= 0.0 and 0.0 < sampling.top_p <= 1.0):
@@ -172,7 +178,7 @@ def contents(rows: abc.Iterable[Row]) -> tuple[int, int, int]:
 class Scheduler:
     """First come, first served: a request waits for a slot, is prefilled in pieces that fit a step, then decodes token by token.
 
-    Prefill and decode share a step of at most `max_batch_tokens` tokens; decode comes first, so nobody who runs is starved.
+    Prefill and decode share a step of at most `max_batch_tokens` tokens; decode comes first, so no running request is starved.
     """
 
     def __init__(self, num_slots: int, max_batch_tokens: int, *, prefix_cache: bool = True) -> None:
@@ -256,10 +262,14 @@ class Scheduler:
         for sequence in self._waiting:
             sequence.cache = None
 
+    def forget_idle(self, begin: str) -> None:
+        """Idle histories of sessions that begin so are dropped."""
+        self._slots.drop_idle(begin)
+
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
-            found = self._slots.take(sequence.work.session, sequence.tokens)
+            found = self._slots.take(sequence.session, sequence.tokens)
             if found is None:
                 return
             sequence.slot, sequence.num_cached = found
@@ -271,7 +281,7 @@ class Scheduler:
                 sequence.cache = None
 
     def _release(self, sequence: Sequence) -> None:
-        self._slots.give_back(sequence.slot, sequence.work.session, sequence.tokens[: sequence.num_cached])
+        self._slots.give_back(sequence.slot, sequence.session, sequence.tokens[: sequence.num_cached])
         sequence.slot = -1
 
 
@@ -311,10 +321,10 @@ class SlotTable:
             heapq.heappush(self._free, self._idle.pop(session)[0])
         self._idle[session] = (slot, cached)
 
-    def drop_idle(self) -> None:
-        """Forget every kept history, as when the weights that made it are replaced."""
-        while self._idle:
-            heapq.heappush(self._free, self._idle.popitem()[1][0])
+    def drop_idle(self, begin: str = "") -> None:
+        """Forget the kept histories of sessions that begin so, as when the weights that made them are replaced."""
+        for session in [each for each in self._idle if each.startswith(begin)]:
+            heapq.heappush(self._free, self._idle.pop(session)[0])
 
 
 def _common(cached: list[int], tokens: abc.Sequence[int]) -> int:
@@ -322,3 +332,49 @@ def _common(cached: list[int], tokens: abc.Sequence[int]) -> int:
     if list(tokens[: len(cached)]) == cached:
         return len(cached)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(cached, tokens, strict=False)))
+
+
+class RealTime:
+    """Durations are in seconds, and 0 stands for the time that the work takes anyway. Derive another timing from it."""
+
+    @property
+    def degree(self) -> int:
+        """GPUs that share each layer."""
+        return 1
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """Metrics of its own."""
+        return MappingProxyType({})
+
+    def step_s(self, rows: Iterable[Row]) -> float:
+        """One step."""
+        return 0.0
+
+    def swap_s(self) -> float:
+        """A weight swap."""
+        return 0.0
+
+    def kv_move_s(self, tokens: int) -> float:
+        """The way of the KV of `tokens` to another engine."""
+        return 0.0
+
+    def sleep_s(self, tokens: int) -> float:
+        """The way of weights and the KV of `tokens` to host memory, or back."""
+        return 0.0
+
+    def reconfigure(self, degree: int, tokens: int) -> float:
+        """Last like `degree` GPUs from now on; returns what the change takes an engine that holds the KV of `tokens`.
+
+        Raises EngineError, and changes nothing, for a degree that can't be.
+        """
+        if degree != 1:
+            raise EngineError(f"degree={degree} needs engine.pace: without it this engine computes on one device")
+        return 0.0
+
+    def due(self, duration_s: float, began: float, now: float) -> float:
+        """When something is over that began at `began`, is computed by `now`, and is to last `duration_s`."""
+        return now
+
+    def idle(self) -> None:
+        """Nothing runs: what comes next begins when it does."""

@@ -4,10 +4,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from actors import plugins
-from actors.config import ClusterSection, ModelSection, WeightsSection
-from planning.engine_info import EngineProfile
-from runtime.config import ActorConfig, Config, Section
+from rubato.actors import plugins
+from rubato.actors.config import ClusterSection, ModelSection, TrainSection, WeightsSection
+from rubato.planning.engine_info import EngineProfile
+from rubato.runtime.config import ActorConfig, Section
 
 
 class ScriptedSection(Section):
@@ -63,7 +63,7 @@ class EngineSection(Section):
     """What each engine worker runs, and its sizes."""
 
     kind: str = "torch"
-    """torch, vllm or scripted; or your own class as `package.module:Class`."""
+    """torch, vllm, vllm_server or scripted; or your own class as `package.module:Class`."""
     serves: Literal["both", "prefill", "decode"] = "both"
     """What it is there for; set per pool, so that prompts are prefilled on engines of one pool and decoded on those of another."""
     num_slots: int = Field(default=64, ge=1)
@@ -88,10 +88,16 @@ class EngineSection(Section):
     pace: PaceSection | None = None
     """Time is modelled: with kind torch or scripted, everything lasts what this hardware would take for it."""
     hardware: str = ""
-    """What the orchestrator takes an engine for that computes for real: a class of configs/hardware, such as h100. It changes no time."""
+    """Hardware class, such as h100 of configs/hardware, that planners assume for an engine that computes for real. It changes no time."""
     scripted: ScriptedSection = ScriptedSection()
+    enforce_eager: bool | None = None
+    """vLLM computes without CUDA graphs, which start sooner and decode slower; unset: only on CPU, where there are none."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments for vLLM's AsyncEngineArgs."""
+    """Further arguments for vLLM's AsyncEngineArgs; with kind vllm_server, of the line that `rubato vllm-command` prints."""
+    url: str = ""
+    """With kind vllm_server: where that server is. Beyond loopback it is https; see docs/vllm.md."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the server's key."""
 
     @property
     def degree(self) -> int:
@@ -118,8 +124,8 @@ class EngineSection(Section):
     @field_validator("kind")
     @classmethod
     def _known(cls, kind: str) -> str:
-        if kind not in ("torch", "vllm", "scripted") and ":" not in kind:
-            raise ValueError(f"{kind} is not torch, vllm or scripted, nor a class of yours as package.module:Class")
+        if kind not in ("torch", "vllm", "vllm_server", "scripted") and ":" not in kind:
+            raise ValueError(f"{kind} is not torch, vllm, vllm_server or scripted, nor a class of yours as package.module:Class")
         return kind
 
     @field_validator("hardware")
@@ -128,6 +134,18 @@ class EngineSection(Section):
         if name:
             plugins.load(plugins.HARDWARE)(name)
         return name
+
+    @model_validator(mode="after")
+    def _has_a_server(self) -> Self:
+        if self.kind == "vllm_server":
+            if not self.url:
+                raise ValueError("engine.kind=vllm_server needs engine.url, where that server is, such as http://127.0.0.1:8000")
+            if flaw := plugins.load(plugins.SERVER_URL)(self.url):
+                raise ValueError(f"engine.url {self.url} {flaw}")
+        elif self.url or self.api_key_env:
+            key = "url" if self.url else "api_key_env"
+            raise ValueError(f"engine.{key} has no effect on engine.kind={self.kind}: set engine.kind=vllm_server, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _can_be_paced(self) -> Self:
@@ -150,24 +168,4 @@ class EngineConfig(ActorConfig):
     engine: EngineSection = EngineSection()
     weights: WeightsSection = WeightsSection()
     cluster: ClusterSection = ClusterSection()
-
-
-VLLM_HOTTEST = 2.0
-"""Temperature above which vLLM refuses a request."""
-
-
-def check_sampling(job: Config) -> None:
-    """Raises ValueError for what the job's engine can't sample."""
-    kind = job.section("engine").kind
-    for section in ("rollout", "eval"):
-        if kind == "vllm" and job.has(section) and (given := job.section(section).temperature) > VLLM_HOTTEST:
-            raise ValueError(
-                f"{section}.temperature is {given:g}, but engine.kind=vllm takes {VLLM_HOTTEST:g} at most: lower it, or set engine.kind=torch"
-            )
-    if job.has("eval") and kind == "scripted":
-        held_out = job.section("eval")
-        if held_out.samples > 1 and held_out.top_p < 1.0:
-            raise ValueError(
-                f"eval.top_p is {held_out.top_p:g}, but engine.kind=scripted has no top-p: "
-                "set eval.top_p=1, or engine.kind=torch"
-            )
+    train: TrainSection = Field(default_factory=TrainSection)

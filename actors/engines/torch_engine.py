@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 
-from actors import plugins
-from actors.checkpoints.model_folder import Slice
-from actors.config import ModelSection
-from actors.engines.engine import CAPABILITIES, Chunk, EngineDead, EngineError, EngineLoad, Work
-from actors.engines.model import Weights
-from actors.engines.runner import ModelRunner
-from actors.engines.scheduler import Row, Scheduler, Sequence, check, contents
-from actors.engines.section import EngineSection
-from actors.engines.timing import RealTime
-from actors.engines.torch_verbs import TorchVerbs
-from actors.messages.weights import WeightsDigest
-from planning.step_cost import StepSums
-from runtime.observe.log import logger
+from rubato.actors import plugins
+from rubato.actors.checkpoints.model_folder import Slice
+from rubato.actors.config import ModelSection
+from rubato.actors.engines.engine import CAPABILITIES, Chunk, EngineDead, EngineError, EngineLoad, Work
+from rubato.actors.engines.model import Weights
+from rubato.actors.engines.runner import ModelRunner
+from rubato.actors.engines.scheduler import WHOLE, RealTime, Row, Scheduler, Sequence, check, contents
+from rubato.actors.engines.section import EngineSection
+from rubato.actors.engines.torch_verbs import TorchVerbs
+from rubato.actors.messages.weights import WeightsDigest
+from rubato.planning.step_sums import StepSums
+from rubato.runtime.observe.log import logger
 
 STOP_S = 30.0
 """Longer than any step: `stop` waits so long for the step in progress."""
@@ -40,6 +39,12 @@ class TorchEngine(TorchVerbs):
     """Lives on one event loop; the step loop is a thread of its own and hears of everything between two steps."""
 
     capabilities = frozenset(CAPABILITIES)
+    runner_class: type[ModelRunner] = ModelRunner
+
+    @property
+    def loop_class(self) -> type["StepLoop"]:
+        """Of the thread of its steps."""
+        return StepLoop
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
         self._folder = folder
@@ -51,16 +56,21 @@ class TorchEngine(TorchVerbs):
         self._update_cpu_s = 0.0
         self._cpu_s = 0.0
 
+    @property
+    def holds(self) -> abc.Container[str]:
+        """The names of weights that a request may ask for."""
+        return WHOLE
+
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        runner = await asyncio.to_thread(ModelRunner.load, self._folder, self._model, self._section)
-        self._steps = StepLoop(runner, self._section, self._model.torch_threads, loop)
+        runner = await asyncio.to_thread(self.runner_class.load, self._folder, self._model, self._section)
+        self._steps = self.loop_class(runner, self._section, self._model.torch_threads, loop)
         self._steps.start()
         self._cpu_s = process_time()
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
         steps = self.started()
-        check(work, self._section.max_len, steps.runner.config.vocab_size, self._inboxes)
+        check(work, self._section.max_len, steps.runner.config.vocab_size, self._inboxes, self.holds)
         inbox = self._inboxes[work.request_id] = asyncio.Queue[Chunk | EngineDead]()
         over = False
         try:
@@ -91,14 +101,15 @@ class TorchEngine(TorchVerbs):
     async def update(self, version: int, weights: memoryview) -> float:
         """The new weights are laid out beside the old ones while steps go on; only the swap itself is a pause."""
         steps = self.started()
-        prepared = await asyncio.to_thread(self._prepare, steps.runner, weights, version)
+        prepared = await asyncio.to_thread(self.prepare, weights, f"weights version {version}")
         pause_s = await self.command(StepLoop.swap, version, prepared)
         await asyncio.to_thread(steps.free_replaced)
         return pause_s
 
-    def _prepare(self, runner: ModelRunner, weights: memoryview, version: int) -> Weights:
+    def prepare(self, *what: Any) -> Any:
+        """`ModelRunner.prepare`, and note what it costs."""
         began = thread_time()
-        prepared = runner.prepare(weights, f"weights version {version}")
+        prepared = self.started().runner.prepare(*what)
         self._updates += 1
         self._update_cpu_s += thread_time() - began
         return prepared
@@ -144,7 +155,7 @@ class TorchEngine(TorchVerbs):
 
 @dataclass
 class StepCpuTimes:
-    """What the steps so far cost this thread, in CPU seconds; GPUs' time and further torch threads are not in it."""
+    """Costs of the steps so far in this thread, in CPU seconds; GPUs' time and further torch threads are not in it."""
 
     num: int = 0
     rows: int = 0
@@ -167,9 +178,7 @@ class StepCpuTimes:
 class StepLoop(threading.Thread):
     """Everything but `post` runs on this thread; an idle loop waits on a condition and costs nothing."""
 
-    def __init__(
-        self, runner: ModelRunner, section: EngineSection, threads: int, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, runner: ModelRunner, section: EngineSection, threads: int, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(name="rubato.engine", daemon=True)
         self.scheduler = Scheduler(section.num_slots, section.max_batch_tokens, prefix_cache=section.prefix_cache)
         self.version = 0
@@ -214,7 +223,7 @@ class StepLoop(threading.Thread):
 
     def add(self, sequence: Sequence, say: Say) -> None:
         self._sequences[sequence.work.request_id] = (sequence, say)
-        if sequence.cache is not None and sequence.cache.version != self.version:
+        if sequence.cache is not None and sequence.cache.version != self.version_of(sequence):
             sequence.cache = None
         if sequence.finish_reason:
             self._hand_out(sequence)
@@ -227,7 +236,7 @@ class StepLoop(threading.Thread):
             self.take_out(sequence, "aborted")
 
     def discard(self, request_id: str) -> None:
-        """Nobody listens any more."""
+        """Drop a request whose caller is gone."""
         found = self._sequences.pop(request_id, None)
         if found is not None:
             self.scheduler.remove(found[0])
@@ -243,13 +252,17 @@ class StepLoop(threading.Thread):
         sequence.finish_reason = reason
         self._hand_out(sequence)
 
+    def version_of(self, sequence: Sequence) -> int:
+        """Of the weights that its next token is sampled under."""
+        return self.version
+
     def suspend(self) -> None:
         self.suspended = True
 
     def resume(self) -> None:
         self.suspended = False
 
-    def swap(self, version: int, weights: Weights) -> float:
+    def swap(self, version: int, weights: Any) -> float:
         """Returns the pause in seconds. The old weights wait for `free_replaced`."""
         began, due_from = perf_counter(), self._loop.time()
         self._replaced = self.runner.weights
@@ -282,7 +295,7 @@ class StepLoop(threading.Thread):
                     if not self._held and not self._ended:
                         self._step()
                         self._flush()
-        except Exception as error:  # noqa: BLE001 - whatever fails a step ends the engine, and everybody hears it
+        except Exception as error:  # noqa: BLE001 - whatever fails a step ends the engine, and all callers hear it
             self._close(EngineDead(f"the engine's step failed: {type(error).__name__}: {error}"))
         self._flush()
 
@@ -295,7 +308,7 @@ class StepLoop(threading.Thread):
                 self._changed.wait()
             self._listening = False
             if idle and self._gather_s:
-                # Nobody is notified of a command now: the first request waits for company, and commands with it.
+                # A command does not wake this wait: the first request waits for company, and commands with it.
                 self._changed.wait(self._gather_s)
             commands = self._commands
             self._commands = []
@@ -330,7 +343,7 @@ class StepLoop(threading.Thread):
             self.prompt_tokens_s = content[0] / max(took_s, 1e-6)
         ended: list[Sequence] = []
         for sequence, token, logprob in zip(self.scheduler.computed(rows), ids, logprobs, strict=True):
-            sequence.sampled(token, logprob, self.version)
+            sequence.sampled(token, logprob, self.version_of(sequence))
             if sequence.finish_reason:
                 ended.append(sequence)
             elif sequence.has_chunk(self._stream_every):
@@ -378,7 +391,7 @@ class StepLoop(threading.Thread):
         try:
             self._loop.call_soon_threadsafe(_deliver, outbox)
         except RuntimeError:
-            # The event loop is closed: nobody is left to generate for.
+            # The event loop is closed: no caller is left to generate for.
             self._ended = True
 
 

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.engines.engine import EngineError, Work, check_level
-from actors.engines.runner import HOST
+from rubato.actors.engines.engine import EngineError, Work, check_level
+from rubato.actors.engines.runner import HOST
 
 if TYPE_CHECKING:
-    from actors.engines.torch_engine import StepLoop
+    from rubato.actors.engines.torch_engine import StepLoop
 
 
 class TorchVerbs(Protocol):
@@ -42,7 +42,7 @@ def export(steps: "StepLoop", request_id: str, with_cache: bool) -> Work:
     sequence = steps.sequence(request_id)
     if sequence is None:
         raise EngineError(f"request {request_id} does not run here: there is nothing to export")
-    cache = steps.runner.take_cache(sequence, steps.version) if with_cache else None
+    cache = steps.runner.take_cache(sequence, steps.version_of(sequence)) if with_cache else None
     steps.take_out(sequence, "exported")
     return sequence.moved(cache)
 

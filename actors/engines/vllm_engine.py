@@ -4,14 +4,14 @@ import asyncio
 import importlib
 from collections import abc
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from actors.checkpoints.model_folder import Slice
-from actors.config import ModelSection
-from actors.engines.engine import (
+from rubato.actors.checkpoints.model_folder import Slice
+from rubato.actors.config import ModelSection
+from rubato.actors.engines.engine import (
     CACHE,
     EXPORT,
     RECONFIGURE,
@@ -24,15 +24,18 @@ from actors.engines.engine import (
     check_level,
     require,
 )
-from actors.engines.scheduler import Sequence, bits, check
-from actors.engines.section import EngineSection
-from actors.engines.vllm_launch import STOP_S, check_degree, end, first_line, launch, of_degree, prepare_environment
-from actors.engines.vllm_weights import check_tensors, handed_over, shapes_of
-from actors.messages.weights import WeightsDigest
-from runtime.observe.log import logger
+from rubato.actors.engines.scheduler import WHOLE, Sequence, bits, check
+from rubato.actors.engines.section import EngineSection
+from rubato.actors.engines.vllm_launch import STOP_S, check_degree, end, first_line, launch, of_degree, prepare_environment
+from rubato.actors.engines.vllm_weights import DIGESTS, ImagePlace, check_tensors, digest_in, lent, shapes_of, update_of
+from rubato.actors.messages.weights import WeightsDigest
+from rubato.runtime.observe.log import logger
 
 PARTS = ("export", "stop", "start", "weights")
 """Of the end of one vLLM and the start of the next."""
+
+UNNAMED = "default"
+"""What vLLM calls the weights that it began with."""
 
 
 class _Stream:
@@ -54,14 +57,20 @@ class _Stream:
         """Who waits for what was sampled, once vLLM let go of it."""
 
     def mark(self, version: int) -> None:
-        """What was not sampled yet comes under `version`. Tokens that nobody has taken out of the collector count as sampled."""
+        """What was not sampled yet comes under `version`. Tokens that are still in the collector count as sampled."""
         output: Any = getattr(self.collector, "output", None)
         waiting = len(output.outputs[0].token_ids) if hasattr(output, "outputs") else 0
         self.marks.append((self.num_taken + waiting, version))
 
-    def take(self, output: Any) -> None:
-        """Add one of vLLM's outputs to the sequence."""
+    def take(self, output: Any, told: abc.Sequence[tuple[str, int]] | None) -> None:
+        """Add one of vLLM's outputs to the sequence. `told`: which versions vLLM counts from which token on, as far as it says so before the
+        request is over; None where its versions are not those of these tokens.
+        """
         completion = output.outputs[0]
+        if told is not None and (spans := getattr(completion, "weight_versions", None)):
+            told = [(span.version, span.start) for span in spans]
+        if told:
+            self.marks = [(start, 0 if label == UNNAMED else int(label)) for label, start in told]
         for token, candidates in zip(completion.token_ids, completion.logprobs or (), strict=True):
             while len(self.marks) > 1 and self.marks[1][0] <= self.num_taken:
                 del self.marks[0]
@@ -123,8 +132,8 @@ class VllmEngine:
         self._resting = False
         """There is no vLLM, and one will be started: the engine sleeps, or changes its degree."""
         self._newest = ExitStack()
-        self._newest_at = ""
-        """Where the weights of `_version` are; empty for those of the folder."""
+        self._newest_at: ImagePlace | None = None
+        """Where the weights of `_version` are; None for those of the folder."""
         self.switch_s: dict[str, float] = {}
         """What the last end and start of vLLM took, by part."""
         self._boundary = asyncio.Lock()
@@ -133,7 +142,7 @@ class VllmEngine:
     async def start(self) -> None:
         section, loop = self._section, asyncio.get_running_loop()
         prepare_environment(self._model.torch_threads, section.num_slots)
-        self._shapes = await asyncio.to_thread(shapes_of, self._folder)
+        self._shapes = await asyncio.to_thread(self.shapes)
         began = loop.time()
         self._llm = await asyncio.to_thread(launch, self._folder, self._model, section)
         self.switch_s = {"start": loop.time() - began}
@@ -142,12 +151,12 @@ class VllmEngine:
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
         self._started()
-        check(work, self._section.max_len, self._vocab_size, self._requests)
+        check(work, self._section.max_len, self._vocab_size, self._requests, self.holds)
         sequence = Sequence(work, self._section.max_len)
         if sequence.finish_reason:
             yield sequence.chunk()
             return
-        request = self._requests[work.request_id] = _Stream(sequence, self._version)
+        request = self._requests[work.request_id] = _Stream(sequence, self.version_of(work))
         over = False
         try:
             await self._add(request)
@@ -156,7 +165,7 @@ class VllmEngine:
                     sequence.finish_reason, over = request.how_taken_out, True
                 else:
                     output = await self._next(request)
-                    request.take(output)
+                    request.take(output, self.told_of(request.collector))
                     over = output.finished and bool(sequence.finish_reason)
                 yield request.last_chunk() if over else sequence.chunk()
                 if request.collector is None and not over:
@@ -202,31 +211,39 @@ class VllmEngine:
             self._suspended = False
 
     async def update(self, version: int, weights: memoryview) -> float:
-        """The image is checked and copied while vLLM goes on; the pause is the reload itself, and stopping between two steps.
+        """The image is checked while vLLM goes on, and read where it lies; the pause is the reload itself, and stopping between two steps.
 
-        While the engine sleeps the copy is all: the next vLLM begins with it.
+        While the engine sleeps it is kept: the next vLLM begins with it.
         """
         self._started()
-        await asyncio.to_thread(check_tensors, self._shapes, weights, f"weights version {version}")
+        await asyncio.to_thread(self.checked, weights, f"weights version {version}")
         with ExitStack() as stack:
-            path = await asyncio.to_thread(stack.enter_context, handed_over(weights))
+            place = await asyncio.to_thread(stack.enter_context, self.lend(weights))
             async with self._boundary:
                 self._started()
                 began = asyncio.get_running_loop().time()
                 if not self._resting:
-                    await self._swap(version, path)
+                    await self._swap(version, place)
                 self._version = version
                 for request in self._requests.values():
-                    request.mark(version)
+                    if not request.sequence.work.adapter:
+                        request.mark(version)
                 self._newest.close()
-                self._newest, self._newest_at = stack.pop_all(), path
+                self._newest, self._newest_at = stack.pop_all(), place
                 if not self._suspended and not self._resting:
                     await self._llm.resume_generation()
                 return asyncio.get_running_loop().time() - began
 
     async def digest(self, slices: abc.Sequence[Slice]) -> WeightsDigest | None:
-        """Its tensors are laid out as vLLM's many models have them, in processes of vLLM's own."""
-        return None
+        """By its layers, between two steps; None while it rests, and where several ranks share them out."""
+        async with self._boundary:
+            self._started()
+            if self._resting:
+                return None
+            try:
+                return digest_in(await self._llm.collective_rpc(DIGESTS, args=([list(cut) for cut in slices],)))
+            except Exception as error:  # vLLM raises what its many parts raise
+                raise self._failed("the digest of its weights", error) from error
 
     def load(self) -> EngineLoad:
         self._started()
@@ -284,6 +301,46 @@ class VllmEngine:
             parts = await self._end() | await self._begin()
         return self._took("reconfigured", parts)
 
+    # -- what is swapped ----------------------------------------------------------------------------------------------
+
+    @property
+    def holds(self) -> abc.Container[str]:
+        """The names of weights that a request may ask for."""
+        return WHOLE
+
+    def version_of(self, work: Work) -> int:
+        """Of the weights that it is sampled under."""
+        return self._version
+
+    def told_of(self, collector: Any) -> abc.Sequence[tuple[str, int]] | None:
+        """What vLLM says so far of the versions of a request's tokens; None where it counts no versions of the weights that change here."""
+        states: Any = getattr(getattr(self._llm, "output_processor", None), "request_states", {})
+        state = states.get(getattr(collector, "request_id", None))
+        return tuple(getattr(state, "weight_version_starts", ()))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the tensors that an image has. Blocks."""
+        return shapes_of(self._folder)
+
+    def checked(self, weights: memoryview, source: str) -> None:
+        """Raises EngineError, naming `source`, for what vLLM could not swap in. Blocks."""
+        check_tensors(self._shapes, weights, source)
+
+    def lend(self, weights: memoryview) -> AbstractContextManager[ImagePlace]:
+        """Where vLLM finds `weights` while the block runs."""
+        return lent(weights)
+
+    async def bring(self, version: int, place: ImagePlace) -> None:
+        """Let vLLM swap in what is there, by its weight transfer; it is paused."""
+        library: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(library.WeightTransferUpdateRequest(update_info=update_of([place], self._shapes)))
+        await self._llm.finish_weight_update(str(version))
+
+    def asked_with(self, work: Work) -> dict[str, Any]:
+        """What vLLM's add_request is given besides."""
+        return {}
+
     # -- vLLM -------------------------------------------------------------------------------------------------------
 
     async def _end(self) -> dict[str, float]:
@@ -316,8 +373,8 @@ class VllmEngine:
                 await end(new)
                 raise EngineDead("it was stopped meanwhile")
             self._llm, self._resting = new, False
-            if self._newest_at:
-                await self._load(self._newest_at)
+            if self._newest_at is not None:
+                await self._load(self._version, self._newest_at)
             if self._suspended:
                 await self._pause(new)
             times.append(loop.time())
@@ -357,13 +414,14 @@ class VllmEngine:
             if self._resting:
                 request.told.clear()
                 return False
-            request.marks, request.num_taken, request.goes_on = [(0, self._version)], 0, False
+            version = self.version_of(work)
+            request.marks, request.num_taken, request.goes_on = [(0, version)], 0, False
             try:
                 prompt = {"type": "token", "prompt_token_ids": sequence.tokens.copy()}
                 if self._section.kv_on_update == "keep":
                     # Blocks of requests that go on can't be forgotten, but only requests of the same salt share them.
-                    prompt["cache_salt"] = str(self._version)
-                request.collector = await self._llm.add_request(work.request_id, prompt, self._params(sequence))
+                    prompt["cache_salt"] = str(version)
+                request.collector = await self._llm.add_request(work.request_id, prompt, self._params(sequence), **self.asked_with(work))
             except Exception as error:  # vLLM raises what its many parts raise
                 raise self._failed(f"request {work.request_id}", error) from error
         return True
@@ -396,19 +454,19 @@ class VllmEngine:
         while not outputs.empty():  # noqa: ASYNC110 - vLLM's queue has nothing to wait on
             await asyncio.sleep(0)
 
-    async def _swap(self, version: int, path: str) -> None:
+    async def _swap(self, version: int, place: ImagePlace) -> None:
         """Between two steps; vLLM is paused then."""
         if not self._suspended:
             await self._pause(self._llm)
         try:
-            await self._load(path)
+            await self._load(version, place)
         except EngineError as error:
             text = f"vLLM broke while it loaded weights version {version}, and can't go on: {error}"
             raise EngineDead(text) from error
 
-    async def _load(self, path: str) -> None:
+    async def _load(self, version: int, place: ImagePlace) -> None:
         try:
-            await self._llm.collective_rpc("swap_weights", args=(path, sorted(self._shapes)))
+            await self.bring(version, place)
             recompute = self._section.kv_on_update == "recompute"
             if recompute and not await self._llm.reset_prefix_cache(reset_running_requests=True):
                 raise EngineError("it refused to reset its prefix cache")

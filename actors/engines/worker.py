@@ -3,22 +3,20 @@
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from actors import plugins
-from actors.checkpoints.hf_files import read_header
-from actors.checkpoints.model_folder import sampled_slices
-from actors.cluster.lease import lease_of
-from actors.engines import kinds
-from actors.engines.engine import ENGINES, Chunk, Engine, EngineDead, EngineError, Work, require
-from actors.engines.hooks import EngineHook
-from actors.engines.section import EngineConfig, EngineSection, check_sampling
-from actors.engines.stop_strings import Decode, decoder, end_of, first_of
-from actors.engines.weights import WeightsPuller
-from actors.gateway.requests import SharedRequest, SharedRequests, in_task
-from actors.messages.engines import GENERATION, InfoChanged
-from actors.messages.generation import (
+from rubato.actors import plugins
+from rubato.actors.checkpoints.hf_files import read_header
+from rubato.actors.checkpoints.model_folder import sampled_slices
+from rubato.actors.cluster.lease import lease_of
+from rubato.actors.engines.engine import ENGINES, Chunk, Engine, EngineDead, EngineError, EngineHook, Work, require
+from rubato.actors.engines.section import EngineConfig, EngineSection
+from rubato.actors.engines.weights import WeightsPuller
+from rubato.actors.gateway.requests import SharedRequest, SharedRequests, in_task
+from rubato.actors.messages.generation import (
+    GENERATION,
     Abort,
     Aborted,
     Completion,
@@ -26,6 +24,7 @@ from actors.messages.generation import (
     Generate,
     GenerateReply,
     HandedBack,
+    InfoChanged,
     Inspect,
     Measure,
     Resume,
@@ -33,17 +32,23 @@ from actors.messages.generation import (
     Suspend,
     Tokens,
     TokensSampled,
+    VersionSpan,
 )
-from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
-from actors.weights.blobs import BlobReceiver
-from bus.errors import AskFailed, NotSent
-from bus.message import Ack, unpack_i32
-from planning.engine_info import EngineInfo, WeightsId
-from runtime.actor import Actor, Handles, handler
-from runtime.config import Config as Job
-from runtime.errors import ConfigError, said_by
-from runtime.importer import load_object
-from runtime.kernel import Kernel
+from rubato.actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
+from rubato.actors.weights.blobs import BlobReceiver
+from rubato.bus.errors import AskFailed, NotSent
+from rubato.bus.message import Ack, unpack_i32
+from rubato.planning.engine_info import EngineInfo, WeightsId
+from rubato.runtime.actor import Actor, Handles, handler
+from rubato.runtime.config import Config as Job
+from rubato.runtime.errors import ConfigError, said_by
+from rubato.runtime.importer import load_object
+from rubato.runtime.kernel import Kernel
+
+Decode = Callable[[Sequence[int]], str]
+
+MARGIN = 8
+"""Tokens before the first that may belong to a text: the bytes of a character are decoded together."""
 
 GAUGES_S = 0.5
 """Period of the load gauges: twice per status snapshot."""
@@ -62,7 +67,7 @@ class EngineRequest(SharedRequest):
         super().__init__(request)
         self.unreported = Tokens()
         self.stage: Literal["", "weights", "engine"] = ""
-        """What it waits for now: weights that are new enough, or the engine, which has it."""
+        """Wait that it is in now: for weights that are new enough, or in the engine, which has it."""
         self.is_handed_back = False
         """The engine drains: others go on with the request."""
 
@@ -86,7 +91,8 @@ class EngineRequest(SharedRequest):
         """The request as the engine sees it. Raises BadFrame when its prompt is malformed."""
         request = self.request
         prompt = tuple(unpack_i32(request.prompt))
-        return Work(request.request_id, request.session, prompt, request.sampling, request.resumed, None, first_at_once)
+        adapter = request.weights.adapter
+        return Work(request.request_id, request.session, prompt, request.sampling, request.resumed, None, first_at_once, adapter)
 
     def sampled(self, chunk: Chunk) -> None:
         """Add what the engine sampled."""
@@ -100,12 +106,13 @@ class EngineRequest(SharedRequest):
         return tokens.shifted((len(self.tokens.ids) - len(tokens.ids)) // 4)
 
 
-class EngineWorker(Actor):
+class EngineWorker(plugins.Hooked[EngineHook], Actor):
     """One engine per worker. A second ask with the same request id joins the first, or gets its result."""
 
     role = "engine"
     provides = frozenset({GENERATION})
     least = 1
+    hook_messages = plugins.ENGINE_MESSAGES
 
     class Config(EngineConfig):
         pass
@@ -114,19 +121,19 @@ class EngineWorker(Actor):
 
     @classmethod
     def check(cls, job: Job) -> None:
-        check_sampling(job)
+        plugins.load(plugins.ENGINE_JOB)(job)
 
     @classmethod
     def check_host(cls, config: Any) -> None:
-        kinds.check_host(config)
+        plugins.load(plugins.ENGINE_HOST)(config)
 
     @classmethod
     def preflight(cls, config: Any, folder: Path) -> None:
-        kinds.preflight(config, folder)
+        plugins.load(plugins.ENGINE_FOLDER)(config, folder)
 
     @classmethod
     def preload(cls, config: Any) -> tuple[str, ...] | None:
-        return kinds.preload(config)
+        return plugins.load(plugins.ENGINE_PRELOAD)(config)
 
     @classmethod
     def plugin_classes(cls, job: Job) -> tuple[type[Handles], ...]:
@@ -149,11 +156,8 @@ class EngineWorker(Actor):
         self._decode: Decode | None = None
         """By the model's tokenizer; read for the first request that a text ends."""
         self.lease = lease_of(self)
-        self.hooks: list[EngineHook] = []
+        self.begin_hooks(plugins.chosen(plugins.ENGINE_HOOKS, config))
         self.plugins = self.hooks
-        self._by_path: dict[str, EngineHook] = {}
-        for path in plugins.chosen(plugins.ENGINE_HOOKS, config):
-            self.hook(path)
 
     # -- life cycle -------------------------------------------------------------------------------------------------
 
@@ -176,13 +180,14 @@ class EngineWorker(Actor):
 
     async def _loaded(self, section: EngineSection) -> Engine:
         """The engine, with the base model. Raises ConfigError for what its next start would meet again: it is not started again then."""
-        build: Any = await self.offload(load_object, ENGINES.get(section.kind, section.kind))
+        kind, options = plugins.engine_kind(self.config)
+        build: Any = await self.offload(load_object, ENGINES.get(kind, kind))
         try:
-            self._engine = engine = build(self.run.folder / self.config.model.path, self.config.model, section)
+            self._engine = engine = build(self.run.folder / self.config.model.path, self.config.model, section, **options)
         except Exception as error:
             raise ConfigError(f"engine.kind={section.kind} raised in its constructor: {said_by(error)}") from error
         try:
-            for capability in plugins.capabilities(section):
+            for capability in plugins.capabilities(self.config):
                 require(engine, capability)
             self.log.info("model_loads")
             await engine.start()
@@ -196,7 +201,7 @@ class EngineWorker(Actor):
         return engine
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
-        """Somebody who has the weights may be back."""
+        """A source of the weights may be back."""
         if joined and self._weights is not None:
             self._weights.retry()
 
@@ -213,24 +218,6 @@ class EngineWorker(Actor):
         if self._engine is not None:
             await self._engine.stop()
 
-    # -- mechanisms ---------------------------------------------------------------------------------------------------
-
-    def plugin_for(self, tag: str) -> EngineHook | None:
-        path = plugins.ENGINE_MESSAGES.get(tag)
-        return None if path is None else self.hook(path)
-
-    def hook(self, path: str) -> Any:
-        """The hook of that class, which goes along from now on."""
-        found = self._by_path.get(path)
-        if found is None:
-            found = self._by_path[path] = self.make(path)
-            self.hooks.append(found)
-        return found
-
-    def make(self, path: str) -> EngineHook:
-        """A new one."""
-        return plugins.load(path)(self)
-
     # -- requests ---------------------------------------------------------------------------------------------------
 
     @handler(concurrency=1024, outlives_asker=True)
@@ -242,26 +229,30 @@ class EngineWorker(Actor):
         """Run one request to its end, under weights that are new enough."""
         _, weights = self.started()
         need, request_id = shared.request.weights, shared.request.request_id
-        shared.is_handed_back = self._draining
+        shared.is_handed_back = self._draining  # a drain hands back what it finds running, and this one may have come after
         if (path := plugins.engine_hook_of(shared.request.route)) is not None:
-            self.hook(path)
+            self.hook(path)  # before the loops over hooks: the mechanism may come with this request
         try:
+            # `arrive` comes before the wait for weights, which may be long: a hook may have the answer, and what another engine keeps
+            # for the request until it is here is gone with that one's next weights.
             work = shared.work(first_at_once=self.config.engine.first_at_once)
             for hook in self.hooks:
                 arrived = await hook.arrive(shared, work)
                 if not isinstance(arrived, Work):
                     return arrived
                 work = arrived
-            while weights.version < need.version and not shared.gives_up:
+            # A loop, since the wait also ends for an abort, and for a version that is newer and still too old. No wake-up is missed:
+            # nothing is awaited between this look at the version and the wait's own.
+            while not need.adapter and weights.version < need.version and not shared.gives_up:
                 shared.stage = "weights"
                 await weights.wait_for(need.version, request_id)
                 shared.stage = ""
                 if (reply := await self._stopped(shared, "")) is not None and not isinstance(reply, Work):
                     return reply
+            # An exact version must be held, not only be the one of now: a swap while a hook is `ready` would put another one's tokens
+            # into an evaluation. An abort in any wait so far is seen here, before hooks fetch what only a running request needs.
             if need.exact and not (weights.is_held and weights.version == need.version):
-                shared.abort_reason = (
-                    shared.abort_reason or f"{self.name} does not hold version {need.version} any more"
-                )
+                shared.abort_reason = shared.abort_reason or f"{self.name} does not hold version {need.version} any more"
             if shared.gives_up:
                 return shared.given_up()
             with self.metrics.busy():
@@ -269,12 +260,13 @@ class EngineWorker(Actor):
                     work = await hook.ready(shared, work)
                 return await self._generated(shared, work)
         finally:
+            # After an answer, an error or a cancellation alike: else hooks would keep what they hold for the request.
             self._reports.discard(request_id)
             for hook in self.hooks:
                 hook.ended(shared)
 
     async def _stopped(self, shared: EngineRequest, finish_reason: str) -> Work | GenerateReply | None:
-        """What the first hook says that has something to say."""
+        """The answer or Work of the first hook that has one."""
         for hook in self.hooks:
             if (found := await hook.stopped(shared, finish_reason)) is not None:
                 return found
@@ -282,17 +274,20 @@ class EngineWorker(Actor):
 
     async def _generated(self, shared: EngineRequest, work: Work) -> GenerateReply:
         """Generate, as often as a mechanism that took the request out gives it back."""
-        while not shared.gives_up:
+        while not shared.gives_up:  # also set while hooks decide: the engine does not have the request then, and sends no last chunk
             try:
                 finish_reason = await self._generate(shared, work)
             except EngineError as error:
+                # A cache from elsewhere only saves time: where it does not fit, the prompt is computed. Once a token was sampled
+                # (`tokens` is another object then) the error has another cause, and a new start would sample that token twice.
                 if work.cache is None or shared.tokens is not shared.request.resumed:
                     raise
                 self.log.warning("cache_not_taken", request=work.request_id, error=str(error))
                 work = work._replace(cache=None)
                 continue
             finally:
-                shared.stage = ""
+                shared.stage = ""  # before hooks are asked: an abort from now on must not go to the engine, which is through
+            # Hooks come before the finish reason: one that is taking the request out must be done before its askers have an answer.
             found = await self._stopped(shared, finish_reason)
             if isinstance(found, Work):
                 work = found
@@ -301,7 +296,7 @@ class EngineWorker(Actor):
             elif finish_reason in ("stop", "length"):
                 return Completion(work.request_id, shared.tokens, finish_reason, self.name)
             else:
-                break
+                break  # aborted in the engine
         return shared.given_up()
 
     async def _generate(self, shared: EngineRequest, work: Work) -> str:
@@ -328,7 +323,7 @@ class EngineWorker(Actor):
         return finish_reason
 
     async def _ended_by_text(self, shared: EngineRequest, tokens: Tokens, before: Tokens) -> Tokens | None:
-        """Of `tokens`, which come after those `before`, the ones up to a text that ends the request; None where there is no such text."""
+        """The part of `tokens`, which come after those `before`, up to a text that ends the request; None where there is no such text."""
         stop, since = shared.request.sampling.stop, len(before.ids) // 4
         if not stop or not tokens.ids:
             return None
@@ -348,7 +343,7 @@ class EngineWorker(Actor):
             self._report_due.set()
 
     async def _end(self, request_id: str, reason: str) -> None:
-        """End a request early: for this `reason`; without one, by handing it back with its tokens for whoever asks."""
+        """End a request early: for this `reason`; without one, by handing it back with its tokens, to go on elsewhere."""
         engine, weights = self.started()
         shared = self.requests.running.get(request_id)
         if shared is None or shared.gives_up:
@@ -401,6 +396,8 @@ class EngineWorker(Actor):
     @handler
     async def weights_published(self, message: WeightsPublished) -> None:
         self.started()[1].hint(message)
+        for hook in self.hooks:
+            hook.published(message)
 
     async def tell_proxies(self) -> None:
         """How it is now: one after the other, so that no old word comes last, and until each has it or is gone."""
@@ -442,7 +439,8 @@ class EngineWorker(Actor):
             due = sorted(self._reports)
             self._reports.clear()
             progress = [(i, shared.report()) for i in due if (shared := self.requests.running.get(i)) is not None]
-            message = TokensSampled(self.name, tuple(progress))
+            names = {i: name for i, _ in progress if (name := self.requests.running[i].request.weights.adapter)}
+            message = TokensSampled(self.name, tuple(progress), names)
             for proxy in self.peers("llm_proxy") if progress else ():
                 try:
                     await self.ref(proxy).tell(message)
@@ -467,3 +465,31 @@ class EngineWorker(Actor):
         if self._engine is None or self._weights is None:
             raise EngineDead(f"{self.name} has not started its engine yet")
         return self._engine, self._weights
+
+
+def decoder(folder: Path) -> Decode:
+    """Decodes by the model folder's tokenizer. Blocks."""
+    from tokenizers import Tokenizer
+
+    tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda ids: tokenizer.decode([*ids], skip_special_tokens=False)
+
+
+def end_of(tokens: Tokens, since: int, stop: Sequence[str], decode: Decode) -> int | None:
+    """How many of `tokens` there are up to the one that completes a text of `stop`, looked for from token `since` on; None without one."""
+    first = max(0, since - max(len(text.encode()) for text in stop) - MARGIN)
+    ids = unpack_i32(tokens.ids[4 * first :])
+
+    def is_over(num: int) -> bool:
+        told = decode(ids[:num])
+        return any(text in told for text in stop)
+
+    if not is_over(len(ids)):
+        return None
+    return first + next(num for num in range(max(1, since - first), len(ids) + 1) if is_over(num))
+
+
+def first_of(tokens: Tokens, num: int) -> Tokens:
+    """The first `num` of `tokens`."""
+    spans = tuple(VersionSpan(span.version, span.start, min(span.end, num)) for span in tokens.spans if span.start < num)
+    return Tokens(tokens.ids[: 4 * num], tokens.logprobs[: 4 * num], spans)

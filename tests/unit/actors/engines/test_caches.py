@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from actors.engines.engine import Cache
-from actors.messages.moves import FetchCache
-from actors.moves.caches import PART_BYTES, PARTS_AT_ONCE, Caches
-from bus.errors import Unknown
+from rubato.actors.engines.engine import Cache
+from rubato.actors.messages.moves import FetchCache
+from rubato.actors.moves.caches import PART_BYTES, PARTS_AT_ONCE, Caches
+from rubato.bus.errors import Unknown
 
 
 def cache(version=0):

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import structlog
 
-from actors.engines.engine import CACHE, EXPORT, Cache, Work
-from actors.messages.generation import Sampling, Tokens
-from actors.messages.moves import MovePrepared, PrepareMove
-from actors.moves.caches import Caches
-from actors.moves.engine import Departures, Leaving
-from bus.message import pack_i32
-from planning.moves import FEW, TRANSFERS
+from rubato.actors.engines.engine import CACHE, EXPORT, Cache, Work
+from rubato.actors.messages.generation import Sampling, Tokens
+from rubato.actors.messages.moves import MovePrepared, PrepareMove
+from rubato.actors.moves.caches import Caches
+from rubato.actors.moves.engine import Departures, Leaving
+from rubato.bus.message import pack_i32
+from rubato.planning.moves import FEW, TRANSFERS
 
 
 class Exporter:

@@ -2,8 +2,8 @@
 
 import torch
 
-from actors.checkpoints.hf_files import read_config
-from actors.engines.model import KVCache
+from rubato.actors.checkpoints.hf_files import read_config
+from rubato.actors.engines.model import KVCache
 from tests.models import write_model
 
 

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from runtime import cli
+from rubato.runtime import cli
 
 SHAPE = {
     "vocab_size": 12, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -30,6 +30,19 @@ def layer(family):
         "self_attn.k_proj.weight": [KV, E], "self_attn.v_proj.weight": [KV, E], "self_attn.o_proj.weight": [E, Q],
         "mlp.gate_proj.weight": [F, E], "mlp.up_proj.weight": [F, E], "mlp.down_proj.weight": [E, F], **FAMILIES[family],
     }  # fmt: skip
+
+
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "norm_topk_prob": True}
+
+
+def with_experts():
+    """A model's tensors, whose layers are mixtures."""
+    found = {name: shape for name, shape in tensors("qwen3").items() if ".mlp." not in name}
+    for at in (f"model.layers.{i}.mlp." for i in range(2)):
+        found[f"{at}gate.weight"] = [3, E]
+        found |= {f"{at}experts.{i}.{kind}_proj.weight": [4, E] for i in range(3) for kind in ("gate", "up")}
+        found |= {f"{at}experts.{i}.down_proj.weight": [E, 4] for i in range(3)}
+    return found
 
 
 def tensors(family="qwen3", num_layers=2, vocab=12):
@@ -84,9 +97,9 @@ def dry_run(folder, tmp_path, monkeypatch, capsys):
     """`dry_run(*overrides)`: exit code and what a dry run says of the folder; template and environment are not looked at."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(
-        "run: {steps: 1}\nactors: {sample_buffer: {class: 'actors.samples.buffer:SampleBuffer'}, "
-        "llm_proxy: {class: 'actors.proxy.proxy:LLMProxy'}, engine: {class: 'actors.engines.worker:EngineWorker'}, "
-        "trainer: {class: 'actors.training.trainer:Trainer'}}\n"
+        "run: {steps: 1}\nactors: {sample_buffer: {class: 'rubato.actors.samples.buffer:SampleBuffer'}, "
+        "llm_proxy: {class: 'rubato.actors.proxy.proxy:LLMProxy'}, engine: {class: 'rubato.actors.engines.worker:EngineWorker'}, "
+        "trainer: {class: 'rubato.actors.training.trainer:Trainer'}}\n"
     )
 
     def run(*overrides):
@@ -114,7 +127,18 @@ def test_the_four_families_of_one_shape_are_taken(family, folder, dry_run):
     taken(dry_run)
 
 
-@pytest.mark.parametrize("family", ["mamba", "gemma2", "phi3", "qwen3_moe", "mixtral", ""])
+def test_a_mixture_of_experts_is_taken_where_every_layer_is_one(folder, dry_run):
+    folder.config(EXPERTS, "qwen3_moe").weights(with_experts())
+
+    taken(dry_run)
+
+    folder.config(EXPERTS | {"mlp_only_layers": [1]}, "qwen3_moe")
+    refused(dry_run, "mlp_only_layers", "engine.kind=vllm")
+    folder.config(EXPERTS | {"num_experts": 4}, "qwen3_moe")
+    refused(dry_run, "mlp.gate.weight has shape [3, 8]", "[4, 8]")
+
+
+@pytest.mark.parametrize("family", ["mamba", "gemma2", "phi3", "qwen2_moe", "mixtral", ""])
 def test_another_family_is_refused_by_its_name_and_with_what_takes_it(family, folder, dry_run):
     folder.config({}, family)
 
@@ -141,8 +165,7 @@ SAID_BY_TRANSFORMERS = ("untied, and one of another shape", "scripted")
 
 
 @pytest.mark.parametrize(
-    ("case", "engine"),
-    [(case, engine) for case in HEADS for engine in ("torch", "scripted") if (case, engine) != SAID_BY_TRANSFORMERS],
+    ("case", "engine"), [(case, engine) for case in HEADS for engine in ("torch", "scripted") if (case, engine) != SAID_BY_TRANSFORMERS]
 )
 def test_weights_and_config_that_disagree_about_the_output_head_are_refused(case, engine, folder, dry_run):
     """By the trainer too, which would make one up, or train one of two."""
@@ -216,10 +239,7 @@ TAKEN = {
     "a window that is not in use": {"use_sliding_window": False, "sliding_window": 16},
     "a window as long as sequences": {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 0},
     "a window of layers that there are not": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
-    "linear rope, whose factor lengthens it": {
-        "rope_scaling": {"type": "linear", "factor": 4.0},
-        "max_position_embeddings": 256,
-    },
+    "linear rope, whose factor lengthens it": {"rope_scaling": {"type": "linear", "factor": 4.0}, "max_position_embeddings": 256},
     "llama3's rope": {
         "rope_parameters": {
             "rope_type": "llama3",

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engines.engine import Work
-from actors.engines.runner import draws_of
-from actors.engines.runner import sample as sample_array
-from actors.engines.scheduler import Sequence, key_of, uniform
-from actors.messages.generation import Sampling
+from rubato.actors.engines.engine import Work
+from rubato.actors.engines.runner import draws_of
+from rubato.actors.engines.runner import sample as sample_array
+from rubato.actors.engines.scheduler import Sequence, key_of, uniform
+from rubato.actors.messages.generation import Sampling
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.1, 0.0]]))
 
@@ -45,9 +45,7 @@ def test_tokens_come_as_often_as_they_are_probable_and_never_with_probability_ze
     assert counts[4] == 0
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.7), (2.0, 0.8)], ids=str
-)
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.7), (2.0, 0.8)], ids=str)
 def test_logprobs_are_of_the_distribution_that_tokens_are_drawn_from(temperature, top_p):
     draws = [draw(temperature, top_p, uniform(key_of(1, "s"), i)) for i in range(4000)]
 

@@ -1,8 +1,8 @@
 """The scheduler alone: who runs, what is cached, who waits."""
 
-from actors.engines.engine import Work
-from actors.engines.scheduler import Row, Scheduler, Sequence
-from actors.messages.generation import Sampling
+from rubato.actors.engines.engine import Work
+from rubato.actors.engines.scheduler import Row, Scheduler, Sequence
+from rubato.actors.messages.generation import Sampling
 
 
 def sequence(name: str, length: int, num: int = 4, session: str = "", first: int = 0) -> Sequence:

@@ -1,7 +1,7 @@
 """Packed tokens: cut, shifted and joined without losing a span."""
 
-from actors.messages.generation import Tokens, VersionSpan
-from bus.message import pack_f32, pack_i32, unpack_i32
+from rubato.actors.messages.generation import Tokens, VersionSpan
+from rubato.bus.message import pack_f32, pack_i32, unpack_i32
 
 
 def pack(ids, spans):

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from actors.config import ModelSection, TrainSection
-from actors.engines.runner import ModelRunner
-from actors.engines.section import EngineSection
-from actors.engines.upload import PinnedBuffers
-from actors.training.torch_train import TorchTrainEngine
+from rubato.actors.config import ModelSection, TrainSection
+from rubato.actors.engines.runner import ModelRunner, PinnedBuffers
+from rubato.actors.engines.section import EngineSection
+from rubato.actors.training.torch_train import TorchTrainEngine
 from tests.models import write_model
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from actors.engines.engine import EngineError
-from actors.engines.vllm_launch import bound, cores
+from rubato.actors.engines.engine import EngineError
+from rubato.actors.engines.vllm_launch import bound, cores
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.config import ModelSection
-from actors.engines import vllm_engine
-from actors.engines.engine import EngineDead, EngineError, Work
-from actors.engines.section import EngineSection
-from actors.engines.vllm_engine import VllmEngine
-from actors.messages.generation import Sampling, VersionSpan
-from bus.message import unpack_i32
+from rubato.actors.config import ModelSection
+from rubato.actors.engines import vllm_engine
+from rubato.actors.engines.engine import EngineDead, EngineError, Work
+from rubato.actors.engines.section import EngineSection
+from rubato.actors.engines.vllm_engine import VllmEngine
+from rubato.actors.messages.generation import Sampling, VersionSpan
+from rubato.bus.message import unpack_i32
 from tests.contract.engines import collect
 from tests.unit.actors.engines.test_vllm_setup import image_of
 
@@ -28,9 +28,7 @@ class Collector:
         self.outputs, self.there = deque(), asyncio.Event()
 
     def put(self, ids, finish_reason=None):
-        completion = SimpleNamespace(
-            token_ids=ids, logprobs=[{i: SimpleNamespace(logprob=-0.5)} for i in ids], finish_reason=finish_reason
-        )
+        completion = SimpleNamespace(token_ids=ids, logprobs=[{i: SimpleNamespace(logprob=-0.5)} for i in ids], finish_reason=finish_reason)
         self.outputs.append(SimpleNamespace(outputs=[completion], finished=finish_reason is not None))
         self.there.set()
 
@@ -49,9 +47,7 @@ class Llm:
     def __init__(self, degree):
         self.degree, self.errored, self.output_handler = degree, False, None
         self.prompts, self.collectors, self.swapped = {}, {}, []
-        self.engine_core = SimpleNamespace(
-            outputs_queue=SimpleNamespace(empty=lambda: True), resources=SimpleNamespace()
-        )
+        self.engine_core = SimpleNamespace(outputs_queue=SimpleNamespace(empty=lambda: True), resources=SimpleNamespace())
 
     async def add_request(self, request_id, prompt, params):
         self.prompts[request_id] = (prompt["prompt_token_ids"], params.max_tokens)
@@ -68,8 +64,12 @@ class Llm:
 
     async def resume_generation(self): ...
 
-    async def collective_rpc(self, method, args):
-        self.swapped.append(Path(args[0]).read_bytes())
+    async def start_weight_update(self): ...
+
+    async def update_weights(self, request):
+        self.swapped.append(Path(request.update_info["paths"][0]).read_bytes())
+
+    async def finish_weight_update(self, version): ...
 
     async def reset_prefix_cache(self, *, reset_running_requests):
         return True
@@ -84,6 +84,7 @@ def llms(monkeypatch):
     """All vLLMs that were ever launched; `hold` keeps the next one from starting, `fail` has it fail."""
     library = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(DELTA=0))
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", library)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", SimpleNamespace(WeightTransferUpdateRequest=SimpleNamespace))
     platform = SimpleNamespace(is_cpu=lambda: True)
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
     made = [Llm(1)]
@@ -113,6 +114,20 @@ async def seated(llm, name="r"):
 
 def work(name="r"):
     return Work(name, name, (1, 2, 3), Sampling(NUM))
+
+
+async def test_which_version_a_token_is_of_is_what_vllm_says_of_it(engine, llms):
+    async with asyncio.TaskGroup() as tasks:
+        played = tasks.create_task(collect(engine, work()))
+        collector = await seated(llms[0])
+        collector.put([5, 6])
+        await engine.update(4, image_of(a=[1.0]))
+        collector.put([7, 8, 9, 10], "length")
+        collector.outputs[-1].outputs[0].weight_versions = [
+            SimpleNamespace(version="default", start=0), SimpleNamespace(version="4", start=3)
+        ]  # fmt: skip
+
+    assert played.result()[0].spans == (VersionSpan(0, 0, 3), VersionSpan(4, 3, 6))
 
 
 async def test_requests_go_on_at_the_next_vllm_under_the_newest_weights(engine, llms):

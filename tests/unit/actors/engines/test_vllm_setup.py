@@ -1,5 +1,6 @@
 """What can be decided about vLLM without it: the missing package, weights that do not fit, and the way they travel."""
 
+import asyncio
 import importlib.util
 import json
 import struct
@@ -10,13 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.config import ModelSection
-from actors.engines.engine import ENGINES, EngineDead, EngineError, Work
-from actors.engines.section import EngineSection
-from actors.engines.vllm_engine import VllmEngine
-from actors.engines.vllm_weights import check_tensors, handed_over, shapes_of
-from actors.messages.generation import Sampling
-from runtime.importer import load_object
+from rubato.actors.config import ModelSection
+from rubato.actors.engines.engine import ENGINES, EngineDead, EngineError, Work
+from rubato.actors.engines.section import EngineSection
+from rubato.actors.engines.vllm_engine import VllmEngine
+from rubato.actors.engines.vllm_weights import check_tensors, handed_over, lent, shapes_of, tensors_at
+from rubato.actors.messages.generation import Sampling
+from rubato.runtime.blobs.client import BlobClient
+from rubato.runtime.blobs.server import BlobServer
+from rubato.runtime.importer import load_object
 
 
 def image_of(**tensors: list[float]) -> memoryview:
@@ -46,12 +49,31 @@ def test_an_image_is_there_by_path_inside_the_block_and_gone_after():
     assert not Path(path).exists()
 
 
+async def test_a_blob_of_the_host_is_read_where_it_lies_and_anything_else_from_a_copy(tmp_path):
+    server, blobs = BlobServer(tmp_path / "blobs"), BlobClient(tmp_path / "blobs")
+    await server.start()
+    image = image_of(a=[1.0, 2.0], b=[3.0], c=[4.0])
+    await blobs.put("weights", 1, 1, [image])
+    _, blob = await blobs.get("weights", 1)
+
+    for given, size in ((blob, len(image)), (image, 0)):
+        with lent(given) as place:
+            found = {name: tensor.tolist() for name, tensor in tensors_at([place], ["a", "b"])}
+            other = await asyncio.create_subprocess_exec("cat", place.path, stdout=asyncio.subprocess.PIPE)
+            elsewhere, _ = await other.communicate()
+        assert (found, place.size_bytes) == ({"a": [1.0, 2.0], "b": [3.0]}, size)
+        assert elsewhere[: len(image)] == image
+    with lent(blob) as place, pytest.raises(EngineError, match="lacks d"):
+        tensors_at([place], ["a", "d"])
+    await blobs.close()
+    await server.close()
+
+
 @pytest.mark.parametrize(
     ("image", "sentence"),
     [
         (image_of(a=[1.0, 2.0]), "lacks b"),
         (image_of(a=[1.0, 2.0], b=[1.0, 2.0]), r"b has shape \[2\], but this model needs \[1\]"),
-        (image_of(a=[1.0, float("nan")], b=[1.0]), "a is not finite"),
         (image_of(a=[1.0, 2.0], b=[1.0])[:-2], "truncated"),
         (memoryview(b""), "not a safetensors image"),
     ],
@@ -90,8 +112,14 @@ class FakeLlm:
     async def resume_generation(self):
         pass
 
-    async def collective_rpc(self, method, args):
-        assert method == "swap_weights"
+    async def start_weight_update(self):
+        pass
+
+    async def update_weights(self, request):
+        assert request.update_info["names"] == ["a"]
+
+    async def finish_weight_update(self, version):
+        pass
 
     async def reset_prefix_cache(self, *, reset_running_requests):
         assert reset_running_requests
@@ -104,6 +132,7 @@ def engine_on(monkeypatch):
     """`engine_on(llm, kv_on_update=…)`: a started engine of a model with the one tensor `a`."""
     library = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(DELTA=0))
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", library)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", SimpleNamespace(WeightTransferUpdateRequest=SimpleNamespace))
 
     def make(llm, **options):
         engine = VllmEngine(Path("/model"), ModelSection(), EngineSection(kind="vllm", **options))
