@@ -21,18 +21,18 @@ import msgspec
 import uvicorn
 from pydantic import Field
 
-from actors.config import ModelSection, RolloutSection
-from actors.envs.chat import TOKEN_BYTES, renderer_of
-from actors.envs.hosting import flaw_of, normal
-from actors.gateway.http_server import HttpServer
-from actors.messages.generation import Completion, Generate, Sampling, why_early
-from bus.address import bare, bind_listener, spelt
-from bus.errors import AskFailed, Failed, Unknown
-from runtime.actor import Actor
-from runtime.config import ActorConfig, Section
-from runtime.errors import ConfigError
-from runtime.kernel import Kernel
-from runtime.observe.trace import wall_s
+from rubato.actors.config import ModelSection, RolloutSection
+from rubato.actors.envs.chat import TOKEN_BYTES, renderer_of
+from rubato.actors.envs.hosting import flaw_of, normal
+from rubato.actors.gateway.http_server import HttpServer
+from rubato.actors.messages.generation import Completion, Generate, Sampling, why_early
+from rubato.bus.address import bare, bind_listener, spelt
+from rubato.bus.errors import AskFailed, Failed, Unknown
+from rubato.runtime.actor import Actor
+from rubato.runtime.config import ActorConfig, Section
+from rubato.runtime.errors import ConfigError
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.observe.trace import wall_s
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -66,13 +66,7 @@ class ChatSection(Section):
 _NumTokens = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 
 _PLAIN: Mapping[str, Any] = MappingProxyType(
-    {
-        "response_format": {"type": "text"},
-        "logprobs": False,
-        "logit_bias": {},
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-    }
+    {"response_format": {"type": "text"}, "logprobs": False, "logit_bias": {}, "frequency_penalty": 0, "presence_penalty": 0}
 )
 """What clients say where they want nothing of the kind."""
 
@@ -130,7 +124,7 @@ class ChatServer(Actor):
     def check_host(cls, config: Any) -> None:
         """The packages that serve."""
         if importlib.util.find_spec("starlette") is None:
-            raise ConfigError("actors.gateway.chat_server needs the package starlette: pip install -e '.[serve]'")
+            raise ConfigError("rubato.actors.gateway.chat_server needs the package starlette: pip install -e '.[serve]'")
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
@@ -144,15 +138,11 @@ class ChatServer(Actor):
     async def on_start(self) -> None:
         """Listen; an address that can't be had ends the job with a sentence."""
         host, port = self._section.host, self._section.port
-        self._chat = await self.offload(
-            partial(renderer_of, self.config.rollout, self.run.folder / self.config.model.path, cached=0)
-        )
+        self._chat = await self.offload(partial(renderer_of, self.config.rollout, self.run.folder / self.config.model.path, cached=0))
         try:
             listening = bind_listener(host, port, backlog=self._section.max_concurrent)
         except OSError as error:
-            self.finish(
-                f"chat_server can't listen at {host}:{port}: {error}. Set chat.port=0 for a free one", failed=True
-            )
+            self.finish(f"chat_server can't listen at {host}:{port}: {error}. Set chat.port=0 for a free one", failed=True)
             return
         self._server = HttpServer(uvicorn.Config(self._app(), lifespan="off", ws="none", log_config=None))
         self._served = self.spawn(self._server.serve(sockets=[listening]), name=f"{self.name}.http")
@@ -193,9 +183,7 @@ class ChatServer(Actor):
                 return told(*refused)
             return told(200, {"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "rubato"}]})
 
-        return Starlette(
-            routes=[Route("/v1/chat/completions", completions, methods=["POST"]), Route("/v1/models", models)]
-        )
+        return Starlette(routes=[Route("/v1/chat/completions", completions, methods=["POST"]), Route("/v1/models", models)])
 
     def _stranger(self, authorization: str) -> _Answer | None:
         """The refusal of a request without the token."""
@@ -235,9 +223,7 @@ class ChatServer(Actor):
         given = asked.max_completion_tokens or asked.max_tokens or DEFAULT_TOKENS
         seed = uuid4().int % 2**31 if asked.seed is None else asked.seed % 2**31
         temperature = 1.0 if asked.temperature is None else asked.temperature
-        return Sampling(
-            given, temperature, asked.top_p or 1.0, self._chat.stop_token_ids, seed, self._chat.stop_strings
-        )
+        return Sampling(given, temperature, asked.top_p or 1.0, self._chat.stop_token_ids, seed, self._chat.stop_strings)
 
     def _completion(self, asked: Asked, reply: Completion, num_prompt: int) -> dict[str, Any]:
         num = len(reply.tokens.ids) // TOKEN_BYTES

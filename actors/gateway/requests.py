@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from actors.messages.generation import Generate, GenerateReply, Tokens
-from runtime.courier import current_trace
+from rubato.actors.messages.generation import Generate, GenerateReply, Tokens
+from rubato.runtime.courier import current_trace
 
 Answer = asyncio.Future[GenerateReply]
 
@@ -32,13 +32,13 @@ class SharedRequest:
         """All of its tokens that are known so far."""
         self.abort_reason = ""
         self.ending = False
-        """Its last asker went away, or it was aborted: whoever asks now waits for its end, then it runs anew."""
+        """Its last asker went away, or it was aborted: a new asker waits for its end, then it runs anew."""
         self.askers: list[Answer] = []
         self.next: list[tuple[Generate, Answer]] = []
-        """Who asked while it was ending."""
+        """Asks that came while it was ending."""
 
     def keeps(self, result: GenerateReply) -> bool:
-        """Whether whoever asks again gets this `result`; else it runs anew."""
+        """Whether a later asker gets this `result`; else it runs anew."""
         return True
 
 
@@ -60,7 +60,7 @@ class SharedRequests(Generic[RequestT]):
     """Enough for some thousand long completions."""
     cancel: Callable[[RequestT], object] = lambda shared: shared.run.cancel()
     too_late: Callable[[Generate], GenerateReply] | None = None
-    """What an asker hears whose time is over."""
+    """The answer to an asker whose time is over."""
 
     def __post_init__(self) -> None:
         self.running: dict[str, RequestT] = {}
@@ -154,10 +154,7 @@ def _size(result: GenerateReply) -> int:
 
 
 def in_task(
-    run: Callable[[RequestT], Awaitable[GenerateReply]],
-    spawn: Callable[..., asyncio.Task[Any]],
-    *,
-    fatal: tuple[type[Exception], ...] = (),
+    run: Callable[[RequestT], Awaitable[GenerateReply]], spawn: Callable[..., asyncio.Task[Any]], *, fatal: tuple[type[Exception], ...] = ()
 ) -> Callable[[RequestT], Run]:
     """`begin` for a `run` that is a coroutine: each has a task of its own. An error of class `fatal` ends the actor too."""
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.envs.templates import RenderError
-from actors.gateway.chat_server import BODY_S, TOKEN, ChatServer
-from actors.messages.generation import Completion, Tokens, VersionSpan
+from rubato.actors.envs.templates import RenderError
+from rubato.actors.gateway.chat_server import BODY_S, TOKEN, ChatServer
+from rubato.actors.messages.generation import Completion, Tokens, VersionSpan
 
 CHAT = {"messages": [{"role": "user", "content": "wind 1"}], "max_tokens": 4}
 
@@ -39,12 +39,7 @@ class Server:
 
     async def complete(self, request):
         self.asked.append(request)
-        return Completion(
-            request.request_id,
-            Tokens(array("i", [65]).tobytes(), bytes(4), (VersionSpan(0, 0, 1),)),
-            "stop",
-            "engine-1",
-        )
+        return Completion(request.request_id, Tokens(array("i", [65]).tobytes(), bytes(4), (VersionSpan(0, 0, 1),)), "stop", "engine-1")
 
     async def hangs(self, request):
         try:
@@ -167,11 +162,7 @@ def test_messages_come_in_every_form_that_the_api_has(served):
     async def play(server):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         said = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
-        result = {
-            "role": "tool",
-            "tool_call_id": "1",
-            "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}],
-        }
+        result = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]}
 
         status, _ = await server.ask(messages=[*CHAT["messages"], said, result])
 

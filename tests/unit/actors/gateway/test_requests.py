@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from actors.gateway.requests import SharedRequest, SharedRequests, in_task
-from actors.messages.generation import Aborted, Completion, Generate, Sampling, Tokens
+from rubato.actors.gateway.requests import SharedRequest, SharedRequests, in_task
+from rubato.actors.messages.generation import Aborted, Completion, Generate, Sampling, Tokens
 
 
 class Fatal(Exception):

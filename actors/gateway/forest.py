@@ -1,0 +1,151 @@
+"""What was said in a session, as a forest: a request goes on from the turn that its history leads to, with the tokens that were kept of it.
+
+Clients send the whole conversation again with every request, and not as they got it: arguments of calls are serialised anew, parts of
+texts are joined, what is null is left out. So messages are compared by what they mean, and a history is never tokenised twice: behind the
+deepest turn that it leads to come the tokens that were sampled there. A history that leads to none, because it was edited, shortened or is
+another agent's, begins a tree of its own.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from rubato.actors.envs.chat import TOKEN_BYTES, Transcript
+
+Message = Mapping[str, Any]
+
+Meaning = str
+"""Canonical JSON of a message: two that say the same have the same."""
+
+MOST_MESSAGES = 10_000
+"""Of one request."""
+
+
+def meaning_of(message: Message) -> Meaning:
+    """Role, text, reasoning and calls of a message. Ids of calls don't count: a result is known by where it stands."""
+    told: dict[str, Any] = {"role": "system" if message.get("role") == "developer" else message.get("role")}
+    if text := _text_of(message.get("content")):
+        told["content"] = text
+    if reasoning := message.get("reasoning_content"):
+        told["reasoning"] = reasoning
+    if calls := message.get("tool_calls"):
+        told["calls"] = [_call_of(call) for call in cast("list[Any]", calls)]
+    return json.dumps(told, ensure_ascii=False, sort_keys=True)
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(part["text"] for part in cast("list[Any]", content) if isinstance(part, dict) and isinstance(part.get("text"), str))
+    return content if isinstance(content, str) else ""
+
+
+def _call_of(call: Any) -> Any:
+    function = cast("dict[str, Any]", call).get("function") if isinstance(call, dict) else None
+    told = cast("dict[str, Any]", function if isinstance(function, dict) else call)
+    if not isinstance(told, dict):
+        return told
+    arguments = told.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # a model may write what is no JSON
+            arguments = json.loads(arguments)
+    return [told.get("name"), arguments]
+
+
+@dataclass(eq=False)
+class Turn:
+    """One sampled turn."""
+
+    transcript: Transcript
+    begin: int
+    """Tokens of the transcript up to where the turn begins."""
+    end: int
+    """And to where it ends."""
+    before: "Turn | None"
+    """The turn that its history led to."""
+
+    def path(self) -> Iterator["Turn"]:
+        """It and those before it, newest first."""
+        turn: Turn | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.before
+
+
+class Ended(Transcript):
+    """A transcript as it was when `turn` had ended, for what is shown behind that."""
+
+    def __init__(self, turn: Turn) -> None:
+        super().__init__(turn.transcript.prompt[: turn.end * TOKEN_BYTES])
+        self._turn_at = turn.begin * TOKEN_BYTES
+
+
+@dataclass(eq=False)
+class _Node:
+    """Messages up to one; `turns` are those that were sampled as it, the newest last."""
+
+    turns: list[Turn] = field(default_factory=list)
+    next: dict[Meaning, "_Node"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request goes on."""
+
+    before: Turn | None
+    """The deepest turn that its history leads to."""
+    new: Sequence[Message]
+    """The messages behind that, or all."""
+    meanings: tuple[Meaning, ...]
+    """Of the whole history."""
+    root: str
+
+
+class Forest:
+    """Transcripts of one session and the turns in them, in the order in which they were sampled."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self._roots: dict[str, _Node] = {}
+
+    def place(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Place:
+        """Where a request with this history, and these tools before it, goes on."""
+        root = json.dumps(tools, ensure_ascii=False, sort_keys=True) if tools else ""
+        meanings = tuple(map(meaning_of, messages))
+        node, before, num = self._roots.get(root), None, 0
+        for depth, meaning in enumerate(meanings, 1):
+            node = node.next.get(meaning) if node is not None else None
+            if node is None:
+                break
+            if node.turns:
+                before, num = node.turns[-1], depth
+        return Place(before, messages[num:], meanings, root)
+
+    def opened(self, place: Place, shown: bytes) -> Transcript:
+        """The transcript in which the request's turn is to be sampled: that of the turn before it, if nothing follows that yet, else a new one
+        that begins with the tokens up to there. `shown` are the token ids of the request's new messages.
+        """
+        before = place.before
+        if before is None:
+            return Transcript(shown)
+        if len(before.transcript) == before.end:
+            before.transcript.show(shown)
+            return before.transcript
+        return Transcript(before.transcript.prompt[: before.end * TOKEN_BYTES] + shown)
+
+    def sampled(self, place: Place, transcript: Transcript, said: Message) -> Turn:
+        """A turn was sampled at the end of `transcript`, which the client is told as the message `said`."""
+        turn = Turn(transcript, len(transcript.last_turn[0]) // TOKEN_BYTES, len(transcript), place.before)
+        node = self._roots.setdefault(place.root, _Node())
+        for meaning in (*place.meanings, meaning_of(said)):
+            node = node.next.setdefault(meaning, _Node())
+        node.turns.append(turn)
+        self.turns.append(turn)
+        return turn
+
+    def carrying(self, last: Turn) -> list[Transcript]:
+        """The transcripts that led to the turn `last`: those that have a turn of its path, and those that go on from one."""
+        on_path = set(last.path())
+        found = (turn.transcript for turn in self.turns if not on_path.isdisjoint(turn.path()))
+        return list(dict.fromkeys(found))

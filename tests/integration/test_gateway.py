@@ -1,0 +1,208 @@
+"""A job that is trained by agents from outside, which open sessions at its gateway and talk as OpenAI's clients do."""
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections import Counter
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.config.yaml_core import read_yaml
+from rubato.runtime.embed import embed
+from rubato.runtime.errors import ConfigError
+from tests.chaos.test_kills import actors_of, until
+from tests.jobs import SMALL, clean_environment, left_behind, write_model
+
+pytestmark = pytest.mark.slow
+
+MANAGER = 'env_manager: {class: "rubato.actors.envs.manager:EnvManager"}'
+GATEWAY = 'gateway: {class: "rubato.actors.gateway.gateway:Gateway"}'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@asynccontextmanager
+async def served(folder: Path, model: Path, *overrides: str):
+    """The job, and a client of its gateway that has the admin key."""
+    tree = read_yaml(SMALL.replace(MANAGER, GATEWAY))
+    async with embed(from_mapping(tree, [f"model.path={model}", *overrides]), folder) as job:
+        address = folder / "gateway.json"
+        while not address.exists():  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.1)
+        told = json.loads(address.read_text())
+        headers = {"Authorization": f"Bearer {told['admin_key']}"}
+        async with httpx.AsyncClient(base_url=told["url"], headers=headers, timeout=120) as client:
+            yield job, client
+
+
+async def play(client, at, members, *, turns=2):
+    """One session of an agent; how it ended. The members of a group, which have a row in common, are rewarded in turns."""
+    opened = (await client.post("/sessions", json={})).json()
+    if "error" in opened:
+        return opened["error"]["code"]
+    messages = [{"role": "user", "content": f"wind {at}"}]
+    async with openai.AsyncOpenAI(base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0) as agent:
+        for turn in range(turns):
+            try:
+                answer = await agent.chat.completions.create(messages=messages, model="any", temperature=0.3)
+            except openai.APIStatusError as error:
+                return error.code
+            messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": f"and {turn}"}]
+    shown = (await client.get(f"/sessions/{opened['session_id']}")).json()
+    members[opened["row"]] += 1
+    ending = {"reward": members[opened["row"]] % 2}
+    told = (await client.post(f"/sessions/{opened['session_id']}/complete", json=ending)).json()
+    return (shown, told) if "error" not in told else told["error"]["code"]
+
+
+async def test_agents_from_outside_train_a_job_token_for_token(tmp_path, model):
+    ends, members = [], Counter()
+
+    async with served(tmp_path / "run", model, "run.steps=3") as (job, client):
+
+        async def agents(first):
+            for at in range(first, 1000, 4):
+                ends.append(await play(client, at, members))
+                if ends[-1] == "run_over":
+                    return
+
+        async with asyncio.TaskGroup() as tasks:
+            for first in range(4):
+                tasks.create_task(agents(first))
+            rows = [row async for row in job.rows()]
+
+    mode = stat.S_IMODE((tmp_path / "run" / "gateway.json").stat().st_mode)
+    assert mode == 0o600
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    whole = [end for end in ends if isinstance(end, tuple)]
+    assert len(whole) >= 12
+    for shown, told in whole:
+        (segment,) = shown["segments"]
+        assert (shown["turns"], told["segments"]) == (2, 1)
+        assert sum(segment["mask"]) == sum(end - start for _, start, end in segment["versions"])
+    ledger = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert sum(line["fate"] == "trained" for line in ledger) == 3 * 4
+    assert all(line["age"] <= 1 for line in ledger if line["fate"] == "trained")
+
+
+async def test_what_can_not_be_had_is_refused_with_a_status_that_clients_understand(tmp_path, model):
+    async with served(tmp_path / "run", model, "run.steps=100000", "rollout.max_len=64") as (_, client):
+        opened = (await client.post("/sessions", json={"metadata": {"who": "me"}})).json()
+        one, other = opened["session_id"], (await client.post("/sessions", json={})).json()
+        key, chat = {"Authorization": f"Bearer {opened['api_key']}"}, {"messages": [{"role": "user", "content": "wind 1"}]}
+
+        async def ask(body, path=f"/sessions/{one}/v1/chat/completions", headers=key):
+            told = await client.post(path, content=body if isinstance(body, bytes) else json.dumps(body), headers=headers)
+            return told.status_code, told.json().get("error", {}).get("code")
+
+        async with openai.AsyncOpenAI(base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0) as agent:
+            stream = await agent.chat.completions.create(model="m", stream=True, stream_options={"include_usage": True}, **chat)
+            chunks = [chunk async for chunk in stream]
+        exact = (await client.post("/v1/chat/completions", json={**chat, "return_token_ids": True, "logprobs": True}, headers=key)).json()
+        refused = [
+            await client.post("/sessions", json={}, headers={"Authorization": "Bearer no"}),
+            await client.post("/sessions", json={"task": "none"}),
+        ]
+        found = {
+            "no json": await ask(b"{"),
+            "no messages": await ask({"messages": []}),
+            "n": await ask({**chat, "n": 2}),
+            "tool_choice": await ask({**chat, "tool_choice": "required"}),
+            "too long": await ask({"messages": [{"role": "user", "content": "wind " * 100}]}),
+            "unknown key": await ask(chat, headers={"Authorization": "Bearer rbt-none"}),
+            "another's key": await ask(chat, path=f"/sessions/{other['session_id']}/v1/chat/completions"),
+            "a reward that is none": await ask(b'{"reward": 1e999}', path=f"/sessions/{one}/complete"),
+            "known keys beside others": await ask({**chat, "store": False, "metadata": {}, "top_k": 3}),
+        }
+        complete = [(await client.post(f"/sessions/{one}/complete", json={"reward": 1}, headers=key)).status_code for _ in range(2)]
+        over = await ask(chat)
+
+    assert [told.status_code for told in refused] == [401, 404]
+    assert found == {
+        "no json": (400, "invalid_request_error"),
+        "no messages": (400, "invalid_request_error"),
+        "n": (400, "invalid_request_error"),
+        "tool_choice": (400, "invalid_request_error"),
+        "too long": (400, "context_length_exceeded"),
+        "unknown key": (401, "invalid_api_key"),
+        "another's key": (401, "invalid_api_key"),
+        "a reward that is none": (400, found["a reward that is none"][1]),
+        "known keys beside others": (200, None),
+    }
+    assert complete == [200, 410]
+    assert over == (410, "complete")
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert chunks[-1].usage.completion_tokens == 2
+    choice = exact["choices"][0]
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == exact["usage"]["completion_tokens"]
+    assert len(exact["prompt_token_ids"]) == exact["usage"]["prompt_tokens"]
+
+
+async def test_a_session_that_its_agent_left_is_over_and_another_takes_its_place(tmp_path, model):
+    async with served(tmp_path / "run", model, "run.steps=100000", "gateway.idle_s=0.5") as (_, client):
+        left = (await client.post("/sessions", json={})).json()
+        while (told := await client.get(f"/sessions/{left['session_id']}")).status_code == 200:  # noqa: ASYNC110 - seen from outside alone
+            await asyncio.sleep(0.1)
+        again = (await client.post("/sessions", json={})).json()
+
+    assert (told.status_code, told.json()["error"]) == (410, told.json()["error"] | {"type": "session_over", "code": "expired"})
+    assert again["session_id"] != left["session_id"]
+
+
+@pytest.fixture
+def job(tmp_path, model):
+    """The folder of a run of processes, until the test ends."""
+    config = SMALL.replace(MANAGER, GATEWAY)
+    (tmp_path / "small.yaml").write_text(config)
+    command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "small.yaml", f"model.path={model}", "run.steps=100000"]
+    with (tmp_path / "said").open("wb") as said:
+        launcher = subprocess.Popen(
+            [*command, "--run-dir", "run"], cwd=tmp_path, env=clean_environment(), stdout=said, stderr=said, start_new_session=True
+        )
+    yield tmp_path / "run"
+    launcher.send_signal(signal.SIGTERM)
+    launcher.wait(60)
+    assert left_behind(tmp_path / "run") == []
+
+
+def test_a_gateway_that_is_killed_comes_back_where_its_clients_look_and_its_sessions_are_others(job):
+    address = until(lambda: (job / "gateway.json").exists() and json.loads((job / "gateway.json").read_text()), "the gateway")
+    chat = {"messages": [{"role": "user", "content": "wind 1"}]}
+
+    def asked(path, body, key=address["admin_key"]):
+        try:
+            return httpx.post(address["url"] + path, json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+        except httpx.TransportError:
+            return None
+
+    before = asked("/sessions", {}).json()
+    turn = asked("/v1/chat/completions", chat, before["api_key"])
+    os.kill(actors_of(job)["gateway-1"]["pid"], signal.SIGKILL)
+    after = until(
+        lambda: (told := asked("/sessions", {})) is not None and told.status_code == 200 and told.json(), "a session after the kill"
+    )
+    lost = asked("/v1/chat/completions", chat, before["api_key"])
+    again = asked("/v1/chat/completions", chat, after["api_key"])
+    ended = asked(f"/sessions/{after['session_id']}/complete", {"reward": 1.0})
+
+    assert (turn.status_code, again.status_code, ended.status_code) == (200, 200, 200)
+    assert (lost.status_code, lost.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_a_gateway_and_environment_managers_are_refused_together(model):
+    tree = read_yaml(SMALL.replace(MANAGER, f"{MANAGER}\n  {GATEWAY}"))
+
+    with pytest.raises(ConfigError, match="actors has gateway and env_manager"):
+        from_mapping(tree, [f"model.path={model}"])
