@@ -14,19 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from actors.config import LOGGERS, LoggingSection
-from actors.training.hooks import StepHook
-from bus.address import host_port
-from runtime.actor import RunInfo
-from runtime.config.yaml_core import read_yaml
-from runtime.errors import ConfigError
-from runtime.importer import check_module, load_configured
+from rubato.actors.config import LOGGERS, LoggingSection
+from rubato.actors.training.hooks import StepHook
+from rubato.bus.address import host_port
+from rubato.runtime.actor import RunInfo
+from rubato.runtime.config.yaml_core import read_yaml
+from rubato.runtime.errors import ConfigError
+from rubato.runtime.importer import check_module, load_configured
 
 KEY = "logging.loggers"
 WAITING = 256
 """Rows that may wait for a logger; more are left out."""
+START_S = 60.0
+"""Longest that the end of a run waits for a logger that is still starting: its packages take seconds of two busy cores to load."""
 CLOSE_S = 10.0
-"""Longest that the end of a run waits for a logger."""
+"""Longest that the end of a run waits for a logger that has started."""
 
 
 class LoggedRun(NamedTuple):
@@ -55,7 +57,7 @@ class MetricsLogger(Protocol):
         ...
 
     def close(self) -> None:
-        """Once, after the last row or a failure; the run waits ten seconds for it."""
+        """Once, after the last row or a failure; the run waits ten seconds for it, and a minute for a `start` that is not through."""
         ...
 
 
@@ -145,9 +147,7 @@ def check_loggers(section: LoggingSection) -> None:
         if name not in LOGGERS:
             check_module(name, key=KEY)
         elif importlib.util.find_spec(LOGGERS[name]) is None:
-            raise ConfigError(
-                f"{KEY} has {name}, but {LOGGERS[name]} is not installed. Install it with: pip install -e '.[{name}]'"
-            )
+            raise ConfigError(f"{KEY} has {name}, but {LOGGERS[name]} is not installed. Install it with: pip install -e '.[{name}]'")
 
 
 def start_loggers(section: LoggingSection, run: RunInfo, step: int, told: Callable[[str], object]) -> "Loggers":
@@ -196,7 +196,7 @@ class Loggers:
             thread.log(row)
 
     def close(self) -> None:
-        """Wait until every row is out, ten seconds at most for each. Blocks."""
+        """Wait until every row is out, at most START_S for each to start and CLOSE_S for it to end. Blocks."""
         for thread in self._threads:
             thread.close()
 
@@ -206,6 +206,7 @@ class _LoggerThread:
         self._name, self._logger, self._told = name, logger, told
         self._rows: queue.Queue[Mapping[str, float] | None] = queue.Queue(WAITING)
         self._failed = self._late = False
+        self._started = threading.Event()
         # A daemon: one that hangs must not keep the process.
         self._thread = threading.Thread(target=self._work, args=(run,), name=f"logger {name}", daemon=True)
         self._thread.start()
@@ -221,6 +222,7 @@ class _LoggerThread:
                 self._told(f"the logger {self._name} is {WAITING} rows behind: rows are left out until it catches up")
 
     def close(self) -> None:
+        self._started.wait(START_S)
         try:
             self._rows.put(None, timeout=CLOSE_S)
         except queue.Full:
@@ -232,7 +234,10 @@ class _LoggerThread:
 
     def _work(self, run: LoggedRun) -> None:
         try:
-            self._logger.start(run)
+            try:
+                self._logger.start(run)
+            finally:
+                self._started.set()
             while (row := self._rows.get()) is not None:
                 self._logger.log(row)
         except Exception as error:  # noqa: BLE001 - whatever it raises, training goes on

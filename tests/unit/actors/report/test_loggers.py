@@ -7,10 +7,10 @@ import urllib.request
 import pytest
 from pydantic import ValidationError
 
-from actors.config import LoggingSection
-from actors.report.loggers import WAITING, check_loggers, start_loggers
-from runtime.actor import RunInfo
-from runtime.errors import ConfigError
+from rubato.actors.config import LoggingSection
+from rubato.actors.report.loggers import WAITING, check_loggers, start_loggers
+from rubato.runtime.actor import RunInfo
+from rubato.runtime.errors import ConfigError
 
 ROWS = [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5, "policy/loss": -0.125}]
 ALIKE = {"env/a-b": 0.75, "env/a_b": 1.5}
@@ -82,7 +82,8 @@ def test_a_logger_that_raises_is_told_once_and_others_go_on(run):
 
 
 def test_a_logger_that_hangs_holds_up_nothing_and_loses_rows_with_a_word(run, monkeypatch):
-    monkeypatch.setattr("actors.report.loggers.CLOSE_S", 0.05)
+    monkeypatch.setattr("rubato.actors.report.loggers.START_S", 0.05)
+    monkeypatch.setattr("rubato.actors.report.loggers.CLOSE_S", 0.05)
     freed = threading.Event()
 
     class Hangs:
@@ -93,7 +94,7 @@ def test_a_logger_that_hangs_holds_up_nothing_and_loses_rows_with_a_word(run, mo
 
         def close(self): ...
 
-    monkeypatch.setattr("actors.report.loggers._loaded", lambda name, section: Hangs())
+    monkeypatch.setattr("rubato.actors.report.loggers._loaded", lambda name, section: Hangs())
     try:
         told = log(LoggingSection(loggers=["mine.py:Hangs"]), run, rows=ROWS[:1] * (WAITING + 9))
     finally:
@@ -103,6 +104,35 @@ def test_a_logger_that_hangs_holds_up_nothing_and_loses_rows_with_a_word(run, mo
         f"the logger mine.py:Hangs is {WAITING} rows behind: rows are left out until it catches up",
         "the logger mine.py:Hangs did not end within 0.05 s: its last rows may be missing",
     ]
+
+
+def test_a_run_that_ends_waits_for_a_logger_that_is_still_starting(run, monkeypatch):
+    monkeypatch.setattr("rubato.actors.report.loggers.CLOSE_S", 0.05)
+    loaded, taken = threading.Event(), []
+
+    class LoadsLong:
+        def start(self, run):
+            assert loaded.wait(60)
+
+        def log(self, row):
+            taken.append(row)
+
+        def close(self): ...
+
+    monkeypatch.setattr("rubato.actors.report.loggers._loaded", lambda name, section: LoadsLong())
+    told = []
+    loggers = start_loggers(LoggingSection(loggers=["mine.py:LoadsLong"]), run, 0, told.append)
+    for row in ROWS:
+        loggers.log(row)
+    closing = threading.Thread(target=loggers.close)
+    closing.start()
+    closing.join(0.5)
+    assert closing.is_alive()
+    monkeypatch.setattr("rubato.actors.report.loggers.CLOSE_S", 60.0)
+    loaded.set()
+    closing.join(60)
+
+    assert (taken, told) == (ROWS, [])
 
 
 def test_tensorboard_reads_the_rows_back(run):
@@ -119,9 +149,7 @@ def test_tensorboard_reads_the_rows_back(run):
 def endpoint(run):
     """Port of a Prometheus endpoint that has taken all rows."""
     pytest.importorskip("prometheus_client")
-    loggers = start_loggers(
-        LoggingSection(loggers=["prometheus"], prometheus_listen="127.0.0.1:0"), run, 0, pytest.fail
-    )
+    loggers = start_loggers(LoggingSection(loggers=["prometheus"], prometheus_listen="127.0.0.1:0"), run, 0, pytest.fail)
     logger, taken = loggers._threads[0]._logger, threading.Event()
     take = logger.log
     logger.log = lambda row: (take(row), taken.set() if row["step"] == 2 else None)
@@ -168,9 +196,7 @@ def test_what_no_logger_can_be_is_refused(given, sentence):
 def test_a_logger_whose_package_is_missing_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    with pytest.raises(
-        ConfigError, match=r"has wandb, but wandb is not installed\. Install it with: pip install -e '\.\[wandb\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"has wandb, but wandb is not installed\. Install it with: pip install -e '\.\[wandb\]'"):
         check_loggers(LoggingSection(loggers=["wandb"]))
 
 
